@@ -1,0 +1,53 @@
+# Two commands are all a fresh machine needs: `make demo` and `make test`. Both make the environment in .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+# The interpreter that runs everything; set PY=python3 to use one that already has the packages (a shared GPU machine).
+PY ?= $(VENV)/bin/python
+ENV := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
+# The CUDA extra follows the driver; without a driver there is none, and everything runs on the CPU.
+CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
+CUDA_EXTRA := $(if $(CUDA_MAJOR),$(if $(filter 12,$(CUDA_MAJOR)),cuda12,cuda13))
+EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
+comma := ,
+
+.PHONY: help demo test test-slow lint bench gpu gpu-status clean
+
+help:
+	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (about 3 minutes)"
+	@echo "make test        the whole test suite; no GPU needed"
+	@echo "make test-slow   the long sweeps as well"
+	@echo "make lint        ruff and mypy"
+	@echo "make bench       benchmarks on this machine's CPU"
+	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/"
+	@echo "make gpu-status  which GPU results exist, from which commit, which are stale"
+
+$(VENV)/.ready: setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	@touch $@
+
+demo: $(ENV)
+	$(PY) -m speedtransfer word2vec demo -o demo
+
+test: $(ENV)
+	$(PY) -m pytest -m "not slow"
+
+test-slow: $(ENV)
+	$(PY) -m pytest
+
+lint: $(ENV)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: $(ENV)
+	$(PY) -m pytest bench --benchmark-enable --benchmark-sort=name
+
+gpu: $(ENV)
+	$(PY) bench/gpu.py run
+
+gpu-status: $(ENV)
+	$(PY) bench/gpu.py status
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -1,0 +1,52 @@
+"""Build and installation of speedtransfer: the version ranges that users get (constraints.txt pins what we develop with)."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "speedtransfer/version.py").read_text()).group(1)
+
+PLOT = ["matplotlib>=3.8"]
+DEV = [
+    "gensim>=4.3",  # the reader whose word2vec formats ours must satisfy
+    "hypothesis>=6.100",
+    "mypy>=1.10",
+    "nvidia-cuda-nvrtc>=13.0",  # compiles the kernels in the tests; needs no driver
+    "expecttest>=0.2",  # torch.testing._internal imports it; its module database drives a test
+    "psutil>=5.9",
+    "pytest>=8",
+    "pytest-benchmark>=4",
+    "pytest-timeout>=2.3",
+    "ruff>=0.6",
+]
+
+setup(
+    name="speedtransfer",
+    version=VERSION,
+    description="Embedding tables larger than GPU memory, trained with any row-by-row torch.optim optimizer",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    packages=find_packages(include=["speedtransfer", "speedtransfer.*"]),
+    package_data={
+        "speedtransfer": ["py.typed"],
+        "speedtransfer.kernels": ["*.cu", "*.cuh"],
+        "speedtransfer.word2vec": ["corpora/*"],
+    },
+    install_requires=[
+        "numpy>=2",
+        "rich>=13",
+        "safetensors>=0.4.3",
+        "torch>=2.4",
+        "typer>=0.12",
+    ],
+    extras_require={
+        "cuda12": ["cupy-cuda12x>=13"],
+        "cuda13": ["cupy-cuda13x>=13.6"],
+        "plot": PLOT,
+        "dev": DEV + PLOT,
+    },
+    entry_points={"console_scripts": ["speedtransfer=speedtransfer.cli:main"]},
+)

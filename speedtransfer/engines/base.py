@@ -1,0 +1,34 @@
+"""What every engine can do: move rows between stored planes and the compute device. Arrays and ids only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Engine(Protocol):
+    """How rows move.
+
+    The caller has validated everything: ``planes[i]`` is a ``(num_rows, width_i)`` tensor (its rows are contiguous),
+    ``index`` is a contiguous 1-D int64 tensor on the compute device with every value in ``[0, num_rows)``, and
+    ``rows[i]`` is a contiguous ``(len(index), width_i)`` tensor on the compute device with the dtype of ``planes[i]``.
+    """
+
+    name: str
+
+    def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
+        """Fill ``rows[i][j]`` from ``planes[i][index[j]]``, ordered on the current stream of the compute device."""
+        ...
+
+    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
+        """Write ``rows[i][j]`` to ``planes[i][index[j]]``; `index` holds no value twice.
+
+        A later `gather` of the same engine, on any stream, sees the new rows.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Block the host until every `scatter` so far has reached the planes."""
+        ...

@@ -1,0 +1,86 @@
+"""The exceptions of speedtransfer: each is also the standard exception that Python or PyTorch would raise.
+
+Catch :class:`SpeedtransferError` for all of them, or ``IndexError``, ``ValueError``, ... as everywhere else. A message
+names the bad value, the rule it broke and the remedy, on one line: the command line prints it as it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections.abc import Iterable
+
+
+class SpeedtransferError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class RowIndexError(SpeedtransferError, IndexError):
+    """An index names a row that the table does not have."""
+
+
+class InvalidValueError(SpeedtransferError, ValueError):
+    """A value (a size, a shape, a name) breaks a rule."""
+
+
+class InvalidTypeError(SpeedtransferError, TypeError):
+    """A value has the wrong type or dtype."""
+
+
+class DeviceError(SpeedtransferError, RuntimeError):
+    """A device, driver or package for it is missing, or refused the request."""
+
+
+class HostMemoryError(SpeedtransferError, MemoryError):
+    """The host or the device cannot give the memory asked for."""
+
+
+class StorageError(SpeedtransferError, OSError):
+    """A file or folder cannot be read, written or trusted."""
+
+
+class OptimizerError(SpeedtransferError, RuntimeError):
+    """An optimizer cannot train rows on their own, or its state does not fit the table."""
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the nearest of `choices`, or all of them where none is near."""
+    choices = list(choices)
+    by_lower = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(str(name).lower(), list(by_lower), n=2, cutoff=0.6)
+    if near:
+        return "; did you mean " + " or ".join(repr(by_lower[n]) for n in near) + "?"
+    return "; choose from " + ", ".join(repr(c) for c in choices)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return `num_bytes` with a decimal unit (1 GB = 1e9 bytes), three significant digits."""
+    value = float(num_bytes)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if abs(value) < 999.5:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+def check_size(value: object, name: str, minimum: int = 0) -> int:
+    """Return `value` as an int of at least `minimum`, or raise an error that names it.
+
+    Raises
+    ------
+    InvalidTypeError
+        `value` is no integer (bool counts as none).
+    InvalidValueError
+        `value` is below `minimum`.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidTypeError(
+            f"{name} is {value!r} ({type(value).__name__}) but must be an integer; pass int({name})"
+        ) from None
+    if number < minimum:
+        raise InvalidValueError(f"{name} is {number} but must be at least {minimum}; pass a larger {name}")
+    return number
