@@ -1,0 +1,82 @@
+"""The rows a batch touches: unique, dense and small, with the way back for their gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.optim import Handle
+from speedtransfer.tables import as_index
+
+
+class ActiveRows:
+    """The unique rows named by some ids.
+
+    Attributes
+    ----------
+    ids : Tensor
+        ``(n,)`` int64, sorted.
+    inverse : Tensor
+        Where each of the original ids is in `ids`; the shape of the original.
+    rows : Tensor
+        ``(n, dim)`` on the compute device. A leaf of autograd where gradients are wanted: what backward leaves there is
+        deposited for the optimizer. The next step updates this memory in place.
+    """
+
+    __slots__ = ("_handle", "_version", "ids", "inverse", "rows")
+
+    def __init__(self, handle: Handle, ids: Tensor, inverse: Tensor, rows: Tensor) -> None:
+        self.ids, self.inverse, self.rows = ids, inverse, rows
+        self._handle, self._version = handle, handle.table.version
+
+    def track_grad(self) -> None:
+        """Let backward deposit the gradient of `rows`."""
+        handle, ids, version = self._handle, self.ids, self._version  # not self: the cycle would keep the rows alive
+
+        def deposit(leaf: Tensor) -> None:
+            grad, leaf.grad = leaf.grad, None
+            assert grad is not None
+            handle.deposit(ids, grad, leaf.detach(), version)
+
+        self.rows.requires_grad_()
+        self.rows.register_post_accumulate_grad_hook(deposit)
+
+    def add_grad(self, grad: Tensor) -> None:
+        """Deposit a gradient written by hand for ``optimizer.step()``, without autograd.
+
+        Parameters
+        ----------
+        grad : Tensor
+            ``(n, dim)``, dtype and device of `rows`; added to what was deposited since the last step. The step may use its
+            memory.
+        """
+        if grad.shape != self.rows.shape:
+            raise InvalidValueError(
+                f"grad has shape {tuple(grad.shape)} but there are {tuple(self.rows.shape)} active rows; "
+                "sum the gradient per unique row (index_add_ by .inverse)"
+            )
+        if grad.dtype != self.rows.dtype or grad.device != self.rows.device:
+            raise InvalidTypeError(
+                f"grad is {grad.dtype} on {grad.device} but the rows are {self.rows.dtype} on {self.rows.device}; use grad.to(rows)"
+            )
+        with torch.no_grad():
+            self._handle.deposit(self.ids, grad, self.rows.detach(), self._version)
+
+
+def activate(handle: Handle, ids: Any, max_norm: float | None = None, norm_type: float = 2.0) -> ActiveRows:
+    """Gather the unique rows of `ids`; rows longer than `max_norm` are shortened first, in the table too."""
+    table = handle.table
+    with torch.no_grad():
+        flat, shape = as_index(ids, table.num_rows, table.device)
+        unique, inverse = torch.unique(flat, return_inverse=True)
+        rows = table.gather(unique, check=False)
+        if max_norm is not None and len(unique):
+            before = rows.clone()
+            torch.embedding_renorm_(rows, torch.arange(len(unique), device=rows.device), max_norm, norm_type)
+            changed = (rows != before).any(dim=1).nonzero().flatten()
+            if len(changed):
+                table.scatter(unique[changed], rows[changed], check=False)
+    return ActiveRows(handle, unique, inverse.view(shape), rows)

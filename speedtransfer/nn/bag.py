@@ -1,0 +1,109 @@
+"""The drop-in for ``torch.nn.EmbeddingBag``."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speedtransfer.nn.base import TableModule
+from speedtransfer.nn.embedding import check_pretrained
+
+
+class EmbeddingBag(TableModule, nn.EmbeddingBag):
+    """``torch.nn.EmbeddingBag`` whose rows live in a :class:`~speedtransfer.Table`.
+
+    Positional arguments and behaviour are those of ``torch.nn.EmbeddingBag``; the keywords after them are those of
+    :class:`~speedtransfer.Embedding`.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        memory: str = "auto",
+        path: str | os.PathLike[str] | None = None,
+        idle: str = "lazy",
+    ) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
+        self.scale_grad_by_freq, self.mode, self.sparse = scale_grad_by_freq, mode, sparse
+        self.include_last_offset = include_last_offset
+        self._set_up(_weight, False, device, dtype, memory, path, idle)
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Return the sum, mean or max of each bag's rows, ``(bags, embedding_dim)``.
+
+        Parameters
+        ----------
+        input : Tensor
+            Ids: ``(bags, n)``, or 1-D with `offsets`.
+        offsets : Tensor, optional
+            Where each bag begins in a 1-D `input`.
+        per_sample_weights : Tensor, optional
+            A weight for each id (mode "sum" only).
+        """
+        active = self.activate(input)
+        padding = self._padding_in(active)
+        return F.embedding_bag(
+            active.inverse,
+            active.rows,
+            offsets,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=padding if padding >= 0 else None,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        *,
+        memory: str = "auto",
+        path: str | os.PathLike[str] | None = None,
+        idle: str = "lazy",
+    ) -> EmbeddingBag:
+        """Make a bag of the rows of a 2-D tensor, used in place as in :meth:`Embedding.from_pretrained`."""
+        rows, dim = check_pretrained(embeddings)
+        bag = cls(
+            rows,
+            dim,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            mode,
+            sparse,
+            embeddings,
+            include_last_offset,
+            padding_idx,
+            device=embeddings.device,
+            memory=memory,
+            path=path,
+            idle=idle,
+        )
+        bag.weight.requires_grad_(bag.weight.requires_grad and not freeze)
+        return bag

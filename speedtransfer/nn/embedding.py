@@ -1,0 +1,121 @@
+"""The drop-in for ``torch.nn.Embedding``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.nn.base import TableModule
+from speedtransfer.nn.lookup import lookup
+
+
+class Embedding(TableModule, nn.Embedding):
+    """``torch.nn.Embedding`` whose rows live in a :class:`~speedtransfer.Table`, trained by any row-by-row optimizer.
+
+    Only the rows that a batch touches come to the compute device. Positional arguments and behaviour are those of
+    ``torch.nn.Embedding``; with one seed so are the numbers.
+
+    Parameters
+    ----------
+    num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, _weight, _freeze, dtype
+        As in ``torch.nn.Embedding``.
+    sparse : bool
+        Accepted and kept; gradients are dense over the active rows either way.
+    device : torch.device, optional
+        The compute device, as for any module; ``.to()`` moves it.
+    memory : {"auto", "pinned", "pageable", "mmap", "device"}
+        Where the rows live.
+    path : path-like, optional
+        The new file of a "mmap" table.
+    idle : {"lazy"}
+        What happens to a row that a step does not touch. "lazy": nothing.
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError, DeviceError, HostMemoryError, StorageError
+        As :class:`~speedtransfer.Table`.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        memory: str = "auto",
+        path: str | os.PathLike[str] | None = None,
+        idle: str = "lazy",
+    ) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self._set_up(_weight, _freeze, device, dtype, memory, path, idle)
+
+    def forward(self, input: Any) -> Tensor:
+        """Return the rows of `input`, ``(*input.shape, embedding_dim)``, on the compute device.
+
+        Raises
+        ------
+        RowIndexError, InvalidTypeError
+            An id out of range (negative counts as such), or no integer.
+        """
+        if self.max_norm is None and not (torch.is_grad_enabled() and self.weight.requires_grad):
+            return self.table.gather(input)
+        active = self.activate(input)
+        return lookup(active.rows, active.inverse, self._padding_in(active), self.scale_grad_by_freq)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        *,
+        memory: str = "auto",
+        path: str | os.PathLike[str] | None = None,
+        idle: str = "lazy",
+    ) -> Embedding:
+        """Make an embedding of the rows of a 2-D tensor.
+
+        As in ``torch.nn`` a CPU tensor is used in place, where `memory` is ordinary memory; other memories copy it.
+        """
+        rows, dim = check_pretrained(embeddings)
+        return cls(
+            rows,
+            dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            _weight=embeddings,
+            _freeze=freeze,
+            device=embeddings.device,
+            memory=memory,
+            path=path,
+            idle=idle,
+        )
+
+
+def check_pretrained(embeddings: Tensor) -> tuple[int, int]:
+    """Return rows and dim of the tensor given to ``from_pretrained``."""
+    if embeddings.dim() != 2:
+        raise InvalidValueError(f"embeddings has shape {tuple(embeddings.shape)} but must be 2-D; reshape it to (rows, dim)")
+    return embeddings.shape[0], embeddings.shape[1]

@@ -1,0 +1,7 @@
+"""What an optimizer sees of a table: a parameter of active rows, and their state around each step."""
+
+from speedtransfer.optim.handle import Handle, find_handle
+from speedtransfer.optim.hooks import install
+from speedtransfer.optim.probe import PlaneSpec, probe
+
+__all__ = ["Handle", "PlaneSpec", "find_handle", "install", "probe"]

@@ -1,0 +1,130 @@
+"""The parameter that an optimizer sees in place of a table: the active rows and their gradient, for the time of one step."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from speedtransfer.tables import Table
+
+# Parameter -> weak reference to its handle. The handle holds the parameter, so a strong one would keep both for ever.
+_handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def find_handle(param: Tensor) -> Handle | None:
+    """Return the handle that `param` belongs to, or None for an ordinary parameter."""
+    reference = _handles.get(param)
+    return None if reference is None else reference()
+
+
+def any_handles() -> bool:
+    """Tell whether there is any handle at all (lets the hooks of a process without tables cost nothing)."""
+    return len(_handles) > 0
+
+
+class Handle:
+    """Ties `param` to a table.
+
+    Between backward and step ``param.data`` is the ``(active, dim)`` rows that backward touched and ``param.grad`` their
+    gradient; at any other time `param` is ``(0, dim)`` without gradient. The parameter never enters autograd, so clipping,
+    unscaling, parameter groups and schedulers see an ordinary dense parameter.
+
+    Parameters
+    ----------
+    table : Table
+    requires_grad : bool
+        Whether the rows are trained.
+    """
+
+    def __init__(self, table: Table, requires_grad: bool = True) -> None:
+        self.table = table
+        self.ids: Tensor | None = None  # active rows, sorted; None: idle
+        self.state: Any = None  # optim.state.RowState of the optimizer that trains the rows
+        self._version = -1  # of the table when param.data was read
+        self._grad: tuple[weakref.ref[Tensor], int] | None = None  # the gradient as this class left it
+        self.bind(nn.Parameter(self._no_rows(), requires_grad=requires_grad and table.dtype.is_floating_point))
+
+    def bind(self, param: nn.Parameter) -> None:
+        """Make `param` the parameter of this handle."""
+        self.param = param
+        _handles[param] = weakref.ref(self)
+
+    def _no_rows(self) -> Tensor:
+        return torch.empty(0, self.table.dim, dtype=self.table.dtype, device=self.table.device)
+
+    def clear(self) -> None:
+        """Make the parameter idle: no rows, no gradient."""
+        self.ids, self._grad = None, None
+        self.param.grad = None
+        self.param.data = self._no_rows()
+
+    def deposit(self, ids: Tensor, grad: Tensor, rows: Tensor, version: int) -> None:
+        """Add the gradient of some rows to what the next step will apply.
+
+        Parameters
+        ----------
+        ids : Tensor
+            ``(n,)`` int64, sorted, no row twice.
+        grad : Tensor
+            ``(n, dim)``.
+        rows : Tensor
+            ``(n, dim)``, the rows as they were when the table's version was `version`.
+        """
+        if self._discarded():
+            self.clear()
+        grad = grad.detach()
+        if self.ids is None:
+            if version != self.table.version:  # somebody wrote to the table between forward and backward
+                rows, version = self.table.gather(ids, check=False), self.table.version
+            self.ids, self._version = ids, version
+            self.param.data = rows.detach()
+        else:
+            grad = self._merge(ids, grad)
+        self.param.grad = grad
+        self._grad = weakref.ref(grad), grad._version
+
+    def _merge(self, ids: Tensor, grad: Tensor) -> Tensor:
+        """Take `ids` into the active rows and return the summed gradient."""
+        assert self.ids is not None
+        assert self.param.grad is not None
+        if torch.equal(ids, self.ids):
+            return self.param.grad + grad
+        union, position = torch.unique(torch.cat([self.ids, ids]), return_inverse=True)
+        total = grad.new_zeros(len(union), grad.shape[1])
+        total[position[: len(self.ids)]] = self.param.grad
+        total[position[len(self.ids) :]] += grad  # ids holds no row twice
+        self.param.grad = None
+        self.ids, self._version = union, self.table.version
+        self.param.data = self.table.gather(union, check=False)
+        return total
+
+    def _discarded(self) -> bool:
+        """Tell whether zero_grad (to None or to zero) or a hand has thrown away the gradient deposited before."""
+        grad = self.param.grad
+        if grad is None:
+            return True
+        if self._grad is None or self._grad[0]() is not grad:
+            return False
+        # Clipping and unscaling change a gradient in place too; only zero_grad(set_to_none=False) leaves nothing.
+        return grad._version != self._grad[1] and grad.numel() > 0 and not bool(grad.any())
+
+    def refresh(self) -> None:
+        """Read the active rows again if the table has changed since: a step must not undo what was written meanwhile."""
+        if self.ids is not None and self._version != self.table.version:
+            self.param.data, self._version = self.table.gather(self.ids, check=False), self.table.version
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        import copy
+
+        duplicate = Handle.__new__(Handle)
+        memo[id(self)] = duplicate
+        duplicate.table = copy.deepcopy(self.table, memo)
+        duplicate.ids = duplicate.state = duplicate._grad = None
+        duplicate._version = -1
+        duplicate.bind(copy.deepcopy(self.param, memo))
+        duplicate.clear()
+        return duplicate

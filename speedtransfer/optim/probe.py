@@ -1,0 +1,147 @@
+"""What an optimizer keeps for a row: found by running it on a few rows, not by knowing its name.
+
+A trial of the user's optimizer class with the user's hyperparameters tells which entries of its state are planes (one row of
+state per row of the parameter), which are shared by the whole table, what a row that was never touched starts from, and
+whether a row's update depends on that row alone, without which rows cannot be trained apart from their table.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedtransfer.errors import OptimizerError
+
+_ROWS = 5
+_SUBSET = [3, 1]
+_STEPS = 3
+
+
+@dataclass(frozen=True)
+class PlaneSpec:
+    """One plane of state.
+
+    Attributes
+    ----------
+    tail : tuple of int
+        Shape of a row's state: ``(dim,)``, or ``()`` for one number a row.
+    dtype : torch.dtype
+    start : float or None
+        What an untouched row holds; None: a copy of its weights (averages, slow weights).
+    """
+
+    tail: tuple[int, ...]
+    dtype: torch.dtype
+    start: float | None
+
+
+def probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, PlaneSpec]:
+    """Return the planes that `optimizer` keeps for a parameter of `group` with the dtype, width and device of `param`.
+
+    Raises
+    ------
+    OptimizerError
+        The update is not row by row, or the optimizer does not run on a few dense rows.
+    """
+    name = type(optimizer).__name__
+    dim = param.shape[1]
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randn(_ROWS, dim, generator=generator)
+        grads = torch.randn(_STEPS, _ROWS, dim, generator=generator)
+        grads[:, [r for r in range(_ROWS) if r not in _SUBSET]] *= 100  # a norm over the parameter would notice
+        weights, grads = weights.to(param), grads.to(param)
+        try:
+            planes = _planes(optimizer, group, weights, torch.zeros_like(grads))
+            all_rows = _run(optimizer, group, weights, grads)
+            some_rows = _run(optimizer, group, weights[_SUBSET], grads[:, _SUBSET])
+        except Exception as error:
+            raise OptimizerError(f"{name} cannot train rows of a table: {_reason(name, error)}") from error
+    expected = {"the update": all_rows[0], **{key: all_rows[1][key] for key in planes}}
+    for what, value in expected.items():
+        alone = some_rows[0] if what == "the update" else some_rows[1].get(what)
+        if not _close(value[_SUBSET], alone):
+            raise OptimizerError(
+                f"{name} is not row by row: {what} of a row depends on the other rows of the parameter, and most of a table "
+                "is not there during a step; use a row-by-row optimizer (SGD, Adam, AdamW, Adamax, Adagrad, ...) for this "
+                "embedding, in an optimizer of its own if need be"
+            )
+    return planes
+
+
+def _reason(name: str, error: Exception) -> str:
+    if "closure" in str(error):
+        return "it evaluates the loss several times within a step (closure); use Adam or SGD"
+    if name == "SparseAdam":
+        return "it takes only sparse gradients and the active rows have a dense one; use Adam, its near equivalent"
+    return f"a trial on {_ROWS} dense rows failed ({error}); use a row-by-row optimizer such as Adam or SGD"
+
+
+def _planes(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, grads: Tensor) -> dict[str, PlaneSpec]:
+    """Sort state into planes and shared entries; a zero-gradient step shows what an untouched row holds."""
+    moved, state = _run(optimizer, group, weights, grads[:1])
+    _, fewer = _run(optimizer, group, weights[1:], grads[:1, 1:])
+    _, at_zero = _run(optimizer, group, torch.zeros_like(weights), grads[:1])  # weight decay adds nothing there
+    planes = {}
+    for key, value in state.items():
+        if not _follows_rows(value, _ROWS) or not _follows_rows(fewer[key], _ROWS - 1):
+            continue
+        if value.shape == moved.shape and torch.equal(value, moved):
+            start = None
+        else:
+            flat = at_zero[key].flatten()
+            if bool((flat != flat[0]).any()):
+                raise ValueError(f"state {key!r} of an untouched row has no one value to start from")
+            start = float(flat[0])
+        planes[key] = PlaneSpec(tuple(value.shape[1:]), value.dtype, start)
+    return planes
+
+
+def _follows_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
+
+
+def _run(
+    optimizer: Optimizer, group: dict[str, Any], weights: Tensor, grads: Tensor
+) -> tuple[Tensor, dict[str, Any]]:
+    """Step a fresh optimizer of the same kind on a copy of `weights`; return the rows and their state after it."""
+    param = nn.Parameter(weights.clone())
+    trial = _like(optimizer, group, param)
+    for grad in grads:
+        param.grad = grad.clone()
+        trial.step()
+    return param.detach(), dict(trial.state[param])
+
+
+def _like(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> Optimizer:
+    """Return a fresh optimizer of the same class with the hyperparameters of `group`."""
+    hyper = {key: value for key, value in group.items() if key != "params"}
+    if float(hyper.get("lr", 1.0)) == 0.0:
+        hyper["lr"] = 1e-3  # a schedule may start at zero, where nothing shows
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    try:
+        # `defaults` may hold what the constructor does not take (AdamW's decoupled_weight_decay, a scheduler's initial_lr).
+        return type(optimizer)([param], **{key: value for key, value in hyper.items() if key in accepted})
+    except Exception:
+        # A constructor of another form: a copy of the instance without its parameters, state and hooks.
+        trial = object.__new__(type(optimizer))
+        trial.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})  # schedulers wrap step
+        trial.__dict__.update({k: OrderedDict() for k, v in trial.__dict__.items() if k.endswith("_hooks") and v})
+        trial.state = defaultdict(dict)
+        trial.param_groups = [{**hyper, "params": [param]}]
+        return trial
+
+
+def _close(expected: Tensor, value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.shape != expected.shape:
+        return False
+    if not expected.dtype.is_floating_point:
+        return torch.equal(expected, value)
+    tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 2e-2  # vector tails round differently
+    return torch.allclose(expected, value, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True)

@@ -1,0 +1,499 @@
+"""The table: named planes over the same rows, in one memory, with one way in and one way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer import buffers
+from speedtransfer.device import cuda_status, mapped_view, require_cuda, resolve_device, to_cupy
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size, suggest
+from speedtransfer.tables import files
+from speedtransfer.tables.device import DeviceMemory
+from speedtransfer.tables.fill import check_floating, fill_plane, row_chunks
+from speedtransfer.tables.host import MmapMemory, PageableMemory, PinnedMemory
+from speedtransfer.tables.index import as_index, check_unique
+from speedtransfer.tables.memory import Memory, physical_bytes
+from speedtransfer.tables.stats import TableStats
+
+Device: TypeAlias = torch.device | str | int | None
+DType: TypeAlias = torch.dtype
+TorchDevice: TypeAlias = torch.device
+PathLike: TypeAlias = str | os.PathLike[str]
+Generator: TypeAlias = torch.Generator
+
+MEMORIES: dict[str, type[Memory]] = {m.name: m for m in (PinnedMemory, PageableMemory, MmapMemory, DeviceMemory)}
+DTYPES = frozenset(files.SAFE_NAMES)
+
+
+class Table:
+    """Rows of one embedding: a weight plane and, once training needs them, planes of optimizer state beside it.
+
+    Parameters
+    ----------
+    num_rows, dim : int
+        Shape of the weight plane, zeroed at first.
+    dtype : torch.dtype
+        float16, bfloat16, float32, float64, uint8, int8, int16, int32 or int64.
+    memory : {"auto", "pinned", "pageable", "mmap", "device"}
+        Where the rows live. "auto" is "pinned" where a CUDA device works and the table fits, else "pageable".
+    path : path-like, optional
+        The new file of a "mmap" table, ``.safetensors`` or ``.npy``.
+    device : torch.device, optional
+        The compute device that rows are gathered to: a CUDA device if there is one, else the CPU.
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError
+        A size, dtype or memory that breaks a rule.
+    DeviceError
+        CUDA is asked for and missing.
+    HostMemoryError, StorageError
+        No room in memory or on disk, or `path` cannot be created.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        dim: int,
+        dtype: DType = torch.float32,
+        memory: str = "auto",
+        path: PathLike | None = None,
+        device: Device = None,
+    ) -> None:
+        num_rows, dim = check_size(num_rows, "num_rows"), check_size(dim, "dim")
+        _check_dtype(dtype)
+        place = _open_memory(memory, path, device, num_rows * dim * dtype.itemsize)
+        with torch.inference_mode(False):  # an inference tensor could never be trained
+            self._adopt(place, place.allocate("weight", num_rows, dim, dtype))
+
+    def _adopt(self, place: Memory, weight: Tensor) -> Table:
+        self._place = place
+        self._engine = place.engine()
+        self._planes = {"weight": weight}
+        self._stats = TableStats()
+        self._writes = 0
+        return self
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self._planes["weight"].shape[0]
+
+    @property
+    def dim(self) -> int:
+        """Values in a row of the weight plane."""
+        return self._planes["weight"].shape[1]
+
+    @property
+    def dtype(self) -> DType:
+        """Dtype of the weight plane."""
+        return self._planes["weight"].dtype
+
+    @property
+    def memory(self) -> str:
+        """Name of the memory the rows live in."""
+        return self._place.name
+
+    @property
+    def path(self) -> Path | None:
+        """File of the weight plane, for a "mmap" table."""
+        return self._place.path
+
+    @property
+    def device(self) -> TorchDevice:
+        """The compute device: where `gather` puts rows and `scatter` takes them from."""
+        return self._place.device
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """Names of the planes, "weight" first."""
+        return tuple(self._planes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes (a page that was never written takes no room)."""
+        return sum(plane.numel() * plane.element_size() for plane in self._planes.values())
+
+    @property
+    def version(self) -> int:
+        """A number that grows with every change of the weight plane made through the table or a torch view of it."""
+        return self._writes + self._planes["weight"]._version
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __repr__(self) -> str:
+        extra = f", path={str(self.path)!r}" if self.path else ""
+        return (
+            f"Table({self.num_rows}, {self.dim}, dtype={self.dtype}, memory={self.memory!r}{extra}, "
+            f"device='{self.device}', planes={list(self.planes)})"
+        )
+
+    # --- planes -------------------------------------------------------------------------------------------------------
+
+    def add_plane(
+        self, name: str, width: int | None = None, dtype: DType | None = None, fill: float | Tensor = 0
+    ) -> Tensor:
+        """Add a plane of `width` values a row, each `fill`, in the table's memory, and return a view of the whole of it.
+
+        Parameters
+        ----------
+        name : str
+            A new name.
+        width : int, optional
+            Default: `dim`.
+        dtype : torch.dtype, optional
+            Default: that of the weights.
+        fill : float or Tensor
+            A number, or a ``(num_rows, width)`` tensor to copy.
+        """
+        if name in self._planes:
+            raise InvalidValueError(f"plane {name!r} exists; drop it first with drop_plane, or choose another name")
+        width = self.dim if width is None else check_size(width, "width")
+        dtype = _check_dtype(self.dtype if dtype is None else dtype)
+        with torch.inference_mode(False):
+            plane = self._place.allocate(name, self.num_rows, width, dtype)
+        if isinstance(fill, Tensor):
+            _copy(plane, fill)
+        elif fill != 0:
+            fill_plane(plane, lambda chunk: chunk.fill_(fill))
+        self._planes[name] = plane
+        return plane
+
+    def drop_plane(self, name: str) -> None:
+        """Forget a plane other than "weight"."""
+        if name == "weight":
+            raise InvalidValueError("plane 'weight' is the table itself; delete the table instead")
+        del self._planes[self._check_plane(name)]
+
+    def plane(self, name: str) -> Tensor:
+        """Return the whole of a plane, ``(num_rows, width)``, without a copy; it lives where the memory is."""
+        self._engine.wait()
+        return self._planes[self._check_plane(name)]
+
+    def _check_plane(self, name: str) -> str:
+        if name not in self._planes:
+            raise InvalidValueError(f"the table has no plane {name!r}{suggest(str(name), self._planes)}")
+        return name
+
+    # --- rows in and out ----------------------------------------------------------------------------------------------
+
+    @overload
+    def gather(self, index: Any, planes: str = ..., out: Tensor | None = ..., *, check: bool = ...) -> Tensor: ...
+    @overload
+    def gather(self, index: Any, planes: Sequence[str], *, check: bool = ...) -> dict[str, Tensor]: ...
+    def gather(
+        self, index: Any, planes: str | Sequence[str] = "weight", out: Tensor | None = None, *, check: bool = True
+    ) -> Tensor | dict[str, Tensor]:
+        """Copy rows to the compute device.
+
+        Parameters
+        ----------
+        index : tensor, ndarray, list or int
+            Row numbers: any integer dtype, shape and device; repeats are fine.
+        planes : str or sequence of str
+            One plane, or several moved in one call.
+        out : Tensor, optional
+            ``(*index.shape, width)`` on `device`, filled and returned (one plane only).
+        check : bool
+            False: `index` is known to be a contiguous 1-D int64 tensor on `device` with every value in range.
+
+        Returns
+        -------
+        Tensor or dict of str to Tensor
+            ``(*index.shape, width)`` on `device`; a dict by plane where `planes` is a sequence.
+
+        Raises
+        ------
+        RowIndexError, InvalidTypeError, InvalidValueError
+            A row out of range; an index that holds no integers; an unknown plane; `out` that does not match.
+        """
+        flat, shape = as_index(index, self.num_rows, self.device) if check else (index, tuple(index.shape))
+        names = [planes] if isinstance(planes, str) else list(planes)
+        stored = [self._planes[self._check_plane(name)] for name in names]
+        if out is not None:
+            wanted = (*shape, stored[0].shape[1])
+            _check_rows(out, wanted, stored[0].dtype, self.device, "out")
+            flat_out = out.detach().reshape(flat.numel(), stored[0].shape[1]).contiguous()
+            rows = [flat_out]
+        else:
+            rows = [buffers.empty((flat.numel(), plane.shape[1]), plane.dtype, self.device) for plane in stored]
+        self._engine.gather(stored, flat, rows)
+        self._stats.gathered_rows += flat.numel()
+        self._stats.gathered_bytes += sum(r.numel() * r.element_size() for r in rows)
+        if out is not None:
+            if flat_out.data_ptr() != out.data_ptr() or not out.is_contiguous():
+                out.detach().copy_(flat_out.view(out.shape))
+            return out
+        shaped = [r.view(*shape, r.shape[1]) for r in rows]
+        return shaped[0] if isinstance(planes, str) else dict(zip(names, shaped, strict=True))
+
+    def scatter(self, index: Any, rows: Any, *, check: bool = True) -> None:
+        """Write rows into the table. A row named twice is an error: nothing is written.
+
+        Parameters
+        ----------
+        index : tensor, ndarray, list or int
+            Row numbers, none twice.
+        rows : tensor, array, or dict of str to these
+            ``(*index.shape, width)`` of the plane's dtype on `device`; a dict writes several planes in one call.
+        check : bool
+            False: `index` is known to be as in `gather` and without repeats, `rows` to be contiguous and to match.
+
+        Raises
+        ------
+        RowIndexError, InvalidTypeError, InvalidValueError
+            As `gather`; also a repeated row, and rows whose shape, dtype or device do not match.
+        """
+        by_plane: Mapping[str, Any] = rows if isinstance(rows, Mapping) else {"weight": rows}
+        stored = [self._planes[self._check_plane(name)] for name in by_plane]
+        if check:
+            index, shape = as_index(index, self.num_rows, self.device)
+            check_unique(index)
+            values = [
+                self._as_rows(value, (*shape, plane.shape[1]), plane.dtype, f"rows for plane {name!r}")
+                for (name, value), plane in zip(by_plane.items(), stored, strict=True)
+            ]
+        else:
+            values = [value.detach() for value in by_plane.values()]
+        self._engine.scatter(stored, index, values)
+        self._writes += 1
+        self._stats.scattered_rows += index.numel()
+        self._stats.scattered_bytes += sum(v.numel() * v.element_size() for v in values)
+
+    def _as_rows(self, value: Any, shape: tuple[int, ...], dtype: DType, what: str) -> Tensor:
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(np.ascontiguousarray(value)).to(self.device)
+        elif not isinstance(value, Tensor):
+            value = torch.as_tensor(value, dtype=dtype, device=self.device)
+        _check_rows(value, shape, dtype, self.device, what)
+        return value.detach().reshape(-1, shape[-1]).contiguous()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.gather(self._expand(index))
+
+    def __setitem__(self, index: Any, rows: Any) -> None:
+        self.scatter(self._expand(index), rows)
+
+    def _expand(self, index: Any) -> Any:
+        return torch.arange(*index.indices(self.num_rows)) if isinstance(index, slice) else index
+
+    # --- zero-copy views of the whole weight plane --------------------------------------------------------------------
+
+    def torch(self) -> Tensor:
+        """Return the weight plane as a tensor over the same memory, on the host unless `memory` is "device"."""
+        return self.plane("weight")
+
+    def numpy(self) -> np.ndarray:
+        """Return the weight plane as an array over the same memory (host memories; NumPy has no bfloat16)."""
+        weight = self.plane("weight")
+        if weight.device.type != "cpu":
+            raise InvalidValueError(f"the rows live on {weight.device}, not on the host; use .cupy() or .torch().cpu()")
+        if weight.dtype == torch.bfloat16:
+            raise InvalidTypeError("NumPy has no bfloat16; use .torch(), or .torch().view(torch.int16).numpy()")
+        return weight.numpy()
+
+    def cupy(self) -> Any:
+        """Return the weight plane as a CuPy array over the same memory (memory "pinned" or "device", with CUDA)."""
+        weight = self.plane("weight")
+        require_cuda("Table.cupy()")
+        if weight.device.type == "cpu":
+            if self.memory != "pinned":
+                raise InvalidValueError(f"CUDA cannot address memory={self.memory!r}; use 'pinned' or 'device'")
+            weight = mapped_view(weight, self.device)
+        return to_cupy(weight)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.plane("weight").__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.plane("weight").__dlpack_device__()
+
+    # --- first values -------------------------------------------------------------------------------------------------
+
+    def init_(self, function: Callable[[Tensor], Tensor | None]) -> Table:
+        """Fill the weights by `function`, which gets chunks of rows as CPU tensors.
+
+        It fills the ``(rows, dim)`` chunk in place or returns the values. It must treat rows alike: `xavier_uniform_` and
+        others that look at the number of rows would see that of the chunk.
+        """
+        fill_plane(self._planes["weight"], function)
+        self._writes += 1
+        return self
+
+    def zero_(self) -> Table:
+        """Set every weight to zero."""
+        return self.init_(lambda chunk: chunk.zero_())
+
+    def fill_(self, value: float) -> Table:
+        """Set every weight to `value`."""
+        return self.init_(lambda chunk: chunk.fill_(value))
+
+    def uniform_(self, a: float = 0.0, b: float = 1.0, generator: Generator | None = None) -> Table:
+        """Draw every weight uniformly from ``[a, b)``: with one seed the numbers that torch draws for the whole array."""
+        check_floating(self.dtype, "uniform_")
+        return self.init_(lambda chunk: chunk.uniform_(a, b, generator=generator))
+
+    def normal_(self, mean: float = 0.0, std: float = 1.0, generator: Generator | None = None) -> Table:
+        """Draw every weight from a normal distribution: with one seed the numbers that torch draws for the whole array."""
+        check_floating(self.dtype, "normal_")
+        return self.init_(lambda chunk: chunk.normal_(mean, std, generator=generator))
+
+    # --- files, copies, devices ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_array(
+        cls,
+        array: Any,
+        memory: str = "auto",
+        path: PathLike | None = None,
+        device: Device = None,
+        *,
+        copy: bool = True,
+    ) -> Table:
+        """Make a table of a 2-D tensor or array.
+
+        With ``copy=False`` a contiguous, writable array in ordinary memory becomes the table itself, where `memory` allows
+        that ("pageable", or "auto" without CUDA): training then changes the array, as with ``nn.Embedding.from_pretrained``.
+        """
+        tensor = array.detach() if isinstance(array, Tensor) else _tensor_of(array)
+        if tensor.dim() != 2:
+            raise InvalidValueError(f"array has shape {tuple(tensor.shape)} but a table is 2-D; reshape it to (rows, dim)")
+        _check_dtype(tensor.dtype)
+        place = _open_memory(memory, path, device, tensor.numel() * tensor.element_size())
+        shared = not copy and place.name == "pageable" and tensor.device.type == "cpu" and tensor.is_contiguous()
+        if shared:
+            return cls.__new__(cls)._adopt(place, tensor)
+        with torch.inference_mode(False):
+            weight = place.allocate("weight", tensor.shape[0], tensor.shape[1], tensor.dtype)
+        _copy(weight, tensor)
+        return cls.__new__(cls)._adopt(place, weight)
+
+    @classmethod
+    def load(
+        cls,
+        path: PathLike,
+        memory: str = "auto",
+        device: Device = None,
+        *,
+        key: str | None = None,
+    ) -> Table:
+        """Read a table from a ``.npy`` or ``.safetensors`` file (`key` names the tensor of a file with several).
+
+        With ``memory="mmap"`` the file itself becomes the table: opening is instant and changes go to the file.
+
+        Raises
+        ------
+        StorageError, InvalidValueError, InvalidTypeError
+            The file is missing, truncated or foreign; it holds no 2-D array; its dtype has no table.
+        """
+        path = Path(path)
+        if memory != "mmap":
+            return cls.from_array(files.open_mapped(path, writable=False, key=key)[0], memory, device=device)
+        place = MmapMemory(resolve_device(device), path)
+        return cls.__new__(cls)._adopt(place, place.open(key))
+
+    def save(self, path: PathLike) -> None:
+        """Write the weights to a ``.npy`` or ``.safetensors`` file, streamed; an old file stays whole until the end."""
+        path = Path(path)
+        if self.path is not None and path.exists() and path.samefile(self.path):
+            raise StorageError(f"{str(path)!r} is the table's own file, which has every change; use flush()")
+        weight = self.plane("weight")
+        row_bytes = self.dim * weight.element_size()
+        chunks = (weight[rows].cpu() for rows in row_chunks(self.num_rows, row_bytes))
+        files.write(path, chunks, (self.num_rows, self.dim), self.dtype)
+
+    def flush(self) -> None:
+        """Write every change of a "mmap" table to the disk now; other memories have none."""
+        self._engine.wait()
+        self._place.flush()
+
+    def to(self, device: Device) -> Table:
+        """Make `device` the compute device and return the table; rows move only where `memory` is "device"."""
+        target = resolve_device(device)
+        if target != self.device:
+            self._engine.wait()
+            self._planes = self._place.move_to(target, self._planes)
+            self._engine = self._place.engine()
+        return self
+
+    def astype(self, dtype: DType) -> Table:
+        """Return a table of the same kind with the weights converted to `dtype` (a "mmap" one in a nameless file)."""
+        return self._copy_as(_check_dtype(dtype))
+
+    def _copy_as(self, dtype: DType) -> Table:
+        place = self._place.anonymous_copy()
+        with torch.inference_mode(False):
+            weight = place.allocate("weight", self.num_rows, self.dim, dtype)
+        _copy(weight, self.plane("weight"))
+        return type(self).__new__(type(self))._adopt(place, weight)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Table:
+        duplicate = self._copy_as(self.dtype)
+        memo[id(self)] = duplicate
+        for name, plane in self._planes.items():
+            if name != "weight":
+                duplicate.add_plane(name, plane.shape[1], plane.dtype, fill=plane)
+        return duplicate
+
+    def stats(self) -> TableStats:
+        """Return what has been moved so far (a copy)."""
+        return dataclasses.replace(self._stats)
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self._stats = TableStats()
+
+
+# --- checks and helpers -----------------------------------------------------------------------------------------------
+
+
+def _check_dtype(dtype: Any) -> DType:
+    if dtype not in DTYPES:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
+        raise InvalidTypeError(f"dtype is {dtype!r} but a table holds one of torch's {names}; pass one of them")
+    return dtype  # type: ignore[no-any-return]
+
+
+def _check_rows(rows: Tensor, shape: tuple[int, ...], dtype: DType, device: TorchDevice, what: str) -> None:
+    if tuple(rows.shape) != shape:
+        raise InvalidValueError(f"{what} has shape {tuple(rows.shape)} but index and table ask for {shape}; reshape it")
+    if rows.dtype != dtype:
+        raise InvalidTypeError(f"{what} has dtype {rows.dtype} but the plane holds {dtype}; pass it .to({dtype})")
+    if rows.device != device:
+        raise InvalidValueError(f"{what} is on {rows.device} but the table computes on {device}; pass it .to('{device}')")
+
+
+def _open_memory(memory: str, path: PathLike | None, device: Device, num_bytes: int) -> Memory:
+    if memory == "auto":
+        fits = num_bytes <= 0.8 * physical_bytes()  # page-locked memory is lost to everything else
+        memory = "pinned" if fits and cuda_status().available else "pageable"
+    if memory not in MEMORIES:
+        raise InvalidValueError(f"memory is {memory!r}, which is no memory{suggest(str(memory), ['auto', *MEMORIES])}")
+    return MEMORIES[memory](resolve_device(device), path)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy a plane in chunks, so that a conversion or a transfer needs no second whole plane."""
+    for rows in row_chunks(target.shape[0], target.shape[1] * target.element_size()):
+        target[rows].copy_(source[rows])
+
+
+def _tensor_of(array: Any) -> Tensor:
+    """Return a tensor over the memory of `array` where torch can have one: native byte order, positive strides."""
+    array = np.asarray(array)
+    if array.dtype not in files.NUMPY_DTYPES:
+        raise InvalidTypeError(f"array has dtype {array.dtype} but a table holds floats or integers; convert it first")
+    if not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
+        array = np.array(array, order="C")
+    return torch.from_numpy(array)
