@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, overload
+from typing import Any, overload
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from speedtransfer import buffers
-from speedtransfer.device import cuda_status, mapped_view, require_cuda, resolve_device, to_cupy
+from speedtransfer.device import cuda_status, resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size, suggest
 from speedtransfer.tables import files
 from speedtransfer.tables.device import DeviceMemory
-from speedtransfer.tables.fill import check_floating, fill_plane, row_chunks
+from speedtransfer.tables.fill import copy_plane, row_chunks
 from speedtransfer.tables.host import MmapMemory, PageableMemory, PinnedMemory
 from speedtransfer.tables.index import as_index, check_unique
 from speedtransfer.tables.memory import Memory, physical_bytes
+from speedtransfer.tables.planes import Planes, check_dtype
 from speedtransfer.tables.stats import TableStats
-
-Device: TypeAlias = torch.device | str | int | None
-DType: TypeAlias = torch.dtype
-TorchDevice: TypeAlias = torch.device
-PathLike: TypeAlias = str | os.PathLike[str]
-Generator: TypeAlias = torch.Generator
+from speedtransfer.tables.types import Device, DType, PathLike, TorchDevice
 
 MEMORIES: dict[str, type[Memory]] = {m.name: m for m in (PinnedMemory, PageableMemory, MmapMemory, DeviceMemory)}
-DTYPES = frozenset(files.SAFE_NAMES)
 
 
-class Table:
+class Table(Planes):
     """Rows of one embedding: a weight plane and, once training needs them, planes of optimizer state beside it.
 
     Parameters
@@ -69,122 +64,11 @@ class Table:
         device: Device = None,
     ) -> None:
         num_rows, dim = check_size(num_rows, "num_rows"), check_size(dim, "dim")
-        _check_dtype(dtype)
+        check_dtype(dtype)
         place = _open_memory(memory, path, device, num_rows * dim * dtype.itemsize)
         with torch.inference_mode(False):  # an inference tensor could never be trained
-            self._adopt(place, place.allocate("weight", num_rows, dim, dtype))
-
-    def _adopt(self, place: Memory, weight: Tensor) -> Table:
-        self._place = place
-        self._engine = place.engine()
-        self._planes = {"weight": weight}
-        self._stats = TableStats()
-        self._writes = 0
-        return self
-
-    # --- what it is ---------------------------------------------------------------------------------------------------
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows."""
-        return self._planes["weight"].shape[0]
-
-    @property
-    def dim(self) -> int:
-        """Values in a row of the weight plane."""
-        return self._planes["weight"].shape[1]
-
-    @property
-    def dtype(self) -> DType:
-        """Dtype of the weight plane."""
-        return self._planes["weight"].dtype
-
-    @property
-    def memory(self) -> str:
-        """Name of the memory the rows live in."""
-        return self._place.name
-
-    @property
-    def path(self) -> Path | None:
-        """File of the weight plane, for a "mmap" table."""
-        return self._place.path
-
-    @property
-    def device(self) -> TorchDevice:
-        """The compute device: where `gather` puts rows and `scatter` takes them from."""
-        return self._place.device
-
-    @property
-    def planes(self) -> tuple[str, ...]:
-        """Names of the planes, "weight" first."""
-        return tuple(self._planes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all planes (a page that was never written takes no room)."""
-        return sum(plane.numel() * plane.element_size() for plane in self._planes.values())
-
-    @property
-    def version(self) -> int:
-        """A number that grows with every change of the weight plane made through the table or a torch view of it."""
-        return self._writes + self._planes["weight"]._version
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __repr__(self) -> str:
-        extra = f", path={str(self.path)!r}" if self.path else ""
-        return (
-            f"Table({self.num_rows}, {self.dim}, dtype={self.dtype}, memory={self.memory!r}{extra}, "
-            f"device='{self.device}', planes={list(self.planes)})"
-        )
-
-    # --- planes -------------------------------------------------------------------------------------------------------
-
-    def add_plane(
-        self, name: str, width: int | None = None, dtype: DType | None = None, fill: float | Tensor = 0
-    ) -> Tensor:
-        """Add a plane of `width` values a row, each `fill`, in the table's memory, and return a view of the whole of it.
-
-        Parameters
-        ----------
-        name : str
-            A new name.
-        width : int, optional
-            Default: `dim`.
-        dtype : torch.dtype, optional
-            Default: that of the weights.
-        fill : float or Tensor
-            A number, or a ``(num_rows, width)`` tensor to copy.
-        """
-        if name in self._planes:
-            raise InvalidValueError(f"plane {name!r} exists; drop it first with drop_plane, or choose another name")
-        width = self.dim if width is None else check_size(width, "width")
-        dtype = _check_dtype(self.dtype if dtype is None else dtype)
-        with torch.inference_mode(False):
-            plane = self._place.allocate(name, self.num_rows, width, dtype)
-        if isinstance(fill, Tensor):
-            _copy(plane, fill)
-        elif fill != 0:
-            fill_plane(plane, lambda chunk: chunk.fill_(fill))
-        self._planes[name] = plane
-        return plane
-
-    def drop_plane(self, name: str) -> None:
-        """Forget a plane other than "weight"."""
-        if name == "weight":
-            raise InvalidValueError("plane 'weight' is the table itself; delete the table instead")
-        del self._planes[self._check_plane(name)]
-
-    def plane(self, name: str) -> Tensor:
-        """Return the whole of a plane, ``(num_rows, width)``, without a copy; it lives where the memory is."""
-        self._engine.wait()
-        return self._planes[self._check_plane(name)]
-
-    def _check_plane(self, name: str) -> str:
-        if name not in self._planes:
-            raise InvalidValueError(f"the table has no plane {name!r}{suggest(str(name), self._planes)}")
-        return name
+            weight = place.allocate("weight", num_rows, dim, dtype)
+        self._adopt(place, weight)
 
     # --- rows in and out ----------------------------------------------------------------------------------------------
 
@@ -288,68 +172,7 @@ class Table:
     def _expand(self, index: Any) -> Any:
         return torch.arange(*index.indices(self.num_rows)) if isinstance(index, slice) else index
 
-    # --- zero-copy views of the whole weight plane --------------------------------------------------------------------
-
-    def torch(self) -> Tensor:
-        """Return the weight plane as a tensor over the same memory, on the host unless `memory` is "device"."""
-        return self.plane("weight")
-
-    def numpy(self) -> np.ndarray:
-        """Return the weight plane as an array over the same memory (host memories; NumPy has no bfloat16)."""
-        weight = self.plane("weight")
-        if weight.device.type != "cpu":
-            raise InvalidValueError(f"the rows live on {weight.device}, not on the host; use .cupy() or .torch().cpu()")
-        if weight.dtype == torch.bfloat16:
-            raise InvalidTypeError("NumPy has no bfloat16; use .torch(), or .torch().view(torch.int16).numpy()")
-        return weight.numpy()
-
-    def cupy(self) -> Any:
-        """Return the weight plane as a CuPy array over the same memory (memory "pinned" or "device", with CUDA)."""
-        weight = self.plane("weight")
-        require_cuda("Table.cupy()")
-        if weight.device.type == "cpu":
-            if self.memory != "pinned":
-                raise InvalidValueError(f"CUDA cannot address memory={self.memory!r}; use 'pinned' or 'device'")
-            weight = mapped_view(weight, self.device)
-        return to_cupy(weight)
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.plane("weight").__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> Any:
-        return self.plane("weight").__dlpack_device__()
-
-    # --- first values -------------------------------------------------------------------------------------------------
-
-    def init_(self, function: Callable[[Tensor], Tensor | None]) -> Table:
-        """Fill the weights by `function`, which gets chunks of rows as CPU tensors.
-
-        It fills the ``(rows, dim)`` chunk in place or returns the values. It must treat rows alike: `xavier_uniform_` and
-        others that look at the number of rows would see that of the chunk.
-        """
-        fill_plane(self._planes["weight"], function)
-        self._writes += 1
-        return self
-
-    def zero_(self) -> Table:
-        """Set every weight to zero."""
-        return self.init_(lambda chunk: chunk.zero_())
-
-    def fill_(self, value: float) -> Table:
-        """Set every weight to `value`."""
-        return self.init_(lambda chunk: chunk.fill_(value))
-
-    def uniform_(self, a: float = 0.0, b: float = 1.0, generator: Generator | None = None) -> Table:
-        """Draw every weight uniformly from ``[a, b)``: with one seed the numbers that torch draws for the whole array."""
-        check_floating(self.dtype, "uniform_")
-        return self.init_(lambda chunk: chunk.uniform_(a, b, generator=generator))
-
-    def normal_(self, mean: float = 0.0, std: float = 1.0, generator: Generator | None = None) -> Table:
-        """Draw every weight from a normal distribution: with one seed the numbers that torch draws for the whole array."""
-        check_floating(self.dtype, "normal_")
-        return self.init_(lambda chunk: chunk.normal_(mean, std, generator=generator))
-
-    # --- files, copies, devices ---------------------------------------------------------------------------------------
+    # --- arrays and files ---------------------------------------------------------------------------------------------
 
     @classmethod
     def from_array(
@@ -360,7 +183,7 @@ class Table:
         device: Device = None,
         *,
         copy: bool = True,
-    ) -> Table:
+    ) -> Self:
         """Make a table of a 2-D tensor or array.
 
         With ``copy=False`` a contiguous, writable array in ordinary memory becomes the table itself, where `memory` allows
@@ -368,15 +191,17 @@ class Table:
         """
         tensor = array.detach() if isinstance(array, Tensor) else _tensor_of(array)
         if tensor.dim() != 2:
-            raise InvalidValueError(f"array has shape {tuple(tensor.shape)} but a table is 2-D; reshape it to (rows, dim)")
-        _check_dtype(tensor.dtype)
+            raise InvalidValueError(
+                f"array has shape {tuple(tensor.shape)} but a table is 2-D; reshape it to (rows, dim)"
+            )
+        check_dtype(tensor.dtype)
         place = _open_memory(memory, path, device, tensor.numel() * tensor.element_size())
         shared = not copy and place.name == "pageable" and tensor.device.type == "cpu" and tensor.is_contiguous()
         if shared:
             return cls.__new__(cls)._adopt(place, tensor)
         with torch.inference_mode(False):
             weight = place.allocate("weight", tensor.shape[0], tensor.shape[1], tensor.dtype)
-        _copy(weight, tensor)
+        copy_plane(weight, tensor)
         return cls.__new__(cls)._adopt(place, weight)
 
     @classmethod
@@ -387,7 +212,7 @@ class Table:
         device: Device = None,
         *,
         key: str | None = None,
-    ) -> Table:
+    ) -> Self:
         """Read a table from a ``.npy`` or ``.safetensors`` file (`key` names the tensor of a file with several).
 
         With ``memory="mmap"`` the file itself becomes the table: opening is instant and changes go to the file.
@@ -413,39 +238,6 @@ class Table:
         chunks = (weight[rows].cpu() for rows in row_chunks(self.num_rows, row_bytes))
         files.write(path, chunks, (self.num_rows, self.dim), self.dtype)
 
-    def flush(self) -> None:
-        """Write every change of a "mmap" table to the disk now; other memories have none."""
-        self._engine.wait()
-        self._place.flush()
-
-    def to(self, device: Device) -> Table:
-        """Make `device` the compute device and return the table; rows move only where `memory` is "device"."""
-        target = resolve_device(device)
-        if target != self.device:
-            self._engine.wait()
-            self._planes = self._place.move_to(target, self._planes)
-            self._engine = self._place.engine()
-        return self
-
-    def astype(self, dtype: DType) -> Table:
-        """Return a table of the same kind with the weights converted to `dtype` (a "mmap" one in a nameless file)."""
-        return self._copy_as(_check_dtype(dtype))
-
-    def _copy_as(self, dtype: DType) -> Table:
-        place = self._place.anonymous_copy()
-        with torch.inference_mode(False):
-            weight = place.allocate("weight", self.num_rows, self.dim, dtype)
-        _copy(weight, self.plane("weight"))
-        return type(self).__new__(type(self))._adopt(place, weight)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Table:
-        duplicate = self._copy_as(self.dtype)
-        memo[id(self)] = duplicate
-        for name, plane in self._planes.items():
-            if name != "weight":
-                duplicate.add_plane(name, plane.shape[1], plane.dtype, fill=plane)
-        return duplicate
-
     def stats(self) -> TableStats:
         """Return what has been moved so far (a copy)."""
         return dataclasses.replace(self._stats)
@@ -455,23 +247,15 @@ class Table:
         self._stats = TableStats()
 
 
-# --- checks and helpers -----------------------------------------------------------------------------------------------
-
-
-def _check_dtype(dtype: Any) -> DType:
-    if dtype not in DTYPES:
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in DTYPES))
-        raise InvalidTypeError(f"dtype is {dtype!r} but a table holds one of torch's {names}; pass one of them")
-    return dtype  # type: ignore[no-any-return]
-
-
 def _check_rows(rows: Tensor, shape: tuple[int, ...], dtype: DType, device: TorchDevice, what: str) -> None:
     if tuple(rows.shape) != shape:
         raise InvalidValueError(f"{what} has shape {tuple(rows.shape)} but index and table ask for {shape}; reshape it")
     if rows.dtype != dtype:
         raise InvalidTypeError(f"{what} has dtype {rows.dtype} but the plane holds {dtype}; pass it .to({dtype})")
     if rows.device != device:
-        raise InvalidValueError(f"{what} is on {rows.device} but the table computes on {device}; pass it .to('{device}')")
+        raise InvalidValueError(
+            f"{what} is on {rows.device} but the table computes on {device}; pass it .to('{device}')"
+        )
 
 
 def _open_memory(memory: str, path: PathLike | None, device: Device, num_bytes: int) -> Memory:
@@ -481,12 +265,6 @@ def _open_memory(memory: str, path: PathLike | None, device: Device, num_bytes: 
     if memory not in MEMORIES:
         raise InvalidValueError(f"memory is {memory!r}, which is no memory{suggest(str(memory), ['auto', *MEMORIES])}")
     return MEMORIES[memory](resolve_device(device), path)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy a plane in chunks, so that a conversion or a transfer needs no second whole plane."""
-    for rows in row_chunks(target.shape[0], target.shape[1] * target.element_size()):
-        target[rows].copy_(source[rows])
 
 
 def _tensor_of(array: Any) -> Tensor:

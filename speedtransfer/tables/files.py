@@ -91,7 +91,9 @@ def atomic(path: Path) -> Iterator[BufferedWriter]:
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
-        raise StorageError(f"cannot write {str(path)!r} ({error.strerror}); choose a folder you may write to") from error
+        raise StorageError(
+            f"cannot write {str(path)!r} ({error.strerror}); choose a folder you may write to"
+        ) from error
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
@@ -102,7 +104,9 @@ def atomic(path: Path) -> Iterator[BufferedWriter]:
         os.chmod(name, 0o666 & ~umask)  # mkstemp makes files that only their owner reads
         os.replace(name, path)
     except OSError as error:
-        raise StorageError(f"cannot write {str(path)!r} ({error.strerror}); free some space or choose another path") from error
+        raise StorageError(
+            f"cannot write {str(path)!r} ({error.strerror}); free some space or choose another path"
+        ) from error
     finally:
         if os.path.exists(name):
             os.unlink(name)

@@ -45,6 +45,12 @@ def fill_plane(plane: Tensor, function: Callable[[Tensor], Tensor | None]) -> No
             target.copy_(result)
 
 
+def copy_plane(target: Tensor, source: Tensor) -> None:
+    """Copy a plane in chunks, so that a conversion or a transfer needs no second whole plane."""
+    for rows in row_chunks(target.shape[0], target.shape[1] * target.element_size()):
+        target[rows].copy_(source[rows])
+
+
 def check_floating(dtype: torch.dtype, what: str) -> None:
     """Raise `InvalidTypeError` where random numbers are asked of an integer table."""
     if not dtype.is_floating_point:

@@ -49,7 +49,9 @@ def _from_python(index: Any) -> Tensor:
     try:
         array = np.asarray(index)
     except ValueError:
-        raise InvalidValueError("index is a ragged sequence but needs one shape; pad it or pass one flat list") from None
+        raise InvalidValueError(
+            "index is a ragged sequence but needs one shape; pad it or pass one flat list"
+        ) from None
     if array.size == 0 and not isinstance(index, np.ndarray):
         array = array.astype(np.int64)  # NumPy makes float64 of an empty list
     if array.dtype.kind not in "iu":
@@ -70,7 +72,9 @@ def check_bounds(flat: Tensor, num_rows: int, shape: Sequence[int]) -> None:
     first = int(((flat < 0) | (flat >= num_rows)).nonzero()[0])
     where = ", ".join(str(int(i)) for i in np.unravel_index(first, tuple(shape))) if shape else ""
     value = int(flat[first])
-    rule = "negative, and rows count from 0" if value < 0 else f"but the table has {num_rows} rows (0 to {num_rows - 1})"
+    rule = (
+        "negative, and rows count from 0" if value < 0 else f"but the table has {num_rows} rows (0 to {num_rows - 1})"
+    )
     raise RowIndexError(f"index[{where}] is {value} {rule}; clamp or filter the index")
 
 

@@ -1,0 +1,241 @@
+"""Named planes over the same rows, in one memory: what there is, how it starts, and zero-copy views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from speedtransfer.device import mapped_view, require_cuda, resolve_device, to_cupy
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
+from speedtransfer.tables import files
+from speedtransfer.tables.fill import check_floating, copy_plane, fill_plane
+from speedtransfer.tables.memory import Memory
+from speedtransfer.tables.stats import TableStats
+from speedtransfer.tables.types import Device, DType, Generator, TorchDevice
+
+
+class Planes:
+    """The part of a :class:`~speedtransfer.Table` that handles whole planes."""
+
+    _stats: TableStats
+
+    def _adopt(self, place: Memory, weight: Tensor) -> Self:
+        """Take `weight`, a ``(num_rows, dim)`` tensor allocated by `place`, as the first plane."""
+        self._place = place
+        self._engine = place.engine()
+        self._planes = {"weight": weight}
+        self._writes = 0
+        self._stats = TableStats()
+        return self
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self._planes["weight"].shape[0]
+
+    @property
+    def dim(self) -> int:
+        """Values in a row of the weight plane."""
+        return self._planes["weight"].shape[1]
+
+    @property
+    def dtype(self) -> DType:
+        """Dtype of the weight plane."""
+        return self._planes["weight"].dtype
+
+    @property
+    def memory(self) -> str:
+        """Name of the memory the rows live in."""
+        return self._place.name
+
+    @property
+    def path(self) -> Path | None:
+        """File of the weight plane, for a "mmap" table."""
+        return self._place.path
+
+    @property
+    def device(self) -> TorchDevice:
+        """The compute device: where `gather` puts rows and `scatter` takes them from."""
+        return self._place.device
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """Names of the planes, "weight" first."""
+        return tuple(self._planes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes (a page that was never written takes no room)."""
+        return sum(plane.numel() * plane.element_size() for plane in self._planes.values())
+
+    @property
+    def version(self) -> int:
+        """A number that grows with every change of the weight plane made through the table or a torch view of it."""
+        return self._writes + self._planes["weight"]._version
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __repr__(self) -> str:
+        extra = f", path={str(self.path)!r}" if self.path else ""
+        return (
+            f"{type(self).__name__}({self.num_rows}, {self.dim}, dtype={self.dtype}, memory={self.memory!r}{extra}, "
+            f"device='{self.device}', planes={list(self.planes)})"
+        )
+
+    # --- planes -------------------------------------------------------------------------------------------------------
+
+    def add_plane(
+        self, name: str, width: int | None = None, dtype: DType | None = None, fill: float | Tensor = 0
+    ) -> Tensor:
+        """Add a plane of `width` values a row, each `fill`, in the table's memory, and return a view of the whole of it.
+
+        Parameters
+        ----------
+        name : str
+            A new name.
+        width : int, optional
+            Default: `dim`.
+        dtype : torch.dtype, optional
+            Default: that of the weights.
+        fill : float or Tensor
+            A number, or a ``(num_rows, width)`` tensor to copy.
+        """
+        if name in self._planes:
+            raise InvalidValueError(f"plane {name!r} exists; drop it first with drop_plane, or choose another name")
+        width = self.dim if width is None else check_size(width, "width")
+        dtype = check_dtype(self.dtype if dtype is None else dtype)
+        with torch.inference_mode(False):
+            plane = self._place.allocate(name, self.num_rows, width, dtype)
+        if isinstance(fill, Tensor):
+            copy_plane(plane, fill)
+        elif fill != 0:
+            fill_plane(plane, lambda chunk: chunk.fill_(fill))
+        self._planes[name] = plane
+        return plane
+
+    def drop_plane(self, name: str) -> None:
+        """Forget a plane other than "weight"."""
+        if name == "weight":
+            raise InvalidValueError("plane 'weight' is the table itself; delete the table instead")
+        del self._planes[self._check_plane(name)]
+
+    def plane(self, name: str) -> Tensor:
+        """Return the whole of a plane, ``(num_rows, width)``, without a copy; it lives where the memory is."""
+        self._engine.wait()
+        return self._planes[self._check_plane(name)]
+
+    def _check_plane(self, name: str) -> str:
+        if name not in self._planes:
+            raise InvalidValueError(f"the table has no plane {name!r}{suggest(str(name), self._planes)}")
+        return name
+
+    # --- zero-copy views of the whole weight plane --------------------------------------------------------------------
+
+    def torch(self) -> Tensor:
+        """Return the weight plane as a tensor over the same memory, on the host unless `memory` is "device"."""
+        return self.plane("weight")
+
+    def numpy(self) -> np.ndarray:
+        """Return the weight plane as an array over the same memory (host memories; NumPy has no bfloat16)."""
+        weight = self.plane("weight")
+        if weight.device.type != "cpu":
+            raise InvalidValueError(f"the rows live on {weight.device}, not on the host; use .cupy() or .torch().cpu()")
+        if weight.dtype == torch.bfloat16:
+            raise InvalidTypeError("NumPy has no bfloat16; use .torch(), or .torch().view(torch.int16).numpy()")
+        return weight.numpy()
+
+    def cupy(self) -> Any:
+        """Return the weight plane as a CuPy array over the same memory (memory "pinned" or "device", with CUDA)."""
+        weight = self.plane("weight")
+        require_cuda("Table.cupy()")
+        if weight.device.type == "cpu":
+            if self.memory != "pinned":
+                raise InvalidValueError(f"CUDA cannot address memory={self.memory!r}; use 'pinned' or 'device'")
+            weight = mapped_view(weight, self.device)
+        return to_cupy(weight)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.plane("weight").__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.plane("weight").__dlpack_device__()
+
+    # --- first values -------------------------------------------------------------------------------------------------
+
+    def init_(self, function: Callable[[Tensor], Tensor | None]) -> Self:
+        """Fill the weights by `function`, which gets chunks of rows as CPU tensors.
+
+        It fills the ``(rows, dim)`` chunk in place or returns the values. It must treat rows alike: `xavier_uniform_` and
+        others that look at the number of rows would see that of the chunk.
+        """
+        fill_plane(self._planes["weight"], function)
+        self._writes += 1
+        return self
+
+    def zero_(self) -> Self:
+        """Set every weight to zero."""
+        return self.init_(lambda chunk: chunk.zero_())
+
+    def fill_(self, value: float) -> Self:
+        """Set every weight to `value`."""
+        return self.init_(lambda chunk: chunk.fill_(value))
+
+    def uniform_(self, a: float = 0.0, b: float = 1.0, generator: Generator | None = None) -> Self:
+        """Draw every weight uniformly from ``[a, b)``: with one seed the numbers that torch draws for the whole array."""
+        check_floating(self.dtype, "uniform_")
+        return self.init_(lambda chunk: chunk.uniform_(a, b, generator=generator))
+
+    def normal_(self, mean: float = 0.0, std: float = 1.0, generator: Generator | None = None) -> Self:
+        """Draw every weight from a normal distribution: with one seed the numbers that torch draws for the whole array."""
+        check_floating(self.dtype, "normal_")
+        return self.init_(lambda chunk: chunk.normal_(mean, std, generator=generator))
+
+    # --- copies and devices -------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write every change of a "mmap" table to the disk now; other memories have none."""
+        self._engine.wait()
+        self._place.flush()
+
+    def to(self, device: Device) -> Self:
+        """Make `device` the compute device and return the table; rows move only where `memory` is "device"."""
+        target = resolve_device(device)
+        if target != self.device:
+            self._engine.wait()
+            self._planes = self._place.move_to(target, self._planes)
+            self._engine = self._place.engine()
+        return self
+
+    def astype(self, dtype: DType) -> Self:
+        """Return a table of the same kind with the weights converted to `dtype` (a "mmap" one in a nameless file)."""
+        return self._copy_as(check_dtype(dtype))
+
+    def _copy_as(self, dtype: DType) -> Self:
+        place = self._place.anonymous_copy()
+        with torch.inference_mode(False):
+            weight = place.allocate("weight", self.num_rows, self.dim, dtype)
+        copy_plane(weight, self.plane("weight"))
+        return type(self).__new__(type(self))._adopt(place, weight)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        duplicate = self._copy_as(self.dtype)
+        memo[id(self)] = duplicate
+        for name, plane in self._planes.items():
+            if name != "weight":
+                duplicate.add_plane(name, plane.shape[1], plane.dtype, fill=plane)
+        return duplicate
+
+
+def check_dtype(dtype: Any) -> DType:
+    """Return `dtype`, or raise `InvalidTypeError` where no table can hold it."""
+    if dtype not in files.SAFE_NAMES:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in files.SAFE_NAMES))
+        raise InvalidTypeError(f"dtype is {dtype!r} but a table holds one of torch's {names}; pass one of them")
+    return dtype  # type: ignore[no-any-return]
