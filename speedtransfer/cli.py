@@ -1,0 +1,93 @@
+"""The command line: ``speedtransfer info | word2vec ...``, also as ``python -m speedtransfer``.
+
+An error that this package raises on purpose is one line on the standard error and exit code 2, without a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import numpy
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table as TextTable
+
+from speedtransfer.device import cuda_status
+from speedtransfer.errors import SpeedtransferError, format_bytes
+from speedtransfer.tables.memory import physical_bytes
+from speedtransfer.version import __version__
+from speedtransfer.word2vec.commands import app as word2vec_app
+
+app = typer.Typer(
+    help="Embedding tables larger than GPU memory, trained with any row-by-row torch.optim optimizer.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(word2vec_app, name="word2vec")
+
+
+@app.callback()
+def _root() -> None:
+    """Keep `info` a command of its own whatever else is mounted."""
+
+
+@app.command()
+def info() -> None:
+    """Print what this machine has: device, driver, link, memory and versions, or plainly what is missing."""
+    table = TextTable(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in _rows():
+        table.add_row(name, value)
+    Console(soft_wrap=True).print(table)
+
+
+def _rows() -> list[tuple[str, str]]:
+    status = cuda_status()
+    rows = [
+        ("speedtransfer", __version__),
+        ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("torch", f"{torch.__version__} (CUDA {status.torch_cuda or 'not in this build'}), {torch.get_num_threads()} threads"),
+        ("numpy", numpy.__version__),
+        ("cupy", status.cupy or "not installed"),
+        ("driver", f"supports CUDA {status.driver}" if status.driver else "no NVIDIA driver"),
+        ("host memory", f"{format_bytes(physical_bytes())}, {os.cpu_count()} CPUs"),
+    ]
+    if status.available:
+        for number, name in enumerate(status.devices):
+            free, total = torch.cuda.mem_get_info(number)
+            rows.append((f"device cuda:{number}", f"{name}, {format_bytes(total)} ({format_bytes(free)} free)"))
+            rows.append(("", _link(number)))
+        rows.append(("memory='auto'", "pinned where a table fits, else pageable"))
+    else:
+        rows.append(("CUDA", f"not usable: {status.reason}"))
+        rows.append(("memory='auto'", "pageable; everything runs on the CPU"))
+    return rows
+
+
+def _link(number: int) -> str:
+    """Return what the driver says of the link between the host and CUDA device `number`."""
+    query = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
+    uuid = getattr(torch.cuda.get_device_properties(number), "uuid", number)  # its number may differ for the driver
+    command = ["nvidia-smi", "-i", f"GPU-{uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        generation, generation_max, width, width_max = (field.strip() for field in answer.strip().split(","))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return "link: nvidia-smi does not say"
+    # An idle link trains down; the maximum is what a transfer gets.
+    return f"link: PCIe generation {generation_max} x{width_max} (now {generation} x{width})"
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    try:
+        app(standalone_mode=True)
+    except SpeedtransferError as error:
+        print(f"speedtransfer: error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,87 @@
+"""Imports go one way, and only `device` knows CuPy."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import speedtransfer
+
+PACKAGE = Path(speedtransfer.__file__).parent
+# Lowest first; modules of one entry may import each other.
+LAYERS = [
+    {"version", "errors"},
+    {"buffers", "device"},
+    {"kernels"},
+    {"engines"},
+    {"tables"},
+    {"optim"},
+    {"nn"},
+    {"word2vec"},
+    {"cli"},
+    {"__init__", "__main__"},
+]
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imports_of(path: Path) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def layer_of(part: str) -> int:
+    return next(i for i, layer in enumerate(LAYERS) if part in layer)
+
+
+def part_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down(path):
+    own = layer_of(part_of(path))
+    for name in imports_of(path):
+        package, *rest = name.split(".")
+        if package != "speedtransfer" or not rest:
+            continue
+        part = rest[0] if (PACKAGE / rest[0]).is_dir() or (PACKAGE / f"{rest[0]}.py").exists() else "__init__"
+        if part != part_of(path):
+            assert layer_of(part) < own or part in LAYERS[own], f"{path.name} imports {name} from a layer above"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_cupy_is_imported_in_one_file(path):
+    if path.name != "device.py" or path.parent != PACKAGE:
+        assert not [name for name in imports_of(path) if name.split(".")[0] in ("cupy", "cupyx", "cupy_backends")]
+
+
+@pytest.mark.parametrize("layer", ["engines", "tables"])
+def test_lower_layers_have_never_heard_of_training(layer):
+    for path in (PACKAGE / layer).rglob("*.py"):
+        assert not [name for name in imports_of(path) if name.startswith(("torch.nn", "torch.optim", "torch.autograd"))]
+
+
+def test_every_part_has_a_layer():
+    assert {part_of(path) for path in FILES} == set().union(*LAYERS)
+
+
+def test_import_starts_no_cuda_and_loads_no_cupy():
+    code = "import sys, torch, speedtransfer; print('cupy' in sys.modules, torch.cuda.is_initialized())"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False"]
+
+
+def test_public_names_are_sorted_and_there():
+    assert speedtransfer.__all__ == sorted(speedtransfer.__all__)
+    assert all(hasattr(speedtransfer, name) for name in speedtransfer.__all__)

@@ -1,0 +1,57 @@
+"""What README.md shows works when it is copied."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[str]:
+    lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_python(number, tmp_path):
+    code = blocks("python")[number]
+    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, check=True, timeout=120)
+
+
+def test_the_drop_in_takes_ten_lines():
+    assert len([line for line in blocks("python")[0].splitlines() if line.strip()]) <= 10
+
+
+def test_command_line(tmp_path):
+    words = ["river", "water", "bank", "stone"] * 5 + ["the", "of"] * 10
+    (tmp_path / "corpus.txt").write_text(" ".join(words * 100))
+    ours = [line for line in commands() if line.startswith("speedtransfer ")]
+    assert {shlex.split(line)[1] for line in ours} == {"info", "word2vec"}
+    for line in ours:
+        argv = [sys.executable, "-m", "speedtransfer", *shlex.split(line)[1:]]
+        result = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, f"{line}: {result.stderr}"
+    assert (tmp_path / "words.png").stat().st_size > 1000
+
+
+def test_every_make_target_named_exists():
+    named = {word for line in commands() if line.startswith("make ") for word in shlex.split(line)[1:]}
+    named |= set(re.findall(r"`make ([a-z-]+)`", README))
+    assert {"demo", "test"} <= named
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert named <= targets
+
+
+def test_figures_are_those_of_the_results():
+    subprocess.run([sys.executable, "bench/readme.py", "--check"], cwd=ROOT, check=True)
