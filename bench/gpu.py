@@ -123,7 +123,7 @@ def run(root: Path = ROOT) -> int:
         junit, samples = Path(folder, "junit.xml"), Path(folder, "benchmark.json")
         arguments = {
             "tests": ["tests/gpu", "-m", "gpu"],
-            "benchmarks": ["bench", "--benchmark-enable", "--benchmark-only", f"--benchmark-json={samples}"],
+            "benchmarks": ["bench", "--benchmark-enable", f"--benchmark-json={samples}"],
         }
         for what in WHAT:
             result = environment(root, what)  # before: the sources as they are when it starts

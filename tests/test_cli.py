@@ -8,21 +8,38 @@ import sys
 import pytest
 import torch
 
+from speedtransfer.cli import main
 from speedtransfer.device import cuda_status
 
 
-def run(*arguments: str, cwd=None) -> subprocess.CompletedProcess:
-    argv = [sys.executable, "-W", "error", "-m", "speedtransfer", *arguments]
-    return subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Return a function that runs the command line here and returns exit code, standard output and standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["speedtransfer", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return int(stop.value.code or 0), *capfd.readouterr()
+
+    return run
 
 
-def test_info_says_what_there_is():
-    result = run("info")
-    assert result.returncode == 0
-    assert torch.__version__ in result.stdout
-    assert "host memory" in result.stdout
+def test_info_says_what_there_is(run):
+    code, out, _ = run("info")
+    assert code == 0
+    assert torch.__version__ in out
+    assert "host memory" in out
     if not cuda_status().available:
-        assert cuda_status().reason.split(";")[0] in " ".join(result.stdout.split())
+        assert cuda_status().reason.split(";")[0] in " ".join(out.split())
+
+
+def test_runs_as_a_module_and_fails_in_one_line():
+    argv = [sys.executable, "-W", "error", "-m", "speedtransfer", "word2vec", "nearest", "missing.bin", "word"]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "missing.bin" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -33,7 +50,7 @@ def test_info_says_what_there_is():
         (["word2vec", "train", "one.txt", "-o", "out"], ["one"]),
         (["word2vec", "train", "binary.txt", "-o", "out"], ["binary.txt"]),
         (["word2vec", "train", "good.txt", "-o", "taken"], ["taken"]),
-        (["word2vec", "train", "good.txt", "-o", "out", "--optimizer", "admaw"], ["admaw", "AdamW"]),
+        (["word2vec", "train", "good.txt", "-o", "out", "--optimizer", "admaw"], ["admaw", "adamw"]),
         (["word2vec", "train", "good.txt", "-o", "out", "--optimizer", "adafactor"], ["Adafactor", "row by row"]),
         (["word2vec", "train", "good.txt", "-o", "out", "--memory", "pined"], ["pined", "pinned"]),
         (["word2vec", "train", "good.txt", "-o", "out", "--dim", "-3"], ["dim", "-3"]),
@@ -42,7 +59,8 @@ def test_info_says_what_there_is():
     ],
     ids=lambda value: "-".join(value[1:3]) if len(value) > 2 else "",
 )
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, words):
+def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "one.txt").write_text("word " * 1000)
     (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 100)
@@ -50,11 +68,11 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, words):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "vectors.bin").write_text("precious")
     before = sorted(path.name for path in tmp_path.rglob("*"))
-    result = run(*arguments, cwd=tmp_path)
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    lines = [line for line in result.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1, result.stderr
+    code, out, err = run(*arguments)
+    assert code == 2, out + err
+    assert "Traceback" not in err
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert len(lines) == 1, err
     for word in words:
         assert word in lines[0]
     assert sorted(path.name for path in tmp_path.rglob("*")) == before, "nothing is written"
@@ -62,9 +80,10 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, words):
 
 
 @pytest.mark.skipif(cuda_status().available, reason="CUDA works here")
-def test_pinned_without_cuda_says_why(tmp_path):
+def test_pinned_without_cuda_says_why(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "good.txt").write_text("the river and the bank of stone " * 200)
-    result = run("word2vec", "train", "good.txt", "-o", "out", "--memory", "pinned", cwd=tmp_path)
-    assert result.returncode == 2
-    assert "CUDA" in result.stderr
+    code, _, err = run("word2vec", "train", "good.txt", "-o", "out", "--memory", "pinned")
+    assert code == 2
+    assert "CUDA" in err
     assert not (tmp_path / "out").exists()

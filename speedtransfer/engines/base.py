@@ -14,6 +14,8 @@ class Engine(Protocol):
     The caller has validated everything: ``planes[i]`` is a ``(num_rows, width_i)`` tensor (its rows are contiguous),
     ``index`` is a contiguous 1-D int64 tensor on the compute device with every value in ``[0, num_rows)``, and
     ``rows[i]`` is a contiguous ``(len(index), width_i)`` tensor on the compute device with the dtype of ``planes[i]``.
+
+    All bits are kept. Calls of one engine happen in the order in which they are made, whatever the current streams are.
     """
 
     name: str
@@ -25,10 +27,13 @@ class Engine(Protocol):
     def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
         """Write ``rows[i][j]`` to ``planes[i][index[j]]``; `index` holds no value twice.
 
-        A later `gather` of the same engine, on any stream, sees the new rows.
+        A later `gather` of the same engine, on any stream, sees the new rows; an earlier one does not.
         """
         ...
 
     def wait(self) -> None:
-        """Block the host until every `scatter` so far has reached the planes."""
+        """Block the host until every `gather` and `scatter` so far is done with the planes.
+
+        After it the host may read the planes and write to them.
+        """
         ...

@@ -1,0 +1,10 @@
+"""What every test shares. pytest puts this folder on the path, so tests import its helper modules by name."""
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def device():
+    """The compute device of the tests; tests/gpu has its own."""
+    return torch.device("cpu")

@@ -1,0 +1,190 @@
+"""What every engine must do, as a class of tests to inherit: with the fixtures `engine`, `device` and `store`.
+
+`store(tensor)` returns a contiguous copy of a CPU tensor in memory where the engine can have planes; `device` is the
+compute device.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def any_bits(shape, dtype, seed=0):
+    """Return a CPU tensor of random bits: NaN of every kind, infinities, subnormals."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).to(torch.bool)
+    size = (*shape[:-1], shape[-1] * dtype.itemsize)
+    return torch.randint(0, 256, size, dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def bits(tensor):
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+
+
+class EngineCases:
+    def gather(self, engine, device, planes, index):
+        """Gather `planes` at a list of ids, into memory full of other bits."""
+        index = torch.tensor(index, dtype=torch.int64, device=device)
+        shapes = [(len(index), plane.shape[1]) for plane in planes]
+        sizes = [n * width * plane.element_size() for (n, width), plane in zip(shapes, planes, strict=True)]
+        ones = [torch.ones(size, dtype=torch.uint8, device=device) for size in sizes]
+        rows = [one.view(plane.dtype).view(shape) for one, plane, shape in zip(ones, planes, shapes, strict=True)]
+        engine.gather(planes, index, rows)
+        return rows
+
+    def scatter(self, engine, device, planes, index, rows):
+        engine.scatter(planes, torch.tensor(index, dtype=torch.int64, device=device), [r.to(device) for r in rows])
+        engine.wait()
+
+    @pytest.fixture
+    def plane(self, store):
+        return store(torch.tensor([[0.0, 1.0], [10.0, 11.0], [20.0, 21.0], [30.0, 31.0]]))
+
+    def test_gather(self, engine, device, plane):
+        (rows,) = self.gather(engine, device, [plane], [2, 0])
+        assert rows.tolist() == [[20.0, 21.0], [0.0, 1.0]]
+
+    def test_gather_the_same_row_twice(self, engine, device, plane):
+        (rows,) = self.gather(engine, device, [plane], [1, 3, 1, 1])
+        assert rows.tolist() == [[10.0, 11.0], [30.0, 31.0], [10.0, 11.0], [10.0, 11.0]]
+
+    def test_gather_the_last_row(self, engine, device, plane):
+        (rows,) = self.gather(engine, device, [plane], [3])
+        assert rows.tolist() == [[30.0, 31.0]]
+
+    def test_scatter(self, engine, device, plane):
+        self.scatter(engine, device, [plane], [3, 0], [torch.tensor([[5.0, 6.0], [7.0, 8.0]])])
+        assert plane.tolist() == [[7.0, 8.0], [10.0, 11.0], [20.0, 21.0], [5.0, 6.0]]
+
+    def test_nothing(self, engine, device, plane):
+        (rows,) = self.gather(engine, device, [plane], [])
+        assert rows.shape == (0, 2)
+        before = plane.clone()
+        self.scatter(engine, device, [plane], [], [torch.zeros(0, 2)])
+        assert torch.equal(plane, before)
+        self.gather(engine, device, [], [1])
+        self.scatter(engine, device, [], [1], [])
+
+    def test_planes_without_columns_or_rows(self, engine, device, store):
+        planes = [store(torch.zeros(3, 0)), store(torch.tensor([[1], [2], [3]]))]
+        rows = self.gather(engine, device, planes, [2, 0])
+        assert [r.tolist() for r in rows] == [[[], []], [[3], [1]]]
+        self.scatter(engine, device, planes, [1], [torch.zeros(1, 0), torch.tensor([[7]])])
+        assert planes[1].tolist() == [[1], [7], [3]]
+        (rows,) = self.gather(engine, device, [store(torch.zeros(0, 4))], [])
+        assert rows.shape == (0, 4)
+
+    def test_a_table_of_one_row(self, engine, device, store):
+        plane = store(torch.tensor([[3, 4, 5]]))
+        (rows,) = self.gather(engine, device, [plane], [0, 0])
+        assert rows.tolist() == [[3, 4, 5], [3, 4, 5]]
+        self.scatter(engine, device, [plane], [0], [torch.tensor([[6, 7, 8]])])
+        assert plane.tolist() == [[6, 7, 8]]
+
+    def test_planes_of_several_widths_and_dtypes(self, engine, device, store):
+        weight = store(torch.tensor([[0.5, 1.5, 2.5], [3.5, 4.5, 5.5]]))
+        moment = store(torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16))
+        last_step = store(torch.tensor([[7], [9]], dtype=torch.int32))
+        planes = [weight, moment, last_step]
+        rows = self.gather(engine, device, planes, [1])
+        assert [r.tolist() for r in rows] == [[[3.5, 4.5, 5.5]], [[3.0, 4.0]], [[9]]]
+        new = [torch.tensor([[8.0, 8.5, 9.0]]), torch.tensor([[5.0, 6.0]], dtype=torch.bfloat16)]
+        self.scatter(engine, device, planes, [0], [*new, torch.tensor([[11]], dtype=torch.int32)])
+        assert weight.tolist() == [[8.0, 8.5, 9.0], [3.5, 4.5, 5.5]]
+        assert moment.tolist() == [[5.0, 6.0], [3.0, 4.0]]
+        assert last_step.tolist() == [[11], [9]]
+
+    def test_more_planes_than_one_launch_takes(self, engine, device, store):
+        contents = [any_bits((9, 1 + i), torch.float32, seed=i) for i in range(37)]
+        planes = [store(content) for content in contents]
+        rows = self.gather(engine, device, planes, [4, 8])
+        for got, content in zip(rows, contents, strict=True):
+            np.testing.assert_array_equal(bits(got), bits(content[[4, 8]]))
+        self.scatter(engine, device, planes, [0, 1], rows)
+        for plane, content in zip(planes, contents, strict=True):
+            np.testing.assert_array_equal(bits(plane[:2]), bits(content[[4, 8]]))
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+    def test_every_dtype_keeps_its_bits(self, engine, device, store, dtype):
+        content, new = any_bits((11, 5), dtype), any_bits((3, 5), dtype, seed=1)
+        plane = store(content)
+        (rows,) = self.gather(engine, device, [plane], [10, 0, 10, 4])
+        np.testing.assert_array_equal(bits(rows), bits(content)[[10, 0, 10, 4]])
+        self.scatter(engine, device, [plane], [10, 2, 3], [new])
+        expected = bits(content).copy()
+        expected[[10, 2, 3]] = bits(new)
+        np.testing.assert_array_equal(bits(plane), expected)
+
+    @pytest.mark.parametrize("dim", [*range(1, 66), 100, 128, 300, 1024, 4099])
+    def test_every_dim(self, engine, device, store, dim):
+        generator = np.random.default_rng(dim)
+        content, new = any_bits((29, dim), torch.float32), any_bits((17, dim), torch.float32, seed=1)
+        plane = store(content)
+        index = generator.integers(0, 29, 40).tolist()
+        (rows,) = self.gather(engine, device, [plane], index)
+        np.testing.assert_array_equal(bits(rows), bits(content)[index])
+        index = generator.permutation(29)[:17].tolist()
+        self.scatter(engine, device, [plane], index, [new])
+        expected = bits(content).copy()
+        expected[index] = bits(new)
+        np.testing.assert_array_equal(bits(plane), expected)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=["float32", "int8"])
+    @pytest.mark.parametrize(("start", "dim", "stride"), [(0, 4, 8), (1, 4, 7), (3, 16, 32), (1, 16, 16)])
+    def test_strided_and_misaligned_planes(self, engine, device, store, dtype, start, dim, stride):
+        content = any_bits((1, 13 * stride + start), dtype)
+        memory = store(content)
+
+        def rows_of(memory):
+            return memory[0, start:].as_strided((13, dim), (stride, 1), storage_offset=memory.storage_offset() + start)
+
+        plane, expected = rows_of(memory), content.clone()
+        (rows,) = self.gather(engine, device, [plane], [12, 0, 5, 12])
+        np.testing.assert_array_equal(bits(rows), bits(rows_of(content)[[12, 0, 5, 12]]))
+        new = any_bits((2, dim), dtype, seed=1)
+        self.scatter(engine, device, [plane], [12, 5], [new])
+        rows_of(expected)[[12, 5]] = new
+        np.testing.assert_array_equal(bits(memory), bits(expected))  # padding and idle rows as they were
+
+    def test_many_rows(self, engine, device, store):
+        content = torch.arange(5000 * 3, dtype=torch.int32).view(5000, 3)
+        plane = store(content)
+        index = np.random.default_rng(0).permutation(5000)
+        (rows,) = self.gather(engine, device, [plane], index.tolist())
+        assert torch.equal(rows.cpu(), content[index])
+        self.scatter(engine, device, [plane], list(range(5000)), [rows])
+        assert torch.equal(plane.cpu(), content[index])
+
+    def test_a_gather_sees_the_scatter_before(self, engine, device, store):
+        plane = store(torch.zeros(100, 7))
+        index = torch.arange(100, device=device)
+        for step in range(20):
+            engine.scatter([plane], index, [torch.full((100, 7), float(step), device=device)])
+            rows = torch.full((100, 7), -1.0, device=device)
+            engine.gather([plane], index, [rows])
+            assert rows.eq(step).all()
+
+    def test_rows_that_require_grad(self, engine, device, store):
+        plane = store(torch.zeros(3, 2))
+        rows = torch.ones(1, 2, device=device, requires_grad=True)
+        engine.scatter([plane], torch.tensor([1], device=device), [rows])
+        engine.wait()
+        assert not plane.requires_grad
+        assert plane.tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]

@@ -1,0 +1,172 @@
+"""device.py where there is a device: page-locked memory, views of it, streams, kernels."""
+
+import gc
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from speedtransfer import device as cuda
+from speedtransfer.errors import DeviceError, HostMemoryError, InvalidTypeError
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex128]
+
+
+class TestResolveDevice:
+    def test_none_and_cuda_are_the_current_device(self, device):
+        assert cuda.resolve_device(None) == device
+        assert cuda.resolve_device("cuda") == device
+        assert cuda.resolve_device(device.index) == device
+
+    def test_an_index_too_large(self):
+        count = torch.cuda.device_count()
+        with pytest.raises(DeviceError, match=f"'cuda:{count}' but this process sees {count} CUDA devices; pass "):
+            cuda.resolve_device(f"cuda:{count}")
+
+    def test_the_cpu_is_no_cuda_device(self):
+        with pytest.raises(DeviceError, match="needs CUDA, but the compute device is 'cpu'; pass device='cuda'"):
+            cuda.pinned_empty(10, "cpu")
+
+
+class TestPinnedEmpty:
+    @pytest.mark.parametrize("num_bytes", [0, 1, 199, 4096, (1 << 20) + 1])
+    def test_exact_size(self, device, num_bytes):
+        memory = cuda.pinned_empty(num_bytes, device)
+        assert (memory.shape, memory.dtype, memory.device.type) == ((num_bytes,), torch.uint8, "cpu")
+        memory.fill_(7)
+        assert memory.eq(7).all()
+        assert num_bytes == 0 or memory.is_pinned()
+
+    def test_asynchronous_copies(self, device):
+        memory = cuda.pinned_empty(4 << 20, device).view(torch.float32)
+        memory.copy_(torch.arange(1 << 20))
+        there = torch.empty(1 << 20, device=device)
+        there.copy_(memory, non_blocking=True)
+        there.mul_(2)
+        memory.copy_(there, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        assert torch.equal(memory, torch.arange(0, 1 << 21, 2, dtype=torch.float32))
+
+    def test_no_leak(self, device, monkeypatch):
+        freed = []
+        free = cuda._free_host
+        monkeypatch.setattr(cuda, "_free_host", lambda *args: [free(*args), freed.append(args[0])])
+        page = os.sysconf("SC_PAGE_SIZE")
+        before = os.sysconf("SC_AVPHYS_PAGES") * page
+        for _ in range(200):
+            cuda.pinned_empty(64 << 20, device)[::4096] = 1
+        gc.collect()
+        assert len(freed) == 200
+        assert before - os.sysconf("SC_AVPHYS_PAGES") * page < 4 << 30  # of 12.5 GiB; others use this machine too
+
+    def test_memory_lives_until_a_queued_copy_is_done(self, device):
+        memory = cuda.pinned_empty(1 << 20, device).fill_(7)
+        there = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+        torch.cuda._sleep(100_000_000)
+        there.copy_(memory, non_blocking=True)
+        del memory
+        gc.collect()
+        assert there.eq(7).all()
+
+    def test_too_much(self, device):
+        with pytest.raises(HostMemoryError) as error:
+            cuda.pinned_empty(1 << 46, device)
+        for part in ("70.4 TB", str(1 << 46), "likely limit", "memory='pageable'", "memory='mmap'"):
+            assert part in str(error.value)
+        assert torch.ones(3, device=device).sum() == 3  # CUDA is none the worse
+        assert len(cuda.pinned_empty(8, device)) == 8
+
+    def test_leaving_python_is_silent(self):
+        code = (
+            "import torch; from speedtransfer import device as d;"
+            "memory = d.pinned_empty(1 << 20); view = d.mapped_view(memory); view.fill_(3);"
+            "import builtins; builtins.kept = [memory, view]"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+class TestMappedView:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_same_memory(self, device, dtype):
+        memory = cuda.pinned_empty(12 * dtype.itemsize, device).fill_(1)
+        host = memory.view(dtype).view(3, 4)
+        view = cuda.mapped_view(host, device)
+        assert (view.dtype, view.device, view.shape) == (dtype, device, host.shape)
+        assert view.data_ptr() == host.data_ptr()
+        assert torch.equal(view.cpu().view(torch.uint8), host.view(torch.uint8))
+        view.zero_()
+        torch.cuda.current_stream().synchronize()
+        assert memory.eq(0).all()
+        memory.fill_(1)
+        assert torch.equal(view.cpu().view(torch.uint8), host.view(torch.uint8))
+
+    def test_strides(self, device):
+        host = cuda.pinned_empty(4 * 60, device).view(torch.float32).copy_(torch.arange(60)).view(6, 10)[1:, 2:7]
+        view = cuda.mapped_view(host, device)
+        assert view.stride() == (10, 1)
+        assert torch.equal(view.cpu(), host)
+
+    def test_nothing(self, device):
+        view = cuda.mapped_view(cuda.pinned_empty(0, device).view(torch.float32).view(0, 4), device)
+        assert (view.shape, view.device, view.dtype) == ((0, 4), device, torch.float32)
+
+    def test_keeps_the_memory(self, device):
+        view = cuda.mapped_view(cuda.pinned_empty(1 << 20, device).fill_(9), device)
+        gc.collect()
+        assert view.eq(9).all()
+
+
+class TestToCupy:
+    def test_same_memory(self, device):
+        tensor = torch.arange(6, dtype=torch.float32, device=device, requires_grad=True)
+        array = cuda.to_cupy(tensor)
+        assert array.data.ptr == tensor.data_ptr()
+        assert (array.shape, array.dtype.name) == ((6,), "float32")
+        with cuda.torch_stream(device):
+            array *= 2
+        assert tensor.tolist() == [0, 2, 4, 6, 8, 10]
+
+    def test_of_host_memory(self, device):
+        memory = cuda.pinned_empty(16, device).fill_(3)
+        array = cuda.to_cupy(cuda.mapped_view(memory, device))
+        assert int(array.sum()) == 48
+
+    def test_sees_what_torch_has_queued(self, device):
+        tensor, side = torch.zeros(1000, device=device), torch.cuda.Stream()
+        torch.cuda.current_stream().synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(100_000_000)
+            tensor.fill_(1)
+            array = cuda.to_cupy(tensor)
+        assert float(array.sum()) == 1000
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2])
+    def test_dtypes_that_cupy_lacks(self, device, dtype):
+        with pytest.raises(
+            InvalidTypeError, match=r"which CuPy does not have; use a torch tensor, or its bits with .view"
+        ):
+            cuda.to_cupy(torch.zeros(3, device=device).to(dtype))
+
+
+class TestTorchStream:
+    def test_cupy_follows_torch(self, device):
+        cupy = cuda._cupy()
+        before = cupy.cuda.get_current_stream().ptr
+        for stream in (torch.cuda.Stream(), torch.cuda.default_stream()):
+            with torch.cuda.stream(stream), cuda.torch_stream(device):
+                assert cupy.cuda.get_current_stream().ptr == stream.cuda_stream
+        assert cupy.cuda.get_current_stream().ptr == before
+
+
+class TestLoadKernel:
+    def test_once(self, device):
+        assert cuda.load_kernel("rows.cu", "gather_rows", device) is cuda.load_kernel("rows.cu", "gather_rows", device)
+
+    def test_what_does_not_compile(self, device):
+        with pytest.raises(
+            DeviceError, match=r"cannot compile no_such_kernel of rows.cu for cuda:\d+: .+; reinstall CuPy"
+        ):
+            cuda.load_kernel("rows.cu", "no_such_kernel", device)
