@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import sys
 import threading
 import weakref
+from collections import deque
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from speedtransfer.errors import HostMemoryError, format_bytes
 
 _SMALL_BYTES = 1 << 18  # below this the C library keeps the memory itself
 
@@ -42,8 +46,9 @@ class BlockPool:
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
+        self._returned: deque[mmap.mmap] = deque()
         self._leased_bytes = self._peak_bytes = self._free_bytes = 0
-        self._lock = threading.RLock()  # a finalizer may run inside any allocation, also one of ours
+        self._lock = threading.Lock()
 
     @property
     def free_bytes(self) -> int:
@@ -55,13 +60,14 @@ class BlockPool:
         step = 1 << max(num_bytes.bit_length() - 4, 12)  # round up by 1/8 at most: sizes vary from batch to batch
         size = -(-num_bytes // step) * step
         with self._lock:
+            self._collect()
             fitting = [block for block in self._free if size <= len(block) <= 2 * size]
             if fitting:
                 block = min(fitting, key=len)
                 self._free.remove(block)
                 self._free_bytes -= len(block)
             else:
-                block = anonymous(size)
+                block = _fresh(size)
             self._leased_bytes += len(block)
             self._peak_bytes = max(self._peak_bytes, self._leased_bytes)
         array = np.frombuffer(block, dtype=np.uint8, count=num_bytes)
@@ -69,15 +75,40 @@ class BlockPool:
         return array
 
     def _give_back(self, block: mmap.mmap) -> None:
-        with self._lock:
+        # A finalizer may run inside any line of this class, on the thread that holds the lock: it must not wait for it.
+        self._returned.append(block)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._lock.release()
+
+    def _collect(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
             self._leased_bytes -= len(block)
             self._free.append(block)
             self._free_bytes += len(block)
             while self._free_bytes > self._peak_bytes:
                 self._free_bytes -= len(self._free.pop(0))
 
+    def renew_lock(self) -> None:
+        """Forget who held the lock: in a forked process that thread is gone."""
+        self._lock = threading.Lock()
+
+
+def _fresh(num_bytes: int) -> mmap.mmap:
+    try:
+        return anonymous(num_bytes)
+    except OSError as error:
+        raise HostMemoryError(
+            f"rows ask for {format_bytes(num_bytes)}, which the system refused ({error.strerror}); move fewer at a time"
+        ) from error
+
 
 _pool = BlockPool()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.renew_lock)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -71,7 +71,7 @@ def check_size(value: object, name: str, minimum: int = 0) -> int:
     InvalidTypeError
         `value` is no integer (bool counts as none).
     InvalidValueError
-        `value` is below `minimum`.
+        `value` is below `minimum`, or no 64-bit integer.
     """
     try:
         if isinstance(value, bool):
@@ -83,4 +83,6 @@ def check_size(value: object, name: str, minimum: int = 0) -> int:
         ) from None
     if number < minimum:
         raise InvalidValueError(f"{name} is {number} but must be at least {minimum}; pass a larger {name}")
+    if number >= 2**63:
+        raise InvalidValueError(f"{name} is {number} but must be below 2**63; pass a smaller {name}")
     return number

@@ -58,16 +58,35 @@ class ReferenceEngine:
 def select_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
     """Fill ``rows[i]`` with ``planes[i][index]``, all on one device."""
     for plane, out in zip(planes, rows, strict=True):
-        torch.index_select(as_integers(plane), 0, index, out=as_integers(out))
+        word = widest_word(plane, out)
+        torch.index_select(plane.view(word), 0, index, out=out.view(word))
 
 
 @torch.no_grad()
 def put_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
     """Set ``planes[i][index]`` to ``rows[i]``, all on one device."""
     for plane, source in zip(planes, rows, strict=True):
-        as_integers(plane).index_copy_(0, index, as_integers(source))
+        word = widest_word(plane, source)
+        plane.view(word).index_copy_(0, index, source.view(word))
 
 
-def as_integers(tensor: Tensor) -> Tensor:
-    """Return the bits of `tensor` as integers of the same size: torch moves those for every dtype, float8 included."""
-    return tensor.view(INTEGER_OF_SIZE.get(tensor.element_size(), tensor.dtype))
+def widest_word(*tensors: Tensor) -> torch.dtype:
+    """Return the widest dtype that every row of `tensors`, all of one dtype, is a whole and aligned number of.
+
+    Rows move as bits: torch moves these dtypes everywhere, float8 and unsigned integers it does not, and `index_copy_` costs
+    the CPU by the element (a row of float32 as complex128 takes half the time).
+    """
+    size = tensors[0].element_size()
+    for dtype, wide in _WORDS:
+        if wide % size == 0 and all(_is_multiple(tensor, wide) for tensor in tensors):
+            return dtype
+    return tensors[0].dtype
+
+
+_WORDS = ((torch.complex128, 16), *sorted(((d, s) for s, d in INTEGER_OF_SIZE.items()), key=lambda word: -word[1]))
+
+
+def _is_multiple(tensor: Tensor, size: int) -> bool:
+    item = tensor.element_size()
+    strides = tensor.stride(0) * item, tensor.shape[1] * item, tensor.storage_offset() * item, tensor.data_ptr()
+    return tensor.stride(1) == 1 and not any(number % size for number in strides)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import Handle
-from speedtransfer.tables import as_index
+from speedtransfer.tables import as_index, unique_rows
 
 
 class ActiveRows:
@@ -60,7 +60,8 @@ class ActiveRows:
             )
         if grad.dtype != self.rows.dtype or grad.device != self.rows.device:
             raise InvalidTypeError(
-                f"grad is {grad.dtype} on {grad.device} but the rows are {self.rows.dtype} on {self.rows.device}; use grad.to(rows)"
+                f"grad is {grad.dtype} on {grad.device} but the rows are {self.rows.dtype} on {self.rows.device}; "
+                "pass grad.to(active.rows)"
             )
         with torch.no_grad():
             self._handle.deposit(self.ids, grad, self.rows.detach(), self._version)
@@ -71,7 +72,7 @@ def activate(handle: Handle, ids: Any, max_norm: float | None = None, norm_type:
     table = handle.table
     with torch.no_grad():
         flat, shape = as_index(ids, table.num_rows, table.device)
-        unique, inverse = torch.unique(flat, return_inverse=True)
+        unique, inverse = unique_rows(flat)
         rows = table.gather(unique, check=False)
         if max_norm is not None and len(unique):
             before = rows.clone()

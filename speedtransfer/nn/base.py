@@ -151,7 +151,9 @@ class TableModule(nn.Module):
                 for rows in row_chunks(plane.shape[0], math.prod(plane.shape[1:]) * plane.element_size()):
                     plane[rows].copy_(value[rows])
         if strict:
-            unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k != key and "." not in k[len(prefix):]]
+            unexpected_keys += [
+                k for k in state_dict if k.startswith(prefix) and k != key and "." not in k[len(prefix) :]
+            ]
 
     def extra_repr(self) -> str:
         """Say what torch.nn says, and where the rows live."""

@@ -117,5 +117,7 @@ class Embedding(TableModule, nn.Embedding):
 def check_pretrained(embeddings: Tensor) -> tuple[int, int]:
     """Return rows and dim of the tensor given to ``from_pretrained``."""
     if embeddings.dim() != 2:
-        raise InvalidValueError(f"embeddings has shape {tuple(embeddings.shape)} but must be 2-D; reshape it to (rows, dim)")
+        raise InvalidValueError(
+            f"embeddings has shape {tuple(embeddings.shape)} but must be 2-D; reshape it to (rows, dim)"
+        )
     return embeddings.shape[0], embeddings.shape[1]

@@ -60,7 +60,11 @@ def replace_embeddings(model: nn.Module, min_rows: int = 0, **options: Any) -> l
             )
     swapped: dict[int, nn.Module] = {}
     for name, module in found.items():
-        new = swapped.setdefault(id(module), _table_module(module, options)) if id(module) not in swapped else swapped[id(module)]
+        new = (
+            swapped.setdefault(id(module), _table_module(module, options))
+            if id(module) not in swapped
+            else swapped[id(module)]
+        )
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, new)
     return list(found)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from speedtransfer.tables import Table
+from speedtransfer.tables import Table, unique_rows
 
 # Parameter -> weak reference to its handle. The handle holds the parameter, so a strong one would keep both for ever.
 _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -93,7 +93,7 @@ class Handle:
         assert self.param.grad is not None
         if torch.equal(ids, self.ids):
             return self.param.grad + grad
-        union, position = torch.unique(torch.cat([self.ids, ids]), return_inverse=True)
+        union, position = unique_rows(torch.cat([self.ids, ids]))
         total = grad.new_zeros(len(union), grad.shape[1])
         total[position[: len(self.ids)]] = self.param.grad
         total[position[len(self.ids) :]] += grad  # ids holds no row twice

@@ -107,9 +107,7 @@ def _follows_rows(value: Any, rows: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 
-def _run(
-    optimizer: Optimizer, group: dict[str, Any], weights: Tensor, grads: Tensor
-) -> tuple[Tensor, dict[str, Any]]:
+def _run(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, grads: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """Step a fresh optimizer of the same kind on a copy of `weights`; return the rows and their state after it."""
     param = nn.Parameter(weights.clone())
     trial = _like(optimizer, group, param)

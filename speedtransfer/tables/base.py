@@ -22,8 +22,9 @@ from speedtransfer.tables.host import MmapMemory, PageableMemory, PinnedMemory
 from speedtransfer.tables.index import as_index, check_unique
 from speedtransfer.tables.memory import Memory, physical_bytes
 from speedtransfer.tables.planes import Planes, check_dtype
+from speedtransfer.tables.rows import as_rows, check_rows, overlap, tensor_of
 from speedtransfer.tables.stats import TableStats
-from speedtransfer.tables.types import Device, DType, PathLike, TorchDevice
+from speedtransfer.tables.types import Device, DType, PathLike
 
 MEMORIES: dict[str, type[Memory]] = {m.name: m for m in (PinnedMemory, PageableMemory, MmapMemory, DeviceMemory)}
 
@@ -106,9 +107,12 @@ class Table(Planes):
         names = [planes] if isinstance(planes, str) else list(planes)
         stored = [self._planes[self._check_plane(name)] for name in names]
         if out is not None:
-            wanted = (*shape, stored[0].shape[1])
-            _check_rows(out, wanted, stored[0].dtype, self.device, "out")
+            if not isinstance(planes, str):
+                raise InvalidValueError(f"out is one tensor but planes is {names!r}; pass one plane by its name")
+            check_rows(out, (*shape, stored[0].shape[1]), stored[0].dtype, self.device, "out")
             flat_out = out.detach().reshape(flat.numel(), stored[0].shape[1]).contiguous()
+            if overlap(flat_out, stored[0]):
+                flat_out = torch.empty_like(flat_out)
             rows = [flat_out]
         else:
             rows = [buffers.empty((flat.numel(), plane.shape[1]), plane.dtype, self.device) for plane in stored]
@@ -145,23 +149,16 @@ class Table(Planes):
             index, shape = as_index(index, self.num_rows, self.device)
             check_unique(index)
             values = [
-                self._as_rows(value, (*shape, plane.shape[1]), plane.dtype, f"rows for plane {name!r}")
+                as_rows(value, (*shape, plane.shape[1]), plane.dtype, self.device, f"rows for plane {name!r}")
                 for (name, value), plane in zip(by_plane.items(), stored, strict=True)
             ]
+            values = [v.clone() if any(overlap(v, plane) for plane in stored) else v for v in values]
         else:
             values = [value.detach() for value in by_plane.values()]
         self._engine.scatter(stored, index, values)
         self._writes += 1
         self._stats.scattered_rows += index.numel()
         self._stats.scattered_bytes += sum(v.numel() * v.element_size() for v in values)
-
-    def _as_rows(self, value: Any, shape: tuple[int, ...], dtype: DType, what: str) -> Tensor:
-        if isinstance(value, np.ndarray):
-            value = torch.from_numpy(np.ascontiguousarray(value)).to(self.device)
-        elif not isinstance(value, Tensor):
-            value = torch.as_tensor(value, dtype=dtype, device=self.device)
-        _check_rows(value, shape, dtype, self.device, what)
-        return value.detach().reshape(-1, shape[-1]).contiguous()
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.gather(self._expand(index))
@@ -170,7 +167,7 @@ class Table(Planes):
         self.scatter(self._expand(index), rows)
 
     def _expand(self, index: Any) -> Any:
-        return torch.arange(*index.indices(self.num_rows)) if isinstance(index, slice) else index
+        return np.arange(*index.indices(self.num_rows)) if isinstance(index, slice) else index
 
     # --- arrays and files ---------------------------------------------------------------------------------------------
 
@@ -189,15 +186,17 @@ class Table(Planes):
         With ``copy=False`` a contiguous, writable array in ordinary memory becomes the table itself, where `memory` allows
         that ("pageable", or "auto" without CUDA): training then changes the array, as with ``nn.Embedding.from_pretrained``.
         """
-        tensor = array.detach() if isinstance(array, Tensor) else _tensor_of(array)
+        tensor = array.detach() if isinstance(array, Tensor) else tensor_of(array)
+        if tensor.layout != torch.strided:
+            raise InvalidTypeError(f"array has layout {tensor.layout} but a table is dense; pass it .to_dense()")
         if tensor.dim() != 2:
             raise InvalidValueError(
                 f"array has shape {tuple(tensor.shape)} but a table is 2-D; reshape it to (rows, dim)"
             )
         check_dtype(tensor.dtype)
         place = _open_memory(memory, path, device, tensor.numel() * tensor.element_size())
-        shared = not copy and place.name == "pageable" and tensor.device.type == "cpu" and tensor.is_contiguous()
-        if shared:
+        ordinary = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_inference()
+        if not copy and place.name == "pageable" and ordinary:
             return cls.__new__(cls)._adopt(place, tensor)
         with torch.inference_mode(False):
             weight = place.allocate("weight", tensor.shape[0], tensor.shape[1], tensor.dtype)
@@ -247,31 +246,10 @@ class Table(Planes):
         self._stats = TableStats()
 
 
-def _check_rows(rows: Tensor, shape: tuple[int, ...], dtype: DType, device: TorchDevice, what: str) -> None:
-    if tuple(rows.shape) != shape:
-        raise InvalidValueError(f"{what} has shape {tuple(rows.shape)} but index and table ask for {shape}; reshape it")
-    if rows.dtype != dtype:
-        raise InvalidTypeError(f"{what} has dtype {rows.dtype} but the plane holds {dtype}; pass it .to({dtype})")
-    if rows.device != device:
-        raise InvalidValueError(
-            f"{what} is on {rows.device} but the table computes on {device}; pass it .to('{device}')"
-        )
-
-
 def _open_memory(memory: str, path: PathLike | None, device: Device, num_bytes: int) -> Memory:
     if memory == "auto":
         fits = num_bytes <= 0.8 * physical_bytes()  # page-locked memory is lost to everything else
         memory = "pinned" if fits and cuda_status().available else "pageable"
-    if memory not in MEMORIES:
+    if not isinstance(memory, str) or memory not in MEMORIES:
         raise InvalidValueError(f"memory is {memory!r}, which is no memory{suggest(str(memory), ['auto', *MEMORIES])}")
     return MEMORIES[memory](resolve_device(device), path)
-
-
-def _tensor_of(array: Any) -> Tensor:
-    """Return a tensor over the memory of `array` where torch can have one: native byte order, positive strides."""
-    array = np.asarray(array)
-    if array.dtype not in files.NUMPY_DTYPES:
-        raise InvalidTypeError(f"array has dtype {array.dtype} but a table holds floats or integers; convert it first")
-    if not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
-        array = np.array(array, order="C")
-    return torch.from_numpy(array)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError, suggest
 
 _SAFE_DTYPES = {
     "F64": torch.float64,
@@ -37,6 +37,7 @@ SAFE_NAMES = {dtype: name for name, dtype in _SAFE_DTYPES.items()}
 NUMPY_DTYPES = {torch.empty(0, dtype=d).numpy().dtype: d for d in SAFE_NAMES if d != torch.bfloat16}
 _NUMPY_NAMES = {d: n for n, d in NUMPY_DTYPES.items()}
 _ALIGN = 64
+_MAX_SIZE = 2**63 - 1
 _MAX_HEADER_BYTES = 100_000_000  # as the safetensors library itself
 CHUNK_BYTES = 1 << 24
 
@@ -82,7 +83,8 @@ def write(path: Path, rows: Iterator[Tensor], shape: tuple[int, int], dtype: tor
     with atomic(path) as file:
         file.write(header)
         for chunk in rows:
-            file.write(memoryview(chunk.contiguous().view(torch.uint8).numpy()).cast("B"))
+            if chunk.numel():
+                file.write(chunk.contiguous().view(torch.uint8).numpy().data.cast("B"))
 
 
 @contextmanager
@@ -131,14 +133,17 @@ def read_header(path: Path, key: str | None = None) -> tuple[torch.dtype, tuple[
                 dtype, shape, offset = _read_safetensors(file, size, path, key)
             else:
                 check_suffix(path, torch.float32)
+    except SpeedtransferError:  # first: some are an OSError as well
+        raise
     except OSError as error:
         raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); check the path") from error
-    except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError, SyntaxError) as error:
-        if isinstance(error, InvalidValueError | InvalidTypeError):
-            raise
-        raise StorageError(f"{str(path)!r} is no valid {path.suffix} file ({error}); write it again") from error
+    except Exception as error:  # whatever the parsers of JSON and of Python literals throw at rubbish
+        what = " ".join(str(error).split()) or type(error).__name__
+        raise StorageError(f"{str(path)!r} is no valid {path.suffix} file ({what}); write it again") from error
     if len(shape) != 2:
         raise InvalidValueError(f"{str(path)!r} holds an array of shape {shape} but a table is 2-D; reshape it first")
+    if min(shape) < 0 or max(shape) > _MAX_SIZE:
+        raise StorageError(f"{str(path)!r} has a header of shape {shape}, which no array has; write it again")
     need = offset + math.prod(shape) * dtype.itemsize
     if need > size:
         raise StorageError(f"{str(path)!r} is truncated: {size} bytes, but its header promises {need}; write it again")
@@ -163,17 +168,20 @@ def _read_safetensors(
     if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
         raise StorageError(f"{str(path)!r} is no .safetensors file or is truncated ({size} bytes); write it again")
     entries: dict[str, Any] = json.loads(file.read(length))
+    if not isinstance(entries, dict):
+        raise TypeError("its header is no JSON object")
     names = [name for name in entries if name != "__metadata__"]
     if key is None:
         key = names[0] if len(names) == 1 else "weight"
     if key not in names:
-        raise InvalidValueError(f"{str(path)!r} has no tensor {key!r}{suggest(key, names)} (argument key)")
+        raise InvalidValueError(f"{str(path)!r} has no tensor {key!r}{suggest(key, names or ['none'])} (argument key)")
     entry = entries[key]
     begin, end = entry["data_offsets"]
     if entry["dtype"] not in _SAFE_DTYPES:
         raise InvalidTypeError(f"tensor {key!r} of {str(path)!r} is {entry['dtype']}; a table holds floats or integers")
-    dtype, shape = _SAFE_DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
-    if begin < 0 or min(shape, default=0) < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+    dtype, shape = _SAFE_DTYPES[entry["dtype"]], tuple(entry["shape"])
+    whole = all(type(n) is int and n >= 0 for n in (begin, end, *shape))
+    if not whole or end - begin != math.prod(shape) * dtype.itemsize:
         raise StorageError(f"{str(path)!r}: shape {shape} of tensor {key!r} does not match its bytes; write it again")
     return dtype, shape, 8 + length + begin
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterator
 
 import torch
@@ -27,6 +28,7 @@ def row_chunks(num_rows: int, row_bytes: int) -> Iterator[slice]:
         start = stop
 
 
+@torch.no_grad()  # the plane must never get a gradient of its own
 def fill_plane(plane: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
     """Call `function` with each chunk of `plane` as a CPU tensor; it fills the chunk in place or returns a new one."""
     width = plane.shape[1]
@@ -34,21 +36,34 @@ def fill_plane(plane: Tensor, function: Callable[[Tensor], Tensor | None]) -> No
         target = plane[rows]
         chunk = target if target.device.type == "cpu" else torch.empty(target.shape, dtype=target.dtype)
         result = function(chunk)
-        if result is None:
-            result = chunk
-        elif tuple(result.shape) != tuple(chunk.shape):
+        result = chunk if result is None else torch.as_tensor(result)
+        if tuple(result.shape) != tuple(chunk.shape):
             raise InvalidValueError(
                 f"the initialiser returned shape {tuple(result.shape)} for a chunk of {tuple(chunk.shape)}; "
                 "return one row per row of the chunk, or fill the chunk in place"
             )
-        if result.data_ptr() != target.data_ptr():
+        if result is not target:
             target.copy_(result)
 
 
+@torch.no_grad()
 def copy_plane(target: Tensor, source: Tensor) -> None:
     """Copy a plane in chunks, so that a conversion or a transfer needs no second whole plane."""
     for rows in row_chunks(target.shape[0], target.shape[1] * target.element_size()):
         target[rows].copy_(source[rows])
+
+
+def check_fill(fill: object, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Raise unless `fill` is a tensor of `shape`, or a number that `dtype` holds."""
+    if isinstance(fill, Tensor):
+        if tuple(fill.shape) != shape:
+            raise InvalidValueError(
+                f"fill has shape {tuple(fill.shape)} but the plane is {shape}; reshape or expand it"
+            )
+    elif not isinstance(fill, numbers.Real):
+        raise InvalidTypeError(f"fill is a {type(fill).__name__} but must be a number or a tensor; pass one of them")
+    elif not dtype.is_floating_point and not float(fill).is_integer():
+        raise InvalidValueError(f"fill is {fill} but the plane holds {dtype}; pass a whole number or a floating dtype")
 
 
 def check_floating(dtype: torch.dtype, what: str) -> None:

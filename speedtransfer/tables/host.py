@@ -77,7 +77,11 @@ class MmapMemory(PageableMemory):
                 )
             if plane == "weight" and self.path is not None:
                 files.create(self.path, (num_rows, width), dtype)
-                return self.open()
+                try:
+                    return self.open()
+                except BaseException:
+                    self.path.unlink()
+                    raise
             with tempfile.TemporaryFile(dir=self._folder) as file:
                 file.truncate(max(num_bytes, 1))
                 data = np.memmap(file, dtype=np.uint8, mode="r+")[:num_bytes]

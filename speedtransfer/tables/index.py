@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import Tensor
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
 
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
+_INT64_MAX = 2**63 - 1
 
 
 def as_index(index: Any, num_rows: int, device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
@@ -33,49 +33,63 @@ def as_index(index: Any, num_rows: int, device: torch.device) -> tuple[Tensor, t
     RowIndexError
         A value is negative or not below `num_rows`.
     """
-    tensor = index if isinstance(index, Tensor) else _from_python(index)
+    given = index if isinstance(index, Tensor) else _array_of(index)
+    tensor = given if isinstance(given, Tensor) else _tensor_of(given)
     if tensor.dtype not in _INTEGER:
         kind = "a boolean mask" if tensor.dtype == torch.bool else f"of dtype {tensor.dtype}"
         remedy = "mask.nonzero().flatten()" if tensor.dtype == torch.bool else "index.long()"
         raise InvalidTypeError(f"index is {kind} but rows are named by integers; pass {remedy}")
-    if tensor.dtype == torch.uint64:  # a value of 2**63 or more would turn negative and hide its size
+    if tensor.dtype == torch.uint64:  # a value of 2**63 or more would turn negative
         tensor = torch.where(tensor.view(torch.int64) < 0, num_rows, tensor.view(torch.int64))
     flat = tensor.detach().to(device=device, dtype=torch.int64).reshape(-1).contiguous()
-    check_bounds(flat, num_rows, tuple(tensor.shape))
+    check_bounds(flat, num_rows, given)
     return flat, tuple(tensor.shape)
 
 
-def _from_python(index: Any) -> Tensor:
+def _array_of(index: Any) -> np.ndarray:
+    """Return the ints of a sequence as they are: Python's own, as objects, where they exceed 64 bits."""
     try:
         array = np.asarray(index)
+        if array.size == 0 and not isinstance(index, np.ndarray):
+            return array.astype(np.int64)  # NumPy makes float64 of an empty list
+        if array.dtype.kind in "fO" and not isinstance(index, np.ndarray):
+            # NumPy also makes float64 of [-1, 2**63].
+            objects = np.asarray(index, dtype=object)
+            if all(isinstance(v, int | np.integer) and not isinstance(v, bool) for v in objects.flat):
+                return objects
     except ValueError:
         raise InvalidValueError(
             "index is a ragged sequence but needs one shape; pad it or pass one flat list"
         ) from None
-    if array.size == 0 and not isinstance(index, np.ndarray):
-        array = array.astype(np.int64)  # NumPy makes float64 of an empty list
     if array.dtype.kind not in "iu":
         what = "boolean" if array.dtype.kind == "b" else str(array.dtype)
         raise InvalidTypeError(f"index holds {what} values but rows are named by integers; pass integers")
-    if array.dtype.kind == "u" and array.dtype.itemsize > 4:
-        array = np.minimum(array, np.uint64(2**63 - 1)).astype(np.int64)
-    return torch.from_numpy(np.ascontiguousarray(array.astype(np.int64, copy=False))).reshape(array.shape)
+    return array
 
 
-def check_bounds(flat: Tensor, num_rows: int, shape: Sequence[int]) -> None:
-    """Raise `RowIndexError` for the first value of `flat` (an index of `shape`) outside ``[0, num_rows)``."""
+def _tensor_of(array: np.ndarray) -> Tensor:
+    if array.dtype.kind == "O":
+        array = np.clip(array, -1, _INT64_MAX)
+    elif array.dtype.kind == "u" and array.dtype.itemsize > 4:
+        array = np.minimum(array, np.uint64(_INT64_MAX))
+    array = np.asarray(array, dtype=np.int64, order="C")
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def check_bounds(flat: Tensor, num_rows: int, given: Tensor | np.ndarray) -> None:
+    """Raise `RowIndexError` for the first value of `flat` outside ``[0, num_rows)``, as it stands in `given`."""
     if flat.numel() == 0:
         return
     low, high = torch.aminmax(flat)
     if int(low) >= 0 and int(high) < num_rows:
         return
     first = int(((flat < 0) | (flat >= num_rows)).nonzero()[0])
-    where = ", ".join(str(int(i)) for i in np.unravel_index(first, tuple(shape))) if shape else ""
-    value = int(flat[first])
-    rule = (
-        "negative, and rows count from 0" if value < 0 else f"but the table has {num_rows} rows (0 to {num_rows - 1})"
-    )
-    raise RowIndexError(f"index[{where}] is {value} {rule}; clamp or filter the index")
+    where = ", ".join(str(int(i)) for i in np.unravel_index(first, tuple(given.shape))) if given.ndim else ""
+    values = given.detach().cpu().numpy() if isinstance(given, Tensor) else given  # torch cannot read a large uint64
+    value = int(values.reshape(-1)[first])
+    have = f"{num_rows} rows (0 to {num_rows - 1})" if num_rows else "no rows"
+    rule = "but rows count from 0, negative ones do not exist" if value < 0 else f"but the table has {have}"
+    raise RowIndexError(f"index{where and f'[{where}]'} is {value} {rule}; clamp or filter the index")
 
 
 def check_unique(flat: Tensor) -> None:
@@ -92,3 +106,23 @@ def check_unique(flat: Tensor) -> None:
             f"index names row {row} twice (positions {at[0]} and {at[1]}) but scatter writes each row once; "
             "combine the rows first, for instance with torch.unique(index, return_inverse=True) and index_add_"
         )
+
+
+def unique_rows(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sorted unique values of `flat` (1-D int64, none negative) and where each of its values is among them."""
+    count = flat.numel()
+    bits = count.bit_length()
+    if flat.device.type != "cpu" or count == 0 or int(flat.numpy().max()) >> (63 - bits):
+        return torch.unique(flat, return_inverse=True)
+    # One sort of "value, position" in a single integer: NumPy sorts plain integers with vector instructions, and sorting
+    # with indices, as torch.unique does, costs twice that and more.
+    key = (flat.numpy() << bits) | np.arange(count)
+    key.sort()
+    position = key & ((1 << bits) - 1)
+    key >>= bits
+    first = np.empty(count, dtype=bool)
+    first[0] = True
+    np.not_equal(key[1:], key[:-1], out=first[1:])
+    inverse = np.empty(count, dtype=np.int64)
+    inverse[position] = np.cumsum(first) - 1
+    return torch.from_numpy(key[first]), torch.from_numpy(inverse)

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from speedtransfer.device import mapped_view, require_cuda, resolve_device, to_cupy
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.tables import files
-from speedtransfer.tables.fill import check_floating, copy_plane, fill_plane
+from speedtransfer.tables.fill import check_fill, check_floating, copy_plane, fill_plane
 from speedtransfer.tables.memory import Memory
 from speedtransfer.tables.stats import TableStats
 from speedtransfer.tables.types import Device, DType, Generator, TorchDevice
@@ -106,11 +106,17 @@ class Planes:
             Default: that of the weights.
         fill : float or Tensor
             A number, or a ``(num_rows, width)`` tensor to copy.
+
+        Raises
+        ------
+        InvalidValueError, InvalidTypeError
+            A plane of that name exists; a width, dtype or `fill` that breaks a rule.
         """
         if name in self._planes:
             raise InvalidValueError(f"plane {name!r} exists; drop it first with drop_plane, or choose another name")
         width = self.dim if width is None else check_size(width, "width")
         dtype = check_dtype(self.dtype if dtype is None else dtype)
+        check_fill(fill, (self.num_rows, width), dtype)
         with torch.inference_mode(False):
             plane = self._place.allocate(name, self.num_rows, width, dtype)
         if isinstance(fill, Tensor):
@@ -175,7 +181,7 @@ class Planes:
         It fills the ``(rows, dim)`` chunk in place or returns the values. It must treat rows alike: `xavier_uniform_` and
         others that look at the number of rows would see that of the chunk.
         """
-        fill_plane(self._planes["weight"], function)
+        fill_plane(self.plane("weight"), function)
         self._writes += 1
         return self
 
@@ -235,7 +241,7 @@ class Planes:
 
 def check_dtype(dtype: Any) -> DType:
     """Return `dtype`, or raise `InvalidTypeError` where no table can hold it."""
-    if dtype not in files.SAFE_NAMES:
+    if not isinstance(dtype, torch.dtype) or dtype not in files.SAFE_NAMES:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in files.SAFE_NAMES))
         raise InvalidTypeError(f"dtype is {dtype!r} but a table holds one of torch's {names}; pass one of them")
-    return dtype  # type: ignore[no-any-return]
+    return dtype
