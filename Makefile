@@ -17,7 +17,7 @@ help:
 	@echo "make test        the whole test suite; no GPU needed"
 	@echo "make test-slow   the long sweeps as well"
 	@echo "make lint        ruff and mypy"
-	@echo "make bench       benchmarks on this machine's CPU"
+	@echo "make bench       benchmarks on this machine, results into bench/results/<device>/"
 	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/"
 	@echo "make gpu-status  which GPU results exist, from which commit, which are stale"
 
@@ -41,13 +41,15 @@ lint: $(ENV)
 	$(PY) -m mypy
 
 bench: $(ENV)
-	$(PY) -m pytest bench --benchmark-enable --benchmark-sort=name
+	$(PY) bench/record.py here
+	$(PY) bench/readme.py
 
 gpu: $(ENV)
-	$(PY) bench/gpu.py run
+	$(PY) bench/record.py gpu
+	$(PY) bench/readme.py
 
 gpu-status: $(ENV)
-	$(PY) bench/gpu.py status
+	$(PY) bench/record.py status
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -33,7 +33,9 @@ def pytest_terminal_summary(terminalreporter, config):
     groups: dict[str, dict[str, float]] = {}
     for bench in getattr(session, "benchmarks", []):
         if bench.group and bench.stats.rounds:
-            groups.setdefault(bench.group, {})[bench.params["case"] if bench.params else bench.name] = bench.stats.median
+            groups.setdefault(bench.group, {})[bench.params["case"] if bench.params else bench.name] = (
+                bench.stats.median
+            )
     for group, medians in sorted(groups.items()):
         ours = medians.get("speedtransfer")
         terminalreporter.write_sep("-", group)

@@ -19,7 +19,9 @@ def figures(root: Path = ROOT) -> str:
         run = json.loads(path.read_text(encoding="utf-8"))
         versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("torch", "cupy") if run["versions"][name])
         commit = run["commit"][:12] + (" with changes" if run["dirty"] else "")
-        parts.append(f"**{run['device']}**, {versions}, commit {commit}, {run['date'][:10]} (medians; quartiles behind).")
+        parts.append(
+            f"**{run['device']}**, {versions}, commit {commit}, {run['date'][:10]} (medians; quartiles behind)."
+        )
         parts += [_table(name, cases) for name, cases in _groups(run["benchmarks"]).items()]
     return "\n\n".join(parts)
 
@@ -39,7 +41,9 @@ def _table(group: str, cases: dict[str, list[float]]) -> str:
     for name, samples in sorted(cases.items(), key=lambda item: median(item[1])):
         low, _, high = (1e3 * q for q in quantiles(samples, n=4))
         label = f"**{name}**" if name == reference else name
-        lines.append(f"| {label} | {median(samples) / base:.2f} | {1e3 * median(samples):.1f} | {low:.1f} to {high:.1f} |")
+        lines.append(
+            f"| {label} | {median(samples) / base:.2f} | {1e3 * median(samples):.1f} | {low:.1f} to {high:.1f} |"
+        )
     return "\n".join(lines)
 
 

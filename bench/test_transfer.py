@@ -19,7 +19,16 @@ def data():
 
 
 @pytest.mark.parametrize(
-    "case", ["speedtransfer", "speedtransfer, out=", "index_select(out=)", "index_select", "t[index]", "F.embedding", "memcpy (roof)"]
+    "case",
+    [
+        "speedtransfer",
+        "speedtransfer, out=",
+        "index_select(out=)",
+        "index_select",
+        "t[index]",
+        "F.embedding",
+        "memcpy (roof)",
+    ],
 )
 def test_gather(benchmark, data, case):
     table, plane, index, out = data

@@ -1,4 +1,5 @@
-"""GPU tests and benchmarks: `run` them on a machine with a CUDA device, and `status` tells which results still hold.
+"""Records tests and benchmarks: `gpu` runs both on a CUDA device, `here` the benchmarks on whatever this machine has, and
+`status` tells which GPU results exist and which still hold.
 
 Results go to ``bench/results/<device>/{tests,benchmarks}.json``. Each names the device, versions, commit and a digest of
 the sources it depends on; where the digest has changed since, the result is stale. Needs only what the tests need.
@@ -24,10 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 WHAT = ("tests", "benchmarks")
 NO_TESTS_COLLECTED = 5  # pytest's exit code
 PACKAGE = ("speedtransfer/**/*.py", "speedtransfer/**/*.cu", "speedtransfer/**/*.cuh")
-# This file only runs the benchmarks: it is no part of what they measure.
+# What only runs the benchmarks or shows them is no part of what they measure.
 SOURCES = {
     "tests": (*PACKAGE, "tests/gpu/**/*.py", "tests/engine_cases.py"),
-    "benchmarks": (*PACKAGE, "bench/**/*.py", "!bench/gpu.py"),
+    "benchmarks": (*PACKAGE, "bench/**/*.py", "!bench/record.py", "!bench/readme.py"),
 }
 
 
@@ -61,6 +62,15 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
+def cpu_name() -> str:
+    """Return what the system calls its processor, and how many threads torch uses of it."""
+    import torch
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"CPU {names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
+
+
 def environment(root: Path, what: str) -> dict[str, Any]:
     """Return what every result says about where it comes from."""
     import torch
@@ -80,7 +90,8 @@ def environment(root: Path, what: str) -> dict[str, Any]:
     }
     return {
         "what": what,
-        "device": status.devices[torch.cuda.current_device()],
+        "device": status.devices[torch.cuda.current_device()] if status.available else cpu_name(),
+        "cuda": status.available,
         "driver": status.driver,
         "versions": versions,
         "commit": commit,
@@ -109,13 +120,13 @@ def summary(junit: Path) -> dict[str, Any]:
     }
 
 
-def run(root: Path = ROOT) -> int:
-    """Run both suites and write their results; return 0, 1 after failures or 2 where there is no CUDA."""
+def run(root: Path = ROOT, suites: tuple[str, ...] = WHAT) -> int:
+    """Run `suites` and write their results; return 0, 1 after failures or 2 where the tests want CUDA in vain."""
     sys.path.insert(0, str(root))  # also where the package is not installed
     from speedtransfer.device import cuda_status
 
     reason = cuda_status().reason
-    if reason:
+    if reason and "tests" in suites:
         print(f"error: the GPU tests and benchmarks need CUDA, but {reason}", file=sys.stderr)
         return 2
     failed = False
@@ -125,7 +136,7 @@ def run(root: Path = ROOT) -> int:
             "tests": ["tests/gpu", "-m", "gpu"],
             "benchmarks": ["bench", "--benchmark-enable", f"--benchmark-json={samples}"],
         }
-        for what in WHAT:
+        for what in suites:
             result = environment(root, what)  # before: the sources as they are when it starts
             command = [sys.executable, "-m", "pytest", "-q", *arguments[what], f"--junitxml={junit}"]
             code = subprocess.run(command, cwd=root, check=False).returncode
@@ -151,13 +162,12 @@ def run(root: Path = ROOT) -> int:
 def status(root: Path = ROOT) -> int:
     """Print every result and whether it is current."""
     paths = [path for what in WHAT for path in (root / "bench" / "results").glob(f"*/{what}.json")]
-    if not paths:
-        print("no GPU results yet; run `make gpu` on a machine with a CUDA device")
-        return 0
     lines = [("device", "what", "date", "commit", "passed", "failed", "state")]
     for path in sorted(paths):
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
+            if not result["cuda"]:
+                continue
             changed = result["digest"] != digest(root, path.stem)
             commit = result["commit"][:12] + ("+changes" if result["dirty"] else "")
             state = "STALE (sources changed since)" if changed else "current"
@@ -166,6 +176,9 @@ def status(root: Path = ROOT) -> int:
         except (KeyError, TypeError, ValueError) as error:
             problem = f"unreadable ({type(error).__name__}: {error}); run `make gpu` again"
             lines.append((path.parent.name, path.stem, "-", "-", "-", "-", problem))
+    if len(lines) == 1:
+        print("no GPU results yet; run `make gpu` on a machine with a CUDA device")
+        return 0
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
@@ -174,11 +187,15 @@ def status(root: Path = ROOT) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(prog="bench/gpu.py", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="bench/record.py", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("run", help="run the GPU tests and benchmarks and write their results")
-    commands.add_parser("status", help="list the results and which are stale")
-    return {"run": run, "status": status}[parser.parse_args(arguments).command]()
+    commands.add_parser("gpu", help="run the GPU tests and the benchmarks and write their results")
+    commands.add_parser(
+        "here", help="run the benchmarks on this machine, with or without a GPU, and write their results"
+    )
+    commands.add_parser("status", help="list the GPU results and which are stale")
+    command = parser.parse_args(arguments).command
+    return status() if command == "status" else run(suites=WHAT if command == "gpu" else ("benchmarks",))
 
 
 if __name__ == "__main__":

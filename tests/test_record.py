@@ -1,4 +1,4 @@
-"""bench/gpu.py: digests, summaries and the list of results; a run itself needs a device."""
+"""bench/record.py: digests, summaries and the list of results; a run itself needs a device."""
 
 import importlib.util
 import json
@@ -10,12 +10,12 @@ import pytest
 
 from speedtransfer.device import CudaStatus, cuda_status
 
-SCRIPT = Path(__file__).parents[1] / "bench" / "gpu.py"
+SCRIPT = Path(__file__).parents[1] / "bench" / "record.py"
 
 
 @pytest.fixture(scope="module")
-def gpu():
-    spec = importlib.util.spec_from_file_location("bench_gpu", SCRIPT)
+def record():
+    spec = importlib.util.spec_from_file_location("bench_record", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -30,7 +30,7 @@ def tree(tmp_path):
         "tests/gpu/test_device.py",
         "tests/test_other.py",
         "bench/bench_rows.py",
-        "bench/gpu.py",
+        "bench/record.py",
     ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,14 +38,15 @@ def tree(tmp_path):
     return tmp_path
 
 
-def write(gpu, tree, what, **changes):
+def write(record, tree, what, **changes):
     result = {
         "what": what,
         "device": "NVIDIA H200",
+        "cuda": True,
         "date": "2026-01-02T03:04:05+00:00",
         "commit": "0123456789abcdef0123",
         "dirty": False,
-        "digest": gpu.digest(tree, what),
+        "digest": record.digest(tree, what),
         "passed": 12,
         "failed": 0,
     }
@@ -56,19 +57,19 @@ def write(gpu, tree, what, **changes):
     return path
 
 
-def listed(gpu, tree, capsys):
-    assert gpu.status(tree) == 0
+def listed(record, tree, capsys):
+    assert record.status(tree) == 0
     return capsys.readouterr().out.splitlines()
 
 
-def test_nothing_yet(gpu, tree, capsys):
-    assert listed(gpu, tree, capsys) == ["no GPU results yet; run `make gpu` on a machine with a CUDA device"]
+def test_nothing_yet(record, tree, capsys):
+    assert listed(record, tree, capsys) == ["no GPU results yet; run `make gpu` on a machine with a CUDA device"]
 
 
-def test_current(gpu, tree, capsys):
-    write(gpu, tree, "tests")
-    write(gpu, tree, "benchmarks", failed=3, dirty=True)
-    heading, benchmarks, tests = listed(gpu, tree, capsys)
+def test_current(record, tree, capsys):
+    write(record, tree, "tests")
+    write(record, tree, "benchmarks", failed=3, dirty=True)
+    heading, benchmarks, tests = listed(record, tree, capsys)
     assert heading.split() == ["device", "what", "date", "commit", "passed", "failed", "state"]
     assert tests.split() == [
         "NVIDIA",
@@ -91,42 +92,42 @@ def test_current(gpu, tree, capsys):
         ("speedtransfer/new.py", {"tests", "benchmarks"}),
         ("tests/gpu/test_device.py", {"tests"}),
         ("bench/bench_rows.py", {"benchmarks"}),
-        ("bench/gpu.py", set()),
+        ("bench/record.py", set()),
         ("tests/test_other.py", set()),
     ],
 )
-def test_stale_after_a_change(gpu, tree, capsys, changed, stale):
-    for what in gpu.WHAT:
-        write(gpu, tree, what)
+def test_stale_after_a_change(record, tree, capsys, changed, stale):
+    for what in record.WHAT:
+        write(record, tree, what)
     (tree / changed).write_text("changed")
-    for line in listed(gpu, tree, capsys)[1:]:
+    for line in listed(record, tree, capsys)[1:]:
         assert line.endswith("STALE (sources changed since)") == (line.split()[2] in stale)
 
 
-def test_a_renamed_file_changes_the_digest(gpu, tree):
-    before = gpu.digest(tree, "tests")
+def test_a_renamed_file_changes_the_digest(record, tree):
+    before = record.digest(tree, "tests")
     (tree / "speedtransfer/device.py").rename(tree / "speedtransfer/devices.py")
-    assert gpu.digest(tree, "tests") != before
+    assert record.digest(tree, "tests") != before
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"device": "NVIDIA H200"}'])
-def test_an_unreadable_result(gpu, tree, capsys, content):
-    write(gpu, tree, "tests").write_text(content)
-    (_, line) = listed(gpu, tree, capsys)
+def test_an_unreadable_result(record, tree, capsys, content):
+    write(record, tree, "tests").write_text(content)
+    (_, line) = listed(record, tree, capsys)
     assert "unreadable" in line
     assert "run `make gpu` again" in line
 
 
-def test_slug(gpu):
-    assert gpu.slug("NVIDIA GeForce RTX 4090 (Laptop)") == "nvidia-geforce-rtx-4090-laptop"
+def test_slug(record):
+    assert record.slug("NVIDIA GeForce RTX 4090 (Laptop)") == "nvidia-geforce-rtx-4090-laptop"
 
 
-def test_commit_outside_of_git(gpu, tmp_path, monkeypatch):
+def test_commit_outside_of_git(record, tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert gpu.commit_of(tmp_path) == ("unknown", None)
+    assert record.commit_of(tmp_path) == ("unknown", None)
 
 
-def test_summary(gpu, tmp_path):
+def test_summary(record, tmp_path):
     source = tmp_path / "test_some.py"
     source.write_text(
         "import pytest\n"
@@ -147,12 +148,12 @@ def test_summary(gpu, tmp_path):
         f"--junitxml={tmp_path / 'j.xml'}",
     ]
     subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
-    found = gpu.summary(tmp_path / "j.xml")
+    found = record.summary(tmp_path / "j.xml")
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
     assert found["failures"]["test_some.test_bad"] == ["assert 1 == 2"]
 
 
-def test_run_records_both_suites(gpu, tmp_path, monkeypatch, capsys):
+def test_run_records_both_suites(record, tmp_path, monkeypatch, capsys):
     """A whole run over two small suites, on a device that is only claimed."""
     found = CudaStatus(True, "", "14.2", "13.0", "13.0", ("NVIDIA Test 1",))
     monkeypatch.setattr("speedtransfer.device.cuda_status", lambda: found)
@@ -168,9 +169,9 @@ def test_run_records_both_suites(gpu, tmp_path, monkeypatch, capsys):
     (tmp_path / "bench/test_speed.py").write_text(
         "def test_speed(benchmark): benchmark.pedantic(sum, ([1, 2],), rounds=3)\n"
     )
-    assert gpu.run(tmp_path) == 1  # one test fails
+    assert record.run(tmp_path) == 1  # one test fails
     folder = tmp_path / "bench/results/nvidia-test-1"
-    tests, benchmarks = (json.loads((folder / f"{what}.json").read_text()) for what in gpu.WHAT)
+    tests, benchmarks = (json.loads((folder / f"{what}.json").read_text()) for what in record.WHAT)
     assert (tests["passed"], tests["failed"], list(tests["failures"])) == (1, 1, ["tests.gpu.test_one.test_bad"])
     assert (benchmarks["passed"], benchmarks["failed"]) == (1, 0)
     assert len(benchmarks["benchmarks"][0]["stats"]["data"]) == 3  # raw samples
@@ -183,13 +184,13 @@ def test_run_records_both_suites(gpu, tmp_path, monkeypatch, capsys):
         )
         assert set(result["versions"]) == {"python", "torch", "torch_cuda", "cupy", "numpy", "speedtransfer"}
     capsys.readouterr()
-    states = [line.split()[-1] for line in listed(gpu, tmp_path, capsys)[1:]]
+    states = [line.split()[-1] for line in listed(record, tmp_path, capsys)[1:]]
     assert states == ["current", "current"]
 
 
 @pytest.mark.skipif(cuda_status().available, reason="there is a CUDA device")
 def test_run_without_cuda_refuses_in_one_line():
-    done = subprocess.run([sys.executable, str(SCRIPT), "run"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, str(SCRIPT), "gpu"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
