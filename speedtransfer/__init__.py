@@ -1,7 +1,17 @@
 """Embedding tables larger than GPU memory, trained with any row-by-row ``torch.optim`` optimizer."""
 
+from speedtransfer import word2vec
 from speedtransfer.nn import ActiveRows, Embedding, EmbeddingBag, replace_embeddings
 from speedtransfer.tables import Table, TableStats
 from speedtransfer.version import __version__
 
-__all__ = ["ActiveRows", "Embedding", "EmbeddingBag", "Table", "TableStats", "__version__", "replace_embeddings"]
+__all__ = [
+    "ActiveRows",
+    "Embedding",
+    "EmbeddingBag",
+    "Table",
+    "TableStats",
+    "__version__",
+    "replace_embeddings",
+    "word2vec",
+]

@@ -1,0 +1,77 @@
+"""The demo: word vectors of the World Factbook (CIA, public domain, CC0), trained with AdamW in a minute or two."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Callable
+from importlib import resources
+
+from speedtransfer.errors import format_bytes
+from speedtransfer.word2vec.corpus import Corpus
+from speedtransfer.word2vec.output import PICTURE, VECTORS, OutputFolder, save_run
+from speedtransfer.word2vec.plot import MissingPackageError, plot
+from speedtransfer.word2vec.progress import TrainingProgress
+from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.trainer import Trainer
+
+CORPUS = "world_factbook.words.txt.gz"
+WORDS = ("france", "coffee", "copper", "river", "march", "navy")
+# A small corpus: many passes, and a subsampling threshold that leaves it words to learn from.
+SETTINGS = Settings(dim=64, optimizer="adamw", epochs=25, sample=1e-3, memory="auto")
+
+
+def run_demo(
+    output: str | os.PathLike[str], settings: Settings = SETTINGS, show: Callable[[str], None] = print
+) -> Trainer:
+    """Train on the shipped corpus, show what came out, write vectors and a picture.
+
+    Parameters
+    ----------
+    output : path-like
+        Folder; the files of an earlier demo in it are replaced.
+    settings : Settings
+    show : callable
+        Takes each line of the report.
+
+    Returns
+    -------
+    Trainer
+        After training.
+
+    Raises
+    ------
+    InvalidValueError
+        `output` is a folder with other files in it.
+    StorageError
+        `output` cannot be written.
+    """
+    folder = OutputFolder(output, overwrite=True, only_own=True)
+    with folder, resources.files(__package__).joinpath("corpora", CORPUS).open("rb") as packed:
+        with TrainingProgress() as progress, gzip.open(packed) as text:
+            corpus = Corpus(text, settings.min_count, settings.max_words, progress.reading)
+            trainer = Trainer(corpus, settings)
+            table = trainer.model.input.table
+            show(
+                f"World Factbook: {corpus.num_raw_words:,} words, {len(corpus.vocabulary):,} in the vocabulary; dim "
+                f"{settings.dim}, {trainer.optimizer.__class__.__name__}, {settings.epochs} epochs; two tables and their "
+                f"optimizer state in {table.memory} memory, compute on {table.device}"
+            )
+            trainer.run(progress)
+        save_run(folder.staging, trainer, CORPUS)
+        vectors = trainer.vectors()
+        try:
+            plot(vectors, folder.staging / PICTURE, title="World Factbook: words that occur alike stand together")
+            picture = str(folder.path / PICTURE)
+        except MissingPackageError as error:
+            picture = f"none ({error})"
+        folder.commit()
+    show(f"{trainer.words_per_s:,.0f} words/s, {trainer.elapsed_s:.0f} s of training, loss {trainer.loss:.3f} a pair")
+    for word in WORDS:
+        if word in vectors:
+            show(f"  {word:8} -> {', '.join(near for near, _ in vectors.most_similar(word, 6))}")
+    to_device, back = trainer.moved_bytes
+    show(f"rows moved: {format_bytes(to_device)} to the compute device, {format_bytes(back)} back")
+    show(f"vectors: {folder.path / (VECTORS + '.txt')} (gensim: KeyedVectors.load_word2vec_format)")
+    show(f"picture: {picture}")
+    return trainer

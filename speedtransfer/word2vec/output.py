@@ -1,0 +1,157 @@
+"""The folder that a run leaves behind: checked before any work, filled in one go at the end, never half."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from speedtransfer.errors import InvalidValueError, StorageError, suggest
+from speedtransfer.version import __version__
+from speedtransfer.word2vec.formats import FORMATS
+from speedtransfer.word2vec.trainer import Trainer
+
+VECTORS = "vectors"
+VOCABULARY = "vocab.txt"
+SETTINGS = "settings.json"
+PICTURE = "words.png"
+OWN_FILES = frozenset({VOCABULARY, SETTINGS, PICTURE, *(VECTORS + suffix for suffix in FORMATS)})
+
+
+class OutputFolder:
+    """A new folder, or one of an earlier run that is replaced. Entering makes sure that it can be written.
+
+    Files are written to `staging`, a folder beside it; `commit` moves them into place. Without `commit`, whatever the reason,
+    nothing is changed.
+
+    Parameters
+    ----------
+    path : path-like
+        Folders above it are made as needed.
+    overwrite : bool
+        Replace the files of an earlier run if `path` exists.
+    remedy : str
+        What to do where `path` exists and `overwrite` is False, for the message.
+    only_own : bool
+        Refuse a folder that holds anything but the files of an earlier run. False: leave the rest as it is.
+
+    Raises
+    ------
+    InvalidValueError
+        `path` exists and may not be overwritten.
+    StorageError
+        The folder cannot be made.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], overwrite: bool = False, remedy: str = "", only_own: bool = False
+    ) -> None:
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise InvalidValueError(f"output folder {str(path)!r} exists and is a file; choose another folder")
+        if self.path.exists() and not overwrite:
+            raise InvalidValueError(f"output folder {str(path)!r} exists; choose another folder{remedy}")
+        if only_own and self.path.exists():
+            others = sorted(set(os.listdir(self.path)) - OWN_FILES)
+            if others:
+                raise InvalidValueError(
+                    f"output folder {str(path)!r} holds {others[0]!r}, which is none of ours; choose another folder"
+                )
+
+    def __enter__(self) -> OutputFolder:
+        above = self.path.absolute().parent
+        while not above.exists():
+            above = above.parent
+        try:
+            if self.path.exists() and not os.access(self.path, os.W_OK | os.X_OK):
+                raise PermissionError(13, "Permission denied")
+            self.staging = Path(tempfile.mkdtemp(dir=above, prefix=f".{self.path.name}."))
+        except OSError as error:
+            raise StorageError(
+                f"cannot make output folder {str(self.path)!r} ({error.strerror}); choose a place you may write to"
+            ) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.staging, ignore_errors=True)
+
+    def commit(self) -> None:
+        """Move the files into place and remove what an earlier run left of other formats."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            written = os.listdir(self.staging)
+            for name in written:
+                os.replace(self.staging / name, self.path / name)
+            for name in OWN_FILES.difference(written):
+                (self.path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write to {str(self.path)!r} ({error.strerror}); choose a place you may write to"
+            ) from error
+
+
+def check_format(name: str) -> str:
+    """Return the suffix of the vector format called `name` ("txt", "vec", "bin" or "safetensors").
+
+    Raises
+    ------
+    InvalidValueError
+        There is none of that name.
+    """
+    suffix = f".{name.lower().lstrip('.')}"
+    if suffix not in FORMATS:
+        raise InvalidValueError(f"format {name!r} is unknown{suggest(name, [s[1:] for s in FORMATS])}")
+    return suffix
+
+
+def save_run(folder: Path, trainer: Trainer, corpus: str, suffix: str = ".txt") -> None:
+    """Write vectors, vocabulary and settings of a run into `folder`.
+
+    Parameters
+    ----------
+    folder : Path
+    trainer : Trainer
+    corpus : str
+        What the settings call the corpus.
+    suffix : str
+        Of the vector file.
+    """
+    trainer.vectors().save(folder / (VECTORS + suffix))
+    trainer.corpus.vocabulary.save(folder / VOCABULARY)
+    facts: dict[str, Any] = {
+        "speedtransfer": __version__,
+        "corpus": corpus,
+        "settings": trainer.settings.as_dict(),
+        "corpus_words": trainer.corpus.num_raw_words,
+        "vocabulary_words": len(trainer.corpus.vocabulary),
+        "steps": trainer.step,
+        "of_steps": trainer.num_steps,
+        "loss": trainer.loss if math.isfinite(trainer.loss) else None,  # JSON has no nan
+        "training_s": round(trainer.elapsed_s, 3),
+        "words_per_s": round(trainer.words_per_s),
+    }
+    (folder / SETTINGS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def find_vectors(path: str | os.PathLike[str]) -> Path:
+    """Return the vector file that `path` means: itself, or the one in the output folder of a run.
+
+    Raises
+    ------
+    StorageError
+        A folder without vectors.
+    """
+    path = Path(path)
+    if path.is_dir():
+        for suffix in FORMATS:
+            if (path / (VECTORS + suffix)).exists():
+                return path / (VECTORS + suffix)
+        raise StorageError(f"folder {str(path)!r} holds no {VECTORS} file ({', '.join(FORMATS)}); pass the file itself")
+    return path

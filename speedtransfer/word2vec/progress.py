@@ -1,0 +1,91 @@
+"""How a training run shows where it is: a bar on a terminal, a line now and then elsewhere, nothing if so wished."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+LINE_EVERY_S = 10.0
+
+
+class TrainingProgress:
+    """Progress of reading and training, on standard error.
+
+    Parameters
+    ----------
+    enabled : bool
+        False: only `say` writes.
+    console : rich.console.Console, optional
+    """
+
+    def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
+        self._console = Console(stderr=True, soft_wrap=True, highlight=False) if console is None else console
+        self._enabled = enabled
+        self._bar: Progress | None = None
+        self._last_line = time.monotonic()
+
+    def __enter__(self) -> TrainingProgress:
+        if self._enabled and self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[facts]}"),
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("reading", total=None, facts="")
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def say(self, text: str) -> None:
+        """Write a line, above the bar if there is one."""
+        self._console.print(text, markup=False)
+
+    def reading(self, num_words: int) -> None:
+        """Show that `num_words` words of the corpus have been read."""
+        if self._bar is not None:
+            self._bar.update(self._task, facts=f"{num_words:,} words")
+        elif self._line_is_due():
+            self.say(f"reading: {num_words:,} words")
+
+    def training(self, epoch: str, share: float, words_per_s: float, loss: float, left_s: float) -> None:
+        """Show the state of training.
+
+        Parameters
+        ----------
+        epoch : str
+            Such as "epoch 2/5".
+        share : float
+            What is done, 0 to 1.
+        words_per_s : float
+            Words of the corpus trained on a second.
+        loss : float
+            Running mean a pair.
+        left_s : float
+            Seconds to go at this speed.
+        """
+        facts = f"{words_per_s:,.0f} words/s  loss {loss:.3f}"
+        if self._bar is not None:
+            self._bar.update(self._task, description=epoch, total=1.0, completed=share, facts=facts)
+        elif self._line_is_due():
+            self.say(f"{epoch}  {share:.0%}  {facts}  {timedelta(seconds=round(left_s))} left")
+
+    def _line_is_due(self) -> bool:
+        now = time.monotonic()
+        if not self._enabled or now - self._last_line < LINE_EVERY_S:
+            return False
+        self._last_line = now
+        return True

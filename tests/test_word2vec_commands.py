@@ -1,0 +1,271 @@
+"""The commands as a user types them: files left behind, exit codes, nothing half done."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gensim.models import KeyedVectors
+from typer.testing import CliRunner
+
+import speedtransfer
+from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.word2vec import Settings, Vectors, Vocabulary
+from speedtransfer.word2vec import demo as demo_module
+from speedtransfer.word2vec.commands import app
+from speedtransfer.word2vec.demo import run_demo
+from speedtransfer.word2vec.output import OutputFolder
+
+QUICK = ["--dim", "8", "--epochs", "1", "--device", "cpu", "--quiet"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder to work in, with a corpus."""
+    monkeypatch.chdir(tmp_path)
+    words = np.random.default_rng(0).integers(0, 50, 3000)
+    Path("corpus.txt").write_text(" ".join(f"w{n}" for n in words))
+    return tmp_path
+
+
+def run(*arguments, **kwargs):
+    return CliRunner().invoke(app, list(map(str, arguments)), **kwargs)
+
+
+def fails_with(kind, message, *arguments):
+    """The command line turns these errors into one line and exit code 2 (tests/test_cli.py)."""
+    result = run(*arguments)
+    assert isinstance(result.exception, kind), result.output
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_train(folder):
+    result = run("train", "corpus.txt", "-o", "new/out", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert "50 words," in result.stdout
+    assert "rows moved:" in result.stdout
+    assert f"vectors: {Path('new/out/vectors.txt')}" in result.stdout
+    out = folder / "new" / "out"
+    assert names(out) == ["settings.json", "vectors.txt", "vocab.txt"]
+    assert names(folder) == ["corpus.txt", "new"]  # nothing else is left
+    assert names(folder / "new") == ["out"]
+
+    vocabulary = Vocabulary.load(out / "vocab.txt")
+    vectors = Vectors.load(out / "vectors.txt")
+    assert vectors.words == vocabulary.words
+    assert (len(vectors), vectors.dim, vocabulary.num_words) == (50, 8, 3000)
+    theirs = KeyedVectors.load_word2vec_format(out / "vectors.txt", fvocab=out / "vocab.txt")
+    assert theirs.get_vecattr(vocabulary.words[0], "count") == vocabulary.counts[0]
+    facts = json.loads((out / "settings.json").read_text())
+    assert facts["settings"]["lr"] == 0.015
+    assert (facts["corpus"], facts["corpus_words"], facts["vocabulary_words"]) == ("corpus.txt", 3000, 50)
+    assert facts["steps"] == facts["of_steps"]
+
+
+@pytest.mark.parametrize("format", ["txt", "vec", "bin", "safetensors", ".BIN"])
+def test_formats(folder, format):
+    result = run("train", "corpus.txt", "-o", "out", "--format", format, *QUICK)
+    assert result.exit_code == 0, result.output
+    assert len(Vectors.load(folder / "out" / f"vectors.{format.lower().lstrip('.')}")) == 50
+    assert run("nearest", "out", "w1").exit_code == 0
+
+
+def test_train_from_standard_input(folder):
+    result = run("train", "-", "-o", "out", *QUICK, input=Path("corpus.txt").read_bytes())
+    assert result.exit_code == 0, result.output
+    assert run("train", "corpus.txt", "-o", "again", *QUICK).exit_code == 0
+    assert Path("out/vectors.txt").read_bytes() == Path("again/vectors.txt").read_bytes()
+
+
+def test_options_reach_the_optimizer(folder):
+    arguments = ["--optimizer", "SGD", "--lr", "0.001", "--option", "momentum=0.9", "--option", "nesterov=true"]
+    assert run("train", "corpus.txt", "-o", "out", *arguments, *QUICK).exit_code == 0
+    settings = json.loads(Path("out/settings.json").read_text())["settings"]
+    assert (settings["optimizer"], settings["lr"]) == ("SGD", 0.001)
+    assert settings["options"] == {"momentum": 0.9, "nesterov": True}
+    fails_with(
+        InvalidValueError,
+        "option 'momentum' is no name=value",
+        "train",
+        "corpus.txt",
+        "-o",
+        "x",
+        "--option",
+        "momentum",
+    )
+
+
+def test_tables_in_files(folder):
+    result = run("train", "corpus.txt", "-o", "out", "--memory", "mmap", "--path", "tables", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert names(folder / "tables") == ["input.safetensors", "output.safetensors"]
+
+
+def test_output_folder_that_exists(folder):
+    out = folder / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("precious")
+    (out / "vectors.bin").write_text("of an earlier run")
+    fails_with(
+        InvalidValueError, "output folder 'out' exists; choose another folder or pass --overwrite",
+        "train", "missing.txt", "-o", "out", *QUICK,
+    )  # fmt: skip
+    assert (out / "vectors.bin").read_text() == "of an earlier run"
+
+    result = run("train", "corpus.txt", "-o", "out", "--overwrite", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert names(out) == ["settings.json", "thesis.tex", "vectors.txt", "vocab.txt"]
+    assert (out / "thesis.tex").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "kind", "message"),
+    [
+        (b"", [], InvalidValueError, "'bad.txt' holds no words"),
+        (b"one " * 100, [], InvalidValueError, "the corpus has one distinct word, 'one'"),
+        (b"\x89PNG\0\0\0", [], InvalidValueError, "'bad.txt' is no text: byte 4 is NUL"),
+        (b"\x89PNG", [], InvalidValueError, "'bad.txt' is no UTF-8 text"),
+        (b"a b c", [], InvalidValueError, "pass min_count=1 or less"),
+        (None, [], StorageError, "'bad.txt' does not exist"),
+        (b"a b " * 50, ["--optimizer", "adamm"], InvalidValueError, "did you mean 'adam'"),
+        (b"a b " * 50, ["--format", "text"], InvalidValueError, "format 'text' is unknown; did you mean 'txt'"),
+        (b"a b " * 50, ["--memory", "pined"], InvalidValueError, "pined"),
+        (b"a b " * 50, ["--dim", "0"], InvalidValueError, "dim is 0 but must be at least 1"),
+    ],
+)
+def test_nothing_is_written_where_something_is_wrong(folder, content, arguments, kind, message):
+    if content is not None:
+        Path("bad.txt").write_bytes(content)
+    before = names(folder)
+    fails_with(kind, message, "train", "bad.txt", "-o", "out", *QUICK, *arguments)
+    assert names(folder) == before
+    Path("out").mkdir()
+    Path("out/vectors.txt").write_text("old")
+    fails_with(kind, message, "train", "bad.txt", "-o", "out", "--overwrite", *QUICK, *arguments)
+    assert Path("out/vectors.txt").read_text() == "old"
+
+
+def test_output_that_cannot_be(folder, monkeypatch):
+    fails_with(InvalidValueError, "exists and is a file", "train", "corpus.txt", "-o", "corpus.txt", *QUICK)
+    fails_with(
+        (StorageError, NotADirectoryError), "cannot make output folder", "train", "corpus.txt", "-o", "corpus.txt/out", *QUICK
+    )  # fmt: skip
+    monkeypatch.setattr(os, "access", lambda *args: False)
+    Path("out").mkdir()
+    with (
+        pytest.raises(StorageError, match=r"cannot make output folder 'out' \(Permission denied\)"),
+        OutputFolder("out", True),
+    ):
+        pass
+
+
+def test_nearest(folder):
+    Vectors(["a", "b", "c"], [[1.0, 0], [1, 1], [0, 1]]).save("v.bin")
+    result = run("nearest", "v.bin", "a", "c", "-n", "1")
+    assert result.stdout == "a: b 0.707\nc: b 0.707\n"
+    fails_with(KeyError, "'d' is not among the 3 words", "nearest", "v.bin", "a", "d")
+    assert run("nearest", "v.bin", "a", "d").stdout == ""
+    Path("empty").mkdir()
+    fails_with(StorageError, "folder 'empty' holds no vectors file", "nearest", "empty", "a")
+
+
+def test_plot(folder):
+    Vectors([f"w{i}" for i in range(20)], np.random.default_rng(0).standard_normal((20, 5))).save("v.vec")
+    result = run("plot", "v.vec", "-o", "words.png", "-n", "15")
+    assert result.stdout == "picture: words.png\n"
+    before = Path("words.png").read_bytes()
+    fails_with(InvalidValueError, "'words.png' exists", "plot", "v.vec", "-o", "words.png")
+    assert Path("words.png").read_bytes() == before
+    assert run("plot", "v.vec", "-o", "words.png", "--overwrite").exit_code == 0
+
+
+# --- demo -------------------------------------------------------------------------------------------------------------
+
+
+def test_demo(folder, monkeypatch, capsys):
+    quick = Settings(dim=8, epochs=1, block_words=20_000, max_words=2000, device="cpu")
+    lines = []
+    for _ in range(2):  # people run it twice
+        lines.clear()
+        run_demo("demo", quick, lines.append)
+    assert names(folder / "demo") == ["settings.json", "vectors.txt", "vocab.txt", "words.png"]
+    text = "\n".join(lines)
+    for part in ("663,998 words", "AdamW", "words/s", "france", "rows moved:", "vectors: demo", "picture: demo"):
+        assert part in text
+    assert len(Vectors.load("demo/vectors.txt")) == 2000
+
+
+def test_demo_refuses_a_folder_with_other_things(folder):
+    Path("demo").mkdir()
+    Path("demo/thesis.tex").write_text("precious")
+    fails_with(
+        InvalidValueError, "output folder 'demo' holds 'thesis.tex', which is none of ours", "demo", "-o", "demo"
+    )
+    assert names(folder / "demo") == ["thesis.tex"]
+
+
+def test_demo_without_matplotlib(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    lines = []
+    run_demo("demo", Settings(dim=4, epochs=1, block_words=50_000, max_words=100, device="cpu"), lines.append)
+    assert lines[-1].startswith("picture: none (plots need matplotlib")
+    assert names(folder / "demo") == ["settings.json", "vectors.txt", "vocab.txt"]
+
+
+def test_words_shown_are_in_the_shipped_corpus():
+    assert demo_module.SETTINGS.optimizer == "adamw"
+    from importlib import resources
+
+    with resources.files("speedtransfer.word2vec").joinpath("corpora", demo_module.CORPUS).open("rb") as file:
+        assert file.read(2) == b"\x1f\x8b"
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def long_training():
+    code = "from speedtransfer.word2vec import progress, commands; progress.LINE_EVERY_S = 0.2; commands.app()"
+    root = str(Path(speedtransfer.__file__).parents[1])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "train", "corpus.txt", "-o", "out", "--dim", "8", "--epochs", "1000000"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root},
+    )  # fmt: skip
+    watchdog = threading.Timer(100, process.kill)
+    watchdog.start()
+    with process:
+        try:
+            yield process
+        finally:
+            watchdog.cancel()
+            process.kill()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a signal of the terminal")
+def test_interrupt_saves_and_says_so(folder):
+    with long_training() as process:
+        lines = iter(process.stderr.readline, "")
+        assert any(line.startswith("epoch") for line in lines)  # training has begun
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert process.returncode == 130
+    assert "stopped at 0%" in err
+    assert "Traceback" not in err
+    assert "vectors: out" in out
+    assert names(folder) == ["corpus.txt", "out"]
+    assert len(Vectors.load(folder / "out" / "vectors.txt")) == 50
+    facts = json.loads((folder / "out" / "settings.json").read_text())
+    assert 0 < facts["steps"] < facts["of_steps"]

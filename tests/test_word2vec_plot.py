@@ -1,0 +1,120 @@
+"""The picture and its layout."""
+
+from __future__ import annotations
+
+import struct
+import sys
+
+import numpy as np
+import pytest
+
+from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
+from speedtransfer.word2vec import Vectors
+from speedtransfer.word2vec.layout import neighbour_map, spread_labels
+from speedtransfer.word2vec.plot import plot
+
+
+def clusters(num_clusters=4, size=12, dim=16, seed=0):
+    rng = np.random.default_rng(seed)
+    centers = rng.standard_normal((num_clusters, dim)) * 3
+    rows = np.repeat(centers, size, axis=0) + rng.standard_normal((num_clusters * size, dim)) * 0.4
+    return rows.astype(np.float32), np.repeat(np.arange(num_clusters), size)
+
+
+def some_vectors():
+    rows, _ = clusters()
+    return Vectors([f"word{i}" if i else "$money$" for i in range(len(rows))], rows)
+
+
+def test_neighbours_stay_neighbours():
+    rows, cluster = clusters()
+    place = neighbour_map(rows, steps=300)
+    distance = np.linalg.norm(place[:, None] - place[None, :], axis=2)
+    np.fill_diagonal(distance, np.inf)
+    nearest = np.argsort(distance, axis=1)[:, :5]
+    assert (cluster[nearest] == cluster[:, None]).mean() > 0.95
+
+
+def test_map_is_always_the_same():
+    rows, _ = clusters()
+    assert (neighbour_map(rows, steps=50) == neighbour_map(rows.copy(), steps=50)).all()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [np.ones((1, 4)), np.ones((2, 4)), np.eye(3), np.ones((6, 4)), np.zeros((5, 4)), np.arange(1, 9.0).reshape(8, 1)],
+    ids=["one", "two", "three", "equal", "zero", "dim-1"],
+)
+def test_awkward_vectors_have_a_place(rows):
+    place = neighbour_map(rows.astype(np.float32), steps=50)
+    assert place.shape == (len(rows), 2)
+    assert np.isfinite(place).all()
+
+
+def test_labels_do_not_cover_one_another():
+    rng = np.random.default_rng(0)
+    sizes = np.stack([rng.uniform(20, 60, 80), np.full(80, 12.0)], axis=1)
+    centers = rng.uniform(0, 500, (80, 2))
+    centers[:5] = 250  # one spot
+    place = spread_labels(centers, sizes)
+    overlap = (sizes[:, None] + sizes[None, :]) / 2 - np.abs(place[:, None] - place[None, :])
+    covered = (overlap > 0.5).all(axis=2)
+    np.fill_diagonal(covered, False)
+    assert not covered.any()
+    assert np.median(np.linalg.norm(place - centers, axis=1)) < 40
+
+
+def test_labels_stay_in_the_frame():
+    centers = np.random.default_rng(0).uniform(-20, 40, (12, 2))  # some outside, all in one corner
+    place = spread_labels(centers, np.full((12, 2), 20.0), frame=(200, 150))
+    assert (place >= 10).all()
+    assert (place <= [190, 140]).all()
+    apart = np.abs(place[:, None] - place[None, :]).max(axis=2)
+    assert apart[~np.eye(12, dtype=bool)].min() > 19
+    assert spread_labels(np.zeros((1, 2)), np.array([[50.0, 9.0]]), frame=(20, 20)).tolist() == [[25.0, 4.5]]
+
+
+def test_labels_apart_stay_where_they_are():
+    centers = np.array([[0.0, 0], [100, 0]])
+    assert (spread_labels(centers, np.full((2, 2), 10.0)) == centers).all()
+
+
+def test_picture(tmp_path):
+    had_pyplot = "matplotlib.pyplot" in sys.modules
+    plot(some_vectors(), tmp_path / "words.png", num_words=30, title="$ title")
+    data = (tmp_path / "words.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n")
+    assert struct.unpack(">2I", data[16:24]) == (1920, 1200)
+    assert len(data) > 10_000
+    assert ("matplotlib.pyplot" in sys.modules) == had_pyplot  # it would change the state of the whole process
+
+
+def test_picture_of_one_word(tmp_path):
+    plot(some_vectors(), tmp_path / "words.png", num_words=1)
+    assert (tmp_path / "words.png").exists()
+
+
+def test_letters_that_the_font_lacks(tmp_path):
+    plot(Vectors(["東京", "été", "a"], np.eye(3, dtype=np.float32)), tmp_path / "words.png")
+    assert (tmp_path / "words.png").exists()
+
+
+def test_without_matplotlib(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SpeedtransferError, match=r'run: pip install "speedtransfer\[plot\]"') as caught:
+        plot(some_vectors(), tmp_path / "words.png")
+    assert isinstance(caught.value, ImportError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_arguments(tmp_path):
+    with pytest.raises(InvalidValueError, match=r"ends in '.jpg' but the picture is a PNG"):
+        plot(some_vectors(), tmp_path / "words.jpg")
+    with pytest.raises(InvalidValueError, match="num_words is 0 but must be at least 1"):
+        plot(some_vectors(), tmp_path / "words.png", num_words=0)
+    with pytest.raises(InvalidValueError, match="there are no words to draw"):
+        plot(Vectors([], np.zeros((0, 3), dtype=np.float32)), tmp_path / "words.png")
+    with pytest.raises(StorageError, match="cannot write"):
+        plot(some_vectors(), tmp_path / "no" / "words.png", num_words=5)

@@ -1,0 +1,125 @@
+"""Words out of files, folders, pipes, and what is no text."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import lzma
+import sys
+
+import pytest
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.word2vec.text import find_files, iter_words
+
+TEXT = "the cat sat\non  the\tmat\r\n\u00e9t\u00e9 \u6771\u4eac the end"
+WORDS = ["the", "cat", "sat", "on", "the", "mat", "été", "東京", "the", "end"]
+
+
+def words_of(source, **kwargs):
+    return list(itertools.chain.from_iterable(iter_words(source, **kwargs)))
+
+
+@pytest.mark.parametrize("chunk_bytes", [12, 13, 14, 17, 64, 1 << 20])
+def test_words_do_not_depend_on_the_blocks(tmp_path, chunk_bytes):
+    (tmp_path / "a.txt").write_text(TEXT, newline="")
+    assert words_of(tmp_path / "a.txt", chunk_bytes=chunk_bytes) == WORDS
+
+
+def test_one_long_line_comes_in_blocks():
+    blocks = list(iter_words(io.BytesIO(b"word " * 100_000), chunk_bytes=1000))
+    assert len(blocks) > 400
+    assert sum(map(len, blocks)) == 100_000
+
+
+@pytest.mark.parametrize("name", ["text8", "a.txt", "a.gz", "a.xz", "a.text8.gz"])
+def test_kinds_of_file(tmp_path, name):
+    opener = {"gz": gzip.open, "xz": lzma.open}.get(name.rsplit(".")[-1], open)
+    with opener(tmp_path / name, "wb") as file:
+        file.write(TEXT.encode())
+    assert words_of(str(tmp_path / name)) == WORDS
+
+
+def test_folder_is_read_in_order_and_words_end_with_their_file(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_text("three")
+    (tmp_path / "a.txt").write_text("one two")
+    (tmp_path / "sub" / "c.gz").write_bytes(gzip.compress(b"four"))
+    (tmp_path / "notes.pdf").write_bytes(b"\0")
+    assert words_of(tmp_path) == ["one", "two", "three", "four"]
+    assert [path.name for path in find_files(tmp_path)] == ["a.txt", "b.txt", "c.gz"]
+
+
+def test_standard_input(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
+    assert words_of("-") == WORDS
+
+
+def test_byte_order_mark_is_no_part_of_a_word():
+    assert words_of(io.BytesIO(b"\xef\xbb\xbfhello world")) == ["hello", "world"]
+
+
+def test_empty():
+    assert words_of(io.BytesIO(b"")) == []
+    assert words_of(io.BytesIO(b" \n ")) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"some text\0more", "is no text: byte 9 is NUL"),
+        (b"some text \xff\xfe", "is no UTF-8 text: invalid start byte at byte 10"),
+        (b"cut short \xe6\x9d", "is no UTF-8 text: unexpected end of data at byte 10"),
+        (b"x" * 100, "holds a word of over 20 characters"),
+    ],
+)
+def test_rubbish(tmp_path, data, message):
+    (tmp_path / "rubbish.txt").write_bytes(data)
+    with pytest.raises(InvalidValueError, match=message) as caught:
+        words_of(tmp_path / "rubbish.txt", chunk_bytes=20)
+    assert "rubbish.txt" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_position_of_rubbish_in_a_later_block():
+    with pytest.raises(InvalidValueError, match="at byte 1001;"):
+        words_of(io.BytesIO(b"a " * 500 + b"b\xff"), chunk_bytes=100)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "xz"])
+@pytest.mark.parametrize("damage", ["cut", "foreign"])
+def test_damaged_archive(tmp_path, suffix, damage):
+    packed = {"gz": gzip, "xz": lzma}[suffix].compress(b"word " * 10_000)
+    (tmp_path / f"a.{suffix}").write_bytes(packed[:-20] if damage == "cut" else b"not packed at all")
+    with pytest.raises(StorageError, match=rf"a\.{suffix}' is damaged or no \.{suffix} file"):
+        words_of(tmp_path / f"a.{suffix}")
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(StorageError, match="nowhere' does not exist; pass a text file"):
+        words_of(tmp_path / "nowhere")
+
+
+def test_unreadable_file(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(StorageError, match=r"cannot read .*a\.txt' \(Permission denied\)"):
+        words_of(tmp_path / "a.txt")
+
+
+def test_folder_without_text(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(b"x")
+    with pytest.raises(InvalidValueError, match=r"holds no \.txt, \.gz, \.xz file"):
+        words_of(tmp_path)
+
+
+def test_wrong_types():
+    with pytest.raises(InvalidTypeError, match="corpus is a int but must be a path"):
+        words_of(3)
+    with pytest.raises(InvalidTypeError, match="gives str but a corpus is bytes"):
+        words_of(io.StringIO("text"))

@@ -1,0 +1,254 @@
+"""Training learns, repeats bit for bit, takes any optimizer, stops on Ctrl-C, and says what is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+import speedtransfer
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
+from speedtransfer.word2vec import Corpus, Settings, Trainer, Vectors, train
+from speedtransfer.word2vec import progress as progress_module
+from speedtransfer.word2vec.interrupt import StopOnInterrupt
+from speedtransfer.word2vec.optimizers import DEFAULT_LR, FALLBACK_LR, LR_END, make_optimizer, set_lr
+from speedtransfer.word2vec.progress import TrainingProgress
+
+TOPICS, WORDS_A_TOPIC = 6, 8
+QUICK = {"dim": 16, "epochs": 2, "block_words": 256, "shared_negatives": 64, "sample": 0, "device": "cpu"}
+
+
+def planted_text(num_words=12_000, seed=0):
+    """Sentences of ten words, each sentence from one of six topics; words t<topic>_<number>."""
+    rng = np.random.default_rng(seed)
+    topics = np.repeat(rng.integers(0, TOPICS, num_words // 10), 10)
+    numbers = rng.integers(0, WORDS_A_TOPIC, len(topics))
+    return " ".join(f"t{topic}_{number}" for topic, number in zip(topics, numbers, strict=True))
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return Corpus(io.BytesIO(planted_text().encode()))
+
+
+def quietly(corpus, **changes):
+    return train(corpus, progress=False, **{**QUICK, **changes})
+
+
+def share_of_own_topic(vectors):
+    own = [
+        near[:3] == word[:3]
+        for word in vectors.words
+        for near, _ in vectors.most_similar(word, WORDS_A_TOPIC - 1)
+    ]  # fmt: skip
+    return sum(own) / len(own)
+
+
+def test_it_learns_what_is_planted(corpus):
+    vectors = quietly(corpus, epochs=8)
+    assert isinstance(vectors, Vectors)
+    assert vectors.words == corpus.vocabulary.words
+    assert vectors.matrix.shape == (TOPICS * WORDS_A_TOPIC, 16)
+    assert share_of_own_topic(vectors) > 0.95
+    assert share_of_own_topic(Vectors(vectors.words, np.random.default_rng(0).standard_normal((48, 16)))) < 0.4
+
+
+def test_public_name():
+    assert speedtransfer.word2vec.train is train
+
+
+def test_seed_decides_every_bit(corpus):
+    first, second, other = (quietly(corpus, seed=seed, sample=0.01) for seed in (7, 7, 8))
+    assert first.matrix.tobytes() == second.matrix.tobytes()
+    assert first.matrix.tobytes() != other.matrix.tobytes()
+
+
+def test_memories_give_the_same_bits(corpus, tmp_path):
+    pageable = quietly(corpus, memory="pageable")
+    mapped = quietly(corpus, memory="mmap", path=tmp_path / "tables")
+    assert pageable.matrix.tobytes() == mapped.matrix.tobytes()
+
+
+def test_text_goes_in_as_path_or_file(tmp_path):
+    text = planted_text(2000).encode()
+    (tmp_path / "corpus.txt").write_bytes(text)
+    from_path = quietly(tmp_path / "corpus.txt", epochs=1)
+    assert from_path.matrix.tobytes() == quietly(io.BytesIO(text), epochs=1).matrix.tobytes()
+
+
+@pytest.mark.parametrize("name", sorted(DEFAULT_LR))
+def test_every_default_learning_rate_learns(corpus, name):
+    settings = Settings(**{**QUICK, "epochs": 6, "block_words": 1024, "shared_negatives": 128, "optimizer": name})
+    trainer = Trainer(corpus, settings)
+    trainer.train_step()
+    assert trainer.loss == pytest.approx(6 * np.log(2), rel=1e-3)  # six scores of zero a pair
+    trainer.run(TrainingProgress(enabled=False))
+    after = trainer.model.deposit_gradients(trainer.sampler.block(0))
+    assert float(after.loss) / int(after.num_pairs) < 0.9 * 6 * np.log(2)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "ADAGRAD", "sgd"])
+def test_case_of_the_name_does_not_matter(corpus, name):
+    trainer = Trainer(corpus, Settings(optimizer=name, **QUICK))
+    assert type(trainer.optimizer).__name__.lower() == name.lower()
+    assert trainer.optimizer.param_groups[0]["lr"] == DEFAULT_LR[name.lower()]
+
+
+def test_adamw_does_not_decay_unless_told_to():
+    param = [torch.nn.Parameter(torch.zeros(1))]
+    assert make_optimizer("adamw", param).param_groups[0]["weight_decay"] == 0
+    assert make_optimizer("adamw", param, options={"weight_decay": 0.1}).param_groups[0]["weight_decay"] == 0.1
+    assert make_optimizer("adam", param, lr=0.5).param_groups[0]["lr"] == 0.5
+    assert Settings(optimizer="Adafactor").first_lr == FALLBACK_LR
+
+
+@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
+def test_learning_rate_falls_along_a_line(lr):
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    for done, expected in ((0.0, 0.5), (0.5, 0.25), (1.0, 0.5 * LR_END)):
+        set_lr(optimizer, 0.5, done)
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(expected)
+    assert isinstance(optimizer.param_groups[0]["lr"], type(lr))
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lbfgs"])
+def test_optimizers_that_do_not_work_row_by_row(corpus, name):
+    with pytest.raises(OptimizerError):
+        quietly(corpus, optimizer=name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"optimizer": "adamv"}, InvalidValueError, "optimizer 'adamv' is not in torch.optim; did you mean 'adam'"),
+        ({"optimizer": 3}, InvalidTypeError, "optimizer is 3 but must be the name of one of torch.optim"),
+        ({"optimizer": "optimizer"}, InvalidValueError, "optimizer 'optimizer' is not in torch.optim"),
+        ({"options": {"momentun": 0.9}}, InvalidValueError, "AdamW does not take .*momentun"),
+        ({"options": {"betas": 3}}, InvalidValueError, "AdamW does not take .*betas"),
+        ({"lr": 0.0}, InvalidValueError, "lr is 0.0 but must be above 0"),
+        ({"lr": float("nan")}, InvalidValueError, "lr is nan but must be finite"),
+        ({"lr": "0.1"}, InvalidTypeError, "lr is '0.1' .* but must be a number"),
+        ({"sample": -1}, InvalidValueError, "sample is -1 but must be at least 0"),
+        ({"dim": 0}, InvalidValueError, "dim is 0 but must be at least 1"),
+        ({"dim": 1.5}, InvalidTypeError, "dim is 1.5 .* must be an integer"),
+        ({"epochs": 0}, InvalidValueError, "epochs is 0 but must be at least 1"),
+        ({"max_words": 1}, InvalidValueError, "max_words is 1 but must be at least 2"),
+        ({"seed": -1}, InvalidValueError, "seed is -1 but must be at least 0"),
+        ({"seed": 1 << 63}, InvalidValueError, r"must be below 2\*\*63"),
+        ({"memory": "pined"}, InvalidValueError, "pined"),
+    ],
+)
+def test_bad_settings(corpus, changes, kind, message):
+    with pytest.raises(kind, match=message) as caught:
+        quietly(corpus, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_settings_are_found_before_the_corpus_is_read():
+    with pytest.raises(InvalidValueError, match=r"not in torch.optim"):
+        quietly("no such file", optimizer="nadamax")
+
+
+def test_learning_rate_that_blows_up(corpus):
+    with pytest.raises(InvalidValueError, match=r"lr=1e\+20 is too large for sgd: the loss is (nan|inf) at step"):
+        quietly(corpus, optimizer="sgd", lr=1e20, epochs=9)
+
+
+def test_subsampling_that_leaves_nothing():
+    with pytest.raises(
+        InvalidValueError, match=r"sample=1e-09 leaves no two words in any of 2 blocks.*0 to keep every word"
+    ):
+        quietly(io.BytesIO(b"a b a b a b a b a b"), sample=1e-9)
+
+
+def test_facts_about_a_run(corpus):
+    trainer = Trainer(corpus, Settings(**QUICK))
+    assert np.isnan(trainer.loss)
+    trainer.run(TrainingProgress(enabled=False))
+    assert trainer.step == trainer.num_steps == 2 * len(trainer.sampler)
+    assert (trainer.epoch, trainer.interrupted) == (2, False)
+    assert trainer.words_per_s == pytest.approx(2 * 12_000 / trainer.elapsed_s)
+    gathered, scattered = trainer.moved_bytes
+    # Each step moves at least the 48 rows of each table, weights and two planes of state, four bytes a number.
+    assert scattered > trainer.num_steps * 2 * 40 * 16 * 4 * 3
+    assert gathered > scattered / 2
+    assert json.loads(json.dumps(trainer.settings.as_dict()))["lr"] == DEFAULT_LR["adamw"]
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+def test_interrupt_keeps_the_vectors(corpus, capsys):
+    trainer = Trainer(corpus, Settings(**{**QUICK, "epochs": 1000}))
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    trainer.run(TrainingProgress(enabled=False))
+    assert trainer.interrupted
+    assert 0 < trainer.step < trainer.num_steps
+    assert trainer.vectors().matrix.any()
+    assert "the vectors so far are kept; Ctrl-C again aborts" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_second_interrupt_aborts():
+    with pytest.raises(KeyboardInterrupt), StopOnInterrupt() as stop:  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupts_that_somebody_else_handles_are_left_alone():
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda *args: seen.append(args))
+    try:
+        with StopOnInterrupt() as stop:
+            signal.raise_signal(signal.SIGINT)
+        assert (len(seen), stop.requested) == (1, False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_training_in_another_thread(corpus):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(quietly(corpus, epochs=1)))
+    thread.start()
+    thread.join()
+    assert len(results) == 1
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_lines_where_there_is_no_terminal(corpus, monkeypatch, capsys):
+    monkeypatch.setattr(progress_module, "LINE_EVERY_S", 0.0)
+    train(io.BytesIO(planted_text().encode()), **QUICK)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1] == "reading: 12,000 words"  # the very last word comes when the text is known to end
+    assert lines[2].startswith("epoch 1/2  ")
+    for part in ("words/s", "loss 4.1", " left", "%"):
+        assert part in lines[2]
+
+
+def test_bar_on_a_terminal():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=140)
+    with TrainingProgress(console=console) as progress:
+        progress.reading(1234)
+        progress.training("epoch 2/5", 0.25, 123_456.0, 2.5, 61.0)
+        progress.say("a line")
+    shown = out.getvalue()
+    for part in ("epoch 2/5", "123,456 words/s", "loss 2.500", "25%", "a line"):
+        assert part in shown
+
+
+def test_silence(corpus, capsys):
+    quietly(corpus, epochs=1)
+    captured = capsys.readouterr()
+    assert captured.out + captured.err == ""
