@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from typing import NoReturn
 
 import numpy
 import torch
@@ -52,7 +53,10 @@ def _rows() -> list[tuple[str, str]]:
     rows = [
         ("speedtransfer", __version__),
         ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        ("torch", f"{torch.__version__} (CUDA {status.torch_cuda or 'not in this build'}), {torch.get_num_threads()} threads"),
+        (
+            "torch",
+            f"{torch.__version__} (CUDA {status.torch_cuda or 'not in this build'}), {torch.get_num_threads()} threads",
+        ),
         ("numpy", numpy.__version__),
         ("cupy", status.cupy or "not installed"),
         ("driver", f"supports CUDA {status.driver}" if status.driver else "no NVIDIA driver"),
@@ -84,10 +88,27 @@ def _link(number: int) -> str:
     return f"link: PCIe generation {generation_max} x{width_max} (now {generation} x{width})"
 
 
+# The base of what typer raises for wrong arguments: click's class, or typer's own copy of it from 0.26 on.
+_UsageProblem = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
 def main() -> None:
     """Run the command line and exit."""
     try:
-        app(standalone_mode=True)
+        code = app(standalone_mode=False)
     except SpeedtransferError as error:
-        print(f"speedtransfer: error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _fail(str(error))
+    except _UsageProblem as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
+            error.show()  # type: ignore[attr-defined]
+            raise SystemExit(2) from None
+        _fail(f"{error.format_message()} (see --help)")  # type: ignore[attr-defined]
+    except (typer.Abort, KeyboardInterrupt):
+        print("speedtransfer: aborted", file=sys.stderr)
+        raise SystemExit(130) from None
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"speedtransfer: error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)

@@ -55,7 +55,11 @@ def test_runs_as_a_module_and_fails_in_one_line():
         (["word2vec", "train", "good.txt", "-o", "out", "--memory", "pined"], ["pined", "pinned"]),
         (["word2vec", "train", "good.txt", "-o", "out", "--dim", "-3"], ["dim", "-3"]),
         (["word2vec", "train", "good.txt", "-o", "out", "--memory", "mmap"], ["mmap", "path"]),
+        (["word2vec", "train", "good.txt", "-o", "out", "--dim", "x"], ["--dim", "integer"]),
+        (["word2vec", "train", "good.txt"], ["-o"]),
+        (["word2vec", "train", "good.txt", "-o", "out", "--dimm", "3"], ["--dimm"]),
         (["word2vec", "nearest", "good.txt", "river"], ["good.txt"]),
+        (["trian"], ["trian"]),
     ],
     ids=lambda value: "-".join(value[1:3]) if len(value) > 2 else "",
 )
