@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytest.register_assert_rewrite("cases", "engine_cases", "table_cases")
+
 
 @pytest.fixture
 def device():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import Handle
-from speedtransfer.tables import as_index, unique_rows
+from speedtransfer.tables import UniqueRows, as_index, unique_rows
 
 
 class ActiveRows:
@@ -24,12 +24,14 @@ class ActiveRows:
     rows : Tensor
         ``(n, dim)`` on the compute device. A leaf of autograd where gradients are wanted: what backward leaves there is
         deposited for the optimizer. The next step updates this memory in place.
+    groups : UniqueRows
+        `ids` and `inverse`, and the positions of the original ids grouped by row.
     """
 
-    __slots__ = ("_handle", "_version", "ids", "inverse", "rows")
+    __slots__ = ("_handle", "_version", "groups", "ids", "inverse", "rows")
 
-    def __init__(self, handle: Handle, ids: Tensor, inverse: Tensor, rows: Tensor) -> None:
-        self.ids, self.inverse, self.rows = ids, inverse, rows
+    def __init__(self, handle: Handle, groups: UniqueRows, shape: tuple[int, ...], rows: Tensor) -> None:
+        self.ids, self.inverse, self.groups, self.rows = groups.ids, groups.inverse.view(shape), groups, rows
         self._handle, self._version = handle, handle.table.version
 
     def track_grad(self) -> None:
@@ -72,12 +74,12 @@ def activate(handle: Handle, ids: Any, max_norm: float | None = None, norm_type:
     table = handle.table
     with torch.no_grad():
         flat, shape = as_index(ids, table.num_rows, table.device)
-        unique, inverse = unique_rows(flat)
-        rows = table.gather(unique, check=False)
-        if max_norm is not None and len(unique):
+        groups = unique_rows(flat)
+        rows = table.gather(groups.ids, check=False)
+        if max_norm is not None and len(rows):
             before = rows.clone()
-            torch.embedding_renorm_(rows, torch.arange(len(unique), device=rows.device), max_norm, norm_type)
+            torch.embedding_renorm_(rows, torch.arange(len(rows), device=rows.device), max_norm, norm_type)
             changed = (rows != before).any(dim=1).nonzero().flatten()
             if len(changed):
-                table.scatter(unique[changed], rows[changed], check=False)
-    return ActiveRows(handle, unique, inverse.view(shape), rows)
+                table.scatter(groups.ids[changed], rows[changed], check=False)
+    return ActiveRows(handle, groups, shape, rows)

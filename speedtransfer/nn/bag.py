@@ -58,7 +58,9 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
             A weight for each id (mode "sum" only).
         """
         active = self.activate(input)
-        padding = self._padding_in(active)
+        padding, last = self._padding_in(active), self.include_last_offset
+        if last and self.padding_idx is not None and padding < 0 and offsets is not None and offsets.dim() == 1:
+            offsets, last = offsets[:-1], False  # with a padding row, torch lets the last bag reach to the end of `input`
         return F.embedding_bag(
             active.inverse,
             active.rows,
@@ -66,7 +68,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
             scale_grad_by_freq=self.scale_grad_by_freq,
             mode=self.mode,
             per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset,
+            include_last_offset=last,
             padding_idx=padding if padding >= 0 else None,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,6 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.optim import Handle, install
 from speedtransfer.tables import Table
-from speedtransfer.tables.fill import row_chunks
 
 IDLE = ("lazy",)
 
@@ -87,10 +85,21 @@ class TableModule(nn.Module):
         ids : tensor, ndarray or list
             Row numbers, any integer dtype, shape and device.
         """
+        training = self._training_rows()
         active = activate(self._handle, ids, self.max_norm, self.norm_type)
-        if torch.is_grad_enabled() and self.weight.requires_grad:
+        if training:
             active.track_grad()
         return active
+
+    def _training_rows(self) -> bool:
+        """Tell whether a lookup now wants gradients."""
+        weight = self._handle.param
+        if self._parameters.get("weight") is not weight:
+            raise InvalidTypeError(
+                f"weight of {type(self).__name__} was swapped from outside (functional_call, a parametrization) but rows are "
+                "looked up in its table; write them there with emb.table[ids] = rows, or use torch.nn for this module"
+            )
+        return torch.is_grad_enabled() and weight.requires_grad
 
     def _padding_in(self, active: ActiveRows) -> int:
         """Return the position of the padding row among the active ones, -1 where it is not."""
@@ -104,12 +113,12 @@ class TableModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
         super()._apply(fn, recurse)
-        handle, weight = self._handle, self.weight
+        handle, weight = self._handle, self._parameters["weight"]
+        assert weight is not None
         if weight is not handle.param:  # torch.__future__.set_overwrite_module_params_on_conversion
             handle.bind(weight)
         if weight.dtype != handle.table.dtype:
-            handle.table = handle.table.astype(weight.dtype)
-            handle.clear()
+            handle.convert(weight.dtype)
         handle.table.to(weight.device)
         return self
 
@@ -121,39 +130,24 @@ class TableModule(nn.Module):
             )
         super().__setattr__(name, value)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        install()  # unpickled in a process that has made no module yet
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save the whole plane, as a view, under the name that ``torch.nn`` uses."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "weight"] = self.table.torch()
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        key = prefix + "weight"
-        value = state_dict.get(key)
-        if value is None:
-            if strict:
-                missing_keys.append(key)
-        elif tuple(value.shape) != (self.num_embeddings, self.embedding_dim):
-            error_msgs.append(
-                f"size mismatch for {key}: the state dict holds {tuple(value.shape)} but the table is "
-                f"{(self.num_embeddings, self.embedding_dim)}."
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        """Load the whole plane as ``torch.nn`` loads a weight; ``assign=True`` copies too: the table keeps its memory."""
+        self._parameters["weight"] = nn.Parameter(self.table.torch(), requires_grad=False)
+        try:
+            super()._load_from_state_dict(
+                state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *rest
             )
-        else:
-            plane = self.table.torch()
-            with torch.no_grad():
-                for rows in row_chunks(plane.shape[0], math.prod(plane.shape[1:]) * plane.element_size()):
-                    plane[rows].copy_(value[rows])
-        if strict:
-            unexpected_keys += [
-                k for k in state_dict if k.startswith(prefix) and k != key and "." not in k[len(prefix) :]
-            ]
+        finally:
+            self._parameters["weight"] = self._handle.param
 
     def extra_repr(self) -> str:
         """Say what torch.nn says, and where the rows live."""

@@ -72,10 +72,10 @@ class Embedding(TableModule, nn.Embedding):
         RowIndexError, InvalidTypeError
             An id out of range (negative counts as such), or no integer.
         """
-        if self.max_norm is None and not (torch.is_grad_enabled() and self.weight.requires_grad):
+        if self.max_norm is None and not self._training_rows():
             return self.table.gather(input)
         active = self.activate(input)
-        return lookup(active.rows, active.inverse, self._padding_in(active), self.scale_grad_by_freq)
+        return lookup(active, self._padding_in(active), self.scale_grad_by_freq)
 
     @classmethod
     def from_pretrained(

@@ -9,46 +9,51 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer import buffers
+from speedtransfer.nn.active import ActiveRows
+from speedtransfer.tables import UniqueRows
 
 
 class _Lookup(torch.autograd.Function):
     """``rows[inverse]``. Fresh pages cost the CPU several times the copy, in forward and in backward: use them again."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, inverse: Tensor, padding: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.num_rows, ctx.padding = rows.shape[0], padding
-        out = buffers.empty((inverse.numel(), rows.shape[1]), rows.dtype, rows.device)
-        torch.index_select(rows, 0, inverse.reshape(-1), out=out)
-        return out.view(*inverse.shape, rows.shape[1])
+    def forward(ctx: Any, rows: Tensor, groups: UniqueRows, padding: int) -> Tensor:
+        ctx.groups, ctx.num_rows, ctx.padding = groups, rows.shape[0], padding
+        out = buffers.empty((groups.inverse.numel(), rows.shape[1]), rows.dtype, rows.device)
+        return torch.index_select(rows, 0, groups.inverse, out=out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,), grad = ctx.saved_tensors, grads[0]
+        _, inverse, order, starts = ctx.groups
+        grad = grads[0]
         if torch.is_grad_enabled():  # create_graph: a gradient of this gradient may follow
-            dense = torch.ops.aten.embedding_dense_backward(grad, inverse, ctx.num_rows, ctx.padding, False)
-            return dense, None, None
-        total = buffers.empty((ctx.num_rows, grad.shape[-1]), grad.dtype, grad.device).zero_()
-        total.index_add_(0, inverse.reshape(-1), grad.reshape(-1, grad.shape[-1]))
+            total = torch.ops.aten.embedding_dense_backward(grad, inverse, ctx.num_rows, ctx.padding, False)
+            return total, None, None
+        if order is not None and grad.dtype == torch.float32:
+            # Sums of each row's gradients, in the order of the batch: for float32 a kernel twice as fast as index_add_.
+            if not grad.is_contiguous():  # a sum gives the same memory for every value
+                grad = buffers.empty(tuple(grad.shape), grad.dtype, grad.device).copy_(grad)
+            total = F.embedding_bag(order, grad, starts, mode="sum")
+        else:
+            total = buffers.empty((ctx.num_rows, grad.shape[1]), grad.dtype, grad.device).zero_()
+            total.index_add_(0, inverse, grad)
         if ctx.padding >= 0:
             total[ctx.padding] = 0
         return total, None, None
 
 
-def lookup(rows: Tensor, inverse: Tensor, padding: int = -1, scale_grad_by_freq: bool = False) -> Tensor:
-    """Return ``rows[inverse]``, ``(*inverse.shape, dim)``.
+def lookup(active: ActiveRows, padding: int = -1, scale_grad_by_freq: bool = False) -> Tensor:
+    """Return the row of every id that `active` was made of, ``(*shape of the ids, dim)``.
 
     Parameters
     ----------
-    rows : Tensor
-        ``(n, dim)``.
-    inverse : Tensor
-        int64, any shape, every value in ``[0, n)``.
+    active : ActiveRows
     padding : int
-        Row whose gradient is zero; -1: none.
+        Position among the active rows of the one whose gradient is zero; -1: none.
     scale_grad_by_freq : bool
-        Divide the gradient of a row by the number of times that it occurs in `inverse`.
+        Divide the gradient of a row by the number of times that its id occurs.
     """
+    rows, inverse = active.rows, active.inverse
     if rows.device.type == "cpu" and not scale_grad_by_freq and rows.dtype in (torch.float32, torch.float64):
-        return _Lookup.apply(rows, inverse, padding)  # type: ignore[no-any-return]
+        return _Lookup.apply(rows, active.groups, padding).view(*inverse.shape, rows.shape[1])
     return F.embedding(inverse, rows, padding if padding >= 0 else None, scale_grad_by_freq=scale_grad_by_freq)

@@ -44,6 +44,9 @@ class Handle:
         self.table = table
         self.ids: Tensor | None = None  # active rows, sorted; None: idle
         self.state: Any = None  # optim.state.RowState of the optimizer that trains the rows
+        self.lost: weakref.WeakKeyDictionary[Any, str] = (
+            weakref.WeakKeyDictionary()
+        )  # optimizer -> why its state is gone
         self._version = -1  # of the table when param.data was read
         self._grad: tuple[weakref.ref[Tensor], int] | None = None  # the gradient as this class left it
         self.bind(nn.Parameter(self._no_rows(), requires_grad=requires_grad and table.dtype.is_floating_point))
@@ -93,7 +96,7 @@ class Handle:
         assert self.param.grad is not None
         if torch.equal(ids, self.ids):
             return self.param.grad + grad
-        union, position = unique_rows(torch.cat([self.ids, ids]))
+        union, position, *_ = unique_rows(torch.cat([self.ids, ids]))
         total = grad.new_zeros(len(union), grad.shape[1])
         total[position[: len(self.ids)]] = self.param.grad
         total[position[len(self.ids) :]] += grad  # ids holds no row twice
@@ -112,19 +115,50 @@ class Handle:
         # Clipping and unscaling change a gradient in place too; only zero_grad(set_to_none=False) leaves nothing.
         return grad._version != self._grad[1] and grad.numel() > 0 and not bool(grad.any())
 
-    def refresh(self) -> None:
-        """Read the active rows again if the table has changed since: a step must not undo what was written meanwhile."""
-        if self.ids is not None and self._version != self.table.version:
+    def convert(self, dtype: torch.dtype) -> None:
+        """Convert the table to `dtype`. The state of its rows goes: an optimizer does not follow such a change either."""
+        reason = f"the table became {dtype}"
+        self.drop_state(reason)
+        self.table = self.table.astype(dtype)
+        self.clear()
+
+    def drop_state(self, reason: str) -> None:
+        """Remove the state of the rows and remember, for the optimizer that had it, why."""
+        if self.state is not None:
+            owner = self.state.optimizer()
+            if owner is not None:
+                self.lost[owner] = reason
+            self.state.drop()
+            self.state = None
+
+    def refresh(self, again: bool = False) -> None:
+        """Read the active rows `again`, or if the table has changed since: a step must not undo what was written meanwhile."""
+        if self.ids is not None and (again or self._version != self.table.version):
             self.param.data, self._version = self.table.gather(self.ids, check=False), self.table.version
+
+    def __reduce__(self) -> Any:
+        """Pickle the rows, without their state, which is the optimizer's, and without a gradient, as torch does."""
+        memory = "device" if self.table.memory == "device" else "auto"  # a file stays where it is, pinned may not exist
+        return _unpickle, (self.table.torch(), memory, str(self.table.device), self.param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         import copy
 
         duplicate = Handle.__new__(Handle)
         memo[id(self)] = duplicate
-        duplicate.table = copy.deepcopy(self.table, memo)
+        # Without the planes of state: a copy of the optimizer, if there is one, brings its own.
+        duplicate.table = self.table.astype(self.table.dtype)
         duplicate.ids = duplicate.state = duplicate._grad = None
+        duplicate.lost = weakref.WeakKeyDictionary()
         duplicate._version = -1
         duplicate.bind(copy.deepcopy(self.param, memo))
         duplicate.clear()
         return duplicate
+
+
+def _unpickle(weight: Tensor, memory: str, device: str, param: nn.Parameter) -> Handle:
+    table = Table.from_array(weight, memory, device=device, copy=False)
+    handle = Handle(table, param.requires_grad)
+    handle.bind(param)
+    handle.clear()
+    return handle

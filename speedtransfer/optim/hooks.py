@@ -12,10 +12,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
+from speedtransfer.optim.probe import probe
 from speedtransfer.optim.state import RowState
 
 _installed = False
-_replaced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that call _before_state_dict
 
 
 def install() -> None:
@@ -27,13 +28,12 @@ def install() -> None:
         _installed = True
 
 
-def _active_handles(optimizer: Optimizer) -> Iterator[tuple[Handle, dict[str, Any]]]:
+def _handles_of(optimizer: Optimizer) -> Iterator[tuple[Handle, dict[str, Any]]]:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param.grad is not None:
-                handle = find_handle(param)
-                if handle is not None and handle.ids is not None:
-                    yield handle, group
+            handle = find_handle(param)
+            if handle is not None:
+                yield handle, group
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,26 +61,43 @@ def _then_load(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[],
 
 @torch.no_grad()
 def _load(optimizer: Optimizer) -> None:
-    for handle, group in _active_handles(optimizer):
-        state: RowState | None = handle.state
-        owner = state.optimizer() if state is not None else None
-        if state is None or owner is not optimizer:
-            if optimizer in _replaced:
-                raise OptimizerError(
-                    f"this {type(optimizer).__name__} trained the table before another optimizer took it over, and its row "
-                    "state is gone; train a table with one optimizer at a time, or make a new one"
-                )
-            if state is not None:
-                if owner is not None:
-                    _replaced.add(owner)
-                state.drop()
-            handle.state = state = RowState(handle, optimizer, group)
-        handle.refresh()
+    for handle, group in _handles_of(optimizer):
+        if handle.ids is None or handle.param.grad is None:
+            continue
+        if handle.state is None or handle.state.optimizer() is not optimizer:
+            _take_over(handle, optimizer, group)
+        state: RowState = handle.state
+        handle.refresh(again=state.in_step)  # a step that failed has left its marks on the rows
         state.load(optimizer)
+
+
+def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Let `optimizer` train the table from now on, with fresh state."""
+    if optimizer in handle.lost:
+        raise OptimizerError(
+            f"this {type(optimizer).__name__} trained the table before and its row state is gone: {handle.lost[optimizer]}; "
+            "train a table with one optimizer at a time, or make a new one"
+        )
+    specs = probe(optimizer, group, handle.param)  # may refuse, and then nothing has changed
+    handle.drop_state(f"a new {type(optimizer).__name__} took it over")
+    handle.state = RowState(handle, optimizer, specs)
+    if optimizer not in _watched:
+        optimizer.register_state_dict_pre_hook(_before_state_dict)
+        _watched.add(optimizer)
+
+
+@torch.no_grad()
+def _before_state_dict(optimizer: Optimizer) -> None:
+    """Give the whole planes, up to date, also where the last step failed (Ctrl-C, and then a checkpoint)."""
+    for handle, _ in _handles_of(optimizer):
+        if handle.state is not None and handle.state.optimizer() is optimizer:
+            handle.state.recover(optimizer)
+            handle.table.wait()
 
 
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any_handles():
-        for handle, group in _active_handles(optimizer):
-            handle.state.store(optimizer, group)
+        for handle, group in _handles_of(optimizer):
+            if handle.state is not None and handle.state.in_step and handle.state.optimizer() is optimizer:
+                handle.state.store(optimizer, group)

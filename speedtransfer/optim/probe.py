@@ -59,8 +59,9 @@ def probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[st
         weights, grads = weights.to(param), grads.to(param)
         try:
             planes = _planes(optimizer, group, weights, torch.zeros_like(grads))
-            all_rows = _run(optimizer, group, weights, grads)
-            some_rows = _run(optimizer, group, weights[_SUBSET], grads[:, _SUBSET])
+            moving = {**group, "lr": 1e-3} if _is_zero(group.get("lr")) else group  # at lr zero nothing shows
+            all_rows = _run(optimizer, moving, weights, grads)
+            some_rows = _run(optimizer, moving, weights[_SUBSET], grads[:, _SUBSET])
         except Exception as error:
             raise OptimizerError(f"{name} cannot train rows of a table: {_reason(name, error)}") from error
     expected = {"the update": all_rows[0], **{key: all_rows[1][key] for key in planes}}
@@ -85,6 +86,7 @@ def _reason(name: str, error: Exception) -> str:
 
 def _planes(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, grads: Tensor) -> dict[str, PlaneSpec]:
     """Sort state into planes and shared entries; a zero-gradient step shows what an untouched row holds."""
+    # With the learning rate as it is, zero too: Rprop's step_size starts from it.
     moved, state = _run(optimizer, group, weights, grads[:1])
     _, fewer = _run(optimizer, group, weights[1:], grads[:1, 1:])
     _, at_zero = _run(optimizer, group, torch.zeros_like(weights), grads[:1])  # weight decay adds nothing there
@@ -95,10 +97,10 @@ def _planes(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, grads:
         if value.shape == moved.shape and torch.equal(value, moved):
             start = None
         else:
-            flat = at_zero[key].flatten()
-            if bool((flat != flat[0]).any()):
+            values = at_zero[key].unique()
+            if len(values) > 1:
                 raise ValueError(f"state {key!r} of an untouched row has no one value to start from")
-            start = float(flat[0])
+            start = float(values[0]) if len(values) else 0.0  # none: rows of no columns
         planes[key] = PlaneSpec(tuple(value.shape[1:]), value.dtype, start)
     return planes
 
@@ -117,23 +119,29 @@ def _run(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, grads: Te
     return param.detach(), dict(trial.state[param])
 
 
+def _is_zero(lr: Any) -> bool:
+    return lr is not None and float(lr) == 0.0
+
+
 def _like(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> Optimizer:
     """Return a fresh optimizer of the same class with the hyperparameters of `group`."""
     hyper = {key: value for key, value in group.items() if key != "params"}
-    if float(hyper.get("lr", 1.0)) == 0.0:
-        hyper["lr"] = 1e-3  # a schedule may start at zero, where nothing shows
     accepted = inspect.signature(type(optimizer).__init__).parameters
     try:
         # `defaults` may hold what the constructor does not take (AdamW's decoupled_weight_decay, a scheduler's initial_lr).
-        return type(optimizer)([param], **{key: value for key, value in hyper.items() if key in accepted})
+        trial = type(optimizer)([param], **{key: value for key, value in hyper.items() if key in accepted})
     except Exception:
-        # A constructor of another form: a copy of the instance without its parameters, state and hooks.
+        # A constructor of another form: a copy of the instance without its parameters, state, hooks and GradScaler.
         trial = object.__new__(type(optimizer))
-        trial.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})  # schedulers wrap step
+        passing = ("step", "grad_scale", "found_inf")  # schedulers wrap step
+        trial.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in passing})
         trial.__dict__.update({k: OrderedDict() for k, v in trial.__dict__.items() if k.endswith("_hooks") and v})
         trial.state = defaultdict(dict)
-        trial.param_groups = [{**hyper, "params": [param]}]
-        return trial
+        trial.param_groups = [{"params": [param]}]
+    else:  # hyperparameters may also be attributes of the instance
+        trial.__dict__.update({k: v for k, v in optimizer.__dict__.items() if isinstance(v, bool | int | float | str)})
+    trial.param_groups[0].update(hyper)  # also those that a constructor takes as **kwargs
+    return trial
 
 
 def _close(expected: Tensor, value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -20,61 +21,93 @@ class RowState:
     optimizer; during a step it holds the rows of the active ids. What is shared by all rows (`step`, ...) stays as it is.
     """
 
-    def __init__(self, handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> None:
+    def __init__(self, handle: Handle, optimizer: Optimizer, specs: dict[str, PlaneSpec]) -> None:
         self.handle = handle
         self.optimizer = weakref.ref(optimizer)
+        self.in_step = False  # from load to store; still True at the next load: the step between failed
+        self._specs: dict[str, PlaneSpec] = {}
         self._views: dict[str, Tensor] = {}
         self._active: dict[str, Tensor] = {}
-        self._add(probe(optimizer, group, handle.param))
+        self._mapping: Any = None  # optimizer.state as of the last load; load_state_dict makes another
+        self._first = True  # there was no state in it
+        self._fresh = True  # no row has been stored yet
+        self._add(specs)
 
     def _add(self, specs: dict[str, PlaneSpec]) -> None:
         table = self.handle.table
         for name, spec in specs.items():
-            if name in self._views:
-                continue
-            width = 1
-            for size in spec.tail:
-                width *= size
-            start = table.plane("weight") if spec.start is None else spec.start
-            plane = table.add_plane(_plane_name(name), width, spec.dtype, fill=start)
-            self._views[name] = plane.view(table.num_rows, *spec.tail)
+            if name not in self._views:
+                start = table.plane("weight") if spec.start is None else spec.start
+                plane = table.add_plane(_plane_name(name), math.prod(spec.tail), spec.dtype, fill=start)
+                self._specs[name] = spec
+                self._views[name] = plane.view(table.num_rows, *spec.tail)
+
+    def _remove(self, name: str) -> None:
+        self.handle.table.drop_plane(_plane_name(name))
+        del self._views[name]
 
     def drop(self) -> None:
         """Remove the planes and the views of them that the optimizer holds."""
-        for name in self._views:
-            self.handle.table.drop_plane(_plane_name(name))
+        for name in list(self._views):
+            self._remove(name)
         optimizer = self.optimizer()
         if optimizer is not None:
             optimizer.state.pop(self.handle.param, None)
-        self._views, self._active = {}, {}
+        self._active, self._mapping, self.in_step = {}, None, False
 
     def load(self, optimizer: Optimizer) -> None:
         """Put the active rows' state where the optimizer looks for it."""
-        state = optimizer.state.get(self.handle.param)
-        if not state:  # the optimizer makes its own first state, for all keys or none
-            return
-        self._adopt(state)
+        self.recover(optimizer)
         ids = self.handle.ids
         assert ids is not None
-        if self._views:
-            rows = self.handle.table.gather(ids, [_plane_name(name) for name in self._views], check=False)
-            self._active = {
-                name: rows[_plane_name(name)].view(len(ids), *view.shape[1:]) for name, view in self._views.items()
-            }
-            state.update(self._active)
+        state = optimizer.state.get(self.handle.param)
+        if not state:  # the optimizer makes its own first state, for all keys or none
+            if not self._fresh:
+                self._start_anew(list(self._views))
+        else:
+            self._adopt(state)
+            if self._views:
+                rows = self.handle.table.gather(ids, [_plane_name(name) for name in self._views], check=False)
+                self._active = {
+                    name: rows[_plane_name(name)].view(len(ids), *view.shape[1:]) for name, view in self._views.items()
+                }
+                state.update(self._active)
+        self._mapping, self._first, self.in_step = optimizer.state, not state, True
+
+    def recover(self, optimizer: Optimizer) -> None:
+        """Undo what a step that failed has left in the optimizer; the table it has not reached."""
+        if not self.in_step:
+            return
+        self.in_step, self._active = False, {}
+        state = optimizer.state.get(self.handle.param)
+        if state and optimizer.state is self._mapping:  # nobody has loaded another state since
+            if self._first:
+                del optimizer.state[self.handle.param]  # made by that step for the active rows only
+            else:
+                state.update(self._views)
+
+    def _start_anew(self, names: list[str]) -> None:
+        """Fill planes with what untouched rows hold, as where somebody has emptied the optimizer's state."""
+        for name in names:
+            self._remove(name)
+        self._add({name: self._specs[name] for name in names})
 
     def _adopt(self, state: dict[str, Any]) -> None:
         """Copy planes that came from a loaded state dict into the table."""
-        for name, view in self._views.items():
+        for name, view in list(self._views.items()):
             value = state.get(name)
-            if value is None or value is view or value is self._active.get(name) or value.shape[0] == 0:
-                continue  # ours; left by a step that failed; or made in a constructor for no rows
-            if value.shape != view.shape:
+            if value is view:
+                continue
+            if value is None or value.shape[0] == 0:  # none there, or made in a constructor, for no rows
+                if not self._fresh:
+                    self._start_anew([name])
+            elif value.shape != view.shape:
                 raise OptimizerError(
                     f"loaded state {name!r} has shape {tuple(value.shape)} but the table needs {tuple(view.shape)}; "
                     "load the state that was saved with this table"
                 )
-            view.copy_(value)
+            else:
+                view.copy_(value)
 
     def store(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Write the active rows and their state into the table and make the parameter idle."""
@@ -83,14 +116,15 @@ class RowState:
         assert ids is not None
         if any(_is_rows(value, len(ids)) and name not in self._views for name, value in state.items()):
             self._add(probe(optimizer, group, handle.param))  # a hyperparameter changed and brought new state
-        rows = {"weight": handle.param.data}
-        for name in self._views:
+        rows = {"weight": handle.param.data.contiguous()}
+        for name, view in self._views.items():
             value = state.get(name)
             if isinstance(value, Tensor):
-                rows[_plane_name(name)] = value.view(len(ids), -1)
+                rows[_plane_name(name)] = value.reshape(len(ids), math.prod(view.shape[1:])).contiguous()
         handle.table.scatter(ids, rows, check=False)
-        state.update(self._views)
-        self._active = {}
+        if state:
+            state.update(self._views)
+        self._active, self._mapping, self.in_step, self._fresh = {}, None, False, False
         handle.clear()
 
 

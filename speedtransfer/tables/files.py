@@ -152,6 +152,8 @@ def read_header(path: Path, key: str | None = None) -> tuple[torch.dtype, tuple[
 
 def _read_npy(file: BinaryIO) -> tuple[torch.dtype, tuple[int, ...], int]:
     version = np.lib.format.read_magic(file)
+    if version not in [(1, 0), (2, 0), (3, 0)]:
+        raise ValueError(f"format version {version[0]}.{version[1]}")
     reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = reader(file)
     if fortran:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,8 +80,9 @@ def check_bounds(flat: Tensor, num_rows: int, given: Tensor | np.ndarray) -> Non
     """Raise `RowIndexError` for the first value of `flat` outside ``[0, num_rows)``, as it stands in `given`."""
     if flat.numel() == 0:
         return
-    low, high = torch.aminmax(flat)
-    if int(low) >= 0 and int(high) < num_rows:
+    # NumPy's calls have no threads to wake: for an index they are faster than torch's, and steadier on a busy machine.
+    array = flat.numpy() if flat.device.type == "cpu" else flat
+    if int(array.min()) >= 0 and int(array.max()) < num_rows:
         return
     first = int(((flat < 0) | (flat >= num_rows)).nonzero()[0])
     where = ", ".join(str(int(i)) for i in np.unravel_index(first, tuple(given.shape))) if given.ndim else ""
@@ -108,21 +109,42 @@ def check_unique(flat: Tensor) -> None:
         )
 
 
-def unique_rows(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sorted unique values of `flat` (1-D int64, none negative) and where each of its values is among them."""
+class UniqueRows(NamedTuple):
+    """The unique values of an index, and the index grouped by them.
+
+    Attributes
+    ----------
+    ids : Tensor
+        ``(n,)`` int64, sorted.
+    inverse : Tensor
+        Where each value of the index is in `ids`.
+    order, starts : Tensor or None
+        The positions of the index sorted by value, each group in its old order, and where in `order` the ``n`` groups begin;
+        None where the device finds the unique values without them.
+    """
+
+    ids: Tensor
+    inverse: Tensor
+    order: Tensor | None
+    starts: Tensor | None
+
+
+def unique_rows(flat: Tensor) -> UniqueRows:
+    """Return the unique values of `flat` (1-D int64, none negative)."""
     count = flat.numel()
     bits = count.bit_length()
     if flat.device.type != "cpu" or count == 0 or int(flat.numpy().max()) >> (63 - bits):
-        return torch.unique(flat, return_inverse=True)
+        return UniqueRows(*torch.unique(flat, return_inverse=True), None, None)
     # One sort of "value, position" in a single integer: NumPy sorts plain integers with vector instructions, and sorting
     # with indices, as torch.unique does, costs twice that and more.
     key = (flat.numpy() << bits) | np.arange(count)
     key.sort()
-    position = key & ((1 << bits) - 1)
+    order = key & ((1 << bits) - 1)
     key >>= bits
     first = np.empty(count, dtype=bool)
     first[0] = True
     np.not_equal(key[1:], key[:-1], out=first[1:])
     inverse = np.empty(count, dtype=np.int64)
-    inverse[position] = np.cumsum(first) - 1
-    return torch.from_numpy(key[first]), torch.from_numpy(inverse)
+    inverse[order] = np.cumsum(first) - 1
+    starts = np.flatnonzero(first)
+    return UniqueRows(*(torch.from_numpy(array) for array in (key[starts], inverse, order, starts)))

@@ -134,8 +134,12 @@ class Planes:
 
     def plane(self, name: str) -> Tensor:
         """Return the whole of a plane, ``(num_rows, width)``, without a copy; it lives where the memory is."""
-        self._engine.wait()
+        self.wait()
         return self._planes[self._check_plane(name)]
+
+    def wait(self) -> None:
+        """Block until the planes are up to date: on CUDA, rows that were scattered may still be on their way."""
+        self._engine.wait()
 
     def _check_plane(self, name: str) -> str:
         if name not in self._planes:

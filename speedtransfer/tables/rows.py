@@ -1,0 +1,98 @@
+"""What counts as rows: arrays that come in from outside, and the checks that come before anything is written."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.tables.files import NUMPY_DTYPES
+
+
+def as_rows(value: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str) -> Tensor:
+    """Return `value` as a contiguous ``(n, width)`` tensor without a gradient.
+
+    Parameters
+    ----------
+    value : tensor, ndarray or (nested) sequence of numbers
+        A tensor or array must have `shape` and `dtype` already, and a tensor `device`.
+    shape : tuple of int
+        ``(*index.shape, width)``.
+    dtype : torch.dtype
+    device : torch.device
+    what : str
+        What an error calls it.
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError
+        Another shape, dtype or device; no numbers; numbers that `dtype` cannot hold.
+    """
+    if not isinstance(value, Tensor):
+        tensor = tensor_of(value, what)
+        if not isinstance(value, np.ndarray | np.generic):  # a list has no dtype of its own
+            tensor = _converted(tensor, dtype, what)
+        value = tensor.to(device)
+    check_rows(value, shape, dtype, device, what)
+    return value.detach().reshape(math.prod(shape[:-1]), shape[-1]).contiguous()
+
+
+def check_rows(rows: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str) -> None:
+    """Raise `InvalidValueError` or `InvalidTypeError` unless `rows` is a tensor of `shape` and `dtype` on `device`."""
+    if not isinstance(rows, Tensor):
+        raise InvalidTypeError(f"{what} is a {type(rows).__name__} but must be a tensor; pass torch.from_numpy({what})")
+    if tuple(rows.shape) != shape:
+        raise InvalidValueError(f"{what} has shape {tuple(rows.shape)} but index and table ask for {shape}; reshape it")
+    if rows.dtype != dtype:
+        raise InvalidTypeError(f"{what} has dtype {rows.dtype} but the plane holds {dtype}; pass it .to({dtype})")
+    if rows.device != device:
+        raise InvalidValueError(
+            f"{what} is on {rows.device} but the table computes on {device}; pass it .to('{device}')"
+        )
+
+
+def tensor_of(array: Any, what: str = "array") -> Tensor:
+    """Return a tensor over the memory of `array` where torch can have one: writable, native byte order, positive strides.
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError
+        It holds no floats or integers, or is a ragged sequence.
+    """
+    try:
+        array = np.asarray(array)
+    except ValueError:
+        raise InvalidValueError(f"{what} is a ragged sequence but needs one shape; make all rows as long") from None
+    native = array.dtype.newbyteorder("=")
+    if native not in NUMPY_DTYPES:
+        raise InvalidTypeError(f"{what} has dtype {array.dtype} but a table holds floats or integers; convert it first")
+    flags = array.flags
+    if not (flags.c_contiguous and flags.aligned and flags.writeable and array.dtype.isnative):
+        array = np.array(array, dtype=native, order="C")
+    with torch.inference_mode(False):  # an inference tensor could never be trained
+        return torch.from_numpy(array)
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Say whether two contiguous tensors share memory: one engine raises there, another would read what it just wrote."""
+    if a.device != b.device:
+        return False
+    (start_a, stop_a), (start_b, stop_b) = ((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (a, b))
+    return start_a < stop_b and start_b < stop_a
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+    converted = tensor.to(dtype)
+    if dtype.is_floating_point:
+        return converted
+    wrong = (converted != tensor).nonzero()
+    if len(wrong):
+        value = tensor[tuple(wrong[0])].item()
+        raise InvalidValueError(
+            f"{what} has the value {value} but the plane holds {dtype}; round and clamp it, or use a wider dtype"
+        )
+    return converted

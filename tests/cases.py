@@ -1,0 +1,52 @@
+"""Lists and helpers that tests of several modules share."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+FLOAT_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+INTEGER_DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+TABLE_DTYPES = FLOAT_DTYPES + INTEGER_DTYPES
+NPY_DTYPES = [dtype for dtype in TABLE_DTYPES if dtype != torch.bfloat16]
+
+# Every memory that works without a GPU, with the suffix of its file.
+HOST_MEMORIES = [("pageable", None), ("mmap", ".npy"), ("mmap", ".safetensors"), ("device", None)]
+
+
+def dtype_name(dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def numbers(shape, dtype, seed=0) -> torch.Tensor:
+    """Return a CPU tensor of numbers that `dtype` holds; negative ones too where it has them."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    info = torch.iinfo(dtype)
+    return torch.randint(max(info.min, -(2**40)), min(info.max, 2**40), shape, generator=generator).to(dtype)
+
+
+def bits(tensor) -> np.ndarray:
+    """Return the bits of a tensor or array as unsigned integers: equal bits, not only equal values."""
+    if isinstance(tensor, np.ndarray):
+        tensor = torch.from_numpy(np.ascontiguousarray(tensor))
+    integer = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[tensor.element_size()]
+    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().cpu().contiguous().view(signed).numpy().view(integer)
+
+
+def assert_same_bits(actual, expected) -> None:
+    assert tuple(actual.shape) == tuple(expected.shape)
+    if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
+        assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(bits(actual), bits(expected))
+
+
+def one_line(error) -> str:
+    """Return the message of a `pytest.raises` result: one line, the value and rule, then a remedy after a semicolon."""
+    message = str(error.value)
+    assert message, "the message is empty"
+    assert "\n" not in message, f"not one line: {message!r}"
+    assert "; " in message, f"no remedy: {message!r}"
+    return message

@@ -1,0 +1,188 @@
+"""The table contract for every memory, with a CUDA device to compute on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from cases import NPY_DTYPES, assert_same_bits, numbers, one_line
+from table_contract import TableContract
+
+import speedtransfer as st
+from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
+
+
+class OnCuda(TableContract):
+    """Tables of one memory whose compute device is a CUDA device."""
+
+    memory: str
+
+    def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
+        return st.Table(num_rows, dim, dtype, self.memory, device=self.device, **kwargs)
+
+    def from_array(self, array, **kwargs):
+        return st.Table.from_array(array, self.memory, device=self.device, **kwargs)
+
+    def load(self, path, **kwargs):
+        return st.Table.load(path, self.memory, device=self.device, **kwargs)
+
+    def test_rows_are_gathered_to_the_device(self):
+        table = self.numbered()
+        assert table.gather([1]).device == self.device
+        assert table.gather(torch.tensor([1])).device == self.device
+        assert table.gather(np.array([1])).device == self.device
+
+    def test_rows_on_the_host_are_refused(self):
+        table = self.numbered()
+        with pytest.raises(InvalidValueError, match=f"is on cpu but the table computes on {self.device}; pass it .to"):
+            table.scatter([1], torch.zeros(1, 4))
+        with pytest.raises(InvalidValueError, match=f"out is on cpu but the table computes on {self.device}; "):
+            table.gather([1], out=torch.zeros(1, 4))
+
+    def test_index_on_the_device_out_of_range(self):
+        table = self.numbered()
+        with pytest.raises(IndexError, match=r"index\[1\] is 10 but the table has 10 rows"):
+            table.gather(torch.tensor([3, 10], device=self.device))
+
+    def test_calls_on_another_stream_see_the_rows(self):
+        values = numbers((2000, 64), torch.float32)
+        table = self.filled(values)
+        index = torch.arange(0, 2000, 3, device=self.device)
+        one, two = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        torch.cuda.synchronize(self.device)
+        for _ in range(20):
+            with torch.cuda.stream(one):
+                rows = table.gather(index)
+                table.scatter(index, rows + 1)
+            with torch.cuda.stream(two):
+                seen = table.gather(index)
+            two.synchronize()
+            values[index.cpu()] += 1
+            assert_same_bits(seen, values[index.cpu()])
+
+    def test_views_see_rows_that_were_just_scattered(self):
+        table = self.make(100_000, 64)
+        index = torch.arange(100_000, device=self.device)
+        for value in range(1, 5):
+            table.scatter(index, torch.full((100_000, 64), float(value), device=self.device))
+            assert table.torch()[::997].eq(value).all()
+
+    def test_first_values_wait_for_rows_on_their_way(self):
+        table = self.make(100_000, 64)
+        index = torch.arange(100_000, device=self.device)
+        for _ in range(4):
+            table.scatter(index, torch.ones(100_000, 64, device=self.device))
+            table.zero_()
+            assert not table.gather(index).any()
+
+    def test_to_the_cpu_moves_what_lives_on_the_device(self):
+        table = self.numbered()
+        table.to("cpu")
+        assert table.gather([3]).device == torch.device("cpu")
+        assert table.torch().device == torch.device("cpu")
+
+
+class CupyViews:
+    """Memories that CUDA addresses have a CuPy view."""
+
+    def test_cupy_view(self, dtype):
+        table = self.filled(numbers((30, 3), dtype))
+        if dtype == torch.bfloat16:
+            with pytest.raises(InvalidTypeError) as error:
+                table.cupy()
+            one_line(error)
+            return
+        view = table.cupy()
+        assert view.shape == (30, 3)
+        view[3] = 1
+        torch.cuda.synchronize(self.device)
+        assert table.gather(3).tolist() == [1, 1, 1]
+        table.scatter([4], torch.full((1, 3), 2, dtype=dtype, device=self.device))
+        table.flush()
+        assert view[4].tolist() == [2, 2, 2]
+
+
+class TestPinned(CupyViews, OnCuda):
+    memory = "pinned"
+
+    def test_auto_is_pinned(self):
+        assert st.Table(4, 4).memory == "pinned"
+
+    def test_more_than_the_host_has(self):
+        with pytest.raises(HostMemoryError, match=r"plane .weight. .* asks for 512 TB"):
+            self.make(10**12, 128)
+
+    def test_computes_on_the_cpu_too(self):
+        table = st.Table(4, 2, memory="pinned", device="cpu")
+        table.scatter([1], torch.ones(1, 2))
+        assert table.gather([0, 1]).tolist() == [[0, 0], [1, 1]]
+
+
+class NoCupyView:
+    def test_no_cupy_view(self):
+        with pytest.raises(InvalidValueError, match=rf"CUDA cannot address memory='{self.memory}'; use ") as error:
+            self.make(4, 4).cupy()
+        one_line(error)
+
+
+class TestPageable(NoCupyView, OnCuda):
+    memory = "pageable"
+
+
+class TestMmap(NoCupyView, OnCuda):
+    memory, persistent, suffix = "mmap", True, ".safetensors"
+
+    def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
+        return super().make(num_rows, dim, dtype, **{"path": self.new_path(self.suffix), **kwargs})
+
+    def from_array(self, array, **kwargs):
+        return super().from_array(array, **{"path": self.new_path(self.suffix), **kwargs})
+
+
+class TestMmapNpy(TestMmap):
+    suffix, dtypes = ".npy", NPY_DTYPES
+
+
+class TestDevice(CupyViews, OnCuda):
+    memory, host = "device", False
+
+    def test_rows_live_on_the_device(self):
+        assert self.make(4, 4).torch().device == self.device
+
+    def test_more_than_the_device_has(self):
+        with pytest.raises(HostMemoryError, match="plane 'weight' asks for 512 TB of cuda") as error:
+            self.make(10**12, 128)
+        one_line(error)
+
+
+@pytest.mark.parametrize("memory", ["pinned", "pageable", "device"])
+def test_over_32_bits_of_elements(memory, device):
+    num_rows, dim = 70_000_000, 32
+    table = st.Table(num_rows, dim, torch.int8, memory, device=device)
+    edge = 2**31 // dim
+    index = torch.tensor([num_rows - 1, edge - 1, edge, edge + 1, 0, 1])
+    rows = numbers((len(index), dim), torch.int8)
+    table.scatter(index, rows.to(device))
+    assert_same_bits(table.gather(index), rows)
+    assert not table.gather([2, edge - 2, edge + 2, num_rows - 2]).any()
+
+
+def test_every_memory_gives_the_same_bits(device, tmp_path):
+    tables = [
+        st.Table(500, 33, memory=memory, path=tmp_path / "t.npy" if memory == "mmap" else None, device=device)
+        for memory in ("pinned", "pageable", "mmap", "device")
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for table in tables:
+        table.normal_(generator=torch.Generator().manual_seed(1))
+        table.add_plane("m", 5, torch.bfloat16, fill=0.5)
+    for _ in range(30):
+        index = torch.randperm(500, generator=generator)[:77]
+        gathered = [table.gather(index, ["weight", "m"]) for table in tables]
+        for rows in gathered[1:]:
+            for name in ("weight", "m"):
+                assert_same_bits(rows[name], gathered[0][name])
+        for table, rows in zip(tables, gathered, strict=True):
+            table.scatter(index, {"weight": rows["weight"] * 0.9 + 0.1, "m": rows["m"] * 1.1})
+    for table in tables[1:]:
+        assert_same_bits(table.torch(), tables[0].torch())

@@ -1,0 +1,201 @@
+"""What training lazily means, told by torch alone: dense embeddings whose idle rows are put back after every step.
+
+A dense optimizer changes rows that no batch touched (momentum, weight decay). The oracle runs it on the full
+``nn.Embedding`` and then restores those rows and their state. What all rows share (`step`, `mu_product`, ...) stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import speedtransfer
+from speedtransfer.optim import find_handle
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Arrays this small run three times slower on two threads. Acts on every module that imports it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def is_row_state(value: Any, num_rows: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows
+
+
+def start_value(key: str, group: dict[str, Any], weight: Tensor) -> float | Tensor:
+    """Return what the state `key` of a row is before anything has touched that row."""
+    if key == "step_size":  # Rprop
+        smallest, largest = group["step_sizes"]
+        return min(max(float(group["lr"]), smallest), largest)
+    if key == "sum":  # Adagrad
+        return float(group["initial_accumulator_value"])
+    if key == "exp_inf":  # Adamax keeps the largest of eps and the gradients
+        return float(group["eps"])
+    if key in ("ax", "slow"):  # an average of the weights, of one so far
+        return weight
+    return 0.0
+
+
+class LazyOracle:
+    """Dense embeddings and the optimizer that trains them, lazily.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        Over the weights of `modules`, and over anything else.
+    modules : nn.Embedding or nn.EmbeddingBag
+        Those whose idle rows stay put.
+    """
+
+    def __init__(self, optimizer: Optimizer, *modules: nn.Module) -> None:
+        self.optimizer, self.modules = optimizer, modules
+        self._touched: dict[nn.Module, set[int]] = {module: set() for module in modules}
+        for module in modules:
+            module.register_forward_hook(self._watch)
+
+    def _watch(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if output.requires_grad:  # a batch touches its rows when backward comes by
+            ids = args[0].flatten().tolist()
+            output.register_hook(lambda grad: self._touched[module].update(ids))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        for touched in self._touched.values():
+            touched.clear()
+
+    @torch.no_grad()
+    def step(self, step: Callable[[], Any] | None = None) -> Any:
+        """Run `step` (default: the optimizer's own) and put idle rows back."""
+        before = {module: (module.weight.clone(), self._state(module)) for module in self.modules}
+        with torch.enable_grad():  # a closure runs backward
+            result = (step or self.optimizer.step)()
+        for module, (weight, state) in before.items():
+            self._put_back(module, weight, state)
+        return result
+
+    def _state(self, module: nn.Module) -> dict[str, Tensor]:
+        state = self.optimizer.state.get(module.weight, {})
+        return {k: v.clone() for k, v in state.items() if is_row_state(v, module.weight.shape[0])}
+
+    def _put_back(self, module: nn.Module, weight: Tensor, state: dict[str, Tensor]) -> None:
+        idle = torch.ones(weight.shape[0], dtype=torch.bool)
+        idle[list(self._touched[module])] = False
+        module.weight[idle] = weight[idle]
+        group = next(g for g in self.optimizer.param_groups if any(p is module.weight for p in g["params"]))
+        for key, value in self.optimizer.state.get(module.weight, {}).items():
+            if is_row_state(value, weight.shape[0]):
+                start = start_value(key, group, weight)
+                old = state.get(key, start if isinstance(start, Tensor) else torch.full_like(value, start))
+                value[idle] = old[idle]
+
+
+# --- comparing ----------------------------------------------------------------------------------------------------------
+
+
+def assert_same_weights(ours: nn.Module, dense: nn.Module, tolerance: float = 0.0) -> None:
+    torch.testing.assert_close(ours.table.torch(), dense.weight.detach(), rtol=tolerance, atol=tolerance)
+
+
+def assert_same_state(
+    ours: Optimizer, our_module: nn.Module, dense: Optimizer, dense_module: nn.Module, tolerance: float = 0.0
+) -> None:
+    """Compare full planes, shared scalars and the names of both."""
+    state, expected = ours.state.get(our_module.weight, {}), dense.state.get(dense_module.weight, {})
+    assert set(state) == set(expected)
+    for key, value in expected.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(
+                state[key], value, rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"state {key}: {text}"
+            )
+        else:
+            assert state[key] == value, key
+
+
+def assert_same(
+    ours: Optimizer, our_module: nn.Module, oracle: LazyOracle, dense_module: nn.Module, tolerance: float = 0.0
+) -> None:
+    assert_same_weights(our_module, dense_module, tolerance)
+    assert_same_state(ours, our_module, oracle.optimizer, dense_module, tolerance)
+
+
+# --- batches ------------------------------------------------------------------------------------------------------------
+
+
+def skewed_batches(
+    num_rows: int, dim: int, steps: int, seed: int = 0, size: int = 24, dtype: torch.dtype = torch.float32
+) -> list[tuple[Tensor, Tensor]]:
+    """Return (ids, target): a few rows in every batch and many times, most seldom, some late, the last one never."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for step in range(steps):
+        reach = num_rows - 1 if step >= steps // 3 else num_rows // 2  # rows that nothing touches at first
+        ids = (torch.rand(size, generator=generator) ** 3 * reach).long().clamp_(max=reach - 1)
+        target = torch.randn(size, dim, generator=generator).to(dtype)
+        batches.append((ids.view(4, -1), target.view(4, -1, dim)))
+    return batches
+
+
+class Twins:
+    """One embedding of ours and the same one of torch, each with the same kind of optimizer, fed the same batches."""
+
+    def __init__(
+        self, make: Callable[[list[Any]], Optimizer], num_rows: int = 41, dim: int = 16, **options: Any
+    ) -> None:
+        torch.manual_seed(3)
+        self.ours = speedtransfer.Embedding(num_rows, dim, **options)
+        torch.manual_seed(3)
+        self.dense = nn.Embedding(num_rows, dim, **options)
+        self.num_rows, self.dim = num_rows, dim
+        self.make = make
+        self.opt, self.oracle = make([self.ours.weight]), LazyOracle(make([self.dense.weight]), self.dense)
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, Optimizer]:
+        return self.opt, self.oracle.optimizer
+
+    def batches(self, steps: int = 30, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+        return skewed_batches(self.num_rows, self.dim, steps, seed, dtype=self.dense.weight.dtype)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.opt.zero_grad(set_to_none=set_to_none)
+        self.oracle.zero_grad(set_to_none=set_to_none)
+
+    def backward(self, ids: Tensor, target: Tensor) -> None:
+        for module in (self.ours, self.dense):
+            squared_loss(module(ids), target).backward()
+
+    def step(self) -> None:
+        self.opt.step()
+        self.oracle.step()
+
+    def train(self, batches: list[tuple[Tensor, Tensor]], *schedulers: Any) -> None:
+        for ids, target in batches:
+            self.zero_grad()
+            self.backward(ids, target)
+            self.step()
+            for scheduler in schedulers:
+                scheduler.step()
+
+    def assert_same(self, tolerance: float = 0.0) -> None:
+        assert_same(self.opt, self.ours, self.oracle, self.dense, tolerance)
+
+
+def squared_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target.view_as(output)).square().sum() / 4
+
+
+def dense_grad(module: nn.Module) -> Tensor:
+    """Return the gradient deposited on one of our modules as the dense one, ``(num_rows, dim)``."""
+    handle = find_handle(module.weight)
+    grad = torch.zeros(module.num_embeddings, module.embedding_dim, dtype=module.weight.dtype)
+    grad[handle.ids] = module.weight.grad
+    return grad

@@ -1,0 +1,130 @@
+"""Tables saved and loaded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import numbers, one_line
+
+from speedtransfer.errors import (
+    InvalidTypeError,
+    SpeedtransferError,
+    StorageError,
+)
+from speedtransfer.tables import fill
+from table_cases.base import TableCases
+
+
+class FileCases(TableCases):
+    @pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
+    def test_save_and_load(self, suffix, dtype, monkeypatch):
+        monkeypatch.setattr(fill, "CHUNK_BYTES", 1)  # many chunks
+        values = numbers((50, 3), dtype)
+        table, path = self.filled(values), self.folder / f"saved{suffix}"
+        if suffix == ".npy" and dtype == torch.bfloat16:
+            with pytest.raises(
+                InvalidTypeError, match=r"torch.bfloat16 has no .npy form .*; use .*.safetensors"
+            ) as error:
+                table.save(path)
+            one_line(error)
+            assert not path.exists()
+            return
+        table.save(path)
+        loaded = self.load(path)
+        assert (loaded.num_rows, loaded.dim, loaded.dtype, loaded.memory) == (50, 3, dtype, table.memory)
+        self.assert_unchanged(loaded, values)
+
+    @pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
+    @pytest.mark.parametrize("shape", [(0, 3), (5, 0), (0, 0), (1, 1), (33, 16)], ids=str)
+    def test_save_and_load_of_awkward_shapes(self, suffix, shape):
+        values = numbers(shape, torch.float32)
+        path = self.folder / f"saved{suffix}"
+        self.filled(values).save(path)
+        loaded = self.load(path)
+        self.assert_unchanged(loaded, values)
+        assert (loaded.num_rows, loaded.dim) == shape
+        loaded.add_plane("m", 1)
+
+    def test_loaded_table_trains_and_saving_it_again_works(self):
+        path, other = self.folder / "one.npy", self.folder / "two.safetensors"
+        self.numbered().save(path)
+        loaded = self.load(str(path))
+        loaded.scatter([3], torch.full((1, 4), -1.0, device=loaded.device))
+        loaded.save(other)
+        again = self.load(other)
+        assert self.rows_of(again)[:5, 0].tolist() == [0, 1, 2, -1, 4]
+
+    def test_whether_the_loaded_file_is_the_table(self):
+        path = self.folder / "one.npy"
+        self.numbered().save(path)
+        before = path.read_bytes()
+        loaded = self.load(path)
+        loaded.fill_(9)
+        loaded.flush()
+        assert (path.read_bytes() != before) == self.persistent
+
+    def test_save_replaces_an_old_file(self):
+        path = self.folder / "saved.npy"
+        path.write_bytes(b"old")
+        self.numbered().save(path)
+        assert self.rows_of(self.load(path))[:, 0].tolist() == list(range(10))
+
+    def test_failure_of_save_keeps_the_old_file(self, monkeypatch):
+        table, path = self.numbered(100, 4), self.folder / "saved.npy"
+        path.write_bytes(b"old")
+        files_before = sorted(p.name for p in self.folder.iterdir())
+
+        def no_room(file):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.fsync", no_room)
+            with pytest.raises(OSError, match=r"cannot write .* \(No space left on device\); free some space") as error:
+                table.save(path)
+        assert isinstance(error.value, StorageError)
+        one_line(error)
+        assert path.read_bytes() == b"old"
+        assert sorted(p.name for p in self.folder.iterdir()) == files_before
+
+    def test_interruption_of_save_keeps_the_old_file(self, monkeypatch):
+        table, path = self.numbered(100, 4), self.folder / "saved.npy"
+        path.write_bytes(b"old")
+        files_before = sorted(p.name for p in self.folder.iterdir())
+        monkeypatch.setattr(fill, "CHUNK_BYTES", 1)
+        calls = []
+
+        def interrupted(num_rows, row_bytes):
+            for rows in fill.row_chunks(num_rows, row_bytes):
+                calls.append(rows)
+                if len(calls) == 3:
+                    raise KeyboardInterrupt
+                yield rows
+
+        with monkeypatch.context() as patch:
+            patch.setattr("speedtransfer.tables.base.row_chunks", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                table.save(path)
+        assert path.read_bytes() == b"old"
+        assert sorted(p.name for p in self.folder.iterdir()) == files_before
+
+    @pytest.mark.parametrize(
+        ("name", "standard", "message"),
+        [
+            ("table.txt", ValueError, r"ends in '.txt' but a table is .npy or .safetensors; rename it"),
+            ("table", ValueError, r"ends in '' but a table is .npy or .safetensors; rename it"),
+            ("table.NPY", ValueError, r"ends in '.NPY' but a table is .npy or .safetensors; rename it"),
+            ("missing/table.npy", OSError, r"cannot write .* \(No such file or directory\); choose a folder"),
+            ("file/table.npy", OSError, r"cannot write .* \(Not a directory\); choose a folder"),
+            ("folder.npy", OSError, r"cannot write .* \(Is a directory\); "),
+        ],
+    )
+    def test_save_to_a_bad_path(self, name, standard, message):
+        (self.folder / "file").write_text("x")
+        (self.folder / "folder.npy").mkdir()
+        table = self.numbered()
+        before = sorted(p.name for p in self.folder.iterdir())
+        with pytest.raises(standard, match=message) as error:
+            table.save(self.folder / name)
+        assert isinstance(error.value, SpeedtransferError)
+        one_line(error)
+        assert sorted(p.name for p in self.folder.iterdir()) == before

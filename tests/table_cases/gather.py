@@ -1,0 +1,332 @@
+"""Rows out of a table, and every kind of index."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from cases import assert_same_bits, dtype_name, numbers, one_line
+
+from speedtransfer.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    RowIndexError,
+)
+from table_cases.base import TableCases, named
+
+INDEX_DTYPES = [
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+]
+# Ways to say rows 3, 0 and 3 of a table; all give the same rows.
+ROWS_3_0_3 = {
+    "list": [3, 0, 3],
+    "tuple": (3, 0, 3),
+    "array": np.array([3, 0, 3]),
+    "array of uint64": np.array([3, 0, 3], dtype=np.uint64),
+    "array of uint8": np.array([3, 0, 3], dtype=np.uint8),
+    "big-endian array": np.array([3, 0, 3], dtype=">i4"),
+    "strided array": np.array([3, 9, 0, 9, 3])[::2],
+    "reversed array": np.array([3, 0, 3])[::-1],
+    "read-only array": np.frombuffer(np.array([3, 0, 3]).tobytes(), dtype=np.int64),
+    "array scalars": [np.int32(3), np.uint64(0), np.int8(3)],
+    "tensor": torch.tensor([3, 0, 3]),
+    "strided tensor": torch.tensor([3, 9, 0, 9, 3])[::2],
+    "expanded tensor": torch.tensor([[3, 0, 3], [9, 9, 9]]).t()[:, 0],
+    "list of tensors": [torch.tensor(3), torch.tensor(0), torch.tensor(3)],
+}
+NO_INTEGERS = {
+    "float": 1.0,
+    "list of floats": [1.0, 2.0],
+    "float tensor": torch.tensor([1.0]),
+    "empty float tensor": torch.tensor([]),
+    "half tensor": torch.tensor([1.0], dtype=torch.float16),
+    "float array": np.array([1.0]),
+    "bool": True,
+    "list of bools": [True, False],
+    "mask": torch.tensor([True, False]),
+    "array mask": np.array([True, False]),
+    "string": "3",
+    "strings": ["3"],
+    "None": None,
+    "complex": 1j,
+    "set": {1, 2},
+    "ellipsis": ...,
+}
+# (index, what the message says of the first bad value) for a table of 10 rows
+OUT_OF_RANGE = {
+    "one too far": (10, "index is 10 but the table has 10 rows (0 to 9)"),
+    "negative": (-1, "index is -1 but rows count from 0"),
+    "second of a list": ([0, 10], "index[1] is 10 but the table has 10 rows (0 to 9)"),
+    "first of two": ([3, 1000, -5], "index[1] is 1000 but the table has 10 rows"),
+    "negative comes first": ([3, -5, 1000], "index[1] is -5 but rows count from 0"),
+    "nested": ([[0, 1], [2, 77]], "index[1, 1] is 77 but"),
+    "three dimensions": (torch.arange(12).reshape(2, 3, 2), "index[1, 2, 0] is 10 but"),
+    "int8": (torch.tensor([1, -128], dtype=torch.int8), "index[1] is -128 but"),
+    "uint8": (torch.tensor([255], dtype=torch.uint8), "index[0] is 255 but"),
+    "int32 limit": (np.array([2**31 - 1], dtype=np.int32), "index[0] is 2147483647 but"),
+    "beyond int32": ([2**32], "index[0] is 4294967296 but"),
+    "int64 limit": (torch.tensor([-(2**63)]), "index[0] is -9223372036854775808 but"),
+    "uint64 array": (np.array([1, 2**64 - 1], dtype=np.uint64), "index[1] is 18446744073709551615 but"),
+    "uint64 tensor": (torch.tensor([1, 2**63 + 7], dtype=torch.uint64), "index[1] is 9223372036854775815 but"),
+    "beyond 64 bits": ([1, 2**70], "index[1] is 1180591620717411303424 but"),
+    "below 64 bits": ([-(2**70)], "index[0] is -1180591620717411303424 but"),
+    "NumPy would make floats": ([2**63, -1], "index[0] is 9223372036854775808 but"),
+}
+
+
+class GatherCases(TableCases):
+    # --- gather -------------------------------------------------------------------------------------------------------
+
+    def test_gather_by_hand(self):
+        table = self.filled(torch.tensor([[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]]))
+        rows = table.gather([2, 0])
+        assert rows.tolist() == [[20.0, 21.0], [0.0, 1.0]]
+        assert rows.device == table.device
+        assert rows.dtype == torch.float32
+        assert not rows.requires_grad
+
+    def test_gather_against_numpy(self, dtype):
+        values = numbers((300, 7), dtype)
+        table = self.filled(values)
+        index = np.random.default_rng(0).integers(0, 300, size=(23, 5))
+        assert_same_bits(table.gather(index).cpu(), values[torch.from_numpy(index)])
+
+    def test_gather_large(self):
+        values = numbers((3000, 64), torch.float32)
+        table = self.filled(values)
+        index = torch.randint(3000, (5000,), generator=torch.Generator().manual_seed(1))
+        assert_same_bits(table.gather(index).cpu(), values[index])
+
+    @pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 8, 31, 33, 199, 1024])
+    def test_awkward_widths(self, width):
+        values = numbers((13, width), torch.float32)
+        table = self.filled(values)
+        assert_same_bits(table.gather([12, 0, 7, 7]).cpu(), values[[12, 0, 7, 7]])
+
+    def test_keeps_every_bit(self):
+        values = torch.tensor([[float("nan"), -0.0, float("inf"), 1e-45]])
+        values.view(torch.int32)[0, 0] = 0x7F800001 + 0x1234  # a signalling NaN with a payload
+        table = self.filled(values)
+        self.assert_unchanged(table, values)
+
+    @pytest.mark.parametrize("index_dtype", INDEX_DTYPES, ids=dtype_name)
+    def test_every_integer_dtype_is_an_index(self, index_dtype):
+        table = self.numbered(128, 2)
+        index = torch.tensor([127, 0, 127, 1], dtype=index_dtype)
+        assert table.gather(index)[:, 0].tolist() == [127, 0, 127, 1]
+        table.scatter(index[1:], torch.full((3, 2), -1.0, device=table.device))
+        assert table.gather([0, 1, 2, 127])[:, 0].tolist() == [-1, -1, 2, -1]
+
+    @pytest.mark.parametrize("index", named(ROWS_3_0_3))
+    def test_every_kind_of_index(self, index):
+        assert self.numbered().gather(index)[:, 0].tolist() == [3, 0, 3]
+
+    def test_index_on_the_compute_device(self):
+        table = self.numbered()
+        assert table.gather(torch.tensor([3, 0, 3], device=table.device))[:, 0].tolist() == [3, 0, 3]
+
+    @pytest.mark.parametrize("index", [2, np.int64(2), np.array(2), torch.tensor(2), np.uint64(2)], ids=repr)
+    def test_one_row(self, index):
+        rows = self.numbered().gather(index)
+        assert rows.tolist() == [2, 2.25, 2.5, 2.75]
+
+    @pytest.mark.parametrize(
+        ("index", "shape"),
+        [
+            ([], (0,)),
+            ((), (0,)),
+            ([[]], (1, 0)),
+            (np.zeros((0, 3), dtype=np.int64), (0, 3)),
+            (torch.zeros(2, 0, dtype=torch.int32), (2, 0)),
+            (range(0), (0,)),
+        ],
+        ids=repr,
+    )
+    def test_no_rows(self, index, shape):
+        table = self.numbered()
+        rows = table.gather(index)
+        assert rows.shape == (*shape, 4)
+        table.scatter(index, rows)
+        assert table.stats().gathered_rows == 0
+
+    @pytest.mark.parametrize(
+        "index", [[[1, 2], [3, 4]], np.array([[1, 2], [3, 4]]), torch.tensor([[1, 3], [2, 4]]).t()]
+    )
+    def test_shape_of_the_index_is_kept(self, index):
+        rows = self.numbered().gather(index)
+        assert rows.shape == (2, 2, 4)
+        assert rows[..., 0].tolist() == [[1, 2], [3, 4]]
+
+    def test_three_dimensional_index(self):
+        index = torch.arange(8).reshape(2, 2, 2).permute(2, 0, 1)
+        assert self.numbered().gather(index)[..., 0].tolist() == index.tolist()
+
+    def test_first_and_last_row(self):
+        assert self.numbered(1000, 3).gather([999, 0])[:, 0].tolist() == [999, 0]
+
+    def test_result_is_a_copy(self):
+        table = self.numbered()
+        rows = table.gather([1, 2])
+        rows.zero_()
+        assert table.gather([1, 2])[:, 0].tolist() == [1, 2]
+        before = table.gather([1])
+        table.scatter([1], torch.zeros(1, 4, device=table.device))
+        assert before[0, 0] == 1
+
+    def test_index_is_not_changed(self):
+        index = torch.tensor([3, 1, 2])
+        table = self.numbered()
+        table.gather(index)
+        table.scatter(index, torch.zeros(3, 4, device=table.device))
+        assert index.tolist() == [3, 1, 2]
+
+    @pytest.mark.parametrize("index", named(NO_INTEGERS))
+    def test_index_without_integers(self, index):
+        table = self.numbered()
+        before = self.rows_of(table)
+        rows = torch.zeros(2, 4, device=table.device)
+        for call in (lambda: table.gather(index), lambda: table.scatter(index, rows), lambda: table[index]):
+            with pytest.raises(TypeError) as error:
+                call()
+            assert isinstance(error.value, InvalidTypeError)
+            assert "rows are named by integers; pass " in one_line(error)
+        self.assert_unchanged(table, before)
+
+    def test_float_and_mask_name_the_remedy(self):
+        with pytest.raises(InvalidTypeError, match=r"index is of dtype torch.float64 .*; pass index.long\(\)"):
+            self.numbered().gather(torch.tensor([1.0], dtype=torch.float64))
+        with pytest.raises(InvalidTypeError, match=r"index is a boolean mask .*; pass mask.nonzero\(\).flatten\(\)"):
+            self.numbered().gather(torch.ones(10, dtype=torch.bool))
+
+    def test_ragged_index(self):
+        with pytest.raises(ValueError, match="index is a ragged sequence") as error:
+            self.numbered().gather([[1, 2], [3]])
+        assert isinstance(error.value, InvalidValueError)
+        one_line(error)
+
+    @pytest.mark.parametrize(("index", "message"), OUT_OF_RANGE.values(), ids=OUT_OF_RANGE)
+    def test_index_out_of_range(self, index, message):
+        table = self.numbered()
+        table.add_plane("m", 2, fill=7)
+        weight, m, version, stats = self.rows_of(table), self.rows_of(table, "m"), table.version, table.stats()
+        shape = tuple(np.shape(np.asarray(index, dtype=object))) if not isinstance(index, torch.Tensor) else index.shape
+        rows = torch.full((*shape, 4), -1.0, device=table.device)
+        both = {"weight": rows, "m": rows[..., :2]}
+        out = torch.full((*shape, 4), 5.0, device=table.device)
+        calls = [
+            lambda: table.gather(index),
+            lambda: table.gather(index, out=out),
+            lambda: table.gather(index, ["weight", "m"]),
+            lambda: table.scatter(index, rows),
+            lambda: table.scatter(index, both),
+        ]
+        for call in calls:
+            with pytest.raises(IndexError) as error:
+                call()
+            assert isinstance(error.value, RowIndexError)
+            assert one_line(error).startswith(message)
+        assert bool((out == 5).all())
+        assert table.version == version
+        assert table.stats() == stats
+        self.assert_unchanged(table, weight)
+        self.assert_unchanged(table, m, "m")
+
+    def test_out_of_range_far_into_a_large_index(self):
+        table = self.numbered(1000, 2)
+        before = self.rows_of(table)
+        index = torch.arange(1000)
+        index[[700, 900]] = torch.tensor([1000, -1])
+        with pytest.raises(RowIndexError, match=r"index\[700\] is 1000 but the table has 1000 rows \(0 to 999\)"):
+            table.scatter(index, torch.zeros(1000, 2, device=table.device))
+        self.assert_unchanged(table, before)
+
+    def test_table_without_rows(self):
+        table = self.make(0, 4)
+        assert table.gather([]).shape == (0, 4)
+        table.scatter([], torch.zeros(0, 4, device=table.device))
+        table.normal_().zero_()
+        assert table[:].shape == (0, 4)
+        with pytest.raises(RowIndexError, match=r"index\[0\] is 0 but the table has no rows"):
+            table.gather([0])
+        assert table.add_plane("m", 2, fill=3).shape == (0, 2)
+
+    def test_table_without_columns(self):
+        table = self.make(5, 0)
+        assert table.gather([4, 4, 1]).shape == (3, 0)
+        table.scatter([1, 2], torch.zeros(2, 0, device=table.device))
+        table.normal_()
+        table.add_plane("m", 1, fill=2.0)
+        assert table.gather([4], ["weight", "m"])["m"].tolist() == [[2.0]]
+
+    def test_table_of_one_row(self):
+        table = self.numbered(1, 3)
+        assert table.gather([0, 0]).tolist() == [[0, 0.25, 0.5]] * 2
+        with pytest.raises(RowIndexError, match=r"index is 1 but the table has 1 rows \(0 to 0\)"):
+            table.gather(1)
+
+    # --- gather(out=) -------------------------------------------------------------------------------------------------
+
+    def test_out(self, dtype):
+        values = numbers((20, 3), dtype)
+        table = self.filled(values)
+        out = torch.zeros(2, 2, 3, dtype=dtype, device=table.device)
+        assert table.gather([[1, 2], [19, 1]], out=out) is out
+        assert_same_bits(out.cpu(), values[[1, 2, 19, 1]].view(2, 2, 3))
+
+    def test_out_strided(self):
+        table = self.numbered(10, 3)
+        whole = torch.full((4, 6), -1.0, device=table.device)
+        assert table.gather([5, 6], out=whole[::2, ::2]).tolist() == table.gather([5, 6]).tolist()
+        assert whole[1].tolist() == [-1] * 6
+        assert whole[0].tolist() == [5, -1, 5.25, -1, 5.5, -1]
+        transposed = torch.zeros(3, 2, device=table.device).t()
+        assert table.gather([5, 6], out=transposed)[:, 0].tolist() == [5, 6]
+
+    def test_out_of_a_nested_index_strided(self):
+        table = self.numbered(10, 3)
+        out = torch.zeros(2, 2, 3, device=table.device).transpose(0, 1)
+        assert table.gather([[1, 2], [3, 4]], out=out)[..., 0].tolist() == [[1, 2], [3, 4]]
+
+    def test_out_that_requires_grad(self):
+        table = self.numbered()
+        out = torch.zeros(1, 4, device=table.device, requires_grad=True)
+        table.gather([3], out=out)
+        assert out.is_leaf
+        assert out.tolist() == [[3, 3.25, 3.5, 3.75]]
+
+    def test_out_without_rows(self):
+        table = self.numbered()
+        out = torch.zeros(0, 4, device=table.device)
+        assert table.gather([], out=out) is out
+
+    def test_out_inside_the_table(self):
+        table = self.numbered()
+        if table.torch().device != table.device:
+            pytest.skip("a view of these rows is on the host")
+        assert table.gather([2, 1, 0], out=table.torch()[1:4])[:, 0].tolist() == [2, 1, 0]
+        assert self.rows_of(table)[:5, 0].tolist() == [0, 2, 1, 0, 4]
+
+    @pytest.mark.parametrize("shape", [(2, 3), (3, 4), (2, 4, 1), (8,), (1, 2, 4)], ids=str)
+    def test_out_of_the_wrong_shape(self, shape):
+        table = self.numbered()
+        with pytest.raises(InvalidValueError) as error:
+            table.gather([1, 2], out=torch.zeros(shape, device=table.device))
+        assert one_line(error).startswith(f"out has shape {shape} but index and table ask for (2, 4); ")
+
+    def test_out_of_the_wrong_kind(self):
+        table = self.numbered()
+        with pytest.raises(InvalidTypeError, match=r"out has dtype torch.float64 but the plane holds torch.float32; "):
+            table.gather([1], out=torch.zeros(1, 4, dtype=torch.float64, device=table.device))
+        with pytest.raises(InvalidValueError, match=f"out is on meta but the table computes on {table.device}; "):
+            table.gather([1], out=torch.zeros(1, 4, device="meta"))
+        with pytest.raises(InvalidTypeError, match="out is a ndarray but must be a tensor; "):
+            table.gather([1], out=np.zeros((1, 4), dtype=np.float32))
+        with pytest.raises(InvalidValueError, match=r"out is one tensor but planes is \['weight'\]; "):
+            table.gather([1], ["weight"], out=torch.zeros(1, 4, device=table.device))

@@ -1,0 +1,262 @@
+"""The planes of a table: what it says of itself, planes of optimizer state, views of the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from cases import assert_same_bits, numbers, one_line
+
+from speedtransfer.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    SpeedtransferError,
+)
+from table_cases.base import TableCases
+
+
+class PlaneCases(TableCases):
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    def test_is_zero_at_first(self, dtype):
+        table = self.make(5, 3, dtype=dtype)
+        assert self.rows_of(table).tolist() == [[0, 0, 0]] * 5
+
+    def test_says_what_it_is(self, dtype):
+        table = self.make(7, 3, dtype=dtype)
+        assert (table.num_rows, table.dim, table.dtype, len(table)) == (7, 3, dtype, 7)
+        assert table.planes == ("weight",)
+        assert table.nbytes == 7 * 3 * dtype.itemsize
+        assert table.device == self.device
+        for word in ("7, 3", str(dtype), repr(table.memory), f"device='{self.device}'", "planes=['weight']"):
+            assert word in repr(table)
+        table.add_plane("exp_avg", 2)
+        assert "planes=['weight', 'exp_avg']" in repr(table)
+        assert table.nbytes == 7 * 5 * dtype.itemsize
+
+    @pytest.mark.parametrize(
+        ("num_rows", "message"),
+        [
+            (-1, "num_rows is -1 but must be at least 0"),
+            (True, "num_rows is True (bool) but must be an integer"),
+            (1.5, "num_rows is 1.5 (float) but must be an integer"),
+            ("10", "num_rows is '10' (str) but must be an integer"),
+            (None, "num_rows is None (NoneType) but must be an integer"),
+            (2**63, "num_rows is 9223372036854775808 but must be below 2**63"),
+        ],
+    )
+    @pytest.mark.parametrize("what", ["num_rows", "dim"])
+    def test_size_that_breaks_the_rule(self, num_rows, message, what):
+        sizes = {"num_rows": 4, "dim": 4, what: num_rows}
+        standard = ValueError if type(num_rows) is int else TypeError
+        with pytest.raises(standard) as error:
+            self.make(**sizes)
+        assert isinstance(error.value, SpeedtransferError)
+        assert one_line(error).startswith(message.replace("num_rows", what))
+
+    def test_takes_integers_of_any_type_as_sizes(self):
+        table = self.make(np.int32(4), torch.tensor(3))
+        assert (table.num_rows, table.dim) == (4, 3)
+        assert type(table.num_rows) is type(table.dim) is int
+
+    @pytest.mark.parametrize("dtype_", [torch.bool, torch.complex64, torch.uint16, "float32", np.float32, None, []])
+    def test_dtype_that_no_table_holds(self, dtype_):
+        with pytest.raises(InvalidTypeError) as error:
+            self.make(4, 4, dtype=dtype_)
+        assert one_line(error).startswith(f"dtype is {dtype_!r} but a table holds one of torch's bfloat16, float16,")
+
+    # --- planes -------------------------------------------------------------------------------------------------------
+
+    def test_planes_of_different_widths_and_dtypes_in_one_call(self):
+        table = self.numbered(20, 4)
+        table.add_plane("exp_avg", fill=0.5)
+        table.add_plane("last_step", 1, torch.int32, fill=-1)
+        table.add_plane("half", 7, torch.bfloat16, fill=2)
+        table.add_plane("bytes", 3, torch.uint8, fill=255)
+        table.add_plane("double", 2, torch.float64, fill=1e-300)
+        assert table.planes == ("weight", "exp_avg", "last_step", "half", "bytes", "double")
+        names = ["last_step", "weight", "double", "bytes", "half", "exp_avg"]
+        index = torch.tensor([[3, 19], [3, 0]])
+        rows = table.gather(index, names)
+        assert list(rows) == names
+        assert {name: (*r.shape,) for name, r in rows.items()} == {
+            "last_step": (2, 2, 1),
+            "weight": (2, 2, 4),
+            "double": (2, 2, 2),
+            "bytes": (2, 2, 3),
+            "half": (2, 2, 7),
+            "exp_avg": (2, 2, 4),
+        }
+        assert rows["last_step"].dtype == torch.int32
+        assert rows["last_step"].flatten().tolist() == [-1] * 4
+        assert rows["double"][0, 0].tolist() == [1e-300] * 2
+        assert rows["weight"][..., 0].tolist() == [[3, 19], [3, 0]]
+        unique = torch.tensor([19, 0, 3])
+        new = {
+            name: numbers((3, plane.shape[-1]), plane.dtype, seed=i).to(table.device)
+            for i, (name, plane) in enumerate(rows.items())
+        }
+        table.scatter(unique, new)
+        for name in names:
+            assert_same_bits(table.gather(unique, name), new[name])
+            assert_same_bits(table.gather(unique, names)[name], new[name])
+        assert table.gather([4], "last_step").tolist() == [[-1]]
+
+    def test_one_plane_leaves_the_others(self):
+        table = self.numbered()
+        table.add_plane("m", 2, fill=7)
+        table.scatter([1, 2], {"m": torch.zeros(2, 2, device=table.device)})
+        assert self.rows_of(table)[:4, 0].tolist() == [0, 1, 2, 3]
+        assert self.rows_of(table, "m")[:4, 0].tolist() == [7, 0, 0, 7]
+
+    def test_more_planes_than_one_launch_takes(self):
+        table = self.make(9, 1, dtype=torch.int64)
+        names = [f"p{i}" for i in range(40)]
+        for i, name in enumerate(names):
+            table.add_plane(name, 1 + i % 3, fill=i)
+        rows = table.gather([8, 1], names)
+        assert [r[1, 0].item() for r in rows.values()] == list(range(40))
+        table.scatter([8, 1], {name: r + 1 for name, r in rows.items()})
+        assert [table.gather(8, name)[0].item() for name in names] == list(range(1, 41))
+
+    def test_add_plane_gives_a_view(self):
+        table = self.make(4, 3)
+        plane = table.add_plane("m", 2, torch.float64)
+        assert plane.shape == (4, 2)
+        assert plane.dtype == torch.float64
+        plane[1] = 5
+        assert table.plane("m").data_ptr() == plane.data_ptr()
+        assert self.rows_of(table, "m").tolist() == [[0, 0], [5, 5], [0, 0], [0, 0]]
+
+    def test_add_plane_defaults_to_the_weights(self, dtype):
+        plane = self.make(4, 3, dtype=dtype).add_plane("m")
+        assert plane.shape == (4, 3)
+        assert plane.dtype == dtype
+        assert not plane.any()
+
+    def test_add_plane_copies_a_tensor(self):
+        table = self.make(50, 3)
+        fill_values = numbers((50, 2), torch.float64)
+        table.add_plane("m", 2, fill=fill_values.requires_grad_())
+        assert not table.plane("m").requires_grad
+        assert_same_bits(self.rows_of(table, "m"), fill_values.detach().float())
+
+    @pytest.mark.parametrize(
+        ("arguments", "standard", "message"),
+        [
+            ({"name": "weight"}, ValueError, "plane 'weight' exists"),
+            ({"name": "m"}, ValueError, "plane 'm' exists"),
+            ({"name": "n", "width": -1}, ValueError, "width is -1 but must be at least 0"),
+            ({"name": "n", "width": 1.0}, TypeError, "width is 1.0"),
+            ({"name": "n", "dtype": torch.bool}, TypeError, "dtype is torch.bool"),
+            (
+                {"name": "n", "fill": torch.ones(1, 4)},
+                ValueError,
+                r"fill has shape \(1, 4\) but the plane is \(10, 4\)",
+            ),
+            ({"name": "n", "fill": torch.ones(10, 3)}, ValueError, r"fill has shape \(10, 3\)"),
+            ({"name": "n", "fill": "a"}, TypeError, "fill is a str"),
+            ({"name": "n", "fill": [1, 2]}, TypeError, "fill is a list"),
+            (
+                {"name": "n", "dtype": torch.int32, "fill": 1.5},
+                ValueError,
+                "fill is 1.5 but the plane holds torch.int32",
+            ),
+            ({"name": "n", "dtype": torch.int32, "fill": float("nan")}, ValueError, "fill is nan"),
+        ],
+        ids=lambda value: str(value)[:50] if isinstance(value, dict) else "",
+    )
+    def test_plane_that_breaks_a_rule(self, arguments, standard, message):
+        table = self.numbered()
+        table.add_plane("m", 1, fill=3)
+        with pytest.raises(standard, match=message) as error:
+            table.add_plane(**arguments)
+        assert isinstance(error.value, SpeedtransferError)
+        one_line(error)
+        assert table.planes == ("weight", "m")
+        assert self.rows_of(table, "m").tolist() == [[3.0]] * 10
+
+    def test_drop_plane(self):
+        table = self.numbered()
+        table.add_plane("m", 1, fill=3)
+        table.drop_plane("m")
+        assert table.planes == ("weight",)
+        table.add_plane("m", 2, torch.int64)
+        assert self.rows_of(table, "m").tolist() == [[0, 0]] * 10
+        with pytest.raises(InvalidValueError, match="plane 'weight' is the table itself; "):
+            table.drop_plane("weight")
+
+    def test_unknown_plane(self):
+        table = self.numbered()
+        table.add_plane("exp_avg")
+        message = "the table has no plane 'exp_agv'; did you mean 'exp_avg'?"
+        calls = [
+            lambda: table.gather([0], "exp_agv"),
+            lambda: table.gather([0], ["weight", "exp_agv"]),
+            lambda: table.scatter([0], {"exp_agv": torch.zeros(1, 4, device=table.device)}),
+            lambda: table.plane("exp_agv"),
+            lambda: table.drop_plane("exp_agv"),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidValueError) as error:
+                call()
+            assert one_line(error).startswith(message)
+
+    # --- views --------------------------------------------------------------------------------------------------------
+
+    def test_torch_view(self, dtype):
+        values = numbers((30, 3), dtype)
+        table = self.filled(values)
+        view = table.torch()
+        assert_same_bits(view.cpu(), values)
+        view[3] = 1
+        assert table.gather(3).tolist() == [1, 1, 1]
+        table.scatter([4], torch.full((1, 3), 2, dtype=dtype, device=table.device))
+        assert table.torch()[4].tolist() == [2, 2, 2]
+        assert view.data_ptr() == table.torch().data_ptr() == table.plane("weight").data_ptr()
+
+    def test_numpy_view(self, dtype):
+        table = self.filled(numbers((30, 3), dtype))
+        if not self.host:
+            with pytest.raises(InvalidValueError, match=r"the rows live on .*; use .cupy\(\)"):
+                table.numpy()
+            return
+        if dtype == torch.bfloat16:
+            with pytest.raises(InvalidTypeError, match=r"NumPy has no bfloat16; use .torch\(\)") as error:
+                table.numpy()
+            one_line(error)
+            return
+        view = table.numpy()
+        assert view.flags.writeable
+        assert view.__array_interface__["data"][0] == table.torch().data_ptr()
+        view[3] = 1
+        assert table.gather(3).tolist() == [1, 1, 1]
+        table.scatter([4], torch.full((1, 3), 2, dtype=dtype, device=table.device))
+        table.flush()
+        assert view[4].tolist() == [2, 2, 2]
+
+    def test_dlpack_to_torch(self, dtype):
+        table = self.filled(numbers((30, 3), dtype))
+        view = torch.from_dlpack(table)
+        assert_same_bits(view.cpu(), self.rows_of(table))
+        view[3] = 1
+        assert table.gather(3).tolist() == [1, 1, 1]
+        assert view.data_ptr() == table.torch().data_ptr()
+
+    def test_dlpack_to_numpy(self, dtype):
+        table = self.filled(numbers((30, 3), dtype))
+        if not self.host or dtype == torch.bfloat16:
+            with pytest.raises((BufferError, RuntimeError)):
+                np.from_dlpack(table)
+            return
+        view = np.from_dlpack(table)
+        assert view.__array_interface__["data"][0] == table.torch().data_ptr()
+        table.scatter([4], torch.full((1, 3), 2, dtype=dtype, device=table.device))
+        table.flush()
+        assert view[4].tolist() == [2, 2, 2]
+
+    def test_views_outlive_the_table(self):
+        table = self.numbered()
+        view = table.torch()
+        del table
+        assert view[:, 0].tolist() == list(range(10))

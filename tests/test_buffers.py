@@ -1,0 +1,352 @@
+"""Memory that is used again: soon, but never while anybody can still see it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from cases import dtype_name
+
+from speedtransfer import buffers
+from speedtransfer.buffers import BlockPool
+from speedtransfer.errors import HostMemoryError
+
+CPU = torch.device("cpu")
+LARGE = 1 << 20
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.bool,
+    torch.complex64,
+]
+
+
+@pytest.fixture(autouse=True)
+def pool(monkeypatch):
+    """Give each test a pool of its own."""
+    pool = BlockPool()
+    monkeypatch.setattr(buffers, "_pool", pool)
+    return pool
+
+
+def empty(num_floats=LARGE):
+    return buffers.empty((num_floats,), torch.float32, CPU)
+
+
+# --- used again -------------------------------------------------------------------------------------------------------
+
+
+def test_memory_comes_back():
+    tensor = empty()
+    address = tensor.data_ptr()
+    del tensor
+    assert empty().data_ptr() == address
+
+
+def test_tensors_alive_at_the_same_time_have_memory_of_their_own():
+    tensors = [empty().fill_(i) for i in range(5)]
+    assert len({t.data_ptr() for t in tensors}) == 5
+    assert [t[-1].item() for t in tensors] == [0, 1, 2, 3, 4]
+    addresses = {t.data_ptr() for t in tensors}
+    del tensors
+    again = [empty() for _ in range(5)]
+    assert {t.data_ptr() for t in again} == addresses
+
+
+def test_a_little_less_or_more_takes_the_same_memory():
+    tensor = empty(LARGE)
+    address = tensor.data_ptr()
+    for size in (LARGE - 1000, LARGE - LARGE // 20, LARGE // 2 + LARGE // 4):
+        del tensor
+        tensor = empty(size)
+        assert tensor.data_ptr() == address
+        assert tensor.shape == (size,)
+
+
+def test_much_less_takes_other_memory(pool):
+    del_me = empty(LARGE)
+    del del_me
+    free = pool.free_bytes
+    small = empty(LARGE // 8)
+    assert pool.free_bytes == free
+    assert len(small) == LARGE // 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_every_dtype(dtype):
+    tensor = buffers.empty((4096, 257), dtype, CPU)
+    assert (tensor.shape, tensor.dtype, tensor.device) == ((4096, 257), dtype, CPU)
+    assert tensor.is_contiguous()
+    assert tensor.data_ptr() % 64 == 0
+    tensor.view(torch.uint8).fill_(1)
+    assert tensor.view(torch.uint8).all()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 5), (5, 0), (1,), (3, 4), (1 << 16,), (2, 0, 3)], ids=str)
+def test_small_sizes_are_ordinary(shape, pool):
+    tensor = buffers.empty(shape, torch.float32, CPU)
+    assert tensor.shape == shape
+    tensor.fill_(1)
+    del tensor
+    assert pool.free_bytes <= 1 << 19
+
+
+@pytest.mark.parametrize("num_bytes", [(1 << 18) - 1, 1 << 18, (1 << 18) + 1, (1 << 20) + 199])
+def test_sizes_around_the_limit(num_bytes):
+    tensor = buffers.empty((num_bytes,), torch.uint8, CPU)
+    tensor.fill_(7)
+    assert tensor.numel() == num_bytes
+    assert tensor[-1] == 7
+
+
+def test_another_device_is_left_to_torch(pool):
+    tensor = buffers.empty((LARGE,), torch.float32, torch.device("meta"))
+    assert tensor.device.type == "meta"
+    assert pool.free_bytes == 0
+
+
+# --- never while somebody sees it -------------------------------------------------------------------------------------
+
+VIEWS = {
+    "itself": lambda t: t,
+    "slice": lambda t: t[5:9],
+    "last element": lambda t: t[-1:],
+    "view": lambda t: t.view(2, -1),
+    "other dtype": lambda t: t.view(torch.int32)[::2],
+    "transposed": lambda t: t.view(2, -1).t(),
+    "expanded": lambda t: t[:1].expand(5),
+    "detached": lambda t: t.detach(),
+    "storage": lambda t: t.untyped_storage(),
+    "numpy": lambda t: t.numpy(),
+    "slice of numpy": lambda t: t.numpy()[10:20],
+    "reshaped numpy": lambda t: t.numpy().reshape(2, -1).T[3:],
+    "memoryview": lambda t: memoryview(t.numpy()),
+    "dlpack": lambda t: torch.from_dlpack(t),
+    "numpy of dlpack": lambda t: np.from_dlpack(t)[3:],
+    "capsule": lambda t: torch.utils.dlpack.to_dlpack(t),
+    "in a cycle": lambda t: (lambda box: box.append(box) or box)([t]),
+    "parameter": lambda t: torch.nn.Parameter(t),
+    "in a module": lambda t: torch.nn.ParameterList([torch.nn.Parameter(t)]),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_not_while_a_view_is_alive(view):
+    tensor = empty().fill_(3)
+    address = tensor.data_ptr()
+    seen = view(tensor)
+    del tensor
+    others = [empty().fill_(9) for _ in range(3)]
+    assert address not in {other.data_ptr() for other in others}
+    del others, seen
+    gc.collect()
+    assert address in {other.data_ptr() for other in [empty() for _ in range(4)]}
+
+
+def test_not_while_autograd_has_saved_it():
+    weight = torch.full((LARGE,), 2.0, requires_grad=True)
+    rows = empty().fill_(3)
+    address = rows.data_ptr()
+    loss = (rows * weight).sum()
+    del rows
+    other = empty().fill_(100)
+    assert other.data_ptr() != address
+    loss.backward()
+    assert weight.grad.eq(3).all()
+    del loss
+    assert empty().data_ptr() == address
+
+
+def test_not_while_backward_runs():
+    rows = empty().fill_(3).requires_grad_()
+    address, seen = rows.data_ptr(), []
+    rows.register_hook(lambda grad: seen.append(empty().fill_(8).data_ptr()))
+    (rows * 2).sum().backward()
+    assert address not in seen
+    assert rows.eq(3).all()
+
+
+def test_a_view_keeps_its_values():
+    views = []
+    for i in range(20):
+        tensor = empty().fill_(i)
+        if i % 3 == 0:
+            views.append((i, tensor[100:200] if i % 2 else tensor.numpy()[100:200]))
+        del tensor
+    for i, view in views:
+        assert (view == i).all()
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------------
+
+
+def test_free_bytes_never_exceed_what_was_once_in_use(pool):
+    rng = np.random.default_rng(0)
+    alive, sizes, peak = [], [], 0
+    for _ in range(400):
+        if alive and rng.random() < 0.5:
+            at = rng.integers(len(alive))
+            del alive[at], sizes[at]
+        else:
+            size = int(rng.integers(1 << 16, 1 << 20))
+            alive.append(empty(size))
+            sizes.append(4 * size)
+        peak = max(peak, sum(sizes))
+        # A size is rounded up by 1/8, and a block serves sizes down to half of its own.
+        assert pool.free_bytes <= 2.25 * peak
+    alive.clear()
+    assert 0 < pool.free_bytes <= 2.25 * peak
+
+
+def test_growing_sizes_do_not_pile_up(pool):
+    for i in range(40):
+        tensor = empty(int(LARGE * 1.2**i) if i < 12 else LARGE * 8)
+        del tensor
+    assert pool.free_bytes <= 1.2 * 4 * LARGE * 8
+
+
+def test_many_sizes_after_each_other_keep_few_bytes(pool):
+    for size in range(1 << 16, 1 << 21, 1 << 16):
+        tensor = empty(size)
+        del tensor
+    assert pool.free_bytes <= 1.2 * 4 * (1 << 21)
+
+
+def test_more_than_the_system_gives(monkeypatch):
+    def refuses(num_bytes):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(buffers, "anonymous", refuses)
+    with pytest.raises(
+        MemoryError, match=r"rows ask for .* which the system refused \(Cannot allocate memory\); "
+    ) as error:
+        empty()
+    assert isinstance(error.value, HostMemoryError)
+
+
+def test_anonymous_memory_is_zero():
+    block = buffers.anonymous(1 << 20)
+    assert not np.frombuffer(block, dtype=np.uint8).any()
+
+
+# --- threads, finalizers, processes -----------------------------------------------------------------------------------
+
+
+def test_threads(pool):
+    failures = []
+
+    def work(mark):
+        rng = np.random.default_rng(mark)
+        kept = []
+        for step in range(150):
+            value = mark * 1000 + step
+            kept.append((value, empty(int(rng.integers(1 << 17, 1 << 18))).fill_(value)))
+            if len(kept) > 3:
+                value, tensor = kept.pop(int(rng.integers(len(kept))))
+                if not tensor[:: 1 << 10].eq(value).all():
+                    failures.append(value)
+                del tensor
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert pool._leased_bytes == 0
+
+
+def test_a_tensor_may_die_while_the_pool_is_at_work(pool, monkeypatch):
+    """The collector may run inside any line of the pool, on the thread that holds its lock."""
+    kept = [empty(), empty()]
+    fresh = buffers.anonymous
+
+    def collects(num_bytes):
+        kept.clear()
+        return fresh(num_bytes)
+
+    monkeypatch.setattr(buffers, "anonymous", collects)
+    done = []
+    thread = threading.Thread(target=lambda: done.append(empty(LARGE * 3)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert done, "the pool waits for itself"
+    address = done[0].data_ptr()
+    done.clear()
+    assert pool.free_bytes > 4 * LARGE * 4
+    assert empty(LARGE * 3).data_ptr() == address
+    assert pool._leased_bytes == 0
+
+
+def in_child(function):
+    """Run `function` in a forked process and return its exit code: 0 where it returns true."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, which torch has
+        child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout has a handler for it
+        signal.alarm(20)
+        code = 1
+        try:
+            code = 0 if function() else 2
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+
+@needs_fork
+def test_a_forked_process_does_not_disturb_its_parent():
+    tensor, free = empty().fill_(1), empty()
+    address = free.data_ptr()
+    del free
+
+    def child():
+        again = empty()  # the same address, but memory of the child
+        again.numpy()[:] = 2  # torch's own threads do not survive a fork
+        tensor.numpy()[:] = 3
+        return again.data_ptr() == address and bool(tensor.numpy()[0] == 3)
+
+    assert in_child(child) == 0
+    assert tensor.eq(1).all()
+    again = empty()
+    assert again.data_ptr() == address
+    assert not again.eq(2).any()
+
+
+@needs_fork
+def test_a_process_forked_while_a_thread_holds_the_lock(monkeypatch):
+    monkeypatch.undo()  # only the pool of the package is told of forks
+    pool = buffers._pool
+    held, release = threading.Event(), threading.Event()
+
+    def hold():
+        with pool._lock:
+            held.set()
+            release.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        assert in_child(lambda: len(empty()) == LARGE) == 0
+    finally:
+        release.set()
+        thread.join()

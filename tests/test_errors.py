@@ -1,0 +1,117 @@
+"""Every error is ours and the standard one; the helpers that make messages."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+from speedtransfer import errors
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, format_bytes, suggest
+
+STANDARD = {
+    "RowIndexError": IndexError,
+    "InvalidValueError": ValueError,
+    "InvalidTypeError": TypeError,
+    "DeviceError": RuntimeError,
+    "HostMemoryError": MemoryError,
+    "StorageError": OSError,
+    "OptimizerError": RuntimeError,
+}
+
+
+def test_every_exception_has_its_standard_one():
+    ours = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
+    assert ours == {*STANDARD, "SpeedtransferError"}
+
+
+@pytest.mark.parametrize(("name", "standard"), STANDARD.items())
+def test_is_ours_and_the_standard_one(name, standard):
+    error = getattr(errors, name)
+    for kind in (errors.SpeedtransferError, standard):
+        with pytest.raises(kind, match=r"^rows is -1; pass more$"):
+            raise error("rows is -1; pass more")
+    others = set(STANDARD.values()) - {standard}
+    assert not any(issubclass(error, other) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("pined", "; did you mean 'pinned'?"),
+        ("PINNED", "; did you mean 'pinned'?"),
+        ("pinned", "; did you mean 'pinned'?"),
+        ("adamw", "; did you mean 'AdamW' or 'Adam'?"),
+        ("xyz", "; choose from 'pinned', 'pageable', 'AdamW', 'Adam'"),
+        ("", "; choose from 'pinned', 'pageable', 'AdamW', 'Adam'"),
+    ],
+)
+def test_suggest(name, expected):
+    assert suggest(name, ["pinned", "pageable", "AdamW", "Adam"]) == expected
+
+
+def test_suggest_takes_any_iterable():
+    assert suggest("weigth", {"weight": 1, "exp_avg": 2}) == "; did you mean 'weight'?"
+    assert suggest("weigth", (name for name in ["weight"])) == "; did you mean 'weight'?"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [
+        (0, "0 bytes"),
+        (1, "1 bytes"),
+        (999, "999 bytes"),
+        (999.4, "999 bytes"),
+        (1000, "1 kB"),
+        (1024, "1.02 kB"),
+        (123_456, "123 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (1_000_000, "1 MB"),
+        (2**30, "1.07 GB"),
+        (5_120_000_000, "5.12 GB"),
+        (999_499_999_999, "999 GB"),
+        (999_600_000_000, "1 TB"),
+        (40e12, "40 TB"),
+        (-1500, "-1.5 kB"),
+        (np.int64(2_000_000), "2 MB"),
+    ],
+)
+def test_format_bytes(num_bytes, expected):
+    assert format_bytes(num_bytes) == expected
+
+
+@pytest.mark.parametrize("value", [5, np.int8(5), np.uint64(5), torch.tensor(5), np.array(5)], ids=repr)
+def test_check_size(value):
+    size = check_size(value, "rows")
+    assert size == 5
+    assert type(size) is int
+
+
+def test_check_size_at_its_limits():
+    assert check_size(0, "rows") == 0
+    assert check_size(-3, "rows", minimum=-3) == -3
+    assert check_size(2**63 - 1, "rows") == 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    ("value", "minimum", "message"),
+    [
+        (-1, 0, "rows is -1 but must be at least 0; pass a larger rows"),
+        (0, 1, "rows is 0 but must be at least 1; pass a larger rows"),
+        (2**63, 0, "rows is 9223372036854775808 but must be below 2**63; pass a smaller rows"),
+    ],
+)
+def test_check_size_out_of_range(value, minimum, message):
+    with pytest.raises(InvalidValueError) as error:
+        check_size(value, "rows", minimum)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("value", [True, False, 1.0, 1.5, "10", None, [1], 1j, torch.tensor(1.0)], ids=repr)
+def test_check_size_of_what_is_no_integer(value):
+    with pytest.raises(InvalidTypeError) as error:
+        check_size(value, "rows")
+    assert str(error.value) == f"rows is {value!r} ({type(value).__name__}) but must be an integer; pass int(rows)"

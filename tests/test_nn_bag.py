@@ -1,0 +1,221 @@
+"""``speedtransfer.EmbeddingBag`` equals ``nn.EmbeddingBag``: modes, offsets, weights, padding, empty bags."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from lazy_oracle import (
+    LazyOracle,
+    assert_same,
+    dense_grad,
+    one_thread,  # noqa: F401 - a fixture
+)
+from optimizer_cases import case_named
+from torch import Tensor, nn
+
+import speedtransfer
+
+MODES = ["sum", "mean", "max"]
+
+
+def both(num_rows: int = 12, dim: int = 5, **options) -> tuple[speedtransfer.EmbeddingBag, nn.EmbeddingBag]:
+    torch.manual_seed(2)
+    ours = speedtransfer.EmbeddingBag(num_rows, dim, **options)
+    torch.manual_seed(2)
+    return ours, nn.EmbeddingBag(num_rows, dim, **options)
+
+
+def assert_alike(ours: nn.Module, dense: nn.Module, *arguments: Tensor | None, tolerance: float = 0.0) -> None:
+    out, expected = ours(*arguments), dense(*arguments)
+    assert torch.equal(out, expected)
+    torch.manual_seed(9)
+    weight = torch.randn(out.shape).to(out.dtype)
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+    grad = dense.weight.grad.to_dense() if dense.weight.grad.is_sparse else dense.weight.grad
+    torch.testing.assert_close(dense_grad(ours), grad, rtol=tolerance, atol=tolerance)
+    assert torch.equal(ours.table.torch(), dense.weight)
+
+
+FLAT = torch.tensor([3, 1, 3, 0, 11, 7, 3, 1])
+INPUTS: dict[str, tuple[Tensor, ...]] = {
+    "2-D": (torch.tensor([[3, 1, 3], [0, 11, 7]]),),
+    "offsets": (FLAT, torch.tensor([0, 3, 5])),
+    "empty bags": (FLAT, torch.tensor([0, 0, 3, 3, 8])),
+    "no ids": (torch.empty(0, dtype=torch.int64), torch.tensor([0, 0])),
+    "no bags": (torch.empty(0, 3, dtype=torch.int64),),
+    "int32": (FLAT.int(), torch.tensor([0, 2], dtype=torch.int32)),
+    "int32 ids": (FLAT.int(), torch.tensor([0, 2])),
+    "int32 offsets": (FLAT, torch.tensor([0, 2], dtype=torch.int32)),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("arguments", INPUTS.values(), ids=INPUTS)
+def test_inputs(mode: str, arguments: tuple[Tensor, ...]) -> None:
+    assert_alike(*both(mode=mode), *arguments)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_dtypes(mode: str, dtype: torch.dtype) -> None:
+    assert_alike(*both(mode=mode, dtype=dtype), *INPUTS["empty bags"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("padding_idx", [3, 0, -1, 5])
+def test_padding_idx(mode: str, padding_idx: int) -> None:
+    for name in ("2-D", "empty bags", "no ids"):
+        ours, dense = both(mode=mode, padding_idx=padding_idx)
+        assert ours.padding_idx == dense.padding_idx
+        assert_alike(ours, dense, *INPUTS[name])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bag_of_padding_alone(mode: str) -> None:
+    assert_alike(*both(mode=mode, padding_idx=3), torch.tensor([[3, 3], [3, 1]]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_include_last_offset(mode: str) -> None:
+    ours, dense = both(mode=mode, include_last_offset=True)
+    assert_alike(ours, dense, FLAT, torch.tensor([0, 3, 3, 8]))
+
+
+@pytest.mark.parametrize("padding_idx", [None, 3, 5])
+@pytest.mark.parametrize("offsets", [[0, 3, 3], [0, 3, 8], [0, 0, 8, 8]])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_last_offset_short_of_the_end_means_what_it_means_to_torch(
+    mode: str, offsets: list[int], padding_idx: int | None
+) -> None:
+    assert_alike(*both(mode=mode, include_last_offset=True, padding_idx=padding_idx), FLAT, torch.tensor(offsets))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_scale_grad_by_freq(mode: str) -> None:
+    assert_alike(*both(mode=mode, scale_grad_by_freq=True), *INPUTS["offsets"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+def test_max_norm(mode: str, norm_type: float) -> None:
+    ours, dense = both(mode=mode, max_norm=1.0, norm_type=norm_type)
+    before = ours.table.torch().clone()
+    assert_alike(ours, dense, *INPUTS["offsets"])
+    assert not torch.equal(ours.table.torch(), before)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_sparse_is_accepted(mode: str) -> None:
+    assert_alike(*both(mode=mode, sparse=True), *INPUTS["offsets"], tolerance=1e-6)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("arguments", ["2-D", "offsets"])
+def test_per_sample_weights(trained: bool, arguments: str) -> None:
+    ours, dense = both(mode="sum", padding_idx=1)
+    ids, *offsets = INPUTS[arguments]
+    weights = [torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    grads = []
+    for module, weight in zip((ours, dense), weights, strict=True):
+        weight.requires_grad_(trained)
+        out = module(ids, offsets[0] if offsets else None, weight)
+        out.square().sum().backward()
+        grads.append((out, weight.grad))
+    assert torch.equal(grads[0][0], grads[1][0])
+    assert not trained or torch.equal(grads[0][1], grads[1][1])
+    assert torch.equal(dense_grad(ours), dense.weight.grad)
+
+
+def test_per_sample_weights_with_frozen_rows() -> None:
+    ours, dense = both(mode="sum")
+    for module in (ours, dense):
+        module.requires_grad_(False)
+        weight = torch.ones(2, 3, requires_grad=True)
+        module(INPUTS["2-D"][0], per_sample_weights=weight).sum().backward()
+        module.seen = weight.grad
+    assert torch.equal(ours.seen, dense.seen)
+    assert ours.weight.grad is None
+
+
+BAD = {
+    "1-D without offsets": ((FLAT,), "sum"),
+    "2-D with offsets": ((INPUTS["2-D"][0], torch.tensor([0])), "sum"),
+    "2-D bags of no ids": ((torch.empty(3, 0, dtype=torch.int64),), "sum"),
+    "3-D": ((FLAT.view(2, 2, 2),), "sum"),
+    "first offset not 0": ((FLAT, torch.tensor([1, 2])), "sum"),
+    "offset beyond the ids": ((FLAT, torch.tensor([0, 100])), "sum"),
+    "weights of another shape": ((FLAT, torch.tensor([0]), torch.ones(5)), "sum"),
+    "weights of another dtype": ((FLAT, torch.tensor([0]), torch.ones(8).double()), "sum"),
+    "weights with mean": ((FLAT, torch.tensor([0]), torch.ones(8)), "mean"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "mode"), BAD.values(), ids=BAD)
+def test_bad_input_raises_what_torch_raises(arguments: tuple[Tensor, ...], mode: str) -> None:
+    ours, dense = both(mode=mode)
+    with pytest.raises(Exception) as expected:  # noqa: PT011 - whatever torch raises
+        dense(*arguments)
+    with pytest.raises(expected.type) as caught:
+        ours(*arguments)
+    assert str(caught.value) == str(expected.value)
+
+
+@pytest.mark.parametrize(("ids", "error"), [([[0, 12]], IndexError), ([[-1, 0]], IndexError), ([[0.5]], TypeError)])
+def test_bad_ids_raise_before_anything_is_written(ids: list, error: type[Exception]) -> None:
+    ours, _ = both(max_norm=0.1)
+    before = ours.table.torch().clone()
+    with pytest.raises(error):
+        ours(torch.tensor(ids))
+    assert torch.equal(ours.table.torch(), before)
+
+
+def test_an_unknown_mode() -> None:
+    ours, dense = both(mode="median")  # torch too finds out in forward
+    for module in (ours, dense):
+        with pytest.raises(ValueError, match="mode has to be one of sum, mean or max"):
+            module(INPUTS["2-D"][0])
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", MODES)
+def test_without_gradients(context: type, mode: str) -> None:
+    ours, dense = both(mode=mode)
+    with context():
+        assert torch.equal(ours(*INPUTS["empty bags"]), dense(*INPUTS["empty bags"]))
+
+
+def test_arguments_repr_and_pretrained() -> None:
+    weight = torch.randn(6, 3)
+    options = {"mode": "max", "include_last_offset": True, "padding_idx": -2, "max_norm": 3.0, "norm_type": 1.0}
+    ours = speedtransfer.EmbeddingBag.from_pretrained(weight, **options)
+    dense = nn.EmbeddingBag.from_pretrained(weight, **options)
+    assert ours.table.torch().data_ptr() == weight.data_ptr()
+    assert ours.weight.requires_grad is dense.weight.requires_grad is False
+    assert ours.extra_repr() == dense.extra_repr() + ", memory='pageable'"
+    assert isinstance(ours, nn.EmbeddingBag)
+    arguments = (6, 3, 1.5, 1.0, True, "sum", False, weight.clone(), True, 2, "cpu", torch.float32)
+    ours, dense = speedtransfer.EmbeddingBag(*arguments), nn.EmbeddingBag(*arguments)
+    for name in ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse", "include_last_offset", "padding_idx"):
+        assert getattr(ours, name) == getattr(dense, name)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["adamw", "sgd-momentum", "adagrad"])
+def test_trains_as_the_oracle(mode: str, name: str) -> None:
+    ours, dense = both(41, 16, mode=mode, padding_idx=0)
+    opt = case_named(name).make(ours.parameters())
+    oracle = LazyOracle(case_named(name).make(dense.parameters()), dense)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        ids = (torch.rand(6, 4, generator=generator) ** 3 * 40).long()
+        opt.zero_grad()
+        oracle.zero_grad()
+        for module in (ours, dense):
+            module(ids).square().sum().backward()
+        opt.step()
+        oracle.step()
+    assert_same(opt, ours, oracle, dense)
+    assert torch.equal(copy.deepcopy(ours)(ids), ours(ids))

@@ -1,0 +1,122 @@
+"""PyTorch's own cases for nn.Embedding and nn.EmbeddingBag, as shipped in its wheel, with our classes in their place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lazy_oracle import (
+    dense_grad,
+    one_thread,  # noqa: F401 - a fixture
+)
+from torch import nn
+
+import speedtransfer
+
+pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what torch's test modules import is not our business
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_modules import ModuleErrorEnum, module_db
+    from torch.testing._internal.common_nn import get_new_module_tests
+
+OURS = {nn.Embedding: speedtransfer.Embedding, nn.EmbeddingBag: speedtransfer.EmbeddingBag}
+MODULES = [info for info in module_db if info.module_cls in OURS]
+NEW_MODULES = [
+    test for test in get_new_module_tests() if test.get("module_name", test.get("fullname", "")).startswith("Embedding")
+]
+OPERATORS = [info for info in op_db if info.name in ("nn.functional.embedding", "nn.functional.embedding_bag")]
+
+
+def test_the_cases_are_there() -> None:
+    """A torch that renames its databases must not make this file pass for want of cases."""
+    assert [info.module_cls for info in MODULES] == [nn.Embedding]
+    assert len(NEW_MODULES) >= 9
+    assert len(OPERATORS) >= 2
+
+
+def assert_alike(ours: nn.Module, theirs: nn.Module, *args: Any, **kwargs: Any) -> None:
+    out, expected = ours(*args, **kwargs), theirs(*args, **kwargs)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    if not expected.requires_grad:
+        assert not out.requires_grad
+        return
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.rand(out.shape, generator=generator).to(out.dtype)
+    out.backward(weight)
+    expected.backward(weight)
+    grad = theirs.weight.grad.to_dense() if theirs.weight.grad.is_sparse else theirs.weight.grad
+    torch.testing.assert_close(dense_grad(ours), grad)
+    torch.testing.assert_close(ours.table.torch(), theirs.weight.detach(), rtol=0, atol=0)
+
+
+def twin(theirs: nn.Module) -> nn.Module:
+    """Return one of our modules with the arguments and weights of `theirs`."""
+    holder = nn.ModuleDict({"it": theirs})
+    speedtransfer.replace_embeddings(holder, memory="device")  # "device" copies: the weights are not shared
+    return holder["it"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("info", MODULES, ids=lambda info: info.name)
+def test_module_inputs(info: Any, dtype: torch.dtype, training: bool) -> None:
+    samples = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
+    assert samples
+    for sample in samples:
+        arguments = sample.constructor_input
+        torch.manual_seed(0)
+        theirs = info.module_cls(*arguments.args, **arguments.kwargs, dtype=dtype).train(training)
+        torch.manual_seed(0)
+        ours = OURS[info.module_cls](*arguments.args, **arguments.kwargs, dtype=dtype).train(training)
+        assert_alike(ours, theirs, *sample.forward_input.args, **sample.forward_input.kwargs)
+
+
+@pytest.mark.parametrize("info", MODULES, ids=lambda info: info.name)
+def test_module_error_inputs(info: Any) -> None:
+    """The same input is refused; the exceptions are the standard ones of Python, not always the RuntimeError of torch."""
+    samples = info.module_error_inputs_func(
+        info, device="cpu", dtype=torch.float32, requires_grad=False, training=False
+    )
+    assert samples
+    for sample in samples:
+        arguments = sample.module_error_input.constructor_input
+        call: Callable[[], Any] = lambda a=arguments: speedtransfer.Embedding(*a.args, **a.kwargs)  # noqa: E731
+        if sample.error_on != ModuleErrorEnum.CONSTRUCTION_ERROR:
+            module, forward = call(), sample.module_error_input.forward_input
+            call = lambda m=module, f=forward: m(*f.args, **f.kwargs)  # noqa: E731
+        with pytest.raises((sample.error_type, TypeError, ValueError)):
+            call()
+
+
+@pytest.mark.parametrize(
+    "test", NEW_MODULES, ids=lambda t: t.get("fullname", f"{t.get('module_name')}-{t.get('desc')}")
+)
+def test_new_module_tests(test: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    constructor = test.get("constructor") or getattr(nn, test["module_name"])
+    theirs = constructor(*test.get("constructor_args", ()))
+    assert_alike(twin(theirs), theirs, test["input_fn"]())
+
+
+def _modules_of(info: Any, sample: Any) -> tuple[nn.Module, nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Turn a call of the functional form into our module and theirs, with the arguments of forward."""
+    kwargs = dict(sample.kwargs)
+    weight, (ids, *rest) = sample.input, sample.args  # the databases put what is differentiated first
+    forward = {key: kwargs.pop(key) for key in ("offsets", "per_sample_weights") if key in kwargs}
+    library = nn.Embedding if info.name == "nn.functional.embedding" else nn.EmbeddingBag
+    theirs = library.from_pretrained(weight.detach().clone(), freeze=False, **kwargs)
+    return twin(theirs), theirs, (ids, *rest), forward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("info", OPERATORS, ids=lambda info: info.name)
+def test_operator_samples(info: Any, dtype: torch.dtype) -> None:
+    samples = list(info.sample_inputs("cpu", dtype, requires_grad=True))
+    assert samples
+    for sample in samples:
+        ours, theirs, args, kwargs = _modules_of(info, sample)
+        assert_alike(ours, theirs, *args, **kwargs)

@@ -1,0 +1,134 @@
+"""The probe: what an optimizer keeps for a row, what it starts from, and whether its update is row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lazy_oracle import one_thread  # noqa: F401 - a fixture
+from optimizer_cases import BASE, CASES, REFUSED, OptimizerCase, RefusedCase, case_named
+from torch import nn
+
+import speedtransfer
+from speedtransfer.errors import OptimizerError
+from speedtransfer.optim import PlaneSpec, find_handle, probe
+
+
+def spec_of(case: OptimizerCase, dim: int = 3, dtype: torch.dtype = torch.float32, **overrides) -> dict[str, PlaneSpec]:
+    param = nn.Parameter(torch.ones(4, dim, dtype=dtype))
+    opt = case.make([param], **overrides)
+    return probe(opt, opt.param_groups[0], param)
+
+
+STARTS = {
+    ("adagrad-initial", "sum"): 0.3,
+    ("rprop", "step_size"): 0.03,
+    ("asgd", "ax"): None,
+    ("adamax", "exp_inf"): 1e-8,  # the largest of eps and no gradient
+}
+
+
+@pytest.mark.parametrize("case", BASE, ids=str)
+def test_planes_and_their_starts(case: OptimizerCase) -> None:
+    specs = spec_of(case)
+    assert set(specs) == set(case.planes)
+    for name, spec in specs.items():
+        assert spec.tail == (3,)
+        assert spec.dtype == torch.float32
+        start = STARTS.get((case.name, name), 0.0)
+        assert spec.start == (None if start is None else pytest.approx(start, rel=1e-6))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_implementation_keeps_the_same(case: OptimizerCase) -> None:
+    assert set(spec_of(case)) == set(case.planes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [1, 5, 64])
+def test_dtypes_and_widths(dtype: torch.dtype, dim: int) -> None:
+    for name in ("adamw", "sgd-momentum", "rprop", "adagrad"):
+        specs = spec_of(case_named(name), dim, dtype)
+        assert {spec.tail for spec in specs.values()} == {(dim,)}
+        assert {spec.dtype for spec in specs.values()} == {dtype}
+
+
+@pytest.mark.parametrize("case", [*BASE, *(c for c in CASES if c.name.endswith("fused"))], ids=str)
+def test_a_learning_rate_of_zero_hides_nothing(case: OptimizerCase) -> None:
+    param = nn.Parameter(torch.ones(4, 3))
+    opt = case.make([param])
+    opt.param_groups[0]["lr"] = 0.0
+    assert set(probe(opt, opt.param_groups[0], param)) == set(case.planes)
+
+
+def test_a_learning_rate_of_zero_hides_no_dependence_on_other_rows() -> None:
+    param = nn.Parameter(torch.ones(4, 3))
+    opt = torch.optim.Muon([param], lr=0.1)
+    opt.param_groups[0]["lr"] = 0.0
+    with pytest.raises(OptimizerError, match="not row by row"):
+        probe(opt, opt.param_groups[0], param)
+
+
+def test_start_of_rprop_follows_the_learning_rate_of_its_first_step() -> None:
+    param = nn.Parameter(torch.ones(4, 3))
+    opt = torch.optim.Rprop([param], lr=0.5)
+    opt.param_groups[0]["lr"] = 0.0
+    assert probe(opt, opt.param_groups[0], param)["step_size"].start == pytest.approx(1e-6)  # its smallest
+
+
+@pytest.mark.parametrize("name", ["sgd-momentum", "adam", "adamw-fused", "rmsprop", "nadam"])
+def test_a_learning_rate_in_a_tensor(name: str) -> None:
+    case = case_named(name)
+    lr = torch.tensor(0.05)
+    assert set(spec_of(case, lr=lr)) == set(case.planes)
+    assert set(spec_of(case, lr=torch.tensor(0.0))) == set(case.planes)
+    assert lr == 0.05
+
+
+def test_hyperparameters_of_the_group_count() -> None:
+    params = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+    opt = torch.optim.Adam([{"params": params[:1], "amsgrad": True}, {"params": params[1:]}])
+    names = [set(probe(opt, g, p)) for g, p in zip(opt.param_groups, params, strict=True)]
+    assert names == [{"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, {"exp_avg", "exp_avg_sq"}]
+
+
+@pytest.mark.parametrize("flag", ["capturable", "differentiable"])
+def test_flags_that_cannot_work_here_say_so(flag: str) -> None:
+    """`capturable` needs a GPU and `differentiable` a parameter inside autograd: torch refuses both for a dense leaf."""
+    dense = nn.Embedding(9, 4)
+    emb = speedtransfer.Embedding(9, 4)
+    for module, error in ((dense, Exception), (emb, OptimizerError)):
+        opt = torch.optim.Adam(module.parameters(), **{flag: True})
+        module(torch.tensor([1])).sum().backward()
+        with pytest.raises(error, match=r"capturable|leaf Variable"):
+            opt.step()
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_reasons(case: RefusedCase) -> None:
+    param = nn.Parameter(torch.ones(8, 4))
+    opt = case.kind([param], **case.kwargs)
+    with pytest.raises(OptimizerError, match=case.reason) as caught:
+        probe(opt, opt.param_groups[0], param)
+    message = str(caught.value)
+    assert message.startswith(case.kind.__name__)
+    assert "use " in message  # the remedy
+    assert "\n" not in message
+
+
+def test_the_probe_draws_no_random_numbers_and_touches_nothing() -> None:
+    param = nn.Parameter(torch.ones(4, 3))
+    opt = torch.optim.AdamW([param])
+    state = torch.get_rng_state()
+    probe(opt, opt.param_groups[0], param)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not opt.state
+    assert torch.equal(param, torch.ones(4, 3))
+
+
+def test_handles_are_found_by_parameter_and_die_with_their_module() -> None:
+    emb = speedtransfer.Embedding(4, 2)
+    weight = emb.weight
+    assert find_handle(weight) is not None
+    assert find_handle(nn.Parameter(torch.zeros(4, 2))) is None
+    del emb
+    assert find_handle(weight) is None

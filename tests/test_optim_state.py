@@ -1,0 +1,321 @@
+"""Optimizer state: full planes in ``state_dict``, both ways with torch; what happens to it when things go wrong."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import gc
+import importlib
+import io
+
+import pytest
+import torch
+from lazy_oracle import (
+    LazyOracle,
+    Twins,
+    assert_same,
+    one_thread,  # noqa: F401 - a fixture
+    squared_loss,
+)
+from optimizer_cases import BASE, REFUSED, OptimizerCase, RefusedCase, case_named
+from torch import nn
+
+import speedtransfer
+from speedtransfer.errors import OptimizerError
+
+SOME = (
+    "sgd",
+    "sgd-momentum",
+    "adamw-amsgrad",
+    "adam-foreach",
+    "adam-fused",
+    "nadam",
+    "adagrad-initial",
+    "rprop",
+    "asgd",
+)
+
+
+@pytest.fixture(params=SOME)
+def twins(request: pytest.FixtureRequest) -> Twins:
+    return Twins(case_named(request.param).make)
+
+
+def saved(state_dict: dict) -> dict:
+    """Through a file, as a checkpoint goes."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def swap_in(twins: Twins, ours: nn.Module, dense: nn.Module) -> None:
+    twins.ours, twins.dense = ours, dense
+    twins.opt = twins.make([ours.weight])
+    twins.oracle = LazyOracle(twins.make([dense.weight]), dense)
+
+
+# --- state_dict ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", BASE, ids=str)
+def test_state_dict_is_that_of_the_dense_optimizer(case: OptimizerCase) -> None:
+    twins = Twins(case.make)
+    twins.train(twins.batches(6))
+    ours, dense = twins.opt.state_dict(), twins.oracle.optimizer.state_dict()
+    assert ours["param_groups"] == dense["param_groups"]
+    assert ours["state"].keys() == dense["state"].keys()
+    for key, value in dense["state"].get(0, {}).items():
+        torch.testing.assert_close(ours["state"][0][key], value, rtol=0, atol=0)
+
+
+def test_checkpoints_cross_over_and_training_continues_equal(twins: Twins) -> None:
+    """Ours into torch, torch into ours: four models that go on alike."""
+    batches = twins.batches(20)
+    twins.train(batches[:10])
+    ours = saved({"model": twins.ours.state_dict(), "opt": twins.opt.state_dict()})
+    dense = saved({"model": twins.dense.state_dict(), "opt": twins.oracle.optimizer.state_dict()})
+    swap_in(twins, speedtransfer.Embedding(twins.num_rows, twins.dim), nn.Embedding(twins.num_rows, twins.dim))
+    twins.ours.load_state_dict(dense["model"])
+    twins.opt.load_state_dict(dense["opt"])
+    twins.dense.load_state_dict(ours["model"])
+    twins.oracle.optimizer.load_state_dict(ours["opt"])
+    twins.train(batches[10:])
+    twins.assert_same()
+
+
+def test_state_loaded_into_an_optimizer_that_has_trained(twins: Twins) -> None:
+    batches = twins.batches(20)
+    twins.train(batches[:5])
+    state = [copy.deepcopy(opt.state_dict()) for opt in twins.optimizers]
+    twins.train(batches[5:12])
+    for opt, dictionary in zip(twins.optimizers, state, strict=True):
+        opt.load_state_dict(dictionary)
+    twins.train(batches[12:])
+    twins.assert_same()
+
+
+def test_own_state_loaded_again_changes_nothing(twins: Twins) -> None:
+    batches = twins.batches(8)
+    twins.train(batches[:4])
+    for opt in twins.optimizers:
+        opt.load_state_dict(opt.state_dict())
+    twins.train(batches[4:])
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("how", ["load", "clear", "replace"])
+def test_state_emptied_starts_every_row_anew(twins: Twins, how: str) -> None:
+    fresh = [copy.deepcopy(opt.state_dict()) for opt in twins.optimizers]
+    batches = twins.batches(16)
+    twins.train(batches[:8])
+    for opt, dictionary in zip(twins.optimizers, fresh, strict=True):
+        if how == "load" or isinstance(opt, torch.optim.Adagrad):  # Adagrad cannot make its state in a step
+            opt.load_state_dict(dictionary)
+        elif how == "clear":
+            opt.state.clear()
+        else:
+            opt.state = collections.defaultdict(dict)
+    twins.train(batches[8:])
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("name", ["sgd-momentum", "adamw", "asgd"])
+def test_state_of_another_table_is_refused(name: str) -> None:
+    case = case_named(name)
+    other = Twins(case.make, num_rows=30)
+    other.train(other.batches(2))
+    emb = speedtransfer.Embedding(20, 16)
+    before = emb.table.torch().clone()
+    opt = case.make([emb.weight])
+    opt.load_state_dict(other.opt.state_dict())
+    emb(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(OptimizerError, match=r"shape \(30, 16\) but the table needs \(20, 16\); load the state"):
+        opt.step()
+    assert torch.equal(emb.table.torch(), before)
+
+
+# --- who owns the state -------------------------------------------------------------------------------------------------
+
+
+def test_a_new_optimizer_starts_fresh_and_replaces_the_old(twins: Twins) -> None:
+    batches = twins.batches(16)
+    twins.train(batches[:8])
+    old, old_oracle = twins.opt, twins.oracle
+    swap_in(twins, twins.ours, twins.dense)
+    old_oracle.modules = ()
+    twins.train(batches[8:])
+    twins.assert_same()
+    twins.zero_grad()
+    twins.backward(*batches[0])
+    before = twins.ours.table.torch().clone()
+    with pytest.raises(OptimizerError, match=r"row state is gone: a new \w+ took it over"):
+        old.step()
+    assert torch.equal(twins.ours.table.torch(), before)
+    twins.step()  # the new one goes on
+    twins.assert_same()
+
+
+def test_an_optimizer_that_is_gone_leaves_nothing() -> None:
+    emb = speedtransfer.Embedding(9, 4)
+    opt = torch.optim.Adam(emb.parameters(), amsgrad=True)
+    emb(torch.tensor([1, 2])).sum().backward()
+    opt.step()
+    assert len(emb.table.planes) == 4
+    del opt
+    gc.collect()
+    opt = torch.optim.SGD(emb.parameters(), lr=0.1)
+    emb(torch.tensor([1, 2])).sum().backward()
+    opt.step()
+    assert emb.table.planes == ("weight",)
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_refused_optimizers_say_why_and_harm_nothing(case: RefusedCase) -> None:
+    twins = Twins(case_named("adamw").make)
+    batches = twins.batches(6)
+    twins.train(batches[:3])
+    before = twins.ours.table.torch().clone()
+    refused = case.kind([twins.ours.weight], **case.kwargs)
+    twins.zero_grad()
+    ids, target = batches[3]
+
+    def closure() -> torch.Tensor:
+        loss = squared_loss(twins.ours(ids), target)
+        loss.backward()
+        return loss
+
+    with pytest.raises(OptimizerError, match=case.reason) as caught:
+        refused.step(closure)
+    assert "\n" not in str(caught.value)
+    assert case.kind.__name__ in str(caught.value)
+    assert torch.equal(twins.ours.table.torch(), before)
+    twins.train(batches[3:])  # the optimizer that trained the table still can
+    twins.assert_same()
+
+
+def test_dtype_changed_after_training_asks_for_a_new_optimizer() -> None:
+    twins = Twins(case_named("adamw").make)
+    batches = twins.batches(6)
+    twins.train(batches[:3])
+    twins.ours.double()
+    twins.dense.double()
+    ids, target = batches[3]
+    squared_loss(twins.ours(ids), target.double()).backward()
+    with pytest.raises(OptimizerError, match=r"the table became torch\.float64"):
+        twins.opt.step()
+    swap_in(twins, twins.ours, twins.dense)
+    twins.train([(ids, target.double()) for ids, target in batches[3:]])
+    twins.assert_same()
+
+
+def test_deepcopy_of_model_and_optimizer_trains_on_alone(twins: Twins) -> None:
+    batches = twins.batches(16)
+    twins.train(batches[:6])
+    ours, opt = copy.deepcopy((twins.ours, twins.opt))
+    dense, dense_opt = copy.deepcopy((twins.dense, twins.oracle.optimizer))
+    dense._forward_hooks.clear()
+    twins.train(batches[6:10])
+    twins.assert_same()
+    twins.ours, twins.opt, twins.dense, twins.oracle = ours, opt, dense, LazyOracle(dense_opt, dense)
+    twins.train(batches[10:])
+    twins.assert_same()
+
+
+def test_deepcopy_of_a_model_with_a_gradient_pending() -> None:
+    twins = Twins(case_named("adamw").make)
+    twins.backward(*twins.batches(1)[0])
+    copied, dense = copy.deepcopy(twins.ours), copy.deepcopy(twins.dense)
+    assert copied.weight.shape == (0, twins.dim)
+    assert copied.weight.grad is dense.weight.grad is None  # torch copies no gradient either
+    assert torch.equal(copied.table.torch(), twins.ours.table.torch())
+    twins.step()
+    twins.assert_same()
+    assert not torch.equal(copied.table.torch(), twins.ours.table.torch())
+
+
+# --- a step that fails --------------------------------------------------------------------------------------------------
+
+
+adam_module = importlib.import_module("torch.optim.adam")
+
+
+class Failing:
+    """Makes the update of Adam write rubbish and raise, once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.armed = False
+        real = adam_module.adam
+
+        def adam(params, grads, exp_avgs, exp_avg_sqs, *args, **kwargs):
+            if not self.armed:
+                return real(params, grads, exp_avgs, exp_avg_sqs, *args, **kwargs)
+            self.armed = False
+            for tensor in (*params, *exp_avgs, *exp_avg_sqs):
+                tensor.fill_(1e6)
+            raise KeyboardInterrupt("in the middle of the update")
+
+        monkeypatch.setattr(adam_module, "adam", adam)
+
+
+@pytest.mark.parametrize("done", [0, 1, 7], ids=["first", "second", "eighth"])
+@pytest.mark.parametrize("then", ["retry", "next batch", "checkpoint"])
+def test_an_exception_inside_a_step(monkeypatch: pytest.MonkeyPatch, done: int, then: str) -> None:
+    failing = Failing(monkeypatch)
+    twins = Twins(torch.optim.Adam)
+    batches = twins.batches(12)
+    twins.train(batches[:done])
+    before = twins.ours.table.torch().clone()
+    twins.zero_grad()
+    twins.backward(*batches[done])
+    failing.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        twins.opt.step()
+    assert torch.equal(twins.ours.table.torch(), before)
+    if then == "retry":
+        twins.step()
+        done += 1
+    elif then == "checkpoint":
+        state = copy.deepcopy(twins.opt.state_dict())
+        if done == 0:
+            assert state["state"] == {}
+        else:
+            torch.testing.assert_close(
+                state["state"][0], twins.oracle.optimizer.state_dict()["state"][0], rtol=0, atol=0
+            )
+        twins.opt.load_state_dict(state)
+    twins.train(batches[done:])
+    twins.assert_same()
+
+
+def test_the_first_step_fails_with_every_row_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Failing(monkeypatch)
+    twins = Twins(torch.optim.Adam)
+    twins.backward(torch.arange(twins.num_rows), torch.zeros(twins.num_rows, twins.dim))
+    failing.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        twins.opt.step()
+    twins.step()
+    twins.assert_same()
+
+
+def test_two_tables_one_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Failing(monkeypatch)
+    embs = [speedtransfer.Embedding(9, 16), speedtransfer.Embedding(7, 16)]
+    twins = [nn.Embedding.from_pretrained(e.table.torch().clone(), freeze=False) for e in embs]
+    opt = torch.optim.Adam([e.weight for e in embs], lr=0.1)
+    oracle = LazyOracle(torch.optim.Adam([t.weight for t in twins], lr=0.1), *twins)
+    for step in range(4):
+        ids = torch.tensor([step, 1])
+        opt.zero_grad()
+        oracle.zero_grad()
+        for a, b in (embs, twins):
+            (a(ids) * b(ids)).sum().backward()
+        if step == 2:
+            failing.armed = True
+            with pytest.raises(KeyboardInterrupt):
+                opt.step()
+        opt.step()
+        oracle.step()
+    for emb, dense in zip(embs, twins, strict=True):
+        assert_same(opt, emb, oracle, dense)

@@ -1,0 +1,510 @@
+"""The table contract for every memory that works without a GPU, and what only one of them does."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import NPY_DTYPES, assert_same_bits, numbers, one_line
+from table_contract import TableContract
+
+import speedtransfer as st
+from speedtransfer.device import cuda_status
+from speedtransfer.errors import (
+    DeviceError,
+    HostMemoryError,
+    InvalidTypeError,
+    InvalidValueError,
+    RowIndexError,
+    StorageError,
+)
+from speedtransfer.tables import MEMORIES, unique_rows
+
+
+class OnCpu(TableContract):
+    """Tables of one memory whose compute device is the CPU."""
+
+    memory: str
+
+    def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
+        return st.Table(num_rows, dim, dtype, self.memory, device=self.device, **kwargs)
+
+    def from_array(self, array, **kwargs):
+        return st.Table.from_array(array, self.memory, device=self.device, **kwargs)
+
+    def load(self, path, **kwargs):
+        return st.Table.load(path, self.memory, device=self.device, **kwargs)
+
+
+class TestPageable(OnCpu):
+    memory = "pageable"
+
+
+class TestDevice(OnCpu):
+    memory = "device"
+
+
+class OnDisk(OnCpu):
+    memory, persistent = "mmap", True
+    suffix: str
+
+    def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
+        return super().make(num_rows, dim, dtype, **{"path": self.new_path(self.suffix), **kwargs})
+
+    def from_array(self, array, **kwargs):
+        return super().from_array(array, **{"path": self.new_path(self.suffix), **kwargs})
+
+    def test_an_existing_path_is_not_overwritten(self):
+        path = self.new_path(self.suffix)
+        path.write_bytes(b"precious")
+        with pytest.raises(OSError, match=r"path .* exists and would be overwritten; open it with Table.load") as error:
+            self.make(4, 4, path=path)
+        assert isinstance(error.value, StorageError)
+        one_line(error)
+        assert path.read_bytes() == b"precious"
+
+    def test_it_needs_a_path(self):
+        with pytest.raises(ValueError, match="memory='mmap' needs a file; pass path=") as error:
+            st.Table(4, 4, memory="mmap", device="cpu")
+        assert isinstance(error.value, InvalidValueError)
+        one_line(error)
+
+    @pytest.mark.parametrize("name", ["table.bin", "table", ".npy", "table.npy.gz"])
+    def test_a_suffix_that_is_no_table(self, name):
+        with pytest.raises(InvalidValueError, match=r"but a table is .npy or .safetensors; rename it") as error:
+            self.make(4, 4, path=self.folder / name)
+        one_line(error)
+        assert list(self.folder.iterdir()) == []
+
+    @pytest.mark.parametrize(
+        ("name", "reason"),
+        [
+            ("missing/table", "No such file or directory"),
+            ("file/table", "Not a directory"),
+            ("/proc/table", "No such file or directory|Permission denied|Operation not permitted|has 0 bytes free"),
+        ],
+    )
+    def test_a_folder_that_cannot_be_written(self, name, reason):
+        (self.folder / "file").write_text("x")
+        if name.startswith("/proc") and not Path("/proc/self").exists():
+            pytest.skip("no /proc here")
+        with pytest.raises(OSError, match=reason) as error:
+            self.make(4, 4, path=self.folder / (name + self.suffix))
+        assert isinstance(error.value, StorageError)
+        assert "; choose a " in one_line(error)
+        assert [p.name for p in self.folder.iterdir()] == ["file"]
+
+    def test_no_disk_space(self, monkeypatch):
+        usage = shutil.disk_usage(self.folder)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        with pytest.raises(OSError, match=r"plane 'weight' asks for 1.6 kB but .* has 1 kB free; ") as error:
+            self.make(100, 4)
+        assert isinstance(error.value, StorageError)
+        one_line(error)
+        table = self.make(10, 4)
+        with pytest.raises(StorageError, match="plane 'm' asks for 40 kB"):
+            table.add_plane("m", 1000)
+        assert table.planes == ("weight",)
+        assert len(list(self.folder.iterdir())) == 1
+
+    @pytest.mark.parametrize("broken", ["truncate", "memmap"])
+    def test_a_failure_leaves_nothing_behind(self, broken, monkeypatch):
+        def fails(*args, **kwargs):
+            raise OSError(28, "No space left on device")
+
+        if broken == "memmap":
+            monkeypatch.setattr(np, "memmap", fails)
+        else:
+            monkeypatch.setattr("speedtransfer.tables.files.open", OpenWithoutRoom, raising=False)
+        with pytest.raises(StorageError, match="No space left on device") as error:
+            self.make(4, 4)
+        one_line(error)
+        assert list(self.folder.iterdir()) == []
+
+    def test_state_planes_leave_no_file(self):
+        table = self.make(100, 4)
+        table.add_plane("exp_avg", fill=1)
+        table.add_plane("step", 1, torch.int32)
+        assert list(self.folder.iterdir()) == [table.path]
+        duplicate, converted = table.astype(torch.float64), table.astype(torch.bfloat16)
+        assert duplicate.path is converted.path is None
+        assert list(self.folder.iterdir()) == [table.path]
+
+    def test_creation_is_instant_and_takes_no_disk(self, monkeypatch):
+        usage = shutil.disk_usage(self.folder)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**12))
+        num_rows, dim = 80_000_000, 128  # 41 GB
+        table = self.make(num_rows, dim)
+        info = table.path.stat()
+        assert info.st_size > 40e9
+        assert info.st_blocks * 512 < 1_000_000
+        table.add_plane("exp_avg")
+        rows = torch.tensor([0, 12_345_678, num_rows - 1])
+        table.scatter(rows, {name: torch.full((3, dim), 2.5) for name in table.planes})
+        assert [r.mean().item() for r in table.gather(rows, ["weight", "exp_avg"]).values()] == [2.5, 2.5]
+        assert not table.gather([1, 12_345_677, num_rows - 2]).any()
+        table.flush()
+        assert table.path.stat().st_blocks * 512 < 5_000_000
+        again = self.load(table.path)
+        assert again.gather(num_rows - 1).eq(2.5).all()
+
+    def test_touched_rows_take_disk(self):
+        table = self.make(100_000, 256)  # 102 MB
+        before = table.path.stat().st_blocks
+        table.scatter(torch.arange(0, 100_000, 1000), torch.ones(100, 256))
+        table.flush()
+        taken = (table.path.stat().st_blocks - before) * 512
+        assert 100 * 1024 <= taken <= 20_000_000
+
+    def test_changes_survive_reopening(self):
+        values = numbers((30, 3), torch.float32)
+        table = self.filled(values)
+        path = table.path
+        table.flush()
+        del table
+        again = self.load(path)
+        assert again.path == path
+        self.assert_unchanged(again, values)
+        again.scatter([3], torch.zeros(1, 3))
+        again.torch()[4] = 7
+        again.flush()
+        del again
+        values[3], values[4] = 0, 7
+        self.assert_unchanged(self.load(path), values)
+        self.assert_unchanged(st.Table.load(path, "pageable", device="cpu"), values)
+
+    def test_other_programs_read_the_file(self, dtype):
+        values = numbers((33, 5), dtype)
+        table = self.filled(values)
+        table.flush()
+        if self.suffix == ".npy":
+            assert_same_bits(np.load(table.path), values.numpy())
+        else:
+            from safetensors.torch import load_file
+
+            assert_same_bits(load_file(table.path)["weight"], values)
+
+    def test_save_onto_its_own_file(self):
+        table = self.numbered()
+        (self.folder / "link.npy").symlink_to(table.path)
+        relative = Path(os.path.relpath(table.path))
+        for path in (table.path, str(table.path), relative, self.folder / "link.npy"):
+            with pytest.raises(
+                OSError, match=r"is the table's own file, which has every change; use flush\(\)"
+            ) as error:
+                table.save(path)
+            assert isinstance(error.value, StorageError)
+            one_line(error)
+        assert self.rows_of(table)[:, 0].tolist() == list(range(10))
+
+    def test_save_beside_its_own_file(self):
+        table = self.numbered()
+        other = self.folder / f"other{self.suffix}"
+        table.save(other)
+        table.zero_()
+        assert self.rows_of(self.load(other))[:, 0].tolist() == list(range(10))
+
+    def test_a_copy_does_not_touch_the_file(self):
+        table = self.numbered()
+        duplicate = table.astype(torch.float32)
+        duplicate.zero_()
+        table.flush()
+        assert self.rows_of(self.load(table.path))[:, 0].tolist() == list(range(10))
+
+    def test_repr_names_the_file(self):
+        table = self.make(4, 4)
+        assert f"path={str(table.path)!r}" in repr(table)
+
+
+class OpenWithoutRoom:
+    """A file on a full disk."""
+
+    def __init__(self, path, mode):
+        self.file = open(path, mode)  # noqa: SIM115
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        self.file.close()
+
+    def write(self, data):
+        return self.file.write(data)
+
+    def truncate(self, size):
+        raise OSError(28, "No space left on device")
+
+
+class TestMmapNpy(OnDisk):
+    suffix, dtypes = ".npy", NPY_DTYPES
+
+    def test_bfloat16_has_no_npy_form(self):
+        with pytest.raises(
+            TypeError, match=r"torch.bfloat16 has no .npy form .*; use a path that ends in .safe"
+        ) as error:
+            self.make(4, 4, dtype=torch.bfloat16)
+        assert isinstance(error.value, InvalidTypeError)
+        one_line(error)
+        assert list(self.folder.iterdir()) == []
+
+
+class TestMmapSafetensors(OnDisk):
+    suffix = ".safetensors"
+
+
+def test_a_killed_process_leaves_its_rows_and_nothing_else(tmp_path):
+    code = """
+import os, signal, sys, torch, speedtransfer as st
+for path in sys.argv[1:]:
+    table = st.Table(100, 3, memory="mmap", path=path, device="cpu").fill_(4)
+    table.add_plane("exp_avg", fill=1)
+    table.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    paths = [tmp_path / "a.npy", tmp_path / "a.safetensors"]
+    root = Path(st.__file__).parents[1]
+    result = subprocess.run([sys.executable, "-c", code, *map(str, paths)], cwd=root, capture_output=True, text=True)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    for path in paths:
+        assert st.Table.load(path, "mmap", "cpu").torch().eq(4).all()
+    assert sorted(tmp_path.iterdir()) == paths
+
+
+class TestMemory:
+    """Which memory a name means."""
+
+    def test_auto_without_cuda_is_pageable(self, monkeypatch):
+        status = type("Status", (), {"available": False, "reason": "this machine has no NVIDIA driver; install one"})
+        monkeypatch.setattr("speedtransfer.tables.base.cuda_status", lambda: status)
+        assert st.Table(4, 4, device="cpu").memory == "pageable"
+
+    @pytest.mark.parametrize("name", MEMORIES)
+    def test_every_memory_says_its_name(self, name):
+        assert MEMORIES[name].name == name
+
+    @pytest.mark.parametrize(
+        ("memory", "hint"),
+        [
+            ("pined", "did you mean 'pinned'?"),
+            ("Pageable", "did you mean 'pageable'?"),
+            ("map", "did you mean 'mmap'?"),
+            ("gpu", "choose from 'auto', 'pinned', 'pageable', 'mmap', 'device'"),
+            ("", "choose from 'auto', 'pinned', 'pageable', 'mmap', 'device'"),
+            (3, "choose from 'auto', 'pinned', 'pageable', 'mmap', 'device'"),
+            ([], "choose from 'auto', 'pinned', 'pageable', 'mmap', 'device'"),
+        ],
+    )
+    def test_unknown_memory(self, memory, hint):
+        with pytest.raises(ValueError, match="which is no memory") as error:
+            st.Table(4, 4, memory=memory, device="cpu")
+        assert isinstance(error.value, InvalidValueError)
+        assert one_line(error) == f"memory is {memory!r}, which is no memory; {hint}"
+        with pytest.raises(InvalidValueError):
+            st.Table.from_array(torch.zeros(2, 2), memory, device="cpu")
+
+    @pytest.mark.skipif(cuda_status().available, reason="CUDA works here")
+    def test_pinned_without_cuda(self):
+        with pytest.raises(RuntimeError, match="memory='pinned' needs CUDA, but ") as error:
+            st.Table(4, 4, memory="pinned")
+        assert isinstance(error.value, DeviceError)
+        one_line(error)
+        with pytest.raises(DeviceError, match="device='cuda' needs CUDA, but "):
+            st.Table(4, 4, device="cuda")
+        with pytest.raises(DeviceError, match="needs CUDA"):
+            st.Table(4, 4).cupy()
+        with pytest.raises(DeviceError, match="needs CUDA"):
+            st.Table(4, 4).to("cuda")
+
+    @pytest.mark.parametrize("memory", ["pageable", "device"])
+    def test_a_path_without_a_file(self, memory, tmp_path):
+        with pytest.raises(
+            InvalidValueError, match=f"but memory='{memory}' has no file; drop path or pass memory='mmap'"
+        ):
+            st.Table(4, 4, memory=memory, path=tmp_path / "a.npy", device="cpu")
+
+    @pytest.mark.parametrize("memory", ["pageable", "device"])
+    @pytest.mark.parametrize(
+        ("num_rows", "dim", "size"), [(10**12, 128, "512 TB"), (2**62, 1, "1.84e+07 TB"), (1, 2**62, "1.84e+07 TB")]
+    )
+    def test_more_than_the_machine_has(self, memory, num_rows, dim, size):
+        with pytest.raises(MemoryError, match="of memory; pass memory='mmap'") as error:
+            st.Table(num_rows, dim, memory=memory, device="cpu")
+        assert isinstance(error.value, HostMemoryError)
+        assert f"plane 'weight' of {num_rows} x {dim} torch.float32 asks for {size} but this machine has" in one_line(
+            error
+        )
+
+    def test_more_than_the_system_gives(self, monkeypatch):
+        def refuses(num_bytes):
+            raise OSError(12, "Cannot allocate memory")
+
+        monkeypatch.setattr("speedtransfer.buffers.anonymous", refuses)
+        with pytest.raises(
+            HostMemoryError, match=r"asks for 1.6 kB, which the system refused \(Cannot allocate"
+        ) as error:
+            st.Table(100, 4, memory="pageable", device="cpu")
+        one_line(error)
+
+    def test_more_than_the_disk_has(self, tmp_path):
+        with pytest.raises(
+            OSError, match=r"plane 'weight' asks for 512 TB but .* free; choose a path on a larger disk"
+        ):
+            st.Table(10**12, 128, memory="mmap", path=tmp_path / "a.npy", device="cpu")
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="counts pages with resource")
+    def test_memory_is_taken_by_rows_that_are_written(self):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        table = st.Table(20_000_000, 64, memory="pageable", device="cpu")  # 5 GB
+        table.add_plane("exp_avg")
+        table.scatter([0, 19_999_999], torch.ones(2, 64))
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert grown * 1024 < 500e6
+
+
+class TestSharing:
+    """``from_array(copy=False)``: the array is the table."""
+
+    @pytest.mark.parametrize("kind", ["tensor", "array"])
+    def test_shared(self, kind):
+        values = torch.ones(4, 3)
+        given = values if kind == "tensor" else values.numpy()
+        table = st.Table.from_array(given, "pageable", device="cpu", copy=False)
+        assert table.torch().data_ptr() == values.data_ptr()
+        table.scatter([1], torch.zeros(1, 3))
+        values[2] = 5
+        assert table.gather([0, 1, 2])[:, 0].tolist() == [1, 0, 5]
+
+    def test_a_parameter_is_shared_without_its_gradient(self):
+        weight = torch.nn.Parameter(torch.ones(4, 3))
+        table = st.Table.from_array(weight, "pageable", device="cpu", copy=False)
+        table.scatter([1], torch.zeros(1, 3))
+        assert weight[:, 0].tolist() == [1, 0, 1, 1]
+        assert not table.torch().requires_grad
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            torch.ones(3, 4).t(),
+            np.asfortranarray(np.ones((4, 3), dtype=np.float32)),
+            np.ones((4, 3), dtype=">f4"),
+            np.frombuffer(np.ones((4, 3), dtype=np.float32).tobytes(), dtype=np.float32).reshape(4, 3),
+        ],
+        ids=["transposed", "Fortran", "big-endian", "read-only"],
+    )
+    def test_what_cannot_be_shared_is_copied(self, given):
+        table = st.Table.from_array(given, "pageable", device="cpu", copy=False)
+        table.zero_()
+        assert np.asarray(given).all()
+
+    def test_inference_tensor_is_copied(self):
+        with torch.inference_mode():
+            given = torch.ones(4, 3)
+            table = st.Table.from_array(given, "pageable", device="cpu", copy=False)
+            array = np.ones((4, 3), dtype=np.float32)
+            shared = st.Table.from_array(array, "pageable", device="cpu", copy=False)
+        table.zero_()
+        assert given.all()
+        shared.zero_()
+        assert not array.any()
+        assert not table.torch().is_inference()
+        assert not shared.torch().is_inference()
+        assert shared.version > 0
+
+    def test_other_memories_copy(self, tmp_path):
+        values = torch.ones(4, 3)
+        for memory, path in [("device", None), ("mmap", tmp_path / "a.npy")]:
+            table = st.Table.from_array(values, memory, path, "cpu", copy=False)
+            table.zero_()
+            assert values.all()
+
+    def test_a_copy_of_a_shared_table_is_not_shared(self):
+        values = torch.ones(4, 3)
+        duplicate = st.Table.from_array(values, "pageable", device="cpu", copy=False).astype(torch.float32)
+        duplicate.zero_()
+        assert values.all()
+
+
+class TestLargeTables:
+    """Over 2**31 elements, the normal case; only pages that are written take room."""
+
+    NUM_ROWS, DIM = 70_000_000, 32
+
+    @pytest.mark.parametrize("memory", ["pageable", "device", "mmap"])
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+    def test_high_rows(self, memory, dtype, tmp_path):
+        path = tmp_path / "table.npy" if memory == "mmap" else None
+        table = st.Table(self.NUM_ROWS, self.DIM, dtype, memory, path, "cpu")
+        assert table.num_rows * table.dim > 2**31
+        table.add_plane("last_step", 1, torch.int32)
+        # Rows just below and above the offsets where 32-bit arithmetic wraps, signed and unsigned, and where it lands.
+        edge = 2**31 // self.DIM
+        index = torch.tensor([self.NUM_ROWS - 1, edge - 1, edge, edge + 1, 0, 1, self.NUM_ROWS // 2])
+        rows = numbers((len(index), self.DIM), dtype)
+        steps = torch.arange(len(index), dtype=torch.int32)[:, None]
+        table.scatter(index, {"weight": rows, "last_step": steps})
+        assert_same_bits(table.gather(index), rows)
+        assert table.gather(index, "last_step").flatten().tolist() == list(range(len(index)))
+        assert not table.gather([2, edge - 2, edge + 2, self.NUM_ROWS - 2]).any()
+        assert_same_bits(table.torch()[edge], rows[2])
+        with pytest.raises(
+            RowIndexError, match=rf"index\[1\] is {self.NUM_ROWS} but the table has {self.NUM_ROWS} rows"
+        ):
+            table.gather([0, self.NUM_ROWS])
+
+    def test_more_rows_than_32_bits_count(self, tmp_path):
+        num_rows = 2**32 + 5
+        table = st.Table(num_rows, 1, torch.uint8, "pageable", device="cpu")
+        table.scatter([num_rows - 1, 4, 2**31], torch.tensor([[1], [2], [3]], dtype=torch.uint8))
+        assert table.gather([4, 2**31, num_rows - 1, 2**32 - 1]).flatten().tolist() == [2, 3, 1, 0]
+
+    def test_a_byte_offset_over_32_bits_in_a_file(self, tmp_path):
+        table = st.Table(self.NUM_ROWS, self.DIM, torch.int64, "mmap", tmp_path / "t.safetensors", "cpu")  # 18 GB
+        table.scatter([self.NUM_ROWS - 1], torch.full((1, self.DIM), 2**40))
+        table.flush()
+        again = st.Table.load(tmp_path / "t.safetensors", "mmap", "cpu")
+        assert again.gather(self.NUM_ROWS - 1).eq(2**40).all()
+
+
+class TestThreads:
+    def test_gathers_of_many_threads(self):
+        values = numbers((5000, 64), torch.float32)
+        table = st.Table.from_array(values, "pageable", device="cpu")
+        failures = []
+
+        def work(seed):
+            generator = torch.Generator().manual_seed(seed)
+            for _ in range(50):
+                index = torch.randint(5000, (1500,), generator=generator)
+                if not torch.equal(table.gather(index), values[index]):
+                    failures.append(seed)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+
+
+class TestUniqueRows:
+    @pytest.mark.parametrize("high", [1, 2, 50, 2**31, 2**50, 2**62])
+    @pytest.mark.parametrize("count", [0, 1, 2, 1000])
+    def test_against_torch(self, high, count):
+        flat = torch.randint(high, (count,), generator=torch.Generator().manual_seed(0))
+        unique = unique_rows(flat)
+        ids, inverse = torch.unique(flat, return_inverse=True)
+        assert torch.equal(unique.ids, ids)
+        assert torch.equal(unique.inverse, inverse)
+        if unique.order is not None:
+            assert torch.equal(unique.order, flat.argsort(stable=True))
+            assert torch.equal(flat[unique.order][unique.starts], ids)

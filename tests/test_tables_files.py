@@ -1,0 +1,389 @@
+"""Table files: what other programs write loads here, what we write loads there, and rubbish gets one clear line."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from cases import NPY_DTYPES, TABLE_DTYPES, assert_same_bits, dtype_name, numbers, one_line
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError
+from speedtransfer.tables import files
+
+MEMORIES = ["pageable", "mmap"]
+
+
+def safetensors_bytes(header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def npy_bytes(header, data=b"", version=b"\x01\x00"):
+    text = header.encode()
+    size = len(text).to_bytes(2 if version == b"\x01\x00" else 4, "little")
+    return b"\x93NUMPY" + version + size + text + data
+
+
+def load(path, memory="pageable", **kwargs):
+    return st.Table.load(path, memory, "cpu", **kwargs)
+
+
+# --- other programs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("dtype", NPY_DTYPES, ids=dtype_name)
+def test_numpy_writes_and_we_load(tmp_path, dtype, memory):
+    values = numbers((13, 3), dtype)
+    np.save(tmp_path / "a.npy", values.numpy())
+    assert_same_bits(load(tmp_path / "a.npy", memory).torch(), values)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_every_version_of_npy(tmp_path, version, memory):
+    values = numbers((13, 3), torch.float32)
+    with open(tmp_path / "a.npy", "wb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy warns that old versions of it cannot read 2.0 and 3.0
+        np.lib.format.write_array(file, values.numpy(), version=version)
+    assert_same_bits(load(tmp_path / "a.npy", memory).torch(), values)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("dtype", TABLE_DTYPES, ids=dtype_name)
+def test_safetensors_writes_and_we_load(tmp_path, dtype, memory):
+    values = numbers((13, 3), dtype)
+    save_file({"embedding": values}, tmp_path / "a.safetensors", metadata={"format": "pt", "made by": "another"})
+    assert_same_bits(load(tmp_path / "a.safetensors", memory).torch(), values)
+
+
+@pytest.mark.parametrize("dtype", NPY_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("shape", [(13, 3), (0, 3), (4, 0), (1, 1)], ids=str)
+def test_we_write_and_numpy_loads(tmp_path, dtype, shape):
+    values = numbers(shape, dtype)
+    st.Table.from_array(values, "pageable", device="cpu").save(tmp_path / "a.npy")
+    loaded = np.load(tmp_path / "a.npy", allow_pickle=False)
+    assert loaded.dtype == values.numpy().dtype
+    assert_same_bits(loaded, values.numpy())
+    assert np.load(tmp_path / "a.npy", mmap_mode="r").shape == shape
+
+
+@pytest.mark.parametrize("dtype", TABLE_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("shape", [(13, 3), (0, 3), (4, 0), (1, 1)], ids=str)
+def test_we_write_and_safetensors_loads(tmp_path, dtype, shape):
+    values = numbers(shape, dtype)
+    st.Table.from_array(values, "pageable", device="cpu").save(tmp_path / "a.safetensors")
+    loaded = load_file(tmp_path / "a.safetensors")
+    assert list(loaded) == ["weight"]
+    assert_same_bits(loaded["weight"], values)
+    with safe_open(tmp_path / "a.safetensors", "np") as file:
+        assert file.get_slice("weight").get_shape() == list(shape)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
+def test_rows_begin_at_a_multiple_of_64_bytes(tmp_path, suffix):
+    path = tmp_path / f"table{suffix}"
+    st.Table(3, 5, memory="mmap", path=path, device="cpu")
+    offset = files.read_header(path)[2]
+    assert offset % 64 == 0
+    assert path.stat().st_size == offset + 60
+
+
+def test_saved_files_can_be_read_by_whom_new_files_can(tmp_path):
+    (tmp_path / "other").write_text("x")
+    st.Table(3, 5, device="cpu", memory="pageable").save(tmp_path / "a.npy")
+    assert (tmp_path / "a.npy").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+# --- files with several tensors ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def several(tmp_path):
+    tensors = {
+        "users": numbers((7, 3), torch.float32),
+        "items": numbers((5, 2), torch.bfloat16),
+        "flags": numbers((3, 3), torch.uint8),
+        "bias": torch.zeros(4),
+        "mask": torch.zeros(2, 2, dtype=torch.bool),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors", tensors
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("key", ["users", "items", "flags"])
+def test_key_names_the_tensor(several, key, memory):
+    path, tensors = several
+    assert_same_bits(load(path, memory, key=key).torch(), tensors[key])
+
+
+def test_a_table_inside_a_file_leaves_the_others(several):
+    path, tensors = several
+    table = load(path, "mmap", key="items")
+    table.scatter([1], torch.zeros(1, 2, dtype=torch.bfloat16))
+    table.flush()
+    tensors["items"][1] = 0
+    for name, loaded in load_file(path).items():
+        assert torch.equal(loaded, tensors[name])
+
+
+def test_weight_is_the_key_by_default(tmp_path):
+    values = numbers((7, 3), torch.float32)
+    save_file({"weight": values, "bias": torch.zeros(4)}, tmp_path / "model.safetensors")
+    assert_same_bits(load(tmp_path / "model.safetensors").torch(), values)
+
+
+@pytest.mark.parametrize(
+    ("key", "standard", "message"),
+    [
+        (None, ValueError, r"has no tensor 'weight'; choose from 'bias', .*\(argument key\)"),
+        ("user", ValueError, r"has no tensor 'user'; did you mean 'users'\? \(argument key\)"),
+        ("bias", ValueError, r"holds an array of shape \(4,\) but a table is 2-D; "),
+        ("mask", TypeError, r"tensor 'mask' of .* is BOOL; a table holds floats or integers"),
+        ("__metadata__", ValueError, "has no tensor '__metadata__'; "),
+    ],
+)
+def test_key_that_names_no_table(several, key, standard, message):
+    with pytest.raises(standard, match=message) as error:
+        load(several[0], key=key)
+    assert isinstance(error.value, SpeedtransferError)
+    one_line(error)
+
+
+# --- rubbish ----------------------------------------------------------------------------------------------------------
+
+ENTRY = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+DATA = bytes(16)
+NPY = "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 2), }"
+# name -> (suffix, bytes, standard exception, part of the message)
+RUBBISH = {
+    "empty": (".npy", b"", OSError, "is no valid .npy file"),
+    "empty safetensors": (".safetensors", b"", OSError, r"is no .safetensors file or is truncated \(0 bytes\)"),
+    "text": (".npy", b"hello world, this is no array", OSError, "is no valid .npy file"),
+    "text safetensors": (".safetensors", b"hello world, this is no table", OSError, "is no .safetensors file"),
+    "zeros": (".safetensors", bytes(100), OSError, "is no valid .safetensors file"),
+    "pickle": (".npy", b"\x80\x04\x95\x00", OSError, "is no valid .npy file"),
+    "zip": (".npy", b"PK\x03\x04" + bytes(60), OSError, "is no valid .npy file"),
+    "only magic": (".npy", b"\x93NUMPY\x01\x00", OSError, "is no valid .npy file"),
+    "no rows": (".npy", npy_bytes(NPY), OSError, "is truncated: 69 bytes, but its header promises 85; write it again"),
+    "one byte short": (".npy", npy_bytes(NPY, DATA[:-1]), OSError, "is truncated: 84 bytes, but .* promises 85"),
+    "unknown version": (".npy", npy_bytes(NPY, DATA, b"\x09\x00"), OSError, "format version 9.0"),
+    "negative shape": (".npy", npy_bytes(NPY.replace("(2, 2)", "(-2, -2)"), DATA), OSError, r"shape \(-2, -2\)"),
+    "one negative": (".npy", npy_bytes(NPY.replace("(2, 2)", "(-2, 2)"), DATA), OSError, r"shape \(-2, 2\)"),
+    "huge shape": (".npy", npy_bytes(NPY.replace("(2, 2)", f"({2**99}, 0)"), DATA), OSError, "which no array has"),
+    "huge rows": (".npy", npy_bytes(NPY.replace("(2, 2)", f"({2**62}, 2)"), DATA), OSError, "is truncated"),
+    "float shape": (".npy", npy_bytes(NPY.replace("(2, 2)", "(2.0, 2)"), DATA), OSError, "is no valid .npy"),
+    "no shape": (".npy", npy_bytes("{'descr': '<f4', 'fortran_order': False}", DATA), OSError, "is no valid .npy"),
+    "unknown descr": (".npy", npy_bytes(NPY.replace("<f4", "<q9"), DATA), OSError, "is no valid .npy"),
+    "unclosed": (".npy", npy_bytes(NPY[:-1] + "((((", DATA), OSError, "is no valid .npy"),
+    "unclosed string": (".npy", npy_bytes(NPY[:-1] + "'''", DATA), OSError, "is no valid .npy"),
+    "nested": (".npy", npy_bytes("(" * 9000, DATA), OSError, "is no valid .npy"),
+    "long header": (".npy", npy_bytes(NPY + " " * 20000, DATA), OSError, "is no valid .npy"),
+    "null bytes": (".npy", npy_bytes("\0" * 50, DATA), OSError, "is no valid .npy"),
+    "code": (".npy", npy_bytes("__import__('os').getcwd()", DATA), OSError, "is no valid .npy"),
+    "huge length": (".safetensors", (2**63).to_bytes(8, "little") + bytes(40), OSError, "or is truncated"),
+    "length of all": (".safetensors", b"\xff" * 8, OSError, "or is truncated"),
+    "length over the end": (".safetensors", (41).to_bytes(8, "little") + bytes(40), OSError, "or is truncated"),
+    "seven bytes": (".safetensors", bytes(7), OSError, "or is truncated"),
+    "no header": (".safetensors", bytes(8), OSError, "is no valid .safetensors"),
+    "no json": (".safetensors", safetensors_bytes(b"{weight}"), OSError, "is no valid .safetensors"),
+    "no unicode": (".safetensors", safetensors_bytes(b'{"\xff\xfe": 1}'), OSError, "is no valid .safetensors"),
+    "nested json": (".safetensors", safetensors_bytes(b"[" * 100_000), OSError, "is no valid .safetensors"),
+    "a list": (".safetensors", safetensors_bytes([1]), OSError, "is no JSON object"),
+    "a string": (".safetensors", safetensors_bytes(b'"weight"'), OSError, "is no JSON object"),
+    "a number": (".safetensors", safetensors_bytes(b"1"), OSError, "is no JSON object"),
+    "no tensor": (".safetensors", safetensors_bytes({}), ValueError, "has no tensor 'weight'"),
+    "only metadata": (".safetensors", safetensors_bytes({"__metadata__": {"a": "b"}}), ValueError, "has no tensor"),
+    "null entry": (".safetensors", safetensors_bytes({"weight": None}), OSError, "is no valid .safetensors"),
+    "empty entry": (".safetensors", safetensors_bytes({"weight": {}}), OSError, "is no valid .safetensors"),
+}
+BAD_ENTRIES = {
+    "short data": ({"data_offsets": [0, 12]}, "does not match its bytes"),
+    "long data": ({"data_offsets": [0, 20]}, "does not match its bytes"),
+    "negative begin": ({"data_offsets": [-16, 0]}, "does not match its bytes"),
+    "reversed": ({"data_offsets": [16, 0]}, "does not match its bytes"),
+    "float offsets": ({"data_offsets": [0.0, 16.0]}, "does not match its bytes"),
+    "three offsets": ({"data_offsets": [0, 8, 16]}, "is no valid .safetensors"),
+    "no offsets": ({"data_offsets": None}, "is no valid .safetensors"),
+    "text offsets": ({"data_offsets": ["0", "16"]}, "does not match its bytes"),
+    "beyond the end": ({"data_offsets": [16, 32]}, "is truncated"),
+    "far beyond the end": ({"data_offsets": [2**62, 2**62 + 16]}, "is truncated"),
+    "negative shape": ({"shape": [-2, -2]}, "does not match its bytes"),
+    "float shape": ({"shape": [2.0, 2.5]}, "does not match its bytes"),
+    "infinite shape": ({"shape": [float("inf"), 2]}, "does not match its bytes"),
+    "nan shape": ({"shape": [float("nan"), 2]}, "does not match its bytes"),
+    "text shape": ({"shape": ["2", "2"]}, "does not match its bytes"),
+    "bool shape": ({"shape": [True, 4]}, "does not match its bytes"),
+    "number as shape": ({"shape": 4}, "is no valid .safetensors"),
+    "dtype of a list": ({"dtype": ["F32"]}, "is no valid .safetensors"),
+    "huge shape without data": ({"shape": [2**70, 0], "data_offsets": [0, 0]}, "which no array has"),
+}
+for _name, (_change, _message) in BAD_ENTRIES.items():
+    RUBBISH[f"entry with {_name}"] = (
+        ".safetensors",
+        safetensors_bytes({"weight": {**ENTRY, **_change}}, DATA),
+        OSError,
+        _message,
+    )
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("name", RUBBISH)
+def test_rubbish(tmp_path, name, memory):
+    suffix, content, standard, message = RUBBISH[name]
+    path = tmp_path / f"rubbish{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(standard, match=message) as error:
+        load(path, memory)
+    assert isinstance(error.value, SpeedtransferError)
+    assert repr(str(path)) in one_line(error)
+    assert path.read_bytes() == content
+
+
+def test_the_good_neighbours_of_the_rubbish_load(tmp_path):
+    (tmp_path / "a.npy").write_bytes(npy_bytes(NPY, DATA))
+    (tmp_path / "a.safetensors").write_bytes(safetensors_bytes({"weight": ENTRY}, DATA))
+    for name in ("a.npy", "a.safetensors"):
+        assert load(tmp_path / name).torch().tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize(
+    ("array", "standard", "message"),
+    [
+        (np.asfortranarray(np.ones((3, 2))), ValueError, "is in Fortran order but rows must be contiguous; save a C-"),
+        (np.ones(3), ValueError, r"holds an array of shape \(3,\) but a table is 2-D; "),
+        (np.ones((3, 2, 1)), ValueError, r"holds an array of shape \(3, 2, 1\) but a table is 2-D; "),
+        (np.array(1.0), ValueError, r"holds an array of shape \(\) but a table is 2-D; "),
+        (np.ones((3, 2), dtype=">f4"), TypeError, "holds >f4 but a table holds floats or integers; "),
+        (np.ones((3, 2), dtype=bool), TypeError, "holds bool but a table holds floats or integers; "),
+        (np.ones((3, 2), dtype=np.complex64), TypeError, "holds complex64 but"),
+        (np.ones((3, 2), dtype=np.uint32), TypeError, "holds uint32 but"),
+        (np.array([["a", "b"]]), TypeError, "holds <U1 but"),
+        (np.array([[None, {}]]), TypeError, "holds object but"),
+        (np.zeros((2, 2), dtype=[("a", "<f4")]), TypeError, "holds .* but a table holds floats or integers; "),
+    ],
+    ids=lambda value: "" if isinstance(value, type | str) else f"{value.dtype}-{value.ndim}d",
+)
+def test_arrays_that_are_no_table(tmp_path, array, standard, message, memory):
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(standard, match=message) as error:
+        load(tmp_path / "a.npy", memory)
+    assert isinstance(error.value, InvalidTypeError if standard is TypeError else InvalidValueError)
+    one_line(error)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize(
+    ("name", "standard", "message"),
+    [
+        ("missing.npy", OSError, r"cannot read .* \(No such file or directory\); check the path"),
+        ("missing.safetensors", OSError, r"cannot read .* \(No such file or directory\); check the path"),
+        ("missing/a.npy", OSError, r"cannot read .* \(No such file or directory\)"),
+        ("folder.npy", OSError, r"cannot read .* \(Is a directory\)"),
+        ("file/a.npy", OSError, r"cannot read .* \(Not a directory\)"),
+        ("file", ValueError, r"ends in '' but a table is .npy or .safetensors; rename it"),
+        ("vectors.bin", ValueError, r"ends in '.bin' but a table is .npy or .safetensors; rename it"),
+    ],
+)
+def test_bad_paths(tmp_path, name, standard, message, memory):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "vectors.bin").write_text("x")
+    (tmp_path / "folder.npy").mkdir()
+    with pytest.raises(standard, match=message) as error:
+        load(tmp_path / name, memory)
+    assert isinstance(error.value, StorageError if standard is OSError else InvalidValueError)
+    one_line(error)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
+def test_file_that_cannot_be_mapped(tmp_path, suffix, monkeypatch):
+    path = tmp_path / f"a{suffix}"
+    st.Table(4, 4, device="cpu", memory="pageable").save(path)
+
+    def refuses(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(np, "memmap", refuses)
+    with pytest.raises(StorageError, match=r"cannot map .* \(Permission denied\); ") as error:
+        load(path, "mmap")
+    one_line(error)
+
+
+def test_misaligned_rows_are_read_right(tmp_path):
+    values = numbers((2, 2), torch.float32)
+    header = {
+        "weight": {**ENTRY, "data_offsets": [3, 19]},
+        "pad": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+    }
+    content = safetensors_bytes(header, b"abc" + values.numpy().tobytes())
+    (tmp_path / "a.safetensors").write_bytes(content)
+    for memory in MEMORIES:
+        assert_same_bits(load(tmp_path / "a.safetensors", memory).gather([1, 0]), values[[1, 0]])
+
+
+# --- fuzz -------------------------------------------------------------------------------------------------------------
+
+
+def damaged(content, rng):
+    """Return `content` with some bytes changed, removed or added, most of them in the header."""
+    content = bytearray(content)
+    for _ in range(rng.randint(1, 4)):
+        kind, place = rng.random(), rng.randrange(min(len(content), 160)) if content else 0
+        if kind < 0.5 and content:
+            content[place] ^= 1 << rng.randrange(8)
+        elif kind < 0.7 and content:
+            content[place] = rng.randrange(256)
+        elif kind < 0.8:
+            content[place:place] = bytes(rng.randrange(256) for _ in range(rng.randint(1, 9)))
+        elif kind < 0.9:
+            del content[place : place + rng.randint(1, 9)]
+        else:
+            del content[rng.randrange(len(content) + 1) :]
+    return bytes(content)
+
+
+def check_damaged(tmp_path, seed):
+    """Return whether the damaged file of `seed` still loaded."""
+    rng = random.Random(seed)
+    suffix, dtype = rng.choice([".npy", ".safetensors"]), rng.choice(NPY_DTYPES)
+    path = tmp_path / f"fuzz{suffix}"
+    st.Table.from_array(numbers((6, 5), dtype), "pageable", device="cpu").save(path)
+    content = damaged(path.read_bytes(), rng)
+    path.write_bytes(content)
+    loaded = 0
+    for memory in MEMORIES:
+        try:
+            table = load(path, memory)
+        except SpeedtransferError as error:
+            message = str(error)
+            assert "\n" not in message
+            assert "; " in message
+            continue
+        loaded += 1
+        assert table.num_rows * table.dim * table.dtype.itemsize <= len(content)
+        assert table.gather(range(min(table.num_rows, 100))).shape[1] == table.dim
+        table.add_plane("m", 1)
+    assert loaded in (0, len(MEMORIES)), "every memory reads the same files"
+    assert path.read_bytes() == content
+    return bool(loaded)
+
+
+def test_fuzz(tmp_path):
+    outcomes = [check_damaged(tmp_path, seed) for seed in range(200)]
+    assert any(outcomes), "some damage hits only numbers"
+    assert not all(outcomes)
+
+
+@pytest.mark.slow
+def test_fuzz_long(tmp_path):
+    for seed in range(200, 4000):
+        check_damaged(tmp_path, seed)
