@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy
 import torch
@@ -89,7 +89,7 @@ def _link(number: int) -> str:
 
 
 # The base of what typer raises for wrong arguments: click's class, or typer's own copy of it from 0.26 on.
-_UsageProblem = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+_UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 def main() -> None:
@@ -100,9 +100,9 @@ def main() -> None:
         _fail(str(error))
     except _UsageProblem as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
-            error.show()  # type: ignore[attr-defined]
+            error.show()
             raise SystemExit(2) from None
-        _fail(f"{error.format_message()} (see --help)")  # type: ignore[attr-defined]
+        _fail(f"{error.format_message()} (see --help)")
     except (typer.Abort, KeyboardInterrupt):
         print("speedtransfer: aborted", file=sys.stderr)
         raise SystemExit(130) from None

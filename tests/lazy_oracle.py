@@ -144,6 +144,14 @@ def skewed_batches(
     return batches
 
 
+def both(num_rows: int = 12, dim: int = 5, **options: Any) -> tuple[speedtransfer.Embedding, nn.Embedding]:
+    """Return one of our embeddings and the same one of torch."""
+    torch.manual_seed(2)
+    ours = speedtransfer.Embedding(num_rows, dim, **options)
+    torch.manual_seed(2)
+    return ours, nn.Embedding(num_rows, dim, **options)
+
+
 class Twins:
     """One embedding of ours and the same one of torch, each with the same kind of optimizer, fed the same batches."""
 
@@ -199,3 +207,18 @@ def dense_grad(module: nn.Module) -> Tensor:
     grad = torch.zeros(module.num_embeddings, module.embedding_dim, dtype=module.weight.dtype)
     grad[handle.ids] = module.weight.grad
     return grad
+
+
+def assert_alike(ours: nn.Module, dense: nn.Module, *arguments: Tensor | None, tolerance: float = 0.0) -> None:
+    """Look up and go back on both: the same output, gradient and table, bit for bit unless `tolerance` says otherwise."""
+    out, expected = ours(*arguments), dense(*arguments)
+    assert out.shape == expected.shape
+    assert out.dtype == expected.dtype
+    assert torch.equal(out, expected)
+    torch.manual_seed(9)
+    weight = torch.randn(out.shape).to(out.dtype)
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+    grad = dense.weight.grad.to_dense() if dense.weight.grad.is_sparse else dense.weight.grad
+    torch.testing.assert_close(dense_grad(ours), grad, rtol=tolerance, atol=tolerance)
+    assert torch.equal(ours.table.torch(), dense.weight)

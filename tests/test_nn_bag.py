@@ -8,6 +8,7 @@ import pytest
 import torch
 from lazy_oracle import (
     LazyOracle,
+    assert_alike,
     assert_same,
     dense_grad,
     one_thread,  # noqa: F401 - a fixture
@@ -25,18 +26,6 @@ def both(num_rows: int = 12, dim: int = 5, **options) -> tuple[speedtransfer.Emb
     ours = speedtransfer.EmbeddingBag(num_rows, dim, **options)
     torch.manual_seed(2)
     return ours, nn.EmbeddingBag(num_rows, dim, **options)
-
-
-def assert_alike(ours: nn.Module, dense: nn.Module, *arguments: Tensor | None, tolerance: float = 0.0) -> None:
-    out, expected = ours(*arguments), dense(*arguments)
-    assert torch.equal(out, expected)
-    torch.manual_seed(9)
-    weight = torch.randn(out.shape).to(out.dtype)
-    (out * weight).sum().backward()
-    (expected * weight).sum().backward()
-    grad = dense.weight.grad.to_dense() if dense.weight.grad.is_sparse else dense.weight.grad
-    torch.testing.assert_close(dense_grad(ours), grad, rtol=tolerance, atol=tolerance)
-    assert torch.equal(ours.table.torch(), dense.weight)
 
 
 FLAT = torch.tensor([3, 1, 3, 0, 11, 7, 3, 1])

@@ -1,11 +1,10 @@
-"""Optimizer state: full planes in ``state_dict``, both ways with torch; what happens to it when things go wrong."""
+"""Optimizer state: full planes in ``state_dict``, both ways with torch; who owns them."""
 
 from __future__ import annotations
 
 import collections
 import copy
 import gc
-import importlib
 import io
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from lazy_oracle import (
     LazyOracle,
     Twins,
-    assert_same,
     one_thread,  # noqa: F401 - a fixture
     squared_loss,
 )
@@ -55,7 +53,7 @@ def swap_in(twins: Twins, ours: nn.Module, dense: nn.Module) -> None:
     twins.oracle = LazyOracle(twins.make([dense.weight]), dense)
 
 
-# --- state_dict ---------------------------------------------------------------------------------------------------------
+# --- state_dict -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", BASE, ids=str)
@@ -135,7 +133,7 @@ def test_state_of_another_table_is_refused(name: str) -> None:
     assert torch.equal(emb.table.torch(), before)
 
 
-# --- who owns the state -------------------------------------------------------------------------------------------------
+# --- who owns the state -----------------------------------------------------------------------------------------------
 
 
 def test_a_new_optimizer_starts_fresh_and_replaces_the_old(twins: Twins) -> None:
@@ -232,90 +230,3 @@ def test_deepcopy_of_a_model_with_a_gradient_pending() -> None:
     twins.step()
     twins.assert_same()
     assert not torch.equal(copied.table.torch(), twins.ours.table.torch())
-
-
-# --- a step that fails --------------------------------------------------------------------------------------------------
-
-
-adam_module = importlib.import_module("torch.optim.adam")
-
-
-class Failing:
-    """Makes the update of Adam write rubbish and raise, once."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.armed = False
-        real = adam_module.adam
-
-        def adam(params, grads, exp_avgs, exp_avg_sqs, *args, **kwargs):
-            if not self.armed:
-                return real(params, grads, exp_avgs, exp_avg_sqs, *args, **kwargs)
-            self.armed = False
-            for tensor in (*params, *exp_avgs, *exp_avg_sqs):
-                tensor.fill_(1e6)
-            raise KeyboardInterrupt("in the middle of the update")
-
-        monkeypatch.setattr(adam_module, "adam", adam)
-
-
-@pytest.mark.parametrize("done", [0, 1, 7], ids=["first", "second", "eighth"])
-@pytest.mark.parametrize("then", ["retry", "next batch", "checkpoint"])
-def test_an_exception_inside_a_step(monkeypatch: pytest.MonkeyPatch, done: int, then: str) -> None:
-    failing = Failing(monkeypatch)
-    twins = Twins(torch.optim.Adam)
-    batches = twins.batches(12)
-    twins.train(batches[:done])
-    before = twins.ours.table.torch().clone()
-    twins.zero_grad()
-    twins.backward(*batches[done])
-    failing.armed = True
-    with pytest.raises(KeyboardInterrupt):
-        twins.opt.step()
-    assert torch.equal(twins.ours.table.torch(), before)
-    if then == "retry":
-        twins.step()
-        done += 1
-    elif then == "checkpoint":
-        state = copy.deepcopy(twins.opt.state_dict())
-        if done == 0:
-            assert state["state"] == {}
-        else:
-            torch.testing.assert_close(
-                state["state"][0], twins.oracle.optimizer.state_dict()["state"][0], rtol=0, atol=0
-            )
-        twins.opt.load_state_dict(state)
-    twins.train(batches[done:])
-    twins.assert_same()
-
-
-def test_the_first_step_fails_with_every_row_active(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = Failing(monkeypatch)
-    twins = Twins(torch.optim.Adam)
-    twins.backward(torch.arange(twins.num_rows), torch.zeros(twins.num_rows, twins.dim))
-    failing.armed = True
-    with pytest.raises(KeyboardInterrupt):
-        twins.opt.step()
-    twins.step()
-    twins.assert_same()
-
-
-def test_two_tables_one_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = Failing(monkeypatch)
-    embs = [speedtransfer.Embedding(9, 16), speedtransfer.Embedding(7, 16)]
-    twins = [nn.Embedding.from_pretrained(e.table.torch().clone(), freeze=False) for e in embs]
-    opt = torch.optim.Adam([e.weight for e in embs], lr=0.1)
-    oracle = LazyOracle(torch.optim.Adam([t.weight for t in twins], lr=0.1), *twins)
-    for step in range(4):
-        ids = torch.tensor([step, 1])
-        opt.zero_grad()
-        oracle.zero_grad()
-        for a, b in (embs, twins):
-            (a(ids) * b(ids)).sum().backward()
-        if step == 2:
-            failing.armed = True
-            with pytest.raises(KeyboardInterrupt):
-                opt.step()
-        opt.step()
-        oracle.step()
-    for emb, dense in zip(embs, twins, strict=True):
-        assert_same(opt, emb, oracle, dense)

@@ -220,4 +220,4 @@ def test_any_sequence_of_calls(memory, suffix):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("memory", "suffix"), HOST_MEMORIES)
 def test_any_sequence_of_calls_long(memory, suffix):
-    run(machine_in(memory, suffix), settings(MODERATE, max_examples=400, stateful_step_count=60, derandomize=False))
+    run(machine_in(memory, suffix), settings(MODERATE, max_examples=150, stateful_step_count=60, derandomize=False))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.nn.base import TableModule
+from speedtransfer.nn.base import TableModule, uncompiled
 from speedtransfer.nn.embedding import check_pretrained
 
 
@@ -45,6 +45,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         self.include_last_offset = include_last_offset
         self._set_up(_weight, False, device, dtype, memory, path, idle)
 
+    @uncompiled
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return the sum, mean or max of each bag's rows, ``(bags, embedding_dim)``.
 
@@ -60,7 +61,10 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         active = self.activate(input)
         padding, last = self._padding_in(active), self.include_last_offset
         if last and self.padding_idx is not None and padding < 0 and offsets is not None and offsets.dim() == 1:
-            offsets, last = offsets[:-1], False  # with a padding row, torch lets the last bag reach to the end of `input`
+            offsets, last = (
+                offsets[:-1],
+                False,
+            )  # with a padding row, torch lets the last bag reach to the end of `input`
         return F.embedding_bag(
             active.inverse,
             active.rows,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,20 @@ from speedtransfer.optim import Handle, install
 from speedtransfer.tables import Table
 
 IDLE = ("lazy",)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
+    """Run `method` as it is inside a compiled model too: which rows a batch names is known only when it runs."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(method)(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return call
 
 
 class TableModule(nn.Module):
@@ -77,6 +92,7 @@ class TableModule(nn.Module):
         if self.padding_idx is not None:
             self.table.torch()[self.padding_idx] = 0
 
+    @uncompiled
     def activate(self, ids: Any) -> ActiveRows:
         """Return the unique rows of `ids` on the compute device; what forward is built on.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.nn.base import TableModule
+from speedtransfer.nn.base import TableModule, uncompiled
 from speedtransfer.nn.lookup import lookup
 
 
@@ -64,6 +64,7 @@ class Embedding(TableModule, nn.Embedding):
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self._set_up(_weight, _freeze, device, dtype, memory, path, idle)
 
+    @uncompiled
     def forward(self, input: Any) -> Tensor:
         """Return the rows of `input`, ``(*input.shape, embedding_dim)``, on the compute device.
 

@@ -134,7 +134,8 @@ def unique_rows(flat: Tensor) -> UniqueRows:
     count = flat.numel()
     bits = count.bit_length()
     if flat.device.type != "cpu" or count == 0 or int(flat.numpy().max()) >> (63 - bits):
-        return UniqueRows(*torch.unique(flat, return_inverse=True), None, None)
+        ids, inverse = torch.unique(flat, return_inverse=True)
+        return UniqueRows(ids, inverse, None, None)
     # One sort of "value, position" in a single integer: NumPy sorts plain integers with vector instructions, and sorting
     # with indices, as torch.unique does, costs twice that and more.
     key = (flat.numpy() << bits) | np.arange(count)
@@ -144,7 +145,8 @@ def unique_rows(flat: Tensor) -> UniqueRows:
     first = np.empty(count, dtype=bool)
     first[0] = True
     np.not_equal(key[1:], key[:-1], out=first[1:])
-    inverse = np.empty(count, dtype=np.int64)
-    inverse[order] = np.cumsum(first) - 1
+    place = np.empty(count, dtype=np.int64)
+    place[order] = np.cumsum(first) - 1
     starts = np.flatnonzero(first)
-    return UniqueRows(*(torch.from_numpy(array) for array in (key[starts], inverse, order, starts)))
+    ids, inverse = torch.from_numpy(key[starts]), torch.from_numpy(place)
+    return UniqueRows(ids, inverse, torch.from_numpy(order), torch.from_numpy(starts))

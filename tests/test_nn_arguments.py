@@ -1,0 +1,220 @@
+"""``speedtransfer.Embedding`` is made as ``nn.Embedding`` is: arguments, pretrained rows, memories, the parameter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lazy_oracle import (
+    assert_alike,
+    both,
+    dense_grad,
+    one_thread,  # noqa: F401 - a fixture
+)
+from torch import Tensor, nn
+
+import speedtransfer
+
+IDS = torch.tensor([[1, 1, 2], [2, 0, 1]])
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((-1, 3), ValueError, "num_embeddings is -1 but must be at least 0"),
+        ((3, -1), ValueError, "embedding_dim is -1"),
+        ((2.5, 3), TypeError, "num_embeddings is 2.5"),
+        ((True, 3), TypeError, "num_embeddings is True"),
+    ],
+)
+def test_bad_sizes(arguments: tuple, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        speedtransfer.Embedding(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"memory": "pageble"}, ValueError, "did you mean 'pageable'"),
+        ({"memory": "pinned"}, RuntimeError, "pinned"),
+        ({"memory": "mmap"}, ValueError, "path"),
+        ({"path": "rows.npy"}, ValueError, "mmap"),
+        ({"idle": "lasy"}, ValueError, "did you mean 'lazy'"),
+        ({"dtype": torch.complex64}, TypeError, "complex64"),
+        ({"_weight": torch.zeros(3, 2)}, ValueError, r"shape \(3, 2\)"),
+    ],
+)
+def test_bad_options(options: dict, error: type[Exception], words: str) -> None:
+    if options.get("memory") == "pinned" and torch.cuda.is_available():
+        pytest.skip("pinned memory works here")
+    with pytest.raises(error, match=words) as caught:
+        speedtransfer.Embedding(4, 2, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(0, 3), (5, 0), (0, 0)])
+def test_empty_tables(rows: int, dim: int) -> None:
+    ours, dense = both(rows, dim) if rows and dim else (speedtransfer.Embedding(rows, dim), None)
+    assert ours(torch.empty(0, dtype=torch.int64)).shape == (0, dim)
+    if rows:
+        assert ours(torch.tensor([1, 1])).shape == (2, 0)
+        opt = torch.optim.AdamW(ours.parameters())
+        ours(torch.tensor([1, 1])).sum().backward()
+        opt.step()
+    assert dense is None or isinstance(dense, nn.Embedding)
+
+
+def test_positional_arguments_are_those_of_torch() -> None:
+    arguments = (6, 3, 1, 1.5, 1.0, True, True, torch.ones(6, 3), True, "cpu", torch.float32)
+    ours, dense = speedtransfer.Embedding(*arguments), nn.Embedding(*arguments)
+    for name in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"):
+        assert getattr(ours, name) == getattr(dense, name)
+    assert torch.equal(ours.table.torch(), dense.weight)
+    assert ours.weight.requires_grad is dense.weight.requires_grad is False
+
+
+def test_from_pretrained_uses_the_memory_it_is_given() -> None:
+    given = torch.randn(6, 3)
+    ours, dense = speedtransfer.Embedding.from_pretrained(given), nn.Embedding.from_pretrained(given)
+    assert ours.table.torch().data_ptr() == dense.weight.data_ptr() == given.data_ptr()
+    assert ours.weight.requires_grad is dense.weight.requires_grad is False
+    ours = speedtransfer.Embedding.from_pretrained(given, freeze=False)
+    opt = torch.optim.SGD(ours.parameters(), lr=1.0)
+    before = given.clone()
+    ours(torch.tensor([2])).sum().backward()
+    opt.step()
+    assert torch.equal(given[2], before[2] - 1)
+    other = speedtransfer.Embedding.from_pretrained(given, memory="device")
+    assert torch.equal(other.table.torch(), given)
+
+
+def test_from_pretrained_with_options() -> None:
+    options = {"padding_idx": 2, "max_norm": 1.0, "norm_type": 1.0, "scale_grad_by_freq": True, "freeze": False}
+    weight = torch.randn(6, 3)
+    ours = speedtransfer.Embedding.from_pretrained(weight.clone(), **options)
+    dense = nn.Embedding.from_pretrained(weight.clone(), **options)
+    assert ours.table.torch()[2].any()  # the padding row keeps its values
+    assert_alike(ours, dense, torch.tensor([1, 2, 2, 1, 5]))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_from_pretrained_of_integers(dtype: torch.dtype) -> None:
+    given = torch.arange(6, dtype=dtype).view(3, 2)
+    for freeze in (True, False):
+        emb = speedtransfer.Embedding.from_pretrained(given, freeze=freeze)
+        out = emb(torch.tensor([2, 0]))
+        assert torch.equal(out, given[[2, 0]])
+        assert not out.requires_grad
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3, 4), ()])
+def test_from_pretrained_of_other_dimensions(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="must be 2-D"):
+        speedtransfer.Embedding.from_pretrained(torch.zeros(shape))
+    with pytest.raises(ValueError, match="must be 2-D"):
+        speedtransfer.EmbeddingBag.from_pretrained(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("memory", ["pageable", "mmap", "device"])
+def test_every_memory_gives_the_same(memory: str, tmp_path) -> None:
+    path = tmp_path / "rows.safetensors" if memory == "mmap" else None
+    torch.manual_seed(2)
+    ours = speedtransfer.Embedding(12, 5, padding_idx=2, memory=memory, path=path)
+    assert ours.table.memory == memory
+    assert_alike(ours, both(padding_idx=2)[1], IDS)
+
+
+def test_an_mmap_table_trains_and_the_file_holds_the_result(tmp_path) -> None:
+    path = tmp_path / "rows.npy"
+    torch.manual_seed(2)
+    emb = speedtransfer.Embedding(12, 5, memory="mmap", path=path)
+    dense = both()[1]
+    for module in (emb, dense):
+        opt = torch.optim.Adagrad(module.parameters(), lr=0.5)
+        for ids in ([1, 2, 2], [2, 11]):
+            opt.zero_grad()
+            module(torch.tensor(ids)).square().sum().backward()
+            opt.step()
+    emb.table.flush()
+    assert np.array_equal(np.load(path), dense.weight.detach().numpy())
+    assert [p.name for p in tmp_path.iterdir()] == ["rows.npy"]
+
+
+# --- the parameter ----------------------------------------------------------------------------------------------------
+
+
+def test_it_is_an_embedding_with_one_parameter() -> None:
+    ours, dense = both()
+    assert isinstance(ours, nn.Embedding)
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in dense.named_parameters()] == ["weight"]
+    assert isinstance(ours.weight, nn.Parameter)
+    assert list(ours.buffers()) == []
+
+
+def test_extra_repr() -> None:
+    ours, dense = both(padding_idx=1, max_norm=2.0, norm_type=1.0, scale_grad_by_freq=True, sparse=True)
+    assert ours.extra_repr() == dense.extra_repr() + ", memory='pageable'"
+    assert repr(ours) == f"Embedding({ours.extra_repr()})"
+
+
+def test_the_weight_cannot_be_replaced_or_tied() -> None:
+    emb, linear = speedtransfer.Embedding(6, 3), nn.Linear(3, 6, bias=False)
+    with pytest.raises(TypeError, match="cannot be replaced or tied; write the rows with"):
+        emb.weight = nn.Parameter(torch.zeros(6, 3))
+    with pytest.raises(TypeError, match="cannot be replaced or tied"):
+        emb.weight = linear.weight
+    emb.weight = emb.weight
+
+
+def test_weights_passed_in_from_outside_are_refused() -> None:
+    """``functional_call`` swaps parameters; rows that are not there cannot be swapped, and going on would be wrong."""
+    emb = speedtransfer.Embedding(6, 3)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(TypeError, match="functional_call"):
+            torch.func.functional_call(emb, {"weight": torch.zeros(6, 3)}, torch.tensor([1]))
+    assert emb(torch.tensor([1])).shape == (1, 3)
+
+
+def test_freezing() -> None:
+    for emb in (speedtransfer.Embedding(6, 3, _freeze=True), speedtransfer.Embedding(6, 3).requires_grad_(False)):
+        assert not emb(torch.tensor([1])).requires_grad
+        emb.weight.requires_grad_(True)
+        assert emb(torch.tensor([1])).requires_grad
+
+
+def test_functional_over_active_rows() -> None:
+    """`activate` is what forward is made of: the same output with plain torch."""
+    ours, dense = both()
+    ids = torch.tensor([[7, 1], [7, 7]])
+    active = ours.activate(ids)
+    assert active.ids.tolist() == [1, 7]
+    assert active.inverse.tolist() == [[1, 0], [1, 1]]
+    assert torch.equal(F.embedding(active.inverse, active.rows), dense(ids))
+    F.embedding(active.inverse, active.rows).square().sum().backward()
+    dense(ids).square().sum().backward()
+    assert torch.equal(dense_grad(ours), dense.weight.grad)
+    assert active.rows.grad is None  # it went to the parameter
+
+
+@pytest.mark.parametrize(
+    ("grad", "error", "words"),
+    [
+        (torch.zeros(3, 5), ValueError, r"shape \(3, 5\) but there are \(2, 5\) active rows"),
+        (torch.zeros(2, 4), ValueError, r"shape \(2, 4\)"),
+        (torch.zeros(2, 5, dtype=torch.float64), TypeError, "float64"),
+    ],
+)
+def test_wrong_gradients_by_hand(grad: Tensor, error: type[Exception], words: str) -> None:
+    emb = speedtransfer.Embedding(12, 5)
+    active = emb.activate([7, 1, 7])
+    with pytest.raises(error, match=words) as caught:
+        active.add_grad(grad)
+    assert "\n" not in str(caught.value)
+    assert emb.weight.grad is None
+    active.add_grad(torch.ones(2, 5))
+    active.add_grad(torch.ones(2, 5))
+    assert torch.equal(emb.weight.grad, torch.full((2, 5), 2.0))

@@ -1,0 +1,169 @@
+"""Autograd around ``speedtransfer.Embedding``: double backward, checkpointing, compiled models, writes in between."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from lazy_oracle import (
+    both,
+    dense_grad,
+    one_thread,  # noqa: F401 - a fixture
+)
+from torch import nn
+
+import speedtransfer
+from speedtransfer.nn.lookup import lookup
+
+IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
+
+
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_gradgradcheck_through_the_active_rows(padding_idx: int | None) -> None:
+    emb = speedtransfer.Embedding(12, 5, dtype=torch.float64)
+    active = emb.activate(IDS)
+    padding = -1 if padding_idx is None else active.ids.tolist().index(padding_idx)
+
+    def look_up(rows: torch.Tensor) -> torch.Tensor:
+        active.rows = rows
+        return lookup(active, padding).sin()
+
+    rows = active.rows.detach().clone().requires_grad_()
+    if padding_idx is None:  # with it the gradient is another by definition
+        assert torch.autograd.gradcheck(look_up, rows)
+    assert torch.autograd.gradgradcheck(look_up, rows)
+
+
+def test_a_penalty_on_the_gradient_equals_torch() -> None:
+    """Double backward through the output, and the gradient of the penalty reaches the rows."""
+    ours, dense = both(dtype=torch.float64)
+    for module in (ours, dense):
+        out = module(IDS)
+        (grad,) = torch.autograd.grad(out.pow(3).sum(), out, create_graph=True)
+        (out.sum() + grad.square().sum()).backward()
+    torch.testing.assert_close(dense_grad(ours), dense.weight.grad, rtol=1e-14, atol=0)
+
+
+def test_backward_with_create_graph() -> None:
+    ours, dense = both(dtype=torch.float64)
+    with pytest.warns(UserWarning, match="create_graph=True"):
+        ours(IDS).pow(3).sum().backward(create_graph=True)
+    dense(IDS).pow(3).sum().backward()
+    assert torch.equal(dense_grad(ours), dense.weight.grad)
+    assert not ours.weight.grad.requires_grad
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_tracked(context: type) -> None:
+    ours, dense = both()
+    with context():
+        out = ours(IDS)
+        assert torch.equal(out, dense(IDS))
+        assert not out.requires_grad
+        assert not ours.activate(IDS).rows.requires_grad
+    assert ours(IDS).requires_grad
+    opt = torch.optim.SGD(ours.parameters(), lr=0.1)  # training after inference
+    ours(IDS).sum().backward()
+    opt.step()
+
+
+def test_a_step_in_inference_mode_is_no_business_of_ours_but_a_table_made_there_trains() -> None:
+    with torch.inference_mode():
+        table = speedtransfer.Table(4, 2)
+    emb = speedtransfer.Embedding.from_pretrained(table.torch(), freeze=False)
+    opt = torch.optim.SGD(emb.parameters(), lr=1.0)
+    emb(torch.tensor([1])).sum().backward()
+    opt.step()
+    assert table.torch()[1].tolist() == [-1.0, -1.0]
+
+
+def test_retain_graph_and_two_backwards() -> None:
+    ours, dense = both()
+    for module in (ours, dense):
+        loss = module(IDS).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert torch.equal(dense_grad(ours), dense.weight.grad)
+
+
+def test_gradient_of_the_output_alone() -> None:
+    ours, dense = both()
+    grads = []
+    for module in (ours, dense):
+        out = module(IDS)
+        grads.append(torch.autograd.grad(out.square().sum(), out)[0])
+    assert torch.equal(*grads)
+    assert ours.weight.grad is None
+
+
+def test_one_graph_with_two_lookups_of_the_same_table() -> None:
+    ours, dense = both()
+    for module in (ours, dense):
+        (module(IDS[0]) * module(IDS[1])).sum().backward()
+    torch.testing.assert_close(dense_grad(ours), dense.weight.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_deposits_the_gradient_once(reentrant: bool) -> None:
+    ours, dense = both()
+    for module in (ours, dense):
+        torch.manual_seed(0)
+        head = nn.Linear(5, 5)
+        scale = torch.ones(1, requires_grad=True)
+
+        def block(scale: torch.Tensor, module=module, head=head) -> torch.Tensor:
+            return head(module(IDS) * scale).square()
+
+        torch.utils.checkpoint.checkpoint(block, scale, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(dense_grad(ours), dense.weight.grad)
+
+
+def test_autocast_leaves_the_rows_alone() -> None:
+    ours, dense = both()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert ours(IDS).dtype == dense(IDS).dtype == torch.float32
+
+
+def test_output_outlives_the_step() -> None:
+    """A step updates the memory of the active rows; what forward returned must not change with it."""
+    emb = speedtransfer.Embedding(12, 64)
+    opt = torch.optim.SGD(emb.parameters(), lr=1.0)
+    out = emb(IDS)
+    before = out.detach().clone()
+    out.sum().backward()
+    opt.step()
+    assert torch.equal(out, before)
+
+
+def test_rows_written_between_forward_and_backward() -> None:
+    emb = speedtransfer.Embedding(12, 5)
+    out = emb(IDS)
+    emb.table[[3]] = torch.zeros(1, 5)
+    emb.table.torch()[1] = 7.0
+    out.sum().backward()
+    assert emb.weight.data[1].tolist() == [7.0] * 5
+    assert emb.weight.data[2].tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_trains_the_same(backend: str) -> None:
+    """The lookup breaks the graph; what is around it is compiled."""
+    torch.manual_seed(2)
+    model = nn.Sequential(speedtransfer.Embedding(12, 5), nn.Flatten(), nn.Linear(15, 1))
+    bag = speedtransfer.EmbeddingBag(12, 5)
+    plain = copy.deepcopy(nn.ModuleList([model, bag]))
+    compiled = [torch.compile(m, backend=backend) for m in (model, bag)]
+    for modules, params in ((compiled, [*model.parameters(), *bag.parameters()]), (plain, [*plain.parameters()])):
+        opt = torch.optim.AdamW(params, lr=0.1)
+        for shift in range(3):
+            ids = (IDS + shift) % 12
+            opt.zero_grad()
+            (modules[0](ids).sum() + modules[1](ids).square().sum()).backward()
+            opt.step()
+        with torch.no_grad():
+            modules[0](ids)
+    assert torch.equal(model[0].table.torch(), plain[0][0].table.torch())
+    assert torch.equal(bag.table.torch(), plain[1].table.torch())
+    torch.compiler.reset()
