@@ -73,11 +73,12 @@ def test_include_last_offset(mode: str) -> None:
     assert_alike(ours, dense, FLAT, torch.tensor([0, 3, 3, 8]))
 
 
-@pytest.mark.parametrize("padding_idx", [None, 3, 5])
+# Without padding_idx torch reads such offsets another way, and its gradient is uninitialised memory.
+@pytest.mark.parametrize("padding_idx", [3, 5])
 @pytest.mark.parametrize("offsets", [[0, 3, 3], [0, 3, 8], [0, 0, 8, 8]])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_last_offset_short_of_the_end_means_what_it_means_to_torch(
-    mode: str, offsets: list[int], padding_idx: int | None
+    mode: str, offsets: list[int], padding_idx: int
 ) -> None:
     assert_alike(*both(mode=mode, include_last_offset=True, padding_idx=padding_idx), FLAT, torch.tensor(offsets))
 

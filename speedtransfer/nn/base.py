@@ -135,7 +135,11 @@ class TableModule(nn.Module):
             handle.bind(weight)
         if weight.dtype != handle.table.dtype:
             handle.convert(weight.dtype)
-        handle.table.to(weight.device)
+        if weight.device != handle.table.device:
+            # Planes of state on the device move along, and the optimizer's views of them do not.
+            if handle.table.memory == "device":
+                handle.drop_state(f"the table moved to {weight.device}")
+            handle.table.to(weight.device)
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -171,6 +171,9 @@ class Planes:
             weight = mapped_view(weight, self.device)
         return to_cupy(weight)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
+
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self.plane("weight").__dlpack__(**kwargs)
 
@@ -219,6 +222,7 @@ class Planes:
         target = resolve_device(device)
         if target != self.device:
             self._engine.wait()
+            self._writes += self.version  # moved planes count their changes from zero again
             self._planes = self._place.move_to(target, self._planes)
             self._engine = self._place.engine()
         return self
