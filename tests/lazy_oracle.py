@@ -35,11 +35,10 @@ def start_value(key: str, group: dict[str, Any], weight: Tensor) -> float | Tens
     """Return what the state `key` of a row is before anything has touched that row."""
     if key == "step_size":  # Rprop
         smallest, largest = group["step_sizes"]
-        return min(max(float(group["lr"]), smallest), largest)
+        # Rprop lifts a step size below its smallest to it: zero does as well, and is what the probe then prefers.
+        return min(float(group["lr"]), largest) if float(group["lr"]) > smallest else 0.0
     if key == "sum":  # Adagrad
         return float(group["initial_accumulator_value"])
-    if key == "exp_inf":  # Adamax keeps the largest of eps and the gradients
-        return float(group["eps"])
     if key in ("ax", "slow"):  # an average of the weights, of one so far
         return weight
     return 0.0

@@ -7,6 +7,7 @@ import torch
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from optimizer_cases import BASE, CASES, REFUSED, OptimizerCase, RefusedCase, case_named
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import speedtransfer
 from speedtransfer.errors import OptimizerError
@@ -23,7 +24,6 @@ STARTS = {
     ("adagrad-initial", "sum"): 0.3,
     ("rprop", "step_size"): 0.03,
     ("asgd", "ax"): None,
-    ("adamax", "exp_inf"): 1e-8,  # the largest of eps and no gradient
 }
 
 
@@ -72,7 +72,7 @@ def test_start_of_rprop_follows_the_learning_rate_of_its_first_step() -> None:
     param = nn.Parameter(torch.ones(4, 3))
     opt = torch.optim.Rprop([param], lr=0.5)
     opt.param_groups[0]["lr"] = 0.0
-    assert probe(opt, opt.param_groups[0], param)["step_size"].start == pytest.approx(1e-6)  # its smallest
+    assert probe(opt, opt.param_groups[0], param)["step_size"].start == 0  # lifted to its smallest at the first touch
 
 
 @pytest.mark.parametrize("name", ["sgd-momentum", "adam", "adamw-fused", "rmsprop", "nadam"])
@@ -132,3 +132,22 @@ def test_handles_are_found_by_parameter_and_die_with_their_module() -> None:
     assert find_handle(nn.Parameter(torch.zeros(4, 2))) is None
     del emb
     assert find_handle(weight) is None
+
+
+def test_a_start_that_zero_can_stand_for_is_zero() -> None:
+    """Adamax leaves eps on a row without gradient; from zero it goes the same way, and zero pages take no memory."""
+    param = torch.nn.Parameter(torch.empty(0, 3))
+    opt = torch.optim.Adamax([param], eps=1e-3)
+    assert probe(opt, opt.param_groups[0], param)["exp_inf"].start == 0
+    opt = torch.optim.Adagrad([param], initial_accumulator_value=0.5)
+    assert probe(opt, opt.param_groups[0], param)["sum"].start == 0.5
+
+
+def test_trials_do_not_fire_the_hooks_of_others() -> None:
+    seen = []
+    hook = register_optimizer_step_post_hook(lambda opt, args, kwargs: seen.append(opt))
+    param = torch.nn.Parameter(torch.empty(0, 3))
+    opt = torch.optim.AdamW([param])
+    probe(opt, opt.param_groups[0], param)
+    hook.remove()
+    assert seen == []

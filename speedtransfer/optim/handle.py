@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.tables import Table, unique_rows
 
 # Parameter -> weak reference to its handle. The handle holds the parameter, so a strong one would keep both for ever.
@@ -54,16 +55,28 @@ class Handle:
     def bind(self, param: nn.Parameter) -> None:
         """Make `param` the parameter of this handle."""
         self.param = param
+        self._idle_version = param._version
         _handles[param] = weakref.ref(self)
 
     def _no_rows(self) -> Tensor:
-        return torch.empty(0, self.table.dim, dtype=self.table.dtype, device=self.table.device)
+        with torch.inference_mode(False):  # an inference tensor could never hold a gradient
+            return torch.empty(0, self.table.dim, dtype=self.table.dtype, device=self.table.device)
+
+    def check_unwritten(self) -> None:
+        """Raise where somebody wrote to the idle parameter in place: it holds no rows, and the write went nowhere."""
+        if self.ids is None and self.param._version != self._idle_version:
+            self._idle_version = self.param._version
+            raise InvalidValueError(
+                "weight was written in place (by nn.init, for instance) while it held no rows, so nothing changed; write the "
+                "rows through the table: emb.table.uniform_(a, b), .normal_(mean, std), .init_(fn), or emb.table[ids] = rows"
+            )
 
     def clear(self) -> None:
         """Make the parameter idle: no rows, no gradient."""
         self.ids, self._grad = None, None
         self.param.grad = None
         self.param.data = self._no_rows()
+        self._idle_version = self.param._version
 
     def deposit(self, ids: Tensor, grad: Tensor, rows: Tensor, version: int) -> None:
         """Add the gradient of some rows to what the next step will apply.

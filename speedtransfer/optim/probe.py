@@ -58,8 +58,8 @@ def probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[st
         grads[:, [r for r in range(_ROWS) if r not in _SUBSET]] *= 100  # a norm over the parameter would notice
         weights, grads = weights.to(param), grads.to(param)
         try:
-            planes = _planes(optimizer, group, weights, torch.zeros_like(grads))
-            moving = {**group, "lr": 1e-3} if _is_zero(group.get("lr")) else group  # at lr zero nothing shows
+            planes = _planes(optimizer, group, weights, grads)
+            moving = _moving(group)
             all_rows = _run(optimizer, moving, weights, grads)
             some_rows = _run(optimizer, moving, weights[_SUBSET], grads[:, _SUBSET])
         except Exception as error:
@@ -87,9 +87,10 @@ def _reason(name: str, error: Exception) -> str:
 def _planes(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, grads: Tensor) -> dict[str, PlaneSpec]:
     """Sort state into planes and shared entries; a zero-gradient step shows what an untouched row holds."""
     # With the learning rate as it is, zero too: Rprop's step_size starts from it.
-    moved, state = _run(optimizer, group, weights, grads[:1])
-    _, fewer = _run(optimizer, group, weights[1:], grads[:1, 1:])
-    _, at_zero = _run(optimizer, group, torch.zeros_like(weights), grads[:1])  # weight decay adds nothing there
+    still = torch.zeros_like(grads[:1])
+    moved, state = _run(optimizer, group, weights, still)
+    _, fewer = _run(optimizer, group, weights[1:], still[:, 1:])
+    _, at_zero = _run(optimizer, group, torch.zeros_like(weights), still)  # weight decay adds nothing there
     planes = {}
     for key, value in state.items():
         if not _follows_rows(value, _ROWS) or not _follows_rows(fewer[key], _ROWS - 1):
@@ -101,6 +102,8 @@ def _planes(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, grads:
             if len(values) > 1:
                 raise ValueError(f"state {key!r} of an untouched row has no one value to start from")
             start = float(values[0]) if len(values) else 0.0  # none: rows of no columns
+            if start != 0 and _zero_does_as_well(optimizer, _moving(group), weights, grads, key, start):
+                start = 0.0  # zero pages take no memory: Adamax's exp_inf would be eps all over
         planes[key] = PlaneSpec(tuple(value.shape[1:]), value.dtype, start)
     return planes
 
@@ -109,18 +112,42 @@ def _follows_rows(value: Any, rows: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 
+def _zero_does_as_well(
+    optimizer: Optimizer, group: dict[str, Any], weights: Tensor, grads: Tensor, key: str, start: float
+) -> bool:
+    """Tell whether rows whose state `key` starts from zero go the same way as from `start`."""
+    ends = []
+    for first in (start, 0.0):
+        param = nn.Parameter(weights.clone())
+        trial = _like(optimizer, group, param)
+        _step(trial, param, torch.zeros_like(weights))  # makes the state
+        trial.state[param][key].fill_(first)
+        for grad in grads:
+            _step(trial, param, grad)
+        ends.append((param.detach(), trial.state[param][key]))
+    return all(torch.equal(kept, zeroed) for kept, zeroed in zip(*ends, strict=True))
+
+
+def _step(trial: Optimizer, param: nn.Parameter, grad: Tensor) -> None:
+    param.grad = grad.clone()
+    step = type(trial).step
+    # Without the hooks that others have registered for all optimizers: this step is no business of theirs.
+    getattr(step, "__wrapped__", step)(trial) if getattr(step, "hooked", False) else trial.step()
+
+
 def _run(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, grads: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """Step a fresh optimizer of the same kind on a copy of `weights`; return the rows and their state after it."""
     param = nn.Parameter(weights.clone())
     trial = _like(optimizer, group, param)
     for grad in grads:
-        param.grad = grad.clone()
-        trial.step()
+        _step(trial, param, grad)
     return param.detach(), dict(trial.state[param])
 
 
-def _is_zero(lr: Any) -> bool:
-    return lr is not None and float(lr) == 0.0
+def _moving(group: dict[str, Any]) -> dict[str, Any]:
+    """Return `group` with a learning rate at which something shows: a schedule may start from zero."""
+    lr = group.get("lr")
+    return {**group, "lr": 1e-3} if lr is not None and float(lr) == 0.0 else group
 
 
 def _like(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> Optimizer:
