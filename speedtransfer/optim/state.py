@@ -94,20 +94,21 @@ class RowState:
 
     def _adopt(self, state: dict[str, Any]) -> None:
         """Copy planes that came from a loaded state dict into the table."""
-        for name, view in list(self._views.items()):
-            value = state.get(name)
-            if value is view:
-                continue
-            if value is None or value.shape[0] == 0:  # none there, or made in a constructor, for no rows
-                if not self._fresh:
-                    self._start_anew([name])
-            elif value.shape != view.shape:
+        foreign = {name: state.get(name) for name, view in self._views.items() if state.get(name) is not view}
+        # None, or made in a constructor for no rows: there is nothing to copy.
+        loaded = {name: value for name, value in foreign.items() if value is not None and value.shape[0]}
+        for name, value in loaded.items():
+            if value.shape != self._views[name].shape:
                 raise OptimizerError(
-                    f"loaded state {name!r} has shape {tuple(value.shape)} but the table needs {tuple(view.shape)}; "
-                    "load the state that was saved with this table"
+                    f"loaded state {name!r} has shape {tuple(value.shape)} but the table needs "
+                    f"{tuple(self._views[name].shape)}; load the state that was saved with this table"
                 )
-            else:
-                view.copy_(value)
+        if not self._fresh:
+            self._start_anew([name for name in foreign if name not in loaded])
+        if loaded:
+            self.handle.table.wait()
+        for name, value in loaded.items():
+            self._views[name].copy_(value)
 
     def store(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Write the active rows and their state into the table and make the parameter idle."""
