@@ -4,16 +4,16 @@ VENV ?= .venv
 # The interpreter that runs everything; set PY=python3 to use one that already has the packages (a shared GPU machine).
 PY ?= $(VENV)/bin/python
 ENV := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
-# The CUDA extra follows the driver; without a driver there is none, and everything runs on the CPU.
+# The CUDA extra follows the driver; without one that CuPy supports there is none, and everything runs on the CPU.
 CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
-CUDA_EXTRA := $(if $(CUDA_MAJOR),$(if $(filter 12,$(CUDA_MAJOR)),cuda12,cuda13))
-EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
+CUDA_EXTRA := $(if $(CUDA_MAJOR),$(shell [ $(CUDA_MAJOR) -ge 13 ] && echo cuda13 || { [ $(CUDA_MAJOR) -eq 12 ] && echo cuda12; }))
 comma := ,
+EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 
 .PHONY: help demo test test-slow lint bench gpu gpu-status clean
 
 help:
-	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (about 3 minutes)"
+	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (one to three minutes)"
 	@echo "make test        the whole test suite; no GPU needed"
 	@echo "make test-slow   the long sweeps as well"
 	@echo "make lint        ruff and mypy"

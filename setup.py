@@ -41,6 +41,7 @@ setup(
         "safetensors>=0.4.3",
         "torch>=2.4",
         "typer>=0.12",
+        "typing_extensions>=4.6",
     ],
     extras_require={
         "cuda12": ["cupy-cuda12x>=13"],

@@ -23,10 +23,12 @@ from torch import Tensor
 from speedtransfer.errors import HostMemoryError, format_bytes
 
 _SMALL_BYTES = 1 << 18  # below this the C library keeps the memory itself
+_LARGE_BYTES = 1 << 29  # above this it is no batch but a whole table, and better given back at once
+_KEEP_BYTES = 1 << 30  # free blocks hold no more than this
 
 
 def anonymous(num_bytes: int) -> mmap.mmap:
-    """Return zeroed memory of this process; a page takes room once it is written. Large pages where the system has them.
+    """Return zeroed memory of this process; a page (of 2 MB, where the system can) takes room once it is written.
 
     Raises
     ------
@@ -42,7 +44,7 @@ def anonymous(num_bytes: int) -> mmap.mmap:
 
 
 class BlockPool:
-    """Blocks of memory, leased by size. Free blocks never hold more bytes than were once leased at the same time."""
+    """Blocks of memory, leased by size. Free blocks hold a bounded number of bytes, and never more than were leased at once."""
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
@@ -89,7 +91,7 @@ class BlockPool:
             self._leased_bytes -= len(block)
             self._free.append(block)
             self._free_bytes += len(block)
-            while self._free_bytes > self._peak_bytes:
+            while self._free_bytes > min(self._peak_bytes, _KEEP_BYTES):
                 self._free_bytes -= len(self._free.pop(0))
 
     def renew_lock(self) -> None:
@@ -121,6 +123,6 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     device : torch.device
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or num_bytes < _SMALL_BYTES:
+    if device.type != "cpu" or not _SMALL_BYTES <= num_bytes <= _LARGE_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.from_numpy(_pool.lease(num_bytes)).view(dtype).view(shape)

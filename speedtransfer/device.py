@@ -350,8 +350,8 @@ def _missing(driver: str | None, cupy_version: str | None) -> tuple[str, tuple[s
             return f"{what}; update the driver, or install a torch built for an older CUDA", ()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return f"the driver shows no device (CUDA_VISIBLE_DEVICES is {visible!r}); make one visible to this process", ()
-    extra = "cuda12" if driver.startswith("12.") else "cuda13"
-    remedy = f"pip install 'speedtransfer[{extra}]'"
+    package = "cupy-cuda12x" if driver.startswith("12.") else "cupy-cuda13x"
+    remedy = f"pip install {package}"
     devices = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     if importlib.util.find_spec("cupy") is None:
         return f"CuPy is not installed; {remedy}", devices

@@ -65,11 +65,11 @@ class TestStatus:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A Device")
 
-    @pytest.mark.parametrize(("driver", "extra"), [("12.8", "cuda12"), ("13.0", "cuda13")])
+    @pytest.mark.parametrize(("driver", "extra"), [("12.8", "cuda12x"), ("13.0", "cuda13x")])
     def test_no_cupy(self, monkeypatch, torch_with_cuda, driver, extra):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         reason, devices = device._missing(driver, None)
-        assert reason == f"CuPy is not installed; pip install 'speedtransfer[{extra}]'"
+        assert reason == f"CuPy is not installed; pip install cupy-{extra}"
         assert devices == ("A Device",)
 
     def test_cupy_that_does_not_work(self, monkeypatch, torch_with_cuda):

@@ -112,22 +112,3 @@ def test_pickle_by_torch_save(memory: str, tmp_path) -> None:
     new.step()
     assert not torch.equal(loaded[0].table.torch()[3], before[3])
     assert torch.equal(model[0].table.torch(), before)
-
-
-def test_initialising_the_idle_weight_in_place_is_an_error_not_a_silent_nothing() -> None:
-    emb = speedtransfer.Embedding(12, 5)
-    torch.nn.init.uniform_(emb.weight, -0.1, 0.1)
-    with pytest.raises(ValueError, match=r"held no rows.*emb\.table"):
-        emb(IDS)
-    before = emb.table.torch().clone()
-    assert torch.equal(emb(IDS), before[IDS]), "told once; from then on the rows are as they are"
-
-
-def test_writes_to_the_active_rows_are_the_users_own() -> None:
-    emb = speedtransfer.Embedding(12, 5)
-    opt = torch.optim.SGD(emb.parameters(), lr=0.0)
-    emb(IDS).sum().backward()
-    with torch.no_grad():
-        emb.weight.zero_()
-    opt.step()
-    assert not emb(IDS).any()

@@ -113,7 +113,7 @@ def test_tied_weights_are_refused_and_the_model_is_left_whole() -> None:
         {"other": nn.Embedding(9, 4), "words": nn.Embedding(6, 4), "out": nn.Linear(4, 6, bias=False)}
     )
     model["out"].weight = model["words"].weight
-    with pytest.raises(ValueError, match="weight of 'words' is shared with another module") as caught:
+    with pytest.raises(ValueError, match="'words' shares its weight with another module") as caught:
         replace_embeddings(model)
     assert "\n" not in str(caught.value)
     assert type(model["other"]) is nn.Embedding  # nothing was swapped before the error
@@ -122,7 +122,7 @@ def test_tied_weights_are_refused_and_the_model_is_left_whole() -> None:
 
 def test_a_model_that_is_itself_an_embedding() -> None:
     for model in (nn.Embedding(4, 2), nn.EmbeddingBag(4, 2)):
-        with pytest.raises(ValueError, match="the model itself is an embedding"):
+        with pytest.raises(ValueError, match="is the model itself"):
             replace_embeddings(model)
 
 
@@ -133,3 +133,25 @@ def test_bad_min_rows() -> None:
 
 def test_nothing_to_replace() -> None:
     assert replace_embeddings(nn.Linear(2, 2)) == []
+
+
+def test_embeddings_with_code_or_hooks_of_their_own_are_refused_and_the_model_is_left_whole() -> None:
+    class Shifted(nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids + 2)
+
+    hooked = nn.Embedding(9, 3)
+    hooked.register_forward_hook(lambda *_: None)
+    for odd, message in ((Shifted(9, 3), "is a Shifted"), (hooked, "has hooks")):
+        model = nn.ModuleDict({"plain": nn.Embedding(9, 3), "odd": odd})
+        with pytest.raises(ValueError, match=f"'odd' {message}"):
+            speedtransfer.replace_embeddings(model)
+        assert type(model["plain"]) is nn.Embedding
+        assert speedtransfer.replace_embeddings(nn.ModuleDict({"plain": model["plain"]})) == ["plain"]
+
+
+def test_a_failure_half_way_leaves_the_model_whole(tmp_path) -> None:
+    model = nn.ModuleDict({"a": nn.Embedding(9, 3), "b": nn.Embedding(9, 3)})
+    with pytest.raises(OSError, match="exists"):
+        speedtransfer.replace_embeddings(model, memory="mmap", path=tmp_path / "rows.npy")  # one file for two tables
+    assert type(model["a"]) is type(model["b"]) is nn.Embedding

@@ -151,3 +151,32 @@ def test_trials_do_not_fire_the_hooks_of_others() -> None:
     probe(opt, opt.param_groups[0], param)
     hook.remove()
     assert seen == []
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lr", [0.0, 1e-6, 1e-2])
+def test_dependence_between_rows_shows_at_any_learning_rate_and_precision(kind, dtype, lr) -> None:
+    param = torch.nn.Parameter(torch.empty(0, 16, dtype=dtype))
+    opt = kind([param], lr=1e-2)
+    opt.param_groups[0]["lr"] = lr
+    with pytest.raises(OptimizerError, match="not row by row"):
+        probe(opt, opt.param_groups[0], param)
+
+
+def test_an_optimizer_around_another_is_refused_before_any_trial() -> None:
+    class Around(torch.optim.Optimizer):
+        def __init__(self, base):
+            self.base = base
+            super().__init__(base.param_groups, {})
+
+        def step(self, closure=None):
+            self.base.step()
+
+    dense = torch.nn.Parameter(torch.zeros(3))
+    dense.grad = torch.ones(3)
+    param = torch.nn.Parameter(torch.empty(0, 3))
+    opt = Around(torch.optim.SGD([dense, param], lr=1.0))
+    with pytest.raises(OptimizerError, match="Around wraps SGD"):
+        probe(opt, opt.param_groups[0], param)
+    assert not dense.any()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -195,3 +196,17 @@ def test_run_without_cuda_refuses_in_one_line():
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line == f"error: the GPU tests and benchmarks need CUDA, but {cuda_status().reason}"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "extras"),
+    [(None, "dev"), ("11.8", "dev"), ("12.4", "dev,cuda12"), ("13.0", "dev,cuda13"), ("14.1", "dev,cuda13")],
+)
+def test_make_picks_the_cuda_extra_of_the_driver(tmp_path, cuda, extras):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\n" + (f"echo '| Driver Version: 1 CUDA Version: {cuda} |'\n" if cuda else "exit 1\n"))
+    tool.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    argv = ["make", "-n", "VENV=does-not-exist", "does-not-exist/.ready"]
+    done = subprocess.run(argv, cwd=SCRIPT.parents[1], env=environment, capture_output=True, text=True, check=True)
+    assert f'".[{extras}]"' in done.stdout

@@ -131,7 +131,8 @@ class _Buffer:
         starts = [0, *itertools.accumulate(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)]
         self.wait()
         if starts[-1] > len(self._memory):
-            self._memory = pinned_empty(starts[-1], self._device)
+            # Half as much again: freeing page-locked memory waits for the device, and batches vary in size.
+            self._memory = pinned_empty(max(starts[-1], len(self._memory) * 3 // 2), self._device)
         return [
             self._memory[start : start + size].view(tensor.dtype).view(tensor.shape)
             for start, size, tensor in zip(starts, sizes, like, strict=False)

@@ -129,6 +129,12 @@ class TableModule(nn.Module):
     # --- nn.Module ----------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
+        path, dtype = self.table.path, self.table.dtype
+        if path is not None and fn(torch.empty(0, dtype=dtype, device=self.table.device)).dtype != dtype:
+            raise InvalidValueError(
+                f"the file {str(path)!r} holds {dtype} and cannot change its dtype; save the table, or make a new module with "
+                "dtype= and another path"
+            )
         super()._apply(fn, recurse)
         handle, weight = self._handle, self._parameters["weight"]
         assert weight is not None
@@ -141,6 +147,8 @@ class TableModule(nn.Module):
             if handle.table.memory == "device":
                 handle.drop_state(f"the table moved to {weight.device}")
             handle.table.to(weight.device)
+            if handle.ids is not None:
+                handle.ids = handle.ids.to(weight.device)
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:

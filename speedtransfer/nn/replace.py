@@ -11,6 +11,8 @@ from speedtransfer.nn.bag import EmbeddingBag
 from speedtransfer.nn.base import TableModule
 from speedtransfer.nn.embedding import Embedding
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 def replace_embeddings(model: nn.Module, min_rows: int = 0, **options: Any) -> list[str]:
     """Swap the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules inside `model` for ours, weights included.
@@ -34,7 +36,8 @@ def replace_embeddings(model: nn.Module, min_rows: int = 0, **options: Any) -> l
     Raises
     ------
     InvalidValueError
-        An embedding is the model itself, or shares its weight with another module (tied weights need every row at once).
+        An embedding is the model itself, has code or hooks of its own, or shares its weight with another module (tied
+        weights need every row at once). The model is then as it was.
     """
     check_size(min_rows, "min_rows")
     found = {
@@ -44,30 +47,32 @@ def replace_embeddings(model: nn.Module, min_rows: int = 0, **options: Any) -> l
         and not isinstance(module, TableModule)
         and module.num_embeddings >= min_rows
     }
-    owners: dict[int, set[int]] = {}
+    users: dict[int, set[int]] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
-            owners.setdefault(id(param), set()).add(id(module))
+            users.setdefault(id(param), set()).add(id(module))
     for name, module in found.items():
-        if name == "":
-            raise InvalidValueError(
-                "the model itself is an embedding and cannot be swapped in place; use Embedding.from_pretrained(model.weight)"
-            )
-        if len(owners[id(module.weight)]) > 1:
-            raise InvalidValueError(
-                f"the weight of {name!r} is shared with another module, which needs all its rows at once; "
-                "untie it, or raise min_rows to leave it alone"
-            )
-    swapped: dict[int, nn.Module] = {}
+        _check_replaceable(name, module, shared=len(users.get(id(module.weight), ())) > 1)
+    # All of them are made before the first is swapped: an error leaves the model as it was.
+    made = {id(module): _table_module(module, options) for module in found.values()}
     for name, module in found.items():
-        new = (
-            swapped.setdefault(id(module), _table_module(module, options))
-            if id(module) not in swapped
-            else swapped[id(module)]
-        )
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, new)
+        setattr(model.get_submodule(parent), child, made[id(module)])
     return list(found)
+
+
+def _check_replaceable(name: str, module: nn.Module, shared: bool) -> None:
+    if name == "":
+        problem = "is the model itself, which cannot be swapped in place; use Embedding.from_pretrained(model.weight)"
+    elif type(module) not in (nn.Embedding, nn.EmbeddingBag):
+        problem = f"is a {type(module).__name__}, whose own code would be lost; swap it by hand, or raise min_rows"
+    elif shared:
+        problem = "shares its weight with another module, which needs all rows at once; untie it, or raise min_rows"
+    elif any(getattr(module, hooks) for hooks in _HOOKS):
+        problem = "has hooks, which would be lost; remove them and register them anew afterwards"
+    else:
+        return
+    raise InvalidValueError(f"embedding {name!r} {problem}" if name else f"the embedding {problem}")
 
 
 def _table_module(module: nn.Embedding | nn.EmbeddingBag, options: dict[str, Any]) -> TableModule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any
 
@@ -45,11 +46,14 @@ class Handle:
         self.table = table
         self.ids: Tensor | None = None  # active rows, sorted; None: idle
         self.state: Any = None  # optim.state.RowState of the optimizer that trains the rows
-        self.lost: weakref.WeakKeyDictionary[Any, str] = (
-            weakref.WeakKeyDictionary()
-        )  # optimizer -> why its state is gone
+        # Optimizers whose state of these rows is gone, and why.
+        self.lost: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._version = -1  # of the table when param.data was read
         self._grad: tuple[weakref.ref[Tensor], int] | None = None  # the gradient as this class left it
+        self._leaf: Tensor | None = (
+            None  # shares memory with param.data and the version counter with the leaf of autograd
+        )
+        self._noticed: int | None = None  # version of the table when a lost write was noticed
         self.bind(nn.Parameter(self._no_rows(), requires_grad=requires_grad and table.dtype.is_floating_point))
 
     def bind(self, param: nn.Parameter) -> None:
@@ -63,17 +67,41 @@ class Handle:
             return torch.empty(0, self.table.dim, dtype=self.table.dtype, device=self.table.device)
 
     def check_unwritten(self) -> None:
-        """Raise where somebody wrote to the idle parameter in place: it holds no rows, and the write went nowhere."""
-        if self.ids is None and self.param._version != self._idle_version:
-            self._idle_version = self.param._version
+        """Raise where somebody wrote to the idle parameter: it holds no rows, and the write went nowhere.
+
+        In-place writes through ``param.data`` leave no trace; those on the parameter and an assigned ``param.data`` do. The
+        error stands until the rows are written through the table.
+        """
+        if self.ids is not None or (self.param._version == self._idle_version and len(self.param) == 0):
+            return
+        if self._noticed is None:
+            self._noticed = self.table.version
+        if self._noticed != self.table.version:
+            self._noticed = None
+            self.clear()
+            return
+        raise InvalidValueError(
+            "weight was written (by nn.init, or as weight.data = ...) while it held no rows, so nothing changed; write "
+            "the rows through the table: emb.table.uniform_(a, b), .normal_(mean, std), .init_(fn), or emb.table[ids] = rows"
+        )
+
+    def check_gradient(self) -> None:
+        """Raise where the idle parameter has got a gradient: the loss uses it, not the rows, and part of it would be lost."""
+        if self.ids is None and self.param.grad is not None:
+            self.param.grad = None
             raise InvalidValueError(
-                "weight was written in place (by nn.init, for instance) while it held no rows, so nothing changed; write the "
-                "rows through the table: emb.table.uniform_(a, b), .normal_(mean, std), .init_(fn), or emb.table[ids] = rows"
+                "weight got a gradient of its own while it held no rows: the loss uses the parameter (a penalty over "
+                "model.parameters(), for instance); leave tables out there and use the rows: emb(ids), emb.activate(ids).rows"
             )
+
+    def mark_stepped(self) -> None:
+        """Tell autograd that a step wrote into rows that a graph may have saved: backward then raises, as in torch."""
+        if self._leaf is not None:
+            torch.autograd.graph.increment_version(self._leaf)
 
     def clear(self) -> None:
         """Make the parameter idle: no rows, no gradient."""
-        self.ids, self._grad = None, None
+        self.ids = self._grad = self._leaf = None
         self.param.grad = None
         self.param.data = self._no_rows()
         self._idle_version = self.param._version
@@ -90,18 +118,24 @@ class Handle:
         rows : Tensor
             ``(n, dim)``, the rows as they were when the table's version was `version`.
         """
+        self.check_gradient()
         if self._discarded():
             self.clear()
         grad = grad.detach()
+        for hook in (self.param._backward_hooks or {}).values():  # the parameter is in no graph: its hooks fire here
+            changed = hook(grad)
+            grad = grad if changed is None else changed
         if self.ids is None:
             if version != self.table.version:  # somebody wrote to the table between forward and backward
                 rows, version = self.table.gather(ids, check=False), self.table.version
-            self.ids, self._version = ids, version
+            self.ids, self._version, self._leaf = ids, version, rows
             self.param.data = rows.detach()
         else:
             grad = self._merge(ids, grad)
         self.param.grad = grad
         self._grad = weakref.ref(grad), grad._version
+        for hook in list((self.param._post_accumulate_grad_hooks or {}).values()):
+            hook(self.param)
 
     def _merge(self, ids: Tensor, grad: Tensor) -> Tensor:
         """Take `ids` into the active rows and return the summed gradient."""
@@ -114,7 +148,7 @@ class Handle:
         total[position[: len(self.ids)]] = self.param.grad
         total[position[len(self.ids) :]] += grad  # ids holds no row twice
         self.param.grad = None
-        self.ids, self._version = union, self.table.version
+        self.ids, self._version, self._leaf = union, self.table.version, None
         self.param.data = self.table.gather(union, check=False)
         return total
 
@@ -155,15 +189,9 @@ class Handle:
         return _unpickle, (self.table.torch(), memory, str(self.table.device), self.param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
-        import copy
-
-        duplicate = Handle.__new__(Handle)
-        memo[id(self)] = duplicate
         # Without the planes of state: a copy of the optimizer, if there is one, brings its own.
-        duplicate.table = self.table.astype(self.table.dtype)
-        duplicate.ids = duplicate.state = duplicate._grad = None
-        duplicate.lost = weakref.WeakKeyDictionary()
-        duplicate._version = -1
+        duplicate = Handle(self.table.astype(self.table.dtype))
+        memo[id(self)] = duplicate
         duplicate.bind(copy.deepcopy(self.param, memo))
         duplicate.clear()
         return duplicate

@@ -40,7 +40,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if not any_handles():
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
+    if not callable(closure):  # none, or an argument of another meaning
         _load(optimizer)
         return None
     # The closure runs forward and backward inside the step: rows are known only after it.
@@ -62,6 +62,7 @@ def _then_load(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[],
 @torch.no_grad()
 def _load(optimizer: Optimizer) -> None:
     for handle, group in _handles_of(optimizer):
+        handle.check_gradient()
         if handle.ids is None or handle.param.grad is None:
             continue
         if handle.state is None or handle.state.optimizer() is not optimizer:

@@ -22,7 +22,7 @@ class RowState:
     """
 
     def __init__(self, handle: Handle, optimizer: Optimizer, specs: dict[str, PlaneSpec]) -> None:
-        self.handle = handle
+        self._handle = weakref.ref(handle)  # which holds this object: a cycle would keep the table until the next gc
         self.optimizer = weakref.ref(optimizer)
         self.in_step = False  # from load to store; still True at the next load: the step between failed
         self._specs: dict[str, PlaneSpec] = {}
@@ -33,14 +33,28 @@ class RowState:
         self._fresh = True  # no row has been stored yet
         self._add(specs)
 
+    @property
+    def handle(self) -> Handle:
+        """The handle whose rows these are."""
+        handle = self._handle()
+        assert handle is not None
+        return handle
+
     def _add(self, specs: dict[str, PlaneSpec]) -> None:
         table = self.handle.table
-        for name, spec in specs.items():
-            if name not in self._views:
-                start = table.plane("weight") if spec.start is None else spec.start
-                plane = table.add_plane(_plane_name(name), math.prod(spec.tail), spec.dtype, fill=start)
-                self._specs[name] = spec
-                self._views[name] = plane.view(table.num_rows, *spec.tail)
+        added: list[str] = []
+        try:
+            for name, spec in specs.items():
+                if name not in self._views:
+                    start = table.plane("weight") if spec.start is None else spec.start
+                    plane = table.add_plane(_plane_name(name), math.prod(spec.tail), spec.dtype, fill=start)
+                    self._specs[name] = spec
+                    self._views[name] = plane.view(table.num_rows, *spec.tail)
+                    added.append(name)
+        except BaseException:  # no room for all of them: leave none, so that another try finds things as they were
+            for name in added:
+                self._remove(name)
+            raise
 
     def _remove(self, name: str) -> None:
         self.handle.table.drop_plane(_plane_name(name))
@@ -123,6 +137,7 @@ class RowState:
             if isinstance(value, Tensor):
                 rows[_plane_name(name)] = value.reshape(len(ids), math.prod(view.shape[1:])).contiguous()
         handle.table.scatter(ids, rows, check=False)
+        handle.mark_stepped()
         if state:
             state.update(self._views)
         self._active, self._mapping, self.in_step, self._fresh = {}, None, False, False

@@ -248,7 +248,8 @@ class Table(Planes):
 
 def _open_memory(memory: str, path: PathLike | None, device: Device, num_bytes: int) -> Memory:
     if memory == "auto":
-        fits = num_bytes <= 0.8 * physical_bytes()  # page-locked memory is lost to everything else
+        # Adam's two planes come beside the weights at the first step, and page-locked memory is lost to everything else.
+        fits = 3 * num_bytes <= 0.8 * physical_bytes()
         memory = "pinned" if fits and cuda_status().available else "pageable"
     if not isinstance(memory, str) or memory not in MEMORIES:
         raise InvalidValueError(f"memory is {memory!r}, which is no memory{suggest(str(memory), ['auto', *MEMORIES])}")

@@ -19,7 +19,7 @@ from speedtransfer.tables.memory import Memory, check_fits
 
 
 class PageableMemory(Memory):
-    """Ordinary memory. A page takes room once it is written: planes of optimizer state cost what training touches."""
+    """Ordinary memory. A page, of 2 MB where the system has large ones, takes room once it is written."""
 
     name = "pageable"
 

@@ -64,11 +64,16 @@ class Memory(ABC):
 
 
 def physical_bytes() -> int:
-    """Return the bytes of memory this machine has (0 where the system does not say)."""
+    """Return the bytes of memory this machine, or the container it runs in, has (0 where the system does not say)."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return 0
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return have
+    return min(have, int(limit)) if limit.isdigit() else have
 
 
 def check_fits(num_bytes: int, what: str) -> None:

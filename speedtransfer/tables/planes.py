@@ -153,7 +153,10 @@ class Planes:
         return self.plane("weight")
 
     def numpy(self) -> np.ndarray:
-        """Return the weight plane as an array over the same memory (host memories; NumPy has no bfloat16)."""
+        """Return the weight plane as an array over the same memory (host memories; NumPy has no bfloat16).
+
+        A write to it between backward and step is not noticed, and the step overwrites it; one to `torch()` is.
+        """
         weight = self.plane("weight")
         if weight.device.type != "cpu":
             raise InvalidValueError(f"the rows live on {weight.device}, not on the host; use .cupy() or .torch().cpu()")
