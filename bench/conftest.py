@@ -32,7 +32,7 @@ def pytest_terminal_summary(terminalreporter, config):
     session = getattr(config, "_benchmarksession", None)
     groups: dict[str, dict[str, float]] = {}
     for bench in getattr(session, "benchmarks", []):
-        if bench.group and bench.stats.rounds:
+        if bench.group and bench.stats.rounds and "beyond_planes" not in bench.extra_info:
             groups.setdefault(bench.group, {})[bench.params["case"] if bench.params else bench.name] = (
                 bench.stats.median
             )

@@ -22,6 +22,7 @@ def figures(root: Path = ROOT) -> str:
         parts.append(
             f"**{run['device']}**, {versions}, commit {commit}, {run['date'][:10]} (medians; quartiles behind)."
         )
+        parts += [_memory(bench) for bench in run["benchmarks"] if "beyond_planes" in bench["extra_info"]]
         parts += [_table(name, cases) for name, cases in _groups(run["benchmarks"]).items()]
     return "\n\n".join(parts)
 
@@ -29,9 +30,19 @@ def figures(root: Path = ROOT) -> str:
 def _groups(benchmarks: list[dict]) -> dict[str, dict[str, list[float]]]:
     groups: dict[str, dict[str, list[float]]] = {}
     for bench in benchmarks:
+        if "beyond_planes" in bench["extra_info"]:
+            continue
         case = (bench.get("params") or {}).get("case", bench["name"])
         groups.setdefault(bench["group"], {})[case] = bench["stats"]["data"]
     return groups
+
+
+def _memory(bench: dict) -> str:
+    measured = bench["extra_info"]
+    return (
+        f"{bench['group'].capitalize()}: {measured['peak_bytes'] / 1e9:.2f} GB, {100 * measured['beyond_planes']:.1f}% beyond "
+        f"the {measured['planes_bytes'] / 1e9:.2f} GB of its {len(measured['planes'])} planes."
+    )
 
 
 def _table(group: str, cases: dict[str, list[float]]) -> str:

@@ -44,7 +44,7 @@ def anonymous(num_bytes: int) -> mmap.mmap:
 
 
 class BlockPool:
-    """Blocks of memory, leased by size. Free blocks hold a bounded number of bytes, and never more than were leased at once."""
+    """Blocks of memory, leased by size. Free ones hold a bounded number of bytes, and never more than were leased at once."""
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
