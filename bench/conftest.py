@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from statistics import median
 
 import pytest
 import torch
@@ -21,6 +22,11 @@ def zipf_ids(num_rows: int, count: int, seed: int = 0) -> torch.Tensor:
     return torch.randperm(num_rows, generator=generator)[ranks.clamp_(max=num_rows - 1)]
 
 
+# Noise comes in bursts of seconds: every case has several turns, all of them taken before the next turn, and the samples of
+# its turns count together.
+turns = pytest.mark.parametrize("turn", range(3 if ROWS >= 1_000_000 else 1))
+
+
 @pytest.fixture
 def synchronize():
     """Return a function that waits for the compute device: a kernel that is queued is not done."""
@@ -30,15 +36,14 @@ def synchronize():
 def pytest_terminal_summary(terminalreporter, config):
     """Print, for each group, every median as a ratio to ours."""
     session = getattr(config, "_benchmarksession", None)
-    groups: dict[str, dict[str, float]] = {}
+    groups: dict[str, dict[str, list[float]]] = {}
     for bench in getattr(session, "benchmarks", []):
         if bench.group and bench.stats.rounds and "beyond_planes" not in bench.extra_info:
-            groups.setdefault(bench.group, {})[bench.params["case"] if bench.params else bench.name] = (
-                bench.stats.median
-            )
-    for group, medians in sorted(groups.items()):
+            groups.setdefault(bench.group, {}).setdefault(bench.params["case"], []).extend(bench.stats.data)
+    for group, cases in sorted(groups.items()):
+        medians = {name: median(samples) for name, samples in cases.items()}
         ours = medians.get("speedtransfer")
         terminalreporter.write_sep("-", group)
-        for name, median in sorted(medians.items(), key=lambda item: item[1]):
-            ratio = f"{median / ours:6.2f}x ours" if ours else ""
-            terminalreporter.write_line(f"{name:34s} {median * 1e3:10.2f} ms  {ratio}")
+        for name, value in sorted(medians.items(), key=lambda item: item[1]):
+            ratio = f"{value / ours:6.2f}x ours" if ours else ""
+            terminalreporter.write_line(f"{name:34s} {value * 1e3:10.2f} ms  {ratio}")

@@ -32,15 +32,14 @@ def _groups(benchmarks: list[dict]) -> dict[str, dict[str, list[float]]]:
     for bench in benchmarks:
         if "beyond_planes" in bench["extra_info"]:
             continue
-        case = (bench.get("params") or {}).get("case", bench["name"])
-        groups.setdefault(bench["group"], {})[case] = bench["stats"]["data"]
+        groups.setdefault(bench["group"], {}).setdefault(bench["params"]["case"], []).extend(bench["stats"]["data"])
     return groups
 
 
 def _memory(bench: dict) -> str:
     measured = bench["extra_info"]
     return (
-        f"{bench['group'].capitalize()}: {measured['peak_bytes'] / 1e9:.2f} GB, {100 * measured['beyond_planes']:.1f}% beyond "
+        f"{bench['group'][0].upper() + bench['group'][1:]}: {measured['peak_bytes'] / 1e9:.2f} GB, {100 * measured['beyond_planes']:.1f}% beyond "
         f"the {measured['planes_bytes'] / 1e9:.2f} GB of its {len(measured['planes'])} planes."
     )
 

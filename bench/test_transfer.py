@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import DIM, ROWS
+from conftest import DIM, ROWS, turns
 
 import speedtransfer as st
 
@@ -30,7 +30,8 @@ def data():
         "memcpy (roof)",
     ],
 )
-def test_gather(benchmark, data, case):
+@turns
+def test_gather(benchmark, data, case, turn):
     table, plane, index, out = data
     benchmark.group = f"gather {COUNT} x {DIM} float32 of {ROWS} rows, CPU"
     run = {
@@ -44,11 +45,12 @@ def test_gather(benchmark, data, case):
     }[case]
     if "roof" not in case:
         assert torch.equal(run(), plane[index])
-    benchmark.pedantic(run, rounds=25, warmup_rounds=3)
+    benchmark.pedantic(run, rounds=11, warmup_rounds=3)
 
 
 @pytest.mark.parametrize("case", ["speedtransfer", "index_copy_", "t[index] = rows", "index_put_", "memcpy (roof)"])
-def test_scatter(benchmark, data, case):
+@turns
+def test_scatter(benchmark, data, case, turn):
     table, plane, index, rows = data
     benchmark.group = f"scatter {COUNT} x {DIM} float32 of {ROWS} rows, CPU"
     rows = torch.randn_like(rows)
@@ -66,4 +68,4 @@ def test_scatter(benchmark, data, case):
     run()
     if "roof" not in case:
         assert torch.equal(plane[index], rows)
-    benchmark.pedantic(run, rounds=25, warmup_rounds=3)
+    benchmark.pedantic(run, rounds=11, warmup_rounds=3)
