@@ -37,10 +37,11 @@ def _groups(benchmarks: list[dict]) -> dict[str, dict[str, list[float]]]:
 
 
 def _memory(bench: dict) -> str:
-    measured = bench["extra_info"]
+    measured, group = bench["extra_info"], bench["group"]
+    peak, planes = measured["peak_bytes"] / 1e9, measured["planes_bytes"] / 1e9
     return (
-        f"{bench['group'][0].upper() + bench['group'][1:]}: {measured['peak_bytes'] / 1e9:.2f} GB, {100 * measured['beyond_planes']:.1f}% beyond "
-        f"the {measured['planes_bytes'] / 1e9:.2f} GB of its {len(measured['planes'])} planes."
+        f"{group[0].upper()}{group[1:]}: {peak:.2f} GB, {100 * measured['beyond_planes']:.1f}% beyond the {planes:.2f} GB of "
+        f"its {len(measured['planes'])} planes."
     )
 
 

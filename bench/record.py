@@ -50,7 +50,10 @@ def commit_of(root: Path) -> tuple[str, bool | None]:
         git = ["git", "-C", str(root)]
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         changes = subprocess.run(
-            [*git, "status", "--porcelain", "--", ".", ":!bench/results"], capture_output=True, text=True, check=True
+            [*git, "status", "--porcelain", "--", ".", ":!bench/results", ":!README.md"],
+            capture_output=True,
+            text=True,
+            check=True,
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown", None
