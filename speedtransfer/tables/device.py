@@ -21,7 +21,7 @@ class DeviceMemory(Memory):
             return PageableMemory(self.device).allocate(plane, num_rows, width, dtype)
         try:
             return torch.zeros(num_rows, width, dtype=dtype, device=self.device)
-        except torch.OutOfMemoryError as error:
+        except torch.cuda.OutOfMemoryError as error:
             raise HostMemoryError(
                 f"plane {plane!r} asks for {format_bytes(num_rows * width * dtype.itemsize)} of {self.device}, which has "
                 f"{format_bytes(torch.cuda.mem_get_info(self.device)[0])} free; pass memory='pinned', 'pageable' or 'mmap'"
