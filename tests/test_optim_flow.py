@@ -9,24 +9,14 @@ from lazy_oracle import (
     assert_same_state,
     assert_same_weights,
     one_thread,  # noqa: F401 - a fixture
+    pairs,
     squared_loss,
+    twins,  # noqa: F401 - a fixture
 )
 from optimizer_cases import case_named
 from torch import nn
 
 import speedtransfer
-
-NAMES = ("sgd-momentum", "adamw", "adam-foreach", "adamw-fused", "adagrad", "rprop", "nadam")
-
-
-@pytest.fixture(params=NAMES)
-def twins(request: pytest.FixtureRequest) -> Twins:
-    return Twins(case_named(request.param).make)
-
-
-def pairs(twins: Twins, steps: int = 24) -> list[tuple]:
-    batches = twins.batches(steps)
-    return list(zip(batches[::3], batches[1::3], batches[2::3], strict=True))
 
 
 def test_several_forwards_before_one_backward(twins: Twins) -> None:

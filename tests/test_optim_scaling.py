@@ -7,23 +7,12 @@ import torch
 from lazy_oracle import (
     Twins,
     one_thread,  # noqa: F401 - a fixture
+    pairs,
     squared_loss,
+    twins,  # noqa: F401 - a fixture
 )
 from optimizer_cases import case_named
 from torch import nn
-
-NAMES = ("sgd-momentum", "adamw", "adam-foreach", "adamw-fused", "adagrad", "rprop", "nadam")
-
-
-@pytest.fixture(params=NAMES)
-def twins(request: pytest.FixtureRequest) -> Twins:
-    return Twins(case_named(request.param).make)
-
-
-def pairs(twins: Twins, steps: int = 24) -> list[tuple]:
-    batches = twins.batches(steps)
-    return list(zip(batches[::3], batches[1::3], batches[2::3], strict=True))
-
 
 # --- clipping ---------------------------------------------------------------------------------------------------------
 

@@ -53,8 +53,8 @@ def replace_embeddings(model: nn.Module, min_rows: int = 0, **options: Any) -> l
             users.setdefault(id(param), set()).add(id(module))
     for name, module in found.items():
         _check_replaceable(name, module, shared=len(users.get(id(module.weight), ())) > 1)
-    # All of them are made before the first is swapped: an error leaves the model as it was.
-    made = {id(module): _table_module(module, options) for module in found.values()}
+    # All of them are made, each once, before the first is swapped: an error leaves the model as it was.
+    made = {key: _table_module(module, options) for key, module in {id(m): m for m in found.values()}.items()}
     for name, module in found.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, made[id(module)])
