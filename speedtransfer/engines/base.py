@@ -13,15 +13,24 @@ class Engine(Protocol):
 
     The caller has validated everything: ``planes[i]`` is a ``(num_rows, width_i)`` tensor (its rows are contiguous),
     ``index`` is a contiguous 1-D int64 tensor on the compute device with every value in ``[0, num_rows)``, and
-    ``rows[i]`` is a contiguous ``(len(index), width_i)`` tensor on the compute device with the dtype of ``planes[i]``.
+    ``rows[i]`` is a contiguous ``(len(index), width_i)`` tensor on the compute device.
 
-    All bits are kept. Calls of one engine happen in the order in which they are made, whatever the current streams are.
+    Where ``rows[i]`` has the dtype of ``planes[i]`` all bits are kept. Both may also be different ones of float32, float16
+    and bfloat16: values are then converted on the way as ``Tensor.to`` does, to the nearest, ties to even, so that the
+    narrow form crosses the bus. (Which NaN a NaN becomes is not defined.)
+
+    Calls of one engine happen in the order in which they are made, whatever the current streams are.
     """
 
     name: str
 
-    def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
-        """Fill ``rows[i][j]`` from ``planes[i][index[j]]``, ordered on the current stream of the compute device."""
+    def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
+        """Fill ``rows[i][j]`` from ``planes[i][index[j]]``, ordered on the current stream of the compute device.
+
+        With `check` nobody has looked yet whether `index` is in range. A value that is not raises
+        :class:`~speedtransfer.errors.RowIndexError` for the first one: at once where the host sees the index; where only the
+        device does, by the next call of this engine (`wait` included) after the device has come to it, and its row is zero.
+        """
         ...
 
     def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:

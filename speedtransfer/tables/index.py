@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
+from speedtransfer.engines.bounds import out_of_range
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
 _INT64_MAX = 2**63 - 1
@@ -88,9 +89,7 @@ def check_bounds(flat: Tensor, num_rows: int, given: Tensor | np.ndarray) -> Non
     where = ", ".join(str(int(i)) for i in np.unravel_index(first, tuple(given.shape))) if given.ndim else ""
     values = given.detach().cpu().numpy() if isinstance(given, Tensor) else given  # torch cannot read a large uint64
     value = int(values.reshape(-1)[first])
-    have = f"{num_rows} rows (0 to {num_rows - 1})" if num_rows else "no rows"
-    rule = "but rows count from 0, negative ones do not exist" if value < 0 else f"but the table has {have}"
-    raise RowIndexError(f"index{where and f'[{where}]'} is {value} {rule}; clamp or filter the index")
+    raise out_of_range(f"index[{where}]" if where else "index", value, num_rows)
 
 
 def check_unique(flat: Tensor) -> None:
