@@ -1,0 +1,73 @@
+"""The machine and versions that a figure belongs to."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speedtransfer.device import cuda_status
+from speedtransfer.tables.memory import physical_bytes
+from speedtransfer.version import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment() -> dict[str, Any]:
+    """Return device, versions, commit and date as plain data."""
+    status = cuda_status()
+    commit, dirty = commit_of(ROOT)
+    return {
+        "device": status.devices[torch.cuda.current_device()] if status.available else cpu_name(),
+        "cuda": status.available,
+        "driver": status.driver,
+        "cpu": cpu_name(),
+        "host_bytes": physical_bytes(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "torch_cuda": status.torch_cuda,
+            "cupy": status.cupy,
+            "numpy": importlib.metadata.version("numpy"),
+            "numba": _version("numba"),
+            "speedtransfer": __version__,
+        },
+        "commit": commit,
+        "dirty": dirty,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def commit_of(root: Path) -> tuple[str, bool | None]:
+    """Return the commit of the working tree and whether it has changes; ("unknown", None) outside of git.
+
+    Results and the README that shows them are no change: a benchmark writes them.
+    """
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        paths = ["--", ".", ":!bench/results", ":!README.md"]
+        changes = subprocess.run([*git, "status", "--porcelain", *paths], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown", None
+    return head.stdout.strip(), bool(changes.stdout.strip())
+
+
+def cpu_name() -> str:
+    """Return what the system calls its processor, and how many threads torch uses of it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"CPU {names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
