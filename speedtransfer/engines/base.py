@@ -12,7 +12,7 @@ class Engine(Protocol):
     """How rows move.
 
     The caller has validated everything: ``planes[i]`` is a ``(num_rows, width_i)`` tensor (its rows are contiguous),
-    ``index`` is a contiguous 1-D int64 tensor on the compute device with every value in ``[0, num_rows)``, and
+    ``index`` is a contiguous 1-D int64 tensor on the compute device or the CPU with every value in ``[0, num_rows)``, and
     ``rows[i]`` is a contiguous ``(len(index), width_i)`` tensor on the compute device.
 
     Where ``rows[i]`` has the dtype of ``planes[i]`` all bits are kept. Both may also be different ones of float32, float16

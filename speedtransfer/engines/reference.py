@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.device import INTEGER_OF_SIZE
+from speedtransfer.engines.bounds import check_host_index
 from speedtransfer.engines.order import StreamOrder, keep_until_done
 
 
@@ -30,8 +31,10 @@ class ReferenceEngine:
         self.device = torch.device(device)
         self._order = StreamOrder(self.device) if self.device.type == "cuda" else None
 
-    def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
-        """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
+    def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
+        """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``; `check` waits for `index`."""
+        if check and planes:
+            check_host_index(index.cpu(), planes[0].shape[0])
         if self._order is None:
             select_rows(planes, index, rows)
             return
@@ -56,16 +59,20 @@ class ReferenceEngine:
 
 @torch.no_grad()
 def select_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
-    """Fill ``rows[i]`` with ``planes[i][index]``, all on one device."""
+    """Fill ``rows[i]`` with ``planes[i][index]``, in the dtype of ``rows[i]``, all on one device."""
     for plane, out in zip(planes, rows, strict=True):
+        if out.dtype != plane.dtype:
+            out.copy_(plane.index_select(0, index))
+            continue
         word = widest_word(plane, out)
         torch.index_select(plane.view(word), 0, index, out=out.view(word))
 
 
 @torch.no_grad()
 def put_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
-    """Set ``planes[i][index]`` to ``rows[i]``, all on one device."""
+    """Set ``planes[i][index]`` to ``rows[i]``, in the dtype of ``planes[i]``, all on one device."""
     for plane, source in zip(planes, rows, strict=True):
+        source = source.to(plane.dtype)
         word = widest_word(plane, source)
         plane.view(word).index_copy_(0, index, source.view(word))
 

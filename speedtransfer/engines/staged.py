@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from speedtransfer.device import pinned_empty, resolve_cuda
+from speedtransfer.engines.bounds import check_host_index
+from speedtransfer.engines.host import gather_rows, scatter_rows
 from speedtransfer.engines.order import keep_until_done
-from speedtransfer.engines.reference import put_rows, select_rows
 
 _ALIGN_BYTES = 256  # where each plane starts in a staging buffer
+_CHUNKS = 8  # of a call at least, down to chunks of
+_CHUNK_BYTES = 1 << 20
 
 
 class StagedEngine:
@@ -23,9 +26,9 @@ class StagedEngine:
     small and the host gathers one chunk while the last one is still on the bus.
 
     Order: the planes are read and written by the host, inside the call, so when a call returns it is done with them and
-    any later call, on any stream, sees them as they are. `gather` waits on the host for `index`, hence for what the
-    current stream was given before, and for the last copy of a buffer before it fills that again; its own copies run
-    on. `scatter` waits, chunk by chunk, for the copies that it has queued. Each wait is for one event.
+    any later call, on any stream, sees them as they are. Where `index` is on the device the host waits for it, hence for
+    what the current stream was given before. `gather` waits for the last copy of a buffer before it fills that again; its
+    own copies run on. `scatter` waits, chunk by chunk, for the copies that it has queued. Each wait is for one event.
     ``record_stream`` keeps the memory of `index` and `rows`. A lock makes the calls of several threads take turns.
 
     Parameters
@@ -54,31 +57,38 @@ class StagedEngine:
         self._index = _Buffer(self.device)
         self._lock = threading.Lock()
 
-    def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
+    def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
         with self._lock, torch.no_grad(), torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device)
             host_index = self._to_host(index, stream)
-            for part in self._chunks(rows):
-                on_device = [out[part] for out in rows]
+            if check and planes:
+                check_host_index(host_index, planes[0].shape[0])
+            crossing = [_like(out, plane.dtype) for plane, out in zip(planes, rows, strict=True)]
+            for part in self._chunks(crossing):
+                on_device = [out[part] for out in crossing]
                 buffer = next(self._ring)
                 staging = buffer.take(on_device)
-                select_rows(planes, host_index[part], staging)
+                gather_rows(planes, host_index[part], staging)
                 for out, staged in zip(on_device, staging, strict=True):
                     out.copy_(staged, non_blocking=True)
                 buffer.in_use(stream)
+            for out, crossed in zip(rows, crossing, strict=True):
+                if out is not crossed:
+                    out.copy_(crossed)
             keep_until_done((index, *rows), stream)
 
     def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``; they are there on return."""
         with self._lock, torch.no_grad(), torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device)
+            crossing = [source.to(plane.dtype) for plane, source in zip(planes, rows, strict=True)]
             host_index = self._to_host(index, stream)
             queued: tuple[_Buffer, list[Tensor], slice] | None = None
-            for part in self._chunks(rows):
+            for part in self._chunks(crossing):
                 buffer = next(self._ring)
-                staging = buffer.take([source[part] for source in rows])
-                for staged, source in zip(staging, rows, strict=True):
+                staging = buffer.take([source[part] for source in crossing])
+                for staged, source in zip(staging, crossing, strict=True):
                     staged.copy_(source[part], non_blocking=True)
                 buffer.in_use(stream)
                 if queued is not None:  # this copy crosses the bus while the host puts the rows of the last one
@@ -93,8 +103,8 @@ class StagedEngine:
 
     def _to_host(self, index: Tensor, stream: torch.cuda.Stream) -> Tensor:
         """Return `index` (n,) int64 on the host, as soon as it is there."""
-        if not len(index):
-            return torch.empty(0, dtype=torch.int64)
+        if index.device != self.device or not len(index):
+            return index.cpu()
         (host_index,) = self._index.take([index])
         host_index.copy_(index, non_blocking=True)
         self._index.in_use(stream)
@@ -106,15 +116,21 @@ class StagedEngine:
         row_bytes = sum(out.shape[1] * out.element_size() for out in rows)
         if row_bytes == 0:
             return
-        room = self.buffer_bytes - _ALIGN_BYTES * len(rows)
+        # Several chunks even where one would do: the bus idles while the first is gathered, or the last one put.
+        room = min(self.buffer_bytes, max(_CHUNK_BYTES, len(rows[0]) * row_bytes // _CHUNKS)) - _ALIGN_BYTES * len(rows)
         step = max(1, room // row_bytes)
         for start in range(0, len(rows[0]), step):
             yield slice(start, start + step)
 
 
+def _like(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return where rows of `dtype` arrive: `rows` itself, or a buffer to convert them from on the device."""
+    return rows if rows.dtype == dtype else torch.empty_like(rows, dtype=dtype)
+
+
 def _put(planes: Sequence[Tensor], host_index: Tensor, buffer: _Buffer, staging: Sequence[Tensor], part: slice) -> None:
     buffer.wait()
-    put_rows(planes, host_index[part], staging)
+    scatter_rows(planes, host_index[part], staging)
 
 
 class _Buffer:

@@ -25,7 +25,7 @@ class ActiveRows:
         ``(n, dim)`` on the compute device. A leaf of autograd where gradients are wanted: what backward leaves there is
         deposited for the optimizer. The next step updates this memory in place.
     groups : UniqueRows
-        `ids` and `inverse`, and the positions of the original ids grouped by row.
+        `ids` and `inverse`, the positions of the original ids grouped by row, and where the padding row is.
     """
 
     __slots__ = ("_handle", "_version", "groups", "ids", "inverse", "rows")
@@ -69,13 +69,16 @@ class ActiveRows:
             self._handle.deposit(self.ids, grad, self.rows.detach(), self._version)
 
 
-def activate(handle: Handle, ids: Any, max_norm: float | None = None, norm_type: float = 2.0) -> ActiveRows:
+def activate(
+    handle: Handle, ids: Any, max_norm: float | None = None, norm_type: float = 2.0, padding_idx: int | None = None
+) -> ActiveRows:
     """Gather the unique rows of `ids`; rows longer than `max_norm` are shortened first, in the table too."""
     table = handle.table
     with torch.no_grad():
-        flat, shape = as_index(ids, table.num_rows, table.device)
-        groups = unique_rows(flat)
+        flat, shape, checked = as_index(ids, table.num_rows, table.device)
+        groups = unique_rows(flat, None if checked else table.num_rows, ids, padding_idx)
         rows = table.gather(groups.ids, check=False)
+        groups = groups.to(table.device)
         if max_norm is not None and len(rows):
             before = rows.clone()
             torch.embedding_renorm_(rows, torch.arange(len(rows), device=rows.device), max_norm, norm_type)

@@ -59,7 +59,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
             A weight for each id (mode "sum" only).
         """
         active = self.activate(input)
-        padding, last = self._padding_in(active), self.include_last_offset
+        padding, last = active.groups.found, self.include_last_offset
         if last and self.padding_idx is not None and padding < 0 and offsets is not None and offsets.dim() == 1:
             offsets, last = (
                 offsets[:-1],

@@ -102,7 +102,7 @@ class TableModule(nn.Module):
             Row numbers, any integer dtype, shape and device.
         """
         training = self._training_rows()
-        active = activate(self._handle, ids, self.max_norm, self.norm_type)
+        active = activate(self._handle, ids, self.max_norm, self.norm_type, self.padding_idx)
         if training:
             active.track_grad()
         return active
@@ -117,14 +117,6 @@ class TableModule(nn.Module):
             )
         self._handle.check_unwritten()
         return torch.is_grad_enabled() and weight.requires_grad
-
-    def _padding_in(self, active: ActiveRows) -> int:
-        """Return the position of the padding row among the active ones, -1 where it is not."""
-        if self.padding_idx is None or not len(active.ids):
-            return -1
-        position = int(torch.searchsorted(active.ids, self.padding_idx))
-        found = position < len(active.ids) and int(active.ids[position]) == self.padding_idx
-        return position if found else -1
 
     # --- nn.Module ----------------------------------------------------------------------------------------------------
 

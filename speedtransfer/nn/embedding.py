@@ -73,10 +73,12 @@ class Embedding(TableModule, nn.Embedding):
         RowIndexError, InvalidTypeError
             An id out of range (negative counts as such), or no integer.
         """
-        if self.max_norm is None and not self._training_rows():
-            return self.table.gather(input)
+        training, table = self._training_rows(), self.table
+        # Without training each id could have its own row; across a bus one for all that share it is faster.
+        if self.max_norm is None and not training and (table.device.type == "cpu" or table.memory == "device"):
+            return table.gather(input)
         active = self.activate(input)
-        return lookup(active, self._padding_in(active), self.scale_grad_by_freq)
+        return lookup(active, active.groups.found, self.scale_grad_by_freq)
 
     @classmethod
     def from_pretrained(

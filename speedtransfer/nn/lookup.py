@@ -24,7 +24,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        _, inverse, order, starts = ctx.groups
+        _, inverse, order, starts, _ = ctx.groups
         grad = grads[0]
         if torch.is_grad_enabled():  # create_graph: a gradient of this gradient may follow
             total = torch.ops.aten.embedding_dense_backward(grad, inverse, ctx.num_rows, ctx.padding, False)

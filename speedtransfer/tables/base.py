@@ -19,10 +19,10 @@ from speedtransfer.tables import files
 from speedtransfer.tables.device import DeviceMemory
 from speedtransfer.tables.fill import copy_plane, row_chunks
 from speedtransfer.tables.host import MmapMemory, PageableMemory, PinnedMemory
-from speedtransfer.tables.index import as_index, check_unique
+from speedtransfer.tables.index import as_index, check_distinct
 from speedtransfer.tables.memory import Memory, physical_bytes
 from speedtransfer.tables.planes import Planes, check_dtype
-from speedtransfer.tables.rows import as_rows, check_rows, overlap, tensor_of
+from speedtransfer.tables.rows import as_rows, check_conversion, check_rows, overlap, tensor_of
 from speedtransfer.tables.stats import TableStats
 from speedtransfer.tables.types import Device, DType, PathLike
 
@@ -74,11 +74,21 @@ class Table(Planes):
     # --- rows in and out ----------------------------------------------------------------------------------------------
 
     @overload
-    def gather(self, index: Any, planes: str = ..., out: Tensor | None = ..., *, check: bool = ...) -> Tensor: ...
-    @overload
-    def gather(self, index: Any, planes: Sequence[str], *, check: bool = ...) -> dict[str, Tensor]: ...
     def gather(
-        self, index: Any, planes: str | Sequence[str] = "weight", out: Tensor | None = None, *, check: bool = True
+        self, index: Any, planes: str = ..., out: Tensor | None = ..., *, dtype: DType | None = ..., check: bool = ...
+    ) -> Tensor: ...
+    @overload
+    def gather(
+        self, index: Any, planes: Sequence[str], *, dtype: DType | None = ..., check: bool = ...
+    ) -> dict[str, Tensor]: ...
+    def gather(
+        self,
+        index: Any,
+        planes: str | Sequence[str] = "weight",
+        out: Tensor | None = None,
+        *,
+        dtype: DType | None = None,
+        check: bool = True,
     ) -> Tensor | dict[str, Tensor]:
         """Copy rows to the compute device.
 
@@ -90,8 +100,11 @@ class Table(Planes):
             One plane, or several moved in one call.
         out : Tensor, optional
             ``(*index.shape, width)`` on `device`, filled and returned (one plane only).
+        dtype : torch.dtype, optional
+            Of the rows returned; by default that of their plane. float32, float16 and bfloat16 are converted into each other
+            on the way, to the nearest, so that the form stored is what crosses the bus.
         check : bool
-            False: `index` is known to be a contiguous 1-D int64 tensor on `device` with every value in range.
+            False: `index` is known to be a contiguous 1-D int64 tensor, on `device` or the CPU, with every value in range.
 
         Returns
         -------
@@ -101,24 +114,30 @@ class Table(Planes):
         Raises
         ------
         RowIndexError, InvalidTypeError, InvalidValueError
-            A row out of range; an index that holds no integers; an unknown plane; `out` that does not match.
+            A row out of range; an index that holds no integers; an unknown plane; `out` that does not match. An index on a
+            CUDA device is checked there, without waiting for it: a row out of range comes back as zeros, and the error is
+            raised by the next call of the table that finds it (`wait` does for certain).
         """
-        flat, shape = as_index(index, self.num_rows, self.device) if check else (index, tuple(index.shape))
+        flat, shape, checked = as_index(index, self.num_rows, self.device) if check else (index, index.shape, True)
         names = [planes] if isinstance(planes, str) else list(planes)
         stored = [self._planes[self._check_plane(name)] for name in names]
+        dtypes = [check_conversion(plane.dtype, dtype) for plane in stored]
         if out is not None:
             if not isinstance(planes, str):
                 raise InvalidValueError(f"out is one tensor but planes is {names!r}; pass one plane by its name")
-            check_rows(out, (*shape, stored[0].shape[1]), stored[0].dtype, self.device, "out")
+            check_rows(out, (*shape, stored[0].shape[1]), dtypes[0], self.device, "out")
             flat_out = out.detach().reshape(flat.numel(), stored[0].shape[1]).contiguous()
             if overlap(flat_out, stored[0]):
                 flat_out = torch.empty_like(flat_out)
             rows = [flat_out]
         else:
-            rows = [buffers.empty((flat.numel(), plane.shape[1]), plane.dtype, self.device) for plane in stored]
-        self._engine.gather(stored, flat, rows)
+            rows = [
+                buffers.empty((flat.numel(), plane.shape[1]), kind, self.device)
+                for plane, kind in zip(stored, dtypes, strict=True)
+            ]
+        self._engine.gather(stored, flat, rows, check=not checked)
         self._stats.gathered_rows += flat.numel()
-        self._stats.gathered_bytes += sum(r.numel() * r.element_size() for r in rows)
+        self._stats.gathered_bytes += flat.numel() * sum(plane.shape[1] * plane.element_size() for plane in stored)
         if out is not None:
             if flat_out.data_ptr() != out.data_ptr() or not out.is_contiguous():
                 out.detach().copy_(flat_out.view(out.shape))
@@ -126,7 +145,7 @@ class Table(Planes):
         shaped = [r.view(*shape, r.shape[1]) for r in rows]
         return shaped[0] if isinstance(planes, str) else dict(zip(names, shaped, strict=True))
 
-    def scatter(self, index: Any, rows: Any, *, check: bool = True) -> None:
+    def scatter(self, index: Any, rows: Any, *, convert: bool = False, check: bool = True) -> None:
         """Write rows into the table. A row named twice is an error: nothing is written.
 
         Parameters
@@ -135,6 +154,8 @@ class Table(Planes):
             Row numbers, none twice.
         rows : tensor, array, or dict of str to these
             ``(*index.shape, width)`` of the plane's dtype on `device`; a dict writes several planes in one call.
+        convert : bool
+            Take rows of another one of float32, float16 and bfloat16 than the plane's, and round them to the nearest.
         check : bool
             False: `index` is known to be as in `gather` and without repeats, `rows` to be contiguous and to match.
 
@@ -146,19 +167,21 @@ class Table(Planes):
         by_plane: Mapping[str, Any] = rows if isinstance(rows, Mapping) else {"weight": rows}
         stored = [self._planes[self._check_plane(name)] for name in by_plane]
         if check:
-            index, shape = as_index(index, self.num_rows, self.device)
-            check_unique(index)
-            values = [
-                as_rows(value, (*shape, plane.shape[1]), plane.dtype, self.device, f"rows for plane {name!r}")
-                for (name, value), plane in zip(by_plane.items(), stored, strict=True)
-            ]
+            flat, shape, checked = as_index(index, self.num_rows, self.device)
+            check_distinct(flat, self.num_rows, index, checked)
+            index = flat
+            values = []
+            for (name, value), plane in zip(by_plane.items(), stored, strict=True):
+                given = value.dtype if convert and isinstance(value, Tensor) else plane.dtype
+                dtype = check_conversion(plane.dtype, given)
+                values.append(as_rows(value, (*shape, plane.shape[1]), dtype, self.device, f"rows for plane {name!r}"))
             values = [v.clone() if any(overlap(v, plane) for plane in stored) else v for v in values]
         else:
             values = [value.detach() for value in by_plane.values()]
         self._engine.scatter(stored, index, values)
         self._writes += 1
         self._stats.scattered_rows += index.numel()
-        self._stats.scattered_bytes += sum(v.numel() * v.element_size() for v in values)
+        self._stats.scattered_bytes += index.numel() * sum(plane.shape[1] * plane.element_size() for plane in stored)
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.gather(self._expand(index))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speedtransfer.engines import Engine, ReferenceEngine
 from speedtransfer.errors import HostMemoryError, format_bytes
 from speedtransfer.tables.host import PageableMemory
 from speedtransfer.tables.memory import Memory
@@ -26,9 +25,6 @@ class DeviceMemory(Memory):
                 f"plane {plane!r} asks for {format_bytes(num_rows * width * dtype.itemsize)} of {self.device}, which has "
                 f"{format_bytes(torch.cuda.mem_get_info(self.device)[0])} free; pass memory='pinned', 'pageable' or 'mmap'"
             ) from error
-
-    def engine(self) -> Engine:  # noqa: D102
-        return ReferenceEngine(self.device)
 
     def move_to(self, device: torch.device, planes: dict[str, Tensor]) -> dict[str, Tensor]:  # noqa: D102
         self.device = device

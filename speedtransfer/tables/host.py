@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from speedtransfer import buffers, device
-from speedtransfer.engines import Engine, MappedEngine, ReferenceEngine, StagedEngine
 from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError, format_bytes
 from speedtransfer.tables import files
 from speedtransfer.tables.memory import Memory, check_fits
@@ -37,9 +36,6 @@ class PageableMemory(Memory):
                 "pass memory='mmap' with a path on a disk with room, or fewer rows"
             ) from error
         return torch.from_numpy(np.frombuffer(block, dtype=np.uint8)).view(dtype).view(num_rows, width)
-
-    def engine(self) -> Engine:  # noqa: D102
-        return StagedEngine(self.device) if self.device.type == "cuda" else ReferenceEngine(self.device)
 
 
 class MmapMemory(PageableMemory):
@@ -124,6 +120,3 @@ class PinnedMemory(Memory):
         check_fits(num_bytes, f"plane {plane!r} of {num_rows} x {width} {dtype}")
         target = self.device if self.device.type == "cuda" else device.resolve_device("cuda")
         return device.pinned_empty(num_bytes, target).zero_().view(dtype).view(num_rows, width)
-
-    def engine(self) -> Engine:  # noqa: D102
-        return MappedEngine(self.device) if self.device.type == "cuda" else ReferenceEngine(self.device)

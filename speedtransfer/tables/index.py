@@ -15,8 +15,11 @@ _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torc
 _INT64_MAX = 2**63 - 1
 
 
-def as_index(index: Any, num_rows: int, device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
-    """Return `index` as a contiguous 1-D int64 tensor on `device`, every value in ``[0, num_rows)``, and its shape.
+def as_index(index: Any, num_rows: int, device: torch.device) -> tuple[Tensor, tuple[int, ...], bool]:
+    """Return `index` as a contiguous 1-D int64 tensor, its shape, and whether its values are known to be in range.
+
+    What is given on the host stays there and is checked; anything else goes to `device` unchecked, since the host would have
+    to wait for it: the caller has it checked on the device, or along with something that it waits for anyway.
 
     Parameters
     ----------
@@ -25,14 +28,14 @@ def as_index(index: Any, num_rows: int, device: torch.device) -> tuple[Tensor, t
     num_rows : int
         Rows of the table.
     device : torch.device
-        Where the result goes.
+        The compute device.
 
     Raises
     ------
     InvalidTypeError
         The values are no integers (bool counts as none).
     RowIndexError
-        A value is negative or not below `num_rows`.
+        A value on the host is negative or not below `num_rows`.
     """
     given = index if isinstance(index, Tensor) else _array_of(index)
     tensor = given if isinstance(given, Tensor) else _tensor_of(given)
@@ -42,9 +45,12 @@ def as_index(index: Any, num_rows: int, device: torch.device) -> tuple[Tensor, t
         raise InvalidTypeError(f"index is {kind} but rows are named by integers; pass {remedy}")
     if tensor.dtype == torch.uint64:  # a value of 2**63 or more would turn negative
         tensor = torch.where(tensor.view(torch.int64) < 0, num_rows, tensor.view(torch.int64))
-    flat = tensor.detach().to(device=device, dtype=torch.int64).reshape(-1).contiguous()
-    check_bounds(flat, num_rows, given)
-    return flat, tuple(tensor.shape)
+    on_host = tensor.device.type == "cpu"
+    where = tensor.device if on_host else device
+    flat = tensor.detach().to(device=where, dtype=torch.int64).reshape(-1).contiguous()
+    if on_host:
+        check_bounds(flat, num_rows, given)
+    return flat, tuple(tensor.shape), on_host
 
 
 def _array_of(index: Any) -> np.ndarray:
@@ -77,7 +83,7 @@ def _tensor_of(array: np.ndarray) -> Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def check_bounds(flat: Tensor, num_rows: int, given: Tensor | np.ndarray) -> None:
+def check_bounds(flat: Tensor, num_rows: int, given: Any) -> None:
     """Raise `RowIndexError` for the first value of `flat` outside ``[0, num_rows)``, as it stands in `given`."""
     if flat.numel() == 0:
         return
@@ -86,21 +92,45 @@ def check_bounds(flat: Tensor, num_rows: int, given: Tensor | np.ndarray) -> Non
     if int(array.min()) >= 0 and int(array.max()) < num_rows:
         return
     first = int(((flat < 0) | (flat >= num_rows)).nonzero()[0])
+    given = given if isinstance(given, Tensor) else np.asarray(given)
     where = ", ".join(str(int(i)) for i in np.unravel_index(first, tuple(given.shape))) if given.ndim else ""
     values = given.detach().cpu().numpy() if isinstance(given, Tensor) else given  # torch cannot read a large uint64
     value = int(values.reshape(-1)[first])
     raise out_of_range(f"index[{where}]" if where else "index", value, num_rows)
 
 
-def check_unique(flat: Tensor) -> None:
-    """Raise `InvalidValueError` if `flat` names a row twice: which of the two values should last is anybody's guess."""
-    if flat.numel() < 2 or bool((flat[1:] > flat[:-1]).all()):
-        return  # the index of a training step comes sorted
-    # NumPy sorts int64 two to three times faster than torch on the CPU, and values alone are enough here.
-    ordered = torch.from_numpy(np.sort(flat.numpy())) if flat.device.type == "cpu" else flat.sort().values
-    repeats = ordered[1:][ordered[1:] == ordered[:-1]]
-    if repeats.numel():
-        row = int(repeats[0])
+def check_distinct(flat: Tensor, num_rows: int, given: Any, checked: bool) -> None:
+    """Raise unless `flat` names every row once: which of two values should last is anybody's guess.
+
+    Parameters
+    ----------
+    flat : Tensor
+        (n,) int64.
+    num_rows : int
+        Rows of the table.
+    given : Any
+        The index that `flat` was made of, for the message.
+    checked : bool
+        Its values are known to be in range; else they are checked along.
+    """
+    if flat.device.type == "cpu":
+        array = flat.numpy()
+        if bool((array[1:] > array[:-1]).all()):
+            return  # the index of a training step comes sorted
+        # NumPy sorts int64 two to three times faster than torch on the CPU, and values alone are enough here.
+        ordered = torch.from_numpy(np.sort(array))
+    else:
+        ordered = flat.sort().values
+        if len(flat):
+            repeated = (ordered[1:] == ordered[:-1]).any().long()
+            low, high, repeats = torch.stack([ordered[0], ordered[-1], repeated]).tolist()  # waits for the device, once
+            if not checked and (low < 0 or high >= num_rows):
+                check_bounds(flat, num_rows, given)
+            if not repeats:
+                return
+    double = ordered[1:][ordered[1:] == ordered[:-1]]
+    if double.numel():
+        row = int(double[0])
         at = (flat == row).nonzero().flatten()[:2].tolist()
         raise InvalidValueError(
             f"index names row {row} twice (positions {at[0]} and {at[1]}) but scatter writes each row once; "
@@ -119,22 +149,45 @@ class UniqueRows(NamedTuple):
         Where each value of the index is in `ids`.
     order, starts : Tensor or None
         The positions of the index sorted by value, each group in its old order, and where in `order` the ``n`` groups begin;
-        None where the device finds the unique values without them.
+        None unless the index is on the CPU.
+    found : int
+        Position in `ids` of the row that was looked for; -1 where it is not among them.
     """
 
     ids: Tensor
     inverse: Tensor
-    order: Tensor | None
-    starts: Tensor | None
+    order: Tensor | None = None
+    starts: Tensor | None = None
+    found: int = -1
+
+    def to(self, device: torch.device) -> UniqueRows:
+        """Return the ids and the way back to them on `device`."""
+        if self.ids.device == device:
+            return self
+        return UniqueRows(self.ids.to(device), self.inverse.to(device), found=self.found)
 
 
-def unique_rows(flat: Tensor) -> UniqueRows:
-    """Return the unique values of `flat` (1-D int64, none negative)."""
+def unique_rows(
+    flat: Tensor, num_rows: int | None = None, given: Any = None, look_for: int | None = None
+) -> UniqueRows:
+    """Return the unique values of `flat`, (n,) int64, and where among them `look_for` is.
+
+    On a CUDA device the host waits once, for these answers and, where `num_rows` is given, for whether all are in range.
+
+    Raises
+    ------
+    RowIndexError
+        A value is out of range; the message shows it as it stands in `given`.
+    """
     count = flat.numel()
+    if count == 0:
+        return UniqueRows(flat, flat)
+    if flat.device.type != "cpu":
+        return _unique_on_device(flat, num_rows, given, look_for)
     bits = count.bit_length()
-    if flat.device.type != "cpu" or count == 0 or int(flat.numpy().max()) >> (63 - bits):
+    if int(flat.numpy().max()) >> (63 - bits):
         ids, inverse = torch.unique(flat, return_inverse=True)
-        return UniqueRows(ids, inverse, None, None)
+        return UniqueRows(ids, inverse, found=_position(ids.numpy(), look_for))
     # One sort of "value, position" in a single integer: NumPy sorts plain integers with vector instructions, and sorting
     # with indices, as torch.unique does, costs twice that and more.
     key = (flat.numpy() << bits) | np.arange(count)
@@ -147,5 +200,25 @@ def unique_rows(flat: Tensor) -> UniqueRows:
     place = np.empty(count, dtype=np.int64)
     place[order] = np.cumsum(first) - 1
     starts = np.flatnonzero(first)
-    ids, inverse = torch.from_numpy(key[starts]), torch.from_numpy(place)
-    return UniqueRows(ids, inverse, torch.from_numpy(order), torch.from_numpy(starts))
+    ids = key[starts]
+    arrays = (torch.from_numpy(array) for array in (ids, place, order, starts))
+    return UniqueRows(*arrays, found=_position(ids, look_for))
+
+
+def _position(ids: np.ndarray, wanted: int | None) -> int:
+    at = len(ids) if wanted is None else int(np.searchsorted(ids, wanted))
+    return at if at < len(ids) and ids[at] == wanted else -1
+
+
+def _unique_on_device(flat: Tensor, num_rows: int | None, given: Any, look_for: int | None) -> UniqueRows:
+    ordered, order = flat.sort()
+    first = torch.ones_like(ordered)
+    first[1:] = ordered[1:] != ordered[:-1]
+    place = first.cumsum(0) - 1
+    inverse = torch.empty_like(flat).scatter_(0, order, place)
+    ids = torch.empty_like(flat).scatter_(0, place, ordered)  # repeats write the same value to the same place
+    found = place.masked_fill(ordered != (-1 if look_for is None else look_for), -1).max()
+    last, low, high, at = torch.stack([place[-1], ordered[0], ordered[-1], found]).tolist()  # the host waits here
+    if num_rows is not None and (low < 0 or high >= num_rows):
+        check_bounds(flat, num_rows, flat if given is None else given)
+    return UniqueRows(ids[: last + 1], inverse, found=-1 if look_for is None else at)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from speedtransfer.engines import Engine
+from speedtransfer.engines import Engine, make_engine
 from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes
 
 
@@ -45,9 +45,9 @@ class Memory(ABC):
             There is no room for it.
         """
 
-    @abstractmethod
-    def engine(self) -> Engine:
-        """Return the engine that moves rows between this memory and the compute device."""
+    def engine(self, name: str | None = None) -> Engine:
+        """Return the engine `name` (default: the best one) that moves rows between this memory and the compute device."""
+        return make_engine(self.name, self.device, name)
 
     def move_to(self, device: torch.device, planes: dict[str, Tensor]) -> dict[str, Tensor]:
         """Make `device` the compute device and return the planes, which stay where they are unless they live on it."""

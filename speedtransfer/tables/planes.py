@@ -65,6 +65,21 @@ class Planes:
         return self._place.device
 
     @property
+    def engine(self) -> str:
+        """Name of the engine that moves rows; "auto" chooses for each call by what was measured on this machine.
+
+        Set it to move them by a certain one ("mapped", "staged", "tiled", "host", "reference", where `memory` and `device`
+        allow it); rows and results do not depend on it.
+        """
+        return self._engine.name
+
+    @engine.setter
+    def engine(self, name: str) -> None:
+        new = self._place.engine(name)
+        self._engine.wait()
+        self._engine = new
+
+    @property
     def planes(self) -> tuple[str, ...]:
         """Names of the planes, "weight" first."""
         return tuple(self._planes)

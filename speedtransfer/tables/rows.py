@@ -12,6 +12,8 @@ from torch import Tensor
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables.files import NUMPY_DTYPES
 
+CONVERTIBLE = {torch.float32, torch.float16, torch.bfloat16}  # into each other, by every engine
+
 
 def as_rows(value: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str) -> Tensor:
     """Return `value` as a contiguous ``(n, width)`` tensor without a gradient.
@@ -53,6 +55,18 @@ def check_rows(rows: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device:
         raise InvalidValueError(
             f"{what} is on {rows.device} but the table computes on {device}; pass it .to('{device}')"
         )
+
+
+def check_conversion(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of rows outside of a plane of dtype `stored`; InvalidTypeError where it cannot be `wanted`."""
+    if wanted is None or wanted == stored:
+        return stored
+    if not {stored, wanted} <= CONVERTIBLE:
+        raise InvalidTypeError(
+            f"dtype is {wanted} but the plane holds {stored}; float32, float16 and bfloat16 are converted on the way, for "
+            "others convert the rows: .to(dtype)"
+        )
+    return wanted
 
 
 def tensor_of(array: Any, what: str = "array") -> Tensor:

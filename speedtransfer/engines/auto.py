@@ -1,0 +1,192 @@
+"""The engine that a table has by default: the fastest one for each call, as far as this machine has been measured."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from speedtransfer.device import pinned_empty
+from speedtransfer.engines.base import Engine
+from speedtransfer.engines.calibration import PLANE_BYTES, Calibration, Direction, calibrate, load, log
+from speedtransfer.engines.host import HostEngine
+from speedtransfer.engines.mapped import MappedEngine
+from speedtransfer.engines.order import StreamOrder
+from speedtransfer.engines.reference import ReferenceEngine
+from speedtransfer.engines.staged import StagedEngine
+from speedtransfer.engines.tiled import TiledEngine
+from speedtransfer.errors import InvalidValueError, SpeedtransferError, suggest
+
+_WORTH_BYTES = 1 << 20  # what a call moves at least before this machine is measured for it
+_measuring = threading.Lock()
+
+
+class AutoEngine:
+    """Hands each call to one of several engines over the same planes.
+
+    Which one: the fastest at the nearest point of the machine's calibration, or the first of `engines` without one. `tiled`,
+    whose time follows the table, is taken for a gather where one copy of all the planes beats the others.
+
+    Parameters
+    ----------
+    engines : dict of str to Engine
+        The default first.
+    device : torch.device
+        The compute device.
+    order : StreamOrder, optional
+        That of the engines which work on the device: an engine of the host waits for it before it touches the planes.
+    measure : callable, optional
+        Makes the calibration where there is none, at the first call worth it; None: the default engine then.
+    """
+
+    name = "auto"
+
+    def __init__(
+        self,
+        engines: dict[str, Engine],
+        device: torch.device,
+        order: StreamOrder | None = None,
+        measure: Callable[[], Calibration | None] | None = None,
+    ) -> None:
+        self.engines, self.device = engines, device
+        self._order, self._measure = order, measure
+        self._default = next(iter(engines))
+
+    def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
+        """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
+        self._ready("gather", planes, index).gather(planes, index, rows, check)
+
+    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
+        """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``."""
+        self._ready("scatter", planes, index).scatter(planes, index, rows)
+
+    def wait(self) -> None:
+        """Block the host until every gather and scatter so far is done."""
+        for engine in self.engines.values():
+            engine.wait()
+
+    def choose(self, direction: Direction, row_bytes: int, num_rows: int, table_rows: int) -> str:
+        """Return the name of the engine for a call.
+
+        Parameters
+        ----------
+        direction : {"gather", "scatter"}
+        row_bytes : int
+            Of all the planes together.
+        num_rows, table_rows : int
+            Rows to move, and rows there are.
+        """
+        calibration = load(self.device)
+        if calibration is None and self._measure is not None and num_rows * row_bytes >= _WORTH_BYTES:
+            calibration, self._measure = self._measure(), None  # once, whatever comes of it
+        if calibration is None:
+            return self._default
+        point = calibration.nearest(direction, row_bytes, num_rows)
+        candidates = {n: s for n, s in point.seconds.items() if n in self.engines and n != "tiled"} if point else {}
+        if not candidates:
+            return self._default
+        if direction == "gather" and "tiled" in self.engines and calibration.copy_bytes_per_s:
+            whole_s = table_rows * row_bytes / calibration.copy_bytes_per_s
+            if 1.2 * whole_s < calibration.seconds(direction, row_bytes, num_rows):
+                return "tiled"
+        return min(candidates, key=candidates.__getitem__)
+
+    def _ready(self, direction: Direction, planes: Sequence[Tensor], index: Tensor) -> Engine:
+        if not planes or not len(index):
+            return self.engines[self._default]
+        row_bytes = sum(plane.shape[1] * plane.element_size() for plane in planes)
+        name = self.choose(direction, row_bytes, len(index), planes[0].shape[0])
+        if name == "staged" and self._order is not None:
+            self._order.wait()
+        return self.engines[name]
+
+
+def engine_names(memory: str, device: torch.device) -> tuple[str, ...]:
+    """Return the engines that can move rows between `memory` and the compute device, the default first."""
+    if device.type != "cuda":
+        return "auto", "host", "reference"
+    return {
+        "pinned": ("auto", "mapped", "staged", "tiled"),
+        "device": ("mapped", "reference"),
+    }.get(memory, ("staged",))
+
+
+def make_engine(memory: str, device: torch.device, name: str | None = None) -> Engine:
+    """Return an engine for planes in `memory`.
+
+    Parameters
+    ----------
+    memory : {"pinned", "pageable", "mmap", "device"}
+    device : torch.device
+        The compute device.
+    name : str, optional
+        Default: the environment's SPEEDTRANSFER_ENGINE where that can serve, else the first of :func:`engine_names`.
+
+    Raises
+    ------
+    InvalidValueError
+        No such engine, or one that cannot serve this memory and device.
+    """
+    names = engine_names(memory, device)
+    if name is None:
+        wanted = os.environ.get("SPEEDTRANSFER_ENGINE", "")
+        name = wanted if wanted in names else names[0]
+    if name not in names:
+        hint = suggest(str(name), names)
+        raise InvalidValueError(f"engine is {name!r}, which does not move rows of memory={memory!r} on {device}{hint}")
+    if name != "auto":
+        return _MAKE[name](device)
+    if device.type != "cuda":
+        return AutoEngine({"host": HostEngine(device), "reference": ReferenceEngine(device)}, device)
+    order = StreamOrder(device)
+    engines: dict[str, Engine] = {
+        "mapped": MappedEngine(device, order=order),
+        "staged": StagedEngine(device),
+        "tiled": TiledEngine(device, order=order),
+    }
+    return AutoEngine(engines, device, order, lambda: measure_machine(device))
+
+
+_MAKE: dict[str, Callable[[torch.device], Engine]] = {
+    "host": HostEngine,
+    "mapped": MappedEngine,
+    "reference": ReferenceEngine,
+    "staged": StagedEngine,
+    "tiled": TiledEngine,
+}
+
+
+def measure_machine(device: torch.device) -> Calibration | None:
+    """Measure the engines of page-locked memory once, a second or two, and keep the result; None where that fails.
+
+    SPEEDTRANSFER_CALIBRATE=0 in the environment leaves it out. Another thread that asks meanwhile gets None.
+    """
+    if os.environ.get("SPEEDTRANSFER_CALIBRATE", "1") == "0" or not _measuring.acquire(blocking=False):
+        return None
+    try:
+        log.info("measuring how rows move best on %s, once for this machine", device)
+        result = calibrate_device(device)
+        log.info("kept in %s; see `speedtransfer calibrate --show`", result.save())
+        return result
+    except (SpeedtransferError, torch.cuda.OutOfMemoryError, OSError) as error:
+        log.warning("this machine could not be measured (%s); rows move by the default engine", error)
+        return None
+    finally:
+        _measuring.release()
+
+
+def calibrate_device(device: torch.device, progress: Callable[..., None] | None = None) -> Calibration:
+    """Measure the engines between which tables choose on `device`.
+
+    Raises
+    ------
+    HostMemoryError
+        No memory for the plane that it is measured on.
+    """
+    cuda = device.type == "cuda"
+    plane = pinned_empty(PLANE_BYTES, device) if cuda else torch.empty(PLANE_BYTES, dtype=torch.uint8)
+    names = [name for name in engine_names("pinned", device) if name not in ("auto", "tiled")]
+    return calibrate({name: make_engine("pinned", device, name) for name in names}, device, plane, progress=progress)

@@ -1,0 +1,255 @@
+"""Which engine is fastest for how many rows of which size: measured once on a machine, kept in a file, chosen from later."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from speedtransfer.device import cuda_status
+from speedtransfer.engines.base import Engine
+from speedtransfer.engines.host import has_numba
+from speedtransfer.errors import InvalidValueError, SpeedtransferError
+from speedtransfer.version import __version__
+
+Direction = Literal["gather", "scatter"]
+DIRECTIONS: tuple[Direction, ...] = ("gather", "scatter")
+ROW_BYTES = (16, 128, 512, 2048, 8192)
+NUM_ROWS = (1_000, 16_000, 131_072)
+PLANE_BYTES = 256 << 20  # of the plane it is measured on: far larger than a cache
+_CALL_BYTES = 64 << 20  # of the largest call
+_SAMPLES = 5
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was measured: seconds of a call by engine."""
+
+    direction: Direction
+    row_bytes: int
+    num_rows: int
+    seconds: dict[str, float]
+
+    @property
+    def fastest(self) -> str:
+        """The engine that took the least time."""
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+
+@dataclass
+class Calibration:
+    """Points of one machine; :meth:`nearest` speaks for the calls between them.
+
+    Attributes
+    ----------
+    machine : dict
+        Device, threads and versions that the points hold for.
+    points : list of Point
+    copy_bytes_per_s : float
+        Rate of one large contiguous copy to the compute device.
+    """
+
+    machine: dict[str, Any]
+    points: list[Point] = field(default_factory=list)
+    copy_bytes_per_s: float = 0.0
+
+    def nearest(self, direction: Direction, row_bytes: int, num_rows: int) -> Point | None:
+        """Return the point next to a call, by ratio of sizes; None where the direction has none."""
+
+        def distance(point: Point) -> float:
+            rows = math.log(point.num_rows / max(1, num_rows))
+            return math.hypot(math.log(point.row_bytes / max(1, row_bytes)), rows)
+
+        same = [point for point in self.points if point.direction == direction and point.seconds]
+        return min(same, key=distance, default=None)
+
+    def seconds(self, direction: Direction, row_bytes: int, num_rows: int) -> float:
+        """Return about how long the fastest engine takes for a call: the nearest point, by the bytes; inf without one."""
+        point = self.nearest(direction, row_bytes, num_rows)
+        if point is None:
+            return math.inf
+        return point.seconds[point.fastest] * (row_bytes * num_rows) / (point.row_bytes * point.num_rows)
+
+    def save(self) -> Path:
+        """Write the file that :func:`load` finds, whole or not at all, and return its path."""
+        path = file_of(self.machine)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = {
+            "machine": self.machine,
+            "copy_bytes_per_s": self.copy_bytes_per_s,
+            "points": [vars(point) for point in self.points],
+        }
+        new = path.with_suffix(f".{os.getpid()}.tmp")
+        new.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        new.replace(path)
+        load.cache_clear()
+        return path
+
+
+def machine_of(device: torch.device) -> dict[str, Any]:
+    """Return what a calibration depends on."""
+    status = cuda_status()
+    cuda = device.type == "cuda"
+    return {
+        "device": status.devices[device.index or 0] if cuda else platform.processor() or platform.machine(),
+        "kind": device.type,
+        "threads": torch.get_num_threads(),
+        "driver": status.driver if cuda else None,
+        "cupy": status.cupy if cuda else None,
+        "torch": torch.__version__,
+        "numba": has_numba(),
+        "speedtransfer": __version__,
+    }
+
+
+def file_of(machine: Mapping[str, Any]) -> Path:
+    """Return where the calibration of `machine` is kept: below $SPEEDTRANSFER_CACHE, or the user's cache folder."""
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speedtransfer"
+    folder = Path(os.environ.get("SPEEDTRANSFER_CACHE") or user)
+    name = hashlib.sha256(json.dumps(dict(machine), sort_keys=True).encode()).hexdigest()[:16]
+    return folder / f"calibration-{name}.json"
+
+
+@functools.cache
+def load(device: torch.device) -> Calibration | None:
+    """Return the calibration of this machine and these versions; None where there is none that can be read."""
+    machine = machine_of(device)
+    path = file_of(machine)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["machine"] != machine:
+            return None
+        points = [Point(**point) for point in data["points"]]
+        if not all(seconds > 0 for point in points for seconds in point.seconds.values()):
+            raise ValueError("a time is not positive")
+        return Calibration(machine, points, float(data["copy_bytes_per_s"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        log.warning("%s cannot be read (%s) and is left out; run `speedtransfer calibrate`", path, error)
+        return None
+
+
+def calibrate(
+    engines: Mapping[str, Engine],
+    device: torch.device,
+    plane: Tensor,
+    row_bytes: tuple[int, ...] = ROW_BYTES,
+    num_rows: tuple[int, ...] = NUM_ROWS,
+    progress: Callable[[Point], None] | None = None,
+) -> Calibration:
+    """Time `engines` against each other; an engine that gives a wrong row is left out with a warning.
+
+    Parameters
+    ----------
+    engines : mapping of str to Engine
+        All of them for the memory that `plane` lives in.
+    device : torch.device
+        The compute device.
+    plane : Tensor
+        ``(n,)`` uint8, the memory to measure on; it is overwritten. A multiple of the largest row.
+    row_bytes, num_rows : tuple of int
+        The calls to time, all pairs of the two in both directions; fewer rows where a call would exceed 64 MiB or the plane.
+    progress : callable, optional
+        Called with every point.
+
+    Returns
+    -------
+    Calibration
+        Not saved yet.
+    """
+    if not engines or plane.dtype != torch.uint8 or len(plane) < max(row_bytes):
+        raise InvalidValueError("calibrate needs at least one engine and a uint8 plane of at least one row")
+    result = Calibration(machine_of(device))
+    for size in row_bytes:
+        stored = plane[: len(plane) // size * size].view(-1, size)
+        for count in _counts(size, num_rows, len(stored)):
+            calls = {name: _Call(engine, stored, count, device) for name, engine in engines.items()}
+            right = {name: call for name, call in calls.items() if call.works(name)}
+            for direction in DIRECTIONS:
+                samples: dict[str, list[float]] = {name: [] for name in right}
+                for _ in range(_SAMPLES):
+                    for name, call in right.items():
+                        samples[name].append(call.time(direction))
+                seconds = {name: median(values) for name, values in samples.items()}
+                point = Point(direction, size, count, seconds)
+                result.points.append(point)
+                if progress is not None:
+                    progress(point)
+    result.copy_bytes_per_s = _copy_rate(plane, device)
+    return result
+
+
+def _counts(row_bytes: int, num_rows: tuple[int, ...], stored: int) -> Iterator[int]:
+    limit = min(stored, max(1, _CALL_BYTES // row_bytes))
+    yield from sorted({min(count, limit) for count in num_rows})
+
+
+class _Call:
+    """Calls of one engine on the same rows."""
+
+    def __init__(self, engine: Engine, stored: Tensor, count: int, device: torch.device) -> None:
+        self.engine, self.stored, self.device = engine, stored, device
+        generator = torch.Generator().manual_seed(0)
+        # One id in each stretch of the plane: spread at random, none twice, and made without a permutation of all rows.
+        stretch = len(stored) // count
+        ids = torch.arange(count) * stretch + torch.randint(stretch, (count,), generator=generator)
+        self.index = ids[torch.randperm(count, generator=generator)]
+        self.on_device = self.index.to(device)
+        self.rows = torch.empty(count, stored.shape[1], dtype=torch.uint8, device=device)
+
+    def works(self, name: str) -> bool:
+        """Move rows out and back and compare; the first calls compile and allocate as well."""
+        try:
+            pattern = torch.randint(256, self.rows.shape, dtype=torch.uint8, device=self.device)
+            self.engine.scatter([self.stored], self.on_device, [pattern])
+            self.engine.gather([self.stored], self.on_device, [self.rows])
+            self.engine.wait()
+            right = torch.equal(self.rows, pattern) and torch.equal(self.stored[self.index], pattern.cpu())
+            reason = "it moves rows wrongly"
+        except SpeedtransferError as error:
+            right, reason = False, str(error)
+        if not right:
+            log.warning("engine %r is left out of the calibration: %s", name, reason)
+        return right
+
+    def time(self, direction: Direction) -> float:
+        move = self.engine.gather if direction == "gather" else self.engine.scatter
+        _synchronize(self.device)
+        start = time.perf_counter()
+        move([self.stored], self.on_device, [self.rows])
+        _synchronize(self.device)
+        return time.perf_counter() - start
+
+
+def _copy_rate(plane: Tensor, device: torch.device) -> float:
+    part = plane[:_CALL_BYTES]
+    there = torch.empty(len(part), dtype=torch.uint8, device=device)
+    samples = []
+    for _ in range(_SAMPLES):
+        _synchronize(device)
+        start = time.perf_counter()
+        there.copy_(part, non_blocking=True)
+        _synchronize(device)
+        samples.append(time.perf_counter() - start)
+    return len(part) / median(samples)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
