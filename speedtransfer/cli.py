@@ -9,16 +9,21 @@ import os
 import platform
 import subprocess
 import sys
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import numpy
 import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table as TextTable
 
-from speedtransfer.device import cuda_status
-from speedtransfer.errors import SpeedtransferError, format_bytes
+from speedtransfer.benchmark.commands import bench
+from speedtransfer.device import cuda_status, resolve_device
+from speedtransfer.engines.auto import calibrate_device
+from speedtransfer.engines.calibration import file_of, load
+from speedtransfer.engines.host import has_numba
+from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes
 from speedtransfer.tables.memory import physical_bytes
 from speedtransfer.version import __version__
 from speedtransfer.word2vec.commands import app as word2vec_app
@@ -30,6 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(word2vec_app, name="word2vec")
+app.command()(bench)
 
 
 @app.callback()
@@ -48,6 +54,38 @@ def info() -> None:
     Console(soft_wrap=True).print(table)
 
 
+@app.command()
+def calibrate(
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: CUDA where there is one.")] = None,
+    show: Annotated[bool, typer.Option(help="Only show what was measured before.")] = False,
+) -> None:
+    """Measure which engine moves how many rows of which size fastest here, and keep it for every table made from now on.
+
+    On CUDA the first large enough call does this by itself. SPEEDTRANSFER_ENGINE or `table.engine` overrides the choice.
+    """
+    target = resolve_device(device)
+    found = load(target)
+    if show and found is None:
+        raise InvalidValueError(f"{target} has not been measured with these versions; run `speedtransfer calibrate`")
+    if not show or found is None:
+        with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+            task = progress.add_task("measuring", total=None)
+            found = calibrate_device(target, lambda point: progress.advance(task))
+        found.save()
+    console = Console(soft_wrap=True)
+    machine = ", ".join(f"{name} {value}" for name, value in found.machine.items() if value is not None)
+    console.print(f"{machine}\none large copy: {found.copy_bytes_per_s / 1e9:.1f} GB/s\n", highlight=False)
+    engines = list(dict.fromkeys(name for point in found.points for name in point.seconds))
+    table = TextTable("direction", "row bytes", "rows", *(f"{name}, GB/s" for name in engines), "choice", box=None)
+    for point in found.points:
+        rates = {name: point.row_bytes * point.num_rows / s / 1e9 for name, s in point.seconds.items()}
+        cells = [f"{rates[name]:.2f}" if name in rates else "wrong" for name in engines]
+        sizes = f"{point.row_bytes:,}", f"{point.num_rows:,}"
+        table.add_row(point.direction, *sizes, *cells, point.fastest if point.seconds else "-")
+    console.print(table)
+    console.print(f"\nkept in {file_of(found.machine)}", highlight=False)
+
+
 def _rows() -> list[tuple[str, str]]:
     status = cuda_status()
     rows = [
@@ -58,6 +96,10 @@ def _rows() -> list[tuple[str, str]]:
             f"{torch.__version__} (CUDA {status.torch_cuda or 'not in this build'}), {torch.get_num_threads()} threads",
         ),
         ("numpy", numpy.__version__),
+        (
+            "host rows",
+            "compiled copies (numba)" if has_numba() else "torch; `pip install numba` is up to 4 times as fast",
+        ),
         ("cupy", status.cupy or "not installed"),
         ("driver", f"supports CUDA {status.driver}" if status.driver else "no NVIDIA driver"),
         ("host memory", f"{format_bytes(physical_bytes())}, {os.cpu_count()} CPUs"),

@@ -1,5 +1,6 @@
 """What every table must do, as a class of tests to inherit: each memory, and later the cache and the shards."""
 
+from table_cases.convert import ConvertCases
 from table_cases.copies import CopyCases
 from table_cases.files import FileCases
 from table_cases.gather import GatherCases
@@ -8,5 +9,5 @@ from table_cases.scatter import ScatterCases
 from table_cases.values import ValueCases
 
 
-class TableContract(GatherCases, ScatterCases, PlaneCases, ValueCases, FileCases, CopyCases):
+class TableContract(GatherCases, ScatterCases, PlaneCases, ValueCases, ConvertCases, FileCases, CopyCases):
     """Inherit it as a class ``Test...`` that overrides `make`, `from_array` and `load` (see `TableCases`)."""

@@ -91,3 +91,27 @@ def test_pinned_without_cuda_says_why(run, tmp_path, monkeypatch):
     assert code == 2
     assert "CUDA" in err
     assert not (tmp_path / "out").exists()
+
+
+def test_calibrate(run, monkeypatch, tmp_path):
+    from speedtransfer import cli
+    from speedtransfer.engines import HostEngine, ReferenceEngine, calibration
+
+    monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path))
+    calibration.load.cache_clear()
+    plane = torch.zeros(1 << 16, dtype=torch.uint8)
+    engines = {"host": HostEngine(), "reference": ReferenceEngine()}
+    monkeypatch.setattr(
+        cli,
+        "calibrate_device",
+        lambda device, progress: calibration.calibrate(engines, device, plane, (16, 512), (10, 100), progress),
+    )
+    code, _, err = run("calibrate", "--device", "cpu", "--show")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "cpu has not been measured with these versions; run `speedtransfer calibrate`" in err
+    code, measured, err = run("calibrate", "--device", "cpu")
+    assert (code, err) == (0, "")
+    assert all(word in measured for word in ("one large copy", "gather", "scatter", "reference, GB/s", str(tmp_path)))
+    assert run("calibrate", "--device", "cpu", "--show") == (0, measured, "")
+    assert run("calibrate", "--device", "tpu")[0] == 2
+    calibration.load.cache_clear()

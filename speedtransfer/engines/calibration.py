@@ -106,8 +106,8 @@ def machine_of(device: torch.device) -> dict[str, Any]:
     status = cuda_status()
     cuda = device.type == "cuda"
     return {
-        "device": status.devices[device.index or 0] if cuda else platform.processor() or platform.machine(),
-        "kind": device.type,
+        "device": status.devices[device.index or 0] if cuda else None,
+        "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
         "driver": status.driver if cuda else None,
         "cupy": status.cupy if cuda else None,
@@ -115,6 +115,14 @@ def machine_of(device: torch.device) -> dict[str, Any]:
         "numba": has_numba(),
         "speedtransfer": __version__,
     }
+
+
+def cpu_model() -> str:
+    """Return what the system calls its processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def file_of(machine: Mapping[str, Any]) -> Path:
@@ -181,6 +189,8 @@ def calibrate(
         for count in _counts(size, num_rows, len(stored)):
             calls = {name: _Call(engine, stored, count, device) for name, engine in engines.items()}
             right = {name: call for name, call in calls.items() if call.works(name)}
+            if not right:
+                continue
             for direction in DIRECTIONS:
                 samples: dict[str, list[float]] = {name: [] for name in right}
                 for _ in range(_SAMPLES):

@@ -1,0 +1,75 @@
+"""Rows in another floating type than the one stored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import assert_same_bits, dtype_name, one_line
+
+from speedtransfer.errors import InvalidTypeError
+from table_cases.base import TableCases
+
+KINDS = [torch.float32, torch.float16, torch.bfloat16]
+# Ties, the largest and smallest of each type, values beyond them, signed zeros, infinities.
+VALUES = [0.0, -0.0, 1.0, 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 65504, 65519.9, 65520, 2**-24, 2**-25]
+VALUES += [2**-25 * 1.001, 6.1e-5, 3.4e38, 1e-45, float("inf"), -float("inf"), -2.5, 1e-8, 1e5, -1e-40, 3.14159, 0.1]
+
+
+class ConvertCases(TableCases):
+    def need(self, dtype):
+        if dtype not in self.dtypes:
+            pytest.skip(f"this memory has no {dtype}")
+
+    @pytest.mark.parametrize("wanted", KINDS, ids=dtype_name)
+    @pytest.mark.parametrize("stored", KINDS, ids=dtype_name)
+    def test_gather_converts_as_torch_does(self, stored, wanted):
+        self.need(stored)
+        values = torch.tensor(VALUES * 2).view(4, 12).to(stored)
+        table = self.filled(values)
+        rows = table.gather([3, 0, 3], dtype=wanted)
+        assert rows.dtype == wanted
+        assert_same_bits(rows, values[[3, 0, 3]].to(wanted))
+        out = torch.empty(2, 12, dtype=wanted, device=self.device)
+        assert table.gather([1, 2], out=out, dtype=wanted) is out
+        assert_same_bits(out, values[[1, 2]].to(wanted))
+
+    @pytest.mark.parametrize("given", KINDS, ids=dtype_name)
+    @pytest.mark.parametrize("stored", KINDS, ids=dtype_name)
+    def test_scatter_converts_as_torch_does(self, stored, given):
+        self.need(stored)
+        values = torch.tensor(VALUES * 2).view(4, 12).to(given)
+        table = self.make(6, 12, dtype=stored)
+        table.scatter([5, 0, 3, 1], values.to(self.device), convert=True)
+        assert_same_bits(
+            self.rows_of(table),
+            torch.zeros(6, 12, dtype=stored).index_copy(0, torch.tensor([5, 0, 3, 1]), values.to(stored)),
+        )
+
+    def test_several_planes(self):
+        table = self.numbered()
+        table.add_plane("half", 3, torch.bfloat16, fill=1.5)
+        rows = table.gather([2, 4], ["weight", "half"], dtype=torch.float32)
+        assert [r.dtype for r in rows.values()] == [torch.float32] * 2
+        table.scatter([2, 4], {name: value * 2 for name, value in rows.items()}, convert=True)
+        assert table.gather(4).tolist() == [8, 8.5, 9, 9.5]
+        assert table.gather(4, "half").tolist() == [3, 3, 3]
+
+    def test_the_bytes_that_cross_are_those_stored(self):
+        table = self.make(10, 4, dtype=torch.float16)
+        table.gather([1, 2, 3], dtype=torch.float32)
+        assert table.stats().gathered_bytes == 3 * 4 * 2
+
+    def test_what_is_not_converted(self):
+        table = self.make(4, 4, dtype=torch.float16)
+        for wanted in (torch.float64, torch.int8, torch.float8_e5m2):
+            with pytest.raises(
+                InvalidTypeError, match=r"but the plane holds torch.float16; float32, float16 and"
+            ) as error:
+                table.gather([1], dtype=wanted)
+            one_line(error)
+        with pytest.raises(InvalidTypeError, match=r"but the plane holds torch.float16") as error:
+            table.scatter([1], torch.zeros(1, 4, dtype=torch.float64, device=self.device), convert=True)
+        one_line(error)
+        with pytest.raises(InvalidTypeError, match=r"pass it .to\(torch.float16\)"):
+            table.scatter([1], torch.ones(1, 4, device=self.device))
+        assert not self.rows_of(table).any()

@@ -1,0 +1,278 @@
+"""Choice by measurement, the engine of a table, and tiled copies with the CPU in the part of the device."""
+
+import json
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import EngineCases
+from test_engines import cpu_as_cuda
+
+import speedtransfer as st
+from speedtransfer.engines import AutoEngine, HostEngine, ReferenceEngine, TiledEngine, auto, calibration, tiled
+from speedtransfer.engines.calibration import Calibration, Point, calibrate, file_of, load, machine_of
+from speedtransfer.errors import DeviceError, InvalidValueError
+
+CPU = torch.device("cpu")
+__all__ = ["cpu_as_cuda"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "cache"))
+    load.cache_clear()
+    yield tmp_path / "cache"
+    load.cache_clear()
+
+
+class OnCpu(EngineCases):
+    @pytest.fixture
+    def device(self):
+        return CPU
+
+    @pytest.fixture
+    def store(self):
+        return torch.clone
+
+
+class TestAuto(OnCpu):
+    @pytest.fixture
+    def engine(self):
+        return auto.make_engine("pageable", CPU)
+
+
+class TestTiledLogic(OnCpu):
+    @pytest.fixture(params=[64 << 20, 1024, 1], ids=["one tile", "many tiles", "a row a tile"])
+    def engine(self, request, cpu_as_cuda, monkeypatch):
+        monkeypatch.setattr(tiled, "resolve_cuda", lambda device, what: torch.device(device))
+        return TiledEngine("cpu", tile_bytes=request.param)
+
+
+class TestTiles:
+    def test_literal(self):
+        ids = np.array([0, 1, 5, 9, 10, 30, 30, 31])
+        assert list(tiled.tiles(ids, 10)) == [(0, 4), (4, 5), (5, 8)]
+        assert list(tiled.tiles(ids, 1000)) == [(0, 8)]
+        assert list(tiled.tiles(ids, 1)) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 7), (7, 8)]
+        assert list(tiled.tiles(ids[:0], 10)) == []
+
+    def test_runs(self):
+        assert list(tiled.runs(np.array([4, 5, 6, 2, 3, 9]))) == [(0, 3), (3, 5), (5, 6)]
+        assert list(tiled.runs(np.array([7]))) == [(0, 1)]
+        assert list(tiled.runs(np.array([], dtype=np.int64))) == []
+
+    def test_needs_cuda(self):
+        if not torch.cuda.is_available():
+            with pytest.raises(DeviceError, match=r"the tiled engine needs CUDA, but .+; .+"):
+                TiledEngine("cuda")
+
+
+def made(points, rate=0.0):
+    return Calibration(machine_of(CPU), [Point(*point) for point in points], rate)
+
+
+POINTS = [
+    ("gather", 16, 1000, {"host": 3e-6, "reference": 1e-6}),
+    ("gather", 512, 100_000, {"host": 1e-3, "reference": 2e-3}),
+    ("scatter", 512, 100_000, {"host": 5e-3, "reference": 4e-3}),
+]
+
+
+class TestChoice:
+    def engine(self, **kwargs):
+        return AutoEngine({"host": HostEngine(), "reference": ReferenceEngine()}, CPU, **kwargs)
+
+    def test_the_default_without_a_measurement(self):
+        assert self.engine().choose("gather", 512, 10**6, 10**7) == "host"
+
+    def test_the_fastest_at_the_nearest_point(self):
+        made(POINTS).save()
+        engine = self.engine()
+        assert engine.choose("gather", 8, 500, 10**7) == "reference"
+        assert engine.choose("gather", 700, 50_000, 10**7) == "host"
+        assert engine.choose("scatter", 16, 10, 10**7) == "reference"
+
+    def test_engines_that_are_not_there_are_not_chosen(self):
+        made([("gather", 16, 10, {"other": 1e-9, "reference": 1e-6}), ("scatter", 16, 10, {"other": 1e-9})]).save()
+        assert self.engine().choose("gather", 16, 10, 100) == "reference"
+        assert self.engine().choose("scatter", 16, 10, 100) == "host"
+
+    def test_a_dense_batch_is_tiled(self):
+        made(POINTS, rate=50e9).save()
+        engine = AutoEngine({"host": HostEngine(), "tiled": ReferenceEngine()}, CPU)
+        # 100,000 rows of 512 bytes take 1 ms; 50 MB more in one copy another.
+        assert engine.choose("gather", 512, 100_000, 80_000) == "tiled"
+        assert engine.choose("gather", 512, 100_000, 100_000) == "host"
+        assert engine.choose("scatter", 512, 100_000, 80_000) == "host"
+
+    def test_measured_once_and_only_for_calls_worth_it(self):
+        calls = []
+        engine = self.engine(measure=lambda: calls.append(1))
+        engine.choose("gather", 16, 10, 100)
+        assert calls == []
+        for _ in range(3):
+            assert engine.choose("gather", 512, 10_000, 10**6) == "host"
+        assert calls == [1]
+
+    def test_the_device_is_waited_for_before_the_host_touches_the_planes(self):
+        waits = []
+        order = type("Order", (), {"wait": lambda self: waits.append(1)})()
+        engines = {"mapped": ReferenceEngine(), "staged": ReferenceEngine()}
+        engine = AutoEngine(engines, CPU, order)
+        plane, index, rows = torch.zeros(4, 4), torch.tensor([1]), [torch.zeros(1, 4)]
+        engine.gather([plane], index, rows)
+        assert waits == []
+        made([("gather", 16, 1, {"staged": 1e-6}), ("scatter", 16, 1, {"staged": 1e-6})]).save()
+        engine.gather([plane], index, rows)
+        engine.scatter([plane], index, rows)
+        assert waits == [1, 1]
+
+
+class TestCalibration:
+    def test_round_trip(self, cache):
+        before = made(POINTS, 1e10)
+        path = before.save()
+        assert path.parent == cache
+        assert load(CPU) == before
+        assert [p.name for p in cache.iterdir()] == [path.name]
+
+    def test_none_yet(self):
+        assert load(CPU) is None
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda data: data.pop("points"),
+            lambda data: data.update(points=[{"direction": "gather"}]),
+            lambda data: data["points"][0]["seconds"].update(host=-1.0),
+            lambda data: data["points"][0]["seconds"].update(host="soon"),
+            lambda data: data.update(copy_bytes_per_s=None),
+        ],
+    )
+    def test_a_damaged_file_is_left_out_with_a_warning(self, damage, caplog):
+        path = made(POINTS).save()
+        data = json.loads(path.read_text())
+        damage(data)
+        path.write_text(json.dumps(data))
+        assert load(CPU) is None
+        assert "cannot be read" in caplog.text
+
+    @pytest.mark.parametrize("text", ["", "[]", "{", "\0\0"])
+    def test_a_foreign_file(self, text, caplog):
+        path = made(POINTS).save()
+        path.write_text(text)
+        assert load(CPU) is None
+        assert "run `speedtransfer calibrate`" in caplog.text
+
+    def test_other_versions_do_not_count(self, monkeypatch):
+        made(POINTS).save()
+        monkeypatch.setattr(calibration, "__version__", "9.9")
+        assert load(CPU) is None
+
+    def test_nearest(self):
+        found = made(POINTS)
+        assert found.nearest("gather", 32, 2000).row_bytes == 16
+        assert found.nearest("gather", 2048, 10**6).row_bytes == 512
+        assert made([]).nearest("gather", 1, 1) is None
+        assert found.seconds("gather", 512, 200_000) == pytest.approx(2e-3)
+        assert made([]).seconds("gather", 1, 1) == math.inf
+
+    def test_measures_every_call_and_engine(self):
+        plane, seen = torch.zeros(1 << 20, dtype=torch.uint8), []
+        engines = {"host": HostEngine(), "reference": ReferenceEngine()}
+        found = calibrate(engines, CPU, plane, (16, 4096), (10, 100, 10**6), seen.append)
+        assert found.points == seen
+        sizes = {(p.direction, p.row_bytes, p.num_rows) for p in seen}
+        counts = {16: (10, 100, (1 << 20) // 16), 4096: (10, 100, 256)}
+        assert sizes == {(d, size, n) for d in ("gather", "scatter") for size, some in counts.items() for n in some}
+        assert all(set(p.seconds) == set(engines) and min(p.seconds.values()) > 0 for p in seen)
+        assert found.copy_bytes_per_s > 0
+
+    def test_an_engine_that_moves_wrong_rows_is_left_out(self, caplog):
+        class Wrong(ReferenceEngine):
+            def gather(self, planes, index, rows, check=False):
+                super().gather(planes, index.flip(0), rows)
+
+        class Broken(ReferenceEngine):
+            def scatter(self, planes, index, rows):
+                raise DeviceError("no such luck")
+
+        engines = {"wrong": Wrong(), "broken": Broken(), "reference": ReferenceEngine()}
+        found = calibrate(engines, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
+        assert [set(point.seconds) for point in found.points] == [{"reference"}] * 2
+        assert "'wrong' is left out of the calibration: it moves rows wrongly" in caplog.text
+        assert "no such luck" in caplog.text
+        none = calibrate({"wrong": Wrong()}, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
+        assert none.points == []
+
+    def test_no_plane(self):
+        with pytest.raises(InvalidValueError, match="at least one engine and a uint8 plane of at least one row"):
+            calibrate({"reference": ReferenceEngine()}, CPU, torch.zeros(4, dtype=torch.uint8))
+
+    def test_a_machine_that_cannot_be_measured(self, monkeypatch, caplog):
+        def fail(device):
+            raise DeviceError("no such luck")
+
+        monkeypatch.setattr(auto, "calibrate_device", fail)
+        assert auto.measure_machine(CPU) is None
+        assert "no such luck" in caplog.text
+
+    def test_left_out_on_request(self, monkeypatch):
+        monkeypatch.setenv("SPEEDTRANSFER_CALIBRATE", "0")
+        monkeypatch.setattr(auto, "calibrate_device", lambda device: pytest.fail("measured"))
+        assert auto.measure_machine(CPU) is None
+
+    def test_the_result_is_kept(self, monkeypatch, caplog):
+        monkeypatch.setattr(auto, "calibrate_device", lambda device: made(POINTS))
+        with caplog.at_level(logging.INFO):
+            assert auto.measure_machine(CPU).points == load(CPU).points
+        assert str(file_of(machine_of(CPU))) in caplog.text
+
+
+class TestEngineOfATable:
+    def test_names(self):
+        assert auto.engine_names("pageable", CPU) == ("auto", "host", "reference")
+        cuda = torch.device("cuda", 0)
+        assert auto.engine_names("pinned", cuda) == ("auto", "mapped", "staged", "tiled")
+        assert auto.engine_names("pageable", cuda) == auto.engine_names("mmap", cuda) == ("staged",)
+        assert auto.engine_names("device", cuda) == ("mapped", "reference")
+
+    def test_set(self):
+        table = st.Table(100, 4, memory="pageable", device="cpu").normal_()
+        assert table.engine == "auto"
+        expected = table.torch()[[5, 3]].clone()
+        for name in ("host", "reference", "auto"):
+            table.engine = name
+            assert table.engine == name
+            assert torch.equal(table.gather([5, 3]), expected)
+
+    def test_one_that_cannot_serve(self):
+        table = st.Table(4, 4, memory="pageable", device="cpu")
+        for name in ("mapped", "hsot", 3):
+            with pytest.raises(InvalidValueError, match="which does not move rows of memory='pageable' on cpu"):
+                table.engine = name
+        assert table.engine == "auto"
+
+    def test_the_environment(self, monkeypatch):
+        for name, used in (("reference", "reference"), ("mapped", "auto"), ("", "auto")):
+            monkeypatch.setenv("SPEEDTRANSFER_ENGINE", name)
+            assert st.Table(4, 4, memory="pageable", device="cpu").engine == used
+
+
+def test_results_do_not_depend_on_the_engine():
+    weights = []
+    for name in ("host", "reference", "auto"):
+        torch.manual_seed(0)
+        emb = st.Embedding(5000, 64, memory="pageable", device="cpu")
+        emb.table.engine = name
+        opt = torch.optim.AdamW(emb.parameters(), lr=1e-2)
+        for _ in range(3):
+            ids = torch.randint(5000, (4000,))
+            emb(ids).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+        weights.append(emb.table.torch().clone())
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])

@@ -1,0 +1,195 @@
+"""Rows moved by the host: compiled copies against the reference, threads, forks, and what happens without numba."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import EngineCases, any_bits, bits
+
+from speedtransfer.engines import HostEngine, host
+from speedtransfer.errors import RowIndexError
+
+
+@pytest.fixture
+def always_compiled(monkeypatch):
+    """Use the compiled copies for a handful of rows too, on more threads than there are rows."""
+    pytest.importorskip("numba")
+    for name in ("_COMPILED_BYTES", "_THREAD_BYTES", "_STREAMING_BYTES"):
+        monkeypatch.setattr(host, name, 1)
+
+
+class OnCpu(EngineCases):
+    @pytest.fixture
+    def device(self):
+        return torch.device("cpu")
+
+    @pytest.fixture
+    def store(self):
+        return torch.clone
+
+    @pytest.fixture
+    def engine(self):
+        return HostEngine("cpu")
+
+
+class TestHost(OnCpu):
+    pass
+
+
+class TestCompiled(OnCpu):
+    @pytest.fixture(autouse=True)
+    def compiled(self, always_compiled):
+        pass
+
+
+class TestCompiledInCache(OnCpu):
+    """Results short enough to stay in the cache are written as usual."""
+
+    @pytest.fixture(autouse=True)
+    def compiled(self, always_compiled, monkeypatch):
+        monkeypatch.setattr(host, "_STREAMING_BYTES", 1 << 40)
+
+
+class TestWithoutNumba(OnCpu):
+    @pytest.fixture(autouse=True)
+    def no_numba(self, monkeypatch):
+        monkeypatch.setattr(host, "has_numba", lambda: False)
+        monkeypatch.setattr(host, "_COMPILED_BYTES", 1)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("row_bytes", [1, 15, 16, 48, 64, 100, 128, 400, 512, 1088, 4100])
+def test_every_copy_on_every_number_of_threads(always_compiled, monkeypatch, threads, row_bytes):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    content, index = any_bits((301, row_bytes), torch.uint8), np.random.default_rng(0).permutation(301)[:257]
+    # Rows on a cache line, on a lane of 16 bytes, and nowhere in particular.
+    for offset in (0, 16, 3):
+        memory = torch.zeros(301 * row_bytes + 192, dtype=torch.uint8)
+        start = -memory.data_ptr() % 64 + offset
+        plane = memory[start : start + content.numel()].view(content.shape).copy_(content)
+        before = memory.clone()
+        rows = torch.zeros(257 * row_bytes + 128, dtype=torch.uint8)
+        at = -rows.data_ptr() % 64 + offset
+        out = rows[at : at + 257 * row_bytes].view(257, row_bytes)
+        host.gather_rows([plane], torch.from_numpy(index), [out])
+        assert torch.equal(out, content[index])
+        assert not rows[:at].any()
+        assert not rows[at + 257 * row_bytes :].any()
+        new = any_bits((257, row_bytes), torch.uint8, seed=1)
+        host.scatter_rows([plane], torch.from_numpy(index), [new])
+        before[start : start + content.numel()].view(content.shape)[index] = new
+        assert torch.equal(memory, before)
+
+
+def test_large_calls_use_the_compiled_copies():
+    numba = pytest.importorskip("numba")
+    from speedtransfer.engines import compiled
+
+    content, index = torch.randn(20_000, 64), torch.randperm(20_000)
+    out = torch.empty_like(content)
+    host.gather_rows([content], index, [out])
+    assert torch.equal(out, content[index])
+    assert isinstance(compiled.gather_streaming_lines, numba.core.registry.CPUDispatcher)
+    assert compiled.gather_streaming_lines.signatures
+
+
+def test_small_calls_do_not_import_numba():
+    code = (
+        "import sys, torch, speedtransfer as st; t = st.Table(100, 8); t.scatter([1], torch.ones(1, 8)); t.gather([1]);"
+        "print('numba' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_write_is_seen_by_autograd(always_compiled):
+    plane = torch.zeros(8, 4)
+    for version in range(2):
+        assert plane._version == version
+        host.scatter_rows([plane], torch.tensor([1]), [torch.ones(1, 4)])
+
+
+def test_inference_mode(always_compiled):
+    plane = torch.arange(8.0).view(4, 2)
+    with torch.inference_mode():
+        out = torch.empty(2, 2)
+        host.gather_rows([plane], torch.tensor([3, 0]), [out])
+    assert out.tolist() == [[6.0, 7.0], [0.0, 1.0]]
+
+
+def test_calls_of_several_threads(always_compiled):
+    content = any_bits((997, 128), torch.uint8)
+    wrong = []
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(50):
+            index, out = torch.randint(997, (300,), generator=generator), torch.empty(300, 128, dtype=torch.uint8)
+            host.gather_rows([content], index, [out])
+            if not torch.equal(out, content[index]):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def _gather_in_a_child(content, index, answer):
+    out = torch.empty(len(index), content.shape[1], dtype=content.dtype)
+    host.gather_rows([content], index, [out])
+    answer.put(bool((out.numpy() == content.numpy()[index.numpy()]).all()))  # torch's own threads hang in a forked process
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own(always_compiled, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    content, index = any_bits((500, 64), torch.uint8), torch.randperm(500)
+    host.gather_rows([content], index, [torch.empty_like(content)])  # this process has its threads by now
+    context = multiprocessing.get_context("fork")
+    answer = context.SimpleQueue()
+    child = context.Process(target=_gather_in_a_child, args=(content, index, answer))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert answer.get() is True
+
+
+def test_an_error_in_a_thread_is_raised_after_all_have_stopped(always_compiled, monkeypatch):
+    running = []
+
+    def copy(plane, stride, rows, row, index, start, stop):
+        running.append(start)
+        raise RuntimeError("no memory there")
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(host, "_gather_copy", lambda *places: copy)
+    with pytest.raises(RuntimeError, match="no memory there"):
+        host.gather_rows([torch.zeros(9, 8)], torch.arange(9), [torch.zeros(9, 8)])
+    assert sorted(running) == [0, 3, 6]
+
+
+def test_check(always_compiled):
+    with pytest.raises(RowIndexError, match=r"index\[1\] is 4 but the table has 4 rows \(0 to 3\); clamp"):
+        HostEngine().gather([torch.zeros(4, 2)], torch.tensor([0, 4, 9]), [torch.zeros(3, 2)], check=True)
+
+
+def test_conversion_keeps_what_torch_gives(always_compiled):
+    values = torch.randn(50, 24) * 100
+    index = torch.randperm(50)[:31]
+    for stored in (torch.float32, torch.float16, torch.bfloat16):
+        for wanted in (torch.float32, torch.float16, torch.bfloat16):
+            plane, out = values.to(stored), torch.empty(31, 24, dtype=wanted)
+            host.gather_rows([plane], index, [out])
+            np.testing.assert_array_equal(bits(out), bits(plane[index].to(wanted)))
+            rows = torch.randn(31, 24).to(wanted)
+            host.scatter_rows([plane], index, [rows])
+            np.testing.assert_array_equal(bits(plane[index]), bits(rows.to(stored)))
