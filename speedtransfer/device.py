@@ -227,39 +227,89 @@ def to_cupy(tensor: Tensor) -> Any:
 @contextlib.contextmanager
 def torch_stream(device: torch.device) -> Iterator[None]:
     """Make `device` current, and torch's current stream on it the current stream of CuPy as well."""
-    cuda = _cupy().cuda
-    pointer = torch.cuda.current_stream(device).cuda_stream
-    if hasattr(cuda.Stream, "from_external"):
-        stream = cuda.Stream.from_external(_StreamHandle(pointer))
-    else:  # CuPy 13
-        stream = cuda.ExternalStream(pointer, device.index)
+    stream = _cupy_stream(torch.cuda.current_stream(device).cuda_stream, device.index)
     with _on_device(device.index), stream:
         yield
 
 
-def load_kernel(source_name: str, function_name: str, device: torch.device) -> Any:
+def load_kernel(source_name: str, function_name: str, device: torch.device, shared_bytes: int = 0) -> Any:
     """Return the kernel `function_name` of ``speedtransfer/kernels/<source_name>``, compiled for `device`.
 
-    Call it as ``kernel((blocks,), (threads,), (arguments, ...))`` inside :func:`torch_stream`. It is compiled once a
-    process and device; CuPy keeps the binary in its cache folder.
+    Call it by :func:`launch`. It is compiled once a process and device; CuPy keeps the binary in its cache folder.
+
+    Parameters
+    ----------
+    source_name, function_name : str
+    device : torch.device
+    shared_bytes : int
+        The most dynamic shared memory that a block will be launched with.
 
     Raises
     ------
     DeviceError
-        There is no CUDA, or the source does not compile there.
+        There is no CUDA, the source does not compile there, or the device has less shared memory.
     """
     require_cuda(f"the kernel {function_name}")
-    return _compiled(source_name, function_name, device.index)
+    kernel = _compiled(source_name, function_name, device.index)
+    with _on_device(device.index):
+        # Beyond 48 KiB a kernel must ask; engines share it, and the largest wish must stay.
+        if shared_bytes > kernel.max_dynamic_shared_size_bytes:
+            try:
+                kernel.max_dynamic_shared_size_bytes = shared_bytes
+            except Exception as error:
+                raise DeviceError(
+                    f"{function_name} asks for {shared_bytes} bytes of shared memory a block, which "
+                    f"{torch.cuda.get_device_name(device)} refuses ({_first_line(error)}); pass fewer threads"
+                ) from error
+    return kernel
+
+
+def launch(
+    kernel: Any, blocks: int, threads: int, argument: np.ndarray, stream: torch.cuda.Stream, shared_bytes: int = 0
+) -> None:
+    """Queue a kernel from :func:`load_kernel` on `stream`.
+
+    Parameters
+    ----------
+    kernel : object
+    blocks, threads : int
+        The size of the launch.
+    argument : ndarray
+        Of one element, which the kernel takes by value; it may be changed as soon as this returns.
+    stream : torch.cuda.Stream
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    """
+    index = stream.device_index
+    given = _cupy_stream(stream.cuda_stream, index)
+    if len(cuda_status().devices) == 1:  # the current one, in every thread: nothing to switch
+        kernel((blocks,), (threads,), (argument,), shared_mem=shared_bytes, stream=given)
+        return
+    with _on_device(index):
+        kernel((blocks,), (threads,), (argument,), shared_mem=shared_bytes, stream=given)
+
+
+def kernel_source(name: str) -> str:
+    """Return the text of ``speedtransfer/kernels/<name>`` with its includes in place.
+
+    CuPy keys its cache by the text that it is given, and would go on using a binary of an older header.
+    """
+    text = importlib.resources.files(f"{__package__}.kernels").joinpath(name).read_text(encoding="utf-8")
+    lines = [f'#line 1 "{name}"']  # errors then name the file and its own lines
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.startswith('#include "'):
+            lines += [kernel_source(line.split('"')[1]), f'#line {number + 1} "{name}"']
+        else:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 @functools.cache
 def _compiled(source_name: str, function_name: str, index: int) -> Any:
-    code = importlib.resources.files(f"{__package__}.kernels").joinpath(source_name).read_text(encoding="utf-8")
-    # Errors then name the file and its own lines.
-    code = f'#line 1 "{source_name}"\n{code}'
     with _on_device(index):
         try:
-            return _cupy().RawModule(code=code, options=("-std=c++17",)).get_function(function_name)
+            module = _cupy().RawModule(code=kernel_source(source_name), options=("-std=c++17",))
+            return module.get_function(function_name)
         except Exception as error:  # CuPy has its own for each part: compiler, headers, driver
             raise DeviceError(
                 f"cannot compile {function_name} of {source_name} for cuda:{index}: {' '.join(str(error).split())}; "
@@ -274,6 +324,15 @@ class _HostBlock:
 
     def __init__(self, pointer: int, num_bytes: int) -> None:
         self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+
+
+@functools.lru_cache(maxsize=256)
+def _cupy_stream(pointer: int, index: int) -> Any:
+    """Return CuPy's object for a stream of torch; it is nothing but the pointer, so it may outlive the stream."""
+    cuda = _cupy().cuda
+    if hasattr(cuda.Stream, "from_external"):
+        return cuda.Stream.from_external(_StreamHandle(pointer))
+    return cuda.ExternalStream(pointer, index)  # CuPy 13
 
 
 class _StreamHandle:

@@ -2,45 +2,126 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
+import functools
 import importlib.resources
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
+from torch import Tensor
 
+from speedtransfer.engines.mapped import BULK_SLOT_BYTES, BULK_SLOTS, Argument, pack_plane
+
+SHIM = Path(__file__).parent / "shim"
 COMPILER = shutil.which("g++")
+FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+# What C++ leaves undefined ends the process, as a fault would: shifts and 64-bit offsets must be right on any compiler.
+FLAGS += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
+
+
+@functools.cache
+def cpu_kernels() -> CpuKernels:
+    """Return the kernels, built once a process; the test is skipped without g++."""
+    if COMPILER is None:
+        pytest.skip("g++ is not installed")
+    folder = tempfile.mkdtemp(prefix="speedtransfer-kernels")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return CpuKernels(Path(folder))
 
 
 class CpuKernels:
-    """Built into `folder`. Call ``gather_rows(blocks, threads, move)``, or ``scatter_rows``, as a launch."""
+    """Built into `folder`."""
 
     def __init__(self, folder: Path) -> None:
         assert COMPILER is not None
-        shim = Path(__file__).parent / "shim"
-        library = folder / "rows.so"
-        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-        # The compiler cannot know that a lane is written only where it was read.
-        flags += ["-Wno-maybe-uninitialized"]
+        self._libraries = {}
         with importlib.resources.as_file(importlib.resources.files("speedtransfer.kernels")) as kernels:
-            command = [COMPILER, *flags, f"-I{shim}", f"-I{kernels}", "-o", str(library), str(shim / "rows.cpp")]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-        self._library = ctypes.CDLL(str(library))
-        self._library.size_of_move.restype = ctypes.c_longlong
+            builds = {
+                kind: subprocess.Popen(
+                    [
+                        COMPILER,
+                        *FLAGS,
+                        f"-I{SHIM}",
+                        f"-I{kernels}",
+                        "-o",
+                        folder / f"{kind}.so",
+                        SHIM / f"{source}.cpp",
+                    ],
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                for kind, source in {"rows": "rows", "converted": "convert", "bulk": "bulk"}.items()
+            }
+            for kind, build in builds.items():
+                _, errors = build.communicate()
+                assert build.returncode == 0, errors
+                self._libraries[kind] = ctypes.CDLL(str(folder / f"{kind}.so"))
+        self.set_engine()
 
     @property
     def move_bytes(self) -> int:
-        return self._library.size_of_move()
+        """Size of the argument as C++ sees it."""
+        return self._ask("size_of_move")
 
-    def gather_rows(self, blocks: int, threads: int, move: np.ndarray) -> None:
-        self._run("cpu_gather_rows", blocks, threads, move)
+    @property
+    def lanes_read(self) -> int:
+        """Lanes read by the last launch of rows.cu."""
+        return self._ask("lanes_read_by_rows")
 
-    def scatter_rows(self, blocks: int, threads: int, move: np.ndarray) -> None:
-        self._run("cpu_scatter_rows", blocks, threads, move)
-
-    def _run(self, name: str, blocks: int, threads: int, move: np.ndarray) -> None:
-        function = getattr(self._library, name)
+    def _ask(self, name: str) -> int:
+        function = getattr(self._libraries["rows"], name)
         function.restype = ctypes.c_longlong
-        misaligned = function(ctypes.c_uint(blocks), ctypes.c_uint(threads), ctypes.c_void_p(move.ctypes.data))
-        assert misaligned == 0, f"{misaligned} reads of {name} were not aligned to their lane"
+        return function()
+
+    def set_engine(self, late_loads: bool = True, late_stores: bool = True) -> None:
+        """Let the bulk copy engine copy as late as it may, or as early."""
+        self._late = late_loads, late_stores
+
+    def launch(self, function: str, blocks: int, threads: int, move: np.ndarray, backwards: bool = False) -> None:
+        """Run `function` ("gather_rows", ...) as a launch; `backwards`: the last thread comes first."""
+        kind = function.split("_")[1]
+        library = self._libraries[kind]
+        if kind == "bulk":
+            library.set_engine(threads * BULK_SLOTS * (BULK_SLOT_BYTES + 8), *self._late)
+        call = getattr(library, f"cpu_{function}")
+        call.restype = ctypes.c_longlong
+        size = ctypes.c_uint(blocks), ctypes.c_uint(threads)
+        mistakes = call(*size, ctypes.c_void_p(move.ctypes.data), ctypes.c_int(backwards))
+        assert mistakes == 0, f"{function} broke {mistakes} rules: alignment, waits, places in shared memory"
+
+
+def pack(
+    planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], fault: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the argument of the kernels; `fault` (5,) int64 takes the record of a fault and, last, who claimed it."""
+    words = [word for plane, dense in zip(planes, rows, strict=True) for word in pack_plane(plane, dense)]
+    at = 0 if fault is None else fault.ctypes.data
+    argument = Argument()
+    return argument.pack(index.data_ptr(), len(index), len(planes[0]), at, at and at + 32, words)
+
+
+@contextlib.contextmanager
+def as_engine_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuKernels]:
+    """Let the mapped engine run the kernels on the CPU."""
+    kernels = cpu_kernels()
+    module = "speedtransfer.engines.mapped"
+
+    def load_kernel(source_name, function_name, device, shared_bytes=0):
+        kind = function_name.split("_")[1]
+        assert source_name == {"rows": "rows.cu", "converted": "convert.cu", "bulk": "bulk.cu"}[kind]
+        return function_name
+
+    def launch(kernel, blocks, threads, argument, stream, shared_bytes=0):
+        kernels.launch(kernel, blocks, threads, argument)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{module}.load_kernel", load_kernel)
+        patch.setattr(f"{module}.launch", launch)
+        yield kernels

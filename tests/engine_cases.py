@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from speedtransfer.errors import RowIndexError
+
 DTYPES = [
     torch.float32,
     torch.float64,
@@ -23,6 +25,8 @@ DTYPES = [
     torch.complex64,
     torch.complex128,
 ]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+CONVERSIONS = [(stored, dense) for stored in FLOATS for dense in FLOATS if stored != dense]
 
 
 def any_bits(shape, dtype, seed=0):
@@ -36,6 +40,14 @@ def any_bits(shape, dtype, seed=0):
 
 def bits(tensor):
     return tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+
+
+def same_values(got, want):
+    """Compare bit by bit, except that every NaN is as good as another: a conversion may choose."""
+    got, nan = got.cpu(), want.isnan()
+    assert got.dtype == want.dtype
+    assert torch.equal(got.isnan(), nan)
+    np.testing.assert_array_equal(bits(got.masked_fill(nan, 0)), bits(want.masked_fill(nan, 0)))
 
 
 class EngineCases:
@@ -188,3 +200,110 @@ class EngineCases:
         engine.wait()
         assert not plane.requires_grad
         assert plane.tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+
+    @pytest.mark.parametrize(("stored", "dense"), CONVERSIONS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+    @pytest.mark.parametrize("dim", [1, 3, 8, 20, 129, 1024])
+    def test_conversion(self, engine, device, store, stored, dense, dim):
+        content, new = any_bits((29, dim), stored), any_bits((17, dim), dense, seed=1)
+        plane, generator = store(content), np.random.default_rng(dim)
+        index = torch.from_numpy(generator.integers(0, 29, 40))
+        rows = torch.ones(40, dim, dtype=dense, device=device)
+        engine.gather([plane], index.to(device), [rows])
+        same_values(rows, content[index].to(dense))
+        index = torch.from_numpy(generator.permutation(29)[:17])
+        engine.scatter([plane], index.to(device), [new.to(device)])
+        engine.wait()
+        expected = content.clone()
+        expected[index] = new.to(stored)
+        same_values(plane, expected)
+
+    def test_conversion_of_some_planes(self, engine, device, store):
+        weight, moment = store(torch.randn(50, 24).half()), store(torch.randn(50, 24))
+        last_step = store(torch.arange(50, dtype=torch.int32).view(50, 1))
+        planes, index = [weight, moment, last_step], torch.tensor([49, 0, 7], device=device)
+        rows = [torch.zeros(3, width, dtype=dtype, device=device) for width, dtype in [(24, torch.float32)] * 2]
+        rows.append(torch.zeros(3, 1, dtype=torch.int32, device=device))
+        engine.gather(planes, index, rows)
+        for got, plane in zip(rows, planes, strict=True):
+            assert torch.equal(got.cpu(), plane.cpu()[[49, 0, 7]].to(got.dtype))
+        engine.scatter(planes, index, [rows[0] + 1 / 3, rows[1], rows[2] + 1])
+        engine.wait()
+        assert torch.equal(weight.cpu()[[49, 0, 7]], (rows[0].cpu() + 1 / 3).half())
+        assert last_step.flatten().tolist()[:8] == [1, 1, 2, 3, 4, 5, 6, 8]
+
+    def test_conversion_to_the_nearest(self, engine, device, store):
+        plane = store(torch.zeros(1, 6, dtype=torch.float16))
+        new = torch.tensor(
+            [[1 + 2.0**-11, 1 + 3 * 2.0**-11, 65519.9, 65520.0, 2.0**-25, 1.5 * 2.0**-25]], device=device
+        )
+        engine.scatter([plane], torch.tensor([0], device=device), [new])
+        engine.wait()
+        assert plane.tolist() == [[1.0, 1 + 2.0**-9, 65504.0, float("inf"), 0.0, 2.0**-24]]
+
+    def test_an_index_on_the_host(self, engine, device, store):
+        plane, index = store(torch.zeros(50, 6)), torch.tensor([49, 3])
+        engine.scatter([plane], index, [torch.full((2, 6), 7.0, device=device)])
+        index.fill_(0)  # the caller's again
+        rows = torch.ones(3, 6, device=device)
+        engine.gather([plane], torch.tensor([3, 4, 49]), [rows])
+        assert rows.tolist() == [[7.0] * 6, [0.0] * 6, [7.0] * 6]
+
+    def expect_fault(self, engine, position, value, call, have="29 rows (0 to 28)"):
+        """Expect the error of a gather with `check` from `call`, which begins with that gather, or from a wait after it."""
+
+        def call_and_wait():
+            call()
+            engine.wait()
+
+        with pytest.raises(RowIndexError) as error:
+            call_and_wait()
+        rule = "rows count from 0" if value < 0 else f"the table has {have}"
+        assert str(error.value).startswith(f"index[{position}]")
+        assert f" is {value} but {rule}" in str(error.value)
+        assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize("where", ["device", "host"])
+    @pytest.mark.parametrize("value", [29, -1, 2**40, -(2**63), 2**63 - 1])
+    def test_check(self, engine, device, store, value, where):
+        planes = [store(torch.randn(29, 12)), store(torch.randn(29, 1))]
+        rows = [torch.ones(100, 12, device=device), torch.ones(100, 1, device=device)]
+        index = torch.arange(100) % 29
+        engine.gather(planes, index.to(device if where == "device" else "cpu"), rows, check=True)
+        engine.wait()
+        assert torch.equal(rows[0].cpu(), planes[0].cpu()[index])
+        for position in (0, 42, 99):
+            bad = index.clone()
+            bad[position:] = torch.where(torch.arange(100 - position) % 9 == 0, value, bad[position:])
+            bad = bad.to(device if where == "device" else "cpu")
+            self.expect_fault(engine, position, value, lambda bad=bad: engine.gather(planes, bad, rows, check=True))
+            engine.gather(planes, index.to(device), rows, check=True)
+            engine.wait()  # as if nothing had been
+            assert torch.equal(rows[0].cpu(), planes[0].cpu()[index])
+
+    def test_a_fault_comes_with_the_next_call_at_the_latest(self, engine, device, store):
+        plane, rows = store(torch.zeros(29, 12)), torch.ones(2, 12, device=device)
+        bad, good = torch.tensor([3, 29], device=device), torch.tensor([3, 28], device=device)
+
+        def gather_and(call):
+            engine.gather([plane], bad, [rows], check=True)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            call()
+            pytest.fail("the call after it did not raise")
+
+        self.expect_fault(engine, 1, 29, lambda: gather_and(lambda: engine.gather([plane], good, [rows])))
+        self.expect_fault(engine, 1, 29, lambda: gather_and(lambda: engine.scatter([plane], good, [rows])))
+        self.expect_fault(engine, 1, 29, lambda: gather_and(engine.wait))
+        engine.wait()
+        assert not plane.any()
+
+    def test_check_of_planes_without_columns_or_rows(self, engine, device, store):
+        index = torch.tensor([4, 30], device=device)
+        none, empty = store(torch.zeros(29, 0)), store(torch.zeros(0, 3))
+        rows = [torch.ones(2, 0, device=device)]
+        self.expect_fault(engine, 1, 30, lambda: engine.gather([none], index, rows, check=True))
+        rows = [torch.ones(2, 3, device=device)]
+        self.expect_fault(engine, 0, 4, lambda: engine.gather([empty], index, rows, check=True), have="no rows")
+        engine.gather([empty], index[:0], [torch.ones(0, 3, device=device)], check=True)
+        engine.gather([], index, [], check=True)
+        engine.wait()

@@ -6,12 +6,14 @@ import types
 
 import pytest
 import torch
-from cpu_kernels import COMPILER, CpuKernels
+from cpu_kernels import as_engine_kernels
 from engine_cases import EngineCases
 
+from speedtransfer import device as device_module
 from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine
+from speedtransfer.engines import order as order_module
 from speedtransfer.engines.order import StreamOrder
-from speedtransfer.errors import DeviceError
+from speedtransfer.errors import DeviceError, InvalidValueError, RowIndexError
 
 
 class OnCpu(EngineCases):
@@ -45,8 +47,12 @@ class Event:
 
 
 class Stream:
-    def __init__(self, cuda_stream=0):
+    """`owned`: torch's own, as by its odd id; another has its address for an id."""
+
+    def __init__(self, cuda_stream=0, owned=True):
         self.cuda_stream, self.waits = cuda_stream, []
+        self.stream_id = 2 * cuda_stream + owned
+        self.device_index = 0
 
     def wait_event(self, event):
         assert event.record_calls, "a stream waits for an event that was never recorded"
@@ -65,11 +71,12 @@ def cpu_as_cuda(monkeypatch):
     )
     for engine in ("mapped", "staged"):
         monkeypatch.setattr(f"speedtransfer.engines.{engine}.resolve_cuda", lambda device, what: torch.device(device))
-    monkeypatch.setattr(
-        "speedtransfer.engines.staged.pinned_empty", lambda size, device: torch.full((size,), 255, dtype=torch.uint8)
-    )
+        monkeypatch.setattr(
+            f"speedtransfer.engines.{engine}.pinned_empty",
+            lambda size, device: torch.full((size,), 255, dtype=torch.uint8),
+        )
     monkeypatch.setattr("speedtransfer.engines.mapped.require_mapped", lambda device: None)
-    monkeypatch.setattr("speedtransfer.engines.mapped.torch_stream", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return stream
 
 
@@ -99,22 +106,184 @@ class TestStagedLogic(OnCpu):
         assert len(buffer._memory) == 512  # 288 bytes, in steps of 256
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    if COMPILER is None:
-        pytest.skip("g++ is not installed")
-    return CpuKernels(tmp_path_factory.mktemp("kernels"))
-
-
 class TestMappedLogic(OnCpu):
-    @pytest.fixture(params=[None, 1], ids=["default launch", "one block"])
-    def engine(self, request, cpu_as_cuda, kernels, monkeypatch):
-        def load_kernel(source_name, function_name, device):
-            assert source_name == "rows.cu"
-            return lambda grid, block, args: getattr(kernels, function_name)(*grid, *block, *args)
+    @pytest.fixture(autouse=True)
+    def kernels(self, cpu_as_cuda, monkeypatch):
+        with as_engine_kernels(monkeypatch) as kernels:
+            yield kernels
 
-        monkeypatch.setattr("speedtransfer.engines.mapped.load_kernel", load_kernel)
-        return MappedEngine("cpu", max_blocks=request.param)
+    @pytest.fixture(params=[(None, "lanes"), (1, "lanes"), (None, "bulk")], ids=["lanes", "one block", "bulk"])
+    def engine(self, request):
+        max_blocks, kernel = request.param
+        return MappedEngine("cpu", max_blocks=max_blocks, kernel=kernel)
+
+    @pytest.fixture
+    def launches(self, monkeypatch, kernels):
+        """What was launched: function and threads in all."""
+        seen, launch = [], kernels.launch
+        monkeypatch.setattr(
+            kernels, "launch", lambda name, *size_and_move: [seen.append(name), launch(name, *size_and_move)]
+        )
+        return seen
+
+    def test_all_planes_go_in_one_launch(self, launches):
+        engine, index = MappedEngine("cpu"), torch.tensor([3, 1])
+        planes = [torch.randn(9, width) for width in (8, 8, 1)]
+        engine.gather(planes, index, [torch.zeros(2, plane.shape[1]) for plane in planes])
+        assert launches == ["gather_rows"]
+        halves = [planes[0].half(), *planes[1:]]
+        engine.scatter(halves, index, [torch.zeros(2, plane.shape[1]) for plane in planes])
+        assert launches[1:] == ["scatter_converted"]
+
+    def test_bulk_leaves_to_lanes_what_it_cannot_move(self, launches):
+        engine, index = MappedEngine("cpu", kernel="bulk"), torch.tensor([3, 1])
+        memory = torch.zeros(9 * 8 + 1)
+        whole, odd = torch.zeros(9, 8), memory[1:].view(9, 8)
+        for planes, dtypes, expected in [
+            ([whole], [torch.float32], ["gather_bulk"]),
+            ([odd], [torch.float32], ["gather_rows"]),
+            ([whole, odd, whole], [torch.float32] * 3, ["gather_rows", "gather_bulk"]),
+            ([whole, whole], [torch.float16, torch.float32], ["gather_converted", "gather_bulk"]),
+            ([torch.zeros(9, 0)], [torch.float32], []),
+        ]:
+            launches.clear()
+            rows = [torch.ones(2, plane.shape[1], dtype=dtype) for plane, dtype in zip(planes, dtypes, strict=True)]
+            engine.gather(planes, index, rows)
+            assert launches == expected
+            assert not any(out.any() for out in rows)
+
+    def test_a_row_that_does_not_exist_is_zeros(self, engine):
+        planes, index = [torch.randn(9, 8), torch.randn(9, 3)], torch.tensor([8, 9, 0, -4])
+        rows = [torch.ones(4, 8), torch.ones(4, 3)]
+        engine.gather(planes, index, rows, check=True)
+        with pytest.raises(RowIndexError) as error:
+            engine.wait()
+        assert str(error.value) == (
+            "index[1] of an earlier gather (its row is zeros) is 9 but the table has 9 rows (0 to 8); "
+            "clamp or filter the index"
+        )
+        for plane, out in zip(planes, rows, strict=True):
+            assert torch.equal(out, torch.stack([plane[8], torch.zeros_like(plane[0]), plane[0], 0 * plane[0]]))
+
+    def test_a_scatter_by_a_bad_index_writes_nowhere(self, engine):
+        memory = torch.zeros(12, 8)
+        planes, index = [memory[1:10]], torch.tensor([2, 9, -1, 2**62])
+        engine.scatter(planes, index, [torch.ones(4, 8)])
+        assert memory.any(dim=1).nonzero().tolist() == [[3]]
+
+    def test_a_fault_in_more_planes_than_one_launch_takes(self, engine):
+        planes = [torch.zeros(9, 1 + i) for i in range(37)]
+        rows = [torch.ones(2, 1 + i) for i in range(37)]
+        engine.gather(planes, torch.tensor([3, 9]), rows, check=True)
+        assert not any(out.any() for out in rows)
+        with pytest.raises(RowIndexError, match=r"^index\[1\] of an earlier gather"):
+            engine.scatter(planes, torch.tensor([3, 4]), rows)
+        engine.wait()
+
+    def test_unchecked_says_nothing(self, engine):
+        engine.gather([torch.zeros(9, 8)], torch.tensor([9]), [torch.ones(1, 8)])
+        engine.wait()
+
+    def test_the_order_of_another_engine(self, kernels):
+        order = StreamOrder(torch.device("cpu"))
+        engine = MappedEngine("cpu", order=order)
+        engine.scatter([torch.zeros(9, 8)], torch.tensor([3]), [torch.ones(1, 8)])
+        order.wait()
+        assert order._written.synchronize_calls == 1
+
+    def test_other_kernels(self):
+        with pytest.raises(InvalidValueError, match=r"kernel is 'bulky', which there is not; did you mean 'bulk'\?"):
+            MappedEngine("cpu", kernel="bulky")
+
+    def test_bulk_needs_hopper(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Device")
+        with pytest.raises(DeviceError, match=r"needs compute capability 9.0 \(Hopper\), but A Device has 8.6; use "):
+            MappedEngine("cpu", kernel="bulk")
+
+
+class TestLaunch:
+    """device.py's part in a launch, with another CuPy."""
+
+    @pytest.fixture
+    def cupy(self, monkeypatch):
+        class CupyStream:
+            @classmethod
+            def from_external(cls, handle):
+                stream = cls()
+                stream.version, stream.ptr = handle.__cuda_stream__()
+                return stream
+
+        cuda = types.SimpleNamespace(Stream=CupyStream, Device=self.entered)
+        monkeypatch.setattr(device_module, "_cupy", lambda: types.SimpleNamespace(cuda=cuda))
+        monkeypatch.setattr(torch.cuda, "device", self.entered)
+        device_module._cupy_stream.cache_clear()
+        yield cuda
+        device_module._cupy_stream.cache_clear()
+
+    @pytest.fixture(autouse=True)
+    def devices(self, monkeypatch):
+        self.inside = []
+        status = types.SimpleNamespace(devices=("A Device",))
+        monkeypatch.setattr(device_module, "cuda_status", lambda: status)
+        return status
+
+    @contextlib.contextmanager
+    def entered(self, index):
+        self.inside.append(index)
+        yield
+
+    def launch(self, stream):
+        calls = []
+        device_module.launch(lambda *args, **kwargs: calls.append((*args, kwargs)), 3, 64, "move", stream, 128)
+        ((grid, block, arguments, keywords),) = calls
+        assert (grid, block, arguments, keywords["shared_mem"]) == ((3,), (64,), ("move",), 128)
+        return keywords["stream"]
+
+    def test_one_device_needs_no_switching(self, cupy):
+        stream = self.launch(Stream(5))
+        assert (stream.version, stream.ptr) == (0, 5)
+        assert self.inside == []
+        assert self.launch(Stream(5)) is stream
+        assert self.launch(Stream(6)).ptr == 6
+
+    def test_several_devices(self, cupy, devices):
+        devices.devices = ("A Device", "Another")
+        stream = Stream(5)
+        stream.device_index = 1
+        assert self.launch(stream).ptr == 5
+        assert self.inside == [1, 1]  # torch's and CuPy's
+
+    def test_cupy_13(self, cupy):
+        del cupy.Stream.from_external
+        cupy.ExternalStream = lambda pointer, index: ("external", pointer, index)
+        assert self.launch(Stream(5)) == ("external", 5, 0)
+
+    @pytest.mark.parametrize(("before", "wanted", "after"), [(49152, 0, 49152), (49152, 66560, 66560), (99, 50, 99)])
+    def test_shared_memory_only_grows(self, cupy, monkeypatch, before, wanted, after):
+        kernel = types.SimpleNamespace(max_dynamic_shared_size_bytes=before)
+        monkeypatch.setattr(device_module, "require_cuda", lambda what: None)
+        monkeypatch.setattr(device_module, "_compiled", lambda *names: kernel)
+        assert device_module.load_kernel("a.cu", "a", torch.device("cuda", 0), wanted) is kernel
+        assert kernel.max_dynamic_shared_size_bytes == after
+
+    def test_too_much_shared_memory(self, cupy, monkeypatch):
+        class Kernel:
+            @property
+            def max_dynamic_shared_size_bytes(self):
+                return 49152
+
+            @max_dynamic_shared_size_bytes.setter
+            def max_dynamic_shared_size_bytes(self, size):
+                raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+
+        monkeypatch.setattr(device_module, "require_cuda", lambda what: None)
+        monkeypatch.setattr(device_module, "_compiled", lambda *names: Kernel())
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Device")
+        with pytest.raises(
+            DeviceError, match=r"^a asks for 600000 bytes of shared memory .+ A Device refuses .+; pass "
+        ):
+            device_module.load_kernel("a.cu", "a", torch.device("cuda", 0), 600000)
 
 
 class TestStreamOrder:
@@ -143,17 +312,79 @@ class TestStreamOrder:
                 pass
         on(three)
         with order.writing():
-            assert [event.record_calls for event in three.waits] == [[three], [one, one], [two]]
+            assert [event.record_calls for event in three.waits] == [[one, one], [two]]
+        on(two)
         with order.writing():  # the reads are behind the write before
-            assert [event.record_calls for event in three.waits[3:]] == [[three]]
+            assert [event.record_calls for event in two.waits[1:]] == [[three]]
+
+    def test_one_stream_needs_no_waits(self, on):
+        order, stream = StreamOrder(torch.device("cpu")), Stream(1)
+        on(stream)
+        for queueing in (order.writing, order.reading, order.reading, order.writing, order.writing):
+            with queueing():
+                pass
+        assert stream.waits == []
+
+    def test_a_stream_of_another_library_may_be_gone_and_its_address_taken(self, on):
+        order, reader, old, new = StreamOrder(torch.device("cpu")), Stream(2), Stream(8, False), Stream(8, False)
+        on(old)
+        with order.writing():
+            pass
+        on(new)
+        with order.reading():
+            assert [event.record_calls for event in new.waits] == [[old]]
+        on(old)
+        with order.reading():
+            pass
+        assert [event.record_calls for event in old.waits[1:]] == [[new, old]]  # both reads are in the event now
+        on(reader)
+        with order.writing():
+            assert [event.record_calls for event in reader.waits] == [[old], [new, old]]
+        on(old)
+        with order.reading():
+            pass
+        on(new)
+        with order.writing():
+            assert [event.record_calls for event in new.waits[1:]] == [[reader], [old]]
+
+    @pytest.mark.parametrize(("where", "what"), [(Stream, "wait_event"), (Event, "record")])
+    def test_nothing_stays_locked_where_cuda_fails(self, on, monkeypatch, where, what):
+        def fail(*args):
+            raise RuntimeError("CUDA error")
+
+        order = StreamOrder(torch.device("cpu"))
+        on(Stream(1))
+        with order.writing():
+            pass
+        on(Stream(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(where, what, fail)
+            with pytest.raises(RuntimeError, match="CUDA error"), order.reading():
+                pass
+        with order.writing():
+            pass
+
+    def test_the_current_stream_is_looked_up_by_its_address(self, monkeypatch):
+        device, current, asked = torch.device("cuda", 0), [Stream(1)], []
+        monkeypatch.setattr(order_module, "_current_pointer", lambda index: current[0].cuda_stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: [asked.append(device), current[0]][1])
+        order_module._stream_at.cache_clear()
+        one, two = current[0], Stream(2)
+        for stream in (one, one, two, one):
+            current[0] = stream
+            assert order_module.current_stream(device) is stream
+        assert len(asked) == 2
+        order_module._stream_at.cache_clear()
 
     def test_the_event_is_left_also_after_an_error(self, on):
         order, stream = StreamOrder(torch.device("cpu")), Stream(1)
         on(stream)
         with pytest.raises(ZeroDivisionError), order.writing():
             _ = 1 / 0
+        other = Stream(2)
+        on(other)
         with order.reading():
-            assert len(stream.waits) == 1
+            assert [event.record_calls for event in other.waits] == [[stream]]
 
     def test_wait(self, on):
         order = StreamOrder(torch.device("cpu"))

@@ -248,6 +248,13 @@ class TestEngineOfATable:
             assert table.engine == name
             assert torch.equal(table.gather([5, 3]), expected)
 
+    def test_one_made_by_hand(self):
+        table = st.Table(4, 4, memory="pageable", device="cpu")
+        table.engine = ReferenceEngine("cpu")
+        assert table.engine == "reference"
+        with pytest.raises(InvalidValueError, match="which does not move rows of memory='pageable' on cpu"):
+            table.engine = ReferenceEngine("meta")
+
     def test_one_that_cannot_serve(self):
         table = st.Table(4, 4, memory="pageable", device="cpu")
         for name in ("mapped", "hsot", 3):

@@ -2,45 +2,72 @@
 
 import importlib.resources
 import mmap
+import re
 
 import numpy as np
 import nvrtc
 import pytest
 import torch
-from cpu_kernels import COMPILER, CpuKernels
+from cpu_kernels import cpu_kernels, pack
 
-from speedtransfer.engines.mapped import MAX_PLANES, pack_move
+from speedtransfer.device import kernel_source
+from speedtransfer.engines.mapped import BULK_SLOT_BYTES, MAX_PLANES, pack_plane
 
 SOURCES = sorted(
     entry.name for entry in importlib.resources.files("speedtransfer.kernels").iterdir() if entry.name.endswith(".cu")
 )
+KERNELS = {"rows.cu": "rows", "convert.cu": "converted", "bulk.cu": "bulk"}
 NUM_ROWS = 37
 LAUNCHES = [(1, 1), (1, 3), (2, 32), (3, 7), (5, 64), (1, 256)]  # (blocks, threads), odd ones too
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+PAIRS = [(stored, dense) for stored in FLOATS for dense in FLOATS if stored != dense]
+BAD = [-1, NUM_ROWS, 2**31, 2**40, 2**62, -(2**63)]  # far off: memory that nobody has
+
+
+# convert.cu takes seconds each.
+COMPILED = [
+    pytest.param(source, architecture, marks=[pytest.mark.slow] * (source == "convert.cu" and architecture != "sm_90"))
+    for source in SOURCES
+    for architecture in nvrtc.ARCHITECTURES
+]
 
 
 @pytest.mark.skipif(nvrtc.library() is None, reason="nvidia-cuda-nvrtc is not installed")
 class TestCompile:
-    @pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
-    @pytest.mark.parametrize("source", SOURCES)
+    @pytest.mark.parametrize(("source", "architecture"), COMPILED)
     def test_compiles(self, source, architecture):
-        code = importlib.resources.files("speedtransfer.kernels").joinpath(source).read_text(encoding="utf-8")
-        cubin, log = nvrtc.compile_cubin(code, source, architecture)
+        cubin, log = nvrtc.compile_cubin(kernel_source(source), source, architecture, ("-Xptxas", "-v"))
         assert cubin.startswith(b"\x7fELF")
-        assert log == "", log
-        if source == "rows.cu":
-            assert b"gather_rows" in cubin
-            assert b"scatter_rows" in cubin
+        for direction in ("gather", "scatter"):
+            assert f"{direction}_{KERNELS[source]}".encode() in cubin
+        said = [line for line in log.splitlines() if line.strip() and not re.match(r"ptxas (info)? +[:.] ", line)]
+        assert said == [], log
+        assert re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log) == [("0", "0")] * 2
+        registers = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
+        assert max(registers) <= 128  # of 65,536: two blocks of 256 threads, the default launch, fit
+
+    def test_the_bulk_copy_engine_is_asked_where_there_is_one(self):
+        for architecture, asked in (("sm_89", False), ("sm_90", True)):
+            cubin, _ = nvrtc.compile_cubin(kernel_source("bulk.cu"), "bulk.cu", architecture)
+            assert (len(cubin) > 10_000) == asked
 
     def test_an_error_names_the_file_and_its_own_line(self):
-        with pytest.raises(AssertionError, match=r"bad\.cu\(2\): error"):
-            nvrtc.compile_cubin('#line 1 "bad.cu"\n\nint x = y;', "prog", "sm_90")
+        code = kernel_source("rows.cu")
+        places = {
+            "move.cuh": "struct Plane {",
+            "lanes.cuh": "struct Same {",
+            "rows.cu": "report_faults(move);\n    for",
+        }
+        for name, at in places.items():
+            text = importlib.resources.files("speedtransfer.kernels").joinpath(name).read_text()
+            line = 1 + text[: text.index(at)].count("\n")
+            with pytest.raises(AssertionError, match=rf"{re.escape(name)}\({line}\): error"):
+                nvrtc.compile_cubin(code.replace(at, f"nonsense {at}"), "prog", "sm_90")
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    if COMPILER is None:
-        pytest.skip("g++ is not installed")
-    return CpuKernels(tmp_path_factory.mktemp("kernels"))
+def kernels():
+    return cpu_kernels()
 
 
 def plane_of(num_rows, row_bytes, stride_bytes, offset, generator):
@@ -50,7 +77,12 @@ def plane_of(num_rows, row_bytes, stride_bytes, offset, generator):
     return memory[start:].as_strided((num_rows, row_bytes), (stride_bytes, 1)), memory
 
 
-def check(kernels, row_bytes, paddings=(0,), offsets=(0,), launch=(2, 64), num_index=23):
+def aligned_zeros(num_rows, row_bytes):
+    memory = torch.zeros(num_rows * row_bytes + 16, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % 16 :][: num_rows * row_bytes].view(num_rows, row_bytes)
+
+
+def check(kernels, row_bytes, paddings=(0,), offsets=(0,), launch=(2, 64), num_index=23, kind="rows", backwards=False):
     """Gather and scatter planes of `row_bytes` each, with some padding and misalignment, and compare with NumPy."""
     generator = np.random.default_rng(sum(row_bytes))
     planes, memories = [], []
@@ -60,36 +92,37 @@ def check(kernels, row_bytes, paddings=(0,), offsets=(0,), launch=(2, 64), num_i
         planes.append(plane)
         memories.append(memory)
     index = torch.from_numpy(generator.integers(0, NUM_ROWS, num_index))
-    rows = [torch.zeros(num_index, width, dtype=torch.uint8) for width in row_bytes]
-    kernels.gather_rows(*launch, pack_move(planes, index, rows))
+    rows = [aligned_zeros(num_index, width) for width in row_bytes]
+    kernels.launch(f"gather_{kind}", *launch, pack(planes, index, rows), backwards)
     for plane, out in zip(planes, rows, strict=True):
         np.testing.assert_array_equal(out.numpy(), plane.numpy()[index.numpy()])
 
     unique = torch.from_numpy(generator.permutation(NUM_ROWS)[:num_index])
-    rows = [torch.from_numpy(generator.integers(0, 256, (num_index, width), dtype=np.uint8)) for width in row_bytes]
+    for out in rows:
+        out.copy_(torch.from_numpy(generator.integers(0, 256, tuple(out.shape), dtype=np.uint8)))
     expected = [memory.clone() for memory in memories]
     for plane, memory, want, new in zip(planes, memories, expected, rows, strict=True):
         start = plane.data_ptr() - memory.data_ptr()
         view = want[start:].as_strided(tuple(plane.shape), plane.stride())
         view.numpy()[unique.numpy()] = new.numpy()
-    kernels.scatter_rows(*launch, pack_move(planes, unique, rows))
+    kernels.launch(f"scatter_{kind}", *launch, pack(planes, unique, rows), backwards)
     for memory, want in zip(memories, expected, strict=True):
         np.testing.assert_array_equal(memory.numpy(), want.numpy())  # padding and idle rows as they were
 
 
-class TestRun:
+class TestRows:
     def test_the_argument_has_one_layout(self, kernels):
         index, plane, rows = torch.zeros(1, dtype=torch.int64), torch.zeros(2, 4), torch.zeros(1, 4)
-        assert pack_move([plane], index, [rows]).nbytes == kernels.move_bytes
+        assert pack([plane], index, [rows]).nbytes == kernels.move_bytes
 
     def test_literal(self, kernels):
         plane = torch.tensor([[0, 1, 2], [10, 11, 12], [20, 21, 22]], dtype=torch.int32)
         index = torch.tensor([2, 0, 2])
         rows = torch.zeros(3, 3, dtype=torch.int32)
-        kernels.gather_rows(1, 32, pack_move([plane], index, [rows]))
+        kernels.launch("gather_rows", 1, 32, pack([plane], index, [rows]))
         assert rows.tolist() == [[20, 21, 22], [0, 1, 2], [20, 21, 22]]
         index, rows = torch.tensor([2, 1]), torch.tensor([[7, 8, 9], [4, 5, 6]], dtype=torch.int32)
-        kernels.scatter_rows(1, 32, pack_move([plane], index, [rows]))
+        kernels.launch("scatter_rows", 1, 32, pack([plane], index, [rows]))
         assert plane.tolist() == [[0, 1, 2], [4, 5, 6], [7, 8, 9]]
 
     @pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
@@ -99,8 +132,24 @@ class TestRun:
 
     @pytest.mark.parametrize("launch", LAUNCHES)
     def test_launch_sizes(self, kernels, launch):
-        for width in (1, 12, 16, 48, 528, 1040):
-            check(kernels, [width], launch=launch)
+        for width in (1, 12, 16, 48, 512, 528, 1040, 3000):
+            for backwards in (False, True):
+                check(kernels, [width], launch=launch, backwards=backwards)
+
+    def test_rows_by_the_number_of_teams(self, kernels):  # the last rows of a pass over several
+        for num_index in range(1, NUM_ROWS + 1):
+            check(kernels, [16, 40], launch=(1, 8), num_index=num_index)
+
+    @pytest.mark.parametrize("launch", LAUNCHES)
+    def test_every_lane_is_read_once(self, kernels, launch):
+        generator = np.random.default_rng(0)
+        for width, num_index in [(4, 1), (4, 300), (48, 29), (512, 300), (528, 29), (3000, 300)]:
+            plane, _ = plane_of(NUM_ROWS, width, width, 0, generator)
+            index, rows = torch.from_numpy(generator.integers(0, NUM_ROWS, num_index)), aligned_zeros(num_index, width)
+            move = pack([plane], index, [rows])
+            for direction in ("gather", "scatter"):
+                kernels.launch(f"{direction}_rows", *launch, move)
+                assert kernels.lanes_read == num_index * pack_plane(plane, rows)[3]
 
     @pytest.mark.parametrize("offset", [1, 2, 4, 8])
     def test_misaligned_and_strided(self, kernels, offset):
@@ -113,27 +162,21 @@ class TestRun:
         check(kernels, [8 * (1 + i) for i in range(MAX_PLANES)])
 
     def test_nothing_to_move(self, kernels):
-        none = torch.zeros(0, dtype=torch.int64)
-        assert pack_move([torch.zeros(3, 4)], none, [torch.zeros(0, 4)]) is None
-        assert pack_move([torch.zeros(3, 0)], torch.tensor([1]), [torch.zeros(1, 0)]) is None
+        check(kernels, [8, 0], num_index=0)
         check(kernels, [0, 8, 0])
 
     def test_more_than_2_to_the_31_elements(self, kernels):
         dim = 64
         num_rows = 2**31 // dim + 1000
-        try:  # pages that nobody writes cost nothing
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-            memory = mmap.mmap(-1, num_rows * dim * 4, flags=flags)
-        except (OSError, AttributeError) as error:
-            pytest.skip(f"no sparse memory of 9 GB here: {error}")
-        plane = torch.from_numpy(np.frombuffer(memory, dtype=np.float32)).view(num_rows, dim)
+        plane = sparse_plane(num_rows, dim)
         index = torch.tensor([num_rows - 1, 0, 2**31 // dim, 2**30 // dim])
         rows = torch.randn(4, dim)
-        kernels.scatter_rows(2, 64, pack_move([plane], index, [rows]))
+        kernels.launch("scatter_rows", 2, 64, pack([plane], index, [rows]))
         assert torch.equal(plane[index], rows)
-        out = torch.zeros(4, dim)
-        kernels.gather_rows(2, 64, pack_move([plane], index, [out]))
-        assert torch.equal(out, rows)
+        for kind in ("rows", "bulk"):
+            out = torch.zeros(4, dim)
+            kernels.launch(f"gather_{kind}", 2, 32, pack([plane], index, [out]))
+            assert torch.equal(out, rows)
 
     @pytest.mark.slow
     def test_sweep(self, kernels):
@@ -143,7 +186,228 @@ class TestRun:
                     check(kernels, [width, 4], paddings=[padding, 0], offsets=[offset, 0], launch=launch)
 
 
-class TestPackMove:
+def sparse_plane(num_rows, dim):
+    """Return a float32 plane of more memory than there is: pages that nobody writes cost nothing."""
+    try:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        memory = mmap.mmap(-1, num_rows * dim * 4, flags=flags)
+    except (OSError, AttributeError) as error:
+        pytest.skip(f"no sparse memory of 9 GB here: {error}")
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.float32)).view(num_rows, dim)
+
+
+class TestBulk:
+    """The copy engine of the shim copies as early, or as late, as the kernel's waits allow."""
+
+    @pytest.fixture(params=[(True, True), (True, False), (False, True)], ids=["late", "late loads", "late stores"])
+    def kernels(self, request):
+        kernels = cpu_kernels()
+        kernels.set_engine(*request.param)
+        yield kernels
+        kernels.set_engine()
+
+    @pytest.mark.parametrize("launch", [(1, 1), (2, 3), (3, 32), (1, 64)])
+    def test_widths_and_launches(self, kernels, launch):
+        slot = BULK_SLOT_BYTES
+        for width in (16, 48, slot - 16, slot, slot + 16, 3 * slot, 5 * slot + 32, 40 * slot):
+            for backwards in (False, True):
+                check(kernels, [width], [16], launch=launch, kind="bulk", backwards=backwards)
+
+    def test_rows_by_the_number_of_slots(self, kernels):
+        for num_index in range(1, 12):
+            check(kernels, [64, BULK_SLOT_BYTES + 16], launch=(1, 1), num_index=num_index, kind="bulk")
+
+    def test_several_planes(self, kernels):
+        check(kernels, [512, 512, 512, 16], paddings=[0, 16], launch=(1, 5), kind="bulk")
+        check(kernels, [16 * (1 + 7 * i) for i in range(MAX_PLANES)], kind="bulk")
+
+    def test_nothing_to_move(self, kernels):
+        check(kernels, [16], num_index=0, kind="bulk")
+
+    def test_a_row_that_does_not_exist(self, kernels):
+        generator = np.random.default_rng(0)
+        planes = [plane_of(NUM_ROWS, width, width, 0, generator)[0] for width in (1040, 16)]
+        index = torch.from_numpy(generator.integers(0, NUM_ROWS, 50))
+        index[7 : 7 + len(BAD)] = torch.tensor(BAD)
+        rows = [aligned_zeros(50, plane.shape[1]).fill_(9) for plane in planes]
+        fault = np.zeros(5, dtype=np.int64)
+        kernels.launch("gather_bulk", 2, 3, pack(planes, index, rows, fault), backwards=True)
+        assert fault.tolist() == [1, 7, BAD[0], NUM_ROWS, 1]
+        for plane, out in zip(planes, rows, strict=True):
+            np.testing.assert_array_equal(out.numpy(), zeroed(plane.numpy(), index.numpy()))
+
+    def test_a_row_that_does_not_exist_is_scattered_nowhere(self, kernels):
+        generator = np.random.default_rng(0)
+        index = torch.from_numpy(generator.permutation(NUM_ROWS))
+        index[::3] = -1  # a piece that is not stored must not hide that the one before it is still leaving its slot
+        for width in (64, 1040):
+            plane = plane_of(NUM_ROWS, width, width, 0, generator)[0]
+            rows, want = aligned_zeros(NUM_ROWS, width), plane.clone()
+            rows.copy_(torch.from_numpy(generator.integers(0, 256, (NUM_ROWS, width), dtype=np.uint8)))
+            want[index[index >= 0]] = rows[index >= 0]
+            kernels.launch("scatter_bulk", 1, 2, pack([plane], index, [rows]))
+            assert torch.equal(plane, want)
+
+
+def zeroed(plane, index):
+    """Return what a gather gives: zeros for rows that do not exist."""
+    exists = (index >= 0) & (index < len(plane))
+    return np.where(exists[:, None], plane[np.where(exists, index, 0)], 0)
+
+
+class TestFaults:
+    def gather(self, kernels, index, fault, widths=(12,), kind="rows", backwards=False, launch=(2, 32)):
+        planes = [torch.arange(NUM_ROWS * width, dtype=torch.int32).view(NUM_ROWS, width) + 1 for width in widths]
+        rows = [torch.full((len(index), width), -1, dtype=torch.int32) for width in widths]
+        kernels.launch(f"gather_{kind}", *launch, pack(planes, index, rows, fault), backwards)
+        for plane, out in zip(planes, rows, strict=True):
+            np.testing.assert_array_equal(out.numpy(), zeroed(plane.numpy(), index.numpy()))
+
+    @pytest.mark.parametrize("kind", ["rows", "converted"])
+    @pytest.mark.parametrize("backwards", [False, True])
+    def test_the_first_bad_position(self, kernels, kind, backwards):
+        generator = np.random.default_rng(0)
+        for position in (0, 1, 63, 64, 150, 199):
+            for bad in BAD:
+                index = torch.from_numpy(generator.integers(0, NUM_ROWS, 200))
+                index[position] = bad
+                index[position + 1 :: 7] = -5  # others after it
+                fault = np.zeros(5, dtype=np.int64)
+                self.gather(kernels, index, fault, kind=kind, backwards=backwards)
+                assert fault.tolist() == [1, position, bad, NUM_ROWS, 1]
+
+    @pytest.mark.parametrize("width", [1, 3, 4, 128, 129, 1000])
+    def test_zeros_in_rows_of_every_kind(self, kernels, width):
+        index = torch.tensor([3, -1, 5, NUM_ROWS, *range(20), 2**60])
+        fault = np.zeros(5, dtype=np.int64)
+        self.gather(kernels, index, fault, [width, 4])
+        assert fault.tolist() == [1, 1, -1, NUM_ROWS, 1]
+
+    def test_no_fault(self, kernels):
+        fault = np.zeros(5, dtype=np.int64)
+        self.gather(kernels, torch.tensor([0, NUM_ROWS - 1, 4, 4]), fault)
+        assert not fault.any()
+
+    def test_one_is_reported_until_it_is_cleared(self, kernels):
+        fault = np.zeros(5, dtype=np.int64)
+        self.gather(kernels, torch.tensor([1, -7]), fault)
+        self.gather(kernels, torch.tensor([-8]), fault)
+        assert fault.tolist() == [1, 1, -7, NUM_ROWS, 1]
+        fault[:] = 0
+        self.gather(kernels, torch.tensor([-8]), fault)
+        assert fault.tolist() == [1, 0, -8, NUM_ROWS, 1]
+
+    def test_unchecked_reports_nothing_and_touches_nothing(self, kernels):
+        self.gather(kernels, torch.tensor([1, *BAD, 2]), None)
+
+    def test_planes_without_columns(self, kernels):
+        fault = np.zeros(5, dtype=np.int64)
+        self.gather(kernels, torch.tensor([1, 99]), fault, [0])
+        assert fault.tolist() == [1, 1, 99, NUM_ROWS, 1]
+
+    @pytest.mark.parametrize("width", [1, 3, 40, 1000])
+    def test_scattered_nowhere(self, kernels, width):
+        plane, rows = torch.zeros(NUM_ROWS, width), torch.ones(2 + len(BAD), width)
+        index = torch.tensor([2, *BAD, 5])
+        kernels.launch("scatter_rows", 2, 32, pack([plane], index, [rows]))
+        assert plane.any(dim=1).nonzero().flatten().tolist() == [2, 5]
+
+
+def same(got, want):
+    """Compare floats bit by bit, except that every NaN is as good as another."""
+    nan = want.isnan()
+    assert torch.equal(got.isnan(), nan)
+    integer = {2: torch.int16, 4: torch.int32}[want.element_size()]
+    different = (got.view(integer) != want.view(integer)) & ~nan
+    if different.any():
+        first = int(different.flatten().nonzero()[0])
+        pytest.fail(f"value {first} is {got.flatten()[first]!r} but should be {want.flatten()[first]!r}")
+
+
+def convert(kernels, values, dtype, launch=(4, 64)):
+    """Return `values` (n, dim) as `dtype`, by a gather and by a scatter that must agree."""
+    index = torch.arange(len(values))
+    rows = torch.zeros(values.shape, dtype=dtype)
+    kernels.launch("gather_converted", *launch, pack([values], index, [rows]))
+    plane = torch.zeros(values.shape, dtype=dtype)
+    kernels.launch("scatter_converted", *launch, pack([plane], index, [values]))
+    same(plane, rows)
+    return rows
+
+
+def interesting_floats():
+    """Return float32 of every sign and exponent, with fractions at, above and below each tie that rounding can meet."""
+    ones = [1 << k for k in range(24)]
+    fractions = {f for one in ones for f in (one, one - 1, one + 1, 3 * one, 3 * one - 1, 3 * one + 1, -one)}
+    fractions = torch.tensor(sorted({f % (1 << 23) for f in fractions}), dtype=torch.int64)
+    tops = torch.arange(512, dtype=torch.int64) << 23
+    bits = (tops[:, None] | fractions).flatten()
+    bits = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)
+    return bits[: len(bits) // 8 * 8].view(torch.float32).view(-1, 8)
+
+
+class TestConvert:
+    @pytest.mark.parametrize(("stored", "dense"), [pair for pair in PAIRS if pair[0] != torch.float32], ids=str)
+    def test_all_halves(self, kernels, stored, dense):
+        values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(stored).view(-1, 8)
+        same(convert(kernels, values, dense), values.to(dense))
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_every_exponent_and_tie(self, kernels, dtype):
+        values = interesting_floats()
+        same(convert(kernels, values, dtype), values.to(dtype))
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("count", [1 << 20, pytest.param(1 << 26, marks=pytest.mark.slow)])
+    def test_random_floats(self, kernels, dtype, count):
+        for seed in range(max(1, count >> 22)):
+            generator = torch.Generator().manual_seed(seed)
+            bits = torch.randint(-(2**31), 2**31, (min(count, 1 << 22) // 8, 8), dtype=torch.int64, generator=generator)
+            values = bits.to(torch.int32).view(torch.float32)
+            same(convert(kernels, values, dtype), values.to(dtype))
+
+    def test_literal(self, kernels):
+        values = torch.tensor([[1.0, -0.0, 65504.0, 65519.9, 65520.0, 2.0**-24, 2.0**-25, 1 + 2.0**-11]])
+        half = convert(kernels, values, torch.float16).tolist()[0]
+        assert half == [1.0, 0.0, 65504.0, 65504.0, float("inf"), 2.0**-24, 0.0, 1.0]
+        assert convert(kernels, values, torch.bfloat16).tolist()[0][2:5] == [65536.0] * 3
+
+    @pytest.mark.parametrize(("stored", "dense"), PAIRS, ids=str)
+    def test_dims_strides_and_launches(self, kernels, stored, dense):
+        generator = torch.Generator().manual_seed(0)
+        for dim in (*range(1, 19), 24, 32, 100, 256, 300, 1032):
+            for padding, offset in ((0, 0), (8, 0), (1, 0), (0, 1), (4, 4), (2, 6)):
+                launch = LAUNCHES[(dim + padding) % len(LAUNCHES)]
+                memory = torch.randn(NUM_ROWS * (dim + padding) + 8, generator=generator).to(stored)
+                plane = memory[offset:].as_strided((NUM_ROWS, dim), (dim + padding, 1), offset)
+                index = torch.randperm(NUM_ROWS, generator=generator)[:23]
+                rows = torch.zeros(23 * dim + 4, dtype=dense)[offset % 3 :][: 23 * dim].view(23, dim)
+                kernels.launch("gather_converted", *launch, pack([plane], index, [rows]))
+                same(rows, plane[index].to(dense))
+                rows.copy_(torch.randn(23, dim, generator=generator))
+                want = memory.clone()
+                want[offset:].as_strided((NUM_ROWS, dim), (dim + padding, 1), offset)[index] = rows.to(stored)
+                kernels.launch("scatter_converted", *launch, pack([plane], index, [rows]))
+                same(memory, want)  # padding and idle rows as they were
+
+    def test_with_planes_that_keep_their_bits(self, kernels):
+        weight, step = torch.randn(NUM_ROWS, 20).half(), torch.arange(NUM_ROWS, dtype=torch.int32).view(-1, 1)
+        index, rows = torch.tensor([3, 36, 0]), [torch.zeros(3, 20), torch.zeros(3, 1, dtype=torch.int32)]
+        kernels.launch("gather_converted", 2, 32, pack([weight, step], index, rows))
+        assert torch.equal(rows[0], weight[index].float())
+        assert rows[1].tolist() == [[3], [36], [0]]
+        check(kernels, [1, 2, 3, 1024, 7], paddings=[0, 5, 16], offsets=[0, 1, 2, 4], kind="converted")
+
+    def test_a_row_that_does_not_exist(self, kernels):
+        for dim in (3, 8, 600):
+            index, rows = torch.tensor([1, *BAD]), torch.ones(1 + len(BAD), dim)
+            plane, fault = torch.full((NUM_ROWS, dim), 2.0).half(), np.zeros(5, dtype=np.int64)
+            kernels.launch("gather_converted", 2, 32, pack([plane], index, [rows], fault))
+            assert fault.tolist() == [1, 1, -1, NUM_ROWS, 1]
+            assert rows.unique(dim=1).tolist() == [[2.0], *[[0.0]] * len(BAD)]
+
+
+class TestPackPlane:
     @pytest.mark.parametrize(
         ("dim", "offset", "lane_bytes"),
         [(4, 0, 16), (8, 0, 16), (2, 0, 8), (6, 0, 8), (1, 0, 4), (33, 0, 4), (4, 1, 4), (4, 2, 8)],
@@ -154,12 +418,28 @@ class TestPackMove:
         plane = memory[aligned + offset :][: 5 * dim].view(5, dim)
         rows = torch.zeros(1000)
         rows = rows[-rows.data_ptr() % 16 // 4 :][:dim].view(1, dim)
-        move = pack_move([plane], torch.tensor([3]), [rows])
-        assert move["planes"]["lane_bytes"][0, 0] == lane_bytes
+        words = pack_plane(plane, rows)
+        assert words == (plane.data_ptr(), rows.data_ptr(), dim * 4, dim * 4 // lane_bytes, lane_bytes, 0, 0)
 
     def test_an_odd_stride_narrows_the_lane(self):
         plane = torch.zeros(5, 5)[:, :4]
-        move = pack_move([plane], torch.tensor([3]), [torch.zeros(1, 4)])
-        assert move["planes"]["lane_bytes"][0, 0] == 4
-        assert move["planes"]["stride_bytes"][0, 0] == 20
-        assert move["planes"]["row_bytes"][0, 0] == 16
+        assert pack_plane(plane, torch.zeros(1, 4))[2:5] == (20, 4, 4)
+
+    @pytest.mark.parametrize(
+        ("stored", "dense", "dim", "lane_bytes"),
+        [
+            (torch.float16, torch.float32, 8, 16),  # 32 bytes on the other side
+            (torch.float16, torch.float32, 12, 8),
+            (torch.float16, torch.float32, 3, 2),
+            (torch.float32, torch.bfloat16, 8, 16),
+            (torch.float32, torch.bfloat16, 6, 8),
+            (torch.bfloat16, torch.float16, 10, 4),
+        ],
+    )
+    def test_lanes_of_the_plane_where_types_differ(self, stored, dense, dim, lane_bytes):
+        plane, rows = torch.zeros(4, dim, dtype=stored), torch.zeros(2, dim, dtype=dense)
+        assert plane.data_ptr() % 32 == rows.data_ptr() % 32 == 0
+        codes = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+        row_bytes = dim * stored.itemsize
+        want = row_bytes, row_bytes // lane_bytes, lane_bytes, codes[stored], codes[dense]
+        assert pack_plane(plane, rows)[2:] == want

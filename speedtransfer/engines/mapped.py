@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.device import load_kernel, require_mapped, resolve_cuda, torch_stream
+from speedtransfer.device import launch, load_kernel, pinned_empty, require_mapped, resolve_cuda
+from speedtransfer.engines.bounds import check_host_index, out_of_range
 from speedtransfer.engines.order import StreamOrder, keep_until_done
+from speedtransfer.errors import DeviceError, InvalidValueError, suggest
 
-MAX_PLANES = 16  # of one launch, as in rows.cu
-_PLANE = np.dtype([(name, np.int64) for name in ("plane", "rows", "stride_bytes", "row_bytes", "lane_bytes")])
-_MOVE = np.dtype(
-    [("index", np.int64), ("num_rows", np.int64), ("num_planes", np.int64), ("planes", _PLANE, MAX_PLANES)]
-)
+MAX_PLANES = 16  # of one launch, as in move.cuh
+BULK_SLOTS = 4  # of a thread, as in bulk.cu
+BULK_SLOT_BYTES = 512  # a piece of a row: more than a packet on the bus holds
+_BARRIER_BYTES = 8
+_THREADS = {"lanes": 256, "bulk": 32}  # of a block, by default
+
+# struct Move, by the number of its planes: seven 64-bit words, and seven for each plane.
+_PLANE_WORDS = 7
+_MOVES = [struct.Struct(f"{7 + _PLANE_WORDS * planes}q") for planes in range(MAX_PLANES + 1)]
+MOVE_BYTES = _MOVES[-1].size
+_TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # enum Type; where nothing is converted, 0
 
 
 class MappedEngine:
     """Kernels on the compute device read and write planes in page-locked host memory (or in device memory).
 
-    Order: every call is one kernel on the current stream (several where there are more than 16 planes). Events order
-    the calls between streams, on the device (see :class:`~speedtransfer.engines.order.StreamOrder`). ``record_stream``
-    keeps the memory of `index` and `rows`, which torch's allocator could give away early when they come from another
-    stream; page-locked planes are not freed before the device is idle (see :func:`speedtransfer.device.pinned_empty`).
+    Order: every call is one kernel on the current stream (several where there are more than 16 planes, or where "bulk"
+    leaves some to "lanes"). Events order the calls between streams, on the device (see
+    :class:`~speedtransfer.engines.order.StreamOrder`). ``record_stream`` keeps the memory of `index` and `rows`, which
+    torch's allocator could give away early when they come from another stream; page-locked planes are not freed before
+    the device is idle (see :func:`speedtransfer.device.pinned_empty`).
+
+    A row that does not exist is gathered as zeros and scattered nowhere, so that a bad index that nobody has looked at yet
+    cannot reach other memory. With `check` the device reports it, and the next call raises.
 
     Parameters
     ----------
@@ -33,72 +47,201 @@ class MappedEngine:
     max_blocks : int, optional
         The largest launch, in blocks of `threads`. Fewer leave more of the device to training. By default two for each
         multiprocessor.
-    threads : int
-        Threads of a block.
+    threads : int, optional
+        Threads of a block. By default 256, and 32 with "bulk", where each takes 2 KiB of shared memory.
+    kernel : {"lanes", "bulk"}
+        "lanes" reads and writes by the instructions of every kernel; "bulk" by the copy engine that multiprocessors have
+        since Hopper, where whole rows allow it: address, stride and width multiples of 16 bytes, nothing converted.
+    order : StreamOrder, optional
+        That of another engine which moves rows of the same planes.
 
     Raises
     ------
     DeviceError
-        There is no CUDA, or the device cannot address host memory.
+        There is no CUDA, or the device cannot address host memory, or has no bulk copy engine.
+    InvalidValueError
+        `kernel` is no such name.
     """
 
     name = "mapped"
 
-    def __init__(self, device: torch.device | str, max_blocks: int | None = None, threads: int = 256) -> None:
+    def __init__(
+        self,
+        device: torch.device | str,
+        max_blocks: int | None = None,
+        threads: int | None = None,
+        kernel: str = "lanes",
+        order: StreamOrder | None = None,
+    ) -> None:
         self.device = resolve_cuda(device, "the mapped engine")
         require_mapped(self.device)
+        if kernel not in _THREADS:
+            raise InvalidValueError(f"kernel is {kernel!r}, which there is not{suggest(kernel, _THREADS)}")
+        self.kernel = kernel
         self.max_blocks = max_blocks or 2 * torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.threads = threads
-        self._gather = load_kernel("rows.cu", "gather_rows", self.device)
-        self._scatter = load_kernel("rows.cu", "scatter_rows", self.device)
-        self._order = StreamOrder(self.device)
+        self.threads = threads or _THREADS[kernel]
+        if kernel == "bulk":
+            self._require_bulk()
+        self._kernels: dict[tuple[str, str], Any] = {}
+        for direction in ("gather", "scatter"):  # now, so that what does not compile says so here
+            self._kernel(direction, "rows")
+            if kernel == "bulk":
+                self._kernel(direction, "bulk")
+        self._order = order or StreamOrder(self.device)
+        self._argument = Argument()
+        # What report_faults in move.cuh takes: a record that the host can look at, and the right to write to it.
+        record = pinned_empty(4 * 8, self.device).view(torch.int64).zero_()
+        self._fault, self._fault_pointer = record.numpy(), record.data_ptr()
+        with self._order.writing():  # the other streams wait for the zero
+            self._claimed = torch.zeros(1, dtype=torch.int32, device=self.device)
 
-    def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
+    def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
-        with self._order.reading() as stream, torch_stream(self.device):
-            self._launch(self._gather, planes, index, rows)
-            keep_until_done((index, *planes, *rows), stream)
+        self._raise_fault()
+        if index.device != self.device:
+            if check and planes:
+                check_host_index(index, planes[0].shape[0])
+                check = False
+            index = self._to_device(index)
+        with self._order.reading() as stream:
+            self._move("gather", planes, index, rows, stream, check)
+            keep_until_done((index, *planes, *rows, self._claimed) if check else (index, *planes, *rows), stream)
 
     def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``."""
-        with self._order.writing() as stream, torch_stream(self.device):
-            self._launch(self._scatter, planes, index, rows)
+        self._raise_fault()
+        if index.device != self.device:
+            index = self._to_device(index)
+        with self._order.writing() as stream:
+            self._move("scatter", planes, index, rows, stream, False)
             keep_until_done((index, *planes, *rows), stream)
 
     def wait(self) -> None:
         """Block the host until every gather and scatter so far is done."""
         self._order.wait()
+        self._raise_fault()
 
-    def _launch(self, kernel: object, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
-        for start in range(0, len(planes), MAX_PLANES):
-            part = slice(start, start + MAX_PLANES)
-            move = pack_move(planes[part], index, rows[part])
-            if move is not None:
-                blocks = min(self.max_blocks, -(-len(index) * 32 // self.threads))
-                kernel((blocks,), (self.threads,), (move,))  # type: ignore[operator]
+    def _move(
+        self,
+        direction: str,
+        planes: Sequence[Tensor],
+        index: Tensor,
+        rows: Sequence[Tensor],
+        stream: torch.cuda.Stream,
+        check: bool,
+    ) -> None:
+        """Queue the launches of a call: of each kind of kernel as few as its planes fit into."""
+        num_rows = index.shape[0]
+        if not planes or not num_rows:
+            return
+        lanes, bulk, kind = list[int](), list[int](), "rows"
+        for plane, dense in zip(planes, rows, strict=True):
+            words = pack_plane(plane, dense)
+            _, _, _, num_lanes, lane_bytes, stored_type, dense_type = words
+            if stored_type != dense_type:
+                kind = "converted"
+            elif self.kernel == "bulk" and num_lanes and lane_bytes == 16:
+                bulk += words
+                continue
+            if num_lanes or check:
+                lanes += words
+        table_rows, step = planes[0].shape[0], _PLANE_WORDS * MAX_PLANES
+        faults = (self._fault_pointer, self._claimed.data_ptr()) if check else (0, 0)
+        for start in range(0, len(lanes), step):
+            move = self._argument.pack(index.data_ptr(), num_rows, table_rows, *faults, lanes[start : start + step])
+            blocks = min(self.max_blocks, -(-num_rows * 32 // self.threads))
+            launch(self._kernel(direction, kind), blocks, self.threads, move, stream)
+        for start in range(0, len(bulk), step):
+            move = self._argument.pack(index.data_ptr(), num_rows, table_rows, *faults, bulk[start : start + step])
+            blocks = min(self.max_blocks, -(-num_rows // self.threads))
+            launch(self._kernel(direction, "bulk"), blocks, self.threads, move, stream, bulk_shared_bytes(self.threads))
+
+    def _kernel(self, direction: str, kind: str) -> Any:
+        """Return a kernel, compiled on first use: "converted" takes seconds, and few tables need it."""
+        kernel = self._kernels.get((direction, kind))
+        if kernel is None:
+            source, shared_bytes = {
+                "rows": ("rows.cu", 0),
+                "converted": ("convert.cu", 0),
+                "bulk": ("bulk.cu", bulk_shared_bytes(self.threads)),
+            }[kind]
+            kernel = load_kernel(source, f"{direction}_{kind}", self.device, shared_bytes)
+            self._kernels[direction, kind] = kernel
+        return kernel
+
+    def _require_bulk(self) -> None:
+        major, minor = torch.cuda.get_device_capability(self.device)
+        if major < 9:
+            raise DeviceError(
+                f"kernel='bulk' needs compute capability 9.0 (Hopper), but {torch.cuda.get_device_name(self.device)} "
+                f"has {major}.{minor}; use kernel='lanes'"
+            )
+
+    def _to_device(self, index: Tensor) -> Tensor:
+        """Return `index` (n,) of the host on the device; the host waits for nothing and may change its own at once."""
+        if not len(index):
+            return index.to(self.device)
+        return torch.empty_like(index, pin_memory=True).copy_(index).to(self.device, non_blocking=True)
+
+    def _raise_fault(self) -> None:
+        """Raise for a row that an earlier gather did not find, if the device has said so, and forget it."""
+        if not self._fault[0]:
+            return
+        self._order.wait()
+        with self._order.writing():
+            _, position, value, num_rows = self._fault.tolist()
+            reported = bool(self._fault[0])  # another thread may have been faster
+            self._fault[:] = 0
+            self._claimed.zero_()  # nobody writes the record before this is done
+        if reported:
+            raise out_of_range(f"index[{position}] of an earlier gather (its row is zeros)", value, num_rows)
 
 
-def pack_move(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> np.ndarray | None:
-    """Return the argument of the kernels in rows.cu, ``struct Move``, as one NumPy record; None where nothing moves.
+class Argument:
+    """Memory for a ``struct Move`` (move.cuh), what every kernel takes: the driver has copied it when a launch returns."""
 
-    Parameters
-    ----------
-    planes, rows : sequence of Tensor
-        At most ``MAX_PLANES``; (num_rows, width_i) and (n, width_i).
-    index : Tensor
-        (n,) int64.
-    """
-    packed = []
-    for plane, out in zip(planes, rows, strict=True):
-        item = plane.element_size()
-        row_bytes, stride_bytes = plane.shape[1] * item, plane.stride(0) * item
-        # The widest lane that divides every address: the lowest bit that any of them has.
-        bits = plane.data_ptr() | out.data_ptr() | row_bytes | stride_bytes | 16
-        if row_bytes:
-            packed.append((plane.data_ptr(), out.data_ptr(), stride_bytes, row_bytes, bits & -bits))
-    if not packed or not len(index):
-        return None
-    move = np.zeros(1, _MOVE)
-    move["index"], move["num_rows"], move["num_planes"] = index.data_ptr(), len(index), len(packed)
-    move["planes"][0, : len(packed)] = packed
-    return move
+    def __init__(self) -> None:
+        self._memory = bytearray(MOVE_BYTES)
+        self._array = np.frombuffer(self._memory, np.dtype((np.void, MOVE_BYTES)))
+
+    def pack(
+        self, index: int, num_rows: int, table_rows: int, fault: int, claimed: int, words: Sequence[int]
+    ) -> np.ndarray:
+        """Return the memory, an array of one element, that now holds this; pointers are ints.
+
+        Parameters
+        ----------
+        index, num_rows : int
+            (num_rows,) int64 on the device.
+        table_rows : int
+            Rows of every plane.
+        fault, claimed : int
+            Where a row that does not exist is reported, or 0.
+        words : sequence of int
+            Those of :func:`pack_plane` of at most ``MAX_PLANES`` planes.
+        """
+        planes = len(words) // _PLANE_WORDS
+        _MOVES[planes].pack_into(
+            self._memory, 0, index, num_rows, table_rows, planes, fault, claimed, BULK_SLOT_BYTES, *words
+        )
+        return self._array
+
+
+def pack_plane(plane: Tensor, rows: Tensor) -> tuple[int, int, int, int, int, int, int]:
+    """Return the words of ``struct Plane`` for a plane (num_rows, width) and its rows (n, width)."""
+    item, pointer, dense = plane.element_size(), plane.data_ptr(), rows.data_ptr()
+    row_bytes, stride_bytes = plane.shape[1] * item, plane.stride()[0] * item  # stride(0) takes twice as long
+    # The widest lane that divides every address: the lowest bit that any of them has.
+    if plane.dtype == rows.dtype:
+        bits = pointer | dense | row_bytes | stride_bytes | 16
+        lane = bits & -bits
+        return pointer, dense, stride_bytes, row_bytes // lane, lane, 0, 0
+    # As many values take a lane of another width in the rows, whose address counts in proportion.
+    bits = pointer | (dense * item // rows.element_size()) | row_bytes | stride_bytes | 16
+    lane = bits & -bits
+    return pointer, dense, stride_bytes, row_bytes // lane, lane, _TYPES[plane.dtype], _TYPES[rows.dtype]
+
+
+def bulk_shared_bytes(threads: int) -> int:
+    """Return the dynamic shared memory of a block of bulk.cu."""
+    return threads * BULK_SLOTS * (BULK_SLOT_BYTES + _BARRIER_BYTES)

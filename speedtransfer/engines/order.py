@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -14,45 +15,27 @@ class StreamOrder:
     """Reads wait for the last write; a write waits for the last write and for every read since.
 
     A read or write is what the body of ``with order.reading()`` or ``with order.writing()`` queues on the current
-    stream of the device; it leaves an event behind, for which other streams wait on the device. The host does not wait
-    there. A lock is held meanwhile, so that threads cannot queue between the wait and the event.
+    stream of the device; it leaves an event behind, for which other streams wait on the device (one stream is in order by
+    itself). The host does not wait there. A lock is held meanwhile, so that threads cannot queue between the wait and the
+    event; the body must not begin another.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._lock = threading.Lock()
         self._written: torch.cuda.Event | None = None
+        self._writer = -1  # the stream of that event
         self._reads: dict[int, torch.cuda.Event] = {}  # by stream, since the last write
+        # Made once and used again and again, by one thread at a time: this is on the path of every gather.
+        self._reading, self._writing = _Reading(self), _Writing(self)
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[torch.cuda.Stream]:
+    def reading(self) -> AbstractContextManager[torch.cuda.Stream]:
         """Queue a read of the planes on the current stream, which is given."""
-        with self._lock:
-            stream = torch.cuda.current_stream(self.device)
-            if self._written is not None:
-                stream.wait_event(self._written)
-            try:
-                yield stream
-            finally:
-                event = self._reads.setdefault(stream.cuda_stream, torch.cuda.Event())
-                event.record(stream)
+        return self._reading
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[torch.cuda.Stream]:
+    def writing(self) -> AbstractContextManager[torch.cuda.Stream]:
         """Queue a write to the planes on the current stream, which is given."""
-        with self._lock:
-            stream = torch.cuda.current_stream(self.device)
-            if self._written is not None:
-                stream.wait_event(self._written)
-            for event in self._reads.values():
-                stream.wait_event(event)
-            self._reads.clear()
-            try:
-                yield stream
-            finally:
-                # A new one each time: `wait` of another thread may be blocked on the old one.
-                self._written = torch.cuda.Event()
-                self._written.record(stream)
+        return self._writing
 
     def wait(self) -> None:
         """Block the host until everything queued so far is done."""
@@ -63,9 +46,94 @@ class StreamOrder:
         for event in events:
             event.synchronize()
 
+    def _after_write(self, stream: torch.cuda.Stream) -> None:
+        if self._written is not None and not (self._writer == stream.cuda_stream and _is_torchs(stream)):
+            stream.wait_event(self._written)
+
+
+class _Queueing(AbstractContextManager[torch.cuda.Stream]):
+    """What reading and writing share: the lock, the stream, and that nothing is left locked by an error."""
+
+    def __init__(self, order: StreamOrder) -> None:
+        self._order = order
+        self._stream: torch.cuda.Stream | None = None
+
+    def __enter__(self) -> torch.cuda.Stream:
+        self._order._lock.acquire()
+        try:
+            self._stream = current_stream(self._order.device)
+            self._begin(self._order, self._stream)
+        except BaseException:
+            self._order._lock.release()
+            raise
+        return self._stream
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            assert self._stream is not None
+            self._end(self._order, self._stream)
+        finally:
+            self._order._lock.release()
+
+    def _begin(self, order: StreamOrder, stream: torch.cuda.Stream) -> None: ...
+
+    def _end(self, order: StreamOrder, stream: torch.cuda.Stream) -> None: ...
+
+
+class _Reading(_Queueing):
+    def _begin(self, order: StreamOrder, stream: torch.cuda.Stream) -> None:
+        order._after_write(stream)
+
+    def _end(self, order: StreamOrder, stream: torch.cuda.Stream) -> None:
+        event = order._reads.get(stream.cuda_stream)
+        if event is None:
+            event = order._reads[stream.cuda_stream] = torch.cuda.Event()
+        elif not _is_torchs(stream):
+            stream.wait_event(event)  # so that recording it anew loses no read
+        event.record(stream)
+
+
+class _Writing(_Queueing):
+    def _begin(self, order: StreamOrder, stream: torch.cuda.Stream) -> None:
+        order._after_write(stream)
+        for pointer, event in order._reads.items():
+            if not (pointer == stream.cuda_stream and _is_torchs(stream)):
+                stream.wait_event(event)
+        order._reads.clear()
+
+    def _end(self, order: StreamOrder, stream: torch.cuda.Stream) -> None:
+        # A new one each time: `wait` of another thread may be blocked on the old one.
+        event = torch.cuda.Event()
+        event.record(stream)
+        order._written, order._writer = event, stream.cuda_stream
+
 
 def keep_until_done(tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> None:
     """Tell torch's allocator that `stream` uses `tensors`: they may come from another one and die too early."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(stream)
+
+
+def _is_torchs(stream: torch.cuda.Stream) -> bool:
+    """Tell whether `stream` lives as long as the process; another one may die, and its address go to the next.
+
+    torch's own streams have odd ids, the default stream has 0, one from elsewhere has its (even) address.
+    """
+    return stream.stream_id == 0 or stream.stream_id % 2 == 1
+
+
+# What torch's own compiler calls; torch.cuda.current_stream builds an object, which takes microseconds.
+_current_pointer = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return torch's current stream on `device`, the same object for the same stream where that is known."""
+    if _current_pointer is None or device.index is None:
+        return torch.cuda.current_stream(device)
+    return _stream_at(device, _current_pointer(device.index))
+
+
+@functools.lru_cache(maxsize=256)
+def _stream_at(device: torch.device, pointer: int) -> torch.cuda.Stream:
+    return torch.cuda.current_stream(device)  # asked for while it is the one at `pointer`

@@ -201,8 +201,8 @@ def unique_rows(
     place[order] = np.cumsum(first) - 1
     starts = np.flatnonzero(first)
     ids = key[starts]
-    arrays = (torch.from_numpy(array) for array in (ids, place, order, starts))
-    return UniqueRows(*arrays, found=_position(ids, look_for))
+    unique, inverse, positions, edges = (torch.from_numpy(array) for array in (ids, place, order, starts))
+    return UniqueRows(unique, inverse, positions, edges, _position(ids, look_for))
 
 
 def _position(ids: np.ndarray, wanted: int | None) -> int:

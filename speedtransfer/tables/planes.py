@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer.device import mapped_view, require_cuda, resolve_device, to_cupy
+from speedtransfer.engines import Engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.tables import files
 from speedtransfer.tables.fill import check_fill, check_floating, copy_plane, fill_plane
@@ -69,13 +70,16 @@ class Planes:
         """Name of the engine that moves rows; "auto" chooses for each call by what was measured on this machine.
 
         Set it to move them by a certain one ("mapped", "staged", "tiled", "host", "reference", where `memory` and `device`
-        allow it); rows and results do not depend on it.
+        allow it), or by one made by hand, of another launch or buffer size; rows and results do not depend on it.
         """
         return self._engine.name
 
     @engine.setter
-    def engine(self, name: str) -> None:
-        new = self._place.engine(name)
+    def engine(self, engine: str | Engine) -> None:
+        if not isinstance(engine, str) and getattr(engine, "device", None) == self.device:
+            new = engine
+        else:
+            new = self._place.engine(engine if isinstance(engine, str) else repr(engine))
         self._engine.wait()
         self._engine = new
 
