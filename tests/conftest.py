@@ -1,7 +1,15 @@
 """What every test shares. pytest puts this folder on the path, so tests import its helper modules by name."""
 
+import os
+import tempfile
+
 import pytest
 import torch
+
+# What was measured on this machine must not decide which engine a test runs on; set before anything looks, for children too.
+_cache = tempfile.TemporaryDirectory(prefix="speedtransfer-test-")
+os.environ["SPEEDTRANSFER_CACHE"] = _cache.name
+os.environ["SPEEDTRANSFER_CALIBRATE"] = "0"
 
 pytest.register_assert_rewrite("cases", "engine_cases", "table_cases")
 

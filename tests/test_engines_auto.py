@@ -21,6 +21,7 @@ __all__ = ["cpu_as_cuda"]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
+    monkeypatch.delenv("SPEEDTRANSFER_CALIBRATE", raising=False)
     monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "cache"))
     load.cache_clear()
     yield tmp_path / "cache"

@@ -17,7 +17,7 @@ from speedtransfer.engines.reference import put_rows, select_rows
 
 _COMPILED_BYTES = 1 << 18  # a call of fewer is done before a compiled one would have begun
 _THREAD_BYTES = 1 << 20  # what a thread more is worth waking for
-_STREAMING_BYTES = 1 << 22  # results up to this are better left in the cache, for whoever reads them next
+_STREAMING_BYTES = 1 << 24  # results up to this are better left in the cache, for whoever reads them next
 
 _Part = tuple[Callable[..., None], tuple[Any, ...]]  # a compiled copy and its arguments but the range of rows
 
