@@ -37,7 +37,7 @@ def test_command_line(tmp_path):
     words = ["river", "water", "bank", "stone"] * 5 + ["the", "of"] * 10
     (tmp_path / "corpus.txt").write_text(" ".join(words * 100))
     ours = [line for line in commands() if line.startswith("speedtransfer ")]
-    assert {shlex.split(line)[1] for line in ours} == {"info", "word2vec"}
+    assert {shlex.split(line)[1] for line in ours} == {"info", "word2vec", "bench", "calibrate"}
     for line in ours:
         argv = [sys.executable, "-m", "speedtransfer", *shlex.split(line)[1:]]
         result = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -11,20 +11,21 @@ from typing import Any
 
 import torch
 
-from speedtransfer.device import cuda_status
+from speedtransfer.device import cuda_status, resolve_device
 from speedtransfer.tables.memory import physical_bytes
 from speedtransfer.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def environment() -> dict[str, Any]:
-    """Return device, versions, commit and date as plain data."""
+def environment(device: torch.device | None = None) -> dict[str, Any]:
+    """Return device (by default the one that tables choose), versions, commit and date as plain data."""
     status = cuda_status()
+    device = resolve_device(device)
     commit, dirty = commit_of(ROOT)
     return {
-        "device": status.devices[torch.cuda.current_device()] if status.available else cpu_name(),
-        "cuda": status.available,
+        "device": status.devices[device.index] if device.type == "cuda" else cpu_name(),
+        "cuda": device.type == "cuda",
         "driver": status.driver,
         "cpu": cpu_name(),
         "host_bytes": physical_bytes(),
@@ -44,11 +45,13 @@ def environment() -> dict[str, Any]:
 
 
 def commit_of(root: Path) -> tuple[str, bool | None]:
-    """Return the commit of the working tree and whether it has changes; ("unknown", None) outside of git.
+    """Return the commit of the working tree and whether it has changes; ("unknown", None) where `root` is none.
 
     Results and the README that shows them are no change: a benchmark writes them.
     """
     git = ["git", "-C", str(root)]
+    if not (root / ".git").exists():  # an installed package: git would find whatever repository is around it
+        return "unknown", None
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         paths = ["--", ".", ":!bench/results", ":!README.md"]

@@ -16,6 +16,14 @@ from speedtransfer.errors import SpeedtransferError
 
 Role = Literal["ours", "other", "roof"]
 
+CANNOT_RUN = (SpeedtransferError, torch.cuda.OutOfMemoryError, MemoryError, NotImplementedError)
+_DEVICE_CALLS = 50  # of one measurement behind a pause, and the pause, long enough to queue them
+_PAUSE_CYCLES = 20_000_000
+
+
+class WrongResultError(SpeedtransferError, AssertionError):
+    """A way to do something gives a wrong result: no time is worth showing then."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -33,7 +41,9 @@ class Case:
         Bytes of rows that a repetition moves, each counted once; 0 where the figure is a time only.
     role : {"ours", "other", "roof"}
     memory : dict of str to int, optional
-        Bytes held, for cases that are about room ("host_bytes", "device_bytes").
+        Bytes held, for cases that are about room ("host_bytes", "device_bytes"); `run` may fill it.
+    queues : bool
+        `run` only queues work on the device and never waits for it, so that its time there can be told from its calls.
     """
 
     name: str
@@ -42,6 +52,7 @@ class Case:
     payload_bytes: int = 0
     role: Role = "other"
     memory: dict[str, int] = field(default_factory=dict)
+    queues: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,7 @@ class Group:
         What they do: "gather 131,072 rows of 512 B, uniform".
     make : callable
         Builds the data and returns the cases; called when the group's turn comes, so that one group's memory is held
-        at a time. A :class:`~speedtransfer.errors.SpeedtransferError` or out-of-memory error skips the group with its reason.
+        at a time. A :class:`~speedtransfer.errors.SpeedtransferError` or lack of memory skips the group with its reason.
     params : dict
         What varies, for plots: ``{"direction": "gather", "row_bytes": 512, ...}``.
     """
@@ -66,7 +77,10 @@ class Group:
 
 @dataclass
 class CaseResult:
-    """Samples of one case. `samples_s` are seconds of one repetition, `host_s` those until its calls had returned."""
+    """Samples of one case. `samples_s` are seconds of one repetition, `host_s` those until its calls had returned.
+
+    `device_s` is what one repetition keeps the device busy, for cases that queue their work; `error` why a case did not run.
+    """
 
     name: str
     role: Role
@@ -74,6 +88,7 @@ class CaseResult:
     samples_s: list[float] = field(default_factory=list)
     host_s: list[float] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
+    device_s: float | None = None
     error: str = ""
 
     @property
@@ -88,6 +103,11 @@ class CaseResult:
             return self.samples_s[0], self.samples_s[0]
         low, _, high = quantiles(self.samples_s, n=4, method="inclusive")
         return low, high
+
+    @property
+    def median_host_s(self) -> float:
+        """Median seconds until the calls of a repetition had returned."""
+        return median(self.host_s)
 
     @property
     def gb_per_s(self) -> float | None:
@@ -105,14 +125,19 @@ class GroupResult:
     skipped: str = ""
 
     @property
+    def ran(self) -> list[CaseResult]:
+        """The cases that have samples."""
+        return [case for case in self.cases if case.samples_s]
+
+    @property
     def ours(self) -> CaseResult | None:
         """The first case of this library that ran."""
-        return next((c for c in self.cases if c.role == "ours" and c.samples_s), None)
+        return next((case for case in self.ran if case.role == "ours"), None)
 
     @property
     def roof(self) -> CaseResult | None:
         """The case that nothing can beat, where the group has one."""
-        return next((c for c in self.cases if c.role == "roof" and c.samples_s), None)
+        return next((case for case in self.ran if case.role == "roof"), None)
 
     def share_of_roof(self, case: CaseResult) -> float | None:
         """Return the bandwidth of `case` over that of the roof."""
@@ -155,20 +180,25 @@ def measure(
 
     Raises
     ------
-    AssertionError
-        A case gives a wrong result: no time is worth showing then.
+    WrongResultError
+        A case gives a wrong result.
     """
     result = GroupResult(group.title, group.params)
     try:
         cases = list(group.make())
-    except (SpeedtransferError, torch.cuda.OutOfMemoryError) as error:
-        result.skipped = " ".join(str(error).split())
+    except CANNOT_RUN as error:
+        result.skipped = _reason(error)
         return result
-    found = [CaseResult(case.name, case.role, case.payload_bytes, memory=dict(case.memory)) for case in cases]
+    found = [CaseResult(case.name, case.role, case.payload_bytes) for case in cases]
     result.cases = found
-    repeats = [
-        _prepare(case, case_result, device, min_sample_s) for case, case_result in zip(cases, found, strict=True)
-    ]
+    repeats = []
+    for case, case_result in zip(cases, found, strict=True):
+        try:
+            repeats.append(_prepare(case, case_result, device, min_sample_s))
+        except AssertionError as error:
+            raise WrongResultError(
+                f"{group.title}: {case.name} gives a wrong result ({_reason(error)}), so nothing is timed; please report it"
+            ) from error
     share_s = budget_s / max(1, len(cases)) / turns
     collecting = gc.isenabled()
     gc.disable()
@@ -177,10 +207,14 @@ def measure(
             for case, case_result, number in zip(cases, found, repeats, strict=True):
                 if number:
                     _sample(case, case_result, number, device, samples, share_s)
-            gc.collect()
+            gc.collect(1)  # what the turn has made: a full collection looks at all of torch
     finally:
         if collecting:
             gc.enable()
+    for case, case_result, number in zip(cases, found, repeats, strict=True):
+        case_result.memory = dict(case.memory)
+        if number and case.queues and device.type == "cuda":
+            case_result.device_s = _device_seconds(case, device)
     return result
 
 
@@ -201,8 +235,11 @@ def _prepare(case: Case, result: CaseResult, device: torch.device, min_sample_s:
     try:
         case.run()
         synchronize(device)
-    except (SpeedtransferError, torch.cuda.OutOfMemoryError, NotImplementedError) as error:
-        result.error = " ".join(str(error).split())
+    except Exception as error:
+        # What other libraries raise where they are not whole must not end the run; an error of ours is a fault.
+        if case.role != "other" and not isinstance(error, CANNOT_RUN):
+            raise
+        result.error = _reason(error)
         return 0
     if case.check is not None:
         case.check()
@@ -215,15 +252,34 @@ def _prepare(case: Case, result: CaseResult, device: torch.device, min_sample_s:
 def _sample(case: Case, result: CaseResult, number: int, device: torch.device, samples: int, share_s: float) -> None:
     case.run()  # caches and clocks as the case leaves them, not as its neighbour did
     synchronize(device)
-    begin = time.perf_counter()
+    deadline = time.perf_counter() + share_s
     for _ in range(samples):
-        start = time.perf_counter()
-        for _ in range(number):
+        start = called = time.perf_counter()
+        runs = 0
+        while runs < number and (called < deadline or not runs):  # on a busy machine a run may take 100 times as long
             case.run()
-        called = time.perf_counter()
+            runs += 1
+            called = time.perf_counter()
         synchronize(device)
         done = time.perf_counter()
-        result.samples_s.append((done - start) / number)
-        result.host_s.append((called - start) / number)
-        if done - begin > share_s:
+        result.samples_s.append(round((done - start) / runs, 9))
+        result.host_s.append(round((called - start) / runs, 9))
+        if done > deadline:
             return
+
+
+def _device_seconds(case: Case, device: torch.device) -> float:
+    """Return what one repetition keeps the device busy: calls are queued behind a pause, so that it never waits for one."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(device):
+        torch.cuda._sleep(_PAUSE_CYCLES)
+        start.record()
+        for _ in range(_DEVICE_CALLS):
+            case.run()
+        end.record()
+    end.synchronize()
+    return round(start.elapsed_time(end) / 1e3 / _DEVICE_CALLS, 9)
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -54,6 +54,7 @@ class AutoEngine:
         self.engines, self.device = engines, device
         self._order, self._measure = order, measure
         self._default = next(iter(engines))
+        self._chosen: dict[tuple[object, ...], str] = {}  # a choice takes longer than a small call
 
     def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
@@ -84,6 +85,15 @@ class AutoEngine:
             calibration, self._measure = self._measure(), None  # once, whatever comes of it
         if calibration is None:
             return self._default
+        size = max(0, num_rows.bit_length() - 3)  # eighths of an octave are near enough
+        key = id(calibration), direction, row_bytes, num_rows >> size, size, table_rows
+        if key not in self._chosen:
+            self._chosen[key] = self._fastest(calibration, direction, row_bytes, num_rows, table_rows)
+        return self._chosen[key]
+
+    def _fastest(
+        self, calibration: Calibration, direction: Direction, row_bytes: int, num_rows: int, table_rows: int
+    ) -> str:
         point = calibration.nearest(direction, row_bytes, num_rows)
         candidates = {n: s for n, s in point.seconds.items() if n in self.engines and n != "tiled"} if point else {}
         if not candidates:

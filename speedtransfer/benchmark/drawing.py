@@ -1,0 +1,87 @@
+"""What the pictures share: figures, colours, lines, axes and legends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from speedtransfer.word2vec.plot import MissingPackageError
+
+INK, QUIET = "#1f2430", "#6b7280"
+_PAPER, _GRID = "#ffffff", "#e3e6ea"
+# Okabe and Ito's colours, which people of all kinds of sight tell apart; the first is ours.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#a6761d", "#000000")
+_MARKS = "osD^vP*Xh"
+
+
+def require_matplotlib() -> Any:
+    """Return a constructor of figures, or raise the error that names the extra to install.
+
+    Raises
+    ------
+    MissingPackageError
+        matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingPackageError(
+            "plots need matplotlib, which is not installed; run: pip install 'speedtransfer[plot]'"
+        ) from error
+
+    def figure(width: float, height: float) -> Any:
+        # Not pyplot: it would pick a backend and keep the figure in the state of the whole process.
+        made = Figure(figsize=(width, height), dpi=120, facecolor=_PAPER, layout="constrained")
+        FigureCanvasAgg(made)
+        return made
+
+    return figure
+
+
+def line_style(number: int, ours: bool) -> dict[str, Any]:
+    """Return how the line `number` looks; ours are thick."""
+    colour, mark = COLOURS[number % len(COLOURS)], _MARKS[number % len(_MARKS)]
+    return {
+        "color": colour,
+        "marker": mark,
+        "lw": 2.8 if ours else 1.5,
+        "ms": 6 if ours else 4.5,
+        "zorder": 4 if ours else 3,
+    }
+
+
+def line(axes: Any, x: Sequence[float], y: Sequence[Any], label: str, style: dict[str, Any]) -> None:
+    """Draw a line through the points that have a `y`."""
+    there = [(a, b) for a, b in zip(x, y, strict=True) if b is not None]
+    if there:
+        axes.plot(*zip(*there, strict=True), label=label, **style)
+
+
+def tidy(axes: Any) -> None:
+    """Leave a light grid and the numbers."""
+    axes.grid(visible=True, color=_GRID, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", colors=INK, labelsize=9, length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def plain_numbers(axes: Any, which: str = "y") -> None:
+    """Write 1, 2, 5, 10 on a logarithmic axis instead of powers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis = axes.yaxis if which == "y" else axes.xaxis
+    low, high = sorted(axis.get_view_interval())
+    steps = (1, 1.5, 2, 3, 4, 5, 7) if high < 10 * low else (1, 2, 5) if high < 1e3 * low else (1,)
+    axis.set_major_locator(LogLocator(subs=steps))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def legend_below(figure: Any, axes: Any) -> None:
+    """Put the legend of `axes` under the figure, in as many columns as fit."""
+    handles, labels = axes.get_legend_handles_labels()
+    fitting = int(13 * figure.get_figwidth() / (7 + max(map(len, labels), default=0)))  # about 13 letters an inch
+    columns = max(1, min(fitting, len(labels)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)

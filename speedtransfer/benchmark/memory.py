@@ -1,0 +1,183 @@
+"""Suite `memory`: what a trained table really takes of the host and of the GPU, measured in a process of its own.
+
+``python -m speedtransfer.benchmark.memory KIND OPTIMIZER ROWS DEVICE`` is that process; it prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from speedtransfer.benchmark.kinds import DIM, OURS, PLANES, ROW_BYTES, Kind, kinds
+from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.errors import DeviceError, HostMemoryError, check_size
+from speedtransfer.tables.memory import physical_bytes
+
+NOTE = (
+    "Peaks beyond what the process held before, after training steps that have touched every row; each kind of table in a "
+    "process of its own. Of a mmap table, host memory is pages of its file, which the system may take back."
+)
+TOLERANCE = 1.05  # times its planes is the most that a large table may take
+
+_ROWS, _QUICK_ROWS = 3_000_000, 100_000
+_SHARE = 0.6  # of the memory of this machine: the largest kind has twice the weights and two planes of state
+_LOOKUPS = 32_768
+# The buffers of a step have a fixed size: they vanish beside a large table, and a small one cannot show the bound.
+_LARGE_BYTES, _BUFFERS_BYTES = 4e9, 200e6
+
+
+def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
+    """Return what the suite compares.
+
+    Parameters
+    ----------
+    device : torch.device
+        The compute device.
+    quick : bool
+        A small table, and one optimizer.
+    rows : int, optional
+        Of the table.
+    """
+    fitting = int(_SHARE * (physical_bytes() or 8e9) / (4 * ROW_BYTES))
+    rows = check_size(options.get("rows") or min(_QUICK_ROWS if quick else _ROWS, fitting), "rows", 1)
+    return [
+        Group(
+            f"memory of {rows:,} x {DIM} float32 trained with {optimizer}, every row",
+            functools.partial(_cases, device, optimizer, rows, quick),
+            {"rows": rows, "dim": DIM, "optimizer": optimizer, "planes_bytes": PLANES[optimizer] * rows * ROW_BYTES},
+        )
+        for optimizer in (("AdamW",) if quick else PLANES)
+    ]
+
+
+def _cases(device: torch.device, optimizer: str, rows: int, quick: bool) -> list[Case]:
+    chosen = kinds(device, optimizer)
+    if quick or optimizer != "AdamW":
+        chosen = chosen[:3]
+    found = [_Process(kind, optimizer, rows, device) for kind in chosen]
+    return [Case(p.kind.name, p.run, p.check, role=p.kind.role, memory=p.memory) for p in found]
+
+
+class _Process:
+    """Measures a kind of table at the first run; further ones, which a stopwatch asks for, do nothing."""
+
+    def __init__(self, kind: Kind, optimizer: str, rows: int, device: torch.device) -> None:
+        self.kind, self.optimizer, self.rows, self.device = kind, optimizer, rows, device
+        self.memory: dict[str, int] = {}
+
+    def run(self) -> None:
+        """Fill `memory`."""
+        if not self.memory:
+            self.memory.update(measured(self.kind.name, self.optimizer, self.rows, self.device))
+
+    def check(self) -> None:
+        """Raise where our table takes more than its planes, within the tolerance, of the memory that it lives in."""
+        if self.kind.role == "ours":
+            planes = self.kind.planes * self.rows * ROW_BYTES
+            most = TOLERANCE * planes + (0 if planes >= _LARGE_BYTES else _BUFFERS_BYTES)
+            taken = self.memory[f"{self.kind.place}_bytes"]
+            assert taken <= most, f"takes {taken:,} bytes, {taken / planes - 1:.1%} beyond the {planes:,} of its planes"
+
+
+def measured(kind: str, optimizer: str, rows: int, device: torch.device) -> dict[str, int]:
+    """Return ``{"host_bytes": ..., "device_bytes": ...}`` of a table, from a process of its own.
+
+    Raises
+    ------
+    HostMemoryError
+        That process did not succeed: it has no room, or the system has killed it for what it took.
+    """
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    argv = [sys.executable, "-m", "speedtransfer.benchmark.memory", kind, optimizer, str(rows), str(device)]
+    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise HostMemoryError(f"the process that trains it ended with code {done.returncode}: {last}")
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# --- the process --------------------------------------------------------------------------------------------------------
+
+
+def _child(kind_name: str, optimizer: str, rows: int, device: torch.device) -> dict[str, int]:
+    kind = next(kind for kind in kinds(device, optimizer) if kind.name == kind_name)
+    _train(kind, 10_000, device)  # libraries, thread pools, compiled copies and optimizers are there from now on
+    cuda = device.type == "cuda"
+    base = torch.cuda.memory_allocated(device) if cuda else 0
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    available = _available_bytes()
+    host_base = _reset_peak()
+    emb = _train(kind, rows, device)
+    host = _peak_bytes() - host_base
+    if kind.name == OURS.format("pinned"):
+        # Page-locked pages belong to the driver and may not count as this process's: ask what the machine has left.
+        host = max(host, available - _available_bytes())
+    del emb
+    return {"host_bytes": max(0, host), "device_bytes": torch.cuda.max_memory_allocated(device) - base if cuda else 0}
+
+
+def _train(kind: Kind, rows: int, device: torch.device) -> nn.Module:
+    """Step over every row once, in batches of consecutive ids; a dense optimizer, which takes them all, twice."""
+    emb = kind.make(rows)
+    opt = kind.optimizer(list(emb.parameters()))
+    starts: Sequence[int] = range(0, rows, _LOOKUPS)
+    if kind.planes > PLANES[type(opt).__name__.replace("SparseAdam", "AdamW")]:
+        starts = starts[:2]
+    for start in starts:
+        emb(torch.arange(start, min(start + _LOOKUPS, rows), device=device)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return emb
+
+
+def _reset_peak() -> int:
+    """Make the peak what this process holds now, and return it."""
+    with contextlib.suppress(OSError):  # elsewhere the peak so far is the base
+        Path("/proc/self/clear_refs").write_text("5")
+    return _peak_bytes()
+
+
+def _peak_bytes() -> int:
+    """Return the most memory that this process has held.
+
+    Linux's own record comes first: what `getrusage` says may be that of the process which started this one.
+    """
+    try:
+        return _kilobytes("/proc/self/status", "VmHWM:")
+    except (OSError, LookupError):
+        import resource  # not on Windows
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _available_bytes() -> int:
+    try:
+        return _kilobytes("/proc/meminfo", "MemAvailable:")
+    except (OSError, LookupError):
+        return 0
+
+
+def _kilobytes(path: str, name: str) -> int:
+    fields = dict(line.split()[:2] for line in Path(path).read_text().splitlines() if len(line.split()) > 1)
+    return int(fields[name]) * 1024
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(_child(sys.argv[1], sys.argv[2], int(sys.argv[3]), torch.device(sys.argv[4]))))
+    except (DeviceError, HostMemoryError, torch.cuda.OutOfMemoryError) as error:
+        sys.exit(str(error))

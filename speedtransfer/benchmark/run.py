@@ -1,0 +1,110 @@
+"""Runs a suite: group by group, a table on the terminal as each is done, and the result as plain data."""
+
+from __future__ import annotations
+
+import gc
+import textwrap
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from speedtransfer.benchmark.environment import environment
+from speedtransfer.benchmark.headlines import headlines
+from speedtransfer.benchmark.measure import GroupResult, measure
+from speedtransfer.benchmark.report import TextTable, group_table
+from speedtransfer.benchmark.suites import Suite
+
+_EFFORT = {True: {"turns": 2, "samples": 3, "budget_s": 0.6}, False: {"turns": 3, "samples": 7, "budget_s": 2.5}}
+
+
+def run_suite(
+    suite: Suite, device: torch.device, quick: bool, console: Console | None = None, **options: Any
+) -> dict[str, Any]:
+    """Measure a suite and return ``{"suite", "quick", "options", "environment", "groups", "seconds"}``.
+
+    Parameters
+    ----------
+    suite : Suite
+    device : torch.device
+        The compute device.
+    quick : bool
+    console : rich.console.Console, optional
+        Where tables go; without one nothing is shown. The progress bar goes to standard error, where that is a terminal.
+    options
+        Arguments of the suite.
+
+    Raises
+    ------
+    WrongResultError
+        A way to move rows moves the wrong ones.
+    """
+    start = time.perf_counter()
+    facts = environment(device)
+    show = console or Console(quiet=True)
+    bar = _bar(console is not None)
+    show.print(Text(f"{suite.title}: {facts['device']}" + (" (quick)" if quick else ""), style="bold"))
+    found: list[GroupResult] = []
+    with bar:
+        groups = suite.groups(device, quick, **options)
+        task = bar.add_task(suite.name, total=len(groups))
+        for group in groups:
+            bar.update(task, description=textwrap.shorten(f"{suite.name}: {group.title}", 60, placeholder=" ..."))
+            found.append(measure(group, device, **_EFFORT[quick]))  # type: ignore[arg-type]
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # CuPy's pool and page-locked tables want their turn
+            bar.stop()  # it stands on the lines that the table needs
+            _show(show, found[-1])
+            bar.advance(task)
+            bar.start()
+    show.print()
+    for text in [*(f"- {line}" for line in headlines(suite.name, found)), suite.note]:
+        show.print(Text(text))
+    return {
+        "suite": suite.name,
+        "quick": quick,
+        "options": options,
+        "environment": facts,
+        "groups": [group.to_json() for group in found],
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def _bar(enabled: bool) -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not (enabled and console.is_terminal),
+    )
+
+
+def _show(console: Console, group: GroupResult) -> None:
+    if group.skipped:
+        console.print(Text(f"\n{group.title}: not run: {group.skipped}"))
+        return
+    table = group_table(group)
+    console.print(Text(f"\n{table.title}", style="bold"))
+    console.print(rich_table(table))
+    for case in group.cases:
+        if case.error:
+            console.print(Text(f"{case.name}: not run: {case.error}"))
+
+
+def rich_table(table: TextTable) -> Table:
+    """Return `table` for a terminal, without its title; ours in bold."""
+    made = Table(box=None, pad_edge=False)
+    for number, label in enumerate(table.header):
+        made.add_column(Text(label), justify="right" if number else "left", no_wrap=bool(number), overflow="fold")
+    for name, *rest in table.rows:
+        made.add_row(*map(Text, (name, *rest)), style="bold" if name in table.ours else "")
+    return made

@@ -1,0 +1,122 @@
+"""Suite `speedtorch`: the benchmark that SpeedTorch published, on this machine, with what today's torch does beside it.
+
+131,072 rows of a table of 1,000,000 x 128 float32, kept in CUDA memory or in page-locked host memory, go to a CUDA tensor and
+back (https://github.com/Santosh-Gupta/SpeedTorch; its issue #10 quotes the code). Its ids were drawn with repeats; here they
+are distinct, so that the rows written can be checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from speedtransfer.benchmark import ways
+from speedtransfer.benchmark.measure import Case, Group, cycle
+from speedtransfer.benchmark.ways import Way
+from speedtransfer.benchmark.workload import Tables, Workload, workload
+from speedtransfer.engines.calibration import Direction
+from speedtransfer.errors import check_size
+
+ROWS, TABLE_ROWS, DIM = 131_072, 1_000_000, 128
+
+# Seconds on a Tesla K80 with a 2-core CPU, from the table in SpeedTorch's README (September 2019): to, from, sum.
+PUBLISHED = {
+    "SpeedTorch, PinnedCPU": (0.0154, 0.0065, 0.0219),
+    "SpeedTorch, cuda": (0.0087, 0.0035, 0.0122),
+    "PyTorch, PinnedCPU": (0.0478, 2.6641, 2.7119),
+    "PyTorch, cuda": (0.0014, 0.0341, 0.0355),
+}
+
+NOTE = """\
+Where 110x and 410x came from. SpeedTorch's README of September 2019 compares CuPy kernels that reach across the bus \
+with PyTorch's t[idx] and t[idx] = rows on a page-locked CPU tensor, on a Tesla K80 with two CPU cores: 2.66 s against \
+6.5 ms for writing rows back (410x; an earlier run had 2.82 s against 25.5 ms, 110x), 48 ms against 15 ms for fetching \
+them (3.1x). These rows are 67 MB: in 2.66 s that is 25 MB/s, which no bus is slow enough to explain. PyTorch had a \
+fault then: its indexed assignment walked rows in the wrong order. pytorch#24083 (August 2019) measures 4.38 s before \
+and 0.044 s after the repair, for 300,000 x 128 on one thread, and the README names versions 1.1 and 1.2 as those with \
+an indexing fault. Our inference: scaled to 131,072 rows that is 1.9 s of the 2.66 s before and 0.02 s after it, so \
+nearly all of 110x and 410x was the fault, not the transfer. What remained, about 3x, is real: a CPU with few cores \
+gathers slowly through t[idx], which also allocates its result each time. "PyTorch at its best" (index_select or \
+index_copy_ through page-locked memory, on all cores) is what a comparison should face."""
+
+
+def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
+    """Return what the suite compares: to, from and both, as SpeedTorch's tables have it.
+
+    Parameters
+    ----------
+    device : torch.device
+        The compute device.
+    quick : bool
+        No effect: there is one size.
+    rows : int, optional
+        Rows moved; the table keeps its proportion.
+    seed : int, optional
+    """
+    rows = check_size(options.get("rows", ROWS), "rows", 1)
+    table_bytes = 4 * DIM * max(rows, rows * TABLE_ROWS // ROWS)
+    memories = ("pinned", "device") if device.type == "cuda" else ("pageable",)
+    held = {memory: Tables(device) for memory in memories}
+
+    def make(directions: Sequence[Direction]) -> list[Case]:
+        cases = []
+        for memory, tables in held.items():
+            work = workload(tables.table(memory, table_bytes, DIM), rows, seed=options.get("seed", 0))
+            cases += _cases(work, directions)
+        return cases
+
+    what = f"{rows:,} rows of {DIM} float32"
+    return [
+        Group(f"{title}, {what}", lambda d=directions: make(d), {"kind": kind, "published": published})  # type: ignore[misc]
+        for title, kind, directions, published in (
+            ("to the compute device", "to", ("gather",), _published(0)),
+            ("from the compute device", "from", ("scatter",), _published(1)),
+            ("sum of to and from", "sum", ("gather", "scatter"), _published(2)),
+        )
+    ]
+
+
+def _published(column: int) -> dict[str, float]:
+    return {name: seconds[column] for name, seconds in PUBLISHED.items()}
+
+
+def _cases(work: Workload, directions: Sequence[Direction]) -> list[Case]:
+    """Return each way over the table of `work`, by the name of SpeedTorch's tables, one direction after the other."""
+    place = {"device": "cuda", "pinned": "pinned"}.get(work.table.memory, "CPU")
+    columns = [_named(work, direction) for direction in directions]
+    turn = cycle(work.sets)
+    cases = []
+    for name, first in columns[0].items():
+        steps = [column[name] for column in columns]
+
+        def run(steps: list[Way] = steps) -> None:
+            ids = turn()
+            for step in steps:
+                step.move(ids)
+
+        def check(steps: list[Way] = steps) -> None:
+            for step, direction in zip(steps, directions, strict=True):
+                {"gather": ways.check_gather, "scatter": ways.check_scatter}[direction](step, work)
+
+        payload = work.payload_bytes * len(directions)
+        queues = all(step.queues for step in steps)
+        cases.append(Case(f"{name} ({place})", run, check, payload, first.role, queues=queues))
+    return cases
+
+
+def _named(work: Workload, direction: Direction) -> dict[str, Way]:
+    ours = ways.our_ways(work, direction)[0]
+    others = {way.name: way for way in ways.other_ways(work, direction)}
+    names = {
+        "SpeedTorch's way: CuPy t[idx]": (ways.CUPY[direction],),
+        "PyTorch t[idx]": (ways.PLAIN_TORCH[direction], "t[idx]", "t[idx] = rows"),
+        "PyTorch at its best": (ways.BEST_TORCH[direction], "index_select(out=)", "index_copy_"),
+    }
+    found = {"speedtransfer": ours}
+    for name, candidates in names.items():
+        way = next((others[candidate] for candidate in candidates if candidate in others), None)
+        if way is not None:
+            found[name] = way
+    return found

@@ -1,0 +1,55 @@
+"""The suites of ``speedtransfer bench``: a suite is a module with a function `groups`, and a line here."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from speedtransfer.benchmark.measure import Group
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A set of groups that are measured together.
+
+    Attributes
+    ----------
+    name : str
+        Also the name of its module in this package.
+    title : str
+        What it shows, for headings.
+    options : frozenset of str
+        Those of "rows" and "table_bytes" that mean something to it.
+    """
+
+    name: str
+    title: str
+    options: frozenset[str] = frozenset()
+
+    def groups(self, device: torch.device, quick: bool, **options: Any) -> list[Group]:
+        """Return what the suite compares."""
+        found: list[Group] = self._module().groups(device, quick, **options)
+        return found
+
+    @property
+    def note(self) -> str:
+        """What a reader of the figures should know."""
+        return str(getattr(self._module(), "NOTE", ""))
+
+    def _module(self) -> Any:
+        return importlib.import_module(f"speedtransfer.benchmark.{self.name}")
+
+
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite("transfer", "Rows to the compute device and back", frozenset({"rows", "table_bytes"})),
+        Suite("speedtorch", "SpeedTorch's own benchmark", frozenset({"rows"})),
+        Suite("tax", "Compute against transfer"),
+        Suite("step", "A training step, by the size of the table", frozenset({"rows"})),
+        Suite("memory", "Memory that a table takes", frozenset({"rows"})),
+    )
+}

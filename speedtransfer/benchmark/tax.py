@@ -1,0 +1,192 @@
+"""Suite `tax`: compute against transfer. The device is fast, but is it worth the way there and back?
+
+The classic experiment: a matrix product in NumPy, on the device, and on the device with copies both ways each time; and a
+small network trained the same three ways.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speedtransfer.benchmark.measure import Case, Group
+
+NOTE = (
+    "Copies go from and to page-locked memory. Without CUDA the CPU is the device as well: what is copied then is memory to "
+    "memory, and the lines show what copies and the overhead of torch cost, not what a device gains."
+)
+HOST, RESIDENT, COPIES = "NumPy", "on the device", "device, copies both ways"
+
+_MATMUL_SIZES = (50, 100, 200, 400, 800, 1600, 4000)  # 200 is the classic one
+_MLP_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_CPU_LIMIT = {"matmul": 1600, "mlp": 1024}  # beyond, a processor needs seconds and the lines have met
+_QUICK_LIMIT = {"matmul": 400, "mlp": 128}
+_BATCH, _LR = 256, 1e-2
+
+
+def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
+    """Return what the suite compares.
+
+    Parameters
+    ----------
+    device : torch.device
+        The compute device. The CPU stands in for one: its copies then go from memory to memory.
+    quick : bool
+        Small sizes only.
+    seed : int, optional
+    """
+    seed = options.get("seed") or 0
+    found = []
+    for experiment, sizes, what, make in (
+        ("matmul", _MATMUL_SIZES, "product of two {0:,} x {0:,} matrices", _matmul),
+        ("mlp", _MLP_SIZES, f"training step of an MLP, width {{:,}}, batch {_BATCH}", _mlp),
+    ):
+        limit = _QUICK_LIMIT[experiment] if quick else math.inf if device.type == "cuda" else _CPU_LIMIT[experiment]
+        for size in (s for s in sizes if s <= limit):
+            cases = functools.partial(make, size, device, seed)
+            found.append(Group(what.format(size), cases, {"experiment": experiment, "size": size}))
+    return found
+
+
+def crossing(sizes: Sequence[float], slow: Sequence[float], fast: Sequence[float]) -> float | None:
+    """Return the size from which on `fast` takes less time than `slow`; None where it does not at the largest one.
+
+    Parameters
+    ----------
+    sizes : sequence of float
+        Ascending.
+    slow, fast : sequence of float
+        Seconds at each size.
+
+    Returns
+    -------
+    float or None
+        Interpolated where the lines cross as they are drawn, on logarithmic axes; the smallest size where `fast` has always
+        been faster.
+    """
+    gaps = [math.log(b / a) for a, b in zip(slow, fast, strict=True)]  # below zero: `fast` is faster
+    if not gaps or gaps[-1] >= 0:
+        return None
+    last = max((i for i, gap in enumerate(gaps) if gap >= 0), default=-1)
+    if last < 0:
+        return sizes[0]
+    share = gaps[last] / (gaps[last] - gaps[last + 1])
+    return math.exp(math.log(sizes[last]) * (1 - share) + math.log(sizes[last + 1]) * share)
+
+
+def _host(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return `array` as a tensor of host memory, page-locked for CUDA: the copies must have every chance."""
+    tensor = torch.from_numpy(array.astype(np.float32))
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def _close(got: Any, expected: np.ndarray, what: str, tolerance: float) -> None:
+    """Raise AssertionError where `got` is further from `expected` than that share of its norm."""
+    difference = np.linalg.norm(np.asarray(got, dtype=np.float64) - expected) / np.linalg.norm(expected)
+    assert difference < tolerance, f"{what} is {difference:.1e} of its norm off"
+
+
+# --- a matrix product ---------------------------------------------------------------------------------------------------
+
+
+def _matmul(size: int, device: torch.device, seed: int) -> list[Case]:
+    generator = np.random.default_rng(seed)
+    a, b, fetched = (_host(generator.standard_normal((size, size)), device) for _ in range(3))
+    there, room = [t.to(device, copy=True) for t in (a, b)], [torch.zeros(size, size, device=device) for _ in range(2)]
+    products = [torch.zeros(size, size, device=device) for _ in range(2)]
+    in_numpy = np.zeros((size, size), dtype=np.float32)
+    expected = a.double().numpy() @ b.double().numpy()
+
+    def copies() -> None:
+        for here, host in zip(room, (a, b), strict=True):
+            here.copy_(host, non_blocking=True)
+        fetched.copy_(torch.mm(*room, out=products[1]))  # waits for it: the host wants the result
+
+    def case(name: str, run: Callable[[], Any], found: Callable[[], np.ndarray]) -> Case:
+        return Case(name, run, lambda: _close(found(), expected, "the product", 1e-5))
+
+    # NumPy last in every turn: the threads of its BLAS wait for more work at full speed, for some 30 ms, and on few cores that
+    # would be on the account of the next case.
+    return [
+        case(RESIDENT, lambda: torch.mm(*there, out=products[0]), lambda: products[0].cpu().numpy()),
+        case(COPIES, copies, lambda: fetched.numpy()),
+        case(HOST, lambda: np.matmul(a.numpy(), b.numpy(), out=in_numpy), lambda: in_numpy),
+    ]
+
+
+# --- a small network ----------------------------------------------------------------------------------------------------
+
+
+def _mlp(size: int, device: torch.device, seed: int) -> list[Case]:
+    generator = np.random.default_rng(seed)
+    batch = [_host(generator.standard_normal((_BATCH, size)), device), _host(generator.standard_normal(_BATCH), device)]
+    first = [generator.standard_normal(shape) / size**0.5 for shape in ((size, size), (size, 1))]
+    x, y = (t.numpy() for t in batch)
+    exact = [w.astype(np.float32).astype(np.float64) for w in first]
+    numpy_step(x.astype(np.float64), y.astype(np.float64), exact)
+
+    weights = [w.astype(np.float32) for w in first]
+    resident, copied = _TorchMLP(first, batch, device), _TorchMLP(first, [torch.zeros_like(t) for t in batch], device)
+
+    def check(found: Callable[[], Sequence[Any]]) -> Callable[[], None]:
+        """Compare the weights after one step with those of the same step in float64."""
+
+        def compare() -> None:
+            for got, before, after in zip(found(), first, exact, strict=True):
+                # A unit whose sum is nearly zero may round to either side of the kink, and its gradient with it.
+                _close(got - before.astype(np.float32), after - before, "the first update", 1e-2)
+
+        return compare
+
+    return [
+        Case(RESIDENT, resident.step, check(resident.weights)),
+        Case(COPIES, lambda: copied.step_with_copies(batch), check(copied.weights)),
+        Case(HOST, lambda: numpy_step(x, y, weights), check(lambda: weights)),
+    ]
+
+
+def numpy_step(x: np.ndarray, y: np.ndarray, weights: list[np.ndarray]) -> float:
+    """Take an SGD step on ``mean((relu(x @ w1) @ w2 - y)**2)``, written out, and return the loss before it."""
+    w1, w2 = weights
+    hidden = np.maximum(x @ w1, 0)
+    error = (hidden @ w2)[:, 0] - y
+    loss = float(np.mean(error**2))
+    grad_out = (2 / len(y) * error)[:, None]
+    grad_w2 = hidden.T @ grad_out
+    grad_w1 = x.T @ (grad_out @ w2.T * (hidden > 0))
+    w1 -= _LR * grad_w1
+    w2 -= _LR * grad_w2
+    return loss
+
+
+class _TorchMLP:
+    """The network in torch, trained as one does, with a batch on the device."""
+
+    def __init__(self, first: list[np.ndarray], batch: list[Tensor], device: torch.device) -> None:
+        self.layers = [nn.Parameter(torch.from_numpy(w.astype(np.float32)).to(device)) for w in first]
+        self.opt = torch.optim.SGD(self.layers, lr=_LR)
+        self.batch = [t.to(device, copy=True) for t in batch]
+
+    def step(self) -> Tensor:
+        x, y = self.batch
+        loss = F.mse_loss((torch.relu(x @ self.layers[0]) @ self.layers[1])[:, 0], y)
+        self.opt.zero_grad()
+        loss.backward()
+        self.opt.step()
+        return loss
+
+    def step_with_copies(self, batch: list[Tensor]) -> float:
+        """Fetch the batch from the host, and the loss to it."""
+        for there, host in zip(self.batch, batch, strict=True):
+            there.copy_(host, non_blocking=True)
+        return self.step().item()
+
+    def weights(self) -> list[np.ndarray]:
+        return [w.detach().cpu().numpy() for w in self.layers]

@@ -1,0 +1,213 @@
+"""Suite `transfer`: chosen rows to the compute device and back, against PyTorch's and CuPy's ways and a plain copy.
+
+Batches of ids take turns, drawn from a table much larger than the cache: what is measured is memory and the bus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from speedtransfer.benchmark import ways
+from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.together import together_cases
+from speedtransfer.benchmark.ways import Way
+from speedtransfer.benchmark.workload import Tables, Workload, default_table_bytes, workload
+from speedtransfer.engines import MappedEngine, TiledEngine
+from speedtransfer.engines.calibration import DIRECTIONS, Direction
+from speedtransfer.errors import check_size, format_bytes
+
+ROWS, ROW_BYTES = 131_072, 512  # of the headline: SpeedTorch's own batch
+_CALL_BYTES = 1 << 28  # the most that one call moves: a million rows of 256 bytes
+_SECOND_TABLE_BYTES = 1 << 30  # of other memories than the main one
+_OVERHEAD_ROWS = 1000
+
+NOTE = """\
+The plain copy is one cudaMemcpy of page-locked memory, or torch's copy_ on all cores where there is no CUDA. Engines that \
+write past the cache can beat that copy_, and so can batches with repeated ids (Zipf): their rows are read once and sent \
+often."""
+
+
+def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
+    """Return what the suite compares.
+
+    Parameters
+    ----------
+    device : torch.device
+        The compute device.
+    quick : bool
+        Few sizes.
+    rows, table_bytes, seed : int, optional
+        Rows of a batch, size of the table, seed of the ids.
+    """
+    cuda = device.type == "cuda"
+    plan = _Plan(
+        device,
+        check_size(options.get("rows", ROWS if cuda or not quick else ROWS // 2), "rows", 1),
+        check_size(options.get("table_bytes", default_table_bytes(device, quick)), "table_bytes", 1 << 16),
+        options.get("seed", 0),
+    )
+    found = [plan.ways(d, all_of_them=True, headline=True) for d in DIRECTIONS]
+    sizes = (64, 4096) if quick else (4, 16, 64, 256, 1024, 4096, 16384)
+    found += [plan.ways(d, row_bytes=size, headline=size == 256) for size in sizes for d in DIRECTIONS]
+    if not quick:
+        found += [plan.ways(d, rows=n, row_bytes=256) for n in (1000, 10_000, 1_000_000) for d in DIRECTIONS]
+    found += [plan.ways(d, ids="zipf") for d in DIRECTIONS]
+    found += [plan.overhead(d) for d in DIRECTIONS]
+    if not quick:
+        found += [plan.stride(d) for d in DIRECTIONS]
+    if cuda:
+        found += [plan.both(), plan.dense(), *([] if quick else [plan.launch(d) for d in DIRECTIONS])]
+    memories = ("pageable", "mmap", "device") if cuda else () if quick else ("mmap",)
+    found += [plan.ways(d, memory=memory) for memory in memories for d in DIRECTIONS]
+    # In a small table several sizes come to the same number of rows; the first keeps its place.
+    return list({group.title: group for group in reversed(found)}.values())[::-1]
+
+
+class _Plan:
+    """Makes groups over tables that share their memory."""
+
+    def __init__(self, device: torch.device, rows: int, table_bytes: int, seed: int) -> None:
+        self.device, self.rows, self.table_bytes, self.seed = device, rows, table_bytes, seed
+        self.main = "pinned" if device.type == "cuda" else "pageable"
+        self.tables = Tables(device)
+
+    def ways(
+        self,
+        direction: Direction,
+        memory: str = "",
+        rows: int = 0,
+        row_bytes: int = ROW_BYTES,
+        ids: str = "uniform",
+        all_of_them: bool = False,
+        headline: bool = False,
+    ) -> Group:
+        """Return the ways to move `rows` rows."""
+
+        def make(work: Workload) -> list[Way]:
+            return ways.our_ways(work, direction) + ways.other_ways(work, direction, all_of_them)
+
+        count = self._count(rows or self.rows, row_bytes, memory)
+        return self._group("ways", direction, make, memory, count, row_bytes, ids, headline)
+
+    def overhead(self, direction: Direction) -> Group:
+        """Return what a call costs that moves next to nothing."""
+
+        def make(work: Workload) -> list[Way]:
+            found = ways.our_ways(work, direction) + ways.other_ways(work, direction, all_of_them=False)
+            if self.device.type == "cuda":
+                found.append(Way("empty launch", lambda ids: torch.cuda._sleep(0), queues=True))
+            return found
+
+        count = self._count(min(_OVERHEAD_ROWS, self.rows), ROW_BYTES)
+        return self._group("overhead", direction, make, count=count, headline=True)
+
+    def launch(self, direction: Direction) -> Group:
+        """Return how many blocks a kernel needs: those it leaves are free for training."""
+        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+        def make(work: Workload) -> list[Way]:
+            sizes = [max(1, int(processors * share)) for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)]
+            engines = [(f"{size} blocks", MappedEngine(self.device, max_blocks=size)) for size in sizes]
+            return [ways.engine_way(name, engine, work, direction) for name, engine in engines]
+
+        return self._group("launch", direction, make, count=self._count(self.rows, ROW_BYTES))
+
+    def _group(
+        self,
+        kind: str,
+        direction: Direction,
+        make: Callable[[Workload], list[Way]],
+        memory: str = "",
+        count: int = 0,
+        row_bytes: int = ROW_BYTES,
+        ids: str = "uniform",
+        headline: bool = False,
+    ) -> Group:
+        memory = memory or self.main
+
+        def cases() -> list[Case]:
+            table = self.tables.table(memory, self._bytes(memory), row_bytes // 4)
+            work = workload(table, count, ids, repeats=direction == "gather", seed=self.seed)
+            return [ways.as_case(way, work, direction) for way in [*make(work), ways.roof(work, direction)]]
+
+        what = {"overhead": "overhead: ", "launch": "launch size: "}.get(kind, "")
+        draw = {("zipf", "gather"): ", Zipf", ("zipf", "scatter"): ", the distinct ones of a Zipf draw"}
+        title = f"{what}{direction} {count:,} rows of {row_bytes:,} B{draw.get((ids, direction), '')}"
+        title += f", {memory} table of {format_bytes(self._bytes(memory))}"
+        return Group(title, cases, self._params(kind, direction, memory, count, row_bytes, ids, headline))
+
+    def stride(self, direction: Direction) -> Group:
+        """Return whether it pays to pad rows of 400 bytes to 512, a multiple of what memory and bus move at once."""
+        dim, padded = 100, 128
+        count = self._count(self.rows, 4 * padded)
+
+        def cases() -> list[Case]:
+            found = []
+            for stride, how in ((dim, "dense rows"), (padded, "padded rows")):
+                table = self.tables.table(self.main, self.table_bytes, dim, stride)
+                work = workload(table, count, seed=self.seed)
+                name, engine = ways.engines(self.main, self.device)[0]
+                way = ways.engine_way(f"{name}, {how}", engine, work, direction)
+                found.append(ways.as_case(way, work, direction))
+            return [*found, ways.as_case(ways.roof(work, direction), work, direction)]
+
+        title = (
+            f"row stride: {direction} {count:,} rows of {4 * dim} B, padded to {4 * padded} B or not, {self.main} table"
+        )
+        return Group(title, cases, self._params("stride", direction, self.main, count, 4 * dim))
+
+    def dense(self) -> Group:
+        """Return a gather of half the rows of a table, in order: what whole tiles are for."""
+        count = self._count(1_000_000, ROW_BYTES)
+
+        def cases() -> list[Case]:
+            plane = self.tables.table("pinned", self.table_bytes, ROW_BYTES // 4).torch()
+            work = workload(self.tables.over(plane[: 2 * count]), count, seed=self.seed)
+            for ids in work.sets:
+                ids.host.copy_(ids.host.sort().values)
+                ids.device.copy_(ids.host)
+            engines = [*ways.engines("pinned", self.device), ("tiled", TiledEngine(self.device))]
+            found = [ways.engine_way(name, engine, work, "gather") for name, engine in engines]
+            return [ways.as_case(way, work, "gather") for way in [*found, ways.roof(work, "gather")]]
+
+        title = f"dense: gather {count:,} sorted rows of {ROW_BYTES} B, half of a pinned table"
+        return Group(title, cases, self._params("dense", "gather", "pinned", count, ROW_BYTES))
+
+    def both(self) -> Group:
+        """Return a gather and a scatter at once, against two plain copies at once."""
+        count = self._count(self.rows, ROW_BYTES)
+
+        def cases() -> list[Case]:
+            plane = self.tables.table("pinned", self.table_bytes, ROW_BYTES // 4).torch()
+            half = len(plane) // 2
+            parts = [self.tables.over(part) for part in (plane[:half], plane[half:])]
+            return together_cases(*(workload(part, count, seed=self.seed + i) for i, part in enumerate(parts)))
+
+        title = f"both at once: gather and scatter {count:,} rows of {ROW_BYTES} B each, pinned tables"
+        return Group(title, cases, self._params("both", "both", "pinned", count, ROW_BYTES, headline=True))
+
+    def _bytes(self, memory: str) -> int:
+        return self.table_bytes if memory == self.main else min(self.table_bytes, _SECOND_TABLE_BYTES)
+
+    def _count(self, rows: int, row_bytes: int, memory: str = "") -> int:
+        """Return how many rows to move at most: half of the table's, and what one call may move."""
+        have = self._bytes(memory or self.main) // row_bytes
+        return max(1, min(rows, have // 2, _CALL_BYTES // row_bytes))
+
+    @staticmethod
+    def _params(
+        kind: str,
+        direction: str,
+        memory: str,
+        count: int,
+        row_bytes: int,
+        ids: str = "uniform",
+        headline: bool = False,
+    ) -> dict[str, Any]:
+        return {
+            "kind": kind, "direction": direction, "memory": memory, "rows": count, "row_bytes": row_bytes, "ids": ids,
+            "headline": headline,
+        }  # fmt: skip

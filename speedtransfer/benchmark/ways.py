@@ -1,0 +1,295 @@
+"""The ways to move rows: this library's, PyTorch's at their best and at their plainest, CuPy's, and plain copies."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from speedtransfer.benchmark.measure import Case, Role, cycle, synchronize
+from speedtransfer.benchmark.workload import Ids, Workload
+from speedtransfer.device import mapped_view, pinned_empty, to_cupy, torch_stream
+from speedtransfer.engines import AutoEngine, Engine, MappedEngine, make_engine
+from speedtransfer.engines.auto import engine_names
+from speedtransfer.engines.calibration import Direction
+from speedtransfer.errors import DeviceError
+
+BEST_TORCH = {"gather": "index_select(out=pinned) + copy", "scatter": "copy to pinned + index_copy_"}
+PLAIN_TORCH = {"gather": "t[idx].to(device)", "scatter": "t[idx] = rows.cpu()"}
+_CHUNKS = 8  # of a batch that crosses the bus in parts
+CUPY = {"gather": "CuPy t[idx]", "scatter": "CuPy t[idx] = rows"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to move the rows of one batch.
+
+    Attributes
+    ----------
+    name : str
+    move : callable
+        Takes :class:`Ids`. A gather returns the rows on the compute device.
+    role : {"ours", "other", "roof"}
+    queues : bool
+        It only queues work on the device.
+    """
+
+    name: str
+    move: Callable[[Ids], Any]
+    role: Role = "other"
+    queues: bool = False
+
+
+def as_case(way: Way, work: Workload, direction: Direction) -> Case:
+    """Return `way` with the batches of `work` in turn, and the check that it does what `direction` says."""
+    turn = cycle(work.sets)
+    check = {"gather": check_gather, "scatter": check_scatter}[direction]
+    return Case(
+        way.name,
+        lambda: way.move(turn()),
+        (lambda: check(way, work)) if way.role != "roof" else None,
+        work.payload_bytes,
+        way.role,
+        queues=way.queues,
+    )
+
+
+def check_gather(way: Way, work: Workload) -> None:
+    """Raise AssertionError where `way` gives other rows than the table has."""
+    ids = work.sets[-1]
+    work.out.zero_()  # rows that another way left there must not count
+    got = way.move(ids)
+    synchronize(work.device)
+    expected = _stored(work, ids).to(work.device)
+    assert torch.equal(_bits(torch.as_tensor(got)), _bits(expected)), "the rows are not those of the table"
+
+
+def check_scatter(way: Way, work: Workload) -> None:
+    """Raise AssertionError where `way` does not put the rows into the table."""
+    ids = work.sets[-1]
+    work.plane.index_fill_(0, ids.host.to(work.plane.device), 0)
+    way.move(ids)
+    work.table.wait()
+    synchronize(work.device)
+    assert torch.equal(_bits(_stored(work, ids)), _bits(work.rows.to(work.plane.device))), "the table has other rows"
+
+
+def _stored(work: Workload, ids: Ids) -> Tensor:
+    return work.plane.index_select(0, ids.host.to(work.plane.device))
+
+
+def _bits(rows: Tensor) -> Tensor:
+    return rows.view(torch.int32)  # a NaN equals no NaN
+
+
+# --- ours ---------------------------------------------------------------------------------------------------------------
+
+
+def our_ways(work: Workload, direction: Direction) -> list[Way]:
+    """Return the table's own call, as training makes it and with all checks, and each engine by itself."""
+    table, rows, out = work.table, work.rows, work.out
+    queues = _queues(work, direction)
+    if direction == "gather":
+        ways = [
+            Way("speedtransfer", lambda ids: table.gather(ids.device, check=False), "ours", queues),
+            Way("speedtransfer, ids checked", lambda ids: table.gather(ids.device, out=out), "ours"),
+        ]
+    else:
+        ways = [
+            Way("speedtransfer", lambda ids: table.scatter(ids.device, rows, check=False), "ours", queues),
+            Way("speedtransfer, ids checked", lambda ids: table.scatter(ids.device, rows), "ours"),
+        ]
+    return ways + [engine_way(name, engine, work, direction) for name, engine in engines(table.memory, work.device)]
+
+
+def _queues(work: Workload, direction: Direction) -> bool:
+    """Tell whether the engine that the table takes for a batch leaves all of it to the device."""
+    engine = work.table._engine
+    if isinstance(engine, AutoEngine):
+        row_bytes = work.payload_bytes // max(1, len(work.rows))
+        engine = engine.engines[engine.choose(direction, row_bytes, len(work.rows), work.table.num_rows)]
+    return isinstance(engine, MappedEngine)
+
+
+def engines(memory: str, device: torch.device) -> list[tuple[str, Engine]]:
+    """Return every engine that moves rows of any batch between `memory` and `device`, by name."""
+    names = [name for name in engine_names(memory, device) if name not in ("auto", "tiled")]
+    found = [(name, make_engine(memory, device, name)) for name in names]
+    if "mapped" in names:
+        with contextlib.suppress(DeviceError):  # before Hopper there is no bulk copy engine
+            found.insert(1, ("mapped (bulk)", MappedEngine(device, kernel="bulk")))
+    return found
+
+
+def engine_way(name: str, engine: Engine, work: Workload, direction: Direction) -> Way:
+    """Return `engine` by itself, into and out of memory that is there already."""
+    # Host threads are given the ids on the host, as torch's own ways are.
+    pick: Callable[[Ids], Tensor] = (lambda ids: ids.host) if engine.name == "staged" else (lambda ids: ids.device)
+    queues = isinstance(engine, MappedEngine)
+
+    def gather(ids: Ids) -> Tensor:
+        engine.gather([work.plane], pick(ids), [work.out])
+        return work.out
+
+    def scatter(ids: Ids) -> None:
+        engine.scatter([work.plane], pick(ids), [work.rows])
+
+    return Way(f"engine: {name}", gather if direction == "gather" else scatter, "ours", queues)
+
+
+# --- others -------------------------------------------------------------------------------------------------------------
+
+
+def other_ways(work: Workload, direction: Direction, all_of_them: bool = True) -> list[Way]:
+    """Return PyTorch's and CuPy's ways; the best of each kind where not `all_of_them`."""
+    if work.plane.device == work.device:  # on the CPU, or all of it on the GPU
+        ways = _local_gathers(work) if direction == "gather" else _local_scatters(work)
+    else:
+        ways = _crossing_gathers(work) if direction == "gather" else _crossing_scatters(work)
+    ways = ways if all_of_them else ways[:2]
+    if work.device.type == "cuda" and work.table.memory in ("pinned", "device"):
+        ways += _view_ways(work, direction)
+    return ways
+
+
+def _local_gathers(work: Workload) -> list[Way]:
+    plane, out = work.plane, work.out
+    return [
+        Way("index_select(out=)", lambda ids: torch.index_select(plane, 0, ids.device, out=out)),
+        Way("t[idx]", lambda ids: plane[ids.device]),
+        Way("index_select", lambda ids: plane.index_select(0, ids.device)),
+        Way("F.embedding", lambda ids: F.embedding(ids.device, plane)),
+    ]
+
+
+def _local_scatters(work: Workload) -> list[Way]:
+    plane, rows = work.plane, work.rows
+    return [
+        Way("index_copy_", lambda ids: plane.index_copy_(0, ids.device, rows)),
+        Way("t[idx] = rows", lambda ids: plane.__setitem__(ids.device, rows)),
+        Way("index_put_", lambda ids: plane.index_put_((ids.device,), rows)),
+    ]
+
+
+def _crossing_gathers(work: Workload) -> list[Way]:
+    plane, out, staging = work.plane, work.out, Staging(work.rows)
+
+    def staged(ids: Ids) -> Tensor:
+        with staging as buffer:
+            torch.index_select(plane, 0, ids.host, out=buffer)
+            return out.copy_(buffer, non_blocking=True)
+
+    return [
+        Way(BEST_TORCH["gather"], staged),
+        Way(PLAIN_TORCH["gather"], lambda ids: plane[ids.host].to(work.device)),
+        Way("F.embedding, then .to(device)", lambda ids: F.embedding(ids.host, plane).to(work.device)),
+    ]
+
+
+def _crossing_scatters(work: Workload) -> list[Way]:
+    plane, rows, staging = work.plane, work.rows, Staging(work.rows)
+    chunk = -(-len(rows) // _CHUNKS)
+
+    def fetched() -> Tensor:
+        with staging as buffer:
+            buffer.copy_(rows, non_blocking=True)
+        staging.wait(buffer)
+        return buffer
+
+    def put(buffer: Tensor, where: Tensor) -> None:
+        staging.wait(buffer)
+        plane.index_copy_(0, where, buffer[: len(where)])
+
+    def overlapped(ids: Ids) -> None:
+        queued = None
+        for part, where in zip(rows.split(chunk), ids.host.split(chunk), strict=True):
+            with staging as buffer:
+                buffer[: len(part)].copy_(part, non_blocking=True)
+            if queued is not None:  # while this part crosses the bus
+                put(*queued)
+            queued = buffer, where
+        if queued is not None:
+            put(*queued)
+
+    return [
+        Way(BEST_TORCH["scatter"], lambda ids: plane.index_copy_(0, ids.host, fetched())),
+        Way(PLAIN_TORCH["scatter"], lambda ids: plane.__setitem__(ids.host, rows.cpu())),
+        Way(f"copy to pinned + index_copy_, {_CHUNKS} parts overlapped", overlapped),
+        Way("copy to pinned + index_put_", lambda ids: plane.index_put_((ids.host,), fetched())),
+    ]
+
+
+def _view_ways(work: Workload, direction: Direction) -> list[Way]:
+    """Return what kernels of torch and CuPy do with a table that they can address: the second is SpeedTorch's way."""
+    host = work.plane.device.type == "cpu"
+    view = mapped_view(work.plane, work.device) if host else work.plane
+    array, rows, out = to_cupy(view), to_cupy(work.rows), work.out
+    indices = {id(ids.device): to_cupy(ids.device) for ids in work.sets}  # made outside of the time, as the view is
+
+    def cupy_gather(ids: Ids) -> Any:
+        with torch_stream(work.device):
+            return array[indices[id(ids.device)]]
+
+    def cupy_scatter(ids: Ids) -> None:
+        with torch_stream(work.device):
+            array[indices[id(ids.device)]] = rows
+
+    if direction == "gather":
+        on_view = Way(
+            "index_select on a UVA view", lambda ids: torch.index_select(view, 0, ids.device, out=out), queues=True
+        )
+        by_cupy = Way(CUPY["gather"], cupy_gather, queues=True)
+    else:
+        on_view = Way("index_copy_ on a UVA view", lambda ids: view.index_copy_(0, ids.device, work.rows), queues=True)
+        by_cupy = Way(CUPY["scatter"], cupy_scatter, queues=True)
+    return [on_view, by_cupy] if host else [by_cupy]
+
+
+class Staging:
+    """Two page-locked buffers in turn: the host fills or empties one while the other crosses the bus."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._device = like.device
+        self._buffers = [pinned_like(like) for _ in range(2)]
+        self._events = {id(buffer): torch.cuda.Event() for buffer in self._buffers}
+        self._turn = itertools.cycle(self._buffers)
+
+    def __enter__(self) -> Tensor:
+        self._current = next(self._turn)
+        self.wait(self._current)
+        return self._current
+
+    def __exit__(self, *error: object) -> None:
+        self._events[id(self._current)].record(torch.cuda.current_stream(self._device))
+
+    def wait(self, buffer: Tensor) -> None:
+        """Block the host until the last copy that uses `buffer` is done."""
+        self._events[id(buffer)].synchronize()
+
+
+def pinned_like(rows: Tensor) -> Tensor:
+    """Return page-locked memory for `rows`, which are on a CUDA device."""
+    return pinned_empty(rows.nbytes, rows.device).view(rows.dtype).view(rows.shape)
+
+
+def roof(work: Workload, direction: Direction) -> Way:
+    """Return a plain copy of the same bytes in one piece, the fastest that there is."""
+    blocks = work.blocks
+    if work.device.type == "cuda" and work.table.memory in ("pageable", "mmap"):
+        blocks = [pinned_like(work.rows)]
+    turn = cycle(blocks)
+    if direction == "gather":
+        return Way(_roof_name(work), lambda ids: work.out.copy_(turn(), non_blocking=True), "roof", queues=True)
+    return Way(_roof_name(work), lambda ids: turn().copy_(work.rows, non_blocking=True), "roof", queues=True)
+
+
+def _roof_name(work: Workload) -> str:
+    if work.device.type == "cpu":
+        return "memcpy"
+    return "plain copy on the device" if work.table.memory == "device" else "one cudaMemcpy"

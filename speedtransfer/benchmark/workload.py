@@ -1,0 +1,184 @@
+"""What the transfer benchmarks move: tables in any memory seen as rows of any width, and sets of ids that take turns."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtransfer.benchmark.measure import synchronize
+from speedtransfer.tables import Table
+from speedtransfer.tables.memory import physical_bytes
+
+_BASE_DIM = 128  # of the float32 table that all others are views of
+_MIX = -7046029254386353131  # 2**64 divided by the golden ratio: makes words that differ of numbers that count up
+_PRIME = 1_000_000_007
+_MAX_SETS = 64
+
+
+class Ids(NamedTuple):
+    """One batch of ids, on the host and on the compute device: each way may take the one that suits it."""
+
+    host: Tensor
+    device: Tensor
+
+
+@dataclass
+class Workload:
+    """Rows to move and batches of ids that name them.
+
+    Attributes
+    ----------
+    table : Table
+    plane : Tensor
+        Its rows, ``(num_rows, dim)`` float32.
+    sets : list of Ids
+        Batches of one length, used in turn.
+    rows, out : Tensor
+        ``(count, dim)`` on the compute device: rows to scatter, and room for gathered ones.
+    blocks : list of Tensor
+        Contiguous ``(count, dim)`` parts of the table's memory, for plain copies.
+    """
+
+    table: Table
+    plane: Tensor
+    sets: list[Ids]
+    rows: Tensor
+    out: Tensor
+    blocks: list[Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        """The compute device."""
+        return self.table.device
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one batch of rows."""
+        return self.rows.nbytes
+
+
+class Tables:
+    """Holds the memory of one table at a time and shows it as rows of any width.
+
+    To lock 10 GB takes seconds, so that groups share them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._key: tuple[str, int] | None = None
+        self._base: Table | None = None
+
+    def table(self, memory: str, num_bytes: int, dim: int, stride: int | None = None) -> Table:
+        """Return a table of about `num_bytes` of float32 rows, `stride` values apart, in which no two words are alike."""
+        flat = self._flat(memory, num_bytes)
+        stride = stride or dim
+        num_rows = len(flat) // stride
+        return self.over(flat[: num_rows * stride].view(num_rows, stride)[:, :dim])
+
+    def over(self, plane: Tensor) -> Table:
+        """Return a table with an engine of its own over a part of the memory that is held."""
+        assert self._base is not None
+        return Table.__new__(Table)._adopt(self._base._place, plane)
+
+    def _flat(self, memory: str, num_bytes: int) -> Tensor:
+        if self._base is None or self._key != (memory, num_bytes):
+            self.release()
+            num_rows = max(1, num_bytes // (4 * _BASE_DIM))
+            # A file that has lost its name lives as long as it is mapped, and whatever happens nothing stays behind.
+            with tempfile.TemporaryDirectory(prefix="speedtransfer-bench-", ignore_cleanup_errors=True) as folder:
+                path = Path(folder, "table.npy") if memory == "mmap" else None
+                self._base = Table(num_rows, _BASE_DIM, memory=memory, path=path, device=self.device)
+            self._key = memory, num_bytes
+            words = self._base.torch().view(-1).view(torch.int64)
+            torch.arange(len(words), out=words)
+            words.mul_(_MIX)
+        return self._base.torch().view(-1)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._base = self._key = None
+
+
+def workload(table: Table, count: int, ids: str = "uniform", repeats: bool = True, seed: int = 0) -> Workload:
+    """Return batches of `count` rows of `table`.
+
+    Parameters
+    ----------
+    table : Table
+    count : int
+        Ids of a batch; those drawn twice included, also where they are left out.
+    ids : {"uniform", "zipf"}
+        Uniform ones are distinct, in random order.
+    repeats : bool
+        False: every id once, as scatter wants it. The batches have the length of the shortest then.
+    seed : int
+    """
+    generator = torch.Generator().manual_seed(seed)
+    plane = table.torch()
+    num_sets = max(3, min(_MAX_SETS, math.ceil(4 * cache_bytes() / max(1, count * table.dim * 4))))
+    if ids == "zipf":
+        batches = list(zipf_ids(table.num_rows, num_sets * count, generator).split(count))
+    elif 2 * num_sets * count <= table.num_rows:  # no row in two batches either
+        batches = list(distinct_ids(table.num_rows, num_sets * count, generator).split(count))
+    else:
+        batches = [distinct_ids(table.num_rows, count, generator) for _ in range(num_sets)]
+    if not repeats:
+        batches = [batch[_first_of_each(batch)] for batch in batches]
+        count = min(map(len, batches))
+        batches = [batch[:count] for batch in batches]
+    rows = torch.empty(count, table.dim, device=table.device).normal_()
+    flat = plane.as_strided((plane.shape[0] * plane.stride(0),), (1,))
+    number = max(1, min(num_sets, len(flat) // max(1, rows.numel())))
+    blocks = [flat[i * rows.numel() : (i + 1) * rows.numel()].view(rows.shape) for i in range(number)]
+    sets = [Ids(batch, batch.to(table.device)) for batch in batches]
+    synchronize(table.device)
+    return Workload(table, plane, sets, rows, torch.empty_like(rows), blocks)
+
+
+def distinct_ids(num_rows: int, count: int, generator: torch.Generator) -> Tensor:
+    """Draw `count` different ids uniformly, in random order."""
+    if num_rows <= 4 * count:
+        return torch.randperm(num_rows, generator=generator)[:count]
+    found = torch.empty(0, dtype=torch.int64)
+    while len(found) < count:
+        found = torch.cat([found, torch.randint(num_rows, (count,), generator=generator)]).unique()
+    return found[torch.randperm(len(found), generator=generator)[:count]]
+
+
+def zipf_ids(num_rows: int, count: int, generator: torch.Generator) -> Tensor:
+    """Draw ids whose frequency falls as 1 / rank (by the inverse of its integral), the ranks spread over the table."""
+    share = torch.rand(count, generator=generator, dtype=torch.float64)
+    ranks = torch.exp(share * math.log(num_rows + 1)).long().clamp_(1, num_rows) - 1
+    return ranks * _PRIME % num_rows  # one to one, as long as the prime does not divide the number of rows
+
+
+def _first_of_each(batch: Tensor) -> Tensor:
+    """Return where each value of `batch` comes first, in the order of `batch`."""
+    values, inverse = batch.unique(return_inverse=True)
+    first = torch.full((len(values),), len(batch)).scatter_reduce_(0, inverse, torch.arange(len(batch)), "amin")
+    return first.sort().values
+
+
+def cache_bytes() -> int:
+    """Return the size of the largest cache of this processor (32 MB where the system does not say)."""
+    sizes = [32 << 20]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        if text.endswith(("K", "M")):
+            sizes.append(int(text[:-1]) << (10 if text[-1] == "K" else 20))
+    return max(sizes)
+
+
+def default_table_bytes(device: torch.device, quick: bool) -> int:
+    """Return the size of the main table: 10 GB on CUDA, ten times the cache and more on the CPU, a quarter of the memory."""
+    if device.type == "cuda":
+        wanted = 1_000_000_000 if quick else 10_000_000_000
+    else:
+        wanted = max(10 * cache_bytes(), 0 if quick else 1_000_000_000)
+    return min(wanted, (physical_bytes() or 1 << 40) // 4)

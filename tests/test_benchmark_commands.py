@@ -1,0 +1,173 @@
+"""`speedtransfer bench`: what it writes, and how it fails before anything is measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from speedtransfer.benchmark import commands, suites
+from speedtransfer.benchmark.measure import Case, Group, GroupResult
+from speedtransfer.benchmark.suites import SUITES, Suite
+from speedtransfer.cli import main
+from speedtransfer.device import cuda_status
+from speedtransfer.errors import HostMemoryError
+
+
+@pytest.fixture
+def run(monkeypatch, capfd, tmp_path):
+    """Return a function that runs the command here, in an empty folder: exit code, standard output and error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["speedtransfer", "bench", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return int(stop.value.code or 0), *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """Return a function that makes `groups` what every suite named consists of, and these the only suites."""
+
+    def only(**groups):
+        modules = {name: SimpleNamespace(groups=lambda *a, g=g, **o: g) for name, g in groups.items()}
+        monkeypatch.setattr(Suite, "_module", lambda self: modules[self.name])
+        for name in set(SUITES) - set(groups):
+            monkeypatch.delitem(SUITES, name)
+
+    return only
+
+
+def files(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_transfer_writes_figures_pictures_and_report(run, tmp_path):
+    small = ["--quick", "--rows", "100", "--table-bytes", "262144"]
+    code, out, err = run("transfer", *small, "--json", "t.json", "--plot", "new/plots", "--device", "cpu")
+    assert code == 0, err
+    assert err == "", "no bar where there is no terminal"
+    assert files(tmp_path) == ["new/plots/report.html", "new/plots/transfer.png", "t.json"]
+    result = json.loads((tmp_path / "t.json").read_text())
+    assert set(result) == {"suite", "quick", "options", "environment", "groups", "seconds"}
+    assert result["options"] == {"seed": 0, "rows": 100, "table_bytes": 262144}
+    for data in result["groups"]:
+        group = GroupResult.from_json(data)
+        assert group.to_json() == data
+        assert group.title in out
+    assert "time / ours" in out
+    assert "of memcpy" in out
+    assert "wrote t.json" in out
+
+
+def test_all_writes_a_file_for_each_suite(run, only, tmp_path):
+    payload = {"role": "ours", "payload_bytes": 10}
+    ways = Group("a gather", lambda: [Case("speedtransfer", lambda: None, **payload)], {"kind": "other"})
+    only(transfer=[ways], tax=[])
+    code, out, err = run("all", "--json", "results", "--plot", "plots", "--rows", "5", "--device", "cpu")
+    assert code == 0, err
+    assert files(tmp_path) == ["plots/report.html", "results/tax.json", "results/transfer.json"]
+    assert json.loads((tmp_path / "results/tax.json").read_text())["options"] == {"seed": 0}
+    assert "a gather" in out
+
+
+BAD = [
+    (["transfr"], ["transfr", "transfer"]),
+    (["everything"], ["everything", "'all'"]),
+    ([], ["SUITE"]),
+    (["transfer", "--rows", "0"], ["--rows is 0", "at least 1"]),
+    (["transfer", "--rows", "many"], ["--rows", "integer"]),
+    (["transfer", "--table-bytes", "0"], ["--table-bytes is 0"]),
+    (["transfer", "--table-bytes", "inf"], ["--table-bytes", "inf"]),
+    (["transfer", "--seed", "-1"], ["--seed is -1"]),
+    (["transfer", "--device", "tpu"], ["tpu"]),
+    (["tax", "--rows", "5"], ["--rows", "'tax'", "transfer"]),
+    (["speedtorch", "--table-bytes", "1e9"], ["--table-bytes", "'speedtorch'"]),
+    (["transfer", "--json", "file/t.json"], ["--json", "file"]),
+    (["transfer", "--json", "missing/t.json"], ["--json", "missing", "does not exist"]),
+    (["transfer", "--json", "folder"], ["--json", "folder", "name the file"]),
+    (["all", "--json", "file"], ["--json", "file"]),
+    (["all", "--json", "/proc/results"], ["--json", "/proc"]),
+    (["transfer", "--plot", "file/plots"], ["--plot", "file"]),
+    (["transfer", "--plot", "file"], ["--plot", "file", "no folder"]),
+    (["transfer", "--fast"], ["--fast"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD, ids=[" ".join(arguments) or "nothing" for arguments, _ in BAD])
+def test_bad_input_is_one_line_before_anything_is_measured(run, tmp_path, monkeypatch, arguments, words):
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(commands, "run_suite", lambda *a, **o: pytest.fail("it measures"))
+    code, out, err = run(*arguments)
+    assert code == 2, out + err
+    (line,) = [line for line in err.splitlines() if line.strip()]
+    for word in words:
+        assert word in line
+    assert files(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.skipif(cuda_status().available, reason="CUDA works here")
+def test_cuda_that_is_missing_says_why(run):
+    code, _, err = run("transfer", "--device", "cuda")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "CUDA" in err
+
+
+def test_plots_without_matplotlib_name_the_extra(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(commands, "run_suite", lambda *a, **o: pytest.fail("it measures"))
+    code, _, err = run("transfer", "--plot", "plots")
+    assert code == 2
+    assert "pip install 'speedtransfer[plot]'" in err
+    assert files(tmp_path) == []
+
+
+def test_a_wrong_result_is_an_error_and_never_a_time(run, only, tmp_path):
+    def wrong():
+        raise AssertionError("the rows are not those of the table")
+
+    only(transfer=[Group("a gather", lambda: [Case("bad way", lambda: None, wrong)])])
+    code, out, err = run("transfer", "--json", "t.json", "--device", "cpu")
+    assert code == 2
+    assert "a gather: bad way gives a wrong result (the rows are not those of the table)" in err
+    assert "median" not in out
+    assert files(tmp_path) == []
+
+
+def test_what_is_skipped_says_why(run, only):
+    def make():
+        raise HostMemoryError("no room for 50 GB")
+
+    only(transfer=[Group("a large gather", make)])
+    code, out, err = run("transfer", "--device", "cpu")
+    assert code == 0, err
+    assert "a large gather: not run: no room for 50 GB" in out
+
+
+def test_ctrl_c_leaves_whole_files_only(run, only, tmp_path, monkeypatch):
+    only(transfer=[], tax=[Group("the second", lambda: [Case("slow", stop)])])
+
+    def stop():
+        raise KeyboardInterrupt
+
+    code, _, err = run("all", "--json", "results", "--plot", "plots", "--device", "cpu")
+    assert code == 130
+    assert "Traceback" not in err
+    assert files(tmp_path) == ["results/transfer.json"]
+    assert json.loads((tmp_path / "results/transfer.json").read_text())["suite"] == "transfer"
+
+
+def test_help_names_the_suites():
+    argv = [sys.executable, "-m", "speedtransfer", "bench", "--help"]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=120, env={"COLUMNS": "200", "PATH": ""})
+    assert result.returncode == 0, result.stderr
+    for name in (*suites.SUITES, "--quick", "--json", "--plot"):
+        assert name in result.stdout

@@ -1,0 +1,248 @@
+"""Tables, sentences, pictures and the HTML page, from recorded JSON alone."""
+
+from __future__ import annotations
+
+import json
+import struct
+from html.parser import HTMLParser
+
+import pytest
+
+from speedtransfer.benchmark import html, plots
+from speedtransfer.benchmark.headlines import headlines
+from speedtransfer.benchmark.measure import CaseResult, GroupResult
+from speedtransfer.benchmark.report import group_table, groups_of, markdown, missing, summary_tables
+from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds, format_share
+
+
+def case(name, role="other", seconds=1e-3, payload=0, **fields):
+    return CaseResult(name, role, payload, [seconds] * 3, [seconds / 2] * 3, **fields)
+
+
+def ways(direction, row_bytes, kind="ways", **fields):
+    params = {
+        "kind": kind, "direction": direction, "memory": "pinned", "rows": 1000, "row_bytes": row_bytes, "ids": "uniform",
+        "headline": row_bytes == 512, **fields,
+    }  # fmt: skip
+    payload = 1000 * row_bytes
+    put = direction == "scatter"
+    cases = [
+        case("speedtransfer", "ours", payload / 50e9, payload),
+        case("engine: mapped", "ours", payload / 51e9, payload),
+        case(
+            "copy to pinned + index_copy_" if put else "index_select(out=pinned) + copy",
+            "other",
+            payload / 20e9,
+            payload,
+        ),
+        case("t[idx] = rows.cpu()" if put else "t[idx].to(device)", "other", payload / 1e9, payload),
+        case("CuPy t[idx]", "other", payload / 25e9, payload),
+        case("one cudaMemcpy", "roof", payload / 54e9, payload),
+    ]
+    return GroupResult(f"{direction} 1,000 rows of {row_bytes} B", params, cases)
+
+
+def transfer():
+    groups = [ways(d, size) for d in ("gather", "scatter") for size in (512, 64, 4096)]
+    over = ways("gather", 512, "overhead")
+    over.title = "overhead: gather 1,000 rows"
+    over.cases[1].device_s = 4e-6
+    over.cases.append(case("empty launch", seconds=3e-6, device_s=2e-6))
+    lost = GroupResult("gather from mmap", {"kind": "ways", "direction": "gather"}, [], "no room on disk")
+    return [*groups, over, lost]
+
+
+def speedtorch():
+    return [
+        GroupResult(
+            f"{kind}, 131,072 rows of 128 float32",
+            {"kind": kind, "published": {"PyTorch, PinnedCPU": seconds}},
+            [case("speedtransfer (pinned)", "ours", payload=10**8), case("PyTorch t[idx] (pinned)", seconds=0.03)],
+        )
+        for kind, seconds in (("to", 0.0478), ("from", 2.6641), ("sum", 2.7119))
+    ]
+
+
+def tax():
+    return [
+        GroupResult(
+            f"{experiment} of {size}",
+            {"experiment": experiment, "size": size},
+            [
+                case("NumPy", seconds=1e-9 * size**2),
+                case("on the device", seconds=1e-5),
+                case("device, copies both ways", seconds=3e-5 + 1e-10 * size**2),
+            ],
+        )
+        for experiment in ("matmul", "mlp")
+        for size in (32, 64, 128, 256, 512)
+    ]
+
+
+def step():
+    groups = [
+        GroupResult(
+            f"AdamW step of {rows:,} rows",
+            {"experiment": "size", "rows": rows, "dim": 128},
+            [
+                case("speedtransfer, pinned", "ours", 3e-3),
+                *([case("nn.Embedding + AdamW", seconds=1e-9 * rows)] if rows < 5e7 else []),
+            ],
+        )
+        for rows in (10**6, 10**7, 10**8)
+    ]
+    groups[-1].cases.append(CaseResult("nn.Embedding + AdamW", "other", 0, error="out of memory"))
+    limit = [case("large", "ours", 3.3e-3), case("small", "ours", 3e-3)]
+    return [*groups, GroupResult("5 GB of GPU memory", {"experiment": "gpu limit", "rows": 10**8, "dim": 128}, limit)]
+
+
+def memory():
+    cases = [
+        case("speedtransfer, pinned", "ours", memory={"host_bytes": 5_100_000_000, "device_bytes": 10_000_000}),
+        case("nn.Embedding + AdamW", memory={"host_bytes": 0, "device_bytes": 7_000_000_000}),
+    ]
+    params = {"rows": 3_300_000, "dim": 128, "optimizer": "AdamW", "planes_bytes": 5_000_000_000}
+    return [GroupResult("memory of 3,300,000 x 128", params, cases)]
+
+
+SUITES = {"transfer": transfer, "speedtorch": speedtorch, "tax": tax, "step": step, "memory": memory}
+
+
+def recorded(suite, quick=False):
+    """A result as it lies in a file."""
+    environment = {
+        "device": "NVIDIA <H200>", "cuda": True, "driver": "13.0", "cpu": "CPU", "host_bytes": 10**11,
+        "versions": {"torch": "2.13.0", "cupy": None}, "commit": "0123456789abcdef", "dirty": True,
+        "date": "2026-01-02T03:04:05+00:00",
+    }  # fmt: skip
+    groups = [group.to_json() for group in SUITES[suite]()]
+    result = {"suite": suite, "quick": quick, "environment": environment, "groups": groups, "seconds": 1.0}
+    return json.loads(json.dumps(result))
+
+
+def test_a_group_as_a_table():
+    table = group_table(ways("gather", 512))
+    assert table.header == ["", "GB/s", "of roof", "time / ours", "median", "quartiles"]
+    by_name = {row[0]: row[1:] for row in table.rows}
+    assert by_name["speedtransfer"] == ["50.0", "93%", "1.00x", "10.2 us", "10.2 us to 10.2 us"]
+    assert by_name["one cudaMemcpy"][1:3] == ["roof", "0.93x"]
+    assert [row[0] for row in table.rows][:2] == ["one cudaMemcpy", "engine: mapped"], "fastest first"
+    assert table.ours == {"speedtransfer", "engine: mapped"}
+
+
+def test_columns_follow_what_a_group_is_about():
+    assert group_table(tax()[0]).header == ["", "median", "quartiles"]
+    assert group_table(memory()[0]).header == ["", "host memory", "device memory"]
+    assert group_table(transfer()[-2]).header[-2:] == ["host", "device"]
+    assert ["published (K80, 2019): PyTorch, PinnedCPU", "", "", "47.8 ms", ""] in group_table(speedtorch()[0]).rows
+
+
+def test_summaries_put_groups_side_by_side():
+    gather, scatter = summary_tables(recorded("transfer"))
+    assert gather.header == ["", "64 B", "512 B", "4,096 B"]
+    assert gather.rows[0] == ["speedtransfer", "50.0 (93%)", "50.0 (93%)", "50.0 (93%)"]
+    assert ["t[idx] = rows.cpu()", *["1.00 (1.9%)"] * 3] in scatter.rows
+    steps, limit = summary_tables(recorded("step"))
+    assert steps.rows[1] == ["nn.Embedding + AdamW", "1.00 ms", "10.0 ms", ""]
+    assert limit.title == "5 GB of GPU memory"
+    assert [table.title.split(",")[0] for table in summary_tables(recorded("tax"))] == ["matmul", "mlp"]
+
+
+def lines(suite):
+    return headlines(suite, groups_of(recorded(suite)))
+
+
+def test_sentences_name_shares_and_ratios():
+    gather, _, overhead = lines("transfer")
+    assert "50.0 GB/s, 93% of one cudaMemcpy and 94% by engine: mapped" in gather
+    assert "2.50x the speed of index_select(out=pinned) + copy, 50.0x of t[idx].to(device), 2.00x of CuPy" in gather
+    assert overhead.endswith("on the device engine: mapped 4.00 us, an empty launch 2.00 us")
+    assert "30.0x the speed of PyTorch t[idx] (pinned)" in lines("speedtorch")[0]
+    assert lines("tax")[:2] == [
+        "matmul: on the device pays from size 100 on",
+        "matmul: device, copies both ways pays from size 185 on",
+    ]
+    assert "the large one takes 1.10x the time" in lines("step")[0]
+    assert "speedtransfer, pinned: 3.00 ms a step, 1.00x from 1M to 100M rows" in lines("step")
+    assert "5.1 GB, +2.0% against the 5 GB of its planes" in lines("memory")[0]
+
+
+def test_what_did_not_run_is_named():
+    assert missing(recorded("transfer")) == ["gather from mmap: no room on disk"]
+    assert missing(recorded("step")) == ["AdamW step of 100,000,000 rows, nn.Embedding + AdamW: out of memory"]
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_markdown(suite):
+    text = markdown(recorded(suite))
+    assert "commit 0123456789ab with changes, 2026-01-02" in text
+    for block in text.split("\n\n"):
+        if block.startswith("|"):
+            assert len({line.count("|") for line in block.splitlines()}) == 1, block
+    if suite == "speedtorch":
+        assert "pytorch#24083" in text
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_pictures(suite):
+    picture = plots.plot(recorded(suite, quick=True))
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", picture[16:24])
+    assert min(width, height) > 200
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_no_picture_of_nothing(suite):
+    result = recorded(suite)
+    for group in result["groups"]:
+        group["cases"] = []
+    assert plots.plot(result) is None
+    assert markdown(result)
+    assert html.page([result], {})
+
+
+class Page(HTMLParser):
+    """Notes the texts and sources, and that every tag is closed."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.texts, self.sources = [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.sources += [values[name] for name in ("src", "href") if name in values]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_html_is_whole_and_needs_no_network():
+    results = [recorded(suite) for suite in SUITES]
+    pictures = {result["suite"]: plots.plot(result) for result in results}
+    page = Page(html.page(results, pictures))
+    assert not page.open
+    assert len(page.sources) == len(SUITES)
+    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    text = " ".join(page.texts)
+    for part in (
+        "NVIDIA <H200>",
+        "no room on disk",
+        "Where 110x and 410x came from",
+        "index_select(out=pinned) + copy",
+    ):
+        assert part in text
+
+
+def test_units():
+    assert [format_seconds(s) for s in (2.5, 0.0999, 1e-3, 9.996e-6, 5e-9, None)] == [
+        "2.50 s", "99.9 ms", "1.00 ms", "10.0 us", "5.00 ns", "",
+    ]  # fmt: skip
+    assert [format_share(share) for share in (1.234, 0.1, 0.034, None)] == ["123%", "10%", "3.4%", ""]
+    assert [format_ratio(ratio) for ratio in (0.5, 41.04, 410.4)] == ["0.50x", "41.0x", "410x"]
+    assert [format_count(count) for count in (999, 20_000, 1_500_000, 2e9)] == ["999", "20k", "1.5M", "2G"]
