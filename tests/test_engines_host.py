@@ -145,7 +145,9 @@ def test_calls_of_several_threads(always_compiled):
 def _gather_in_a_child(content, index, answer):
     out = torch.empty(len(index), content.shape[1], dtype=content.dtype)
     host.gather_rows([content], index, [out])
-    answer.put(bool((out.numpy() == content.numpy()[index.numpy()]).all()))  # torch's own threads hang in a forked process
+    answer.put(
+        bool((out.numpy() == content.numpy()[index.numpy()]).all())
+    )  # torch's own threads hang in a forked process
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -193,3 +195,18 @@ def test_conversion_keeps_what_torch_gives(always_compiled):
             rows = torch.randn(31, 24).to(wanted)
             host.scatter_rows([plane], index, [rows])
             np.testing.assert_array_equal(bits(plane[index]), bits(rows.to(stored)))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("bits", [1, 5, 11, 12, 22, 23, 40])
+@pytest.mark.parametrize("low", [0, 14])
+def test_sort_keys(monkeypatch, compiled, bits, low):
+    monkeypatch.setattr(host, "_COMPILED_KEYS", 0 if compiled else 1 << 60)
+    generator = np.random.default_rng(bits)
+    for count in (1, 2, 10_000):
+        keys = generator.integers(0, 1 << bits, count) << low
+        if low:
+            keys |= np.arange(count)
+        before = keys.copy()
+        np.testing.assert_array_equal(host.sort_keys(keys, low, low + bits), np.sort(keys))
+        np.testing.assert_array_equal(keys, before)

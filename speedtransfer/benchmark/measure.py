@@ -136,8 +136,8 @@ class GroupResult:
 
     @property
     def roof(self) -> CaseResult | None:
-        """The case that nothing can beat, where the group has one."""
-        return next((case for case in self.ran if case.role == "roof"), None)
+        """The fastest of the plain copies that no way can be expected to beat, where the group has one."""
+        return min((case for case in self.ran if case.role == "roof"), key=lambda case: case.median_s, default=None)
 
     def share_of_roof(self, case: CaseResult) -> float | None:
         """Return the bandwidth of `case` over that of the roof."""

@@ -19,11 +19,17 @@ from speedtransfer.benchmark.measure import GroupResult, measure
 from speedtransfer.benchmark.report import TextTable, group_table
 from speedtransfer.benchmark.suites import Suite
 
+FAILED = "failed: "  # begins the reason of a group that went wrong
 _EFFORT = {True: {"turns": 2, "samples": 3, "budget_s": 0.6}, False: {"turns": 3, "samples": 7, "budget_s": 2.5}}
 
 
 def run_suite(
-    suite: Suite, device: torch.device, quick: bool, console: Console | None = None, **options: Any
+    suite: Suite,
+    device: torch.device,
+    quick: bool,
+    console: Console | None = None,
+    keep_going: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Measure a suite and return ``{"suite", "quick", "options", "environment", "groups", "seconds"}``.
 
@@ -35,6 +41,8 @@ def run_suite(
     quick : bool
     console : rich.console.Console, optional
         Where tables go; without one nothing is shown. The progress bar goes to standard error, where that is a terminal.
+    keep_going : bool
+        Put down what goes wrong in a group as "failed: ..." and go on with the next.
     options
         Arguments of the suite.
 
@@ -54,10 +62,16 @@ def run_suite(
         task = bar.add_task(suite.name, total=len(groups))
         for group in groups:
             bar.update(task, description=textwrap.shorten(f"{suite.name}: {group.title}", 60, placeholder=" ..."))
-            found.append(measure(group, device, **_EFFORT[quick]))  # type: ignore[arg-type]
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()  # CuPy's pool and page-locked tables want their turn
+            try:
+                found.append(measure(group, device, **_EFFORT[quick]))  # type: ignore[arg-type]
+                gc.collect()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()  # CuPy's pool and page-locked tables want their turn
+            except Exception as error:
+                if not keep_going:
+                    raise
+                reason = " ".join(f"{FAILED}{type(error).__name__}: {error}".split())
+                found.append(GroupResult(group.title, group.params, skipped=reason))
             bar.stop()  # it stands on the lines that the table needs
             _show(show, found[-1])
             bar.advance(task)

@@ -63,11 +63,11 @@ def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
 
 
 def _sizes(first: int, last: int) -> Iterator[int]:
-    """Yield `first` and larger numbers of rows up to `last`: times four, and doubled where four is too much."""
-    rows = first
+    """Yield `first` and larger numbers of rows up to `last`: times four where that gives three or more, else doubled."""
+    rows, factor = first, 4 if last >= 16 * first else 2
     while rows <= max(first, last):
         yield rows
-        rows *= 4 if 4 * rows <= last else 2
+        rows *= factor if factor * rows <= last else 2
 
 
 class _Batches:

@@ -25,7 +25,7 @@ def together_cases(to: Workload, back: Workload) -> list[Case]:
 def _ways(work: Workload, direction: Direction) -> list[Way]:
     found = ways.our_ways(work, direction) + ways.other_ways(work, direction, all_of_them=False)
     plain = ways.PLAIN_TORCH[direction]
-    return [way for way in found if "checked" not in way.name and way.name != plain] + [ways.roof(work, direction)]
+    return [way for way in found if "checked" not in way.name and way.name != plain] + ways.roofs(work, direction)
 
 
 def _case(

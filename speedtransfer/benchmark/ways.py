@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from speedtransfer.device import mapped_view, pinned_empty, to_cupy, torch_strea
 from speedtransfer.engines import AutoEngine, Engine, MappedEngine, make_engine
 from speedtransfer.engines.auto import engine_names
 from speedtransfer.engines.calibration import Direction
-from speedtransfer.errors import DeviceError
+from speedtransfer.engines.host import gather_rows, has_numba, scatter_rows
 
 BEST_TORCH = {"gather": "index_select(out=pinned) + copy", "scatter": "copy to pinned + index_copy_"}
 PLAIN_TORCH = {"gather": "t[idx].to(device)", "scatter": "t[idx] = rows.cpu()"}
@@ -120,11 +119,7 @@ def _queues(work: Workload, direction: Direction) -> bool:
 def engines(memory: str, device: torch.device) -> list[tuple[str, Engine]]:
     """Return every engine that moves rows of any batch between `memory` and `device`, by name."""
     names = [name for name in engine_names(memory, device) if name not in ("auto", "tiled")]
-    found = [(name, make_engine(memory, device, name)) for name in names]
-    if "mapped" in names:
-        with contextlib.suppress(DeviceError):  # before Hopper there is no bulk copy engine
-            found.insert(1, ("mapped (bulk)", MappedEngine(device, kernel="bulk")))
-    return found
+    return [(name, make_engine(memory, device, name)) for name in names]
 
 
 def engine_way(name: str, engine: Engine, work: Workload, direction: Direction) -> Way:
@@ -278,15 +273,29 @@ def pinned_like(rows: Tensor) -> Tensor:
     return pinned_empty(rows.nbytes, rows.device).view(rows.dtype).view(rows.shape)
 
 
-def roof(work: Workload, direction: Direction) -> Way:
-    """Return a plain copy of the same bytes in one piece, the fastest that there is."""
+def roofs(work: Workload, direction: Direction) -> list[Way]:
+    """Return plain copies of the same bytes in one piece: the fastest of them is the roof."""
     blocks = work.blocks
     if work.device.type == "cuda" and work.table.memory in ("pageable", "mmap"):
         blocks = [pinned_like(work.rows)]
-    turn = cycle(blocks)
-    if direction == "gather":
-        return Way(_roof_name(work), lambda ids: work.out.copy_(turn(), non_blocking=True), "roof", queues=True)
-    return Way(_roof_name(work), lambda ids: turn().copy_(work.rows, non_blocking=True), "roof", queues=True)
+    turn, out, rows, gathers = cycle(blocks), work.out, work.rows, direction == "gather"
+
+    def copy(ids: Ids) -> None:
+        to, source = (out, turn()) if gathers else (turn(), rows)
+        to.copy_(source, non_blocking=True)
+
+    found = [Way(_roof_name(work), copy, "roof", queues=True)]
+    if work.device.type == "cpu" and has_numba():
+        in_order = torch.arange(len(rows))
+
+        def past_the_cache(ids: Ids) -> None:
+            if gathers:
+                gather_rows([turn()], in_order, [out])
+            else:
+                scatter_rows([turn()], in_order, [rows])
+
+        found.append(Way("copy past the cache", past_the_cache, "roof"))
+    return found
 
 
 def _roof_name(work: Workload) -> str:

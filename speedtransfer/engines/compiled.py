@@ -1,9 +1,9 @@
-"""Row copies on the host compiled by numba (extra ``fast``); `host` imports this file once rows are worth it.
+"""Row copies on the host compiled by numba (extra ``fast``), and a sort of ids; `host` imports this once rows are worth it.
 
 Two things that torch's copies do not do: rows are asked for some rows ahead, so that several cache misses are under way at
 once; and long results are written past the cache ("streaming"), which saves reading every line before it is overwritten.
 
-The functions move rows ``start`` to ``stop``, without the GIL. They are called as
+The copies move rows ``start`` to ``stop``, without the GIL. They are called as
 ``copy(plane, stride_bytes, rows, row_bytes, index, start, stop)``: the address of the plane's first row, the distance of its
 rows, the address of the dense rows, the width of both, and the ids as an int64 array.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -151,3 +152,32 @@ def scatter_streaming_lines(
         for done in range(0, row_bytes, LINE_BYTES):
             _stream_64(to + done, source + done)
     _fence()
+
+
+_DIGIT_BITS = 11  # counts of a digit fit into the fastest cache
+
+
+@njit(nogil=True, cache=True)
+def sort_by_bits(keys: Any, low: int, high: int) -> Any:
+    """Return `keys` (n,) int64, none negative, sorted by their bits from `low` to below `high`; equal ones keep their order.
+
+    A radix sort, least digit first: it reads and writes the keys twice a digit, where a sort by comparison does log2(n) times.
+    """
+    source, to = keys.copy(), np.empty_like(keys)
+    places = np.empty(1 << _DIGIT_BITS, np.int64)
+    for shift in range(low, high, _DIGIT_BITS):
+        mask = (1 << min(_DIGIT_BITS, high - shift)) - 1
+        places[:] = 0
+        for j in range(len(source)):
+            places[(source[j] >> shift) & mask] += 1
+        before = 0
+        for digit in range(mask + 1):
+            count = places[digit]
+            places[digit] = before
+            before += count
+        for j in range(len(source)):
+            digit = (source[j] >> shift) & mask
+            to[places[digit]] = source[j]
+            places[digit] += 1
+        source, to = to, source
+    return source

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from speedtransfer.engines.bounds import check_host_index
 from speedtransfer.engines.reference import put_rows, select_rows
 
 _COMPILED_BYTES = 1 << 18  # a call of fewer is done before a compiled one would have begun
+_COMPILED_KEYS = 1 << 13  # the same of a sort
 _THREAD_BYTES = 1 << 20  # what a thread more is worth waking for
 _STREAMING_BYTES = 1 << 24  # results up to this are better left in the cache, for whoever reads them next
 
@@ -66,6 +68,18 @@ def scatter_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]
     """Set ``planes[i][index]`` to ``rows[i]``, all on the CPU, on as many threads as torch uses."""
     if not _move(planes, index, rows, _scatter_copy):
         put_rows(planes, index, rows)
+
+
+def sort_keys(keys: np.ndarray, low: int, high: int) -> np.ndarray:
+    """Return `keys` (n,) int64, none negative, sorted by their bits from `low` to below `high`; equal ones keep their order.
+
+    The bits below `low` must grow with the position, those from `high` on be zero.
+    """
+    if len(keys) < _COMPILED_KEYS or not has_numba():
+        return np.sort(keys)
+    from speedtransfer.engines import compiled
+
+    return compiled.sort_by_bits(keys, low, high)
 
 
 def _move(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], choose: Callable[..., Any]) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.engines.bounds import out_of_range
+from speedtransfer.engines.host import sort_keys
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
@@ -117,8 +118,7 @@ def check_distinct(flat: Tensor, num_rows: int, given: Any, checked: bool) -> No
         array = flat.numpy()
         if bool((array[1:] > array[:-1]).all()):
             return  # the index of a training step comes sorted
-        # NumPy sorts int64 two to three times faster than torch on the CPU, and values alone are enough here.
-        ordered = torch.from_numpy(np.sort(array))
+        ordered = torch.from_numpy(sort_keys(array, 0, num_rows.bit_length()))
     else:
         ordered = flat.sort().values
         if len(flat):
@@ -184,14 +184,12 @@ def unique_rows(
         return UniqueRows(flat, flat)
     if flat.device.type != "cpu":
         return _unique_on_device(flat, num_rows, given, look_for)
-    bits = count.bit_length()
-    if int(flat.numpy().max()) >> (63 - bits):
+    bits, largest = count.bit_length(), int(flat.numpy().max())
+    if largest >> (63 - bits):
         ids, inverse = torch.unique(flat, return_inverse=True)
         return UniqueRows(ids, inverse, found=_position(ids.numpy(), look_for))
-    # One sort of "value, position" in a single integer: NumPy sorts plain integers with vector instructions, and sorting
-    # with indices, as torch.unique does, costs twice that and more.
-    key = (flat.numpy() << bits) | np.arange(count)
-    key.sort()
+    # One sort of "value, position" in a single integer: sorting with indices, as torch.unique does, costs twice that and more.
+    key = sort_keys((flat.numpy() << bits) | np.arange(count), bits, bits + largest.bit_length())
     order = key & ((1 << bits) - 1)
     key >>= bits
     first = np.empty(count, dtype=bool)
