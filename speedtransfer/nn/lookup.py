@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer import buffers
+from speedtransfer.engines.host import gather_rows
 from speedtransfer.nn.active import ActiveRows
 from speedtransfer.tables import UniqueRows
 
@@ -20,7 +21,8 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, groups: UniqueRows, padding: int) -> Tensor:
         ctx.groups, ctx.num_rows, ctx.padding = groups, rows.shape[0], padding
         out = buffers.empty((groups.inverse.numel(), rows.shape[1]), rows.dtype, rows.device)
-        return torch.index_select(rows, 0, groups.inverse, out=out)
+        gather_rows([rows], groups.inverse, [out])
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
