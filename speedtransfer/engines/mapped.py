@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speedtransfer.device import launch, load_kernel, pinned_empty, require_mapped, resolve_cuda
 from speedtransfer.engines.bounds import check_host_index, out_of_range
-from speedtransfer.engines.order import StreamOrder, keep_until_done
+from speedtransfer.engines.order import StreamOrder, keep_until_done, to_device
 from speedtransfer.errors import DeviceError, InvalidValueError, suggest
 
 MAX_PLANES = 16  # of one launch, as in move.cuh
@@ -102,7 +102,7 @@ class MappedEngine:
             if check and planes:
                 check_host_index(index, planes[0].shape[0])
                 check = False
-            index = self._to_device(index)
+            index = to_device(index, self.device)
         with self._order.reading() as stream:
             self._move("gather", planes, index, rows, stream, check)
             keep_until_done((index, *planes, *rows, self._claimed) if check else (index, *planes, *rows), stream)
@@ -111,7 +111,7 @@ class MappedEngine:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``."""
         self._raise_fault()
         if index.device != self.device:
-            index = self._to_device(index)
+            index = to_device(index, self.device)
         with self._order.writing() as stream:
             self._move("scatter", planes, index, rows, stream, False)
             keep_until_done((index, *planes, *rows), stream)
@@ -176,12 +176,6 @@ class MappedEngine:
                 f"kernel='bulk' needs compute capability 9.0 (Hopper), but {torch.cuda.get_device_name(self.device)} "
                 f"has {major}.{minor}; use kernel='lanes'"
             )
-
-    def _to_device(self, index: Tensor) -> Tensor:
-        """Return `index` (n,) of the host on the device; the host waits for nothing and may change its own at once."""
-        if not len(index):
-            return index.to(self.device)
-        return torch.empty_like(index, pin_memory=True).copy_(index).to(self.device, non_blocking=True)
 
     def _raise_fault(self) -> None:
         """Raise for a row that an earlier gather did not find, if the device has said so, and forget it."""

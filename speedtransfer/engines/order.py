@@ -115,6 +115,13 @@ def keep_until_done(tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> Non
             tensor.record_stream(stream)
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return `tensor` on `device`; the host does not wait where it has it, and may change its own at once."""
+    if tensor.device.type != "cpu" or device.type != "cuda" or not tensor.numel():
+        return tensor.to(device)
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
+
+
 def _is_torchs(stream: torch.cuda.Stream) -> bool:
     """Tell whether `stream` lives as long as the process; another one may die, and its address go to the next.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speedtransfer.device import resolve_cuda
 from speedtransfer.engines.bounds import check_host_index
-from speedtransfer.engines.order import StreamOrder, keep_until_done
+from speedtransfer.engines.order import StreamOrder, keep_until_done, to_device
 from speedtransfer.engines.reference import put_rows, select_rows
 
 
@@ -60,8 +60,8 @@ class TiledEngine:
         order = None if bool((ids[1:] >= ids[:-1]).all()) else np.argsort(ids, kind="stable")
         ids = ids if order is None else ids[order]
         with torch.no_grad(), torch.cuda.device(self.device), self._order.reading() as stream:
-            on_device = _to_device(ids, self.device)
-            places = None if order is None else _to_device(order, self.device)
+            on_device = to_device(torch.from_numpy(ids), self.device)
+            places = None if order is None else to_device(torch.from_numpy(order), self.device)
             for start, stop in tiles(ids, max(1, self.tile_bytes // max(1, row_bytes))):
                 first, last = int(ids[start]), int(ids[stop - 1])
                 picks = on_device[start:stop] - first
@@ -107,7 +107,3 @@ def runs(ids: np.ndarray) -> Iterator[tuple[int, int]]:
     for start, stop in itertools.pairwise(edges):
         if start < stop:
             yield start, stop
-
-
-def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from speedtransfer.engines.bounds import out_of_range
 from speedtransfer.engines.host import sort_keys
+from speedtransfer.engines.order import to_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
@@ -164,7 +165,7 @@ class UniqueRows(NamedTuple):
         """Return the ids and the way back to them on `device`."""
         if self.ids.device == device:
             return self
-        return UniqueRows(self.ids.to(device), self.inverse.to(device), found=self.found)
+        return UniqueRows(to_device(self.ids, device), to_device(self.inverse, device), found=self.found)
 
 
 def unique_rows(
