@@ -40,12 +40,13 @@ lint: $(ENV)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+# ARGS="--only transfer,step --quick": some parts, small sizes; see bench/record.py --help. COMMIT=... where there is no git.
 bench: $(ENV)
-	$(PY) bench/record.py here
+	$(PY) bench/record.py here $(ARGS)
 	$(PY) bench/readme.py
 
 gpu: $(ENV)
-	$(PY) bench/record.py gpu
+	$(PY) bench/record.py gpu $(ARGS)
 	$(PY) bench/readme.py
 
 gpu-status: $(ENV)

@@ -1,77 +1,83 @@
-"""Writes the figures of README.md from ``bench/results``: ``python bench/readme.py``; with ``--check`` it only compares."""
+"""Writes the figures of README.md, and the plots they show, from ``bench/results``: ``python bench/readme.py``.
+
+With ``--check`` it only compares the text. Where nothing is recorded the README stays as it is.
+"""
 
 from __future__ import annotations
 
-import json
+import io
 import sys
 from pathlib import Path
-from statistics import median, quantiles
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from store import ROOT, SUITES, read, recorded
+
+sys.path.insert(0, str(ROOT))  # also where the package is not installed
+
 BEGIN = "<!-- figures: made by `python bench/readme.py` from bench/results; do not edit -->"
 END = "<!-- end of figures -->"
+PLOT_BYTES = 150_000  # at most: a repository keeps every one for ever
 
 
-def figures(root: Path = ROOT) -> str:
-    """Return the markdown for every recorded run of the benchmarks: a table for each group, ratios to ours first."""
-    parts = []
-    for path in sorted((root / "bench" / "results").glob("*/benchmarks.json")):
-        run = json.loads(path.read_text(encoding="utf-8"))
-        versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("torch", "cupy") if run["versions"][name])
-        commit = run["commit"][:12] + (" with changes" if run["dirty"] else "")
-        parts.append(
-            f"**{run['device']}**, {versions}, commit {commit}, {run['date'][:10]} (medians; quartiles behind)."
-        )
-        parts += [_memory(bench) for bench in run["benchmarks"] if "beyond_planes" in bench["extra_info"]]
-        parts += [_table(name, cases) for name, cases in _groups(run["benchmarks"]).items()]
+def suites(root: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Return every recorded suite with where it lies, GPUs first."""
+    found = [(path, read(path)) for part, path in recorded(root) if part in SUITES]
+    return sorted(found, key=lambda item: not item[1]["environment"]["cuda"])
+
+
+def draw(root: Path) -> None:
+    """Draw the plot of every recorded suite beside it."""
+    from PIL import Image  # matplotlib brings it
+
+    from speedtransfer.benchmark.plots import plot
+
+    for path, result in suites(root):
+        picture, file = plot(result), path.with_suffix(".png")
+        if picture is None:
+            file.unlink(missing_ok=True)
+            continue
+        with Image.open(io.BytesIO(picture)) as image:  # few colours are enough for lines, and a third of the bytes
+            image.convert("RGB").quantize(64).save(file, optimize=True)
+        if file.stat().st_size > PLOT_BYTES:
+            raise SystemExit(f"{file} has {file.stat().st_size} bytes, more than {PLOT_BYTES}")
+
+
+def figures(root: Path) -> str:
+    """Return the markdown of every recorded suite, device by device."""
+    from speedtransfer.benchmark.report import markdown
+
+    parts, last = [], None
+    for path, result in suites(root):
+        device, picture = result["environment"]["device"], path.with_suffix(".png")
+        if device != last:
+            parts.append(f"### {device}")
+            last = device
+        parts.append(markdown(result))
+        if picture.exists():
+            parts.append(f"![{result['suite']} on {device}]({picture.relative_to(root).as_posix()})")
     return "\n\n".join(parts)
 
 
-def _groups(benchmarks: list[dict]) -> dict[str, dict[str, list[float]]]:
-    groups: dict[str, dict[str, list[float]]] = {}
-    for bench in benchmarks:
-        if "beyond_planes" in bench["extra_info"]:
-            continue
-        groups.setdefault(bench["group"], {}).setdefault(bench["params"]["case"], []).extend(bench["stats"]["data"])
-    return groups
-
-
-def _memory(bench: dict) -> str:
-    measured, group = bench["extra_info"], bench["group"]
-    peak, planes = measured["peak_bytes"] / 1e9, measured["planes_bytes"] / 1e9
-    return (
-        f"{group[0].upper()}{group[1:]}: {peak:.2f} GB, {100 * measured['beyond_planes']:.1f}% beyond the {planes:.2f} GB of "
-        f"its {len(measured['planes'])} planes."
-    )
-
-
-def _table(group: str, cases: dict[str, list[float]]) -> str:
-    reference = next((name for name in ("speedtransfer", "1x rows") if name in cases), next(iter(cases)))
-    base = median(cases[reference])
-    lines = [f"| {group} | ratio | time, ms | quartiles |", "|---|---|---|---|"]
-    for name, samples in sorted(cases.items(), key=lambda item: median(item[1])):
-        low, _, high = (1e3 * q for q in quantiles(samples, n=4))
-        label = f"**{name}**" if name == reference else name
-        lines.append(
-            f"| {label} | {median(samples) / base:.2f} | {1e3 * median(samples):.1f} | {low:.1f} to {high:.1f} |"
-        )
-    return "\n".join(lines)
-
-
-def main() -> int:
-    """Write README.md, or with ``--check`` return 1 where it differs."""
-    path = ROOT / "README.md"
+def main(check: bool, root: Path = ROOT) -> int:
+    """Write README.md; or compare it and return 1 where it differs."""
+    path = root / "README.md"
+    if not check:
+        draw(root)
+    new = figures(root)
+    if not new:
+        print("no suite is recorded: README.md stays as it is")
+        return 0
     old = path.read_text(encoding="utf-8")
     before, _, rest = old.partition(BEGIN)
     _, _, after = rest.partition(END)
-    new = f"{before}{BEGIN}\n\n{figures()}\n\n{END}{after}"
-    if "--check" in sys.argv:
-        if new != old:
+    text = f"{before}{BEGIN}\n\n{new}\n\n{END}{after}"
+    if check:
+        if text != old:
             print("README.md does not show the figures in bench/results; run `python bench/readme.py`", file=sys.stderr)
-        return int(new != old)
-    path.write_text(new, encoding="utf-8")
+        return int(text != old)
+    path.write_text(text, encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("--check" in sys.argv))

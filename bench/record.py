@@ -1,112 +1,102 @@
-"""Records tests and benchmarks: `gpu` runs both on a CUDA device, `here` the benchmarks on whatever this machine has, and
-`status` tells which GPU results exist and which still hold.
+"""Records tests and benchmarks: `gpu` all of them on a CUDA device, `here` the benchmarks on whatever this machine has.
+`status` tells which results exist, which still hold, and how those of a GPU compare with the bars.
 
-Results go to ``bench/results/<device>/{tests,benchmarks}.json``. Each names the device, versions, commit and a digest of
-the sources it depends on; where the digest has changed since, the result is stale. Needs only what the tests need.
+Each part goes to ``bench/results/<device>/<part>.json`` as soon as it is done, with device, versions, commit and a digest of
+the sources it depends on; where that has changed since, the result is stale. Needs only what the tests need.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import hashlib
-import importlib.metadata
+import contextlib
 import json
-import platform
-import re
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-WHAT = ("tests", "benchmarks")
+import bars
+from store import PARTS, ROOT, SUITES, digest, path_of, read, recorded, write
+
+LIMIT_S, GRACE_S = 300.0, 10.0  # of one part, as the next must have its turn; and to put down what there is
 NO_TESTS_COLLECTED = 5  # pytest's exit code
-PACKAGE = ("speedtransfer/**/*.py", "speedtransfer/**/*.cu", "speedtransfer/**/*.cuh")
-# What only runs the benchmarks or shows them is no part of what they measure.
-SOURCES = {
-    "tests": (*PACKAGE, "tests/gpu/**/*.py", "tests/engine_cases.py"),
-    "benchmarks": (*PACKAGE, "bench/**/*.py", "!bench/record.py", "!bench/readme.py"),
-}
+SANITIZER, TOOLS = "compute-sanitizer", ("memcheck", "racecheck")
+SANITIZED = ["tests/gpu", "-m", "sanitizer"]  # every kernel, little of each: all of it runs many times slower
+
+sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
 
-def digest(root: Path, what: str) -> str:
-    """Return the SHA-256 of the names and contents of the files that the result `what` depends on."""
-    patterns = SOURCES[what]
-    chosen = {path for pattern in patterns if pattern[0] != "!" for path in root.glob(pattern)}
-    chosen -= {root / pattern[1:] for pattern in patterns if pattern[0] == "!"}
-    result = hashlib.sha256()
-    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in chosen):
-        content = path.read_bytes()
-        result.update(f"{name}\0{len(content)}\0".encode() + content)
-    return result.hexdigest()
-
-
-def commit_of(root: Path) -> tuple[str, bool | None]:
-    """Return the commit of the working tree and whether it has changes; ("unknown", None) outside of git."""
-    try:
-        git = ["git", "-C", str(root)]
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changes = subprocess.run(
-            [*git, "status", "--porcelain", "--", ".", ":!bench/results", ":!README.md"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown", None
-    return head.stdout.strip(), bool(changes.stdout.strip())
-
-
-def slug(device: str) -> str:
-    """Return the name of a device as the name of a folder."""
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-
-
-def cpu_name() -> str:
-    """Return what the system calls its processor, and how many threads torch uses of it."""
-    import torch
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"CPU {names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
-
-
-def environment(root: Path, what: str) -> dict[str, Any]:
-    """Return what every result says about where it comes from."""
-    import torch
-
+def cuda_missing() -> str:
+    """Return why there is no CUDA, nothing where there is."""
     from speedtransfer.device import cuda_status
-    from speedtransfer.version import __version__
 
-    status = cuda_status()
-    commit, dirty = commit_of(root)
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torch_cuda": status.torch_cuda,
-        "cupy": status.cupy,
-        "numpy": importlib.metadata.version("numpy"),
-        "speedtransfer": __version__,
-    }
-    return {
-        "what": what,
-        "device": status.devices[torch.cuda.current_device()] if status.available else cpu_name(),
-        "cuda": status.available,
-        "driver": status.driver,
-        "versions": versions,
-        "commit": commit,
-        "dirty": dirty,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "digest": digest(root, what),
-    }
+    return cuda_status().reason
 
 
-def summary(junit: Path) -> dict[str, Any]:
-    """Return the counts, seconds and failures in a JUnit file of pytest."""
+def header(root: Path, part: str) -> dict[str, Any]:
+    """Return what every result says about where it comes from; a copy of the tree without git is told its $COMMIT."""
+    from speedtransfer.benchmark.environment import commit_of, environment
+
+    facts = environment()
+    facts["commit"], facts["dirty"] = commit_of(root)
+    if facts["commit"] == "unknown":
+        facts["commit"] = os.environ.get("COMMIT", "unknown")
+    return {"part": part, "environment": facts, "digest": digest(root, part), "complete": False}
+
+
+def run(command: Sequence[str], limit_s: float, **kwargs: Any) -> tuple[int | None, str]:
+    """Return the exit code of `command`, and its output where `stdout` is a pipe.
+
+    After `limit_s` it is stopped with all that it has started, and the code is None.
+    """
+    with subprocess.Popen(command, start_new_session=True, text=True, **kwargs) as process:
+        try:
+            output, _ = process.communicate(timeout=max(1.0, limit_s))
+            return process.returncode, output
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGINT)  # pytest then writes what it has
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=GRACE_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return None, process.communicate()[0]
+
+
+# --- the parts ----------------------------------------------------------------------------------------------------------
+
+
+def run_tests(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
+    """Run the GPU tests; return what went wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        junit = Path(folder, "junit.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "tests/gpu", "-m", "gpu", f"--junitxml={junit}"]
+        code, _ = run(command, limit_s, cwd=root)
+        if code == NO_TESTS_COLLECTED:
+            return "there are none"
+        if not junit.exists():
+            return _ending(code)
+        complete = code in (0, 1)
+        result = {**about, **summary(junit, complete), "complete": complete}
+    write(path, result)
+    return f"{result['failed']} failed" if code == 1 else _ending(code)
+
+
+def _ending(code: int | None) -> str:
+    return {0: "", None: "stopped at its time limit"}.get(code, f"ended with exit code {code}")
+
+
+def summary(junit: Path, complete: bool) -> dict[str, Any]:
+    """Return the counts, seconds and failures in a JUnit file of pytest; of one that was stopped without its last test."""
     cases = list(ElementTree.parse(junit).iter("testcase"))
+    cases = cases if complete else cases[:-1]
     failures = {}
     for case in cases:
         problem = case.find("failure") if case.find("failure") is not None else case.find("error")
@@ -123,82 +113,132 @@ def summary(junit: Path) -> dict[str, Any]:
     }
 
 
-def run(root: Path = ROOT, suites: tuple[str, ...] = WHAT) -> int:
-    """Run `suites` and write their results; return 0, 1 after failures or 2 where the tests want CUDA in vain."""
-    sys.path.insert(0, str(root))  # also where the package is not installed
-    from speedtransfer.device import cuda_status
-
-    reason = cuda_status().reason
-    if reason and "tests" in suites:
-        print(f"error: the GPU tests and benchmarks need CUDA, but {reason}", file=sys.stderr)
-        return 2
-    failed = False
-    with tempfile.TemporaryDirectory() as folder:
-        junit, samples = Path(folder, "junit.xml"), Path(folder, "benchmark.json")
-        arguments = {
-            "tests": ["tests/gpu", "-m", "gpu"],
-            "benchmarks": ["bench", "--benchmark-enable", f"--benchmark-json={samples}"],
+def run_sanitizer(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
+    """Run some GPU tests under compute-sanitizer, where it is installed; return what went wrong."""
+    tools: dict[str, dict[str, Any]] = {}
+    absent = shutil.which(SANITIZER) is None
+    result = {**about, "tools": tools, "absent": absent, "complete": absent}
+    write(path, result)
+    end = time.monotonic() + limit_s
+    for number, tool in enumerate(() if absent else TOOLS):
+        pytest = [sys.executable, "-m", "pytest", "-q", *SANITIZED]
+        command = [SANITIZER, "--tool", tool, "--error-exitcode", "86", *pytest]
+        # Every tensor an allocation of its own: a cache would hide what lies beyond its end.
+        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        start = time.monotonic()
+        limit = (end - start) / (len(TOOLS) - number)
+        code, output = run(command, limit, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        lines = output.splitlines()
+        findings = [line for line in lines if line.startswith("=========")]
+        tools[tool] = {
+            "exit": code,
+            "seconds": round(time.monotonic() - start, 1),
+            "summary": [line for line in findings if "SUMMARY" in line],
+            "findings": findings[:40],
+            "tests": lines[-5:],
         }
-        for what in suites:
-            result = environment(root, what)  # before: the sources as they are when it starts
-            command = [sys.executable, "-m", "pytest", "-q", *arguments[what], f"--junitxml={junit}"]
-            code = subprocess.run(command, cwd=root, check=False).returncode
-            if code == NO_TESTS_COLLECTED:
-                print(f"{what}: there are none yet")
-                continue
-            if code not in (0, 1):
-                print(f"error: pytest stopped with exit code {code}; no {what} were recorded", file=sys.stderr)
-                failed = True
-                continue
-            result.update(summary(junit))
-            if what == "benchmarks":
-                recorded = json.loads(samples.read_text()) if samples.exists() and samples.stat().st_size else {}
-                result.update(machine=recorded.get("machine_info"), benchmarks=recorded.get("benchmarks", []))
-            failed = failed or result["failed"] > 0
-            path = root / "bench" / "results" / slug(result["device"]) / f"{what}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            print(f"{what}: {result['passed']} passed, {result['failed']} failed; wrote {path.relative_to(root)}")
-    return int(failed)
+        result["complete"] = number + 1 == len(TOOLS)
+        write(path, result)
+    return ", ".join(f"{tool} ended with {found['exit']}" for tool, found in tools.items() if found["exit"] != 0)
+
+
+def run_suite(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
+    """Measure a suite; return what went wrong."""
+    command = [sys.executable, str(Path(__file__).with_name("suite.py")), about["part"], str(path), json.dumps(about)]
+    code, _ = run([*command, *(["--quick"] if quick else [])], limit_s, cwd=root)
+    return "a group failed" if code == 1 else _ending(code)
+
+
+# --- the commands -------------------------------------------------------------------------------------------------------
+
+
+def record(parts: Sequence[str], quick: bool, limit_s: float, total_s: float, root: Path = ROOT) -> int:
+    """Run `parts` and write their results; return 1 after failures, else 0."""
+    end, problems = time.monotonic() + total_s, {}
+    for part in parts:
+        limit = min(limit_s, end - time.monotonic())
+        if limit < 5:
+            problems[part] = "no time was left for it"
+            continue
+        about = header(root, part)  # before: the sources as they are when it starts
+        path = path_of(root, about["environment"]["device"], part)
+        print(f"--- {part}, {limit:.0f} s at most", flush=True)
+        runner = {"tests": run_tests, "sanitizer": run_sanitizer}.get(part, run_suite)
+        problem = runner(root, path, about, limit, quick)
+        if problem:
+            problems[part] = problem
+        print(f"--- {part}: {problem or 'done'}", flush=True)
+    status(root)
+    for part, problem in problems.items():
+        print(f"{part}: {problem}", file=sys.stderr)
+    return int(bool(problems))
 
 
 def status(root: Path = ROOT) -> int:
-    """Print every result and whether it is current."""
-    paths = [path for what in WHAT for path in (root / "bench" / "results").glob(f"*/{what}.json")]
-    lines = [("device", "what", "date", "commit", "passed", "failed", "state")]
-    for path in sorted(paths):
+    """Print every result and whether it is current, and the bars for each GPU."""
+    lines = [("device", "part", "date", "commit", "result", "state")]
+    suites: dict[str, dict[str, Any]] = {}
+    for part, path in recorded(root):
         try:
-            result = json.loads(path.read_text(encoding="utf-8"))
-            if not result["cuda"]:
-                continue
-            changed = result["digest"] != digest(root, path.stem)
-            commit = result["commit"][:12] + ("+changes" if result["dirty"] else "")
-            state = "STALE (sources changed since)" if changed else "current"
-            counts = str(result["passed"]), str(result["failed"])
-            lines.append((result["device"], path.stem, result["date"], commit, *counts, state))
+            result = read(path)
+            facts = result["environment"]
+            state = "current" if result["digest"] == digest(root, part) else "STALE (sources changed since)"
+            commit = facts["commit"][:12] + ("+changes" if facts["dirty"] else "")
+            lines.append((facts["device"], part, facts["date"], commit, _outcome(part, result), state))
+            if facts["cuda"] and part in SUITES:
+                suites.setdefault(facts["device"], {})[part] = result
         except (KeyError, TypeError, ValueError) as error:
-            problem = f"unreadable ({type(error).__name__}: {error}); run `make gpu` again"
-            lines.append((path.parent.name, path.stem, "-", "-", "-", "-", problem))
+            problem = f"unreadable ({type(error).__name__}); record it again"
+            lines.append((path.parent.name, part, "-", "-", "-", problem))
     if len(lines) == 1:
-        print("no GPU results yet; run `make gpu` on a machine with a CUDA device")
+        print("no results yet; run `make gpu` on a machine with a CUDA device, `make bench` on any other")
         return 0
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    for device, results in suites.items():
+        quick = ", of quick runs in part" if any(result["quick"] for result in results.values()) else ""
+        print(f"\n{device}, the bars{quick}", *bars.judge(results), sep="\n")
     return 0
+
+
+def _outcome(part: str, result: dict[str, Any]) -> str:
+    if part == "tests":
+        text = f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped"
+    elif part == "sanitizer":
+        found = (f"{tool} {'clean' if t['exit'] == 0 else 'NOT CLEAN'}" for tool, t in result["tools"].items())
+        text = f"{SANITIZER} is not installed" if result["absent"] else ", ".join(found)
+    else:
+        skipped = sum(bool(group["skipped"]) for group in result["groups"])
+        text = f"{len(result['groups']) - skipped} groups measured" + (f", {skipped} not" if skipped else "")
+        text += f", {len(result['failures'])} FAILED" if result["failures"] else ""
+        text += ", quick" if result["quick"] else ""
+    return text + ("" if result["complete"] else ", INCOMPLETE")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(prog="bench/record.py", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="bench/record.py", description=(__doc__ or "").partition("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("gpu", help="run the GPU tests and the benchmarks and write their results")
-    commands.add_parser(
-        "here", help="run the benchmarks on this machine, with or without a GPU, and write their results"
-    )
-    commands.add_parser("status", help="list the GPU results and which are stale")
-    command = parser.parse_args(arguments).command
-    return status() if command == "status" else run(suites=WHAT if command == "gpu" else ("benchmarks",))
+    for name, parts in (("gpu", PARTS), ("here", SUITES)):
+        command = commands.add_parser(name, help=f"run {', '.join(parts)} and write their results")
+        command.add_argument("--only", type=lambda text: text.split(","), default=list(parts), help="some of them: a,b")
+        command.add_argument("--quick", action="store_true", help="small sizes and few samples")
+        command.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="stop a part after that")
+        command.add_argument("--total", type=float, default=float("inf"), metavar="SECONDS", help="for all parts")
+        command.set_defaults(parts=parts)
+    commands.add_parser("status", help="list the results, which are stale, and the bars")
+    args = parser.parse_args(arguments)
+    if args.command == "status":
+        return status()
+    unknown = set(args.only) - set(args.parts)
+    if unknown:
+        named = ", ".join(sorted(unknown))
+        parser.error(f"there is no part {named} of {args.command}; choose from {', '.join(args.parts)}")
+    if args.command == "gpu" and (reason := cuda_missing()):
+        print(f"error: the GPU tests and benchmarks need CUDA, but {reason}", file=sys.stderr)
+        return 2
+    return record(args.only, args.quick, args.limit, args.total)
 
 
 if __name__ == "__main__":

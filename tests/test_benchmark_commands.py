@@ -55,7 +55,10 @@ def test_transfer_writes_figures_pictures_and_report(run, tmp_path):
     assert err == "", "no bar where there is no terminal"
     assert files(tmp_path) == ["new/plots/report.html", "new/plots/transfer.png", "t.json"]
     result = json.loads((tmp_path / "t.json").read_text())
-    assert set(result) == {"suite", "quick", "options", "environment", "groups", "seconds"}
+    assert set(result) == {
+        "suite", "quick", "options", "environment", "groups", "failures", "complete", "seconds",
+    }  # fmt: skip
+    assert (result["failures"], result["complete"]) == ({}, True)
     assert result["options"] == {"seed": 0, "rows": 100, "table_bytes": 262144}
     for data in result["groups"]:
         group = GroupResult.from_json(data)

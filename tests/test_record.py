@@ -1,201 +1,383 @@
-"""bench/record.py: digests, summaries and the list of results; a run itself needs a device."""
+"""bench/record.py: digests, the parts of a run, the list of results and the bars; a whole run needs a device."""
 
-import importlib.util
-import json
+from __future__ import annotations
+
+import importlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from speedtransfer.benchmark.measure import Case, CaseResult, Group, GroupResult
 from speedtransfer.device import CudaStatus, cuda_status
 
-SCRIPT = Path(__file__).parents[1] / "bench" / "record.py"
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+SCRIPT = BENCH / "record.py"
 
 
-@pytest.fixture(scope="module")
-def record():
-    spec = importlib.util.spec_from_file_location("bench_record", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
 
 
 @pytest.fixture
-def tree(tmp_path):
-    """A working tree of a few files."""
+def record():
+    return importlib.import_module("record")
+
+
+@pytest.fixture
+def store():
+    return importlib.import_module("store")
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A working tree of a few files, outside of git."""
     for name in (
         "speedtransfer/device.py",
+        "speedtransfer/cli.py",
         "speedtransfer/kernels/rows.cu",
+        "speedtransfer/word2vec/model.py",
+        "speedtransfer/benchmark/measure.py",
+        "speedtransfer/benchmark/step.py",
+        "speedtransfer/benchmark/plots.py",
         "tests/gpu/test_device.py",
+        "tests/engine_cases.py",
         "tests/test_other.py",
-        "bench/bench_rows.py",
         "bench/record.py",
     ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     return tmp_path
 
 
-def write(record, tree, what, **changes):
-    result = {
-        "what": what,
-        "device": "NVIDIA H200",
-        "cuda": True,
-        "date": "2026-01-02T03:04:05+00:00",
-        "commit": "0123456789abcdef0123",
-        "dirty": False,
-        "digest": record.digest(tree, what),
-        "passed": 12,
-        "failed": 0,
-    }
-    result.update(changes)
-    path = tree / "bench/results/nvidia-h200" / f"{what}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result))
+@pytest.fixture
+def gpu(monkeypatch):
+    """A device that is only claimed."""
+    facts = {"device": "NVIDIA H200", "cuda": True, "date": "2026-01-02T03:04:05+00:00", "versions": {}}
+    monkeypatch.setattr("speedtransfer.benchmark.environment.environment", lambda: dict(facts))
+    return facts
+
+
+def group(title, samples, skipped="", **params):
+    """A group of cases that took `samples` seconds by (name, role)."""
+    cases = [CaseResult(name, role, 1000, [s], [s], device_s=s) for (name, role), s in samples.items()]
+    return GroupResult(title, params, cases, skipped).to_json()
+
+
+CONTENT = {
+    "tests": {"passed": 12, "failed": 3, "skipped": 1},
+    "sanitizer": {"absent": False, "tools": {"memcheck": {"exit": 0}, "racecheck": {"exit": 86}}},
+}
+SUITE = {
+    "quick": False,
+    "failures": {},
+    "groups": [group("a", {}, kind="x", memory="pageable", ids="", experiment="x")],
+}
+
+
+def put(store, tree, part, **changes):
+    """Write a result."""
+    environment = {"device": "NVIDIA H200", "cuda": True, "date": "2026-01-02T03:04:05+00:00"}
+    environment.update(commit="0123456789abcdef0123", dirty=False)
+    result = {"environment": environment, "digest": store.digest(tree, part), "complete": True}
+    path = store.path_of(tree, "NVIDIA H200", part)
+    store.write(path, {**result, **CONTENT.get(part, SUITE), **changes})
     return path
 
 
 def listed(record, tree, capsys):
+    capsys.readouterr()
     assert record.status(tree) == 0
     return capsys.readouterr().out.splitlines()
 
 
+# --- status -------------------------------------------------------------------------------------------------------------
+
+
 def test_nothing_yet(record, tree, capsys):
-    assert listed(record, tree, capsys) == ["no GPU results yet; run `make gpu` on a machine with a CUDA device"]
+    (line,) = listed(record, tree, capsys)
+    assert line.startswith("no results yet; run `make gpu`")
 
 
-def test_current(record, tree, capsys):
-    write(record, tree, "tests")
-    write(record, tree, "benchmarks", failed=3, dirty=True)
-    heading, benchmarks, tests = listed(record, tree, capsys)
-    assert heading.split() == ["device", "what", "date", "commit", "passed", "failed", "state"]
-    assert tests.split() == [
-        "NVIDIA",
-        "H200",
-        "tests",
-        "2026-01-02T03:04:05+00:00",
-        "0123456789ab",
-        "12",
-        "0",
-        "current",
+def test_every_part_is_listed(record, store, tree, capsys):
+    put(store, tree, "tests")
+    put(store, tree, "sanitizer")
+    put(store, tree, "transfer")
+    put(store, tree, "step", complete=False, quick=True, failures={"a": "why"})
+    heading, *lines = listed(record, tree, capsys)[:5]
+    assert heading.split() == ["device", "part", "date", "commit", "result", "state"]
+    cells = [[cell.strip() for cell in line.split("  ") if cell] for line in lines]
+    assert cells == [
+        ["NVIDIA H200", part, "2026-01-02T03:04:05+00:00", "0123456789ab", text, "current"]
+        for part, text in (
+            ("tests", "12 passed, 3 failed, 1 skipped"),
+            ("sanitizer", "memcheck clean, racecheck NOT CLEAN"),
+            ("transfer", "1 groups measured"),
+            ("step", "1 groups measured, 1 FAILED, quick, INCOMPLETE"),
+        )
     ]
-    assert benchmarks.split()[4:] == ["0123456789ab+changes", "12", "3", "current"]
 
 
 @pytest.mark.parametrize(
     ("changed", "stale"),
     [
-        ("speedtransfer/device.py", {"tests", "benchmarks"}),
-        ("speedtransfer/kernels/rows.cu", {"tests", "benchmarks"}),
-        ("speedtransfer/new.py", {"tests", "benchmarks"}),
-        ("tests/gpu/test_device.py", {"tests"}),
-        ("bench/bench_rows.py", {"benchmarks"}),
-        ("bench/record.py", set()),
+        ("speedtransfer/device.py", {"tests", "sanitizer", "transfer", "step"}),
+        ("speedtransfer/kernels/rows.cu", {"tests", "sanitizer", "transfer", "step"}),
+        ("speedtransfer/new.py", {"tests", "sanitizer", "transfer", "step"}),
+        ("speedtransfer/benchmark/measure.py", {"transfer", "step"}),
+        ("speedtransfer/benchmark/step.py", {"step"}),
+        ("speedtransfer/benchmark/plots.py", set()),
+        ("speedtransfer/word2vec/model.py", set()),
+        ("speedtransfer/cli.py", set()),
+        ("tests/gpu/test_device.py", {"tests", "sanitizer"}),
+        ("tests/engine_cases.py", {"tests", "sanitizer"}),
         ("tests/test_other.py", set()),
+        ("bench/record.py", set()),
     ],
 )
-def test_stale_after_a_change(record, tree, capsys, changed, stale):
-    for what in record.WHAT:
-        write(record, tree, what)
+def test_stale_after_a_change(record, store, tree, capsys, changed, stale):
+    parts = ("tests", "sanitizer", "transfer", "step")
+    for part in parts:
+        put(store, tree, part)
     (tree / changed).write_text("changed")
-    for line in listed(record, tree, capsys)[1:]:
-        assert line.endswith("STALE (sources changed since)") == (line.split()[2] in stale)
+    lines = listed(record, tree, capsys)[1:5]
+    assert {
+        part for part, line in zip(parts, lines, strict=True) if line.endswith("STALE (sources changed since)")
+    } == stale
 
 
-def test_a_renamed_file_changes_the_digest(record, tree):
-    before = record.digest(tree, "tests")
+def test_a_renamed_file_changes_the_digest(store, tree):
+    before = store.digest(tree, "tests")
     (tree / "speedtransfer/device.py").rename(tree / "speedtransfer/devices.py")
-    assert record.digest(tree, "tests") != before
+    assert store.digest(tree, "tests") != before
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"device": "NVIDIA H200"}'])
-def test_an_unreadable_result(record, tree, capsys, content):
-    write(record, tree, "tests").write_text(content)
+@pytest.mark.parametrize("content", ["", "[]", '{"environment": {}}'])
+def test_an_unreadable_result(record, store, tree, capsys, content):
+    put(store, tree, "tests").write_text(content)
     (_, line) = listed(record, tree, capsys)
     assert "unreadable" in line
-    assert "run `make gpu` again" in line
+    assert "record it again" in line
 
 
-def test_slug(record):
-    assert record.slug("NVIDIA GeForce RTX 4090 (Laptop)") == "nvidia-geforce-rtx-4090-laptop"
+def test_folder_of_a_device(store, tmp_path):
+    path = store.path_of(tmp_path, "NVIDIA GeForce RTX 4090 (Laptop)", "step")
+    assert path.relative_to(tmp_path).as_posix() == "bench/results/nvidia-geforce-rtx-4090-laptop/step.json"
 
 
-def test_commit_outside_of_git(record, tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert record.commit_of(tmp_path) == ("unknown", None)
+# --- the parts of a run -------------------------------------------------------------------------------------------------
 
 
-def test_summary(record, tmp_path):
-    source = tmp_path / "test_some.py"
-    source.write_text(
-        "import pytest\n"
+def test_the_gpu_tests(record, store, tree, gpu, monkeypatch):
+    (tree / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
+    (tree / "tests/gpu/test_device.py").write_text(
+        "import pytest\npytestmark = pytest.mark.gpu\n"
         "def test_good(): pass\n"
         "def test_bad(): assert 1 == 2\n"
         "@pytest.fixture\ndef broken(): raise ValueError('no')\n"
         "def test_error(broken): pass\n"
         "def test_skipped(): pytest.skip('why')\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(source),
-        f"--junitxml={tmp_path / 'j.xml'}",
-    ]
-    subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
-    found = record.summary(tmp_path / "j.xml")
+    monkeypatch.setenv("COMMIT", "abc")  # a copy of the tree without git cannot know it
+    assert record.record(["tests"], False, 100, 100, tree) == 1
+    found = store.read(store.path_of(tree, gpu["device"], "tests"))
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
-    assert found["failures"]["test_some.test_bad"] == ["assert 1 == 2"]
+    assert found["failures"]["tests.gpu.test_device.test_bad"] == ["assert 1 == 2"]
+    assert (found["environment"]["commit"], found["environment"]["dirty"]) == ("abc", None)
+    assert found["digest"] == store.digest(tree, "tests")
 
 
-def test_run_records_both_suites(record, tmp_path, monkeypatch, capsys):
-    """A whole run over two small suites, on a device that is only claimed."""
-    found = CudaStatus(True, "", "14.2", "13.0", "13.0", ("NVIDIA Test 1",))
-    monkeypatch.setattr("speedtransfer.device.cuda_status", lambda: found)
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    (tmp_path / "tests/gpu").mkdir(parents=True)
-    (tmp_path / "bench").mkdir()
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
-    (tmp_path / "tests/gpu/test_one.py").write_text(
-        "import pytest\npytestmark = pytest.mark.gpu\ndef test_good(): pass\ndef test_bad(): assert 1 == 2\n"
+def test_gpu_tests_that_hang_leave_those_before(record, store, tree, gpu, capsys):
+    (tree / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
+    (tree / "tests/gpu/test_device.py").write_text(
+        "import pytest, time\npytestmark = pytest.mark.gpu\ndef test_good(): pass\ndef test_hangs(): time.sleep(100)\n"
     )
-    (tmp_path / "bench/test_speed.py").write_text(
-        "def test_speed(benchmark): benchmark.pedantic(sum, ([1, 2],), rounds=3)\n"
+    assert record.record(["tests"], False, 5, 100, tree) == 1
+    assert capsys.readouterr().err == "tests: stopped at its time limit\n"
+    found = store.read(store.path_of(tree, gpu["device"], "tests"))
+    assert (found["passed"], found["failed"], found["complete"]) == (1, 0, False)
+    assert "1 passed, 0 failed, 0 skipped, INCOMPLETE" in listed(record, tree, capsys)[1]
+
+
+def test_what_hangs_is_stopped_with_all_it_has_started(record, tmp_path, monkeypatch):
+    """Also where it does not listen."""
+    deaf = "import pathlib, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    child = deaf + "time.sleep(4); pathlib.Path('alive').touch()"
+    parent = (
+        deaf + f"import subprocess, sys; print('begin', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
     )
-    assert record.run(tmp_path) == 1  # one test fails
-    folder = tmp_path / "bench/results/nvidia-test-1"
-    tests, benchmarks = (json.loads((folder / f"{what}.json").read_text()) for what in record.WHAT)
-    assert (tests["passed"], tests["failed"], list(tests["failures"])) == (1, 1, ["tests.gpu.test_one.test_bad"])
-    assert (benchmarks["passed"], benchmarks["failed"]) == (1, 0)
-    assert len(benchmarks["benchmarks"][0]["stats"]["data"]) == 3  # raw samples
-    for result in (tests, benchmarks):
-        assert (result["device"], result["driver"], result["commit"], result["dirty"]) == (
-            "NVIDIA Test 1",
-            "13.0",
-            "unknown",
-            None,
-        )
-        assert set(result["versions"]) == {"python", "torch", "torch_cuda", "cupy", "numpy", "speedtransfer"}
-    capsys.readouterr()
-    states = [line.split()[-1] for line in listed(record, tmp_path, capsys)[1:]]
-    assert states == ["current", "current"]
+    monkeypatch.setattr(record, "GRACE_S", 1.0)
+    start = time.monotonic()
+    found = record.run([sys.executable, "-c", parent], 1.0, cwd=tmp_path, stdout=subprocess.PIPE)
+    assert found == (None, "begin\n")
+    assert time.monotonic() - start < 3.5
+    time.sleep(max(0.0, start + 5 - time.monotonic()))
+    assert not (tmp_path / "alive").exists()
+
+
+def test_parts_that_get_no_time_are_named(record, tree, gpu, capsys):
+    assert record.record(["tests", "step"], False, 100, 0, tree) == 1
+    assert capsys.readouterr().err.splitlines() == [f"{part}: no time was left for it" for part in ("tests", "step")]
+
+
+def fake_sanitizer(folder, monkeypatch):
+    """A compute-sanitizer that runs nothing and finds a race."""
+    tool = folder / "compute-sanitizer"
+    tool.write_text(
+        '#!/bin/sh\necho "========= $2 SUMMARY: some errors"\necho done\n[ $2 = racecheck ] && exit 86 || exit 0\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+def test_the_sanitizer(record, store, tree, gpu, monkeypatch):
+    fake_sanitizer(tree, monkeypatch)
+    assert record.record(["sanitizer"], False, 100, 100, tree) == 1
+    found = store.read(store.path_of(tree, gpu["device"], "sanitizer"))
+    assert {tool: facts["exit"] for tool, facts in found["tools"].items()} == {"memcheck": 0, "racecheck": 86}
+    assert found["tools"]["memcheck"]["summary"] == ["========= memcheck SUMMARY: some errors"]
+    assert found["tools"]["memcheck"]["tests"][-1] == "done"
+    assert found["complete"]
+
+
+def test_no_sanitizer(record, store, tree, gpu, monkeypatch):
+    monkeypatch.setenv("PATH", str(tree))
+    assert record.record(["sanitizer"], False, 100, 100, tree) == 0
+    found = store.read(store.path_of(tree, gpu["device"], "sanitizer"))
+    assert (found["absent"], found["tools"], found["complete"]) == (True, {}, True)
+
+
+def test_a_suite(record, store, tree, gpu, capfd):
+    """Of this package, on this machine, in a process of its own."""
+    assert record.record(["tax"], True, 100, 100, tree) == 0
+    found = store.read(store.path_of(tree, gpu["device"], "tax"))
+    assert (found["suite"], found["quick"], found["complete"], found["failures"]) == ("tax", True, True, {})
+    assert found["digest"] == store.digest(tree, "tax")
+    assert found["environment"]["device"] == gpu["device"]
+    groups = [GroupResult.from_json(item) for item in found["groups"]]
+    assert all(len(g.ran) == 3 for g in groups)
+    assert groups[-1].title in capfd.readouterr().out
+
+
+def test_a_group_that_breaks_costs_no_other(store, tmp_path, monkeypatch, capsys):
+    suite = importlib.import_module("suite")
+
+    def fail():
+        raise RuntimeError("a fault\nof ours")
+
+    def wrong():
+        raise AssertionError("row 3 differs")
+
+    class Fake:
+        name, title, note = "step", "a step", ""
+
+        def groups(self, device, quick):
+            return [
+                Group("fine", lambda: [Case("a", lambda: None, role="ours")]),
+                Group("breaks", fail),
+                Group("is wrong", lambda: [Case("a", lambda: None, wrong, role="ours")]),
+                Group("fine too", lambda: [Case("a", lambda: None)]),
+            ]
+
+    monkeypatch.setitem(suite.BY_NAME, "step", Fake())
+    path = tmp_path / "step.json"
+    monkeypatch.setattr(sys, "argv", ["suite.py", "step", str(path), '{"digest": "d"}', "--quick"])
+    assert suite.main() == 1
+    found = store.read(path)
+    assert [len(g["cases"]) for g in found["groups"]] == [1, 0, 0, 1]
+    assert found["failures"]["breaks"] == "RuntimeError: a fault of ours"
+    assert "row 3 differs" in found["failures"]["is wrong"]
+    assert (found["complete"], found["digest"]) == (True, "d")
+
+
+# --- the bars -----------------------------------------------------------------------------------------------------------
+
+
+def test_bars_without_results():
+    bars = importlib.import_module("bars").judge({})
+    assert len(bars) == 13
+    assert all(str(bar).startswith("not measured") for bar in bars)
+
+
+def ways(direction, row_bytes, ours, **others):
+    samples = {("speedtransfer", "ours"): ours, ("one cudaMemcpy", "roof"): 1.0}
+    samples |= {(name.replace("_", " "), "other"): seconds for name, seconds in others.items()}
+    params = {"kind": "ways", "direction": direction, "memory": "pinned", "ids": "uniform"}
+    return group("", samples, **params, row_bytes=row_bytes, rows=131_072)
+
+
+def test_bars():
+    best, plain, cupy = {"index_select(out=pinned) + copy": 3.0}, {"t[idx].to(device)": 30.0}, {"CuPy t[idx]": 0.1}
+    calls = {("speedtransfer", "ours"): 2e-5, ("empty launch", "other"): 4e-6, ("one cudaMemcpy", "roof"): 1e-5}
+    both = {("speedtransfer", "ours"): 2.0, ("two cudaMemcpy at once", "roof"): 1.0}
+    common = {"memory": "pinned", "ids": "uniform"}
+    steps = {("speedtransfer, pinned", "ours"): 1.05, ("speedtransfer, pinned, 1 GB table", "ours"): 1.0}
+    small = {"experiment": "gpu limit", "rows": 69_000_000, "dim": 128}
+    results = {
+        "transfer": {
+            "groups": [
+                ways("gather", 512, 1.05, **best, **plain, **cupy),
+                ways("gather", 256, 1.6),
+                group("", calls, kind="overhead", direction="gather", **common),
+                group("", both, kind="both", direction="both", **common),
+            ]
+        },
+        "step": {"groups": [group("", steps, **small)]},
+    }
+    found = {bar.title: bar for bar in importlib.import_module("bars").judge(results)}
+    shown = {title: (bar.shown, str(bar).split()[0]) for title, bar in found.items() if bar.measured is not None}
+    assert shown == {
+        "gather 131,072 x 512 B, share of one H2D copy": ("95.2%", "PASS"),
+        "gather 131,072 x 256 B, share of one H2D copy": ("62.5%", "MISS"),
+        "gather, times the best of torch alone": ("2.9x", "PASS"),
+        "gather, times t[idx]": ("28.6x", "PASS"),
+        "both at once, share of two plain copies at once": ("50.0%", "MISS"),
+        "gather of 1,000 rows, host time a call": ("20.0 us", "PASS"),
+        "gather of 1,000 rows, on the device, of an empty launch": ("5.00x", "MISS"),
+        "step with 5 GB of GPU memory, 35.3 GB table (50 GB and its state do not fit) of a 1 GB one": ("1.05x", "PASS"),
+    }
+
+
+def test_bars_are_shown_for_a_gpu(record, store, tree, capsys):
+    put(store, tree, "step")
+    lines = listed(record, tree, capsys)
+    assert lines[3] == "NVIDIA H200, the bars"
+    assert len(lines) == 4 + 13
+
+
+# --- the command line ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(cuda_status().available, reason="there is a CUDA device")
-def test_run_without_cuda_refuses_in_one_line():
-    done = subprocess.run([sys.executable, str(SCRIPT), "gpu"], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("options", [[], ["--only", "step"]])
+def test_gpu_without_cuda_refuses_in_one_line(options):
+    done = subprocess.run([sys.executable, str(SCRIPT), "gpu", *options], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line == f"error: the GPU tests and benchmarks need CUDA, but {cuda_status().reason}"
+
+
+def test_options(record, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(record, "record", lambda *args: asked.append(args) or 0)
+    found = CudaStatus(True, "", "14.2", "13.0", "13.0", ("NVIDIA Test 1",))
+    monkeypatch.setattr("speedtransfer.device.cuda_status", lambda: found)
+    assert record.main(["here", "--only", "step,tax", "--quick", "--limit", "60", "--total", "90"]) == 0
+    assert record.main(["gpu"]) == 0
+    assert asked == [
+        (["step", "tax"], True, 60.0, 90.0),
+        (["tests", "sanitizer", "transfer", "speedtorch", "tax", "step", "memory"], False, 300.0, float("inf")),
+    ]
+    with pytest.raises(SystemExit):
+        record.main(["here", "--only", "tests"])
+    assert "there is no part tests of here; choose from transfer, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

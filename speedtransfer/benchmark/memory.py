@@ -99,7 +99,8 @@ def measured(kind: str, optimizer: str, rows: int, device: torch.device) -> dict
     """
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     argv = [sys.executable, "-m", "speedtransfer.benchmark.memory", kind, optimizer, str(rows), str(device)]
-    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
+    environment = {**os.environ, "PYTHONPATH": path, "SPEEDTRANSFER_CALIBRATE": "0"}  # which takes buffers of its own
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise HostMemoryError(f"the process that trains it ended with code {done.returncode}: {last}")
@@ -112,14 +113,14 @@ def measured(kind: str, optimizer: str, rows: int, device: torch.device) -> dict
 
 def _child(kind_name: str, optimizer: str, rows: int, device: torch.device) -> dict[str, int]:
     kind = next(kind for kind in kinds(device, optimizer) if kind.name == kind_name)
-    _train(kind, 10_000, device)  # libraries, thread pools, compiled copies and optimizers are there from now on
+    _train(kind, optimizer, 10_000, device)  # brings libraries, thread pools, compiled copies and optimizers
     cuda = device.type == "cuda"
     base = torch.cuda.memory_allocated(device) if cuda else 0
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     available = _available_bytes()
     host_base = _reset_peak()
-    emb = _train(kind, rows, device)
+    emb = _train(kind, optimizer, rows, device)
     host = _peak_bytes() - host_base
     if kind.name == OURS.format("pinned"):
         # Page-locked pages belong to the driver and may not count as this process's: ask what the machine has left.
@@ -128,12 +129,12 @@ def _child(kind_name: str, optimizer: str, rows: int, device: torch.device) -> d
     return {"host_bytes": max(0, host), "device_bytes": torch.cuda.max_memory_allocated(device) - base if cuda else 0}
 
 
-def _train(kind: Kind, rows: int, device: torch.device) -> nn.Module:
+def _train(kind: Kind, optimizer: str, rows: int, device: torch.device) -> nn.Module:
     """Step over every row once, in batches of consecutive ids; a dense optimizer, which takes them all, twice."""
     emb = kind.make(rows)
     opt = kind.optimizer(list(emb.parameters()))
     starts: Sequence[int] = range(0, rows, _LOOKUPS)
-    if kind.planes > PLANES[type(opt).__name__.replace("SparseAdam", "AdamW")]:
+    if kind.planes > PLANES[optimizer]:  # the dense gradient
         starts = starts[:2]
     for start in starts:
         emb(torch.arange(start, min(start + _LOOKUPS, rows), device=device)).sum().backward()

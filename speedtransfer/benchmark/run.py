@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import textwrap
 import time
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +21,6 @@ from speedtransfer.benchmark.measure import GroupResult, measure
 from speedtransfer.benchmark.report import TextTable, group_table
 from speedtransfer.benchmark.suites import Suite
 
-FAILED = "failed: "  # begins the reason of a group that went wrong
 _EFFORT = {True: {"turns": 2, "samples": 3, "budget_s": 0.6}, False: {"turns": 3, "samples": 7, "budget_s": 2.5}}
 
 
@@ -28,10 +29,12 @@ def run_suite(
     device: torch.device,
     quick: bool,
     console: Console | None = None,
-    keep_going: bool = False,
+    after_group: Callable[[dict[str, Any]], None] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure a suite and return ``{"suite", "quick", "options", "environment", "groups", "seconds"}``.
+    """Measure a suite and return the result as plain data.
+
+    Its keys: "suite", "quick", "options", "environment", "groups", "failures" (reason by title), "complete", "seconds".
 
     Parameters
     ----------
@@ -41,8 +44,9 @@ def run_suite(
     quick : bool
     console : rich.console.Console, optional
         Where tables go; without one nothing is shown. The progress bar goes to standard error, where that is a terminal.
-    keep_going : bool
-        Put down what goes wrong in a group as "failed: ..." and go on with the next.
+    after_group : callable, optional
+        Gets the result so far after every group. A group that goes wrong is then put down among the failures, and the
+        others are measured all the same; without it the error is raised.
     options
         Arguments of the suite.
 
@@ -52,13 +56,26 @@ def run_suite(
         A way to move rows moves the wrong ones.
     """
     start = time.perf_counter()
-    facts = environment(device)
+    facts, failures = environment(device), dict[str, str]()
     show = console or Console(quiet=True)
     bar = _bar(console is not None)
     show.print(Text(f"{suite.title}: {facts['device']}" + (" (quick)" if quick else ""), style="bold"))
     found: list[GroupResult] = []
+    groups = suite.groups(device, quick, **options)
+
+    def result() -> dict[str, Any]:
+        return {
+            "suite": suite.name,
+            "quick": quick,
+            "options": options,
+            "environment": facts,
+            "groups": [group.to_json() for group in found],
+            "failures": failures,
+            "complete": len(found) == len(groups),
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+
     with bar:
-        groups = suite.groups(device, quick, **options)
         task = bar.add_task(suite.name, total=len(groups))
         for group in groups:
             bar.update(task, description=textwrap.shorten(f"{suite.name}: {group.title}", 60, placeholder=" ..."))
@@ -68,25 +85,21 @@ def run_suite(
                 if device.type == "cuda":
                     torch.cuda.empty_cache()  # CuPy's pool and page-locked tables want their turn
             except Exception as error:
-                if not keep_going:
+                if after_group is None:
                     raise
-                reason = " ".join(f"{FAILED}{type(error).__name__}: {error}".split())
-                found.append(GroupResult(group.title, group.params, skipped=reason))
+                failures[group.title] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                found.append(GroupResult(group.title, group.params, skipped=failures[group.title]))
+                show.print(Text(traceback.format_exc()))
             bar.stop()  # it stands on the lines that the table needs
             _show(show, found[-1])
             bar.advance(task)
             bar.start()
+            if after_group is not None:
+                after_group(result())
     show.print()
     for text in [*(f"- {line}" for line in headlines(suite.name, found)), suite.note]:
         show.print(Text(text))
-    return {
-        "suite": suite.name,
-        "quick": quick,
-        "options": options,
-        "environment": facts,
-        "groups": [group.to_json() for group in found],
-        "seconds": round(time.perf_counter() - start, 1),
-    }
+    return result()
 
 
 def _bar(enabled: bool) -> Progress:

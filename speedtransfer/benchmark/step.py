@@ -21,12 +21,13 @@ from speedtransfer.tables.memory import physical_bytes
 
 NOTE = (
     "Every size sees the same accesses, spread over the whole table. Tables that are compared are in memory at the same time; "
-    "those that do not fit beside the others are left out."
+    "those that do not fit beside the others are left out. Of a large table in a file, changed pages go to the disk as "
+    "training goes on, and steps wait for that."
 )
 LARGE, SMALL = OURS.format("pinned"), OURS.format("pinned") + ", 1 GB table"  # the cases of experiment "gpu limit"
 SMALL_BYTES, LARGE_BYTES, LIMIT_BYTES = 1e9, 50e9, 5e9  # their weights, and the GPU memory that they get
 
-_ROWS, _LOOKUPS = 1_000_000, 98_304  # of the smallest table
+_ROWS, _LOOKUPS, _BATCHES = 1_000_000, 98_304, 4  # of the smallest table
 _QUICK_ROWS, _QUICK_LOOKUPS, _QUICK_BYTES = 20_000, 8_192, 600e6
 _SHARE, _LARGE_SHARE = 0.6, 0.8  # of the memory of this machine or its device that tables may take
 
@@ -52,11 +53,19 @@ def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
     room = {"host": min(most, _SHARE * (physical_bytes() or 8e9))}
     if device.type == "cuda":
         room["device"] = min(most, _SHARE * torch.cuda.get_device_properties(device).total_memory)
-    found = []
-    for size in _sizes(rows, int(room["host"] // (PLANES["AdamW"] * ROW_BYTES))):
-        title = f"AdamW step, {batches.lookups:,} lookups in {size:,} x {DIM} float32"
-        params = {"experiment": "size", "rows": size, "dim": DIM}
-        found.append(Group(title, functools.partial(_compare, device, size, batches, room), params))
+
+    def group(size: int, chosen: list[Kind], experiment: str, title: str = "") -> Group:
+        title = f"AdamW step, {batches.lookups:,} lookups in {size:,} x {DIM} float32{title}"
+        params = {"experiment": experiment, "rows": size, "dim": DIM}
+        return Group(title, functools.partial(_compare, chosen, device, size, batches, room), params)
+
+    every = kinds(device)
+    in_memory, in_file = ([k for k in every if (k.name == OURS.format("mmap")) == file] for file in (False, True))
+    # The system writes a large file to the disk while others are measured: beside them it is a small one, and one comes last.
+    sizes = _sizes(rows, int(room["host"] // (PLANES["AdamW"] * ROW_BYTES)))
+    found = [group(size, every if size == rows else in_memory, "size") for size in sizes]
+    if not quick:
+        found.append(group(4 * rows, in_file, "file", ", in a file"))
     if device.type == "cuda" and not quick:
         found.append(_under_gpu_limit(device, batches, min(most, _LARGE_SHARE * physical_bytes())))
     return found
@@ -76,7 +85,7 @@ class _Batches:
     def __init__(self, rows: int, lookups: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.rows, self.lookups = rows, lookups
-        self._ids = [zipf_ids(rows, lookups, generator) for _ in range(4)]
+        self._ids = [zipf_ids(rows, lookups, generator) for _ in range(_BATCHES)]
         self._touched = torch.cat(self._ids).unique()
         self.values = torch.randn(len(self._touched), DIM, generator=generator)
         # Eighths: their sums are exact, and none is nearly zero, where Adam's first step, lr * sign(grad), would be chance.
@@ -95,11 +104,13 @@ class _Batches:
         return ids * factor + ids * 2_654_435_761 % factor  # not at equal distances, which would share sets of a cache
 
 
-def _compare(device: torch.device, rows: int, batches: _Batches, room: dict[str, float]) -> list[Case]:
-    """Return a step of every kind. Those that memory cannot hold beside the ones before them say so when they run."""
+def _compare(
+    chosen: list[Kind], device: torch.device, rows: int, batches: _Batches, room: dict[str, float]
+) -> list[Case]:
+    """Return a step of each kind. Those that memory cannot hold beside the ones before them say so when they run."""
     gc.collect()  # tables of the group before may be left in cycles
     left, cases = dict(room), []
-    for kind in kinds(device):
+    for kind in chosen:
         num_bytes, error = kind.planes * rows * ROW_BYTES, None
         if num_bytes <= left[kind.place]:
             left[kind.place] -= num_bytes
@@ -147,7 +158,10 @@ class _Step:
         self.emb = emb
 
     def check(self) -> None:
-        """Compare the table after the first step with dense AdamW on the touched rows alone; ours leaves all others."""
+        """Compare the table after the first step with dense AdamW on the touched rows alone; ours leaves all others.
+
+        Then take the other batches: their rows take memory when they are first touched, which is no cost of a step.
+        """
         ours = isinstance(self.emb, Embedding)
         touched, before = self.batches.touched(self.rows), self.batches.values
         inverse = torch.searchsorted(touched, self.batches.ids(self.rows)[0])
@@ -162,6 +176,8 @@ class _Step:
         torch.testing.assert_close(after[first], weight.detach()[first], rtol=1e-4, atol=1e-5)
         if ours:
             assert torch.equal(after[~first], before[~first]), "a step changed rows that it does not touch"
+        for _ in range(_BATCHES - 1):
+            self.run()
 
 
 # --- a table far larger than the GPU's memory ---------------------------------------------------------------------------

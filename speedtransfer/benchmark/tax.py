@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ _MLP_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _CPU_LIMIT = {"matmul": 1600, "mlp": 1024}  # beyond, a processor needs seconds and the lines have met
 _QUICK_LIMIT = {"matmul": 400, "mlp": 128}
 _BATCH, _LR = 256, 1e-2
+_SPIN_S = 0.15
 
 
 def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
@@ -93,6 +95,36 @@ def _close(got: Any, expected: np.ndarray, what: str, tolerance: float) -> None:
     assert difference < tolerance, f"{what} is {difference:.1e} of its norm off"
 
 
+class _Cores:
+    """Keeps NumPy's threads out of torch's figures: those of OpenBLAS wait for more work at full speed, for 0.1 s.
+
+    The first run of a case after one of another, which is not timed, waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._busy = True
+
+    def busy_after(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """Return `run`, remembering that it has left threads at work."""
+
+        def running() -> Any:
+            self._busy = True
+            return run()
+
+        return running
+
+    def free_before(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """Return `run`, which starts when such threads sleep."""
+
+        def running() -> Any:
+            if self._busy:
+                time.sleep(_SPIN_S)
+                self._busy = False
+            return run()
+
+        return running
+
+
 # --- a matrix product ---------------------------------------------------------------------------------------------------
 
 
@@ -112,12 +144,11 @@ def _matmul(size: int, device: torch.device, seed: int) -> list[Case]:
     def case(name: str, run: Callable[[], Any], found: Callable[[], np.ndarray]) -> Case:
         return Case(name, run, lambda: _close(found(), expected, "the product", 1e-5))
 
-    # NumPy last in every turn: the threads of its BLAS wait for more work at full speed, for some 30 ms, and on few cores that
-    # would be on the account of the next case.
+    cores = _Cores()
     return [
-        case(RESIDENT, lambda: torch.mm(*there, out=products[0]), lambda: products[0].cpu().numpy()),
-        case(COPIES, copies, lambda: fetched.numpy()),
-        case(HOST, lambda: np.matmul(a.numpy(), b.numpy(), out=in_numpy), lambda: in_numpy),
+        case(HOST, cores.busy_after(lambda: np.matmul(a.numpy(), b.numpy(), out=in_numpy)), lambda: in_numpy),
+        case(RESIDENT, cores.free_before(lambda: torch.mm(*there, out=products[0])), lambda: products[0].cpu().numpy()),
+        case(COPIES, cores.free_before(copies), lambda: fetched.numpy()),
     ]
 
 
@@ -145,10 +176,11 @@ def _mlp(size: int, device: torch.device, seed: int) -> list[Case]:
 
         return compare
 
+    cores = _Cores()
     return [
-        Case(RESIDENT, resident.step, check(resident.weights)),
-        Case(COPIES, lambda: copied.step_with_copies(batch), check(copied.weights)),
-        Case(HOST, lambda: numpy_step(x, y, weights), check(lambda: weights)),
+        Case(HOST, cores.busy_after(lambda: numpy_step(x, y, weights)), check(lambda: weights)),
+        Case(RESIDENT, cores.free_before(resident.step), check(resident.weights)),
+        Case(COPIES, cores.free_before(lambda: copied.step_with_copies(batch)), check(copied.weights)),
     ]
 
 

@@ -1,0 +1,72 @@
+"""Where results lie, ``bench/results/<device>/<part>.json``, and whether the sources they depend on have changed since."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SUITES = ("transfer", "speedtorch", "tax", "step", "memory")
+CHECKS = ("tests", "sanitizer")  # need a GPU
+PARTS = (*CHECKS, *SUITES)
+
+_PACKAGE = ("speedtransfer/**/*.py", "speedtransfer/**/*.cu", "speedtransfer/**/*.cuh")
+_NO_ROWS = ("!speedtransfer/cli.py", "!speedtransfer/__main__.py", "!speedtransfer/word2vec/**/*.py")  # move none
+# What only shows figures is no part of what was measured.
+_SHOWING = ("commands", "drawing", "headlines", "html", "output", "plots", "report", "run", "suites", "units")
+_TESTS = (
+    "tests/gpu/**/*.py",
+    "tests/table_cases/**/*.py",
+    "tests/*_cases.py",
+    "tests/cases.py",
+    "tests/table_contract.py",
+)
+
+
+def _sources(part: str) -> tuple[str, ...]:
+    if part in CHECKS:
+        return (*_PACKAGE, *_NO_ROWS, "!speedtransfer/benchmark/**/*.py", *_TESTS)
+    aside = (*_SHOWING, *(suite for suite in SUITES if suite != part))
+    return (*_PACKAGE, *_NO_ROWS, *(f"!speedtransfer/benchmark/{name}.py" for name in aside))
+
+
+def digest(root: Path, part: str) -> str:
+    """Return the SHA-256 of the names and contents of the files that the result `part` depends on."""
+    patterns = _sources(part)
+    chosen = {path for pattern in patterns if pattern[0] != "!" for path in root.glob(pattern)}
+    chosen -= {path for pattern in patterns if pattern[0] == "!" for path in root.glob(pattern[1:])}
+    result = hashlib.sha256()
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in chosen):
+        content = path.read_bytes()
+        result.update(f"{name}\0{len(content)}\0".encode() + content)
+    return result.hexdigest()
+
+
+def path_of(root: Path, device: str, part: str) -> Path:
+    """Return where the result of `part` on `device` lies."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return root / "bench" / "results" / slug / f"{part}.json"
+
+
+def recorded(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the part and path of every result, device by device."""
+    for folder in sorted((root / "bench" / "results").glob("*/")):
+        yield from ((part, folder / f"{part}.json") for part in PARTS if (folder / f"{part}.json").exists())
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a result."""
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return result
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Write a result; whoever is stopped while writing leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    new.replace(path)

@@ -1,0 +1,45 @@
+"""Measures one suite: ``python bench/suite.py NAME PATH HEADER [--quick]``, run by record.py in a process of its own.
+
+PATH gets the result, in the form of ``speedtransfer bench --json`` and with the entries of HEADER (JSON), after every group:
+who is stopped halfway has half of it. A group that fails does not cost the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from store import ROOT, SUITES, write
+
+sys.path.insert(0, str(ROOT))  # also where the package is not installed
+
+from rich.console import Console
+
+from speedtransfer.benchmark.run import run_suite
+from speedtransfer.benchmark.suites import SUITES as BY_NAME
+from speedtransfer.device import resolve_device
+
+
+def main() -> int:
+    """Measure, and return 1 where a group failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("name", choices=SUITES)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("header", type=json.loads)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+
+    def keep(result: dict[str, Any]) -> None:
+        write(args.path, {**result, **args.header})
+
+    console = Console(width=120, force_terminal=False)
+    result = run_suite(BY_NAME[args.name], resolve_device(None), args.quick, console, keep)
+    keep(result)
+    return int(bool(result["failures"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Every group of every suite, each case checked and then timed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from speedtransfer.benchmark.measure import CANNOT_RUN, synchronize
+
+
+def test_group(group, benchmark, device):
+    try:
+        cases = group.make()
+    except CANNOT_RUN as error:
+        pytest.skip(str(error))
+    there = [case for case in cases if can_run(case, device)]
+    if not there:
+        pytest.skip("no case can run here")
+    timers = [benchmark, *(copy.copy(benchmark) for _ in there[1:])]  # one times one thing, and a group has several
+    for case, timer in zip(there, timers, strict=True):
+        timer.name, timer.group, timer.extra_info = case.name, group.title, {"role": case.role, **case.memory}
+
+        def run(case=case):
+            case.run()
+            synchronize(device)
+
+        timer.pedantic(run, rounds=7, warmup_rounds=2)
+
+
+def can_run(case, device):
+    """Run and check a case once; say whether there is room for it."""
+    try:
+        case.run()
+        synchronize(device)
+    except CANNOT_RUN:
+        return False
+    if case.check is not None:
+        case.check()
+    return True

@@ -1,0 +1,322 @@
+"""The suites `tax`, `step` and `memory`: what they compare is what they say, and their checks notice what is wrong."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from speedtransfer.benchmark import memory, step, tax
+from speedtransfer.benchmark.kinds import DIM, PLANES, ROW_BYTES, kinds
+from speedtransfer.benchmark.measure import measure
+from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
+
+CPU = torch.device("cpu")
+FAST = {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01}
+
+
+def run_all(groups):
+    """Measure every group once; every case must run."""
+    found = [measure(group, CPU, **FAST) for group in groups]
+    assert not [case.error for result in found for case in result.cases if case.error]
+    assert not any(result.skipped for result in found)
+    return found
+
+
+# --- all of them --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suite", [tax, step, memory])
+@pytest.mark.parametrize("quick", [True, False])
+def test_groups_take_options_of_others_and_make_nothing_yet(suite, quick):
+    groups = suite.groups(CPU, quick, seed=3, table_bytes=1000, whatever=1)
+    assert len({group.title for group in groups}) == len(groups)
+    assert not quick or len(groups) <= len(suite.groups(CPU, False))
+    assert suite.NOTE
+
+
+@pytest.mark.parametrize("suite", [step, memory])
+def test_rows_of_the_table(suite):
+    assert suite.groups(CPU, True, rows=500)[0].params["rows"] == 500
+    with pytest.raises(InvalidValueError, match="rows is -1"):
+        suite.groups(CPU, True, rows=-1)
+    with pytest.raises(InvalidTypeError, match=r"rows is 1\.5"):
+        suite.groups(CPU, True, rows=1.5)
+
+
+# --- tax ----------------------------------------------------------------------------------------------------------------
+
+
+def test_crossing():
+    sizes = [10, 100, 1000]
+    assert tax.crossing(sizes, [1, 10, 100], [5, 10, 20]) == pytest.approx(100)  # where both are equal
+    assert tax.crossing(sizes, [1, 10, 1000], [10, 10, 10]) == pytest.approx(100)
+    # Straight lines on logarithmic axes, n and sqrt(1000 n), cross exactly at 1000, between the sizes measured.
+    sizes = [10, 300, 5000]
+    assert tax.crossing(sizes, sizes, [math.sqrt(1000 * n) for n in sizes]) == pytest.approx(1000)
+
+
+def test_no_crossing():
+    assert tax.crossing([10, 100], [1, 1], [2, 2]) is None
+    assert tax.crossing([10, 100], [1, 1], [1, 1]) is None
+    assert tax.crossing([], [], []) is None
+
+
+def test_faster_at_every_size():
+    assert tax.crossing([10, 100], [2, 2], [1, 1]) == 10
+
+
+def test_of_several_crossings_the_last_one_counts():
+    crossing = tax.crossing([1, 10, 100, 1000], [2, 1, 1, 4], [1, 2, 2, 1])
+    assert 100 < crossing < 1000
+    assert tax.crossing([1, 10, 100], [2, 1, 1], [1, 1, 2]) is None  # faster once, but not in the end
+
+
+def test_tax_compares_the_same_three_ways_at_every_size():
+    found = run_all(tax.groups(CPU, True))
+    assert {(r.params["experiment"], r.params["size"]) for r in found} == {
+        *(("matmul", n) for n in (50, 100, 200, 400)),
+        *(("mlp", n) for n in (32, 64, 128)),
+    }
+    assert all({case.name for case in r.cases} == {tax.HOST, tax.RESIDENT, tax.COPIES} for r in found)
+
+
+def test_the_step_in_numpy_is_that_of_autograd():
+    generator = np.random.default_rng(0)
+    x, y, w1, w2 = (generator.standard_normal(shape) for shape in ((5, 3), 5, (3, 3), (3, 1)))
+    ours = [w1.copy(), w2.copy()]
+    loss = tax.numpy_step(x, y, ours)
+    weights = [torch.tensor(w, requires_grad=True) for w in (w1, w2)]
+    expected = F.mse_loss((torch.tensor(x) @ weights[0]).relu() @ weights[1], torch.tensor(y)[:, None])
+    expected.backward()
+    assert loss == pytest.approx(expected.item())
+    for got, w in zip(ours, weights, strict=True):
+        np.testing.assert_allclose(got, (w - tax._LR * w.grad).detach())
+
+
+@pytest.mark.parametrize("make", [tax._matmul, tax._mlp])
+def test_a_wrong_result_is_noticed(make):
+    for case in make(40, CPU, 0):
+        with pytest.raises(AssertionError, match="of its norm off"):
+            case.check()  # nothing has run yet
+        case.run()
+        case.check()
+    network = make(40, CPU, 0) if make is tax._mlp else []
+    for case in network:
+        case.run()
+        case.run()  # the check is for one step
+        with pytest.raises(AssertionError, match="of its norm off"):
+            case.check()
+
+
+# --- step ---------------------------------------------------------------------------------------------------------------
+
+
+def test_sizes():
+    assert list(step._sizes(10, 700)) == [10, 40, 160, 640]
+    assert list(step._sizes(10, 1300)) == [10, 40, 160, 640, 1280]
+    assert list(step._sizes(10, 90)) == [10, 20, 40, 80]
+    assert list(step._sizes(10, 5)) == [10]  # too large is said by the cases
+
+
+def test_every_size_sees_the_same_accesses():
+    batches = step._Batches(1000, 300, 0)
+    small, large = batches.ids(1000), batches.ids(64_000)
+    for a, b in zip(small, large, strict=True):
+        assert torch.equal(b // 64, a)
+    touched = batches.touched(64_000)
+    assert torch.equal(touched, torch.cat(large).unique())
+    assert touched.max() < 64_000
+    assert len((touched % 64).unique()) > 32  # not at equal distances
+
+
+def test_a_step_moves_the_same_rows_whatever_the_size():
+    rows = []
+    for group in step.groups(CPU, True, rows=500, max_bytes=50_000_000):
+        case = group.make()[0]
+        case.run()
+        rows.append(case.run.__self__.emb.table.stats().gathered_rows)
+    assert len(rows) > 2
+    assert len(set(rows)) == 1
+
+
+NAMES = [
+    "speedtransfer, pageable",
+    "nn.Embedding(sparse=True) + SparseAdam",
+    "nn.Embedding + AdamW",
+    "speedtransfer, mmap",
+]
+
+
+def test_step_compares_every_kind_that_memory_holds_beside_the_others():
+    groups = step.groups(CPU, True, rows=300, max_bytes=4_500_000)
+    assert [group.params for group in groups] == [
+        {"experiment": "size", "rows": rows, "dim": DIM} for rows in (300, 600, 1200, 2400)
+    ]
+    small, next_one = run_all(groups[:2])
+    assert [(case.name, case.role) for case in small.cases] == [
+        (name, "ours" if name.startswith("speedtransfer") else "other") for name in NAMES
+    ]
+    assert [case.name for case in next_one.cases] == NAMES[:3]  # a large file would be on its way to the disk
+    middle, large = (measure(group, CPU, **FAST) for group in groups[2:])
+    assert [case.name for case in middle.ran] == NAMES[:2]
+    assert [case.name for case in large.ran] == NAMES[:1]
+    assert middle.cases[2].error == "takes 2.46 MB but of the host's memory the tables beside it leave 814 kB"
+
+
+def test_a_large_table_in_a_file():
+    group = step.groups(CPU, False, rows=300, max_bytes=4_500_000)[-1]
+    assert group.params == {"experiment": "file", "rows": 1200, "dim": DIM}
+    (found,) = run_all([group])
+    assert [case.name for case in found.cases] == NAMES[3:]
+
+
+def test_all_batches_have_been_taken_before_a_step_is_timed():
+    case = step.groups(CPU, True, rows=300)[0].make()[0]
+    case.run()
+    case.check()
+    taken = case.run.__self__
+    ids = taken.batches.touched(300)
+    assert (taken.emb.table.plane("exp_avg_sq")[ids] > 0).any(dim=1).all()
+
+
+def test_files_of_a_step_are_gone_afterwards(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    case = step.groups(CPU, True, rows=300)[0].make()[3]
+    case.run()
+    assert len(list(tmp_path.rglob("table.safetensors"))) == 1
+    del case
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def stepped(number):
+    """Return a case after its first step, its plane of weights, a row that the step touched and one that it did not."""
+    case = step.groups(CPU, True, rows=300)[0].make()[number]
+    case.run()
+    taken = case.run.__self__
+    touched, first = taken.batches.touched(300), taken.batches.ids(300)[0]
+    plane = taken.emb.table.torch() if number in (0, 3) else taken.emb.weight.data
+    return case, plane, first[0], touched[~torch.isin(touched, first)][0]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_wrong_step_is_noticed(number):
+    case, plane, row, _ = stepped(number)
+    plane[row] += 1e-3
+    with pytest.raises(AssertionError, match="not close"):
+        case.check()
+    case, plane, _, idle = stepped(number)
+    plane[idle] += 1e-6
+    if number in (0, 3):
+        with pytest.raises(AssertionError, match="rows that it does not touch"):
+            case.check()
+    else:
+        case.check()  # a dense optimizer may
+
+
+def test_a_large_table_under_a_limit_of_gpu_memory(monkeypatch):
+    """On the CPU, with a limit that is only noted."""
+    held = []
+
+    class Limit:
+        def __init__(self, device, limit_bytes):
+            held.append(limit_bytes)
+
+        def __del__(self):
+            held.clear()
+
+    monkeypatch.setattr(step, "_GpuLimit", Limit)
+    monkeypatch.setattr(step, "SMALL_BYTES", 200_000.0)
+    batches = step._Batches(100, 50, 0)
+    group = step._under_gpu_limit(CPU, batches, room_bytes=6_000_000.0)
+    assert group.params == {"experiment": "gpu limit", "rows": 3500, "dim": DIM, "limit_bytes": 5_000_000_000}
+    assert "pinned table of 1.79 MB (5.38 MB with its state) and one of 1 GB" in group.title
+    cases = group.make()
+    assert held == [5e9]
+    assert [case.name for case in cases] == [step.LARGE, step.SMALL]
+    for case in cases:
+        case.run()
+        case.check()
+    assert [case.run.__self__.rows for case in cases] == [3500, 400]
+    assert held
+    del case, cases
+    gc.collect()
+    assert not held
+
+
+def test_the_limit_ends_with_its_holder(monkeypatch):
+    fractions = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("", (), {"total_memory": 100e9}))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    limit = step._GpuLimit(CPU, 5e9)
+    assert fractions == [0.05]
+    del limit
+    assert fractions == [0.05, 1.0]
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_table_in_a_process_of_its_own():
+    """With more rows than one step takes."""
+    taken = memory.measured("speedtransfer, pageable", "AdamW", 50_000, CPU)
+    planes = PLANES["AdamW"] * 50_000 * ROW_BYTES
+    assert planes <= taken["host_bytes"] <= planes + memory._BUFFERS_BYTES
+    assert taken["device_bytes"] == 0
+
+
+def test_a_table_without_room():
+    with pytest.raises(
+        HostMemoryError, match=r"ended with code 1: plane 'weight' of 1000000000000 x 128 .* asks for 512 TB"
+    ):
+        memory.measured("speedtransfer, pageable", "AdamW", 10**12, CPU)
+
+
+@pytest.mark.parametrize(("beyond", "fine"), [(1.0, True), (1.04, True), (1.06, False)])
+def test_what_a_large_table_may_take_beyond_its_planes(monkeypatch, beyond, fine):
+    asked = []
+
+    def measured(kind, optimizer, rows, device):
+        asked.append((kind, optimizer, rows))
+        return {"host_bytes": int(beyond * 3 * rows * ROW_BYTES), "device_bytes": 0}
+
+    monkeypatch.setattr(memory, "measured", measured)
+    cases = memory.groups(CPU, False, rows=10_000_000)[0].make()
+    assert [case.name for case in cases] == NAMES
+    for case in cases:
+        case.run()
+        case.run()
+        assert case.memory["device_bytes"] == 0
+        if case.role == "other" or fine:
+            case.check()
+        else:
+            with pytest.raises(AssertionError, match=r"6\.0% beyond the 15,360,000,000 of its planes"):
+                case.check()
+    assert asked == [(name, "AdamW", 10_000_000) for name in NAMES]  # once each
+
+
+def test_groups_of_memory():
+    adamw, sgd = memory.groups(CPU, False, rows=1000)
+    assert adamw.params == {"rows": 1000, "dim": DIM, "optimizer": "AdamW", "planes_bytes": 3 * 1000 * ROW_BYTES}
+    assert sgd.params == {"rows": 1000, "dim": DIM, "optimizer": "SGD", "planes_bytes": 1000 * ROW_BYTES}
+    assert len(memory.groups(CPU, True)) == 1
+
+
+def test_kinds_of_a_gpu_live_where_they_say():
+    """Their names and places; nothing is made."""
+    found = [(kind.name, kind.place, kind.planes) for kind in kinds(torch.device("cuda"))]
+    assert found == [
+        ("speedtransfer, pinned", "host", 3),
+        ("nn.Embedding(sparse=True) + SparseAdam", "device", 3),
+        ("nn.Embedding + AdamW", "device", 4),
+        ("speedtransfer, device", "device", 3),
+        ("speedtransfer, pageable", "host", 3),
+        ("speedtransfer, mmap", "host", 3),
+    ]
+    assert [kind.planes for kind in kinds(torch.device("cuda"), "SGD")] == [1, 1, 2, 1, 1, 1]
