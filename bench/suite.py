@@ -33,7 +33,10 @@ def main() -> int:
     args = parser.parse_args()
 
     def keep(result: dict[str, Any]) -> None:
-        write(args.path, {**result, **args.header})
+        # The header was made before: its digest and commit are those of the sources that were measured.
+        write(
+            args.path, {**args.header, **result, "environment": args.header.get("environment", result["environment"])}
+        )
 
     console = Console(width=120, force_terminal=False)
     result = run_suite(BY_NAME[args.name], resolve_device(None), args.quick, console, keep)

@@ -115,7 +115,9 @@ def test_per_sample_weights(trained: bool, arguments: str) -> None:
         out.square().sum().backward()
         grads.append((out, weight.grad))
     assert torch.equal(grads[0][0], grads[1][0])
-    if trained:  # dot products of rows: how a BLAS sums one depends on the processor and on where the row lies in memory
+    if (
+        trained
+    ):  # dot products of rows: how a BLAS sums one depends on the processor and on where the row lies in memory
         torch.testing.assert_close(grads[0][1], grads[1][1], rtol=1e-6, atol=1e-6)
     assert torch.equal(dense_grad(ours), dense.weight.grad)
 

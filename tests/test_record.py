@@ -275,7 +275,7 @@ def test_a_group_that_breaks_costs_no_other(store, tmp_path, monkeypatch, capsys
         raise AssertionError("row 3 differs")
 
     class Fake:
-        name, title, note = "step", "a step", ""
+        name, title, note = "fake", "a fake", ""
 
         def groups(self, device, quick):
             return [
