@@ -274,15 +274,17 @@ def test_a_group_that_breaks_costs_no_other(store, tmp_path, monkeypatch, capsys
     def wrong():
         raise AssertionError("row 3 differs")
 
+    none = {"experiment": "none"}
+
     class Fake:
-        name, title, note = "fake", "a fake", ""
+        name, title, note = "step", "a step", ""
 
         def groups(self, device, quick):
             return [
-                Group("fine", lambda: [Case("a", lambda: None, role="ours")]),
-                Group("breaks", fail),
-                Group("is wrong", lambda: [Case("a", lambda: None, wrong, role="ours")]),
-                Group("fine too", lambda: [Case("a", lambda: None)]),
+                Group("fine", lambda: [Case("a", lambda: None, role="ours")], none),
+                Group("breaks", fail, none),
+                Group("is wrong", lambda: [Case("a", lambda: None, wrong, role="ours")], none),
+                Group("fine too", lambda: [Case("a", lambda: None)], none),
             ]
 
     monkeypatch.setitem(suite.BY_NAME, "step", Fake())
