@@ -98,7 +98,6 @@ def test_calibrate(run, monkeypatch, tmp_path):
     from speedtransfer.engines import HostEngine, ReferenceEngine, calibration
 
     monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path))
-    calibration.load.cache_clear()
     plane = torch.zeros(1 << 16, dtype=torch.uint8)
     engines = {"host": HostEngine(), "reference": ReferenceEngine()}
     monkeypatch.setattr(
@@ -114,4 +113,3 @@ def test_calibrate(run, monkeypatch, tmp_path):
     assert all(word in measured for word in ("one large copy", "gather", "scatter", "reference, GB/s", str(tmp_path)))
     assert run("calibrate", "--device", "cpu", "--show") == (0, measured, "")
     assert run("calibrate", "--device", "tpu")[0] == 2
-    calibration.load.cache_clear()

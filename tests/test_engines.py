@@ -58,6 +58,9 @@ class Stream:
         assert event.record_calls, "a stream waits for an event that was never recorded"
         self.waits.append(event)
 
+    def synchronize(self):
+        """Return at once: this device has done everything."""
+
 
 @pytest.fixture
 def cpu_as_cuda(monkeypatch):
@@ -100,10 +103,18 @@ class TestStagedLogic(OnCpu):
         assert all(wait >= record - 1 for wait, record in zip(waits, records, strict=True))
 
     def test_buffers_grow_to_what_is_asked(self, cpu_as_cuda):
-        engine = StagedEngine("cpu", num_buffers=1)
-        (buffer,) = [next(engine._ring)]
+        engine = StagedEngine("cpu", num_buffers=2)
+        _, buffer = next(engine._ring), next(engine._ring)
+        engine.gather([torch.randn(9, 8)], torch.arange(9), [torch.empty(9, 8)])
         engine.gather([torch.randn(9, 8)], torch.arange(9), [torch.empty(9, 8)])
         assert len(buffer._memory) == 512  # 288 bytes, in steps of 256
+
+    def test_one_buffer_is_not_enough(self, cpu_as_cuda):
+        for number in (0, 1):
+            with pytest.raises(
+                InvalidValueError, match=f"num_buffers is {number} but one is filled while another crosses"
+            ):
+                StagedEngine("cpu", num_buffers=number)
 
 
 class TestMappedLogic(OnCpu):
@@ -184,12 +195,15 @@ class TestMappedLogic(OnCpu):
         engine.gather([torch.zeros(9, 8)], torch.tensor([9]), [torch.ones(1, 8)])
         engine.wait()
 
-    def test_the_order_of_another_engine(self, kernels):
-        order = StreamOrder(torch.device("cpu"))
-        engine = MappedEngine("cpu", order=order)
-        engine.scatter([torch.zeros(9, 8)], torch.tensor([3]), [torch.ones(1, 8)])
-        order.wait()
-        assert order._written.synchronize_calls == 1
+    def test_a_table_made_in_inference_mode_keeps_its_faults(self, kernels):
+        with torch.inference_mode():
+            engine = MappedEngine("cpu")
+        for _ in range(2):  # the second is reported only if the first was put away
+            engine.gather([torch.zeros(9, 8)], torch.tensor([9]), [torch.ones(1, 8)], check=True)
+            with pytest.raises(
+                RowIndexError, match=r"index\[0\] of an earlier gather .* is 9 but the table has 9 rows"
+            ):
+                engine.wait()
 
     def test_other_kernels(self):
         with pytest.raises(InvalidValueError, match=r"kernel is 'bulky', which there is not; did you mean 'bulk'\?"):

@@ -12,7 +12,7 @@ from test_engines import cpu_as_cuda
 
 import speedtransfer as st
 from speedtransfer.engines import AutoEngine, HostEngine, ReferenceEngine, TiledEngine, auto, calibration, tiled
-from speedtransfer.engines.calibration import Calibration, Point, calibrate, file_of, load, machine_of
+from speedtransfer.engines.calibration import Calibration, Point, calibrate, file_of, load, machine_of, remember
 from speedtransfer.errors import DeviceError, InvalidValueError
 
 CPU = torch.device("cpu")
@@ -23,9 +23,9 @@ __all__ = ["cpu_as_cuda"]
 def cache(tmp_path, monkeypatch):
     monkeypatch.delenv("SPEEDTRANSFER_CALIBRATE", raising=False)
     monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "cache"))
-    load.cache_clear()
+    calibration._known.clear()
     yield tmp_path / "cache"
-    load.cache_clear()
+    calibration._known.clear()
 
 
 class OnCpu(EngineCases):
@@ -117,18 +117,42 @@ class TestChoice:
             assert engine.choose("gather", 512, 10_000, 10**6) == "host"
         assert calls == [1]
 
-    def test_the_device_is_waited_for_before_the_host_touches_the_planes(self):
-        waits = []
-        order = type("Order", (), {"wait": lambda self: waits.append(1)})()
-        engines = {"mapped": ReferenceEngine(), "staged": ReferenceEngine()}
-        engine = AutoEngine(engines, CPU, order)
+    def test_an_engine_that_takes_over_waits_for_the_last_one(self):
+        calls = []
+
+        class Noting(ReferenceEngine):
+            def __init__(self, name):
+                super().__init__()
+                self.name = name
+
+            def gather(self, planes, index, rows, check=False):
+                calls.append(f"{self.name} gathers")
+
+            def scatter(self, planes, index, rows):
+                calls.append(f"{self.name} scatters")
+
+            def wait(self):
+                calls.append(f"wait for {self.name}")
+
+        engine = AutoEngine({"mapped": Noting("mapped"), "staged": Noting("staged")}, CPU)
         plane, index, rows = torch.zeros(4, 4), torch.tensor([1]), [torch.zeros(1, 4)]
         engine.gather([plane], index, rows)
-        assert waits == []
-        made([("gather", 16, 1, {"staged": 1e-6}), ("scatter", 16, 1, {"staged": 1e-6})]).save()
-        engine.gather([plane], index, rows)
+        remember(CPU, made([("gather", 16, 1, {"staged": 1e-6}), ("scatter", 16, 1, {"mapped": 1e-6})]))
+        for _ in range(2):
+            engine.gather([plane], index, rows)
         engine.scatter([plane], index, rows)
-        assert waits == [1, 1]
+        first, taken, back = (
+            ["mapped gathers"],
+            ["wait for mapped", "staged gathers", "staged gathers"],
+            "wait for staged",
+        )
+        assert calls == [*first, *taken, back, "mapped scatters"]
+
+    def test_a_new_measurement_counts_at_once(self):
+        engine = self.engine()
+        for fastest in ("reference", "host", "reference"):
+            remember(CPU, made([("gather", 16, 10, {"host": 2.0, "reference": 2.0, fastest: 1.0})]))
+            assert engine.choose("gather", 16, 10, 100) == fastest
 
 
 class TestCalibration:
@@ -225,6 +249,43 @@ class TestCalibration:
         monkeypatch.setattr(auto, "calibrate_device", lambda device: pytest.fail("measured"))
         assert auto.measure_machine(CPU) is None
 
+    def test_kept_in_the_process_where_it_cannot_be_saved(self, monkeypatch, tmp_path, caplog):
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "file"))
+        monkeypatch.setattr(auto, "calibrate_device", lambda device: made(POINTS))
+        assert auto.measure_machine(CPU).points == calibration.known(CPU).points
+        assert "not measured for good" in caplog.text
+
+    def test_another_process_is_measuring(self, monkeypatch):
+        monkeypatch.setattr(auto, "calibrate_device", lambda device: pytest.fail("measured"))
+        lock = file_of(machine_of(CPU)).with_suffix(".lock")
+        lock.parent.mkdir()
+        lock.touch()
+        assert auto.measure_machine(CPU) is None
+        monkeypatch.setattr(auto, "_LOCK_S", -1.0)  # its process is dead
+        monkeypatch.setattr(auto, "calibrate_device", lambda device: made(POINTS))
+        assert auto.measure_machine(CPU) is not None
+        assert not lock.exists()
+
+    def test_no_home(self, monkeypatch):
+        def no_home():
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv("SPEEDTRANSFER_CACHE")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr("pathlib.Path.home", no_home)
+        assert load(CPU) is None
+        assert auto.measure_machine(CPU) is None
+
+    def test_draws_nothing_from_the_generator_of_the_user(self):
+        torch.manual_seed(0)
+        expected = torch.rand(3)
+        torch.manual_seed(0)
+        plane = torch.zeros(1 << 16, dtype=torch.uint8)
+        with torch.device("meta"):  # whatever the default device is
+            calibrate({"reference": ReferenceEngine()}, CPU, plane, (16,), (100,))
+        assert torch.equal(torch.rand(3), expected)
+
     def test_the_result_is_kept(self, monkeypatch, caplog):
         monkeypatch.setattr(auto, "calibrate_device", lambda device: made(POINTS))
         with caplog.at_level(logging.INFO):
@@ -253,12 +314,14 @@ class TestEngineOfATable:
         table = st.Table(4, 4, memory="pageable", device="cpu")
         table.engine = ReferenceEngine("cpu")
         assert table.engine == "reference"
-        with pytest.raises(InvalidValueError, match="which does not move rows of memory='pageable' on cpu"):
+        with pytest.raises(
+            InvalidValueError, match="'reference' on meta, which does not move rows of memory='pageable' on cpu"
+        ):
             table.engine = ReferenceEngine("meta")
 
     def test_one_that_cannot_serve(self):
         table = st.Table(4, 4, memory="pageable", device="cpu")
-        for name in ("mapped", "hsot", 3):
+        for name in ("mapped", "hsot"):
             with pytest.raises(InvalidValueError, match="which does not move rows of memory='pageable' on cpu"):
                 table.engine = name
         assert table.engine == "auto"

@@ -1,5 +1,6 @@
 """Rows moved by the host: compiled copies against the reference, threads, forks, and what happens without numba."""
 
+import importlib.util
 import multiprocessing
 import os
 import subprocess
@@ -58,7 +59,7 @@ class TestCompiledInCache(OnCpu):
 class TestWithoutNumba(OnCpu):
     @pytest.fixture(autouse=True)
     def no_numba(self, monkeypatch):
-        monkeypatch.setattr(host, "has_numba", lambda: False)
+        monkeypatch.setattr(host, "compiled_copies", lambda: None)
         monkeypatch.setattr(host, "_COMPILED_BYTES", 1)
 
 
@@ -173,7 +174,7 @@ def test_an_error_in_a_thread_is_raised_after_all_have_stopped(always_compiled, 
         raise RuntimeError("no memory there")
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(host, "_gather_copy", lambda *places: copy)
+    monkeypatch.setattr(host, "_gather_copy", lambda compiled, *places: copy)
     with pytest.raises(RuntimeError, match="no memory there"):
         host.gather_rows([torch.zeros(9, 8)], torch.arange(9), [torch.zeros(9, 8)])
     assert sorted(running) == [0, 3, 6]
@@ -210,3 +211,45 @@ def test_sort_keys(monkeypatch, compiled, bits, low):
         before = keys.copy()
         np.testing.assert_array_equal(host.sort_keys(keys, low, low + bits), np.sort(keys))
         np.testing.assert_array_equal(keys, before)
+
+
+def test_a_numba_that_does_not_work_is_left_out(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "speedtransfer.engines.compiled", None)  # importing it raises ImportError
+    monkeypatch.delattr("speedtransfer.engines.compiled", raising=False)
+    monkeypatch.setattr(host, "_COMPILED_BYTES", 1)
+    host.compiled_copies.cache_clear()
+    try:
+        content, out = torch.randn(50, 8), torch.empty(2, 8)
+        host.gather_rows([content], torch.tensor([3, 4]), [out])
+        assert torch.equal(out, content[3:5])
+        assert "so rows are moved by torch" in caplog.text or not importlib.util.find_spec("numba")
+    finally:
+        host.compiled_copies.cache_clear()
+
+
+def test_rows_move_while_python_leaves():
+    code = """
+import atexit, torch, speedtransfer as st
+table = st.Table(200_000, 16, memory="pageable", device="cpu").fill_(2)
+index = torch.arange(200_000)
+table.gather(index)
+atexit.register(lambda: print(float(table.gather(index).sum())))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("6400000.0", "")
+
+
+def test_compiled_without_a_folder_to_keep_the_result(monkeypatch):
+    numba = pytest.importorskip("numba")
+    from speedtransfer.engines import compiled
+
+    def njit(**options):
+        def compile_(function):
+            if options.get("cache"):
+                raise RuntimeError("cannot cache function: no locator available")
+            return numba.njit(**options)(function)
+
+        return compile_
+
+    monkeypatch.setattr(compiled, "njit", njit)
+    assert compiled._compile(lambda a: a + 1)(2) == 3

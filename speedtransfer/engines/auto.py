@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from speedtransfer.device import pinned_empty
 from speedtransfer.engines.base import Engine
-from speedtransfer.engines.calibration import PLANE_BYTES, Calibration, Direction, calibrate, load, log
+from speedtransfer.engines.calibration import (
+    PLANE_BYTES,
+    Calibration,
+    Direction,
+    calibrate,
+    file_of,
+    known,
+    log,
+    machine_of,
+    remember,
+)
 from speedtransfer.engines.host import HostEngine
 from speedtransfer.engines.mapped import MappedEngine
-from speedtransfer.engines.order import StreamOrder
 from speedtransfer.engines.reference import ReferenceEngine
 from speedtransfer.engines.staged import StagedEngine
 from speedtransfer.engines.tiled import TiledEngine
-from speedtransfer.errors import InvalidValueError, SpeedtransferError, suggest
+from speedtransfer.errors import InvalidValueError, suggest
 
 _WORTH_BYTES = 1 << 20  # what a call moves at least before this machine is measured for it
+_LOCK_S = 120.0  # after that the lock of another process is a dead one's
 _measuring = threading.Lock()
 
 
@@ -30,14 +42,15 @@ class AutoEngine:
     Which one: the fastest at the nearest point of the machine's calibration, or the first of `engines` without one. `tiled`,
     whose time follows the table, is taken for a gather where one copy of all the planes beats the others.
 
+    Order: each engine keeps its own calls in order. Where another one takes over, the host waits for what the last one has
+    queued, and on a device threads take turns, since one engine does not see what another is about to do.
+
     Parameters
     ----------
     engines : dict of str to Engine
         The default first.
     device : torch.device
         The compute device.
-    order : StreamOrder, optional
-        That of the engines which work on the device: an engine of the host waits for it before it touches the planes.
     measure : callable, optional
         Makes the calibration where there is none, at the first call worth it; None: the default engine then.
     """
@@ -48,21 +61,26 @@ class AutoEngine:
         self,
         engines: dict[str, Engine],
         device: torch.device,
-        order: StreamOrder | None = None,
         measure: Callable[[], Calibration | None] | None = None,
     ) -> None:
-        self.engines, self.device = engines, device
-        self._order, self._measure = order, measure
-        self._default = next(iter(engines))
-        self._chosen: dict[tuple[object, ...], str] = {}  # a choice takes longer than a small call
+        self.engines, self.device, self._measure = engines, device, measure
+        self._default = self._last = next(iter(engines))
+        # On the CPU a call has happened when it returns, and several may run at once.
+        self._turn = contextlib.nullcontext() if device.type == "cpu" else threading.Lock()
+        self._seen: Calibration | None = None
+        self._chosen: dict[
+            tuple[object, ...], str
+        ] = {}  # by what `_seen` says: a choice takes longer than a small call
 
     def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
-        self._ready("gather", planes, index).gather(planes, index, rows, check)
+        with self._turn:
+            self._ready("gather", planes, index).gather(planes, index, rows, check)
 
     def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``."""
-        self._ready("scatter", planes, index).scatter(planes, index, rows)
+        with self._turn:
+            self._ready("scatter", planes, index).scatter(planes, index, rows)
 
     def wait(self) -> None:
         """Block the host until every gather and scatter so far is done."""
@@ -80,13 +98,16 @@ class AutoEngine:
         num_rows, table_rows : int
             Rows to move, and rows there are.
         """
-        calibration = load(self.device)
-        if calibration is None and self._measure is not None and num_rows * row_bytes >= _WORTH_BYTES:
-            calibration, self._measure = self._measure(), None  # once, whatever comes of it
+        calibration, measure = known(self.device), self._measure
+        if calibration is None and measure is not None and num_rows * row_bytes >= _WORTH_BYTES:
+            self._measure = None  # once, whatever comes of it
+            calibration = measure()
         if calibration is None:
             return self._default
+        if calibration is not self._seen:
+            self._seen, self._chosen = calibration, {}
         size = max(0, num_rows.bit_length() - 3)  # eighths of an octave are near enough
-        key = id(calibration), direction, row_bytes, num_rows >> size, size, table_rows
+        key = direction, row_bytes, num_rows >> size, size, table_rows
         if key not in self._chosen:
             self._chosen[key] = self._fastest(calibration, direction, row_bytes, num_rows, table_rows)
         return self._chosen[key]
@@ -109,8 +130,9 @@ class AutoEngine:
             return self.engines[self._default]
         row_bytes = sum(plane.shape[1] * plane.element_size() for plane in planes)
         name = self.choose(direction, row_bytes, len(index), planes[0].shape[0])
-        if name == "staged" and self._order is not None:
-            self._order.wait()
+        if name != self._last:
+            self.engines[self._last].wait()
+            self._last = name
         return self.engines[name]
 
 
@@ -151,13 +173,12 @@ def make_engine(memory: str, device: torch.device, name: str | None = None) -> E
         return _MAKE[name](device)
     if device.type != "cuda":
         return AutoEngine({"host": HostEngine(device), "reference": ReferenceEngine(device)}, device)
-    order = StreamOrder(device)
     engines: dict[str, Engine] = {
-        "mapped": MappedEngine(device, order=order),
+        "mapped": MappedEngine(device),
         "staged": StagedEngine(device),
-        "tiled": TiledEngine(device, order=order),
+        "tiled": TiledEngine(device),
     }
-    return AutoEngine(engines, device, order, lambda: measure_machine(device))
+    return AutoEngine(engines, device, lambda: measure_machine(device))
 
 
 _MAKE: dict[str, Callable[[torch.device], Engine]] = {
@@ -172,20 +193,48 @@ _MAKE: dict[str, Callable[[torch.device], Engine]] = {
 def measure_machine(device: torch.device) -> Calibration | None:
     """Measure the engines of page-locked memory once, a second or two, and keep the result; None where that fails.
 
-    SPEEDTRANSFER_CALIBRATE=0 in the environment leaves it out. Another thread that asks meanwhile gets None.
+    SPEEDTRANSFER_CALIBRATE=0 in the environment leaves it out. Another thread or process that asks meanwhile gets None.
     """
     if os.environ.get("SPEEDTRANSFER_CALIBRATE", "1") == "0" or not _measuring.acquire(blocking=False):
         return None
     try:
-        log.info("measuring how rows move best on %s, once for this machine", device)
-        result = calibrate_device(device)
-        log.info("kept in %s; see `speedtransfer calibrate --show`", result.save())
-        return result
-    except (SpeedtransferError, torch.cuda.OutOfMemoryError, OSError) as error:
-        log.warning("this machine could not be measured (%s); rows move by the default engine", error)
-        return None
+        with _alone(device) as alone:
+            if not alone:
+                return None
+            log.info("measuring how rows move best on %s, once for this machine", device)
+            result = calibrate_device(device)
+            remember(device, result)
+            log.info("kept in %s; see `speedtransfer calibrate --show`", result.save())
+    except Exception as error:  # rows move without it too: nothing here may end a training
+        log.warning("this machine was not measured for good (%s: %s)", type(error).__name__, error)
     finally:
         _measuring.release()
+    return known(device)
+
+
+@contextlib.contextmanager
+def _alone(device: torch.device) -> Iterator[bool]:
+    """Say whether no other process of this machine is measuring; each would slow the other down."""
+    path = file_of(machine_of(device)).with_suffix(".lock")
+    try:
+        os.makedirs(path.parent, exist_ok=True)
+    except OSError:  # nowhere to write: then no other process does either
+        yield True
+        return
+    try:
+        if path.exists() and time.time() - path.stat().st_mtime > _LOCK_S:
+            path.unlink()  # of a process that was killed
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        yield False
+        return
+    except OSError:
+        yield True
+        return
+    try:
+        yield True
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def calibrate_device(device: torch.device, progress: Callable[..., None] | None = None) -> Calibration:

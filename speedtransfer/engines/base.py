@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -23,6 +24,7 @@ class Engine(Protocol):
     """
 
     name: str
+    device: torch.device
 
     def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
         """Fill ``rows[i][j]`` from ``planes[i][index[j]]``, ordered on the current stream of the compute device.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import math
@@ -21,8 +21,7 @@ from torch import Tensor
 
 from speedtransfer.device import cuda_status
 from speedtransfer.engines.base import Engine
-from speedtransfer.engines.host import has_numba
-from speedtransfer.errors import InvalidValueError, SpeedtransferError
+from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.version import __version__
 
 Direction = Literal["gather", "scatter"]
@@ -86,33 +85,37 @@ class Calibration:
         return point.seconds[point.fastest] * (row_bytes * num_rows) / (point.row_bytes * point.num_rows)
 
     def save(self) -> Path:
-        """Write the file that :func:`load` finds, whole or not at all, and return its path."""
+        """Write the file that :func:`load` finds, whole or not at all, and return its path; StorageError where it cannot."""
         path = file_of(self.machine)
-        path.parent.mkdir(parents=True, exist_ok=True)
         data = {
             "machine": self.machine,
             "copy_bytes_per_s": self.copy_bytes_per_s,
             "points": [vars(point) for point in self.points],
         }
         new = path.with_suffix(f".{os.getpid()}.tmp")
-        new.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        new.replace(path)
-        load.cache_clear()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            new.replace(path)
+        except OSError as error:
+            raise StorageError(
+                f"the calibration cannot be kept in {str(path.parent)!r} ({error.strerror}); let SPEEDTRANSFER_CACHE name a "
+                "folder that you may write to"
+            ) from error
         return path
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:
     """Return what a calibration depends on."""
-    status = cuda_status()
-    cuda = device.type == "cuda"
+    status = cuda_status() if device.type == "cuda" else None  # to ask starts CUDA: not for a table on the CPU
     return {
-        "device": status.devices[device.index or 0] if cuda else None,
+        "device": status.devices[device.index or 0] if status else None,
         "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
-        "driver": status.driver if cuda else None,
-        "cupy": status.cupy if cuda else None,
+        "driver": status.driver if status else None,
+        "cupy": status.cupy if status else None,
         "torch": torch.__version__,
-        "numba": has_numba(),
+        "numba": importlib.util.find_spec("numba") is not None,
         "speedtransfer": __version__,
     }
 
@@ -127,17 +130,35 @@ def cpu_model() -> str:
 
 def file_of(machine: Mapping[str, Any]) -> Path:
     """Return where the calibration of `machine` is kept: below $SPEEDTRANSFER_CACHE, or the user's cache folder."""
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speedtransfer"
-    folder = Path(os.environ.get("SPEEDTRANSFER_CACHE") or user)
+    folder = os.environ.get("SPEEDTRANSFER_CACHE")
+    if not folder:
+        folder = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speedtransfer")
     name = hashlib.sha256(json.dumps(dict(machine), sort_keys=True).encode()).hexdigest()[:16]
-    return folder / f"calibration-{name}.json"
+    return Path(folder) / f"calibration-{name}.json"
 
 
-@functools.cache
+_known: dict[torch.device, Calibration | None] = {}
+
+
+def known(device: torch.device) -> Calibration | None:
+    """Return what :func:`load` finds; it looks once a process."""
+    if device not in _known:
+        _known[device] = load(device)
+    return _known[device]
+
+
+def remember(device: torch.device, calibration: Calibration | None) -> None:
+    """Let :func:`known` return `calibration` from now on."""
+    _known[device] = calibration
+
+
 def load(device: torch.device) -> Calibration | None:
     """Return the calibration of this machine and these versions; None where there is none that can be read."""
     machine = machine_of(device)
-    path = file_of(machine)
+    try:
+        path = file_of(machine)
+    except RuntimeError:  # a user without a home
+        return None
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["machine"] != machine:
@@ -218,19 +239,23 @@ class _Call:
         generator = torch.Generator().manual_seed(0)
         # One id in each stretch of the plane: spread at random, none twice, and made without a permutation of all rows.
         stretch = len(stored) // count
-        ids = torch.arange(count) * stretch + torch.randint(stretch, (count,), generator=generator)
-        self.index = ids[torch.randperm(count, generator=generator)]
+        cpu: dict[str, Any] = {
+            "generator": generator,
+            "device": "cpu",
+        }  # whatever device and generator the user has made the default
+        ids = torch.arange(count, device="cpu") * stretch + torch.randint(stretch, (count,), **cpu)
+        self.index = ids[torch.randperm(count, **cpu)]
+        self.pattern = torch.randint(256, (count, stored.shape[1]), dtype=torch.uint8, **cpu)
         self.on_device = self.index.to(device)
         self.rows = torch.empty(count, stored.shape[1], dtype=torch.uint8, device=device)
 
     def works(self, name: str) -> bool:
         """Move rows out and back and compare; the first calls compile and allocate as well."""
         try:
-            pattern = torch.randint(256, self.rows.shape, dtype=torch.uint8, device=self.device)
-            self.engine.scatter([self.stored], self.on_device, [pattern])
+            self.engine.scatter([self.stored], self.on_device, [self.pattern.to(self.device)])
             self.engine.gather([self.stored], self.on_device, [self.rows])
             self.engine.wait()
-            right = torch.equal(self.rows, pattern) and torch.equal(self.stored[self.index], pattern.cpu())
+            right = torch.equal(self.rows.cpu(), self.pattern) and torch.equal(self.stored[self.index], self.pattern)
             reason = "it moves rows wrongly"
         except SpeedtransferError as error:
             right, reason = False, str(error)

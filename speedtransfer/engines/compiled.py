@@ -66,6 +66,14 @@ _move_16, _move_64 = (_mover(size, 1, False) for size in (16, 64))
 _stream_16, _stream_64 = (_mover(size, size, True) for size in (16, LINE_BYTES))
 
 
+def _compile(function: Any) -> Any:
+    """Compile when first called, without the GIL; the result is kept on disk where numba finds a folder for it."""
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:
+        return njit(nogil=True)(function)
+
+
 @njit(inline="always")
 def _copy_any(to: int, source: int, num_bytes: int) -> None:
     """Copy a row of any width and alignment."""
@@ -100,7 +108,7 @@ def _ask_for(plane: int, stride_bytes: int, row_bytes: int, index: Any, j: int, 
             _prefetch(coming + line * LINE_BYTES)
 
 
-@njit(nogil=True, cache=True)
+@_compile
 def gather(plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any, start: int, stop: int) -> None:
     """Fill dense rows of any width and alignment."""
     for j in range(start, stop):
@@ -108,7 +116,7 @@ def gather(plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any,
         _copy_any(rows + j * row_bytes, plane + index[j] * stride_bytes, row_bytes)
 
 
-@njit(nogil=True, cache=True)
+@_compile
 def gather_streaming(
     plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any, start: int, stop: int
 ) -> None:
@@ -121,7 +129,7 @@ def gather_streaming(
     _fence()  # streaming stores keep no order with others: they are over before anybody hears of it
 
 
-@njit(nogil=True, cache=True)
+@_compile
 def gather_streaming_lines(
     plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any, start: int, stop: int
 ) -> None:
@@ -134,7 +142,7 @@ def gather_streaming_lines(
     _fence()
 
 
-@njit(nogil=True, cache=True)
+@_compile
 def scatter(plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any, start: int, stop: int) -> None:
     """Write dense rows of any width and alignment to the plane."""
     for j in range(start, stop):
@@ -142,7 +150,7 @@ def scatter(plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any
         _copy_any(plane + index[j] * stride_bytes, rows + j * row_bytes, row_bytes)
 
 
-@njit(nogil=True, cache=True)
+@_compile
 def scatter_streaming_lines(
     plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any, start: int, stop: int
 ) -> None:
@@ -157,7 +165,7 @@ def scatter_streaming_lines(
 _DIGIT_BITS = 11  # counts of a digit fit into the fastest cache
 
 
-@njit(nogil=True, cache=True)
+@_compile
 def sort_by_bits(keys: Any, low: int, high: int) -> Any:
     """Return `keys` (n,) int64, none negative, sorted by their bits from `low` to below `high`; equal ones keep their order.
 

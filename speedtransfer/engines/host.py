@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import importlib.util
+import itertools
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,13 +23,22 @@ _COMPILED_KEYS = 1 << 13  # the same of a sort
 _THREAD_BYTES = 1 << 20  # what a thread more is worth waking for
 _STREAMING_BYTES = 1 << 24  # results up to this are better left in the cache, for whoever reads them next
 
+log = logging.getLogger(__name__)
+
 _Part = tuple[Callable[..., None], tuple[Any, ...]]  # a compiled copy and its arguments but the range of rows
 
 
 @functools.cache
-def has_numba() -> bool:
-    """Tell whether numba (extra ``fast``) is installed; it is not imported before rows are worth it."""
-    return importlib.util.find_spec("numba") is not None
+def compiled_copies() -> Any:
+    """Return the module :mod:`~speedtransfer.engines.compiled`, or None where numba (extra ``fast``) does not work."""
+    if importlib.util.find_spec("numba") is None:
+        return None
+    try:
+        from speedtransfer.engines import compiled
+    except Exception as error:  # whatever a numba says that does not fit the rest of the installation
+        log.warning("numba cannot be used (%s: %s), so rows are moved by torch", type(error).__name__, error)
+        return None
+    return compiled
 
 
 class HostEngine:
@@ -75,34 +86,29 @@ def sort_keys(keys: np.ndarray, low: int, high: int) -> np.ndarray:
 
     The bits below `low` must grow with the position, those from `high` on be zero.
     """
-    if len(keys) < _COMPILED_KEYS or not has_numba():
-        return np.sort(keys)
-    from speedtransfer.engines import compiled
-
-    return compiled.sort_by_bits(keys, low, high)
+    compiled = compiled_copies() if len(keys) >= _COMPILED_KEYS else None
+    return np.sort(keys) if compiled is None else compiled.sort_by_bits(keys, low, high)
 
 
 def _move(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], choose: Callable[..., Any]) -> bool:
     """Move the rows by compiled copies; False, and nothing done, where those are not the way."""
     num_bytes = sum(tensor.nbytes for tensor in rows)
-    if num_bytes < _COMPILED_BYTES or not has_numba():
+    if num_bytes < _COMPILED_BYTES:
         return False
     if any(plane.dtype != dense.dtype for plane, dense in zip(planes, rows, strict=True)):
+        return False
+    compiled = compiled_copies()
+    if compiled is None:
         return False
     ids, parts = index.numpy(), list[_Part]()
     for plane, dense in zip(planes, rows, strict=True):
         item = plane.element_size()
         places = plane.data_ptr(), plane.stride(0) * item, dense.data_ptr(), dense.shape[1] * item
         if dense.numel():
-            parts.append((choose(*places, num_bytes), (*places, ids)))
+            parts.append((choose(compiled, *places, num_bytes), (*places, ids)))
     threads = max(1, min(torch.get_num_threads(), num_bytes // _THREAD_BYTES))
     edges = [len(ids) * part // threads for part in range(threads + 1)]
-    others = [_pool(torch.get_num_threads()).submit(_run, parts, *edges[i : i + 2]) for i in range(1, threads)]
-    try:
-        _run(parts, edges[0], edges[1])
-    finally:
-        for other in others:  # they write to this call's memory: never leave one behind
-            other.result()
+    _run_on_threads(parts, edges, (*planes, *rows))
     # torch has not seen the writes: views and saved tensors are told, as after an operation in place.
     for tensor in planes if choose is _scatter_copy else rows:
         if not tensor.is_inference():
@@ -110,14 +116,31 @@ def _move(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], choos
     return True
 
 
-def _run(parts: list[_Part], start: int, stop: int) -> None:
+def _run_on_threads(parts: list[_Part], edges: list[int], memory: tuple[Tensor, ...]) -> None:
+    """Run each stretch between two `edges` on a thread of its own, the first on this one, and wait for all."""
+    others = list[concurrent.futures.Future[None]]()
+    try:
+        for start, stop in itertools.pairwise(edges[1:]):
+            try:
+                # With the tensors: the copies know addresses only, and whoever is interrupted here lets go of the memory.
+                others.append(_pool(torch.get_num_threads()).submit(_run, parts, start, stop, memory))
+            except RuntimeError:  # Python is on its way out, or the system has no thread left
+                _run(parts, start, stop, memory)
+        _run(parts, edges[0], edges[1], memory)
+    finally:
+        concurrent.futures.wait(others)
+    for other in others:
+        other.result()
+
+
+def _run(parts: list[_Part], start: int, stop: int, memory: tuple[Tensor, ...]) -> None:
     for copy, places in parts:
         copy(*places, start, stop)
 
 
-def _gather_copy(plane: int, stride_bytes: int, rows: int, row_bytes: int, num_bytes: int) -> Callable[..., None]:
-    from speedtransfer.engines import compiled
-
+def _gather_copy(
+    compiled: Any, plane: int, stride_bytes: int, rows: int, row_bytes: int, num_bytes: int
+) -> Callable[..., None]:
     if num_bytes >= _STREAMING_BYTES:
         if not (rows | row_bytes) % compiled.LINE_BYTES:
             return compiled.gather_streaming_lines
@@ -126,9 +149,9 @@ def _gather_copy(plane: int, stride_bytes: int, rows: int, row_bytes: int, num_b
     return compiled.gather
 
 
-def _scatter_copy(plane: int, stride_bytes: int, rows: int, row_bytes: int, num_bytes: int) -> Callable[..., None]:
-    from speedtransfer.engines import compiled
-
+def _scatter_copy(
+    compiled: Any, plane: int, stride_bytes: int, rows: int, row_bytes: int, num_bytes: int
+) -> Callable[..., None]:
     # A line written in part would have to be read first: there only whole ones stream.
     if not (plane | stride_bytes | row_bytes) % compiled.LINE_BYTES:
         return compiled.scatter_streaming_lines

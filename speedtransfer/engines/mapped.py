@@ -52,8 +52,6 @@ class MappedEngine:
     kernel : {"lanes", "bulk"}
         "lanes" reads and writes by the instructions of every kernel; "bulk" by the copy engine that multiprocessors have
         since Hopper, where whole rows allow it: address, stride and width multiples of 16 bytes, nothing converted.
-    order : StreamOrder, optional
-        That of another engine which moves rows of the same planes.
 
     Raises
     ------
@@ -71,7 +69,6 @@ class MappedEngine:
         max_blocks: int | None = None,
         threads: int | None = None,
         kernel: str = "lanes",
-        order: StreamOrder | None = None,
     ) -> None:
         self.device = resolve_cuda(device, "the mapped engine")
         require_mapped(self.device)
@@ -87,12 +84,13 @@ class MappedEngine:
             self._kernel(direction, "rows")
             if kernel == "bulk":
                 self._kernel(direction, "bulk")
-        self._order = order or StreamOrder(self.device)
+        self._order = StreamOrder(self.device)
         self._argument = Argument()
         # What report_faults in move.cuh takes: a record that the host can look at, and the right to write to it.
         record = pinned_empty(4 * 8, self.device).view(torch.int64).zero_()
         self._fault, self._fault_pointer = record.numpy(), record.data_ptr()
-        with self._order.writing():  # the other streams wait for the zero
+        # The other streams wait for the zero; and an inference tensor could not be set to zero again.
+        with self._order.writing(), torch.inference_mode(False):
             self._claimed = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
@@ -181,13 +179,13 @@ class MappedEngine:
         """Raise for a row that an earlier gather did not find, if the device has said so, and forget it."""
         if not self._fault[0]:
             return
-        self._order.wait()
-        with self._order.writing():
-            _, position, value, num_rows = self._fault.tolist()
-            reported = bool(self._fault[0])  # another thread may have been faster
+        with self._order.writing() as stream:  # which waits for all that was queued, and lets nobody queue meanwhile
+            stream.synchronize()
+            reported, position, value, num_rows = self._fault.tolist()
+            with torch.inference_mode(False):
+                self._claimed.zero_()
             self._fault[:] = 0
-            self._claimed.zero_()  # nobody writes the record before this is done
-        if reported:
+        if reported:  # another thread may have been faster
             raise out_of_range(f"index[{position}] of an earlier gather (its row is zeros)", value, num_rows)
 
 

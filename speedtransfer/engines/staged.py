@@ -13,6 +13,7 @@ from speedtransfer.device import pinned_empty, resolve_cuda
 from speedtransfer.engines.bounds import check_host_index
 from speedtransfer.engines.host import gather_rows, scatter_rows
 from speedtransfer.engines.order import keep_until_done
+from speedtransfer.errors import InvalidValueError
 
 _ALIGN_BYTES = 256  # where each plane starts in a staging buffer
 _CHUNKS = 8  # of a call at least, down to chunks of
@@ -36,7 +37,7 @@ class StagedEngine:
     device : torch.device
         The compute device, on CUDA.
     num_buffers : int
-        Buffers of the ring.
+        Buffers of the ring, two at least.
     buffer_bytes : int
         The largest a buffer grows to, except where a single row needs more.
 
@@ -46,12 +47,18 @@ class StagedEngine:
         There is no CUDA.
     HostMemoryError
         A staging buffer cannot be page-locked.
+    InvalidValueError
+        Fewer than two buffers.
     """
 
     name = "staged"
 
     def __init__(self, device: torch.device | str, num_buffers: int = 3, buffer_bytes: int = 16 << 20) -> None:
         self.device = resolve_cuda(device, "the staged engine")
+        if num_buffers < 2:
+            raise InvalidValueError(
+                f"num_buffers is {num_buffers} but one is filled while another crosses; pass 2 or more"
+            )
         self.buffer_bytes = buffer_bytes
         self._ring = itertools.cycle([_Buffer(self.device) for _ in range(num_buffers)])
         self._index = _Buffer(self.device)

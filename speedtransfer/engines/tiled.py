@@ -30,8 +30,6 @@ class TiledEngine:
         The compute device, on CUDA.
     tile_bytes : int
         Room for a tile on the device; a tile has one row at least.
-    order : StreamOrder, optional
-        That of another engine which moves rows of the same planes.
 
     Raises
     ------
@@ -41,12 +39,10 @@ class TiledEngine:
 
     name = "tiled"
 
-    def __init__(
-        self, device: torch.device | str, tile_bytes: int = 64 << 20, order: StreamOrder | None = None
-    ) -> None:
+    def __init__(self, device: torch.device | str, tile_bytes: int = 64 << 20) -> None:
         self.device = resolve_cuda(device, "the tiled engine")
         self.tile_bytes = tile_bytes
-        self._order = order or StreamOrder(self.device)
+        self._order = StreamOrder(self.device)
 
     def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
@@ -55,6 +51,8 @@ class TiledEngine:
             check_host_index(host_index, planes[0].shape[0])
         if not len(index) or not planes:
             return
+        if not all(plane.is_contiguous() for plane in planes):
+            self._order.wait()  # torch has the host pack such rows, at once: what is queued must be done
         row_bytes = max(plane.shape[1] * plane.element_size() for plane in planes)
         ids = host_index.numpy()
         order = None if bool((ids[1:] >= ids[:-1]).all()) else np.argsort(ids, kind="stable")
@@ -78,6 +76,8 @@ class TiledEngine:
     def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``."""
         ids = index.cpu().numpy()
+        if not all(plane.is_contiguous() for plane in planes):
+            self._order.wait()
         with torch.no_grad(), torch.cuda.device(self.device), self._order.writing() as stream:
             for start, stop in runs(ids):
                 for plane, source in zip(planes, rows, strict=True):

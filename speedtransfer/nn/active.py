@@ -77,6 +77,8 @@ def activate(
     with torch.no_grad():
         flat, shape, checked = as_index(ids, table.num_rows, table.device)
         groups = unique_rows(flat, None if checked else table.num_rows, ids, padding_idx)
+        if table.engine != "staged":  # which wants the ids on the host
+            groups = groups.to(table.device)
         rows = table.gather(groups.ids, check=False)
         groups = groups.to(table.device)
         if max_norm is not None and len(rows):

@@ -116,7 +116,7 @@ class Table(Planes):
         RowIndexError, InvalidTypeError, InvalidValueError
             A row out of range; an index that holds no integers; an unknown plane; `out` that does not match. An index on a
             CUDA device is checked there, without waiting for it: a row out of range comes back as zeros, and the error is
-            raised by the next call of the table that finds it (`wait` does for certain).
+            raised by the next call of the table that finds it (`wait` does for certain); until then others may come back so.
         """
         flat, shape, checked = as_index(index, self.num_rows, self.device) if check else (index, index.shape, True)
         names = [planes] if isinstance(planes, str) else list(planes)

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer.device import mapped_view, require_cuda, resolve_device, to_cupy
-from speedtransfer.engines import Engine
+from speedtransfer.engines import Engine, engine_names
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.tables import files
 from speedtransfer.tables.fill import check_fill, check_floating, copy_plane, fill_plane
@@ -30,7 +30,7 @@ class Planes:
         """Take `weight`, a ``(num_rows, dim)`` tensor allocated by `place`, as the first plane."""
         self._place = place
         self._engine = place.engine()
-        self._planes = {"weight": weight}
+        self._planes = {"weight": _filled(weight)}
         self._writes = 0
         self._stats = TableStats()
         return self
@@ -76,10 +76,15 @@ class Planes:
 
     @engine.setter
     def engine(self, engine: str | Engine) -> None:
-        if not isinstance(engine, str) and getattr(engine, "device", None) == self.device:
+        if isinstance(engine, str):
+            new = self._place.engine(engine)  # which raises where such a one cannot serve
+        elif engine.name in engine_names(self.memory, self.device) and engine.device == self.device:
             new = engine
         else:
-            new = self._place.engine(engine if isinstance(engine, str) else repr(engine))
+            raise InvalidValueError(
+                f"engine is {engine.name!r} on {engine.device}, which does not move rows of memory={self.memory!r} on "
+                f"{self.device}; make one of {', '.join(engine_names(self.memory, self.device))}"
+            )
         self._engine.wait()
         self._engine = new
 
@@ -142,7 +147,7 @@ class Planes:
             copy_plane(plane, fill)
         elif fill != 0:
             fill_plane(plane, lambda chunk: chunk.fill_(fill))
-        self._planes[name] = plane
+        self._planes[name] = _filled(plane)
         return plane
 
     def drop_plane(self, name: str) -> None:
@@ -211,6 +216,7 @@ class Planes:
         others that look at the number of rows would see that of the chunk.
         """
         fill_plane(self.plane("weight"), function)
+        _filled(self.plane("weight"))
         self._writes += 1
         return self
 
@@ -246,7 +252,8 @@ class Planes:
             self._engine.wait()
             self._writes += self.version  # moved planes count their changes from zero again
             self._planes = self._place.move_to(target, self._planes)
-            self._engine = self._place.engine()
+            name = self._engine.name
+            self._engine = self._place.engine(name if name in engine_names(self.memory, target) else None)
         return self
 
     def astype(self, dtype: DType) -> Self:
@@ -275,3 +282,10 @@ def check_dtype(dtype: Any) -> DType:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in files.SAFE_NAMES))
         raise InvalidTypeError(f"dtype is {dtype!r} but a table holds one of torch's {names}; pass one of them")
     return dtype
+
+
+def _filled(plane: Tensor) -> Tensor:
+    """Return `plane` once its values are there: engines on other streams know nothing of who filled it."""
+    if plane.is_cuda:
+        torch.cuda.current_stream(plane.device).synchronize()
+    return plane
