@@ -180,6 +180,18 @@ def test_an_error_in_a_thread_is_raised_after_all_have_stopped(always_compiled, 
     assert sorted(running) == [0, 3, 6]
 
 
+def test_a_system_without_threads_left(always_compiled, monkeypatch):
+    class Full:
+        def submit(self, *arguments):
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(host, "_pool", lambda threads: Full())
+    content, index, out = any_bits((90, 64), torch.uint8), torch.randperm(90), torch.zeros(90, 64, dtype=torch.uint8)
+    host.gather_rows([content], index, [out])
+    assert torch.equal(out, content[index])
+
+
 def test_check(always_compiled):
     with pytest.raises(RowIndexError, match=r"index\[1\] is 4 but the table has 4 rows \(0 to 3\); clamp"):
         HostEngine().gather([torch.zeros(4, 2)], torch.tensor([0, 4, 9]), [torch.zeros(3, 2)], check=True)
