@@ -132,7 +132,11 @@ def resolve_cuda(device: torch.device | str | int | None, what: str) -> torch.de
     return found
 
 
-def pinned_empty(num_bytes: int, device: torch.device | str | int | None = None) -> Tensor:
+def pinned_empty(
+    num_bytes: int,
+    device: torch.device | str | int | None = None,
+    remedy: str = "use memory='pageable', or memory='mmap' for a table larger than that",
+) -> Tensor:
     """Return uninitialised page-locked memory of exactly `num_bytes`, as a (num_bytes,) uint8 CPU tensor.
 
     It is freed when the last tensor over it has died. Every CUDA device may read and write it (portable, mapped).
@@ -142,7 +146,7 @@ def pinned_empty(num_bytes: int, device: torch.device | str | int | None = None)
     DeviceError
         There is no CUDA.
     HostMemoryError
-        The system refuses to lock that much.
+        The system refuses to lock that much; `remedy` ends its message.
     """
     index = resolve_cuda(device, "page-locked memory (memory='pinned')").index
     if num_bytes == 0:
@@ -154,7 +158,7 @@ def pinned_empty(num_bytes: int, device: torch.device | str | int | None = None)
         except runtime.CUDARuntimeError as error:
             raise HostMemoryError(
                 f"cannot page-lock {format_bytes(num_bytes)} ({num_bytes} bytes): {_first_line(error)}; "
-                f"{_memory_limit()}; use memory='pageable', or memory='mmap' for a table larger than that"
+                f"{_memory_limit()}; {remedy}"
             ) from None
     block = _HostBlock(pointer, num_bytes)
     # Not at exit: other threads may still use it then, and the system takes it back anyway.

@@ -76,7 +76,7 @@ def cpu_as_cuda(monkeypatch):
         monkeypatch.setattr(f"speedtransfer.engines.{engine}.resolve_cuda", lambda device, what: torch.device(device))
         monkeypatch.setattr(
             f"speedtransfer.engines.{engine}.pinned_empty",
-            lambda size, device: torch.full((size,), 255, dtype=torch.uint8),
+            lambda size, device, remedy="": torch.full((size,), 255, dtype=torch.uint8),
         )
     monkeypatch.setattr("speedtransfer.engines.mapped.require_mapped", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

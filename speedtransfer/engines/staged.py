@@ -155,7 +155,10 @@ class _Buffer:
         self.wait()
         if starts[-1] > len(self._memory):
             # Half as much again: freeing page-locked memory waits for the device, and batches vary in size.
-            self._memory = pinned_empty(max(starts[-1], len(self._memory) * 3 // 2), self._device)
+            size = max(starts[-1], len(self._memory) * 3 // 2)
+            self._memory = pinned_empty(
+                size, self._device, "free host memory, or make the engine with fewer buffer_bytes"
+            )
         return [
             self._memory[start : start + size].view(tensor.dtype).view(tensor.shape)
             for start, size, tensor in zip(starts, sizes, like, strict=False)

@@ -22,8 +22,8 @@ class DeviceMemory(Memory):
             return torch.zeros(num_rows, width, dtype=dtype, device=self.device)
         except torch.cuda.OutOfMemoryError as error:
             raise HostMemoryError(
-                f"plane {plane!r} asks for {format_bytes(num_rows * width * dtype.itemsize)} of {self.device}, which has "
-                f"{format_bytes(torch.cuda.mem_get_info(self.device)[0])} free; pass memory='pinned', 'pageable' or 'mmap'"
+                f"plane {plane!r} asks for {format_bytes(num_rows * width * dtype.itemsize)} of {self.device} "
+                f"({str(error).splitlines()[0]}); pass memory='pinned', 'pageable' or 'mmap'"
             ) from error
 
     def move_to(self, device: torch.device, planes: dict[str, Tensor]) -> dict[str, Tensor]:  # noqa: D102

@@ -1,26 +1,70 @@
-"""Everything in this folder needs a CUDA device, and is skipped with the reason where there is none."""
+"""Everything in this folder needs a CUDA device, and is skipped with the reason where there is none.
 
+The tests run in processes of their own (see processes.py); with ``-s``, ``--pdb`` or ``-m sanitizer``, or where the
+environment has SPEEDTRANSFER_GPU_TESTS=inline, in that of pytest.
+"""
+
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from gpu.processes import ENVIRONMENT, Processes, Reporter, run_here
 from speedtransfer.device import cuda_status
+from speedtransfer.engines import calibration
+
+pytest.register_assert_rewrite("gpu.on_device", "gpu.tools")
 
 HERE = Path(__file__).parent
+ANYWHERE = HERE / "test_processes.py"  # needs no device
+
+# Streams that share one of the device's queues wait for each other: enough queues for all that a test has.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+def pytest_configure(config):
+    if os.environ.get(ENVIRONMENT, "inline") != "inline":
+        config.pluginmanager.register(Reporter(config, broken))
+
+
+def broken():
+    """Return what is wrong with the device; "" where it does as it is told."""
+    try:
+        assert torch.ones(3, device="cuda").sum().item() == 3
+        torch.cuda.synchronize()
+    except Exception as error:
+        return str(error).strip().splitlines()[0]
+    return ""
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m gpu` selects
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    ours = [item for item in items if HERE in item.path.parents and item.path != ANYWHERE]
+    if not ours:
+        return
     reason = cuda_status().reason
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=f"no CUDA: {reason}"))
+    for item in ours:
+        item.add_marker(pytest.mark.gpu)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=f"no CUDA: {reason}"))
+    if not reason and not run_here(config) and not config.pluginmanager.has_plugin("processes"):
+        config.pluginmanager.register(Processes(config), "processes")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def device():
     """The compute device of the tests."""
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """Leave the user's calibration alone, and measure none by the way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("SPEEDTRANSFER_CALIBRATE", "0")
+        patch.delenv("SPEEDTRANSFER_ENGINE", raising=False)
+        calibration._known.clear()
+        yield
+        calibration._known.clear()

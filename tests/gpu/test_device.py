@@ -1,13 +1,13 @@
 """device.py where there is a device: page-locked memory, views of it, streams, kernels."""
 
 import gc
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from gpu.tools import is_page_locked
 from speedtransfer import device as cuda
 from speedtransfer.errors import DeviceError, HostMemoryError, InvalidTypeError
 
@@ -53,13 +53,11 @@ class TestPinnedEmpty:
         freed = []
         free = cuda._free_host
         monkeypatch.setattr(cuda, "_free_host", lambda *args: [free(*args), freed.append(args[0])])
-        page = os.sysconf("SC_PAGE_SIZE")
-        before = os.sysconf("SC_AVPHYS_PAGES") * page
-        for _ in range(200):
+        for _ in range(40):
             cuda.pinned_empty(64 << 20, device)[::4096] = 1
         gc.collect()
-        assert len(freed) == 200
-        assert before - os.sysconf("SC_AVPHYS_PAGES") * page < 4 << 30  # of 12.5 GiB; others use this machine too
+        assert len(freed) == 40
+        assert not any(is_page_locked(pointer) for pointer in freed)
 
     def test_memory_lives_until_a_queued_copy_is_done(self, device):
         memory = cuda.pinned_empty(1 << 20, device).fill_(7)

@@ -6,25 +6,46 @@ import numpy as np
 import pytest
 import torch
 from cases import NPY_DTYPES, assert_same_bits, numbers, one_line
+from table_cases.convert import ConvertCases
+from table_cases.copies import CopyCases
+from table_cases.files import FileCases
+from table_cases.gather import GatherCases
+from table_cases.scatter import ScatterCases
 from table_contract import TableContract
 
 import speedtransfer as st
+from gpu.tools import table_in
+from speedtransfer.engines import MappedEngine, StagedEngine, engine_names
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
 
 
-class OnCuda(TableContract):
+def gather_and_wait(table, index, planes):
+    """Gather, and hear at the latest now of an index that only the device has seen."""
+    table.gather(index, planes)
+    table.wait()
+
+
+class Made:
     """Tables of one memory whose compute device is a CUDA device."""
 
     memory: str
+    suffix = ".safetensors"  # of the file of a "mmap" one
 
     def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
-        return st.Table(num_rows, dim, dtype, self.memory, device=self.device, **kwargs)
+        return st.Table(num_rows, dim, dtype, self.memory, device=self.device, **self._with_path(kwargs))
 
     def from_array(self, array, **kwargs):
-        return st.Table.from_array(array, self.memory, device=self.device, **kwargs)
+        return st.Table.from_array(array, self.memory, device=self.device, **self._with_path(kwargs))
 
     def load(self, path, **kwargs):
         return st.Table.load(path, self.memory, device=self.device, **kwargs)
+
+    def _with_path(self, kwargs):
+        return {"path": self.new_path(self.suffix), **kwargs} if self.memory == "mmap" else kwargs
+
+
+class OnCuda(Made, TableContract):
+    """The contract, and what a device adds to it."""
 
     def test_rows_are_gathered_to_the_device(self):
         table = self.numbered()
@@ -41,8 +62,29 @@ class OnCuda(TableContract):
 
     def test_index_on_the_device_out_of_range(self):
         table = self.numbered()
-        with pytest.raises(IndexError, match=r"index\[1\] is 10 but the table has 10 rows"):
-            table.gather(torch.tensor([3, 10], device=self.device))
+        before = self.rows_of(table)
+        bad = torch.tensor([3, 10, -1], device=self.device)
+        for planes in ("weight", ["weight"]):
+            message = r"^index\[1\].* is 10 but the table has 10 rows \(0 to 9\); clamp"
+            with pytest.raises(IndexError, match=message) as error:
+                gather_and_wait(table, bad, planes)
+            one_line(error)
+        with pytest.raises(IndexError, match=r"^index\[2\] is -1 but rows count from 0"):
+            table.scatter(torch.tensor([3, 4, -1], device=self.device), torch.ones(3, 4, device=self.device))
+        self.assert_unchanged(table, before)
+
+    def test_the_engines_that_it_can_have(self):
+        table = self.numbered()
+        before = self.rows_of(table)
+        names = engine_names(self.memory, self.device)
+        assert table.engine == getattr(self, "engine", names[0])
+        for name in names:
+            table.engine = name
+            assert table.engine == name
+            self.assert_unchanged(table, before)
+            table.scatter(torch.tensor([7, 2], device=self.device), torch.full((2, 4), -1.5, device=self.device))
+            before[[7, 2]] = -1.5
+            self.assert_unchanged(table, before)
 
     def test_calls_on_another_stream_see_the_rows(self):
         values = numbers((2000, 64), torch.float32)
@@ -105,6 +147,14 @@ class CupyViews:
 class TestPinned(CupyViews, OnCuda):
     memory = "pinned"
 
+    def test_one_made_by_hand(self):
+        table = self.numbered()
+        before = self.rows_of(table)
+        for engine in (MappedEngine(self.device, max_blocks=1, threads=64), StagedEngine(self.device, buffer_bytes=64)):
+            table.engine = engine
+            assert table.engine == engine.name
+            self.assert_unchanged(table, before)
+
     def test_auto_is_pinned(self):
         assert st.Table(4, 4).memory == "pinned"
 
@@ -130,17 +180,13 @@ class TestPageable(NoCupyView, OnCuda):
 
 
 class TestMmap(NoCupyView, OnCuda):
-    memory, persistent, suffix = "mmap", True, ".safetensors"
-
-    def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
-        return super().make(num_rows, dim, dtype, **{"path": self.new_path(self.suffix), **kwargs})
-
-    def from_array(self, array, **kwargs):
-        return super().from_array(array, **{"path": self.new_path(self.suffix), **kwargs})
+    memory, persistent = "mmap", True
 
 
-class TestMmapNpy(TestMmap):
-    suffix, dtypes = ".npy", NPY_DTYPES
+class TestMmapNpy(Made, FileCases, CopyCases, ConvertCases):
+    """The same memory in files of another form."""
+
+    memory, persistent, suffix, dtypes = "mmap", True, ".npy", NPY_DTYPES
 
 
 class TestDevice(CupyViews, OnCuda):
@@ -155,29 +201,51 @@ class TestDevice(CupyViews, OnCuda):
         one_line(error)
 
 
-@pytest.mark.parametrize("memory", ["pinned", "pageable", "device"])
-def test_over_32_bits_of_elements(memory, device):
-    num_rows, dim = 70_000_000, 32
-    table = st.Table(num_rows, dim, torch.int8, memory, device=device)
-    edge = 2**31 // dim
-    index = torch.tensor([num_rows - 1, edge - 1, edge, edge + 1, 0, 1])
-    rows = numbers((len(index), dim), torch.int8)
-    table.scatter(index, rows.to(device))
-    assert_same_bits(table.gather(index), rows)
-    assert not table.gather([2, edge - 2, edge + 2, num_rows - 2]).any()
+class Chosen(Made, GatherCases, ScatterCases, ConvertCases):
+    """The part of the contract in which rows move, for an engine that is no memory's default."""
+
+    engine: str
+
+    @pytest.fixture(autouse=True)
+    def _choose(self, monkeypatch):
+        monkeypatch.setenv("SPEEDTRANSFER_ENGINE", self.engine)
+
+    test_the_engines_that_it_can_have = OnCuda.test_the_engines_that_it_can_have
+    test_index_on_the_device_out_of_range = OnCuda.test_index_on_the_device_out_of_range
+    test_calls_on_another_stream_see_the_rows = OnCuda.test_calls_on_another_stream_see_the_rows
 
 
-def test_every_memory_gives_the_same_bits(device, tmp_path):
-    tables = [
-        st.Table(500, 33, memory=memory, path=tmp_path / "t.npy" if memory == "mmap" else None, device=device)
-        for memory in ("pinned", "pageable", "mmap", "device")
-    ]
-    generator = torch.Generator().manual_seed(0)
-    for table in tables:
+class TestPinnedMapped(Chosen):
+    memory, engine = "pinned", "mapped"
+
+
+class TestPinnedStaged(Chosen):
+    memory, engine = "pinned", "staged"
+
+
+class TestPinnedTiled(Chosen):
+    memory, engine = "pinned", "tiled"
+
+
+class TestDeviceReference(Chosen):
+    memory, engine, host = "device", "reference", False
+
+
+def test_every_memory_and_engine_gives_the_same_bits(device, tmp_path):
+    def filled(memory, engine):
+        table = table_in(memory, tmp_path, 500, 33, device)
+        table.engine = engine
         table.normal_(generator=torch.Generator().manual_seed(1))
         table.add_plane("m", 5, torch.bfloat16, fill=0.5)
-    for _ in range(30):
+        return table
+
+    memories = ("pinned", "pageable", "mmap", "device")
+    tables = [filled(memory, engine) for memory in memories for engine in engine_names(memory, device)]
+    assert len(tables) == 8
+    generator = torch.Generator().manual_seed(0)
+    for step in range(30):
         index = torch.randperm(500, generator=generator)[:77]
+        index = index.to(device) if step % 2 else index
         gathered = [table.gather(index, ["weight", "m"]) for table in tables]
         for rows in gathered[1:]:
             for name in ("weight", "m"):

@@ -1,0 +1,200 @@
+"""Choice by measurement on a CUDA device: whatever is chosen, the results are the same bits, in order."""
+
+import itertools
+import logging
+
+import pytest
+import torch
+
+import speedtransfer as st
+from gpu.tools import check_same, hold
+from speedtransfer.engines import auto, calibration
+from speedtransfer.engines.calibration import (
+    NUM_ROWS,
+    ROW_BYTES,
+    Calibration,
+    Point,
+    file_of,
+    known,
+    load,
+    machine_of,
+    remember,
+)
+from speedtransfer.errors import HostMemoryError
+
+NAMES = ("mapped", "staged", "tiled")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "cache"))
+    calibration._known.clear()
+    yield tmp_path / "cache"
+    calibration._known.clear()
+
+
+@pytest.fixture(scope="module")
+def measured(device):
+    """What this machine measures, once for all tests."""
+    return auto.calibrate_device(device)
+
+
+def choose(device, gather, scatter):
+    """Let these engines be the fastest for every call."""
+    points = []
+    for direction, fastest in (("gather", gather), ("scatter", scatter)):
+        other = {"mapped": "staged", "staged": "mapped", "tiled": "mapped"}[fastest]
+        # A table is tiled where one copy of all of it takes less than the best of the others.
+        seconds = {"mapped": 1e3, "staged": 1e3} if fastest == "tiled" else {fastest: 1e-6, other: 1.0}
+        points.append(Point(direction, 256, 1000, seconds))
+    remember(device, Calibration(machine_of(device), points, 1e12 if gather == "tiled" else 0.0))
+
+
+class TestMeasured:
+    def test_both_engines_at_every_size(self, measured):
+        assert {(point.direction, point.row_bytes) for point in measured.points} == set(
+            itertools.product(("gather", "scatter"), ROW_BYTES)
+        )
+        for point in measured.points:
+            assert set(point.seconds) == {"mapped", "staged"}, point
+            assert 1e-6 < min(point.seconds.values()) <= max(point.seconds.values()) < 10, point
+            assert 1 <= point.num_rows <= max(NUM_ROWS)
+        assert measured.copy_bytes_per_s > 1e9
+
+    def test_it_is_found_again(self, measured, device, cache):
+        assert load(device) is None
+        assert measured.save().parent == cache
+        assert load(device) == measured
+        assert load(device).machine["device"] == torch.cuda.get_device_name(device)
+
+    def test_a_table_takes_the_fastest(self, measured, device):
+        measured.save()
+        assert known(device) == measured
+        engine = st.Table(1 << 20, 128, memory="pinned", device=device)._engine
+        for point in measured.points:
+            assert engine.choose(point.direction, point.row_bytes, point.num_rows, 1 << 40) == point.fastest
+
+    def test_the_first_call_worth_it_measures(self, measured, device, monkeypatch, caplog):
+        monkeypatch.setenv("SPEEDTRANSFER_CALIBRATE", "1")
+        calls = []
+        monkeypatch.setattr(auto, "calibrate_device", lambda device: [calls.append(device), measured][1])
+        table = st.Table(10_000, 128, memory="pinned", device=device)
+        table.gather(torch.arange(100, device=device))
+        assert calls == []
+        with caplog.at_level(logging.INFO):
+            for _ in range(3):
+                table.gather(torch.arange(10_000, device=device))
+        assert calls == [device]
+        assert file_of(machine_of(device)).exists()
+        assert "once for this machine" in caplog.text
+
+    def test_memory_that_cannot_be_locked_for_it(self, device, monkeypatch, caplog):
+        def refuse(num_bytes, device):
+            raise HostMemoryError("no room; none at all")
+
+        monkeypatch.setenv("SPEEDTRANSFER_CALIBRATE", "1")
+        monkeypatch.setattr(auto, "pinned_empty", refuse)
+        table = st.Table(10_000, 128, memory="pinned", device=device).fill_(2)
+        assert table.gather(torch.arange(10_000, device=device)).eq(2).all()
+        assert "this machine was not measured for good (HostMemoryError: no room; none at all)" in caplog.text
+
+
+def train(device, memory="pinned", steps=12):
+    torch.manual_seed(0)
+    emb = st.Embedding(3000, 64, memory=memory, device=device)
+    opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        ids = torch.randint(3000, (500,), generator=generator)
+        opt.zero_grad()
+        emb(ids.to(device) if step % 2 else ids).square().sum().backward()
+        opt.step()
+    return [emb.table.plane(name).cpu().clone() for name in emb.table.planes]
+
+
+class TestChosen:
+    @pytest.mark.parametrize(("gather", "scatter"), [*itertools.product(NAMES, ("mapped", "staged"))], ids="-".join)
+    def test_training_is_the_same_bits(self, device, gather, scatter):
+        expected = train(device, "device")
+        choose(device, gather, scatter)
+        engine = st.Table(3000, 64, memory="pinned", device=device)._engine
+        assert (engine.choose("gather", 256, 500, 3000), engine.choose("scatter", 256, 500, 3000)) == (gather, scatter)
+        check_same(train(device), expected)
+
+    def test_another_choice_at_every_step(self, device):
+        expected = train(device, "device", 18)
+        torch.manual_seed(0)
+        emb = st.Embedding(3000, 64, memory="pinned", device=device)
+        opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
+        generator = torch.Generator().manual_seed(1)
+        for step in range(18):
+            choose(device, NAMES[step % 3], NAMES[step % 2])
+            ids = torch.randint(3000, (500,), generator=generator)
+            opt.zero_grad()
+            emb(ids.to(device) if step % 2 else ids).square().sum().backward()
+            opt.step()
+        check_same([emb.table.plane(name) for name in emb.table.planes], expected)
+
+    def test_engines_set_by_hand_during_training(self, device):
+        expected = train(device, "device", 18)
+        torch.manual_seed(0)
+        emb = st.Embedding(3000, 64, memory="pinned", device=device)
+        opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
+        generator = torch.Generator().manual_seed(1)
+        for step in range(18):
+            emb.table.engine = ("staged", "mapped", "tiled", "auto")[step % 4]
+            ids = torch.randint(3000, (500,), generator=generator)
+            opt.zero_grad()
+            emb(ids.to(device) if step % 2 else ids).square().sum().backward()
+            if step % 5 == 4:
+                emb.table.engine = "mapped"
+            opt.step()
+        check_same([emb.table.plane(name) for name in emb.table.planes], expected)
+
+
+class TestInFlight:
+    """One engine still moves rows when another is chosen for the next call."""
+
+    @pytest.mark.parametrize(("first", "then"), [*itertools.permutations(NAMES, 2)], ids="-".join)
+    def test_a_scatter_then_a_gather(self, device, first, then):
+        if first == "tiled":
+            pytest.skip("tiled is chosen for gathers only")
+        table, side = st.Table(1000, 64, memory="pinned", device=device), torch.cuda.Stream()
+        index, rows = torch.arange(1000, device=device), torch.zeros(1000, 64, device=device)
+        torch.cuda.synchronize()
+        choose(device, then, first)
+        with torch.cuda.stream(side):
+            hold(side, 50)
+            rows.fill_(5)
+            table.scatter(index, rows, check=False)
+        assert table.gather(index).eq(5).all()
+        assert table.torch().eq(5).all()
+
+    @pytest.mark.parametrize(("first", "then"), [*itertools.permutations(NAMES, 2)], ids="-".join)
+    def test_a_gather_then_a_scatter(self, device, first, then):
+        if then == "tiled":
+            pytest.skip("tiled is chosen for gathers only")
+        table, side = st.Table(1000, 64, memory="pinned", device=device).fill_(1), torch.cuda.Stream()
+        index, rows = torch.arange(1000, device=device), torch.full((1000, 64), 5.0, device=device)
+        torch.cuda.synchronize()
+        choose(device, first, then)
+        with torch.cuda.stream(side):
+            hold(side, 50)
+            out = table.gather(index)
+        table.scatter(index, rows, check=False)
+        side.synchronize()
+        assert out.eq(1).all()
+        assert table.torch().eq(5).all()
+
+    @pytest.mark.parametrize("then", ["staged", "tiled", "auto"])
+    def test_by_hand(self, device, then):
+        table, side = st.Table(1000, 64, memory="pinned", device=device), torch.cuda.Stream()
+        index, rows = torch.arange(1000, device=device), torch.zeros(1000, 64, device=device)
+        table.engine = "mapped"
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            hold(side, 50)
+            rows.fill_(5)
+            table.scatter(index, rows, check=False)
+        table.engine = then
+        assert table.gather(index).eq(5).all()

@@ -1,0 +1,116 @@
+"""Rows converted on the way: every half there is, and float32 chosen to be hard, by every engine, in both directions."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import FLOATS, bits, same_values
+
+from gpu.tools import DEVICE_ENGINES, PINNED_ENGINES, file_tensor, pinned
+from speedtransfer.engines import MappedEngine, StagedEngine
+
+PAIRS = [
+    pytest.param(*pair, id="-".join(str(dtype).removeprefix("torch.") for dtype in pair))
+    for pair in itertools.permutations(FLOATS, 2)
+]
+
+
+def all_halves(dtype):
+    """Return every value that `dtype`, of 16 bits, has."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def hard_values(dtype):
+    """Return values of `dtype` whose conversion may go wrong: all of a half; for float32, ties and their neighbours too."""
+    if dtype != torch.float32:
+        return all_halves(dtype)
+    halves = [all_halves(half).float() for half in (torch.float16, torch.bfloat16)]
+    near = []
+    for some in halves:
+        finite = some[some.isfinite()].double().sort().values.unique()
+        ties = ((finite[1:] + finite[:-1]) / 2).float()
+        near += [ties, torch.nextafter(ties, ties + 1), torch.nextafter(ties, ties - 1)]
+    random = torch.randint(-(2**31), 2**31, (1 << 16,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    return torch.cat([*halves, *near, random.view(torch.float32)])
+
+
+def as_rows(values, width):
+    """Return `values` as rows of `width`, the last one filled up with zeros."""
+    rows = torch.zeros(-(-len(values) // width), width, dtype=values.dtype)
+    rows.view(-1)[: len(values)] = values
+    return rows
+
+
+def check_conversion(engine, device, store, stored, dense, width, step=1):
+    content, new = as_rows(hard_values(stored)[::step], width), as_rows(hard_values(dense)[::step], width)
+    plane, count = store(content), len(content)
+    index = torch.from_numpy(np.random.default_rng(width).permutation(count))
+    rows = torch.ones(count, width, dtype=dense, device=device)
+    engine.gather([plane], index.to(device), [rows])
+    same_values(rows, content[index].to(dense))
+    plane = store(torch.ones(len(new) + 3, width, dtype=stored))
+    index = torch.from_numpy(np.random.default_rng(width).permutation(len(new) + 3)[: len(new)])
+    engine.scatter([plane], index.to(device), [new.to(device)])
+    engine.wait()
+    expected = torch.ones(len(new) + 3, width, dtype=stored)
+    expected[index] = new.to(stored)
+    same_values(plane, expected)
+
+
+class TestHardValues:
+    def test_they_are(self):
+        values = hard_values(torch.float32)
+        back = values.half().float()
+        assert values.isnan().any()
+        assert (back != values).float().mean() > 0.3
+        assert len(set(bits(all_halves(torch.float16).view(torch.int16)).view(np.int16).tolist())) == 65536
+
+    @pytest.mark.parametrize(("stored", "dense"), PAIRS)
+    @pytest.mark.parametrize("name", PINNED_ENGINES)
+    def test_pinned(self, device, name, stored, dense):
+        check_conversion(PINNED_ENGINES[name](device), device, pinned, stored, dense, 24)
+
+    @pytest.mark.parametrize(("stored", "dense"), PAIRS)
+    @pytest.mark.parametrize("name", DEVICE_ENGINES)
+    def test_device_memory(self, device, name, stored, dense):
+        check_conversion(DEVICE_ENGINES[name](device), device, lambda t: t.to(device, copy=True), stored, dense, 24)
+
+    @pytest.mark.parametrize(("stored", "dense"), PAIRS)
+    def test_pageable_and_mmap(self, device, tmp_path, stored, dense):
+        engine = StagedEngine(device)
+        check_conversion(engine, device, torch.clone, stored, dense, 24)
+        check_conversion(engine, device, lambda tensor: file_tensor(tensor, tmp_path), stored, dense, 24)
+
+
+@pytest.mark.parametrize(("stored", "dense"), PAIRS)
+@pytest.mark.parametrize("name", PINNED_ENGINES)
+def test_odd_widths(device, name, stored, dense):
+    engine = PINNED_ENGINES[name](device)
+    for width in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 129, 256, 257, 1000):
+        check_conversion(engine, device, pinned, stored, dense, width, step=101)
+
+
+@pytest.mark.parametrize(("stored", "dense"), PAIRS)
+@pytest.mark.parametrize("memory", ["pinned", "device"])
+def test_misaligned_and_strided(device, memory, stored, dense):
+    """Planes that start and continue at any element, rows too: no lane is as wide as it could be."""
+    engine = MappedEngine(device)
+    values = hard_values(stored)[::37].contiguous()
+    for shift, width, gap, row_shift in itertools.product((0, 1, 2, 3), (8, 12, 13), (0, 1, 4), (0, 1, 3)):
+        stride = width + gap
+        flat = values[: shift + 41 * stride]
+        there = pinned(flat) if memory == "pinned" else flat.to(device, copy=True)
+        plane, expected = (t.as_strided((41, width), (stride, 1), shift) for t in (there, flat))
+        index = torch.randint(41, (60,))
+        rows = torch.zeros(60 * width + row_shift, dtype=dense, device=device)[row_shift:].view(60, width)
+        engine.gather([plane], index.to(device), [rows])
+        same_values(rows, expected[index].to(dense))
+        new = torch.zeros(9 * width + row_shift, dtype=dense)[row_shift:].view(9, width)
+        new.copy_(values[-9 * width :].view(9, width))
+        on_device = torch.zeros(9 * width + row_shift, dtype=dense, device=device)[row_shift:].view(9, width).copy_(new)
+        whole = flat.clone()
+        whole.as_strided((41, width), (stride, 1), shift)[[40, 0, 7, 8, 9, 33, 2, 1, 20]] = new.to(stored)
+        engine.scatter([plane], torch.tensor([40, 0, 7, 8, 9, 33, 2, 1, 20], device=device), [on_device])
+        engine.wait()
+        same_values(there, whole)  # and the gaps as they were

@@ -1,0 +1,206 @@
+"""A bad index that only the device has seen: which one is named, when, and what it leaves behind."""
+
+import pytest
+import torch
+from engine_cases import any_bits
+
+import speedtransfer as st
+from gpu.tools import check_same, hold, pinned
+from speedtransfer.engines import MappedEngine, make_engine
+from speedtransfer.errors import RowIndexError
+
+LATE = r" of an earlier gather \(its row is zeros\)"
+
+
+@pytest.fixture(params=["pinned", "device"])
+def memory(request):
+    return request.param
+
+
+@pytest.fixture
+def store(memory, device):
+    return pinned if memory == "pinned" else lambda tensor: tensor.to(device, copy=True)
+
+
+@pytest.fixture(params=["mapped", "default"])
+def engine(request, memory, device):
+    return MappedEngine(device) if request.param == "mapped" else make_engine(memory, device)
+
+
+class TestWhatIsSaid:
+    @pytest.mark.parametrize("count", [1, 33, 100_000, 1_000_000])
+    def test_the_first_of_many(self, engine, device, store, count):
+        plane, rows = store(torch.randn(1000, 4)), torch.ones(count, 4, device=device)
+        generator = torch.Generator().manual_seed(count)
+        for _ in range(3):
+            index = torch.randint(1000, (count,), generator=generator)
+            bad = torch.randint(count, (1 + count // 50,), generator=generator).unique()
+            index[bad] = torch.randint(1000, 2**62, (len(bad),), generator=generator)
+            index[bad[::2]] *= -1
+            first = int(bad[0])
+            engine.gather([plane], index.to(device), [rows], check=True)
+            with pytest.raises(
+                RowIndexError, match=rf"^index\[{first}\]{LATE} is {index[first]} but .+; clamp or filter"
+            ):
+                engine.wait()
+            expected = plane.cpu()[index.clamp(0, 999)].index_fill(0, bad, 0)
+            check_same([rows], [expected])
+            engine.wait()  # said once
+
+    def test_all_of_a_large_index(self, engine, device, store):
+        plane, rows = store(torch.ones(10, 3)), torch.ones(300_000, 3, device=device)
+        engine.gather([plane], torch.full((300_000,), 10, device=device), [rows], check=True)
+        with pytest.raises(
+            RowIndexError, match=rf"^index\[0\]{LATE} is 10 but the table has 10 rows \(0 to 9\); clamp"
+        ):
+            engine.wait()
+        assert not rows.any()
+
+    def test_a_row_is_zeros_in_every_plane_and_dtype(self, engine, device, store):
+        contents = [
+            any_bits((9, 8), torch.float32),
+            any_bits((9, 1), torch.int32),
+            any_bits((9, 5), torch.uint8),
+            torch.randn(9, 16).half(),
+            torch.randn(9, 7).bfloat16(),
+        ]
+        planes = [store(content) for content in contents]
+        wanted = [torch.float32, torch.int32, torch.uint8, torch.float32, torch.float16]
+        rows = [
+            torch.ones(3, content.shape[1], dtype=dtype, device=device)
+            for content, dtype in zip(contents, wanted, strict=True)
+        ]
+        engine.gather(planes, torch.tensor([8, 9, 0], device=device), rows, check=True)
+        with pytest.raises(RowIndexError, match=rf"^index\[1\]{LATE} is 9 but the table has 9 rows"):
+            engine.wait()
+        expected = [content[[8, 0, 0]].to(dtype) for content, dtype in zip(contents, wanted, strict=True)]
+        check_same(rows, [row.index_fill(0, torch.tensor([1]), 0) for row in expected])
+        check_same(planes, contents)
+
+    def test_of_two_gathers_the_earlier(self, engine, device, store):
+        plane, rows = store(torch.ones(10, 3)), torch.ones(2, 3, device=device)
+        side = torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            hold(side, 50)
+            engine.gather([plane], torch.tensor([4, 11], device=device), [rows], check=True)
+            engine.gather([plane], torch.tensor([12, 4], device=device), [rows], check=True)
+        with pytest.raises(RowIndexError, match=rf"^index\[1\]{LATE} is 11 "):
+            engine.wait()
+        engine.wait()
+
+
+class TestWhenItIsSaid:
+    def test_the_host_does_not_wait_for_it(self, engine, device, store):
+        plane, rows, side = store(torch.ones(10, 3)), torch.ones(2, 3, device=device), torch.cuda.Stream()
+        bad, good = torch.tensor([4, 11], device=device), torch.tensor([4, 9], device=device)
+        with torch.cuda.stream(side):
+            engine.gather([plane], good, [rows], check=True)  # once, so that nothing is loaded or allocated below
+            torch.cuda.synchronize()
+            held = hold(side)
+            engine.gather([plane], bad, [rows], check=True)
+            engine.gather([plane], good, [rows])  # the device has not come to it
+            assert not held.query()
+            side.synchronize()
+            with pytest.raises(RowIndexError, match=rf"^index\[1\]{LATE} is 11 "):
+                engine.gather([plane], good, [rows])
+            engine.gather([plane], good, [rows], check=True)
+        engine.wait()
+        assert rows.eq(1).all()
+
+    @pytest.mark.parametrize("call", ["gather", "scatter", "wait"])
+    def test_on_another_stream(self, engine, device, store, call):
+        plane, rows = store(torch.ones(10, 3)), torch.full((2, 3), 5.0, device=device)
+        bad, good = torch.tensor([-4, 3], device=device), torch.tensor([4, 9], device=device)
+        one, two = torch.cuda.Stream(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(one):
+            hold(one, 50)
+            engine.gather([plane], bad, [torch.ones(2, 3, device=device)], check=True)
+        if call != "wait":
+            one.synchronize()
+        then = {
+            "gather": lambda: engine.gather([plane], good, [rows]),
+            "scatter": lambda: engine.scatter([plane], good, [rows]),
+            "wait": engine.wait,
+        }[call]
+        with (
+            torch.cuda.stream(two),
+            pytest.raises(RowIndexError, match=rf"^index\[0\]{LATE} is -4 but rows count from 0"),
+        ):
+            then()
+        assert plane.eq(1).all()  # what raised did nothing else
+        with torch.cuda.stream(two):
+            engine.scatter([plane], good, [rows])
+        engine.wait()
+        assert plane.cpu()[:, 0].tolist() == [1, 1, 1, 1, 5, 1, 1, 1, 1, 5]
+
+    def test_again_and_again(self, engine, device, store):
+        plane, rows = store(torch.ones(10, 3)), torch.zeros(100, 3, device=device)
+        for place in range(100):
+            index = torch.full((100,), 3, device=device)
+            index[place:] = 10 + place
+            engine.gather([plane], index, [rows], check=True)
+            with pytest.raises(RowIndexError, match=rf"^index\[{place}\]{LATE} is {10 + place} "):
+                engine.wait()
+
+    def test_engines_do_not_hear_of_each_other(self, device, store):
+        one, two, plane = MappedEngine(device), MappedEngine(device), store(torch.ones(10, 3))
+        one.gather([plane], torch.tensor([10], device=device), [torch.ones(1, 3, device=device)], check=True)
+        torch.cuda.synchronize()
+        two.gather([plane], torch.tensor([9], device=device), [torch.ones(1, 3, device=device)], check=True)
+        two.wait()
+        with pytest.raises(RowIndexError):
+            one.wait()
+
+    def test_nothing_is_said_of_what_nobody_asked_for(self, engine, device, store):
+        rows = torch.ones(1, 3, device=device)
+        engine.gather([store(torch.ones(10, 3))], torch.tensor([10], device=device), [rows])
+        engine.wait()
+        assert not rows.any()
+
+
+class TestOfATable:
+    def test_it_goes_on_working(self, device, memory):
+        table = st.Table(100, 8, memory=memory, device=device).normal_()
+        before, bad = table.torch().cpu().clone(), torch.tensor([[1, 2], [100, 3]], device=device)
+        rows = table.gather(bad)
+        with pytest.raises(RowIndexError, match=rf"^index\[2\]{LATE} is 100 but the table has 100 rows"):
+            table.wait()
+        check_same([rows[0], rows[1, 1]], [before[[1, 2]], before[3]])
+        assert not rows[1, 0].any()
+        check_same([table.torch()], [before])
+        table.scatter(torch.tensor([99, 0], device=device), torch.ones(2, 8, device=device))
+        assert table.gather(torch.tensor([99, 0], device=device)).eq(1).all()
+
+    @pytest.mark.parametrize("look", ["torch", "flush", "zero_", "save", "to"])
+    def test_no_view_before_it_is_said(self, device, memory, tmp_path, look):
+        table = st.Table(100, 8, memory=memory, device=device).fill_(1)
+        table.gather(torch.tensor([100], device=device))
+        arguments = {"save": [tmp_path / "t.npy"], "to": ["cpu"]}.get(look, [])
+        with pytest.raises(RowIndexError, match=LATE):
+            getattr(table, look)(*arguments)
+        assert table.torch().eq(1).all()
+
+    def test_a_scatter_says_it_at_once_and_writes_nothing(self, device, memory):
+        table = st.Table(100, 8, memory=memory, device=device).fill_(1)
+        for bad, first in (([5, 100, -1], 1), ([-1, 5, 100], 0), ([7, 7, 100], 2)):
+            with pytest.raises(RowIndexError, match=rf"^index\[{first}\] is "):
+                table.scatter(torch.tensor(bad, device=device), torch.zeros(3, 8, device=device))
+        assert table.torch().eq(1).all()
+
+    def test_an_embedding_says_it_at_once(self, device, memory):
+        emb = st.Embedding(100, 8, memory=memory, device=device)
+        for index, where in ((torch.tensor([[3, 4], [5, 100]]), r"\[1, 1\]"), (torch.tensor([-1]), r"\[0\]")):
+            with pytest.raises(RowIndexError, match=rf"^index{where} is "):
+                emb(index.to(device))
+            with pytest.raises(RowIndexError, match=rf"^index{where} is "):
+                emb(index)
+        emb(torch.tensor([99], device=device)).sum().backward()
+
+    def test_an_unsigned_index_beyond_64_bits(self, device, memory):
+        table = st.Table(100, 8, memory=memory, device=device)
+        index = torch.tensor([1, 2**63 + 7], dtype=torch.uint64).to(device)
+        table.gather(index)
+        with pytest.raises(RowIndexError, match=rf"^index\[1\]{LATE} is "):
+            table.wait()

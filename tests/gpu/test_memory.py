@@ -1,0 +1,304 @@
+"""Memory that is not there, that is given back, and that ten thousand calls do not lose."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from cases import one_line
+
+import speedtransfer as st
+from gpu.tools import allocated_bytes, is_page_locked, pinned, resident_bytes, table_in
+from speedtransfer import device as cuda
+from speedtransfer.engines import MappedEngine, StagedEngine, TiledEngine
+from speedtransfer.engines import order as order_module
+from speedtransfer.errors import HostMemoryError, format_bytes
+
+
+@pytest.fixture
+def no_page_locking(monkeypatch):
+    """Let CUDA refuse to lock pages, as at a limit of the container."""
+    runtime = cuda._cupy().cuda.runtime
+
+    def refuse(num_bytes, flags):
+        raise runtime.CUDARuntimeError(2)
+
+    monkeypatch.setattr(runtime, "hostAlloc", refuse)
+    return monkeypatch
+
+
+def said(error, num_bytes):
+    """Check that a message names the bytes asked for, a limit and a remedy, and return it."""
+    message = one_line(error)
+    for part in (format_bytes(num_bytes), f"({num_bytes} bytes)", "cudaErrorMemoryAllocation", "the likely limit is"):
+        assert part in message
+    return message
+
+
+class TestRefused:
+    def test_a_pinned_table(self, device, no_page_locking):
+        with pytest.raises(MemoryError) as error:
+            st.Table(1000, 128, memory="pinned", device=device)
+        assert isinstance(error.value, HostMemoryError)
+        assert "use memory='pageable'" in said(error, 1000 * 128 * 4)
+        no_page_locking.undo()
+        assert not st.Table(1000, 128, memory="pinned", device=device).gather([999]).any()
+
+    def test_beyond_what_cuda_can_lock(self, device, monkeypatch):
+        monkeypatch.setattr("speedtransfer.tables.memory.physical_bytes", lambda: 1 << 62)
+        with pytest.raises(HostMemoryError) as error:
+            st.Table(1 << 38, 64, memory="pinned", device=device)
+        said(error, 1 << 46)
+        assert torch.ones(3, device=device).sum() == 3  # CUDA is none the worse
+
+    def test_beyond_the_memory_of_the_machine(self, device):
+        for memory in ("pinned", "pageable"):
+            with pytest.raises(HostMemoryError) as error:
+                st.Table(10**12, 128, memory=memory, device=device)
+            message = one_line(error)
+            for part in ("plane 'weight' of 1000000000000 x 128 torch.float32", "asks for 512 TB", "this machine has "):
+                assert part in message
+            assert "pass memory='mmap'" in message
+
+    def test_a_plane_of_optimizer_state(self, device, monkeypatch):
+        emb = st.Embedding(1000, 16, memory="pinned", device=device)
+        opt = torch.optim.Adam(emb.parameters(), lr=0.1)
+        before = emb.table.torch().clone()
+        emb(torch.arange(5, device=device)).sum().backward()
+        runtime = cuda._cupy().cuda.runtime
+        allocate, sizes = runtime.hostAlloc, []
+
+        def second_is_refused(num_bytes, flags):
+            sizes.append(num_bytes)
+            if len(sizes) == 2:
+                raise runtime.CUDARuntimeError(2)
+            return allocate(num_bytes, flags)
+
+        monkeypatch.setattr(runtime, "hostAlloc", second_is_refused)
+        with pytest.raises(HostMemoryError) as error:
+            opt.step()
+        monkeypatch.undo()
+        said(error, 1000 * 16 * 4)
+        assert emb.table.planes == ("weight",)
+        assert torch.equal(emb.table.torch(), before)
+        opt.step()  # as if nothing had been
+        assert emb.table.planes == ("weight", "exp_avg", "exp_avg_sq")
+        assert not torch.equal(emb.table.torch(), before)
+
+    @pytest.mark.parametrize("memory", ["pageable", "mmap"])
+    def test_a_staging_buffer(self, device, tmp_path, memory, no_page_locking):
+        table = table_in(memory, tmp_path, 1000, 128, device).fill_(1)
+        index, rows = torch.arange(1000, device=device), torch.ones(2, 128, device=device)
+        calls = [
+            (lambda: table.gather(index), 8192),  # for the index, in steps of 256 bytes
+            (lambda: table.gather([1, 2, 1]), 3 * 512),
+            (lambda: table.scatter([1, 2], rows), 2 * 512),
+        ]
+        for call, num_bytes in calls:
+            with pytest.raises(HostMemoryError) as error:
+                call()
+            said(error, num_bytes)
+        no_page_locking.undo()
+        table.scatter([1, 2], rows * 2)
+        assert table.gather(index)[:, 0].tolist() == [1, 2, 2] + [1] * 997
+
+    def test_a_gpu_that_is_full(self, device):
+        num_bytes = 10**12 * 128 * 4
+        with pytest.raises(HostMemoryError) as error:
+            st.Table(10**12, 128, memory="device", device=device)
+        message = one_line(error)
+        assert f"plane 'weight' asks for {format_bytes(num_bytes)} of {device} (CUDA out of memory" in message
+        assert "); pass memory='pinned', 'pageable' or 'mmap'" in message
+        assert not st.Table(10, 4, memory="device", device=device).gather([9]).any()
+
+    def test_a_share_of_the_gpu(self, device):
+        before = allocated_bytes()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(0.02, device)
+        try:
+            total = torch.cuda.get_device_properties(device).total_memory
+            with pytest.raises(HostMemoryError, match=f"asks for {format_bytes(total // 1024 * 1024)} of {device}"):
+                st.Table(total // 1024, 256, memory="device", device=device)
+            table = st.Table(10**5, 64, memory="device", device=device)  # there is room for this
+            emb = st.Embedding(10**6, 64, memory="pinned", device=device)
+            opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
+            emb(torch.arange(1000, device=device)).sum().backward()
+            opt.step()
+            assert not table.gather([5]).any()
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+        del table, emb, opt
+        assert allocated_bytes() == before
+
+
+class TestGivenBack:
+    def test_page_locked_memory_of_a_table(self, device):
+        table = st.Table(1 << 18, 256, memory="pinned", device=device)
+        table.add_plane("m", 16)
+        table.gather(torch.arange(1000, device=device), ["weight", "m"])
+        pointers = [table.plane(name).data_ptr() for name in table.planes]
+        assert all(is_page_locked(pointer) for pointer in pointers)
+        table.drop_plane("m")
+        assert [is_page_locked(pointer) for pointer in pointers] == [True, False]
+        alive = weakref.ref(table)
+        del table
+        assert alive() is None, "a table must not wait for the next garbage collection"
+        assert not any(is_page_locked(pointer) for pointer in pointers)
+
+    def test_not_while_a_view_lives(self, device):
+        table = st.Table(1000, 16, memory="pinned", device=device).fill_(3)
+        views = [table.torch(), table.torch()[5], table.numpy()[2:], table.cupy()]
+        pointer = views[0].data_ptr()
+        del table
+        while views:
+            assert is_page_locked(pointer)
+            assert float(views.pop().sum()) % 3 == 0
+            gc.collect()
+        assert not is_page_locked(pointer)
+
+    def test_not_while_the_device_reads_it(self, device):
+        table, side = st.Table(100_000, 64, memory="pinned", device=device).fill_(3), torch.cuda.Stream()
+        index = torch.arange(100_000, device=device)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(100_000_000)
+            rows = table.gather(index)
+        del table
+        gc.collect()
+        other = st.Table(100_000, 64, memory="pinned", device=device).fill_(4)
+        side.synchronize()
+        assert rows.eq(3).all()
+        assert other.gather([7]).eq(4).all()
+
+    def test_page_locked_memory_of_an_engine(self, device):
+        engine, plane = StagedEngine(device), torch.zeros(1000, 64)
+        for _ in range(4):
+            engine.gather([plane], torch.arange(1000, device=device), [torch.zeros(1000, 64, device=device)])
+        pointers = [next(engine._ring)._memory.data_ptr() for _ in range(3)]
+        assert len(set(pointers)) == 3
+        assert all(is_page_locked(pointer) for pointer in pointers)
+        del engine
+        assert not any(is_page_locked(pointer) for pointer in pointers)
+
+    @pytest.mark.parametrize("memory", ["pinned", "pageable", "mmap", "device"])
+    def test_memory_of_the_device(self, device, tmp_path, memory):
+        before = allocated_bytes()
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            table = table_in(memory, tmp_path / name, 100_000, 64, device).fill_(1)
+            if memory == "device":
+                assert torch.cuda.memory_allocated() - before >= 100_000 * 64 * 4
+            else:
+                assert torch.cuda.memory_allocated() - before < 1 << 16
+            index = torch.arange(1000, device=device)
+            rows = table.gather(index)
+            table.scatter(index, rows * 2)
+            table.wait()
+            del table, rows, index
+            assert allocated_bytes() == before
+
+    def test_an_embedding_and_its_optimizer(self, device):
+        def train():
+            emb = st.Embedding(1000, 16, memory="pinned", device=device)
+            opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
+            for _ in range(3):
+                opt.zero_grad()
+                emb(torch.randint(1000, (50,)).to(device)).sum().backward()
+                opt.step()
+            return [emb.table.plane(name).data_ptr() for name in emb.table.planes]
+
+        train()
+        before = allocated_bytes()
+        pointers = train()
+        assert allocated_bytes() == before
+        assert len(pointers) == 3
+        assert not any(is_page_locked(pointer) for pointer in pointers)
+
+
+CALLS = 10_000
+
+
+class TestNothingIsLost:
+    """Ten thousand calls of varying length, on many streams: neither host, device nor caches grow."""
+
+    @pytest.mark.parametrize("name", ["mapped", "staged", "tiled"])
+    def test_calls(self, device, name):
+        make = {"mapped": MappedEngine, "staged": StagedEngine, "tiled": TiledEngine}[name]
+        engine, calls = make(device), CALLS if name != "tiled" else CALLS // 20
+        plane = pinned(torch.zeros(1000, 16))
+        half = pinned(torch.zeros(1000, 16).half())
+        index = torch.randperm(1000)
+        indices = [index.to(device), index]
+        rows = torch.zeros(1000, 16, device=device)
+        streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(40))]
+
+        def call(number):
+            count, which = 1 + number * 37 % 999, indices[number // 2 % 2]
+            other = half if number % 3 == 0 else plane
+            with torch.cuda.stream(streams[number % len(streams)]):
+                if number % 2:
+                    engine.gather([plane, other], which[:count], [rows[:count], rows[:count].clone()])
+                else:
+                    engine.scatter([plane], which[:count], [rows[:count]])
+            if number % 50 == 0:
+                engine.wait()  # the host must not run ahead: what is under way takes memory
+
+        def state():
+            engine.wait()
+            host = torch.cuda.host_memory_stats() if hasattr(torch.cuda, "host_memory_stats") else {}
+            caches = [cuda._cupy_stream, order_module._stream_at]
+            return (
+                allocated_bytes(),
+                torch.cuda.memory_reserved(),
+                host.get("allocated_bytes.current", 0),
+                [cache.cache_info().currsize for cache in caches],
+            )
+
+        for number in range(calls // 4):
+            call(number)
+        before, resident = state(), resident_bytes()
+        for number in range(calls):
+            call(number)
+        after = state()
+        assert after[0] == before[0]
+        assert after[1] <= before[1] + (4 << 20)
+        assert after[2] <= before[2] + (1 << 20)
+        assert after[3] == before[3]
+        assert resident_bytes() - resident < 32 << 20
+        assert not plane.any()
+
+    @pytest.mark.parametrize("memory", ["pinned", "pageable"])
+    def test_calls_of_a_table(self, device, memory, monkeypatch):
+        table, allocations = st.Table(1000, 16, memory=memory, device=device), []
+        index = torch.arange(1000, device=device)
+        runtime = cuda._cupy().cuda.runtime
+        allocate = runtime.hostAlloc
+
+        def call(number):
+            table.scatter(index, table.gather(index) + 1, check=number % 2 == 0)
+
+        for number in range(100):
+            call(number)
+        monkeypatch.setattr(runtime, "hostAlloc", lambda *args: [allocations.append(args), allocate(*args)][1])
+        before, resident = allocated_bytes(), resident_bytes()
+        for number in range(CALLS // 2):
+            call(number)
+        table.wait()
+        assert allocations == []
+        assert allocated_bytes() == before
+        assert resident_bytes() - resident < 32 << 20
+        assert table.torch().eq(100 + CALLS // 2).all()
+
+    def test_tables(self, device):
+        """Made, used and dropped: their engines, events and page-locked memory go with them."""
+
+        def once():
+            table = st.Table(1000, 64, memory="pinned", device=device)
+            table.scatter([1, 2], table.gather([1, 2]) + 1)
+
+        for _ in range(20):
+            once()
+        before, resident = allocated_bytes(), resident_bytes()
+        for _ in range(200):
+            once()
+        assert allocated_bytes() == before
+        assert resident_bytes() - resident < 32 << 20

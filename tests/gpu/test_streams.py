@@ -1,0 +1,378 @@
+"""What is waited for: a producer that was held back, and nothing else; the host for nothing that it need not know.
+
+A test calls a few times before it holds a stream back, with the same shapes: what is loaded or allocated first may wait.
+"""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from engine_cases import any_bits
+
+import speedtransfer as st
+from gpu.tools import DEVICE_ENGINES, PINNED_ENGINES, check_same, hold, pinned, synchronizing, table_in
+from speedtransfer.device import _cupy
+from speedtransfer.engines import MappedEngine, StagedEngine
+
+MEMORIES = ["pinned", "pageable", "mmap", "device"]
+NO_HOST = ["pinned", "device"]  # memories whose default engine has nothing for the host to do
+WAYS = (
+    [("pinned", name) for name in PINNED_ENGINES]
+    + [("device", name) for name in DEVICE_ENGINES]
+    + [("pageable", "staged")]
+)
+
+
+WARM = [True] * 4 + [False]  # more calls than a staging engine has buffers, then the one that counts
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage():
+    """Page-locked memory that garbage collection finds is freed, and that waits for the device."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(params=WAYS, ids="-".join)
+def way(request, device):
+    """An engine, and what copies a CPU tensor to where it can have planes."""
+    memory, name = request.param
+    engine = {**PINNED_ENGINES, "reference": DEVICE_ENGINES["reference"]}[name](device)
+    stores = {"pinned": pinned, "device": lambda tensor: tensor.to(device, copy=True), "pageable": torch.clone}
+    return engine, stores[memory]
+
+
+@contextlib.contextmanager
+def not_waiting(*streams):
+    """Expect that all `streams` are held back still when the body is done."""
+    held = [hold(stream) for stream in streams]
+    yield
+    assert not any(event.query() for event in held), "it was waited for"
+
+
+class TestProducers:
+    """Work queued before on the current stream is waited for: what makes the index, the rows, and the planes."""
+
+    def test_of_the_index(self, way, device):
+        (engine, store), side = way, torch.cuda.Stream()
+        content = any_bits((1000, 7), torch.float32)
+        plane, wanted = store(content), torch.randperm(1000)
+        source, index = wanted.to(device), torch.zeros(1000, dtype=torch.int64, device=device)
+        rows = torch.zeros(1000, 7, device=device)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            hold(side, 50)
+            index.copy_(source)
+            engine.gather([plane], index, [rows])
+        side.synchronize()
+        check_same([rows], [content[wanted]])
+
+    def test_of_the_rows_and_the_index(self, way, device):
+        (engine, store), side = way, torch.cuda.Stream()
+        content, wanted = any_bits((1000, 7), torch.float32), torch.randperm(1000)
+        plane, source, source_rows = store(torch.zeros(1000, 7)), wanted.to(device), content.to(device)
+        index = torch.arange(1000, device=device)
+        rows = torch.zeros(1000, 7, device=device)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            hold(side, 50)
+            index.copy_(source)
+            rows.copy_(source_rows)
+            engine.scatter([plane], index, [rows])
+        engine.wait()
+        check_same([plane], [torch.zeros(1000, 7).index_copy(0, wanted, content)])
+
+    def test_of_the_planes(self, way, device):
+        """A scatter on one stream, a gather on another, ten times without a wait of the host."""
+        engine, store = way
+        plane, index = store(torch.zeros(1000, 7)), torch.arange(1000, device=device)
+        rows, outs = torch.zeros(1000, 7, device=device), [torch.zeros(1000, 7, device=device) for _ in range(10)]
+        one, two = torch.cuda.Stream(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        for step, out in enumerate(outs):
+            with torch.cuda.stream(one):
+                hold(one, 5)
+                rows.fill_(step + 1)
+                engine.scatter([plane], index, [rows])
+            with torch.cuda.stream(two):
+                engine.gather([plane], index, [out])
+        torch.cuda.synchronize()
+        assert [out.unique().tolist() for out in outs] == [[step + 1.0] for step in range(10)]
+
+    @pytest.mark.parametrize("memory", MEMORIES)
+    def test_of_a_table(self, device, tmp_path, memory):
+        table, side = table_in(memory, tmp_path, 500, 9, device).fill_(1), torch.cuda.Stream()
+        index, rows = torch.arange(500, device=device), torch.zeros(500, 9, device=device)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            hold(side, 50)
+            rows.fill_(4)
+            table.scatter(index, rows)
+        assert table.gather(index).eq(4).all()
+        with torch.cuda.stream(side):
+            hold(side, 50)
+            rows.fill_(6)
+            table.scatter(index, rows)
+        assert table.torch().eq(6).all()
+
+
+class TestNothingElse:
+    @pytest.mark.parametrize("direction", ["gather", "scatter"])
+    def test_work_of_another_stream(self, way, device, direction):
+        (engine, store), mine, other = way, torch.cuda.Stream(), torch.cuda.Stream()
+        content = any_bits((1000, 64), torch.float32)
+        plane, index = store(content), torch.arange(999, -1, -1, device=device)
+        rows = content.flip(0).to(device)
+        torch.cuda.synchronize()
+        for warm in WARM:
+            with contextlib.nullcontext() if warm else not_waiting(other):
+                with torch.cuda.stream(mine):
+                    getattr(engine, direction)([plane], index, [rows])
+                mine.synchronize()
+                engine.wait()
+        check_same([rows, plane], [content.flip(0), content])
+
+    def test_gathers_of_two_streams(self, device):
+        """They read the same planes: neither waits for the other."""
+        table, mine, other = (
+            st.Table(1000, 64, memory="pinned", device=device).normal_(),
+            *(torch.cuda.Stream() for _ in "ab"),
+        )
+        index = torch.arange(1000, device=device)
+        for warm in WARM:
+            torch.cuda.synchronize()
+            with torch.cuda.stream(other):
+                held = None if warm else hold(other)
+                theirs = table.gather(index)
+            with torch.cuda.stream(mine):
+                ours = table.gather(index)
+            mine.synchronize()
+            assert held is None or not held.query()
+        other.synchronize()
+        check_same([ours, theirs], [table.torch(), table.torch()])
+
+    @pytest.mark.parametrize("memory", MEMORIES)
+    def test_another_table(self, device, tmp_path, memory):
+        one, two = (table_in(memory, tmp_path, 1000, 64, device).fill_(value) for value in (1, 2))
+        mine, other, index = torch.cuda.Stream(), torch.cuda.Stream(), torch.arange(1000, device=device)
+        for warm in WARM:
+            torch.cuda.synchronize()
+            held = None if warm else hold(other)
+            if memory in NO_HOST:
+                with torch.cuda.stream(other):
+                    one.scatter(index, one.gather(index, check=False), check=False)
+            with torch.cuda.stream(mine):
+                rows = two.gather(index)
+                two.scatter(index, rows * 2, check=False)
+                two.wait()
+            assert held is None or not held.query()
+        assert two.torch().eq(2 * 2 ** len(WARM)).all()
+
+    @pytest.mark.parametrize("memory", MEMORIES)
+    def test_a_whole_training_step(self, device, tmp_path, memory):
+        kwargs = {"path": tmp_path / "rows.npy"} if memory == "mmap" else {}
+        emb = st.Embedding(1000, 16, memory=memory, device=device, **kwargs)
+        opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
+        mine, other, ids = torch.cuda.Stream(), torch.cuda.Stream(), torch.randint(1000, (64,)).to(device)
+
+        def step():
+            with torch.cuda.stream(mine):
+                emb(ids).square().sum().backward()
+                opt.step()
+                opt.zero_grad()
+                emb.table.wait()
+            mine.synchronize()
+
+        for _ in range(4):
+            step()
+        with not_waiting(other):
+            step()
+
+
+class TestTheHost:
+    """It comes back while the device has not even begun."""
+
+    @pytest.mark.parametrize("memory", NO_HOST)
+    @pytest.mark.parametrize("where", ["cuda", "cpu"])
+    def test_gather(self, device, memory, where):
+        table, mine = st.Table(1000, 64, memory=memory, device=device).normal_(), torch.cuda.Stream()
+        index = torch.randint(1000, (5000,))
+        given = index.to(device) if where == "cuda" else index
+        with torch.cuda.stream(mine):
+            table.gather(given)
+            torch.cuda.synchronize()
+            with not_waiting(mine):
+                rows = table.gather(given)
+        mine.synchronize()
+        check_same([rows], [table.torch().cpu()[index]])
+
+    @pytest.mark.parametrize("index_dtype", [torch.int32, torch.uint8, torch.int16])
+    def test_gather_by_other_integers(self, device, index_dtype):
+        table, mine = st.Table(256, 64, memory="pinned", device=device).normal_(), torch.cuda.Stream()
+        index = torch.randint(256, (500,)).to(index_dtype)
+        given = index.to(device).view(50, 10)
+        with torch.cuda.stream(mine):
+            table.gather(given)
+            torch.cuda.synchronize()
+            with not_waiting(mine):
+                rows = table.gather(given)
+        mine.synchronize()
+        check_same([rows.view(500, 64)], [table.torch()[index.long()]])
+
+    @pytest.mark.parametrize("memory", NO_HOST)
+    def test_several_planes_converted(self, device, memory):
+        table, mine = st.Table(1000, 64, torch.float16, memory=memory, device=device).normal_(), torch.cuda.Stream()
+        table.add_plane("m", 3, torch.bfloat16, fill=1)
+        index = torch.arange(500, device=device)
+        with torch.cuda.stream(mine):
+            for warm in WARM:
+                torch.cuda.synchronize()
+                with contextlib.nullcontext() if warm else not_waiting(mine):
+                    rows = table.gather(index, ["weight", "m"], dtype=torch.float32)
+                    table._engine.scatter([table._planes[name] for name in rows], index, list(rows.values()))
+        table.wait()
+        check_same([rows["weight"]], [table.torch()[:500].float()])
+
+    @pytest.mark.parametrize("memory", NO_HOST)
+    def test_unchecked_scatter(self, device, memory):
+        table, mine = st.Table(1000, 64, memory=memory, device=device), torch.cuda.Stream()
+        index, rows = torch.randperm(1000).to(device), torch.ones(1000, 64, device=device)
+        with torch.cuda.stream(mine):
+            table.scatter(index, rows, check=False)
+            torch.cuda.synchronize()
+            with not_waiting(mine):
+                table.scatter(index, rows * 2, check=False)
+        assert table.torch().eq(2).all()
+
+    def test_many_calls(self, device):
+        table, mine = st.Table(1000, 64, memory="pinned", device=device), torch.cuda.Stream()
+        index = torch.arange(1000, device=device)
+        with torch.cuda.stream(mine):
+            for _ in range(3):
+                table.scatter(index, table.gather(index) + 1, check=False)
+            torch.cuda.synchronize()
+            with not_waiting(mine):
+                for _ in range(50):  # the device takes about a thousand launches in advance
+                    table.scatter(index, table.gather(index) + 1, check=False)
+        assert table.torch().eq(53).all()
+
+    def test_staged_copies_run_on(self, device):
+        """The host gathers and is done: its copies need not be, and are in order."""
+        engine, mine = StagedEngine(device), torch.cuda.Stream()
+        content, index, rows = torch.randn(1000, 64), torch.arange(1000), torch.zeros(1000, 64, device=device)
+        with torch.cuda.stream(mine):
+            for warm in WARM:
+                plane = content.clone()
+                torch.cuda.synchronize()
+                with contextlib.nullcontext() if warm else not_waiting(mine):
+                    engine.gather([plane], index, [rows])
+                    plane.zero_()  # it is the caller's again
+        mine.synchronize()
+        check_same([rows], [content])
+
+
+class TestTorchsOwnWaits:
+    """torch.cuda.set_sync_debug_mode: operations of torch that make the host wait."""
+
+    @pytest.mark.parametrize("memory", NO_HOST)
+    def test_none_in_gather_and_scatter(self, device, memory):
+        table = st.Table(1000, 64, memory=memory, device=device)
+        table.add_plane("m", 3, torch.bfloat16)
+        index, host_index = torch.arange(500, device=device), torch.arange(500)
+        for mode in ("default", "error"):
+            with synchronizing(mode):
+                rows = table.gather(index)
+                table.gather(host_index)
+                table.gather(index.int().view(5, 100), dtype=torch.float16)
+                both = table.gather(index, ["weight", "m"])
+                out = table.gather(index, out=rows)
+                table.scatter(index, out, check=False)
+                table.scatter(host_index, both, check=False)
+
+    @pytest.mark.parametrize("memory", NO_HOST)
+    def test_none_of_cupy(self, device, memory, monkeypatch):
+        table = st.Table(1000, 64, memory=memory, device=device)
+        index = torch.arange(500, device=device)
+        table.scatter(index, table.gather(index), check=False)
+
+        def waits(*args):
+            pytest.fail("CuPy was asked to wait, or to allocate")
+
+        runtime = _cupy().cuda.runtime
+        for name in ("deviceSynchronize", "hostAlloc", "freeHost"):
+            monkeypatch.setattr(runtime, name, waits)
+        table.scatter(index, table.gather(index), check=False)
+        monkeypatch.undo()
+        table.wait()
+
+    @pytest.mark.parametrize("memory", NO_HOST)
+    @pytest.mark.parametrize("padding_idx", [None, 3])
+    def test_one_in_a_forward_for_the_number_of_rows(self, device, memory, padding_idx):
+        emb = st.Embedding(1000, 16, padding_idx, memory=memory, device=device)
+        ids = torch.randint(1000, (64, 10)).to(device)
+        emb(ids)
+        with synchronizing("warn") as found:
+            emb(ids)
+        assert len(found) <= 1, found
+
+    @pytest.mark.parametrize("memory", NO_HOST)
+    def test_a_forward_by_ids_of_the_host(self, device, memory):
+        """Both parts of the way back, ids and inverse, cross the bus; torch waits for a copy out of ordinary memory."""
+        emb, ids = st.Embedding(1000, 16, memory=memory, device=device), torch.randint(1000, (64, 10))
+        emb(ids)
+        with synchronizing("warn") as found:
+            emb(ids)
+        assert len(found) <= 2, found
+
+    @pytest.mark.parametrize("memory", NO_HOST)
+    def test_none_in_backward_and_step(self, device, memory):
+        emb = st.Embedding(1000, 16, memory=memory, device=device)
+        opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
+        ids = torch.randint(1000, (64, 10)).to(device)
+        for _ in range(2):
+            emb(ids).sum().backward()
+            opt.step()
+            opt.zero_grad()
+        loss = emb(ids).sum()
+        with synchronizing("warn") as found:
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        assert found == []
+
+
+def test_the_default_stream_and_others_in_order(device):
+    """torch's default stream has no number: it must not be taken for none."""
+    engine, plane = MappedEngine(device), pinned(torch.zeros(100, 4))
+    index, side = torch.arange(100, device=device), torch.cuda.Stream()
+    rows, out = torch.zeros(100, 4, device=device), torch.zeros(100, 4, device=device)
+    for step in range(5):
+        hold(torch.cuda.default_stream(), 10)
+        rows.fill_(step + 1)
+        engine.scatter([plane], index, [rows])
+        with torch.cuda.stream(side):
+            engine.gather([plane], index, [out])
+        side.synchronize()
+        assert out.eq(step + 1).all()
+
+
+def test_a_stream_of_another_library(device):
+    """CuPy's streams come and go, and their addresses with them."""
+    cupy, plane = _cupy(), pinned(torch.zeros(100, 4))
+    engine, ours = MappedEngine(device), torch.arange(100, device=device)
+    out = torch.zeros(100, 4, device=device)
+    for step in range(20):
+        theirs = cupy.cuda.Stream(non_blocking=True)
+        stream = torch.cuda.ExternalStream(theirs.ptr, device=device)
+        index, rows = torch.arange(100, device=device), torch.full((100, 4), step + 1.0, device=device)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            hold(stream, 5)
+            engine.scatter([plane], index, [rows])
+        engine.gather([plane], ours, [out])
+        assert out.eq(step + 1).all()
+        stream.synchronize()
+        del index, rows  # before the stream that torch's allocator asks about them
+        del stream, theirs

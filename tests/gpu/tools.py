@@ -1,0 +1,171 @@
+"""What the tests of this folder share: page-locked tensors, work that holds a stream back, every dim in one go."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import bits
+from torch import Tensor
+
+import speedtransfer as st
+from speedtransfer.device import pinned_empty
+from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine, TiledEngine, make_engine
+
+HOLD_MS = 200  # far longer than any call here takes
+
+# Ways to move rows between page-locked memory and the device, by name; "auto" is the default of a table.
+PINNED_ENGINES: dict[str, Callable[[torch.device], Any]] = {
+    "mapped": MappedEngine,
+    "staged": StagedEngine,
+    "tiled": TiledEngine,
+    "auto": lambda device: make_engine("pinned", device, "auto"),
+}
+DEVICE_ENGINES: dict[str, Callable[[torch.device], Any]] = {"mapped": MappedEngine, "reference": ReferenceEngine}
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """Return a copy of a CPU tensor in page-locked memory."""
+    memory = pinned_empty(tensor.numel() * tensor.element_size())
+    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def file_tensor(tensor: Tensor, folder: Path) -> Tensor:
+    """Return a copy of a CPU tensor in a file mapped into memory."""
+    if tensor.numel() == 0:
+        return tensor.clone()  # a file of no bytes cannot be mapped
+    shape = (*tensor.shape[:-1], tensor.shape[-1] * tensor.element_size())
+    array = np.memmap(folder / f"plane{len(list(folder.iterdir()))}", np.uint8, "w+", shape=shape)
+    return torch.from_numpy(array).view(tensor.dtype).copy_(tensor)
+
+
+def table_in(memory: str, folder: Path, num_rows: int, dim: int, device: torch.device, **kwargs: Any) -> st.Table:
+    """Return a table in any memory; "mmap" has its file in `folder`."""
+    if memory == "mmap":
+        kwargs["path"] = folder / f"table{len(list(folder.iterdir()))}.safetensors"
+    return st.Table(num_rows, dim, memory=memory, device=device, **kwargs)
+
+
+# --- time ---------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _cycles_per_ms() -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(50_000_000)  # the clock rises with work
+    start.record()
+    torch.cuda._sleep(20_000_000)
+    stop.record()
+    stop.synchronize()
+    return 20_000_000 / start.elapsed_time(stop)
+
+
+def hold(stream: torch.cuda.Stream, milliseconds: float = HOLD_MS) -> torch.cuda.Event:
+    """Keep `stream` busy and return the event of its end."""
+    cycles = int(milliseconds * _cycles_per_ms())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(cycles)
+        event = torch.cuda.Event()
+        event.record(stream)
+    return event
+
+
+@contextlib.contextmanager
+def synchronizing(mode: str) -> Iterator[list[str]]:
+    """Let torch's own waits for the device raise ("error"), or be listed in what this gives ("warn")."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            messages = [str(warning.message) for warning in caught]
+            found += [text for text in messages if "Synchronization debug mode is a prototype" not in text]
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process that is in RAM."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def allocated_bytes() -> int:
+    """Return what tensors hold of the device, once garbage is gone."""
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def is_page_locked(pointer: int) -> bool:
+    """Ask CUDA itself whether there is page-locked memory at a host address."""
+    from speedtransfer.device import _cupy
+
+    return int(_cupy().cuda.runtime.pointerGetAttributes(pointer).type) == 1  # cudaMemoryTypeHost
+
+
+# --- every dim ----------------------------------------------------------------------------------------------------------
+
+
+def wrong_dims(
+    engine: Any, device: torch.device, memory: Tensor, dtype: torch.dtype, shift: int = 0, gap: int = 0
+) -> list[str]:
+    """Return the dims of 1 to 257 at which rows are gathered or scattered otherwise than NumPy does it.
+
+    `memory` is where the planes are put, as uint8; they start `shift` elements into it, with `gap` elements between rows.
+    """
+    wrong, num_rows, item = [], 37, dtype.itemsize
+    generator = np.random.default_rng(0)
+    random = torch.from_numpy(generator.integers(0, 256, 1 << 17, dtype=np.uint8))
+    picks, places = (
+        torch.from_numpy(ids) for ids in (generator.integers(0, num_rows, 50), generator.permutation(num_rows))
+    )
+    places = places[:23]
+    picks_there, places_there = picks.to(device), places.to(device)
+    for dim in range(1, 258):
+        row, start, stride = dim * item, shift * item, (dim + gap) * item
+        size = start + num_rows * stride
+        content = random[dim : dim + size].clone()
+        new = random[2 * dim : 2 * dim + 23 * row].view(23, row)
+        flat = memory[:size].copy_(content)
+        plane = flat.view(dtype).as_strided((num_rows, dim), (dim + gap, 1), shift)
+        expected = content[start:].view(num_rows, stride)[:, :row]
+        rows = torch.full((50, row), 165, dtype=torch.uint8, device=device).view(dtype)
+        engine.gather([plane], picks_there, [rows])
+        if not torch.equal(rows.view(torch.uint8).cpu(), expected[picks]):
+            wrong.append(f"gather of {dim}")
+        engine.scatter([plane], places_there, [new.clone().view(dtype).to(device)])
+        engine.wait()
+        expected[places] = new  # the gaps and the other rows stay
+        if not torch.equal(flat.cpu(), content):
+            wrong.append(f"scatter of {dim}")
+    return wrong
+
+
+LAYOUTS = {"aligned": (0, 0), "misaligned and strided": (3, 5), "misaligned": (1, 0), "strided": (4, 4)}
+SWEEPS = [
+    pytest.param(dtype, *LAYOUTS[name], id=f"{dtype} {name}".removeprefix("torch."))
+    for name in LAYOUTS
+    for dtype in (torch.float32, torch.uint8)
+]
+FEW_SWEEPS = SWEEPS[:4]  # for engines without a kernel of their own
+
+
+def check_same(tensors: Iterable[Tensor], expected: Sequence[Tensor]) -> None:
+    """Compare the bits of tensors wherever they are."""
+    for tensor, other in zip(tensors, expected, strict=True):
+        assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
+        np.testing.assert_array_equal(bits(tensor.reshape(-1)), bits(other.reshape(-1)))
