@@ -40,14 +40,17 @@ lint: $(ENV)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-# ARGS="--only transfer,step --quick": some parts, small sizes; see bench/record.py --help. COMMIT=... where there is no git.
+# ARGS="--only transfer,step --quick": some parts, small sizes. A machine lent for ten minutes a command takes several, each with
+# ARGS="--archive $OUT/results.tgz --total 560 --only ...": tests,sanitizer, then transfer,speedtorch,tax, then step,memory.
+# COMMIT=... names the commit where there is no git. See bench/record.py --help. README.md shows what is there also where a
+# part has failed.
+RECORD = $(PY) bench/record.py $(1) $(ARGS); status=$$?; $(PY) bench/readme.py && exit $$status
+
 bench: $(ENV)
-	$(PY) bench/record.py here $(ARGS)
-	$(PY) bench/readme.py
+	$(call RECORD,here)
 
 gpu: $(ENV)
-	$(PY) bench/record.py gpu $(ARGS)
-	$(PY) bench/readme.py
+	$(call RECORD,gpu)
 
 gpu-status: $(ENV)
 	$(PY) bench/record.py status

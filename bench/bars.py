@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 ROWS = 131_072
-TABLE_BYTES = 50e9
+TABLE_BYTES, LARGE_BYTES = 10e9, 50e9  # of suite `transfer`, and of the step with little GPU memory
+RELIABLE = 1.02  # of a roof: who beats it by more has shown that it was measured badly
+CHECKED, UNCHECKED = "speedtransfer", "speedtransfer, check=False"  # the call of a user, and that of a training step
+# A scatter's check for ids that come twice is a sort, and no moving of rows.
+JUDGED = {"gather": CHECKED, "scatter": UNCHECKED, "both": UNCHECKED}
 
 
 class Bar(NamedTuple):
-    """A figure and the bar for it; `measured` is None where no result has it."""
+    """A figure and the bar for it; `measured` is None where no result has it, `passed` where there is no bar for it.
+
+    `caveat` says why a pass does not count.
+    """
 
     title: str
     bar: str
     measured: float | None
-    passed: bool
+    passed: bool | None
     shown: str
+    caveat: str = ""
 
     def __str__(self) -> str:
-        state = "not measured" if self.measured is None else "PASS" if self.passed else "MISS"
-        return f"{state:12}  {self.title:60}  {self.shown:>9}  bar {self.bar}"
+        if self.passed is None:
+            return f"{'':28}  {self.title:60}  {self.shown:>9}"
+        state = "not measured" if self.measured is None else self.caveat if self.passed and self.caveat else ""
+        state = state or ("PASS" if self.passed else "MISS")
+        return f"{state:28}  {self.title:60}  {self.shown:>9}  bar {self.bar}"
 
 
 def judge(results: dict[str, dict[str, Any]]) -> list[Bar]:
@@ -28,85 +39,118 @@ def judge(results: dict[str, dict[str, Any]]) -> list[Bar]:
     from speedtransfer.benchmark.measure import GroupResult
 
     groups = {name: [GroupResult.from_json(g) for g in result["groups"]] for name, result in results.items()}
-    transfer = _Transfer(groups.get("transfer", []))
-    limited, table = _gpu_limit(groups.get("step", []))
-    found = [
-        _at_least(f"gather {ROWS:,} x 512 B, share of one H2D copy", 0.90, transfer.share("gather", 512)),
-        _at_least(f"gather {ROWS:,} x 256 B, share of one H2D copy", 0.70, transfer.share("gather", 256)),
-        _at_least(f"scatter {ROWS:,} x 512 B, share of one D2H copy", 0.85, transfer.share("scatter", 512)),
-    ]
+    transfer = _Transfer(groups.get("transfer", []), results.get("transfer", {}).get("options", {}))
+    found = list(transfer.shares(f"gather {ROWS:,} x 512 B, share of one H2D copy", 0.90, "gather", 512))
+    found += transfer.shares(f"gather {ROWS:,} x 256 B, share of one H2D copy", 0.70, "gather", 256)
+    found += transfer.shares(f"scatter {ROWS:,} x 512 B, share of one D2H copy", 0.85, "scatter", 512)
     for direction in ("gather", "scatter"):
-        found.append(_times(f"{direction}, times the best of torch alone", 2, transfer.speedup(direction, plain=False)))
-        found.append(_times(f"{direction}, times t[idx]", 20, transfer.speedup(direction, plain=True)))
-    found.append(_at_least("both at once, share of two plain copies at once", 0.90, transfer.both()))
+        found += transfer.speedups(f"{direction}, times the best of torch alone", 2, direction, plain=False)
+        found += transfer.speedups(f"{direction}, times t[idx]", 20, direction, plain=True)
+    found += transfer.both("both at once, share of two plain copies at once", 0.90)
     for direction in ("gather", "scatter"):
-        host, device = transfer.overhead(direction)
-        found.append(_at_most(f"{direction} of 1,000 rows, host time a call", 30, host and 1e6 * host, "{:.1f} us"))
-        found.append(_at_most(f"{direction} of 1,000 rows, on the device, of an empty launch", 2, device, "{:.2f}x"))
-    found.append(_at_most(f"step with 5 GB of GPU memory, {table} of a 1 GB one", 1.10, limited, "{:.2f}x"))
-    return found
+        found += transfer.host(f"{direction} of 1,000 rows, host time a call", 30, direction)
+        found += transfer.device(f"{direction} of 1,000 rows, on the device, of an empty launch", 2, direction)
+    limited, num_bytes = _gpu_limit(groups.get("step", []))
+    title = f"step with 5 GB of GPU memory, {LARGE_BYTES / 1e9:.0f} GB table of a 1 GB one"
+    caveat = "" if limited is None else _not_as_asked(num_bytes, LARGE_BYTES)
+    return [*found, _at_most(title, 1.10, limited, "{:.2f}x", caveat)]
 
 
-def _at_least(title: str, bar: float, value: float | None) -> Bar:
-    return _bar(title, ">=", bar, value, "{:.1%}", lambda v: v >= bar)
+def _at_least(title: str, bar: float, value: float | None, form: str, caveat: str = "") -> Bar:
+    return _bar(title, ">=", bar, value, form, lambda v: v >= bar, caveat)
 
 
-def _times(title: str, bar: float, value: float | None) -> Bar:
-    return _bar(title, ">=", bar, value, "{:.1f}x", lambda v: v >= bar)
+def _at_most(title: str, bar: float, value: float | None, form: str, caveat: str = "") -> Bar:
+    return _bar(title, "<=", bar, value, form, lambda v: v <= bar, caveat)
 
 
-def _at_most(title: str, bar: float, value: float | None, form: str) -> Bar:
-    return _bar(title, "<=", bar, value, form, lambda v: v <= bar)
-
-
-def _bar(title: str, sign: str, bar: float, value: float | None, form: str, passes: Callable[[float], bool]) -> Bar:
+def _bar(
+    title: str, sign: str, bar: float, value: float | None, form: str, passes: Callable[[float], bool], caveat: str
+) -> Bar:
     shown = "" if value is None else form.format(value)
-    return Bar(title, f"{sign} {form.format(bar)}", value, value is not None and passes(value), shown)
+    return Bar(title, f"{sign} {form.format(bar)}", value, value is not None and passes(value), shown, caveat)
+
+
+def _not_as_asked(num_bytes: float | None, wanted: float) -> str:
+    if num_bytes is None:
+        return "table of unknown size"
+    return "" if num_bytes >= 0.99 * wanted else f"not as asked ({num_bytes / 1e9:.3g} GB table)"
 
 
 class _Transfer:
     """What suite `transfer` says about pinned tables and uniform ids."""
 
-    def __init__(self, groups: list[Any]) -> None:
+    def __init__(self, groups: list[Any], options: dict[str, Any]) -> None:
         self._groups = [g for g in groups if g.ran and g.params["memory"] == "pinned" and g.params["ids"] == "uniform"]
+        self._options = options
+
+    def shares(self, title: str, bar: float, direction: str, row_bytes: int) -> Iterator[Bar]:
+        """Yield the share of the roof that the rows of a batch reach."""
+        return self._of_roof(title, bar, direction, self._ways(direction, row_bytes))
+
+    def both(self, title: str, bar: float) -> Iterator[Bar]:
+        """Yield the share of the roof of both directions at once."""
+        return self._of_roof(title, bar, "both", self._group("both", "both"))
+
+    def speedups(self, title: str, bar: float, direction: str, plain: bool) -> Iterator[Bar]:
+        """Yield how many times faster we are than t[idx], or than the fastest that needs nothing but torch."""
+        group = self._ways(direction, 512)
+        others = [case for case in group.ran if case.role == "other"] if group else []
+        others = [case for case in others if "CuPy" not in case.name and "UVA" not in case.name]
+        others = [case for case in others if case.name.startswith("t[idx]")] if plain else others
+        best = min((case.median_s for case in others), default=None)
+        values = self._values(group, lambda case: best and best / case.median_s)
+        return _lines(direction, values, lambda v: _at_least(title, bar, v, "{:.1f}x", self._caveat(group)))
+
+    def host(self, title: str, bar: float, direction: str) -> Iterator[Bar]:
+        """Yield the host's microseconds of a call that moves next to nothing."""
+        values = self._values(self._group("overhead", direction), lambda case: 1e6 * case.median_host_s)
+        return _lines(direction, values, lambda v: _at_most(title, bar, v, "{:.1f} us"))
+
+    def device(self, title: str, bar: float, direction: str) -> Iterator[Bar]:
+        """Yield the device's time of such a call over that of an empty launch."""
+        group = self._group("overhead", direction)
+        empty = next((case.device_s for case in group.ran if case.name == "empty launch"), None) if group else None
+        values = self._values(group, lambda case: case.device_s / empty if case.device_s and empty else None)
+        return _lines(direction, values, lambda v: _at_most(title, bar, v, "{:.2f}x"))
+
+    def _of_roof(self, title: str, bar: float, direction: str, group: Any) -> Iterator[Bar]:
+        def judged(value: float | None) -> Bar:
+            unreliable = "roof unreliable" if value is not None and value > RELIABLE else ""
+            return _at_least(title, bar, value, "{:.1%}", self._caveat(group) or unreliable)
+
+        return _lines(direction, self._values(group, lambda case: group.share_of_roof(case)), judged)
+
+    def _ways(self, direction: str, row_bytes: int) -> Any:
+        return self._group("ways", direction, row_bytes=row_bytes, rows=ROWS)
 
     def _group(self, kind: str, direction: str, **params: Any) -> Any:
         wanted = {"kind": kind, "direction": direction, **params}
         return next((g for g in self._groups if wanted.items() <= g.params.items()), None)
 
-    def share(self, direction: str, row_bytes: int) -> float | None:
-        group = self._group("ways", direction, row_bytes=row_bytes, rows=ROWS)
-        return group and group.ours and group.share_of_roof(group.ours)
+    def _caveat(self, group: Any) -> str:
+        num_bytes = group.params.get("table_bytes", self._options.get("table_bytes")) if group else None
+        return _not_as_asked(num_bytes, TABLE_BYTES)
 
-    def speedup(self, direction: str, plain: bool) -> float | None:
-        """Return how many times faster we are than t[idx], or than the fastest that needs nothing but torch."""
-        group = self._group("ways", direction, row_bytes=512, rows=ROWS)
-        others = [case for case in group.ran if case.role == "other"] if group and group.ours else []
-        others = [case for case in others if "CuPy" not in case.name and "UVA" not in case.name]
-        others = [case for case in others if case.name.startswith("t[idx]")] if plain else others
-        return min(case.median_s for case in others) / group.ours.median_s if others else None
-
-    def both(self) -> float | None:
-        group = self._group("both", "both")
-        return group and group.ours and group.share_of_roof(group.ours)
-
-    def overhead(self, direction: str) -> tuple[float | None, float | None]:
-        """Return the host seconds of a call, and its device seconds over those of an empty launch."""
-        group = self._group("overhead", direction)
-        if not group or not group.ours:
-            return None, None
-        empty = next((case.device_s for case in group.ran if case.name == "empty launch"), None)
-        return group.ours.median_host_s, group.ours.device_s / empty if group.ours.device_s and empty else None
+    @staticmethod
+    def _values(group: Any, value: Callable[[Any], float | None]) -> dict[str, float | None]:
+        return {case.name: value(case) for case in group.ran if case.name in (CHECKED, UNCHECKED)} if group else {}
 
 
-def _gpu_limit(groups: list[Any]) -> tuple[float | None, str]:
-    """Return the step on the large table over that on the small one, and what the large one is called."""
+def _lines(direction: str, values: dict[str, float | None], judged: Callable[[float | None], Bar]) -> Iterator[Bar]:
+    """Yield the case that is judged, and where the other was measured that one, which no bar is for."""
+    yield judged(values.get(JUDGED[direction]))
+    for name, value in values.items():
+        if name != JUDGED[direction] and value is not None:
+            yield judged(value)._replace(title=f"  the same by {name}", bar="", passed=None, caveat="")
+
+
+def _gpu_limit(groups: list[Any]) -> tuple[float | None, float | None]:
+    """Return the step on the large table over that on the small one, and the bytes of the large one."""
     from speedtransfer.benchmark.step import LARGE, SMALL
 
     for group in groups:
         seconds = {case.name: case.median_s for case in group.ran}
         if group.params["experiment"] == "gpu limit" and {LARGE, SMALL} <= seconds.keys():
-            size = group.params["rows"] * group.params["dim"] * 4
-            short = "" if size >= 0.99 * TABLE_BYTES else " (50 GB and its state do not fit)"
-            return seconds[LARGE] / seconds[SMALL], f"{size / 1e9:.1f} GB table{short}"
-    return None, f"{TABLE_BYTES / 1e9:.0f} GB table"
+            return seconds[LARGE] / seconds[SMALL], group.params["rows"] * group.params["dim"] * 4
+    return None, None

@@ -2,7 +2,8 @@
 `status` tells which results exist, which still hold, and how those of a GPU compare with the bars.
 
 Each part goes to ``bench/results/<device>/<part>.json`` as soon as it is done, with device, versions, commit and a digest of
-the sources it depends on; where that has changed since, the result is stale. Needs only what the tests need.
+the sources it depends on; where that has changed since, the result is stale. What quick and interrupted runs leave lies beside
+it (see store.py). Needs only what the tests need; the package need not be installed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
@@ -23,12 +25,23 @@ from pathlib import Path
 from typing import Any
 
 import bars
-from store import PARTS, ROOT, SUITES, digest, path_of, read, recorded, write
+from store import FULL, PARTIAL, PARTS, QUICK, ROOT, SUITES, digest, path_of, read, recorded, write
 
 LIMIT_S, GRACE_S = 300.0, 10.0  # of one part, as the next must have its turn; and to put down what there is
 NO_TESTS_COLLECTED = 5  # pytest's exit code
 SANITIZER, TOOLS = "compute-sanitizer", ("memcheck", "racecheck")
+SANITIZER_FOUND = 86  # our choice, for findings where pytest is content
+STOPPED, REFUSED = "stopped at its time limit", "could not run"
 SANITIZED = ["tests/gpu", "-m", "sanitizer"]  # every kernel, little of each: all of it runs many times slower
+
+HELP = """\
+On a machine that is lent for ten minutes a command, split the parts over several; each brings its results home in one file
+(kept up to date after every part), to be unpacked at the root of the repository, where bench/readme.py then draws them:
+  COMMIT=1a2b3c+changes make gpu PY=python3 ARGS="--archive $OUT/results.tgz --total 560 --only tests,sanitizer"
+  ... --only transfer,speedtorch,tax
+  ... --only step,memory
+--limit may then be as long as --total. COMMIT names the commit where there is no git; "+changes" behind it says that the tree
+had some."""
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
@@ -47,16 +60,20 @@ def header(root: Path, part: str) -> dict[str, Any]:
     facts = environment()
     facts["commit"], facts["dirty"] = commit_of(root)
     if facts["commit"] == "unknown":
-        facts["commit"] = os.environ.get("COMMIT", "unknown")
+        facts["commit"], changes, _ = os.environ.get("COMMIT", "unknown").partition("+changes")
+        facts["dirty"] = True if changes else None
     return {"part": part, "environment": facts, "digest": digest(root, part), "complete": False}
 
 
 def run(command: Sequence[str], limit_s: float, **kwargs: Any) -> tuple[int | None, str]:
     """Return the exit code of `command`, and its output where `stdout` is a pipe.
 
-    After `limit_s` it is stopped with all that it has started, and the code is None.
+    After `limit_s` it is stopped with all that it has started, and the code is None. It finds the package also where that is
+    not installed.
     """
-    with subprocess.Popen(command, start_new_session=True, text=True, **kwargs) as process:
+    environment = {**os.environ, **kwargs.pop("env", {})}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+    with subprocess.Popen(command, start_new_session=True, text=True, env=environment, **kwargs) as process:
         try:
             output, _ = process.communicate(timeout=max(1.0, limit_s))
             return process.returncode, output
@@ -90,7 +107,7 @@ def run_tests(root: Path, path: Path, about: dict[str, Any], limit_s: float, qui
 
 
 def _ending(code: int | None) -> str:
-    return {0: "", None: "stopped at its time limit"}.get(code, f"ended with exit code {code}")
+    return {0: "", None: STOPPED}.get(code, f"ended with exit code {code}")
 
 
 def summary(junit: Path, complete: bool) -> dict[str, Any]:
@@ -122,9 +139,9 @@ def run_sanitizer(root: Path, path: Path, about: dict[str, Any], limit_s: float,
     end = time.monotonic() + limit_s
     for number, tool in enumerate(() if absent else TOOLS):
         pytest = [sys.executable, "-m", "pytest", "-q", *SANITIZED]
-        command = [SANITIZER, "--tool", tool, "--error-exitcode", "86", *pytest]
+        command = [SANITIZER, "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), *pytest]
         # Every tensor an allocation of its own: a cache would hide what lies beyond its end.
-        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         start = time.monotonic()
         limit = (end - start) / (len(TOOLS) - number)
         code, output = run(command, limit, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -136,10 +153,28 @@ def run_sanitizer(root: Path, path: Path, about: dict[str, Any], limit_s: float,
             "summary": [line for line in findings if "SUMMARY" in line],
             "findings": findings[:40],
             "tests": lines[-5:],
+            "ran": any(" passed" in line for line in lines[-20:]),
         }
-        result["complete"] = number + 1 == len(TOOLS)
+        result["complete"] = len(tools) == len(TOOLS) and not {STOPPED, REFUSED} & {*map(verdict, tools.values())}
         write(path, result)
-    return ", ".join(f"{tool} ended with {found['exit']}" for tool, found in tools.items() if found["exit"] != 0)
+    verdicts = {tool: verdict(found) for tool, found in tools.items()}
+    return ", ".join(f"{tool}: {text}" for tool, text in verdicts.items() if text not in ("clean", "no tests"))
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """Return what a tool of the sanitizer says about the tests it ran."""
+    code, summary = found["exit"], found["summary"]
+    if code is None:
+        return STOPPED
+    if code == NO_TESTS_COLLECTED:
+        return "no tests"
+    if not summary or (code == 0 and not found["ran"]):
+        return REFUSED  # the device, so that nothing starts or all tests are skipped
+    if code == 0:
+        return "clean"
+    # Where a test failed the code is pytest's, whatever was found.
+    found_nothing = code != SANITIZER_FOUND and all("SUMMARY: 0 " in line for line in summary)
+    return f"tests ended with exit code {code}" if found_nothing else "NOT CLEAN"
 
 
 def run_suite(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
@@ -152,8 +187,15 @@ def run_suite(root: Path, path: Path, about: dict[str, Any], limit_s: float, qui
 # --- the commands -------------------------------------------------------------------------------------------------------
 
 
-def record(parts: Sequence[str], quick: bool, limit_s: float, total_s: float, root: Path = ROOT) -> int:
-    """Run `parts` and write their results; return 1 after failures, else 0."""
+def record(
+    parts: Sequence[str],
+    quick: bool,
+    limit_s: float,
+    total_s: float,
+    root: Path = ROOT,
+    archive: Path | None = None,
+) -> int:
+    """Run `parts` and write their results, after each of them also into `archive`; return 1 after failures, else 0."""
     end, problems = time.monotonic() + total_s, {}
     for part in parts:
         limit = min(limit_s, end - time.monotonic())
@@ -161,10 +203,17 @@ def record(parts: Sequence[str], quick: bool, limit_s: float, total_s: float, ro
             problems[part] = "no time was left for it"
             continue
         about = header(root, part)  # before: the sources as they are when it starts
-        path = path_of(root, about["environment"]["device"], part)
+        device = about["environment"]["device"]
+        path = path_of(root, device, part, QUICK if quick and part in SUITES else PARTIAL)
+        path.unlink(missing_ok=True)
         print(f"--- {part}, {limit:.0f} s at most", flush=True)
         runner = {"tests": run_tests, "sanitizer": run_sanitizer}.get(part, run_suite)
         problem = runner(root, path, about, limit, quick)
+        full = path_of(root, device, part)
+        if path == path_of(root, device, part, PARTIAL) and path.exists() and read(path)["complete"]:
+            path.replace(full)
+        if archive is not None:
+            pack(archive, full.parent, root)
         if problem:
             problems[part] = problem
         print(f"--- {part}: {problem or 'done'}", flush=True)
@@ -174,11 +223,24 @@ def record(parts: Sequence[str], quick: bool, limit_s: float, total_s: float, ro
     return int(bool(problems))
 
 
+def pack(archive: Path, folder: Path, root: Path) -> None:
+    """Put the results and plots of `folder` into one file, to be unpacked at the root of another copy of the tree."""
+    new = archive.with_name(archive.name + ".new")  # who is stopped while writing leaves the old one
+    try:
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(new, "w:gz") as file:
+            for path in sorted((*folder.glob("*.json"), *folder.glob("*.png"))):
+                file.add(path, path.relative_to(root).as_posix())
+        new.replace(archive)
+    except OSError as error:  # the results are there all the same
+        print(f"cannot write {archive}: {error}", file=sys.stderr)
+
+
 def status(root: Path = ROOT) -> int:
     """Print every result and whether it is current, and the bars for each GPU."""
     lines = [("device", "part", "date", "commit", "result", "state")]
     suites: dict[str, dict[str, Any]] = {}
-    for part, path in recorded(root):
+    for part, path in recorded(root, FULL, PARTIAL, QUICK):
         try:
             result = read(path)
             facts = result["environment"]
@@ -186,7 +248,7 @@ def status(root: Path = ROOT) -> int:
             commit = facts["commit"][:12] + ("+changes" if facts["dirty"] else "")
             lines.append((facts["device"], part, facts["date"], commit, _outcome(part, result), state))
             if facts["cuda"] and part in SUITES:
-                suites.setdefault(facts["device"], {})[part] = result
+                suites.setdefault(facts["device"], {}).setdefault(part, result)  # the full one where there is one
         except (KeyError, TypeError, ValueError) as error:
             problem = f"unreadable ({type(error).__name__}); record it again"
             lines.append((path.parent.name, part, "-", "-", "-", problem))
@@ -197,8 +259,12 @@ def status(root: Path = ROOT) -> int:
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     for device, results in suites.items():
-        quick = ", of quick runs in part" if any(result["quick"] for result in results.values()) else ""
-        print(f"\n{device}, the bars{quick}", *bars.judge(results), sep="\n")
+        lacking = any(result["quick"] or not result["complete"] for result in results.values())
+        note = ", of quick or incomplete runs in part" if lacking else ""
+        try:
+            print(f"\n{device}, the bars{note}", *bars.judge(results), sep="\n")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # foreign figures
+            print(f"\n{device}: the bars cannot be judged ({type(error).__name__}: {error}); record the suites again")
     return 0
 
 
@@ -206,7 +272,7 @@ def _outcome(part: str, result: dict[str, Any]) -> str:
     if part == "tests":
         text = f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped"
     elif part == "sanitizer":
-        found = (f"{tool} {'clean' if t['exit'] == 0 else 'NOT CLEAN'}" for tool, t in result["tools"].items())
+        found = (f"{tool} {verdict(facts)}" for tool, facts in result["tools"].items())
         text = f"{SANITIZER} is not installed" if result["absent"] else ", ".join(found)
     else:
         skipped = sum(bool(group["skipped"]) for group in result["groups"])
@@ -218,7 +284,12 @@ def _outcome(part: str, result: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(prog="bench/record.py", description=(__doc__ or "").partition("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="bench/record.py",
+        description=(__doc__ or "").partition("\n\n")[0],
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, parts in (("gpu", PARTS), ("here", SUITES)):
         command = commands.add_parser(name, help=f"run {', '.join(parts)} and write their results")
@@ -226,6 +297,9 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--quick", action="store_true", help="small sizes and few samples")
         command.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="stop a part after that")
         command.add_argument("--total", type=float, default=float("inf"), metavar="SECONDS", help="for all parts")
+        command.add_argument(
+            "--archive", type=Path, metavar="FILE.tgz", help="all results of this device, to take home"
+        )
         command.set_defaults(parts=parts)
     commands.add_parser("status", help="list the results, which are stale, and the bars")
     args = parser.parse_args(arguments)
@@ -238,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.command == "gpu" and (reason := cuda_missing()):
         print(f"error: the GPU tests and benchmarks need CUDA, but {reason}", file=sys.stderr)
         return 2
-    return record(args.only, args.quick, args.limit, args.total)
+    return record(args.only, args.quick, args.limit, args.total, archive=args.archive)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Where results lie, ``bench/results/<device>/<part>.json``, and whether the sources they depend on have changed since."""
+"""Where results lie, ``bench/results/<device>/<part>.json``, and whether the sources they depend on have changed since.
+
+A run that is under way or was interrupted has its own in ``<part>.partial.json``, a quick one in ``<part>.quick.json``:
+neither takes the place of a complete one.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SUITES = ("transfer", "speedtorch", "tax", "step", "memory")
 CHECKS = ("tests", "sanitizer")  # need a GPU
 PARTS = (*CHECKS, *SUITES)
+FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 
 _PACKAGE = ("speedtransfer/**/*.py", "speedtransfer/**/*.cu", "speedtransfer/**/*.cuh")
 _NO_ROWS = ("!speedtransfer/cli.py", "!speedtransfer/__main__.py", "!speedtransfer/word2vec/**/*.py")  # move none
@@ -46,16 +51,17 @@ def digest(root: Path, part: str) -> str:
     return result.hexdigest()
 
 
-def path_of(root: Path, device: str, part: str) -> Path:
+def path_of(root: Path, device: str, part: str, run: str = FULL) -> Path:
     """Return where the result of `part` on `device` lies."""
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return root / "bench" / "results" / slug / f"{part}.json"
+    return root / "bench" / "results" / slug / f"{part}{run}.json"
 
 
-def recorded(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the part and path of every result, device by device."""
+def recorded(root: Path, *runs: str) -> Iterator[tuple[str, Path]]:
+    """Yield the part and path of every result of `runs` (by default full ones), device by device."""
     for folder in sorted((root / "bench" / "results").glob("*/")):
-        yield from ((part, folder / f"{part}.json") for part in PARTS if (folder / f"{part}.json").exists())
+        paths = ((part, folder / f"{part}{run}.json") for part in PARTS for run in runs or (FULL,))
+        yield from ((part, path) for part, path in paths if path.exists())
 
 
 def read(path: Path) -> dict[str, Any]:

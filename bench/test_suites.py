@@ -1,4 +1,8 @@
-"""Every group of every suite, each case checked and then timed."""
+"""Every group of every suite, each case checked and then timed by pytest-benchmark: to compare two commits on one machine.
+
+``BENCH_QUICK=1 pytest bench --benchmark-enable --benchmark-autosave -k transfer`` at the first, the same with
+``--benchmark-compare`` at the second. Figures to show come from ``make bench`` and ``speedtransfer bench``.
+"""
 
 from __future__ import annotations
 

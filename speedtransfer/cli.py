@@ -1,4 +1,4 @@
-"""The command line: ``speedtransfer info | word2vec ...``, also as ``python -m speedtransfer``.
+"""The command line: ``speedtransfer info | calibrate | bench | word2vec ...``, also as ``python -m speedtransfer``.
 
 An error that this package raises on purpose is one line on the standard error and exit code 2, without a traceback.
 """
@@ -22,7 +22,7 @@ from speedtransfer.benchmark.commands import bench
 from speedtransfer.device import cuda_status, resolve_device
 from speedtransfer.engines.auto import calibrate_device
 from speedtransfer.engines.calibration import file_of, load
-from speedtransfer.engines.host import has_numba
+from speedtransfer.engines.host import compiled_copies
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes
 from speedtransfer.tables.memory import physical_bytes
 from speedtransfer.version import __version__
@@ -71,7 +71,6 @@ def calibrate(
         with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
             task = progress.add_task("measuring", total=None)
             found = calibrate_device(target, lambda point: progress.advance(task))
-        found.save()
     console = Console(soft_wrap=True)
     machine = ", ".join(f"{name} {value}" for name, value in found.machine.items() if value is not None)
     console.print(f"{machine}\none large copy: {found.copy_bytes_per_s / 1e9:.1f} GB/s\n", highlight=False)
@@ -83,7 +82,7 @@ def calibrate(
         sizes = f"{point.row_bytes:,}", f"{point.num_rows:,}"
         table.add_row(point.direction, *sizes, *cells, point.fastest if point.seconds else "-")
     console.print(table)
-    console.print(f"\nkept in {file_of(found.machine)}", highlight=False)
+    console.print(f"\nkept in {file_of(found.machine) if show else found.save()}", highlight=False)
 
 
 def _rows() -> list[tuple[str, str]]:
@@ -98,7 +97,7 @@ def _rows() -> list[tuple[str, str]]:
         ("numpy", numpy.__version__),
         (
             "host rows",
-            "compiled copies (numba)" if has_numba() else "torch; `pip install numba` is up to 4 times as fast",
+            "compiled copies (numba)" if compiled_copies() else "torch; `pip install numba` is up to 4 times as fast",
         ),
         ("cupy", status.cupy or "not installed"),
         ("driver", f"supports CUDA {status.driver}" if status.driver else "no NVIDIA driver"),
@@ -146,8 +145,9 @@ def main() -> None:
             raise SystemExit(2) from None
         _fail(f"{error.format_message()} (see --help)")
     except (typer.Abort, KeyboardInterrupt):
+        code = 130
+    if code == 130:  # typer makes this of Ctrl-C by itself
         print("speedtransfer: aborted", file=sys.stderr)
-        raise SystemExit(130) from None
     raise SystemExit(code if isinstance(code, int) else 0)
 
 

@@ -73,6 +73,37 @@ def test_the_readme_shows_what_is_recorded(tmp_path, bench):
     assert 1000 < path.with_suffix(".png").stat().st_size <= readme.PLOT_BYTES
 
 
+def test_what_cannot_be_shown_is_left_out(tmp_path, bench, monkeypatch, capsys):
+    store, readme = bench("store"), bench("readme")
+    monkeypatch.setattr(readme, "PLOT_BYTES", 100)
+    (tmp_path / "README.md").write_text(f"{readme.BEGIN}\n{readme.END}\n")
+    store.write(store.path_of(tmp_path, "NVIDIA Test 1", "tax"), a_result())
+    for name, content in (("step", "{"), ("memory", "[]"), ("transfer", '{"environment": {"cuda": true}}')):
+        store.path_of(tmp_path, "NVIDIA Test 1", name).write_text(content)
+    for run in (store.QUICK, store.PARTIAL):
+        store.write(store.path_of(tmp_path, "A quick GPU", "tax", run), a_result())
+    assert readme.main(check=False, root=tmp_path) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" ")[0].rpartition("/")[2] for line in lines] == [
+        "transfer.json",
+        "step.json",
+        "memory.json",
+        "tax.png",
+    ]
+    shown = (tmp_path / "README.md").read_text()
+    assert "a product" in shown or "tax.png" in shown
+    assert "quick GPU" not in shown
+
+
+def test_figures_that_nothing_is_recorded_for(tmp_path, bench, capsys):
+    readme = bench("readme")
+    (tmp_path / "README.md").write_text(f"{readme.BEGIN}\n\nfigures\n\n{readme.END}\n")
+    assert readme.main(check=True, root=tmp_path) == 1
+    assert "no suite is recorded" in capsys.readouterr().err
+    (tmp_path / "README.md").write_text(f"{readme.BEGIN}\n\n{readme.END}\n")
+    assert readme.main(check=True, root=tmp_path) == 0
+
+
 def test_the_suites_are_those_of_the_package(bench):
     assert set(bench("store").SUITES) == set(suites.SUITES)
 
@@ -81,7 +112,20 @@ def test_the_suites_are_those_of_the_package(bench):
 def test_make_passes_arguments_on():
     argv = ["make", "-n", "gpu", "PY=python3", "ARGS=--only tests --quick"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
+    assert done.stdout.split("; ") == [
         "python3 bench/record.py gpu --only tests --quick",
-        "python3 bench/readme.py",
+        "status=$?",
+        "python3 bench/readme.py && exit $status\n",
     ]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+@pytest.mark.parametrize(("record", "readme", "error"), [(3, 0, 3), (0, 4, 4), (0, 0, 0)])
+def test_make_writes_the_readme_also_after_a_failure(tmp_path, record, readme, error):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "ran $1"\n[ "$1" = bench/record.py ] && exit {record} || exit {readme}\n')
+    python.chmod(0o755)
+    done = subprocess.run(["make", "-s", "bench", f"PY={python}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["ran bench/record.py", "ran bench/readme.py"]
+    assert done.returncode == (2 if error else 0)
+    assert (f"Error {error}" in done.stderr) == bool(error)

@@ -9,9 +9,9 @@ import torch
 
 from speedtransfer.benchmark import speedtorch, transfer, ways
 from speedtransfer.benchmark.environment import commit_of, environment
-from speedtransfer.benchmark.measure import Case, Group, GroupResult, WrongResultError, measure
+from speedtransfer.benchmark.measure import Case, CaseResult, Group, GroupResult, WrongResultError, measure
 from speedtransfer.benchmark.suites import SUITES
-from speedtransfer.benchmark.workload import Tables, distinct_ids, workload, zipf_ids
+from speedtransfer.benchmark.workload import Ids, Tables, Workload, distinct_ids, workload, zipf_ids
 from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.tables import Table
 
@@ -79,6 +79,12 @@ def test_shares_and_the_way_through_json():
     assert result.share_of_roof(result.cases[0]) == pytest.approx(1 / 3)
     assert result.cases[0].quartiles_s == (2.5e-9, 3.5e-9)
     assert GroupResult.from_json(result.to_json()) == result
+    assert result.unchecked is result.ours
+    result.cases.insert(1, CaseResult("speedtransfer, check=False", "ours", 100, [2e-9]))
+    assert result.unchecked is result.cases[1]
+    assert not result.cases[0].noisy
+    result.cases[0].samples_s = [2e-9, 6e-9]
+    assert result.cases[0].noisy
 
 
 def test_environment_names_machine_and_versions(tmp_path):
@@ -155,6 +161,31 @@ def test_a_way_that_moves_the_wrong_rows_is_found(direction, wrong):
 
 
 @pytest.mark.parametrize("direction", ["gather", "scatter"])
+def test_a_plain_copy_is_checked_too(direction):
+    work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 50)
+    roofs = ways.roofs(work, direction)
+    for roof in roofs:
+        ways.as_case(roof, work, direction).check()
+    idle = ways.Way("idle", lambda ids: (work.out, work.rows), "roof")
+    with pytest.raises(AssertionError, match="not like the original"):
+        ways.as_case(idle, work, direction).check()
+
+
+def test_an_empty_launch_has_nothing_to_check():
+    work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 50)
+    assert ways.as_case(ways.Way("empty launch", lambda ids: None, moves=False), work, "gather").check is None
+
+
+def test_our_first_way_is_the_call_with_all_checks():
+    work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 50)
+    for direction in ("gather", "scatter"):
+        default, unchecked, *_ = ways.our_ways(work, direction)
+        assert (default.name, unchecked.name) == ("speedtransfer", "speedtransfer, check=False")
+        with pytest.raises(IndexError):
+            default.move(Ids(*[torch.tensor([10**6])] * 2))
+
+
+@pytest.mark.parametrize("direction", ["gather", "scatter"])
 def test_ways_that_cross_are_right_without_a_device(direction, monkeypatch):
     """The formulations for CUDA, with the CPU as their device: the buffers take turns, the rows arrive."""
 
@@ -168,7 +199,10 @@ def test_ways_that_cross_are_right_without_a_device(direction, monkeypatch):
     found = {"gather": ways._crossing_gathers, "scatter": ways._crossing_scatters}[direction](work)
     for way in found:
         ways.as_case(way, work, direction).check()
-    assert [found[0].name, found[1].name] == [ways.BEST_TORCH[direction], ways.PLAIN_TORCH[direction]]
+    kept = [ways.BEST_TORCH[direction], ways.PLAIN_TORCH[direction], ways.OVERLAPPED_TORCH[direction]]
+    assert [way.name for way in found[:3]] == kept
+    monkeypatch.setattr(Workload, "device", torch.device("meta"))  # another one than that of the table
+    assert [way.name for way in ways.other_ways(work, direction, all_of_them=False)] == kept
 
 
 # --- suites -------------------------------------------------------------------------------------------------------------
@@ -186,8 +220,17 @@ def test_transfer_runs_small_and_every_way_is_checked(quick):
     if not quick:
         assert {result.params["row_bytes"] for result in results} == {4, 16, 64, 256, 400, 512, 1024, 4096, 16384}
         assert {result.params["memory"] for result in results} == {"pageable", "mmap"}
+    assert {result.params["table_bytes"] for result in results} == {1 << 18}
     names = {case.name for case in results[0].cases}
-    assert {"speedtransfer", "engine: host", "index_select(out=)", "t[idx]", "F.embedding", "memcpy"} <= names
+    assert {
+        "speedtransfer",
+        "speedtransfer, check=False",
+        "engine: host",
+        "index_select(out=)",
+        "t[idx]",
+        "F.embedding",
+        "memcpy",
+    } <= names
 
 
 def test_speedtorch_runs_small():
@@ -196,6 +239,16 @@ def test_speedtorch_runs_small():
     assert [case.name for case in to.ran] == [case.name for case in total.ran]
     assert total.cases[0].payload_bytes == 2 * to.cases[0].payload_bytes == 2 * 100 * 512
     assert back.params["published"]["PyTorch, PinnedCPU"] == 2.6641
+    assert {group.params["memory"] for group in (to, back, total)} == {"CPU"}
+
+
+def test_speedtorch_keeps_memories_apart():
+    found = [group.params for group in speedtorch.groups(torch.device("cuda"), True)]  # nothing is made yet
+    assert [(p["memory"], p["kind"]) for p in found] == list(
+        itertools.product(("pinned", "cuda"), ("to", "from", "sum"))
+    )
+    assert set(found[0]["published"]) == {"SpeedTorch, PinnedCPU", "PyTorch, PinnedCPU"}
+    assert set(found[5]["published"]) == {"SpeedTorch, cuda", "PyTorch, cuda"}
 
 
 @pytest.mark.parametrize("options", [{"rows": 0}, {"table_bytes": 10}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from speedtransfer.benchmark import commands, suites
 from speedtransfer.benchmark.measure import Case, Group, GroupResult
+from speedtransfer.benchmark.run import run_suite
 from speedtransfer.benchmark.suites import SUITES, Suite
 from speedtransfer.cli import main
 from speedtransfer.device import cuda_status
@@ -87,6 +89,7 @@ BAD = [
     (["transfer", "--rows", "0"], ["--rows is 0", "at least 1"]),
     (["transfer", "--rows", "many"], ["--rows", "integer"]),
     (["transfer", "--table-bytes", "0"], ["--table-bytes is 0"]),
+    (["transfer", "--table-bytes", "65535"], ["--table-bytes is 65535", "at least 65536"]),
     (["transfer", "--table-bytes", "inf"], ["--table-bytes", "inf"]),
     (["transfer", "--seed", "-1"], ["--seed is -1"]),
     (["transfer", "--device", "tpu"], ["tpu"]),
@@ -137,35 +140,101 @@ def test_a_wrong_result_is_an_error_and_never_a_time(run, only, tmp_path):
     def wrong():
         raise AssertionError("the rows are not those of the table")
 
-    only(transfer=[Group("a gather", lambda: [Case("bad way", lambda: None, wrong)])])
+    bad = Group("a gather", lambda: [Case("bad way", lambda: None, wrong)])
+    only(transfer=[bad, Group("a scatter", lambda: [Case("good way", lambda: None)])])
     code, out, err = run("transfer", "--json", "t.json", "--device", "cpu")
-    assert code == 2
-    assert "a gather: bad way gives a wrong result (the rows are not those of the table)" in err
-    assert "median" not in out
-    assert files(tmp_path) == []
+    assert code == 1
+    (line,) = err.splitlines()
+    assert line.startswith("speedtransfer: error: 1 group failed: a gather (WrongResultError: a gather: bad way gives")
+    assert "good way" in out, "the others are measured"
+    assert "Traceback" not in out
+    result = json.loads((tmp_path / "t.json").read_text())
+    assert result["complete"]
+    assert list(result["failures"]) == ["a gather"]
+    assert result["groups"][0]["cases"] == []
+
+
+def test_a_fault_shows_where_it_is_and_the_other_groups_run(run, only):
+    def fault():
+        raise RuntimeError("a fault")
+
+    bad = Group("a gather", lambda: [Case("bad way", fault, role="ours")])
+    only(transfer=[bad, Group("a scatter", lambda: [Case("good way", lambda: None)])])
+    code, out, err = run("transfer", "--device", "cpu")
+    assert (code, err) == (1, "speedtransfer: error: 1 group failed: a gather (RuntimeError: a fault)\n")
+    assert "Traceback" in out
+    assert "good way" in out
 
 
 def test_what_is_skipped_says_why(run, only):
     def make():
         raise HostMemoryError("no room for 50 GB")
 
-    only(transfer=[Group("a large gather", make)])
+    large = Group("a large gather", make)
+    only(transfer=[large, Group("a gather", lambda: [Case("ours", lambda: None, role="ours")])])
     code, out, err = run("transfer", "--device", "cpu")
     assert code == 0, err
     assert "a large gather: not run: no room for 50 GB" in out
 
 
-def test_ctrl_c_leaves_whole_files_only(run, only, tmp_path, monkeypatch):
-    only(transfer=[], tax=[Group("the second", lambda: [Case("slow", stop)])])
+def test_a_suite_that_measures_nothing_of_ours_is_an_error(run, only, tmp_path):
+    def no_room():
+        raise HostMemoryError("no room for 50 GB")
 
+    cases = [Case("ours", no_room, role="ours"), Case("another", lambda: None)]
+    only(transfer=[Group("a gather", no_room)], memory=[Group("of rows", lambda: cases, {"planes_bytes": 8})], tax=[])
+    for suite in ("transfer", "memory", "all"):
+        code, _, err = run(suite, "--json", "out" if suite == "all" else "t.json", "--device", "cpu")
+        assert code == 2
+        (line,) = err.splitlines()
+        assert "could measure nothing of this library here: no room for 50 GB" in line
+    assert files(tmp_path) == ["out/memory.json", "out/tax.json", "out/transfer.json", "t.json"], "the others run"
+
+
+def test_more_than_memory_holds(run):
+    code, _, err = run("transfer", "--quick", "--table-bytes", "1e15", "--device", "cpu")
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert "1 PB" in err or "1e+03 TB" in err
+
+
+def test_ctrl_c_keeps_what_was_measured(run, only, tmp_path):
     def stop():
         raise KeyboardInterrupt
 
+    first = Group("the first", lambda: [Case("fast", lambda: None)], {"experiment": "matmul", "size": 5})
+    only(transfer=[], tax=[first, Group("the second", lambda: [Case("slow", stop)])])
     code, _, err = run("all", "--json", "results", "--plot", "plots", "--device", "cpu")
-    assert code == 130
-    assert "Traceback" not in err
-    assert files(tmp_path) == ["results/transfer.json"]
-    assert json.loads((tmp_path / "results/transfer.json").read_text())["suite"] == "transfer"
+    assert (code, err) == (130, "speedtransfer: aborted\n")
+    assert files(tmp_path) == ["plots/report.html", "plots/tax.png", "results/tax.json", "results/transfer.json"]
+    assert json.loads((tmp_path / "results/transfer.json").read_text())["complete"]
+    tax = json.loads((tmp_path / "results/tax.json").read_text())
+    assert not tax["complete"]
+    assert [group["title"] for group in tax["groups"]] == ["the first"]
+
+
+def test_ctrl_c_before_anything_is_measured_writes_nothing(run, only, tmp_path):
+    def stop():
+        raise KeyboardInterrupt
+
+    only(tax=[Group("the first", lambda: [Case("slow", stop)])])
+    code, _, err = run("tax", "--json", "t.json", "--plot", "plots", "--device", "cpu")
+    assert (code, err) == (130, "speedtransfer: aborted\n")
+    assert files(tmp_path) == []
+
+
+def test_a_narrow_terminal_gets_fewer_columns(only):
+    import torch
+    from rich.console import Console
+
+    case = Case("speedtransfer", lambda: None, payload_bytes=10, role="ours")
+    only(transfer=[Group("a gather", lambda: [case])])
+    for width, shown in ((79, False), (80, True)):
+        console = Console(width=width, record=True, quiet=False, file=io.StringIO())
+        run_suite(SUITES["transfer"], torch.device("cpu"), True, console)
+        text = console.export_text()
+        assert ("quartiles" in text) == ("GB/s" in text.split("a gather")[1].split("1 GB")[0]) == shown
+        assert "of host memory" in text.splitlines()[0] + text.splitlines()[1]
 
 
 def test_help_names_the_suites():

@@ -28,6 +28,7 @@ def ways(direction, row_bytes, kind="ways", **fields):
     put = direction == "scatter"
     cases = [
         case("speedtransfer", "ours", payload / 50e9, payload),
+        case("speedtransfer, check=False", "ours", payload / 52e9, payload),
         case("engine: mapped", "ours", payload / 51e9, payload),
         case(
             "copy to pinned + index_copy_" if put else "index_select(out=pinned) + copy",
@@ -46,7 +47,7 @@ def transfer():
     groups = [ways(d, size) for d in ("gather", "scatter") for size in (512, 64, 4096)]
     over = ways("gather", 512, "overhead")
     over.title = "overhead: gather 1,000 rows"
-    over.cases[1].device_s = 4e-6
+    over.cases[2].device_s = 4e-6
     over.cases.append(case("empty launch", seconds=3e-6, device_s=2e-6))
     lost = GroupResult("gather from mmap", {"kind": "ways", "direction": "gather"}, [], "no room on disk")
     return [*groups, over, lost]
@@ -55,10 +56,15 @@ def transfer():
 def speedtorch():
     return [
         GroupResult(
-            f"{kind}, 131,072 rows of 128 float32",
-            {"kind": kind, "published": {"PyTorch, PinnedCPU": seconds}},
-            [case("speedtransfer (pinned)", "ours", payload=10**8), case("PyTorch t[idx] (pinned)", seconds=0.03)],
+            f"{kind}, 131,072 rows of 128 float32, {place} table",
+            {"kind": kind, "memory": place, "published": {f"PyTorch, {place}": seconds}},
+            [
+                case(f"speedtransfer ({place})", "ours", payload=10**8),
+                case(f"speedtransfer, check=False ({place})", "ours", 5e-4, payload=10**8),
+                case(f"PyTorch t[idx] ({place})", seconds=0.03),
+            ],
         )
+        for place in ("pinned", "cuda")
         for kind, seconds in (("to", 0.0478), ("from", 2.6641), ("sum", 2.7119))
     ]
 
@@ -67,7 +73,7 @@ def tax():
     return [
         GroupResult(
             f"{experiment} of {size}",
-            {"experiment": experiment, "size": size},
+            {"experiment": experiment, "size": size, "cuda": True},
             [
                 case("NumPy", seconds=1e-9 * size**2),
                 case("on the device", seconds=1e-5),
@@ -126,15 +132,15 @@ def test_a_group_as_a_table():
     by_name = {row[0]: row[1:] for row in table.rows}
     assert by_name["speedtransfer"] == ["50.0", "93%", "1.00x", "10.2 us", "10.2 us to 10.2 us"]
     assert by_name["one cudaMemcpy"][1:3] == ["roof", "0.93x"]
-    assert [row[0] for row in table.rows][:2] == ["one cudaMemcpy", "engine: mapped"], "fastest first"
-    assert table.ours == {"speedtransfer", "engine: mapped"}
+    assert [row[0] for row in table.rows][:2] == ["one cudaMemcpy", "speedtransfer, check=False"], "fastest first"
+    assert table.ours == {"speedtransfer", "speedtransfer, check=False", "engine: mapped"}
 
 
 def test_columns_follow_what_a_group_is_about():
     assert group_table(tax()[0]).header == ["", "median", "quartiles"]
     assert group_table(memory()[0]).header == ["", "host memory", "device memory"]
     assert group_table(transfer()[-2]).header[-2:] == ["host", "device"]
-    assert ["published (K80, 2019): PyTorch, PinnedCPU", "", "", "47.8 ms", ""] in group_table(speedtorch()[0]).rows
+    assert ["published (K80, 2019): PyTorch, pinned", "", "", "47.8 ms", ""] in group_table(speedtorch()[0]).rows
 
 
 def test_summaries_put_groups_side_by_side():
@@ -154,17 +160,37 @@ def lines(suite):
 
 def test_sentences_name_shares_and_ratios():
     gather, _, overhead = lines("transfer")
-    assert "50.0 GB/s, 93% of one cudaMemcpy and 94% by engine: mapped" in gather
+    assert "50.0 GB/s, 93% of one cudaMemcpy, 96% with check=False and 94% by engine: mapped" in gather
     assert "2.50x the speed of index_select(out=pinned) + copy, 50.0x of t[idx].to(device), 2.00x of CuPy" in gather
     assert overhead.endswith("on the device engine: mapped 4.00 us, an empty launch 2.00 us")
-    assert "30.0x the speed of PyTorch t[idx] (pinned)" in lines("speedtorch")[0]
+    assert "noisy" not in gather
+    to = lines("speedtorch")[3]
+    assert (
+        "table: speedtransfer (cuda) 1.00 ms, speedtransfer, check=False (cuda) 500 us; 30.0x the speed of PyTo" in to
+    )
+    assert "pinned" not in to
     assert lines("tax")[:2] == [
         "matmul: on the device pays from size 100 on",
         "matmul: device, copies both ways pays from size 185 on",
     ]
     assert "the large one takes 1.10x the time" in lines("step")[0]
     assert "speedtransfer, pinned: 3.00 ms a step, 1.00x from 1M to 100M rows" in lines("step")
-    assert "5.1 GB, +2.0% against the 5 GB of its planes" in lines("memory")[0]
+    assert "5.1 GB, 1.02x the 5 GB of its planes" in lines("memory")[0]
+
+
+@pytest.mark.parametrize("name", ["speedtransfer", "one cudaMemcpy", "t[idx].to(device)"])
+def test_noise_is_named(name):
+    group = ways("gather", 512)
+    (noisy,) = (case for case in group.cases if case.name == name)
+    noisy.samples_s = [1e-3, 2e-3, 3e-3]
+    assert headlines("transfer", [group])[0].endswith(" (noisy)")
+
+
+def test_nothing_pays_where_the_cpu_is_the_device():
+    groups = tax()
+    for group in groups:
+        group.params["cuda"] = False
+    assert headlines("tax", groups) == []
 
 
 def test_what_did_not_run_is_named():
@@ -189,6 +215,36 @@ def test_pictures(suite):
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", picture[16:24])
     assert min(width, height) > 200
+
+
+def labels(monkeypatch, result):
+    """Return the legend of the picture of `result`."""
+    found = []
+    monkeypatch.setattr(plots, "legend_below", lambda figure, axes: found.extend(axes.get_legend_handles_labels()[1]))
+    assert plots.plot(result)
+    return found
+
+
+def test_legends_name_what_is_there(monkeypatch):
+    result = recorded("memory")
+    assert labels(monkeypatch, result) == ["host", "device"]
+    for one in result["groups"][0]["cases"]:
+        one["memory"]["device_bytes"] = 0
+    assert labels(monkeypatch, result) == ["host"]
+    assert labels(monkeypatch, recorded("speedtorch")) == ["to", "from", "sum"]
+    steps = ["speedtransfer, pinned", "nn.Embedding + AdamW (no room beyond 10M rows)"]
+    assert labels(monkeypatch, recorded("step")) == steps
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_crossings_are_drawn_where_there_is_a_device(monkeypatch, cuda):
+    marks = []
+    monkeypatch.setattr(plots, "_mark", lambda axes, size, *line: marks.append(round(size)))
+    result = recorded("tax")
+    for group in result["groups"]:
+        group["params"]["cuda"] = cuda
+    plots.plot(result)
+    assert marks == ([100, 185] * 2 if cuda else [])
 
 
 @pytest.mark.parametrize("suite", SUITES)

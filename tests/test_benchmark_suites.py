@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from speedtransfer.benchmark import memory, step, tax
 from speedtransfer.benchmark.kinds import DIM, PLANES, ROW_BYTES, kinds
-from speedtransfer.benchmark.measure import measure
+from speedtransfer.benchmark.measure import CaseResult, GroupResult, measure
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
 
 CPU = torch.device("cpu")
@@ -74,6 +74,38 @@ def test_of_several_crossings_the_last_one_counts():
     crossing = tax.crossing([1, 10, 100, 1000], [2, 1, 1, 4], [1, 2, 2, 1])
     assert 100 < crossing < 1000
     assert tax.crossing([1, 10, 100], [2, 1, 1], [1, 1, 2]) is None  # faster once, but not in the end
+
+
+def times(*values):
+    """Groups with a slow and a fast case, of these milliseconds each: a number, or its quartiles."""
+    found = []
+    for size, pair in enumerate(values, 1):
+        cases = [CaseResult(name, "other", 0, list(t)) for name, t in zip(("slow", "fast"), pair, strict=True)]
+        found.append(GroupResult("", {"size": size}, cases))
+    return found
+
+
+ONE, TWO, WIDE = (1.0, 1.0, 1.0), (2.0, 2.0, 2.0), (0.5, 1.5, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([(ONE, TWO), (TWO, ONE)], "pays from size 1 on"),
+        ([(ONE, TWO), (ONE, TWO), (TWO, ONE)], "pays from size 2 on"),
+        ([(TWO, ONE), (TWO, ONE)], "pays at every size measured"),
+        ([(ONE, TWO), (ONE, TWO)], "does not pay at any size measured"),
+        ([(ONE, WIDE), (TWO, ONE)], "is not clear at this noise"),
+        ([(ONE, TWO), (WIDE, ONE)], "is not clear at this noise"),
+        ([(ONE, TWO), (TWO, ONE), (ONE, TWO), (TWO, ONE)], "is not clear at this noise"),
+        ([(TWO, ONE), (ONE, TWO)], "is not clear at this noise"),
+        ([], "is not clear at this noise"),
+    ],
+)
+def test_when_a_device_pays(values, words):
+    text, size = tax.pays(times(*values), "slow", "fast")
+    assert text == words
+    assert (size is not None) == ("from" in words)
 
 
 def test_tax_compares_the_same_three_ways_at_every_size():
@@ -284,7 +316,8 @@ def test_what_a_large_table_may_take_beyond_its_planes(monkeypatch, beyond, fine
 
     def measured(kind, optimizer, rows, device):
         asked.append((kind, optimizer, rows))
-        return {"host_bytes": int(beyond * 3 * rows * ROW_BYTES), "device_bytes": 0}
+        planes = next(one.planes for one in kinds(device, optimizer) if one.name == kind)
+        return {"host_bytes": int(beyond * planes * rows * ROW_BYTES), "device_bytes": 0}
 
     monkeypatch.setattr(memory, "measured", measured)
     cases = memory.groups(CPU, False, rows=10_000_000)[0].make()
@@ -299,6 +332,22 @@ def test_what_a_large_table_may_take_beyond_its_planes(monkeypatch, beyond, fine
             with pytest.raises(AssertionError, match=r"6\.0% beyond the 15,360,000,000 of its planes"):
                 case.check()
     assert asked == [(name, "AdamW", 10_000_000) for name in NAMES]  # once each
+
+
+@pytest.mark.parametrize("share", [0.0, 0.94])
+def test_less_than_its_planes_is_no_measurement(monkeypatch, share):
+    def measured(kind, optimizer, rows, device):
+        return {"host_bytes": int(share * 3 * rows * ROW_BYTES), "device_bytes": 0}
+
+    monkeypatch.setattr(memory, "measured", measured)
+    (found,) = (measure(group, CPU, **FAST) for group in memory.groups(CPU, True, rows=1_000_000))
+    assert all("the measurement is wrong" in case.error and not case.samples_s for case in found.cases)
+    assert len(found.cases) == 3
+
+
+def test_page_locked_bytes_count_once():
+    assert memory.with_page_locked(150, 1000) == 1150
+    assert memory.with_page_locked(1150, 1000) == 1150
 
 
 def test_groups_of_memory():

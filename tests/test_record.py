@@ -6,11 +6,13 @@ import importlib
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
 import pytest
 
+from speedtransfer.benchmark import measure
 from speedtransfer.benchmark.measure import Case, CaseResult, Group, GroupResult
 from speedtransfer.device import CudaStatus, cuda_status
 
@@ -70,9 +72,14 @@ def group(title, samples, skipped="", **params):
     return GroupResult(title, params, cases, skipped).to_json()
 
 
+def tool(code, found="0 errors", ran=True):
+    """What a tool of the sanitizer left."""
+    return {"exit": code, "summary": [f"========= ERROR SUMMARY: {found}"] if found else [], "ran": ran}
+
+
 CONTENT = {
     "tests": {"passed": 12, "failed": 3, "skipped": 1},
-    "sanitizer": {"absent": False, "tools": {"memcheck": {"exit": 0}, "racecheck": {"exit": 86}}},
+    "sanitizer": {"absent": False, "tools": {"memcheck": tool(0), "racecheck": tool(86, "1 hazard")}},
 }
 SUITE = {
     "quick": False,
@@ -81,12 +88,12 @@ SUITE = {
 }
 
 
-def put(store, tree, part, **changes):
+def put(store, tree, part, run="", **changes):
     """Write a result."""
     environment = {"device": "NVIDIA H200", "cuda": True, "date": "2026-01-02T03:04:05+00:00"}
     environment.update(commit="0123456789abcdef0123", dirty=False)
     result = {"environment": environment, "digest": store.digest(tree, part), "complete": True}
-    path = store.path_of(tree, "NVIDIA H200", part)
+    path = store.path_of(tree, "NVIDIA H200", part, run)
     store.write(path, {**result, **CONTENT.get(part, SUITE), **changes})
     return path
 
@@ -184,12 +191,12 @@ def test_the_gpu_tests(record, store, tree, gpu, monkeypatch):
         "def test_error(broken): pass\n"
         "def test_skipped(): pytest.skip('why')\n"
     )
-    monkeypatch.setenv("COMMIT", "abc")  # a copy of the tree without git cannot know it
+    monkeypatch.setenv("COMMIT", "abc+changes")  # a copy of the tree without git cannot know it
     assert record.record(["tests"], False, 100, 100, tree) == 1
     found = store.read(store.path_of(tree, gpu["device"], "tests"))
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
     assert found["failures"]["tests.gpu.test_device.test_bad"] == ["assert 1 == 2"]
-    assert (found["environment"]["commit"], found["environment"]["dirty"]) == ("abc", None)
+    assert (found["environment"]["commit"], found["environment"]["dirty"]) == ("abc", True)
     assert found["digest"] == store.digest(tree, "tests")
 
 
@@ -200,8 +207,9 @@ def test_gpu_tests_that_hang_leave_those_before(record, store, tree, gpu, capsys
     )
     assert record.record(["tests"], False, 5, 100, tree) == 1
     assert capsys.readouterr().err == "tests: stopped at its time limit\n"
-    found = store.read(store.path_of(tree, gpu["device"], "tests"))
+    found = store.read(store.path_of(tree, gpu["device"], "tests", ".partial"))
     assert (found["passed"], found["failed"], found["complete"]) == (1, 0, False)
+    assert not store.path_of(tree, gpu["device"], "tests").exists()
     assert "1 passed, 0 failed, 0 skipped, INCOMPLETE" in listed(record, tree, capsys)[1]
 
 
@@ -226,11 +234,11 @@ def test_parts_that_get_no_time_are_named(record, tree, gpu, capsys):
     assert capsys.readouterr().err.splitlines() == [f"{part}: no time was left for it" for part in ("tests", "step")]
 
 
-def fake_sanitizer(folder, monkeypatch):
-    """A compute-sanitizer that runs nothing and finds a race."""
+def fake_sanitizer(folder, monkeypatch, code=86):
+    """A compute-sanitizer that runs nothing; racecheck ends with `code`, by default that of a race."""
     tool = folder / "compute-sanitizer"
     tool.write_text(
-        '#!/bin/sh\necho "========= $2 SUMMARY: some errors"\necho done\n[ $2 = racecheck ] && exit 86 || exit 0\n'
+        f'#!/bin/sh\necho "========= $2 SUMMARY: some errors"\necho 3 passed\n[ $2 = racecheck ] && exit {code} || exit 0\n'
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
@@ -242,7 +250,7 @@ def test_the_sanitizer(record, store, tree, gpu, monkeypatch):
     found = store.read(store.path_of(tree, gpu["device"], "sanitizer"))
     assert {tool: facts["exit"] for tool, facts in found["tools"].items()} == {"memcheck": 0, "racecheck": 86}
     assert found["tools"]["memcheck"]["summary"] == ["========= memcheck SUMMARY: some errors"]
-    assert found["tools"]["memcheck"]["tests"][-1] == "done"
+    assert found["tools"]["memcheck"]["tests"][-1] == "3 passed"
     assert found["complete"]
 
 
@@ -253,10 +261,96 @@ def test_no_sanitizer(record, store, tree, gpu, monkeypatch):
     assert (found["absent"], found["tools"], found["complete"]) == (True, {}, True)
 
 
+def test_a_sanitizer_without_tests_is_no_failure(record, store, tree, gpu, monkeypatch, capsys):
+    fake_sanitizer(tree, monkeypatch, 5)
+    assert record.record(["sanitizer"], False, 100, 100, tree) == 0
+    assert "memcheck clean, racecheck no tests" in listed(record, tree, capsys)[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "found", "verdict"),
+    [
+        (0, "0 errors", "clean"),
+        (86, "3 errors", "NOT CLEAN"),
+        (1, "3 errors", "NOT CLEAN"),  # the code is that of tests that fail as well
+        (1, "0 errors", "tests ended with exit code 1"),
+        (5, "0 errors", "no tests"),
+        (1, "", "could not run"),
+        (86, "", "could not run"),
+        (None, "", "stopped at its time limit"),
+    ],
+)
+def test_what_the_sanitizer_says(record, code, found, verdict):
+    assert record.verdict(tool(code, found)) == verdict
+    assert record.verdict(tool(0, "0 errors", ran=False)) == "could not run"  # all were skipped
+
+
+def test_a_refused_device_costs_no_earlier_result(record, store, tree, gpu, monkeypatch, capsys):
+    before = put(store, tree, "sanitizer").read_text()
+    fake_sanitizer(tree, monkeypatch)
+    (tree / "compute-sanitizer").write_text("#!/bin/sh\necho '========= Error: Device not supported'\nexit 1\n")
+    assert record.record(["sanitizer"], False, 100, 100, tree) == 1
+    assert "memcheck could not run, racecheck could not run, INCOMPLETE" in listed(record, tree, capsys)[2]
+    assert store.path_of(tree, gpu["device"], "sanitizer").read_text() == before
+
+
+def test_only_a_complete_run_takes_the_place_of_another(record, store, tree, gpu, monkeypatch, capsys):
+    """Interrupted and quick ones are listed beside it."""
+    full = put(store, tree, "tax", commit="old")
+
+    def suite(complete):
+        def runner(root, path, about, limit_s, quick):
+            store.write(path, {**about, **SUITE, "quick": quick, "complete": complete})
+            return ""
+
+        return runner
+
+    before = full.read_text()
+    for complete, quick in ((False, False), (True, True)):
+        monkeypatch.setattr(record, "run_suite", suite(complete))
+        assert record.record(["tax"], quick, 100, 100, tree) == 0
+        assert full.read_text() == before
+    results = [line.split("  ")[4:] for line in listed(record, tree, capsys)[1:4]]
+    assert len(results) == 3
+    assert [("INCOMPLETE" in str(cells), "quick" in str(cells)) for cells in results] == [
+        (False, False),
+        (True, False),
+        (False, True),
+    ]
+    monkeypatch.setattr(record, "run_suite", suite(True))
+    record.record(["tax"], False, 100, 100, tree)
+    assert full.read_text() != before
+    assert sorted(path.name for path in full.parent.iterdir()) == ["tax.json", "tax.quick.json"]
+
+
+def test_every_part_goes_into_the_archive(record, store, tree, gpu, monkeypatch, capsys):
+    archive, listings = tree / "out" / "results.tgz", []
+
+    def suite(root, path, about, limit_s, quick):
+        if archive.exists():
+            with tarfile.open(archive) as file:
+                listings.append(sorted(file.getnames()))
+        store.write(path, {**about, **SUITE, "complete": about["part"] != "step"})
+        path.with_name("tax.png").touch()
+        return ""
+
+    monkeypatch.setattr(record, "run_suite", suite)
+    assert record.record(["tax", "step"], False, 100, 100, tree, archive=archive) == 0
+    with tarfile.open(archive) as file:
+        listings.append(sorted(file.getnames()))
+    first = [f"bench/results/nvidia-h200/tax.{kind}" for kind in ("json", "png")]
+    assert listings == [first, ["bench/results/nvidia-h200/step.partial.json", *first]]
+
+    (tree / "file").touch()
+    assert record.record(["tax"], False, 100, 100, tree, archive=tree / "file" / "results.tgz") == 0
+    assert f"cannot write {tree / 'file' / 'results.tgz'}: " in capsys.readouterr().err
+
+
 def test_a_suite(record, store, tree, gpu, capfd):
     """Of this package, on this machine, in a process of its own."""
     assert record.record(["tax"], True, 100, 100, tree) == 0
-    found = store.read(store.path_of(tree, gpu["device"], "tax"))
+    found = store.read(store.path_of(tree, gpu["device"], "tax", ".quick"))
+    assert not store.path_of(tree, gpu["device"], "tax").exists()
     assert (found["suite"], found["quick"], found["complete"], found["failures"]) == ("tax", True, True, {})
     assert found["digest"] == store.digest(tree, "tax")
     assert found["environment"]["device"] == gpu["device"]
@@ -307,34 +401,41 @@ def test_bars_without_results():
     assert all(str(bar).startswith("not measured") for bar in bars)
 
 
-def ways(direction, row_bytes, ours, **others):
+def ways(direction, row_bytes, ours, table_bytes=10**10, unchecked=None, **others):
     samples = {("speedtransfer", "ours"): ours, ("one cudaMemcpy", "roof"): 1.0}
-    samples |= {(name.replace("_", " "), "other"): seconds for name, seconds in others.items()}
-    params = {"kind": "ways", "direction": direction, "memory": "pinned", "ids": "uniform"}
+    if unchecked:
+        samples = {("engine: mapped", "ours"): 0.5, ("speedtransfer, check=False", "ours"): unchecked, **samples}
+    samples |= {(name, "other"): seconds for name, seconds in others.items()}
+    params = {"kind": "ways", "direction": direction, "memory": "pinned", "ids": "uniform", "table_bytes": table_bytes}
     return group("", samples, **params, row_bytes=row_bytes, rows=131_072)
+
+
+def verdicts(results):
+    """The bars that were measured: figure and state by title."""
+    found = importlib.import_module("bars").judge(results)
+    return {bar.title: (bar.shown, str(bar)[:28].strip()) for bar in found if bar.measured is not None}
 
 
 def test_bars():
     best, plain, cupy = {"index_select(out=pinned) + copy": 3.0}, {"t[idx].to(device)": 30.0}, {"CuPy t[idx]": 0.1}
     calls = {("speedtransfer", "ours"): 2e-5, ("empty launch", "other"): 4e-6, ("one cudaMemcpy", "roof"): 1e-5}
-    both = {("speedtransfer", "ours"): 2.0, ("two cudaMemcpy at once", "roof"): 1.0}
+    both = {("speedtransfer, check=False", "ours"): 2.0, ("two cudaMemcpy at once", "roof"): 1.0}
     common = {"memory": "pinned", "ids": "uniform"}
     steps = {("speedtransfer, pinned", "ours"): 1.05, ("speedtransfer, pinned, 1 GB table", "ours"): 1.0}
     small = {"experiment": "gpu limit", "rows": 69_000_000, "dim": 128}
     results = {
         "transfer": {
+            "options": {"table_bytes": 10_000_000_000},
             "groups": [
                 ways("gather", 512, 1.05, **best, **plain, **cupy),
                 ways("gather", 256, 1.6),
                 group("", calls, kind="overhead", direction="gather", **common),
                 group("", both, kind="both", direction="both", **common),
-            ]
+            ],
         },
         "step": {"groups": [group("", steps, **small)]},
     }
-    found = {bar.title: bar for bar in importlib.import_module("bars").judge(results)}
-    shown = {title: (bar.shown, str(bar).split()[0]) for title, bar in found.items() if bar.measured is not None}
-    assert shown == {
+    assert verdicts(results) == {
         "gather 131,072 x 512 B, share of one H2D copy": ("95.2%", "PASS"),
         "gather 131,072 x 256 B, share of one H2D copy": ("62.5%", "MISS"),
         "gather, times the best of torch alone": ("2.9x", "PASS"),
@@ -342,8 +443,42 @@ def test_bars():
         "both at once, share of two plain copies at once": ("50.0%", "MISS"),
         "gather of 1,000 rows, host time a call": ("20.0 us", "PASS"),
         "gather of 1,000 rows, on the device, of an empty launch": ("5.00x", "MISS"),
-        "step with 5 GB of GPU memory, 35.3 GB table (50 GB and its state do not fit) of a 1 GB one": ("1.05x", "PASS"),
+        "step with 5 GB of GPU memory, 50 GB table of a 1 GB one": ("1.05x", "not as asked (35.3 GB table)"),
     }
+
+
+def test_the_names_are_those_of_the_package():
+    bars = importlib.import_module("bars")
+    assert (bars.CHECKED, bars.UNCHECKED) == (measure.DEFAULT, measure.UNCHECKED)
+
+
+def test_the_bars_judge_cases_by_name():
+    """Whichever of ours came first: a gather with its checks, a scatter without; the other has no bar."""
+    pairs = [ways(direction, 512, 2.0, unchecked=1.0) for direction in ("gather", "scatter")]
+    assert verdicts({"transfer": {"groups": pairs}}) == {
+        "gather 131,072 x 512 B, share of one H2D copy": ("50.0%", "MISS"),
+        "  the same by speedtransfer, check=False": ("100.0%", ""),
+        "scatter 131,072 x 512 B, share of one D2H copy": ("100.0%", "PASS"),
+        "  the same by speedtransfer": ("50.0%", ""),
+    }
+    only = [ways("scatter", 512, 1.0)]
+    assert list(verdicts({"transfer": {"groups": only}})) == ["  the same by speedtransfer"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "params", "options", "state"),
+    [
+        (1.0, 10**10, {}, "PASS"),
+        (1.0, 10**9, {"table_bytes": 10**10}, "not as asked (1 GB table)"),
+        (1.0, None, {}, "table of unknown size"),
+        (0.97, 10**10, {}, "roof unreliable"),
+        (2.0, 10**9, {}, "MISS"),
+    ],
+)
+def test_a_pass_that_does_not_count(seconds, params, options, state):
+    result = {"options": options, "groups": [ways("gather", 512, seconds, table_bytes=params)]}
+    (found,) = verdicts({"transfer": result}).values()
+    assert found[1] == state
 
 
 def test_bars_are_shown_for_a_gpu(record, store, tree, capsys):
@@ -368,14 +503,20 @@ def test_gpu_without_cuda_refuses_in_one_line(options):
 
 def test_options(record, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(record, "record", lambda *args: asked.append(args) or 0)
+    monkeypatch.setattr(record, "record", lambda *args, archive: asked.append((*args, archive)) or 0)
     found = CudaStatus(True, "", "14.2", "13.0", "13.0", ("NVIDIA Test 1",))
     monkeypatch.setattr("speedtransfer.device.cuda_status", lambda: found)
     assert record.main(["here", "--only", "step,tax", "--quick", "--limit", "60", "--total", "90"]) == 0
-    assert record.main(["gpu"]) == 0
+    assert record.main(["gpu", "--archive", "a.tgz"]) == 0
     assert asked == [
-        (["step", "tax"], True, 60.0, 90.0),
-        (["tests", "sanitizer", "transfer", "speedtorch", "tax", "step", "memory"], False, 300.0, float("inf")),
+        (["step", "tax"], True, 60.0, 90.0, None),
+        (
+            ["tests", "sanitizer", "transfer", "speedtorch", "tax", "step", "memory"],
+            False,
+            300.0,
+            float("inf"),
+            Path("a.tgz"),
+        ),
     ]
     with pytest.raises(SystemExit):
         record.main(["here", "--only", "tests"])

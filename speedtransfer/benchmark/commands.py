@@ -1,4 +1,8 @@
-"""The command ``speedtransfer bench``: what is asked for is checked first, then measured, shown and written."""
+"""The command ``speedtransfer bench``: what is asked for is checked first, then measured, shown and written.
+
+A group that goes wrong does not cost the others: the command ends with exit code 1 and a line that names it. Who presses
+Ctrl-C keeps the figures of all groups before.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from speedtransfer.benchmark.measure import GroupResult
 from speedtransfer.benchmark.output import Output
 from speedtransfer.benchmark.run import run_suite
-from speedtransfer.benchmark.suites import SUITES, Suite
+from speedtransfer.benchmark.suites import MIN_TABLE_BYTES, SUITES, Suite
 from speedtransfer.device import resolve_device
-from speedtransfer.errors import InvalidValueError, check_size, suggest
+from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_size, suggest
 
 ALL = "all"
 
@@ -44,16 +49,41 @@ def bench(
     if rows is not None:
         given["rows"] = check_size(rows, "--rows", 1)
     if table_bytes is not None:
-        given["table_bytes"] = check_size(int(table_bytes), "--table-bytes", 1)
+        given["table_bytes"] = check_size(int(table_bytes), "--table-bytes", MIN_TABLE_BYTES)
     suites = _suites(suite, given)
     compute = resolve_device(device)
     output = Output(json, plot, several=suite == ALL)
     console = Console(highlight=False, width=None if Console().is_terminal else 120)
-    for one in suites:
-        mine: dict[str, Any] = {name: value for name, value in given.items() if name in one.options}
-        output.add(run_suite(one, compute, quick, console, seed=check_size(seed, "--seed"), **mine))
-    for path in output.finish():
-        typer.echo(f"wrote {path}")
+    check_size(seed, "--seed")
+    failed: list[str] = []
+    reasons: list[str] = []
+    try:
+        for one in suites:
+            mine: dict[str, Any] = {name: value for name, value in given.items() if name in one.options}
+            result = run_suite(one, compute, quick, console, output.keep, seed=seed, **mine)
+            output.keep(result)
+            failed += [f"{title} ({reason})" for title, reason in result["failures"].items()]
+            reasons += filter(None, [nothing_of_ours(result)])
+    finally:
+        for path in output.finish():
+            typer.echo(f"wrote {path}")
+    if failed:
+        count = f"{len(failed)} group{'s' * (len(failed) > 1)} failed"
+        typer.echo(f"speedtransfer: error: {count}: {'; '.join(failed)}", err=True)
+        raise typer.Exit(1)
+    if reasons:
+        raise SpeedtransferError(reasons[0])
+
+
+def nothing_of_ours(result: dict[str, Any]) -> str:
+    """Return why a suite has no figure of this library, or of anything; nothing where it has one or was to have none."""
+    groups = [GroupResult.from_json(group) for group in result["groups"]]
+    cases = [case for group in groups for case in group.cases]
+    ours = [case for case in cases if case.role == "ours"] or cases
+    if any(case.samples_s for case in ours):
+        return ""
+    reason = next((text for text in [*(group.skipped for group in groups), *(case.error for case in ours)] if text), "")
+    return f"suite {result['suite']!r} could measure nothing of this library here: {reason}" if reason else ""
 
 
 def _suites(name: str, given: dict[str, int]) -> list[Suite]:

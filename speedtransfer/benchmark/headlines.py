@@ -25,14 +25,22 @@ def _transfer(groups: list[GroupResult]) -> list[str]:
 def _rows(group: GroupResult) -> str:
     ours = group.ours
     assert ours is not None
+    rivals, unchecked = _rivals(group), group.unchecked
     text = f"{group.title}: {format_rate(ours.gb_per_s)} GB/s"
     if group.roof is not None:
         text += f", {format_share(group.share_of_roof(ours))} of {group.roof.name}"
+        if unchecked is not None and unchecked is not ours:
+            text += f", {format_share(group.share_of_roof(unchecked))} with check=False"
         engines = [case for case in group.ran if case.role == "ours" and case.name.startswith("engine")]
         if engines:
             best = min(engines, key=lambda case: case.median_s)
             text += f" and {format_share(group.share_of_roof(best))} by {best.name}"
-    return text + _speed(ours, _rivals(group))
+    return text + _speed(ours, rivals) + _noise(ours, unchecked, group.roof, *rivals)
+
+
+def _noise(*cases: CaseResult | None) -> str:
+    """Return " (noisy)" where one of `cases` is."""
+    return " (noisy)" if any(case is not None and case.noisy for case in cases) else ""
 
 
 def _speed(ours: CaseResult, others: list[CaseResult]) -> str:
@@ -53,13 +61,16 @@ def _rivals(group: GroupResult) -> list[CaseResult]:
 def _overhead(group: GroupResult) -> str:
     ours = group.ours
     assert ours is not None
+    unchecked = group.unchecked
     text = f"{group.title}: {format_seconds(ours.median_host_s)} of host time a call"
+    if unchecked is not None and unchecked is not ours:
+        text += f", {format_seconds(unchecked.median_host_s)} with check=False"
     empty = next((case for case in group.ran if case.name == "empty launch"), None)
     busy = [case for case in group.ran if case.role == "ours" and case.device_s]
     if busy and empty and empty.device_s:
         shown = ", ".join(f"{case.name} {format_seconds(case.device_s)}" for case in busy)
         text += f"; on the device {shown}, an empty launch {format_seconds(empty.device_s)}"
-    return text
+    return text + _noise(ours, unchecked, empty)
 
 
 def _speedtorch(groups: list[GroupResult]) -> list[str]:
@@ -67,36 +78,29 @@ def _speedtorch(groups: list[GroupResult]) -> list[str]:
     for group in groups:
         if group.ours is None:
             continue
-        place = group.ours.name.rpartition("(")[2]
-        rivals = [case for case in group.ran if case.role == "other" and case.name.endswith(place)]
-        lines.append(
-            f"{group.title}: {group.ours.name} {format_seconds(group.ours.median_s)}{_speed(group.ours, rivals)}"
-        )
+        ours, *others = [case for case in group.ran if case.role == "ours"]
+        rivals = [case for case in group.ran if case.role == "other"]
+        text = f"{group.title}: {ours.name} {format_seconds(ours.median_s)}"
+        text += "".join(f", {case.name} {format_seconds(case.median_s)}" for case in others)
+        lines.append(text + _speed(ours, rivals) + _noise(ours, *others, *rivals))
     return lines
 
 
 def _tax(groups: list[GroupResult]) -> list[str]:
-    from speedtransfer.benchmark.tax import COPIES, HOST, RESIDENT, crossing
+    from speedtransfer.benchmark.tax import COPIES, HOST, RESIDENT, pays
 
     lines = []
+    groups = [group for group in groups if group.params.get("cuda")]  # else the CPU is the device: nothing can pay
     for experiment in dict.fromkeys(group.params["experiment"] for group in groups):
         part = sorted((g for g in groups if g.params["experiment"] == experiment), key=lambda g: g.params["size"])
-        times = [{case.name: case.median_s for case in group.ran} for group in part]
-        for fast in (RESIDENT, COPIES):
-            both = [
-                (g.params["size"], t[HOST], t[fast])
-                for g, t in zip(part, times, strict=True)
-                if {HOST, fast} <= t.keys()
-            ]
-            size = crossing(*map(list, zip(*both, strict=True))) if both else None
-            when = f"pays from size {size:,.0f} on" if size is not None else "does not pay at any size measured"
-            lines.append(f"{experiment}: {fast} {when}")
+        lines += [f"{experiment}: {fast} {pays(part, HOST, fast)[0]}" for fast in (RESIDENT, COPIES)]
     return lines
 
 
 def _step(groups: list[GroupResult]) -> list[str]:
     lines = [
         f"{group.title}: the large one takes {format_ratio(large.median_s / small.median_s)} the time of the small one"
+        + _noise(large, small)
         for group in groups
         if group.params["experiment"] == "gpu limit" and len(group.ran) == 2
         for large, small in [group.ran]
@@ -109,7 +113,9 @@ def _step(groups: list[GroupResult]) -> list[str]:
         if group is not small:
             growth = format_ratio(case.median_s / before.median_s)
             sizes = f"{format_count(small.params['rows'])} to {format_count(group.params['rows'])} rows"
-            lines.append(f"{name}: {format_seconds(case.median_s)} a step, {growth} from {sizes}")
+            lines.append(
+                f"{name}: {format_seconds(case.median_s)} a step, {growth} from {sizes}" + _noise(case, before)
+            )
     return lines
 
 
@@ -120,6 +126,6 @@ def _memory(groups: list[GroupResult]) -> list[str]:
         for case in group.ran:
             taken = max(case.memory.values(), default=0)
             if case.role == "ours" and taken and planes >= _TELLING_BYTES:
-                beyond = f"{100 * (taken / planes - 1):+.1f}% against the {format_bytes(planes)} of its planes"
+                beyond = f"{format_ratio(taken / planes)} the {format_bytes(planes)} of its planes"
                 lines.append(f"{group.title}, {case.name}: {format_bytes(taken)}, {beyond}")
     return lines

@@ -16,6 +16,13 @@ from speedtransfer.errors import SpeedtransferError
 
 Role = Literal["ours", "other", "roof"]
 
+DEFAULT, UNCHECKED = "speedtransfer", "speedtransfer, check=False"  # our call with all checks, and as training makes it
+NOISY = 1.5  # times the first quartile is the most that the third may be of figures that mean something
+# How much of the time goes to a group, by whether the run is a quick one.
+EFFORT: dict[bool, dict[str, Any]] = {
+    True: {"turns": 2, "samples": 3, "budget_s": 0.6},
+    False: {"turns": 3, "samples": 7, "budget_s": 2.5},
+}
 CANNOT_RUN = (SpeedtransferError, torch.cuda.OutOfMemoryError, MemoryError, NotImplementedError)
 _DEVICE_CALLS = 50  # of one measurement behind a pause, and the pause, long enough to queue them
 _PAUSE_CYCLES = 20_000_000
@@ -105,6 +112,12 @@ class CaseResult:
         return low, high
 
     @property
+    def noisy(self) -> bool:
+        """Whether the samples differ too much to rely on their median."""
+        low, high = self.quartiles_s
+        return high > NOISY * low
+
+    @property
     def median_host_s(self) -> float:
         """Median seconds until the calls of a repetition had returned."""
         return median(self.host_s)
@@ -133,6 +146,11 @@ class GroupResult:
     def ours(self) -> CaseResult | None:
         """The first case of this library that ran."""
         return next((case for case in self.ran if case.role == "ours"), None)
+
+    @property
+    def unchecked(self) -> CaseResult | None:
+        """The call of this library that moves rows and checks nothing, as training makes it; `ours` where there is none."""
+        return next((case for case in self.ran if case.name == UNCHECKED), self.ours)
 
     @property
     def roof(self) -> CaseResult | None:

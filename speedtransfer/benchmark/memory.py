@@ -20,7 +20,7 @@ from torch import nn
 
 from speedtransfer.benchmark.kinds import DIM, OURS, PLANES, ROW_BYTES, Kind, kinds
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.errors import DeviceError, HostMemoryError, check_size
+from speedtransfer.errors import DeviceError, HostMemoryError, SpeedtransferError, check_size, format_bytes
 from speedtransfer.tables.memory import physical_bytes
 
 NOTE = (
@@ -28,6 +28,7 @@ NOTE = (
     "process of its own. Of a mmap table, host memory is pages of its file, which the system may take back."
 )
 TOLERANCE = 1.05  # times its planes is the most that a large table may take
+LEAST = 0.95  # times its planes is the least that a table can take of which every row has been touched
 
 _ROWS, _QUICK_ROWS = 3_000_000, 100_000
 _SHARE = 0.6  # of the memory of this machine: the largest kind has twice the weights and two planes of state
@@ -68,6 +69,10 @@ def _cases(device: torch.device, optimizer: str, rows: int, quick: bool) -> list
     return [Case(p.kind.name, p.run, p.check, role=p.kind.role, memory=p.memory) for p in found]
 
 
+class MeasurementError(SpeedtransferError):
+    """What was measured cannot be."""
+
+
 class _Process:
     """Measures a kind of table at the first run; further ones, which a stopwatch asks for, do nothing."""
 
@@ -76,9 +81,23 @@ class _Process:
         self.memory: dict[str, int] = {}
 
     def run(self) -> None:
-        """Fill `memory`."""
+        """Fill `memory`.
+
+        Raises
+        ------
+        MeasurementError
+            The table cannot have taken so little: what was measured is not its memory.
+        """
         if not self.memory:
-            self.memory.update(measured(self.kind.name, self.optimizer, self.rows, self.device))
+            found = measured(self.kind.name, self.optimizer, self.rows, self.device)
+            planes, taken = self.kind.planes * self.rows * ROW_BYTES, found[f"{self.kind.place}_bytes"]
+            # The system may take pages of a file back. Small tables are less than what else comes and goes.
+            if self.kind.name != OURS.format("mmap") and planes >= _BUFFERS_BYTES and taken < LEAST * planes:
+                raise MeasurementError(
+                    f"its planes have {format_bytes(planes)} and every row was touched, but {format_bytes(taken)} were seen "
+                    "to be taken: the measurement is wrong"
+                )
+            self.memory.update(found)
 
     def check(self) -> None:
         """Raise where our table takes more than its planes, within the tolerance, of the memory that it lives in."""
@@ -118,15 +137,21 @@ def _child(kind_name: str, optimizer: str, rows: int, device: torch.device) -> d
     base = torch.cuda.memory_allocated(device) if cuda else 0
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    available = _available_bytes()
     host_base = _reset_peak()
-    emb = _train(kind, optimizer, rows, device)
+    emb: Any = _train(kind, optimizer, rows, device)
     host = _peak_bytes() - host_base
     if kind.name == OURS.format("pinned"):
-        # Page-locked pages belong to the driver and may not count as this process's: ask what the machine has left.
-        host = max(host, available - _available_bytes())
+        host = with_page_locked(host, emb.table.nbytes)
     del emb
     return {"host_bytes": max(0, host), "device_bytes": torch.cuda.max_memory_allocated(device) - base if cuda else 0}
+
+
+def with_page_locked(seen_bytes: int, locked_bytes: int) -> int:
+    """Return what a process holds that was seen to take `seen_bytes` and has a table of `locked_bytes` of page-locked memory.
+
+    Such pages belong to the driver, which may or may not have them counted as this process's.
+    """
+    return seen_bytes if seen_bytes >= LEAST * locked_bytes else seen_bytes + locked_bytes
 
 
 def _train(kind: Kind, optimizer: str, rows: int, device: torch.device) -> nn.Module:
@@ -163,13 +188,6 @@ def _peak_bytes() -> int:
         import resource  # not on Windows
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _available_bytes() -> int:
-    try:
-        return _kilobytes("/proc/meminfo", "MemAvailable:")
-    except (OSError, LookupError):
-        return 0
 
 
 def _kilobytes(path: str, name: str) -> int:

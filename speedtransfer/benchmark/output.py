@@ -15,7 +15,7 @@ from speedtransfer.tables.files import atomic
 
 
 class Output:
-    """Writes the JSON of each suite as it is added, and pictures and report at the end.
+    """Writes the JSON of each suite as it grows, and pictures and report at the end.
 
     Parameters
     ----------
@@ -36,8 +36,8 @@ class Output:
 
     def __init__(self, json_path: Path | None, plot_folder: Path | None, several: bool) -> None:
         self._json, self._plots, self._several = json_path, plot_folder, several
-        self._results: list[dict[str, Any]] = []
-        self._written: list[Path] = []
+        self._results: dict[str, dict[str, Any]] = {}
+        self._written: dict[Path, None] = {}
         if plot_folder is not None:
             require_matplotlib()
             _check_folder(plot_folder, "--plot")
@@ -48,9 +48,9 @@ class Output:
                 raise StorageError(f"--json {str(json_path)!r} is a folder but one suite is one file; name the file")
             _check_folder(json_path.parent, "--json", create=False)
 
-    def add(self, result: dict[str, Any]) -> None:
-        """Take the result of a suite and write its JSON."""
-        self._results.append(result)
+    def keep(self, result: dict[str, Any]) -> None:
+        """Take the result of a suite so far and write its JSON."""
+        self._results[result["suite"]] = result
         if self._json is not None:
             path = self._json
             if self._several:
@@ -60,21 +60,21 @@ class Output:
 
     def finish(self) -> list[Path]:
         """Draw what there is to draw and return the files written."""
-        if self._plots is not None:
+        if self._plots is not None and self._results:
             self._plots.mkdir(parents=True, exist_ok=True)
             pictures = {}
-            for result in self._results:
+            for result in self._results.values():
                 picture = plots.plot(result)
                 if picture is not None:
                     pictures[result["suite"]] = picture
                     self._write(self._plots / f"{result['suite']}.png", picture)
-            self._write(self._plots / "report.html", html.page(self._results, pictures).encode())
-        return self._written
+            self._write(self._plots / "report.html", html.page(list(self._results.values()), pictures).encode())
+        return list(self._written)
 
     def _write(self, path: Path, content: bytes) -> None:
         with atomic(path) as file:
             file.write(content)
-        self._written.append(path)
+        self._written[path] = None
 
 
 def _check_folder(folder: Path, option: str, create: bool = True) -> None:

@@ -19,7 +19,7 @@ from speedtransfer.benchmark.drawing import (
     require_matplotlib,
     tidy,
 )
-from speedtransfer.benchmark.measure import CaseResult, GroupResult
+from speedtransfer.benchmark.measure import DEFAULT, UNCHECKED, CaseResult, GroupResult
 from speedtransfer.benchmark.report import groups_of, sweep
 from speedtransfer.benchmark.units import format_count, format_seconds
 
@@ -62,7 +62,7 @@ def _transfer(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any
         rate, share = panels[0][column], panels[1][column]
         for number, (name, label) in enumerate(zip(lines[direction], labels, strict=False)):
             cases = [_cases(group).get(name) for group in part]
-            style = line_style(number, name == "speedtransfer")
+            style = line_style(number, name in (DEFAULT, UNCHECKED))
             line(rate, sizes, [case and case.gb_per_s for case in cases], label, style)
             shares = [case and group.share_of_roof(case) for group, case in zip(part, cases, strict=True)]
             line(share, sizes, [value and 100 * value for value in shares], label, style)
@@ -92,24 +92,26 @@ def _transfer(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any
 
 def _sweep_names(groups: list[GroupResult]) -> list[str]:
     """Return the cases that make a line over `groups`, as many as there are colours."""
-    names = _names(groups, lambda case: case.role != "roof" and "checked" not in case.name)
+    names = _names(groups, lambda case: case.role != "roof")
     return [name for name in names if sum(name in _cases(group) for group in groups) > 1][: len(COLOURS)]
 
 
 def _speedtorch(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    kinds = [group.params["kind"] for group in groups]
+    kinds = list(dict.fromkeys(group.params["kind"] for group in groups))
     names = _names(groups, lambda case: True)
     published = list(dict.fromkeys(name for group in groups for name in group.params["published"]))
     labels = [*names, *(f"K80, 2019: {name}" for name in published)]
     figure = make_figure(10, 1.8 + 0.45 * len(labels))
     axes = figure.subplots()
-    height = 0.8 / max(1, len(groups))
-    for number, group in enumerate(groups):
-        seconds = [case.median_s if (case := _cases(group).get(name)) else None for name in names]
-        seconds += [group.params["published"].get(name) for name in published]
+    height = 0.8 / len(kinds)
+    for number, kind in enumerate(kinds):
+        part = [group for group in groups if group.params["kind"] == kind]  # one for each memory
+        times = {case.name: case.median_s for group in part for case in group.ran}
+        times_2019 = {name: s for group in part for name, s in group.params["published"].items()}
+        seconds = [*map(times.get, names), *map(times_2019.get, published)]
         shown = [(place, s) for place, s in enumerate(seconds) if s]
-        places = [place + (number - (len(groups) - 1) / 2) * height for place, _ in shown]
-        bars = axes.barh(places, [1e3 * s for _, s in shown], height * 0.92, color=COLOURS[number], label=kinds[number])
+        places = [place + (number - (len(kinds) - 1) / 2) * height for place, _ in shown]
+        bars = axes.barh(places, [1e3 * s for _, s in shown], height * 0.92, color=COLOURS[number], label=kind)
         for bar, (place, _) in zip(bars, shown, strict=True):
             bar.set_alpha(1.0 if place < len(names) else 0.45)
         axes.bar_label(bars, [f" {format_seconds(s)}" for _, s in shown], fontsize=7.5, color=INK)
@@ -122,13 +124,15 @@ def _speedtorch(make_figure: Callable[..., Any], groups: list[GroupResult]) -> A
     axes.margins(x=0.12, y=0.02)
     axes.set_xlabel("milliseconds a call, less is better (log scale)")
     plain_numbers(axes, "x")
-    axes.set_title(f"SpeedTorch's benchmark: {groups[0].title.partition(', ')[2]}", fontsize=11, color=INK)
+    axes.set_title(
+        f"SpeedTorch's benchmark: {groups[0].title.split(', ', 1)[1].rpartition(', ')[0]}", fontsize=11, color=INK
+    )
     legend_below(figure, axes)
     return figure
 
 
 def _tax(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    from speedtransfer.benchmark.tax import COPIES, HOST, RESIDENT, crossing
+    from speedtransfer.benchmark.tax import COPIES, HOST, RESIDENT, pays
 
     titles = {"matmul": "matrix product, n x n", "mlp": "training step of an MLP, width n"}
     experiments = list(dict.fromkeys(group.params["experiment"] for group in groups))
@@ -140,11 +144,11 @@ def _tax(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
         times = {name: [_milliseconds(group, name) for group in part] for name in _names(part, lambda case: True)}
         for number, (name, values) in enumerate(times.items()):
             line(axes, sizes, values, name, line_style(number, False))
-        for fast in (RESIDENT, COPIES):
-            if all(v is not None for name in (HOST, fast) for v in times.get(name, [None])):
-                size = crossing(sizes, times[HOST], times[fast])  # type: ignore[arg-type]
-                if size is not None and size > sizes[0]:
-                    _mark(axes, size, sizes, times[fast])
+        for fast in (RESIDENT, COPIES) if all(group.params.get("cuda") for group in part) else ():
+            size = pays(part, HOST, fast)[1]
+            if size is not None:
+                there = [(n, ms) for n, ms in zip(sizes, times[fast], strict=True) if ms is not None]
+                _mark(axes, size, *zip(*there, strict=True))
         axes.set(xscale="log", yscale="log", xlabel="n", ylabel="milliseconds")
         axes.set_title(titles.get(experiment, experiment), fontsize=11, color=INK)
         axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=30)
@@ -173,7 +177,8 @@ def _step(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
     sizes = [group.params["rows"] for group in groups]
     for number, name in enumerate(_names(groups, lambda case: True)):
         ours = any(case.name == name and case.role == "ours" for group in groups for case in group.ran)
-        line(axes, sizes, [_milliseconds(group, name) for group in groups], name, line_style(number, ours))
+        label = name + _end_of(groups, name)
+        line(axes, sizes, [_milliseconds(group, name) for group in groups], label, line_style(number, ours))
     axes.set(xscale="log", yscale="log", xlabel="rows of the table", ylabel="milliseconds a step")
     axes.set_xticks(sizes, [format_count(size) for size in sizes])
     axes.minorticks_off()
@@ -182,6 +187,13 @@ def _step(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
     plain_numbers(axes)
     legend_below(figure, axes)
     return figure
+
+
+def _end_of(groups: list[GroupResult], name: str) -> str:
+    """Return why the line of case `name` ends before the last of `groups`, where that is for lack of room."""
+    last = max(i for i, group in enumerate(groups) if name in _cases(group))
+    failed = any(case.name == name and case.error for group in groups[last + 1 : last + 2] for case in group.cases)
+    return f" (no room beyond {format_count(groups[last].params['rows'])} rows)" if failed else ""
 
 
 def _memory(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
@@ -195,6 +207,8 @@ def _memory(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
     left = np.zeros(len(bars))
     for number, (key, label) in enumerate((("host_bytes", "host"), ("device_bytes", "device"))):
         sizes = np.array([case.memory.get(key, 0) / 1e9 for _, case in bars])
+        if not sizes.any():
+            continue  # a machine without a GPU has no device memory to tell of
         axes.barh(range(len(bars)), sizes, 0.7, left=left, color=COLOURS[number], label=label)
         left += sizes
     for place, total in enumerate(left):

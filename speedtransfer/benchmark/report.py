@@ -22,6 +22,12 @@ class TextTable(NamedTuple):
     rows: list[list[str]]
     ours: frozenset[str] = frozenset()
 
+    def without(self, *labels: str) -> TextTable:
+        """Return the table without the columns that `labels` name."""
+        kept = [i for i, label in enumerate(self.header) if label not in labels]
+        rows = [[row[i] for i in kept] for row in self.rows]
+        return self._replace(header=[self.header[i] for i in kept], rows=rows)
+
 
 def groups_of(result: dict[str, Any]) -> list[GroupResult]:
     """Return the groups of a recorded suite."""
@@ -76,11 +82,7 @@ def summary_tables(result: dict[str, Any]) -> list[TextTable]:
             for direction, part in _by(sweep(groups), "direction").items()
         ]
     if suite == "speedtorch":
-        table = _pivot("time a call", groups, lambda group: str(group.params["kind"]), _time)
-        published = [group.params["published"] for group in groups]
-        names = dict.fromkeys(name for column in published for name in column)
-        extra = [[PUBLISHED + name, *(format_seconds(column.get(name)) for column in published)] for name in names]
-        return [table._replace(rows=table.rows + extra)]
+        return [_with_published(part) for part in _by(groups, "memory").values()]
     if suite == "tax":
         return [
             _pivot(f"{experiment}, time by size", part, lambda group: f"{group.params['size']:,}", _time)
@@ -92,6 +94,17 @@ def summary_tables(result: dict[str, Any]) -> list[TextTable]:
         table = _pivot("a step, by rows of the table", by_size, lambda group: format_count(group.params["rows"]), _time)
         return [table, *(group_table(group) for part in parts.values() for group in part)]
     return [group_table(group) for group in groups]
+
+
+def _with_published(groups: list[GroupResult]) -> TextTable:
+    """Return the figures of suite `speedtorch` for one memory, and below them those of 2019."""
+    memory = groups[0].params.get("memory")
+    title = "time a call" + (f", {memory} table" if memory else "")
+    table = _pivot(title, groups, lambda group: str(group.params["kind"]), _time)
+    published = [group.params["published"] for group in groups]
+    names = dict.fromkeys(name for column in published for name in column)
+    extra = [[PUBLISHED + name, *(format_seconds(column.get(name)) for column in published)] for name in names]
+    return table._replace(rows=table.rows + extra)
 
 
 def sweep(groups: Iterable[GroupResult]) -> list[GroupResult]:

@@ -17,11 +17,12 @@ from rich.text import Text
 
 from speedtransfer.benchmark.environment import environment
 from speedtransfer.benchmark.headlines import headlines
-from speedtransfer.benchmark.measure import GroupResult, measure
+from speedtransfer.benchmark.measure import EFFORT, GroupResult, measure
 from speedtransfer.benchmark.report import TextTable, group_table
 from speedtransfer.benchmark.suites import Suite
+from speedtransfer.errors import SpeedtransferError, format_bytes
 
-_EFFORT = {True: {"turns": 2, "samples": 3, "budget_s": 0.6}, False: {"turns": 3, "samples": 7, "budget_s": 2.5}}
+_NARROW = 80  # columns of a terminal: in fewer there is no room for all figures
 
 
 def run_suite(
@@ -56,12 +57,13 @@ def run_suite(
         A way to move rows moves the wrong ones.
     """
     start = time.perf_counter()
+    groups = suite.groups(device, quick, **options)  # before anything is shown: options may make no sense
     facts, failures = environment(device), dict[str, str]()
     show = console or Console(quiet=True)
     bar = _bar(console is not None)
-    show.print(Text(f"{suite.title}: {facts['device']}" + (" (quick)" if quick else ""), style="bold"))
+    sizing = f", sized for {format_bytes(facts['host_bytes'])} of host memory" if facts["host_bytes"] else ""
+    show.print(Text(f"{suite.title}: {facts['device']}{sizing}" + (" (quick)" if quick else ""), style="bold"))
     found: list[GroupResult] = []
-    groups = suite.groups(device, quick, **options)
 
     def result() -> dict[str, Any]:
         return {
@@ -80,7 +82,7 @@ def run_suite(
         for group in groups:
             bar.update(task, description=textwrap.shorten(f"{suite.name}: {group.title}", 60, placeholder=" ..."))
             try:
-                found.append(measure(group, device, **_EFFORT[quick]))  # type: ignore[arg-type]
+                found.append(measure(group, device, **EFFORT[quick]))
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()  # CuPy's pool and page-locked tables want their turn
@@ -89,7 +91,8 @@ def run_suite(
                     raise
                 failures[group.title] = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 found.append(GroupResult(group.title, group.params, skipped=failures[group.title]))
-                show.print(Text(traceback.format_exc()))
+                if not isinstance(error, SpeedtransferError):  # those say enough in a line
+                    show.print(Text(traceback.format_exc()))
             bar.stop()  # it stands on the lines that the table needs
             _show(show, found[-1])
             bar.advance(task)
@@ -120,6 +123,8 @@ def _show(console: Console, group: GroupResult) -> None:
         console.print(Text(f"\n{group.title}: not run: {group.skipped}"))
         return
     table = group_table(group)
+    if console.width < _NARROW:
+        table = table.without("quartiles", "GB/s")
     console.print(Text(f"\n{table.title}", style="bold"))
     console.print(rich_table(table))
     for case in group.cases:

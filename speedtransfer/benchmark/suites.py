@@ -10,6 +10,8 @@ import torch
 
 from speedtransfer.benchmark.measure import Group
 
+MIN_TABLE_BYTES = 1 << 16  # of suite `transfer`: fewer are no table
+
 
 @dataclass(frozen=True)
 class Suite:

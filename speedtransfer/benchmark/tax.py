@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.measure import Case, Group, GroupResult
 
 NOTE = (
     "Copies go from and to page-locked memory. Without CUDA the CPU is the device as well: what is copied then is memory to "
@@ -53,7 +53,8 @@ def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
         limit = _QUICK_LIMIT[experiment] if quick else math.inf if device.type == "cuda" else _CPU_LIMIT[experiment]
         for size in (s for s in sizes if s <= limit):
             cases = functools.partial(make, size, device, seed)
-            found.append(Group(what.format(size), cases, {"experiment": experiment, "size": size}))
+            params = {"experiment": experiment, "size": size, "cuda": device.type == "cuda"}
+            found.append(Group(what.format(size), cases, params))
     return found
 
 
@@ -81,6 +82,42 @@ def crossing(sizes: Sequence[float], slow: Sequence[float], fast: Sequence[float
         return sizes[0]
     share = gaps[last] / (gaps[last] - gaps[last + 1])
     return math.exp(math.log(sizes[last]) * (1 - share) + math.log(sizes[last + 1]) * share)
+
+
+def pays(groups: Sequence[GroupResult], slow: str, fast: str) -> tuple[str, float | None]:
+    """Return from which size on case `fast` beats case `slow`, in words and as drawn, where the noise lets that be told.
+
+    Parameters
+    ----------
+    groups : sequence of GroupResult
+        Of one experiment, by size.
+    slow, fast : str
+
+    Returns
+    -------
+    str
+        "pays from size 185 on".
+    float or None
+        Where the two lines cross, if they do once and both sides of it are beyond doubt.
+    """
+    unclear = "is not clear at this noise", None
+    cases = [{case.name: case for case in group.ran} for group in groups]
+    both = [
+        (g.params["size"], c[slow], c[fast]) for g, c in zip(groups, cases, strict=True) if {slow, fast} <= c.keys()
+    ]
+    if not both:
+        return unclear
+    sizes = [size for size, _, _ in both]
+    faster = [f.median_s < s.median_s for _, s, f in both]
+    # The quartiles of the two do not overlap.
+    clear = [s.quartiles_s[1] < f.quartiles_s[0] or f.quartiles_s[1] < s.quartiles_s[0] for _, s, f in both]
+    turns = [i for i in range(1, len(both)) if faster[i] != faster[i - 1]]
+    if not turns and clear[0] and clear[-1]:
+        return ("pays at every size measured" if faster[0] else "does not pay at any size measured"), None
+    if len(turns) != 1 or faster[0] or not (clear[turns[0] - 1] and clear[turns[0]]):
+        return unclear
+    size = crossing(sizes, [s.median_s for _, s, _ in both], [f.median_s for _, _, f in both])
+    return f"pays from size {size:,.0f} on", size
 
 
 def _host(array: np.ndarray, device: torch.device) -> Tensor:

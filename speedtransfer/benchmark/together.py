@@ -24,8 +24,7 @@ def together_cases(to: Workload, back: Workload) -> list[Case]:
 
 def _ways(work: Workload, direction: Direction) -> list[Way]:
     found = ways.our_ways(work, direction) + ways.other_ways(work, direction, all_of_them=False)
-    plain = ways.PLAIN_TORCH[direction]
-    return [way for way in found if "checked" not in way.name and way.name != plain] + ways.roofs(work, direction)
+    return [way for way in found if way.name != ways.PLAIN_TORCH[direction]] + ways.roofs(work, direction)
 
 
 def _case(
@@ -51,6 +50,10 @@ def _case(
         return rows
 
     def check() -> None:
+        if roof:
+            ways.check_copy(gather, to)
+            ways.check_copy(scatter, back)
+            return
         ways.check_gather(Way(gather.name, lambda ids: both(ids, back.sets[0])), to)
         ways.check_scatter(Way(scatter.name, lambda ids: both(to.sets[0], ids)), back)
 
@@ -60,7 +63,7 @@ def _case(
     return Case(
         "two cudaMemcpy at once" if roof else name,
         lambda: both(turns[0](), turns[1]()),
-        None if roof else check,
+        check,
         to.payload_bytes + back.payload_bytes,
         gather.role,
     )

@@ -11,17 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speedtransfer.benchmark.measure import Case, Role, cycle, synchronize
+from speedtransfer.benchmark.measure import DEFAULT, UNCHECKED, Case, Role, cycle, synchronize
 from speedtransfer.benchmark.workload import Ids, Workload
 from speedtransfer.device import mapped_view, pinned_empty, to_cupy, torch_stream
 from speedtransfer.engines import AutoEngine, Engine, MappedEngine, make_engine
 from speedtransfer.engines.auto import engine_names
 from speedtransfer.engines.calibration import Direction
-from speedtransfer.engines.host import gather_rows, has_numba, scatter_rows
+from speedtransfer.engines.host import compiled_copies, gather_rows, scatter_rows
 
 BEST_TORCH = {"gather": "index_select(out=pinned) + copy", "scatter": "copy to pinned + index_copy_"}
 PLAIN_TORCH = {"gather": "t[idx].to(device)", "scatter": "t[idx] = rows.cpu()"}
 _CHUNKS = 8  # of a batch that crosses the bus in parts
+OVERLAPPED_TORCH = {direction: f"{name}, {_CHUNKS} parts overlapped" for direction, name in BEST_TORCH.items()}
 CUPY = {"gather": "CuPy t[idx]", "scatter": "CuPy t[idx] = rows"}
 
 
@@ -33,26 +34,29 @@ class Way:
     ----------
     name : str
     move : callable
-        Takes :class:`Ids`. A gather returns the rows on the compute device.
+        Takes :class:`Ids`. A gather returns the rows on the compute device, a plain copy what it has written and read.
     role : {"ours", "other", "roof"}
     queues : bool
         It only queues work on the device.
+    moves : bool
+        False: it moves no rows that could be checked, but shows what a call costs that does nothing.
     """
 
     name: str
     move: Callable[[Ids], Any]
     role: Role = "other"
     queues: bool = False
+    moves: bool = True
 
 
 def as_case(way: Way, work: Workload, direction: Direction) -> Case:
     """Return `way` with the batches of `work` in turn, and the check that it does what `direction` says."""
     turn = cycle(work.sets)
-    check = {"gather": check_gather, "scatter": check_scatter}[direction]
+    check = check_copy if way.role == "roof" else {"gather": check_gather, "scatter": check_scatter}[direction]
     return Case(
         way.name,
         lambda: way.move(turn()),
-        (lambda: check(way, work)) if way.role != "roof" else None,
+        (lambda: check(way, work)) if way.moves else None,
         work.payload_bytes,
         way.role,
         queues=way.queues,
@@ -63,6 +67,7 @@ def check_gather(way: Way, work: Workload) -> None:
     """Raise AssertionError where `way` gives other rows than the table has."""
     ids = work.sets[-1]
     work.out.zero_()  # rows that another way left there must not count
+    synchronize(work.device)  # the way may use a stream that does not wait for this one
     got = way.move(ids)
     synchronize(work.device)
     expected = _stored(work, ids).to(work.device)
@@ -73,10 +78,25 @@ def check_scatter(way: Way, work: Workload) -> None:
     """Raise AssertionError where `way` does not put the rows into the table."""
     ids = work.sets[-1]
     work.plane.index_fill_(0, ids.host.to(work.plane.device), 0)
+    synchronize(work.device)  # as above
     way.move(ids)
     work.table.wait()
     synchronize(work.device)
     assert torch.equal(_bits(_stored(work, ids)), _bits(work.rows.to(work.plane.device))), "the table has other rows"
+
+
+def check_copy(way: Way, work: Workload) -> None:
+    """Raise AssertionError where a plain copy does not copy."""
+    # Its blocks take turns: after as many runs as there are blocks it comes to the one that has been emptied.
+    for _ in work.blocks:
+        written, _read = way.move(work.sets[-1])
+    synchronize(work.device)
+    written.zero_()
+    synchronize(work.device)
+    for _ in work.blocks:
+        written, read = way.move(work.sets[-1])
+    synchronize(work.device)
+    assert torch.equal(_bits(written.cpu()), _bits(read.cpu())), "the copy is not like the original"
 
 
 def _stored(work: Workload, ids: Ids) -> Tensor:
@@ -91,18 +111,22 @@ def _bits(rows: Tensor) -> Tensor:
 
 
 def our_ways(work: Workload, direction: Direction) -> list[Way]:
-    """Return the table's own call, as training makes it and with all checks, and each engine by itself."""
-    table, rows, out = work.table, work.rows, work.out
+    """Return the table's own call with all its checks, as anyone makes it, then without, as training does, and each engine.
+
+    Training knows that its ids are distinct and in range. On CUDA the check of a gather is part of its kernel; that of a
+    scatter (no id twice) is a sort and a wait of the host.
+    """
+    table, rows = work.table, work.rows
     queues = _queues(work, direction)
     if direction == "gather":
         ways = [
-            Way("speedtransfer", lambda ids: table.gather(ids.device, check=False), "ours", queues),
-            Way("speedtransfer, ids checked", lambda ids: table.gather(ids.device, out=out), "ours"),
+            Way(DEFAULT, lambda ids: table.gather(ids.device), "ours", queues),
+            Way(UNCHECKED, lambda ids: table.gather(ids.device, check=False), "ours", queues),
         ]
     else:
         ways = [
-            Way("speedtransfer", lambda ids: table.scatter(ids.device, rows, check=False), "ours", queues),
-            Way("speedtransfer, ids checked", lambda ids: table.scatter(ids.device, rows), "ours"),
+            Way(DEFAULT, lambda ids: table.scatter(ids.device, rows), "ours"),
+            Way(UNCHECKED, lambda ids: table.scatter(ids.device, rows, check=False), "ours", queues),
         ]
     return ways + [engine_way(name, engine, work, direction) for name, engine in engines(table.memory, work.device)]
 
@@ -142,12 +166,12 @@ def engine_way(name: str, engine: Engine, work: Workload, direction: Direction) 
 
 
 def other_ways(work: Workload, direction: Direction, all_of_them: bool = True) -> list[Way]:
-    """Return PyTorch's and CuPy's ways; the best of each kind where not `all_of_them`."""
+    """Return PyTorch's and CuPy's ways; the best of each kind and t[idx] where not `all_of_them`."""
     if work.plane.device == work.device:  # on the CPU, or all of it on the GPU
-        ways = _local_gathers(work) if direction == "gather" else _local_scatters(work)
+        ways, best = _local_gathers(work) if direction == "gather" else _local_scatters(work), 2
     else:
-        ways = _crossing_gathers(work) if direction == "gather" else _crossing_scatters(work)
-    ways = ways if all_of_them else ways[:2]
+        ways, best = _crossing_gathers(work) if direction == "gather" else _crossing_scatters(work), 3
+    ways = ways if all_of_them else ways[:best]
     if work.device.type == "cuda" and work.table.memory in ("pinned", "device"):
         ways += _view_ways(work, direction)
     return ways
@@ -174,15 +198,24 @@ def _local_scatters(work: Workload) -> list[Way]:
 
 def _crossing_gathers(work: Workload) -> list[Way]:
     plane, out, staging = work.plane, work.out, Staging(work.rows)
+    chunk = -(-len(out) // _CHUNKS)
 
     def staged(ids: Ids) -> Tensor:
         with staging as buffer:
             torch.index_select(plane, 0, ids.host, out=buffer)
             return out.copy_(buffer, non_blocking=True)
 
+    def overlapped(ids: Ids) -> Tensor:
+        for part, where in zip(out.split(chunk), ids.host.split(chunk), strict=True):
+            with staging as buffer:  # while the part before crosses the bus
+                torch.index_select(plane, 0, where, out=buffer[: len(part)])
+                part.copy_(buffer[: len(part)], non_blocking=True)
+        return out
+
     return [
         Way(BEST_TORCH["gather"], staged),
         Way(PLAIN_TORCH["gather"], lambda ids: plane[ids.host].to(work.device)),
+        Way(OVERLAPPED_TORCH["gather"], overlapped),
         Way("F.embedding, then .to(device)", lambda ids: F.embedding(ids.host, plane).to(work.device)),
     ]
 
@@ -215,7 +248,7 @@ def _crossing_scatters(work: Workload) -> list[Way]:
     return [
         Way(BEST_TORCH["scatter"], lambda ids: plane.index_copy_(0, ids.host, fetched())),
         Way(PLAIN_TORCH["scatter"], lambda ids: plane.__setitem__(ids.host, rows.cpu())),
-        Way(f"copy to pinned + index_copy_, {_CHUNKS} parts overlapped", overlapped),
+        Way(OVERLAPPED_TORCH["scatter"], overlapped),
         Way("copy to pinned + index_put_", lambda ids: plane.index_put_((ids.host,), fetched())),
     ]
 
@@ -280,19 +313,24 @@ def roofs(work: Workload, direction: Direction) -> list[Way]:
         blocks = [pinned_like(work.rows)]
     turn, out, rows, gathers = cycle(blocks), work.out, work.rows, direction == "gather"
 
-    def copy(ids: Ids) -> None:
-        to, source = (out, turn()) if gathers else (turn(), rows)
-        to.copy_(source, non_blocking=True)
+    def pair() -> tuple[Tensor, Tensor]:
+        return (out, turn()) if gathers else (turn(), rows)
+
+    def copy(ids: Ids) -> tuple[Tensor, Tensor]:
+        to, source = pair()
+        return to.copy_(source, non_blocking=True), source
 
     found = [Way(_roof_name(work), copy, "roof", queues=True)]
-    if work.device.type == "cpu" and has_numba():
+    if work.device.type == "cpu" and compiled_copies() is not None:
         in_order = torch.arange(len(rows))
 
-        def past_the_cache(ids: Ids) -> None:
+        def past_the_cache(ids: Ids) -> tuple[Tensor, Tensor]:
+            to, source = pair()
             if gathers:
-                gather_rows([turn()], in_order, [out])
+                gather_rows([source], in_order, [to])
             else:
-                scatter_rows([turn()], in_order, [rows])
+                scatter_rows([to], in_order, [source])
+            return to, source
 
         found.append(Way("copy past the cache", past_the_cache, "roof"))
     return found

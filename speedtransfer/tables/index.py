@@ -15,6 +15,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
 _INT64_MAX = 2**63 - 1
+_MARK_ROWS = 64  # rows of a table for each one named, up to which marking those is faster than sorting them
 
 
 def as_index(index: Any, num_rows: int, device: torch.device) -> tuple[Tensor, tuple[int, ...], bool]:
@@ -116,27 +117,36 @@ def check_distinct(flat: Tensor, num_rows: int, given: Any, checked: bool) -> No
         Its values are known to be in range; else they are checked along.
     """
     if flat.device.type == "cpu":
+        # In NumPy: after a call of torch its threads spin for a while, on the cores that are to move the rows.
         array = flat.numpy()
         if bool((array[1:] > array[:-1]).all()):
             return  # the index of a training step comes sorted
-        ordered = torch.from_numpy(sort_keys(array, 0, num_rows.bit_length()))
-    else:
-        ordered = flat.sort().values
-        if len(flat):
-            repeated = (ordered[1:] == ordered[:-1]).any().long()
-            low, high, repeats = torch.stack([ordered[0], ordered[-1], repeated]).tolist()  # waits for the device, once
-            if not checked and (low < 0 or high >= num_rows):
-                check_bounds(flat, num_rows, given)
-            if not repeats:
+        if num_rows <= _MARK_ROWS * len(array):
+            named = np.zeros(num_rows, dtype=bool)
+            named[array] = True
+            if np.count_nonzero(named) == len(array):
                 return
-    double = ordered[1:][ordered[1:] == ordered[:-1]]
-    if double.numel():
-        row = int(double[0])
-        at = (flat == row).nonzero().flatten()[:2].tolist()
-        raise InvalidValueError(
-            f"index names row {row} twice (positions {at[0]} and {at[1]}) but scatter writes each row once; "
-            "combine the rows first, for instance with torch.unique(index, return_inverse=True) and index_add_"
-        )
+        in_order = sort_keys(array, 0, num_rows.bit_length())
+        repeats = in_order[1:][in_order[1:] == in_order[:-1]]
+        if not len(repeats):
+            return
+        row = int(repeats[0])
+    else:
+        if not len(flat):
+            return
+        ordered = flat.sort().values
+        repeated = ordered[1:] == ordered[:-1]
+        first = ordered[1:].masked_fill(~repeated, num_rows).amin() if len(flat) > 1 else ordered.new_tensor(num_rows)
+        low, high, row = torch.stack([ordered[0], ordered[-1], first]).tolist()  # waits for the device, once
+        if not checked and (low < 0 or high >= num_rows):
+            check_bounds(flat, num_rows, given)
+        if row == num_rows:
+            return
+    at = (flat == row).nonzero().flatten()[:2].tolist()
+    raise InvalidValueError(
+        f"index names row {row} twice (positions {at[0]} and {at[1]}) but scatter writes each row once; "
+        "combine the rows first, for instance with torch.unique(index, return_inverse=True) and index_add_"
+    )
 
 
 class UniqueRows(NamedTuple):
