@@ -19,6 +19,7 @@ from speedtransfer.engines.bounds import check_host_index
 from speedtransfer.engines.reference import put_rows, select_rows
 
 _COMPILED_BYTES = 1 << 18  # a call of fewer is done before a compiled one would have begun
+_NARROW_BYTES = 16  # rows that are one word to torch, which then writes them faster
 _COMPILED_KEYS = 1 << 13  # the same of a sort
 _THREAD_BYTES = 1 << 20  # what a thread more is worth waking for
 _STREAMING_BYTES = 1 << 24  # results up to this are better left in the cache, for whoever reads them next
@@ -77,7 +78,8 @@ def gather_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor])
 
 def scatter_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
     """Set ``planes[i][index]`` to ``rows[i]``, all on the CPU, on as many threads as torch uses."""
-    if not _move(planes, index, rows, _scatter_copy):
+    narrow = all(source.shape[1] * source.element_size() <= _NARROW_BYTES for source in rows)
+    if narrow or not _move(planes, index, rows, _scatter_copy):
         put_rows(planes, index, rows)
 
 
