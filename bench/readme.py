@@ -1,4 +1,4 @@
-"""Writes the figures of README.md, and the plots they show, from ``bench/results``: ``python bench/readme.py``.
+"""Writes the figures of README.md, a page for each device, and the plots, from ``bench/results``: ``python bench/readme.py``.
 
 With ``--check`` it only compares the text. Where nothing is recorded the README stays as it is. Only complete runs are shown,
 no quick ones (see store.py).
@@ -19,6 +19,7 @@ from speedtransfer.errors import SpeedtransferError
 
 BEGIN = "<!-- figures: made by `python bench/readme.py` from bench/results; do not edit -->"
 END = "<!-- end of figures -->"
+_SHORT = 5  # line breaks of a table that is short
 PLOT_BYTES = 150_000  # at most: a repository keeps every one for ever
 
 
@@ -77,43 +78,53 @@ def draw(found: list[Recorded]) -> None:
             _warn(f"{file} has {file.stat().st_size} bytes, more than {PLOT_BYTES}: think twice before it is committed")
 
 
-def figures(root: Path, found: list[Recorded]) -> str:
-    """Return the markdown of every recorded suite, device by device."""
-    parts: list[str] = []
-    last = None
+def in_short(text: str) -> str:
+    """Return the title of a suite, its headlines and its first table, unless that is long: a README is for newcomers."""
+    title, *rest = text.split("\n\n")
+    lines = [part for part in rest if part.startswith("- ") and not part.startswith("- not run")]
+    tables = [part for part in rest if part.startswith("|") and part.count("\n") <= _SHORT]
+    return "\n\n".join([title, *lines, *tables[:1]])
+
+
+def documents(root: Path, found: list[Recorded]) -> dict[Path, str]:
+    """Return what each file should hold: a page for every device with all there is, and the figures of README.md."""
+    pages: dict[Path, list[str]] = {}
+    short: list[str] = []
     for path, result, text in found:
-        device, picture = result["environment"]["device"], path.with_suffix(".png")
-        if device != last:
-            parts.append(f"### {device}")
-            last = device
-        parts.append(text)
-        if picture.exists():
-            parts.append(f"![{result['suite']} on {device}]({picture.relative_to(root).as_posix()})")
-    return "\n\n".join(parts)
+        device, picture, page = result["environment"]["device"], path.with_suffix(".png"), path.with_name("README.md")
+        image = f"![{result['suite']} on {device}]({{}})" if picture.exists() else ""
+        if page not in pages:
+            pages[page] = [f"# {device}", "Made by `python bench/readme.py` from the files beside it."]
+            short.append(f"### {device}\n\nAll figures: [{device}]({page.relative_to(root).as_posix()}).")
+        pages[page] += [text, image.format(picture.name)]
+        short += [in_short(text), image.format(picture.relative_to(root).as_posix())]
+    readme = root / "README.md"
+    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    made = {page: "\n\n".join(filter(None, parts)) + "\n" for page, parts in pages.items()}
+    return {**made, readme: "\n\n".join(filter(None, [before + BEGIN, *short, END])) + after}
 
 
 def main(check: bool, root: Path = ROOT) -> int:
-    """Write README.md; or compare it and return 1 where it differs."""
-    path = root / "README.md"
+    """Write README.md and a page for each device; or compare them and return 1 where they differ."""
     found = suites(root)
-    if not check:
-        draw(found)
-    new = figures(root, found)
-    old = path.read_text(encoding="utf-8")
-    before, _, rest = old.partition(BEGIN)
-    shown, _, after = rest.partition(END)
-    if not new:
+    if not found:
+        shown = (root / "README.md").read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
         if check and shown.strip():
             _warn("README.md shows figures, but no suite is recorded in bench/results")
             return 1
         print("no suite is recorded: README.md stays as it is")
         return 0
-    text = f"{before}{BEGIN}\n\n{new}\n\n{END}{after}"
+    if not check:
+        draw(found)
+    wanted = documents(root, found)
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if check:
-        if text != old:
-            print("README.md does not show the figures in bench/results; run `python bench/readme.py`", file=sys.stderr)
-        return int(text != old)
-    path.write_text(text, encoding="utf-8")
+        for path in stale:
+            _warn(f"{path.relative_to(root)} does not show the figures in bench/results; run `python bench/readme.py`")
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(wanted[path], encoding="utf-8")
     return 0
 
 
