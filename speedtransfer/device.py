@@ -352,12 +352,17 @@ class _StreamHandle:
 def _free_host(pointer: int, index: int, process: int) -> None:
     if os.getpid() != process:
         return  # a forked child has the tensors but no CUDA
-    # A kernel or copy that was queued before the last tensor died may still use the memory: the only place here that
-    # waits for the whole device. Errors mean that CUDA is being shut down.
-    with contextlib.suppress(Exception), _on_device(index):
+    # A kernel or copy that was queued before the last tensor died may still use the memory, on any device in use: the only
+    # place here that waits for whole devices. Errors mean that CUDA is being shut down.
+    with contextlib.suppress(Exception):
         runtime = _cupy().cuda.runtime
-        runtime.deviceSynchronize()
-        runtime.freeHost(pointer)
+        in_use = getattr(torch._C, "_cuda_hasPrimaryContext", lambda number: True)
+        others = {number for number in range(len(cuda_status().devices)) if in_use(number)}
+        for number in sorted({index} | others):
+            with _on_device(number):
+                runtime.deviceSynchronize()
+        with _on_device(index):
+            runtime.freeHost(pointer)
 
 
 @contextlib.contextmanager

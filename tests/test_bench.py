@@ -17,6 +17,13 @@ from speedtransfer.benchmark.measure import CaseResult, GroupResult
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.fixture(autouse=True)
+def no_make(monkeypatch):
+    """`make test` tells its children so, and a make that is tested would say more."""
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def test_every_group_runs_small():
     environment = {**os.environ, "BENCH_ROWS": "2000"}
     argv = [sys.executable, "-m", "pytest", "bench", "-q", "--benchmark-disable", "-p", "no:cacheprovider"]
@@ -110,7 +117,7 @@ def test_the_suites_are_those_of_the_package(bench):
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 def test_make_passes_arguments_on():
-    argv = ["make", "-n", "gpu", "PY=python3", "ARGS=--only tests --quick"]
+    argv = ["make", "-n", "--no-print-directory", "gpu", "PY=python3", "ARGS=--only tests --quick"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split("; ") == [
         "python3 bench/record.py gpu --only tests --quick",
