@@ -19,7 +19,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 LINE_BYTES = 64  # of the cache; also the widest vector
-_LINES_AHEAD = 128  # cache lines asked for ahead, over all rows
+_LINES_AHEAD = 64  # cache lines asked for ahead, over all rows
 _LINES_OF_A_ROW = 16  # the processor sees to the rest of a longer row by itself
 
 _BYTE_POINTER, _INT32 = ir.IntType(8).as_pointer(), ir.IntType(32)
