@@ -238,7 +238,7 @@ def pack(archive: Path, folder: Path, root: Path) -> None:
 
 def status(root: Path = ROOT) -> int:
     """Print every result and whether it is current, and the bars for each GPU."""
-    lines = [("device", "part", "date", "commit", "result", "state")]
+    lines, gpu = [("device", "part", "date", "commit", "result", "state")], False
     suites: dict[str, dict[str, Any]] = {}
     for part, path in recorded(root, FULL, PARTIAL, QUICK):
         try:
@@ -247,6 +247,7 @@ def status(root: Path = ROOT) -> int:
             state = "current" if result["digest"] == digest(root, part) else "STALE (sources changed since)"
             commit = facts["commit"][:12] + ("+changes" if facts["dirty"] else "")
             lines.append((facts["device"], part, facts["date"], commit, _outcome(part, result), state))
+            gpu = gpu or facts["cuda"]
             if facts["cuda"] and part in SUITES:
                 suites.setdefault(facts["device"], {}).setdefault(part, result)  # the full one where there is one
         except (KeyError, TypeError, ValueError) as error:
@@ -258,6 +259,8 @@ def status(root: Path = ROOT) -> int:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    if not gpu:
+        print("\nno GPU results yet; run `make gpu` on a machine with a CUDA device")
     for device, results in suites.items():
         lacking = any(result["quick"] or not result["complete"] for result in results.values())
         note = ", of quick or incomplete runs in part" if lacking else ""

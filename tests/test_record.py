@@ -112,6 +112,14 @@ def test_nothing_yet(record, tree, capsys):
     assert line.startswith("no results yet; run `make gpu`")
 
 
+def test_results_of_a_cpu_are_none_of_a_gpu(record, store, tree, capsys):
+    path = put(store, tree, "step")
+    assert not any("no GPU results yet" in line for line in listed(record, tree, capsys))
+    result = store.read(path)
+    store.write(path, {**result, "environment": {**result["environment"], "cuda": False}})
+    assert any(line.startswith("no GPU results yet; run `make gpu`") for line in listed(record, tree, capsys))
+
+
 def test_every_part_is_listed(record, store, tree, capsys):
     put(store, tree, "tests")
     put(store, tree, "sanitizer")
