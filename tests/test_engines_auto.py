@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from engine_cases import EngineCases
-from test_engines import cpu_as_cuda
+from test_engines import OnCpu, cpu_as_cuda
 
 import speedtransfer as st
 from speedtransfer.engines import AutoEngine, HostEngine, ReferenceEngine, TiledEngine, auto, calibration, tiled
@@ -26,16 +25,6 @@ def cache(tmp_path, monkeypatch):
     calibration._known.clear()
     yield tmp_path / "cache"
     calibration._known.clear()
-
-
-class OnCpu(EngineCases):
-    @pytest.fixture
-    def device(self):
-        return CPU
-
-    @pytest.fixture
-    def store(self):
-        return torch.clone
 
 
 class TestAuto(OnCpu):

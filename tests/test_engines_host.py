@@ -10,7 +10,8 @@ import threading
 import numpy as np
 import pytest
 import torch
-from engine_cases import EngineCases, any_bits, bits
+from engine_cases import any_bits, bits
+from test_engines import OnCpu
 
 from speedtransfer.engines import HostEngine, host
 from speedtransfer.errors import RowIndexError
@@ -24,31 +25,23 @@ def always_compiled(monkeypatch):
         monkeypatch.setattr(host, name, 1)
 
 
-class OnCpu(EngineCases):
-    @pytest.fixture
-    def device(self):
-        return torch.device("cpu")
-
-    @pytest.fixture
-    def store(self):
-        return torch.clone
-
+class OnHost(OnCpu):
     @pytest.fixture
     def engine(self):
         return HostEngine("cpu")
 
 
-class TestHost(OnCpu):
+class TestHost(OnHost):
     pass
 
 
-class TestCompiled(OnCpu):
+class TestCompiled(OnHost):
     @pytest.fixture(autouse=True)
     def compiled(self, always_compiled):
         pass
 
 
-class TestCompiledInCache(OnCpu):
+class TestCompiledInCache(OnHost):
     """Results short enough to stay in the cache are written as usual."""
 
     @pytest.fixture(autouse=True)
@@ -56,7 +49,7 @@ class TestCompiledInCache(OnCpu):
         monkeypatch.setattr(host, "_STREAMING_BYTES", 1 << 40)
 
 
-class TestWithoutNumba(OnCpu):
+class TestWithoutNumba(OnHost):
     @pytest.fixture(autouse=True)
     def no_numba(self, monkeypatch):
         monkeypatch.setattr(host, "compiled_copies", lambda: None)
