@@ -68,9 +68,8 @@ class AutoEngine:
         # On the CPU a call has happened when it returns, and several may run at once.
         self._turn = contextlib.nullcontext() if device.type == "cpu" else threading.Lock()
         self._seen: Calibration | None = None
-        self._chosen: dict[
-            tuple[object, ...], str
-        ] = {}  # by what `_seen` says: a choice takes longer than a small call
+        # By what `_seen` says: a choice takes longer than a small call.
+        self._chosen: dict[tuple[object, ...], str] = {}
 
     def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
@@ -108,9 +107,10 @@ class AutoEngine:
             self._seen, self._chosen = calibration, {}
         size = max(0, num_rows.bit_length() - 3)  # eighths of an octave are near enough
         key = direction, row_bytes, num_rows >> size, size, table_rows
-        if key not in self._chosen:
-            self._chosen[key] = self._fastest(calibration, direction, row_bytes, num_rows, table_rows)
-        return self._chosen[key]
+        chosen = self._chosen  # another thread may begin a new one
+        if key not in chosen:
+            chosen[key] = self._fastest(calibration, direction, row_bytes, num_rows, table_rows)
+        return chosen[key]
 
     def _fastest(
         self, calibration: Calibration, direction: Direction, row_bytes: int, num_rows: int, table_rows: int
