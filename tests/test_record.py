@@ -176,7 +176,7 @@ def test_a_renamed_file_changes_the_digest(store, tree):
 @pytest.mark.parametrize("content", ["", "[]", '{"environment": {}}'])
 def test_an_unreadable_result(record, store, tree, capsys, content):
     put(store, tree, "tests").write_text(content)
-    (_, line) = listed(record, tree, capsys)
+    _, line, *_ = listed(record, tree, capsys)
     assert "unreadable" in line
     assert "record it again" in line
 
