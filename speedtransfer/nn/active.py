@@ -79,12 +79,12 @@ def activate(
         groups = unique_rows(flat, None if checked else table.num_rows, ids, padding_idx)
         if table.engine != "staged":  # which wants the ids on the host
             groups = groups.to(table.device)
-        rows = table.gather(groups.ids, check=False)
+        rows = handle.read(groups.ids)
         groups = groups.to(table.device)
         if max_norm is not None and len(rows):
             before = rows.clone()
             torch.embedding_renorm_(rows, torch.arange(len(rows), device=rows.device), max_norm, norm_type)
             changed = (rows != before).any(dim=1).nonzero().flatten()
             if len(changed):
-                table.scatter(groups.ids[changed], rows[changed], check=False)
+                handle.rows.write(groups.ids[changed], {"weight": rows[changed]})
     return ActiveRows(handle, groups, shape, rows)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.optim.store import RowStore
 from speedtransfer.tables import Table, unique_rows
 
 # Parameter -> weak reference to its handle. The handle holds the parameter, so a strong one would keep both for ever.
@@ -43,7 +44,7 @@ class Handle:
     """
 
     def __init__(self, table: Table, requires_grad: bool = True) -> None:
-        self.table = table
+        self.rows = RowStore(table)
         self.ids: Tensor | None = None  # active rows, sorted; None: idle
         self.state: Any = None  # optim.state.RowState of the optimizer that trains the rows
         # Optimizers whose state of these rows is gone, and why.
@@ -54,7 +55,16 @@ class Handle:
             None  # shares memory with param.data and the version counter with the leaf of autograd
         )
         self._noticed: int | None = None  # version of the table when a lost write was noticed
-        self.bind(nn.Parameter(self._no_rows(), requires_grad=requires_grad and table.dtype.is_floating_point))
+        self.bind(nn.Parameter(self._no_rows(), requires_grad=requires_grad and self.rows.dtype.is_floating_point))
+
+    @property
+    def table(self) -> Table:
+        """The table with all the rows."""
+        return self.rows.table
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Return the weights of the rows `ids` (n,), known to be good, as the next step will find them."""
+        return self.rows.read(ids, ["weight"])["weight"]
 
     def bind(self, param: nn.Parameter) -> None:
         """Make `param` the parameter of this handle."""
@@ -64,7 +74,7 @@ class Handle:
 
     def _no_rows(self) -> Tensor:
         with torch.inference_mode(False):  # an inference tensor could never hold a gradient
-            return torch.empty(0, self.table.dim, dtype=self.table.dtype, device=self.table.device)
+            return torch.empty(0, self.table.dim, dtype=self.rows.dtype, device=self.table.device)
 
     def check_unwritten(self) -> None:
         """Raise where somebody wrote to the idle parameter: it holds no rows, and the write went nowhere.
@@ -127,7 +137,7 @@ class Handle:
             grad = grad if changed is None else changed
         if self.ids is None:
             if version != self.table.version:  # somebody wrote to the table between forward and backward
-                rows, version = self.table.gather(ids, check=False), self.table.version
+                rows, version = self.read(ids), self.table.version
             self.ids, self._version, self._leaf = ids, version, rows
             self.param.data = rows.detach()
         else:
@@ -149,7 +159,7 @@ class Handle:
         total[position[len(self.ids) :]] += grad  # ids holds no row twice
         self.param.grad = None
         self.ids, self._version, self._leaf = union, self.table.version, None
-        self.param.data = self.table.gather(union, check=False)
+        self.param.data = self.read(union)
         return total
 
     def _discarded(self) -> bool:
@@ -166,7 +176,7 @@ class Handle:
         """Convert the table to `dtype`. The state of its rows goes: an optimizer does not follow such a change either."""
         reason = f"the table became {dtype}"
         self.drop_state(reason)
-        self.table = self.table.astype(dtype)
+        self.rows = RowStore(self.table.astype(dtype))
         self.clear()
 
     def drop_state(self, reason: str) -> None:
@@ -181,7 +191,7 @@ class Handle:
     def refresh(self, again: bool = False) -> None:
         """Read the active rows `again`, or if the table has changed since: a step must not undo what was written meanwhile."""
         if self.ids is not None and (again or self._version != self.table.version):
-            self.param.data, self._version = self.table.gather(self.ids, check=False), self.table.version
+            self.param.data, self._version = self.read(self.ids), self.table.version
 
     def __reduce__(self) -> Any:
         """Pickle the rows, without their state, which is the optimizer's, and without a gradient, as torch does."""

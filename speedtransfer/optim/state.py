@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from typing import Any
 
@@ -41,15 +40,14 @@ class RowState:
         return handle
 
     def _add(self, specs: dict[str, PlaneSpec]) -> None:
-        table = self.handle.table
+        store = self.handle.rows
         added: list[str] = []
         try:
             for name, spec in specs.items():
                 if name not in self._views:
-                    start = table.plane("weight") if spec.start is None else spec.start
-                    plane = table.add_plane(_plane_name(name), math.prod(spec.tail), spec.dtype, fill=start)
+                    store.add(_plane_name(name), spec.tail, spec.dtype, spec.start)
                     self._specs[name] = spec
-                    self._views[name] = plane.view(table.num_rows, *spec.tail)
+                    self._views[name] = store.whole(_plane_name(name))
                     added.append(name)
         except BaseException:  # no room for all of them: leave none, so that another try finds things as they were
             for name in added:
@@ -57,7 +55,7 @@ class RowState:
             raise
 
     def _remove(self, name: str) -> None:
-        self.handle.table.drop_plane(_plane_name(name))
+        self.handle.rows.drop(_plane_name(name))
         del self._views[name]
 
     def drop(self) -> None:
@@ -81,10 +79,8 @@ class RowState:
         else:
             self._adopt(state)
             if self._views:
-                rows = self.handle.table.gather(ids, [_plane_name(name) for name in self._views], check=False)
-                self._active = {
-                    name: rows[_plane_name(name)].view(len(ids), *view.shape[1:]) for name, view in self._views.items()
-                }
+                rows = self.handle.rows.read(ids, [_plane_name(name) for name in self._views])
+                self._active = {name: rows[_plane_name(name)] for name in self._views}
                 state.update(self._active)
         self._mapping, self._first, self.in_step = optimizer.state, not state, True
 
@@ -131,12 +127,9 @@ class RowState:
         assert ids is not None
         if any(_is_rows(value, len(ids)) and name not in self._views for name, value in state.items()):
             self._add(probe(optimizer, group, handle.param))  # a hyperparameter changed and brought new state
-        rows = {"weight": handle.param.data.contiguous()}
-        for name, view in self._views.items():
-            value = state.get(name)
-            if isinstance(value, Tensor):
-                rows[_plane_name(name)] = value.reshape(len(ids), math.prod(view.shape[1:])).contiguous()
-        handle.table.scatter(ids, rows, check=False)
+        rows = {"weight": handle.param.data}
+        rows.update({_plane_name(n): state[n] for n in self._views if isinstance(state.get(n), Tensor)})
+        handle.rows.write(ids, rows)
         handle.mark_stepped()
         if state:
             state.update(self._views)
