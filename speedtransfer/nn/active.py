@@ -28,20 +28,22 @@ class ActiveRows:
         `ids` and `inverse`, the positions of the original ids grouped by row, and where the padding row is.
     """
 
-    __slots__ = ("_handle", "_version", "groups", "ids", "inverse", "rows")
+    __slots__ = ("_handle", "_state_rows", "_version", "groups", "ids", "inverse", "rows")
 
-    def __init__(self, handle: Handle, groups: UniqueRows, shape: tuple[int, ...], rows: Tensor) -> None:
-        self.ids, self.inverse, self.groups, self.rows = groups.ids, groups.inverse.view(shape), groups, rows
+    def __init__(self, handle: Handle, groups: UniqueRows, shape: tuple[int, ...], rows: dict[str, Tensor]) -> None:
+        self.ids, self.inverse, self.groups, self.rows = groups.ids, groups.inverse.view(shape), groups, rows["weight"]
         self._handle, self._version = handle, handle.table.version
+        self._state_rows = {name: values for name, values in rows.items() if name != "weight"}
 
     def track_grad(self) -> None:
         """Let backward deposit the gradient of `rows`."""
-        handle, ids, version = self._handle, self.ids, self._version  # not self: the cycle would keep the rows alive
+        # Not self: the cycle would keep the rows alive.
+        handle, ids, version, state_rows = self._handle, self.ids, self._version, self._state_rows
 
         def deposit(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             assert grad is not None
-            handle.deposit(ids, grad, leaf.detach(), version)
+            handle.deposit(ids, grad, leaf.detach(), version, state_rows)
 
         self.rows.requires_grad_()
         self.rows.register_post_accumulate_grad_hook(deposit)
@@ -66,7 +68,7 @@ class ActiveRows:
                 "pass grad.to(active.rows)"
             )
         with torch.no_grad():
-            self._handle.deposit(self.ids, grad, self.rows.detach(), self._version)
+            self._handle.deposit(self.ids, grad, self.rows.detach(), self._version, self._state_rows)
 
 
 def activate(
@@ -79,12 +81,15 @@ def activate(
         groups = unique_rows(flat, None if checked else table.num_rows, ids, padding_idx)
         if table.engine != "staged":  # which wants the ids on the host
             groups = groups.to(table.device)
+        if max_norm is not None:
+            handle.settle(groups.ids)  # shortened rows are written back
         rows = handle.read(groups.ids)
         groups = groups.to(table.device)
-        if max_norm is not None and len(rows):
-            before = rows.clone()
-            torch.embedding_renorm_(rows, torch.arange(len(rows), device=rows.device), max_norm, norm_type)
-            changed = (rows != before).any(dim=1).nonzero().flatten()
+        if max_norm is not None and len(groups.ids):
+            weight = rows["weight"]
+            before = weight.clone()
+            torch.embedding_renorm_(weight, torch.arange(len(weight), device=weight.device), max_norm, norm_type)
+            changed = (weight != before).any(dim=1).nonzero().flatten()
             if len(changed):
-                handle.rows.write(groups.ids[changed], {"weight": rows[changed]})
+                handle.rows.write(groups.ids[changed], {"weight": weight[changed]})
     return ActiveRows(handle, groups, shape, rows)

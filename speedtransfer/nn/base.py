@@ -15,7 +15,7 @@ from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.optim import Handle, install
 from speedtransfer.tables import Table
 
-IDLE = ("lazy",)
+IDLE = ("lazy", "exact")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class TableModule(nn.Module):
                 )
             table = Table.from_array(weight, memory=memory, path=path, device=device, copy=False)
         install()
-        self._handle = Handle(table, requires_grad=not freeze)
+        self._handle = Handle(table, requires_grad=not freeze, idle=idle)
         self.register_parameter("weight", self._handle.param)
         if weight is None:
             self.reset_parameters()

@@ -31,8 +31,11 @@ class Embedding(TableModule, nn.Embedding):
         Where the rows live.
     path : path-like, optional
         The new file of a "mmap" table.
-    idle : {"lazy"}
-        What happens to a row that a step does not touch. "lazy": nothing.
+    idle : {"lazy", "exact"}
+        What happens to a row that a step does not touch. "lazy": nothing, as with ``torch.optim.SparseAdam``. "exact": what
+        the optimizer does to a row whose gradient is zero (momentum, decay), so that training equals that of a dense
+        ``torch.nn.Embedding`` to rounding; the row receives it before it is read next. For the optimizers of
+        ``torch.optim`` that are row by row, without coupled weight decay in the adaptive ones.
 
     Raises
     ------
@@ -75,7 +78,8 @@ class Embedding(TableModule, nn.Embedding):
         """
         training, table = self._training_rows(), self.table
         # Without training each id could have its own row; across a bus one for all that share it is faster.
-        if self.max_norm is None and not training and (table.device.type == "cpu" or table.memory == "device"):
+        here = table.device.type == "cpu" or table.memory == "device"
+        if here and not training and self.max_norm is None and self.idle == "lazy":
             return table.gather(input)
         active = self.activate(input)
         return lookup(active, active.groups.found, self.scale_grad_by_freq)

@@ -41,12 +41,18 @@ class Handle:
     table : Table
     requires_grad : bool
         Whether the rows are trained.
+    idle : {"lazy", "exact"}
+        What becomes of rows that a step does not touch.
     """
 
-    def __init__(self, table: Table, requires_grad: bool = True) -> None:
+    def __init__(self, table: Table, requires_grad: bool = True, idle: str = "lazy") -> None:
         self.rows = RowStore(table)
+        self.idle = idle
         self.ids: Tensor | None = None  # active rows, sorted; None: idle
         self.state: Any = None  # optim.state.RowState of the optimizer that trains the rows
+        self.state_rows: dict[
+            str, Tensor
+        ] = {}  # of the active rows, by plane, where reading the weights took them along
         # Optimizers whose state of these rows is gone, and why.
         self.lost: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._version = -1  # of the table when param.data was read
@@ -62,9 +68,14 @@ class Handle:
         """The table with all the rows."""
         return self.rows.table
 
-    def read(self, ids: Tensor) -> Tensor:
-        """Return the weights of the rows `ids` (n,), known to be good, as the next step will find them."""
-        return self.rows.read(ids, ["weight"])["weight"]
+    def read(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return the rows `ids` (n,), known to be good, as the next step will find them: "weight", and maybe state."""
+        return self.rows.read(ids, ["weight"]) if self.state is None else self.state.current(ids)
+
+    def settle(self, ids: Tensor | None = None) -> None:
+        """Bring the rows `ids` (n,), none twice, of the table up to date (exact idle rows lag behind); None: all of them."""
+        if self.state is not None:
+            self.state.settle(ids)
 
     def bind(self, param: nn.Parameter) -> None:
         """Make `param` the parameter of this handle."""
@@ -112,11 +123,14 @@ class Handle:
     def clear(self) -> None:
         """Make the parameter idle: no rows, no gradient."""
         self.ids = self._grad = self._leaf = None
+        self.state_rows = {}
         self.param.grad = None
         self.param.data = self._no_rows()
         self._idle_version = self.param._version
 
-    def deposit(self, ids: Tensor, grad: Tensor, rows: Tensor, version: int) -> None:
+    def deposit(
+        self, ids: Tensor, grad: Tensor, rows: Tensor, version: int, state_rows: dict[str, Tensor] | None = None
+    ) -> None:
         """Add the gradient of some rows to what the next step will apply.
 
         Parameters
@@ -127,6 +141,8 @@ class Handle:
             ``(n, dim)``.
         rows : Tensor
             ``(n, dim)``, the rows as they were when the table's version was `version`.
+        state_rows : dict of str to Tensor, optional
+            Their state, as of then.
         """
         self.check_gradient()
         if self._discarded():
@@ -137,8 +153,9 @@ class Handle:
             grad = grad if changed is None else changed
         if self.ids is None:
             if version != self.table.version:  # somebody wrote to the table between forward and backward
-                rows, version = self.read(ids), self.table.version
-            self.ids, self._version, self._leaf = ids, version, rows
+                state_rows, version = self.read(ids), self.table.version
+                rows = state_rows.pop("weight")
+            self.ids, self._version, self._leaf, self.state_rows = ids, version, rows, state_rows or {}
             self.param.data = rows.detach()
         else:
             grad = self._merge(ids, grad)
@@ -158,8 +175,8 @@ class Handle:
         total[position[: len(self.ids)]] = self.param.grad
         total[position[len(self.ids) :]] += grad  # ids holds no row twice
         self.param.grad = None
-        self.ids, self._version, self._leaf = union, self.table.version, None
-        self.param.data = self.read(union)
+        self.ids, self._leaf = union, None
+        self.refresh(again=True)
         return total
 
     def _discarded(self) -> bool:
@@ -182,6 +199,8 @@ class Handle:
     def drop_state(self, reason: str) -> None:
         """Remove the state of the rows and remember, for the optimizer that had it, why."""
         if self.state is not None:
+            self.state.settle()  # what it still owes to idle rows
+            self.state_rows = {}
             owner = self.state.optimizer()
             if owner is not None:
                 self.lost[owner] = reason
@@ -191,25 +210,26 @@ class Handle:
     def refresh(self, again: bool = False) -> None:
         """Read the active rows `again`, or if the table has changed since: a step must not undo what was written meanwhile."""
         if self.ids is not None and (again or self._version != self.table.version):
-            self.param.data, self._version = self.read(self.ids), self.table.version
+            self.state_rows = self.read(self.ids)
+            self.param.data, self._version = self.state_rows.pop("weight"), self.table.version
 
     def __reduce__(self) -> Any:
         """Pickle the rows, without their state, which is the optimizer's, and without a gradient, as torch does."""
         memory = "device" if self.table.memory == "device" else "auto"  # a file stays where it is, pinned may not exist
-        return _unpickle, (self.table.torch(), memory, str(self.table.device), self.param)
+        return _unpickle, (self.table.torch(), memory, str(self.table.device), self.param, self.idle)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         # Without the planes of state: a copy of the optimizer, if there is one, brings its own.
-        duplicate = Handle(self.table.astype(self.table.dtype))
+        duplicate = Handle(self.table.astype(self.table.dtype), idle=self.idle)
         memo[id(self)] = duplicate
         duplicate.bind(copy.deepcopy(self.param, memo))
         duplicate.clear()
         return duplicate
 
 
-def _unpickle(weight: Tensor, memory: str, device: str, param: nn.Parameter) -> Handle:
+def _unpickle(weight: Tensor, memory: str, device: str, param: nn.Parameter, idle: str) -> Handle:
     table = Table.from_array(weight, memory, device=device, copy=False)
-    handle = Handle(table, param.requires_grad)
+    handle = Handle(table, param.requires_grad, idle)
     handle.bind(param)
     handle.clear()
     return handle

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
+from speedtransfer.optim.idle import rule_for
 from speedtransfer.optim.probe import probe
 from speedtransfer.optim.state import RowState
 
@@ -69,7 +70,7 @@ def _load(optimizer: Optimizer) -> None:
             _take_over(handle, optimizer, group)
         state: RowState = handle.state
         handle.refresh(again=state.in_step)  # a step that failed has left its marks on the rows
-        state.load(optimizer)
+        state.load(optimizer, group)
 
 
 def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> None:
@@ -79,9 +80,11 @@ def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> N
             f"this {type(optimizer).__name__} trained the table before and its row state is gone: {handle.lost[optimizer]}; "
             "train a table with one optimizer at a time, or make a new one"
         )
-    specs = probe(optimizer, group, handle.param)  # may refuse, and then nothing has changed
+    # Both may refuse, and then nothing has changed.
+    rule = rule_for(optimizer, group, handle.rows.dtype) if handle.idle == "exact" else None
+    specs = probe(optimizer, group, handle.param)
     handle.drop_state(f"a new {type(optimizer).__name__} took it over")
-    handle.state = RowState(handle, optimizer, specs)
+    handle.state = RowState(handle, optimizer, specs, rule)
     if optimizer not in _watched:
         optimizer.register_state_dict_pre_hook(_before_state_dict)
         _watched.add(optimizer)
@@ -93,6 +96,7 @@ def _before_state_dict(optimizer: Optimizer) -> None:
     for handle, _ in _handles_of(optimizer):
         if handle.state is not None and handle.state.optimizer() is optimizer:
             handle.state.recover(optimizer)
+            handle.state.settle()
             handle.table.wait()
 
 

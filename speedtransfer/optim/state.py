@@ -5,12 +5,18 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.handle import Handle
+from speedtransfer.optim.idle import History, Rule, catch_up
 from speedtransfer.optim.probe import PlaneSpec, probe
+from speedtransfer.tables import row_chunks
+
+LAST_STEP = "idle.last_step"  # the plane that says when a row was stepped last, where idle rows matter
+_MAX_STEPS = 1 << 16  # steps remembered; then every row is brought up to date
 
 
 class RowState:
@@ -18,9 +24,14 @@ class RowState:
 
     Between steps ``optimizer.state[param]`` holds the whole planes as views, so ``optimizer.state_dict()`` is that of a dense
     optimizer; during a step it holds the rows of the active ids. What is shared by all rows (`step`, ...) stays as it is.
+
+    With a `rule` for idle rows the table lags behind: a row is brought up to date when it is read. Whoever reads rows other
+    than through `current` needs `settle` before, which the table itself calls for those who come from outside.
     """
 
-    def __init__(self, handle: Handle, optimizer: Optimizer, specs: dict[str, PlaneSpec]) -> None:
+    def __init__(
+        self, handle: Handle, optimizer: Optimizer, specs: dict[str, PlaneSpec], rule: Rule | None = None
+    ) -> None:
         self._handle = weakref.ref(handle)  # which holds this object: a cycle would keep the table until the next gc
         self.optimizer = weakref.ref(optimizer)
         self.in_step = False  # from load to store; still True at the next load: the step between failed
@@ -30,7 +41,17 @@ class RowState:
         self._mapping: Any = None  # optimizer.state as of the last load; load_state_dict makes another
         self._first = True  # there was no state in it
         self._fresh = True  # no row has been stored yet
+        self._before: Any = None  # what the rule must know of the state before the step
+        self._history: History | None = None
         self._add(specs)
+        if rule is not None:
+            try:
+                handle.rows.add(LAST_STEP, (1,), torch.int32, 0)
+            except BaseException:
+                self.drop()
+                raise
+            self._history = History(rule, handle.rows.dtype, handle.table.device)
+            handle.table.settle_with(self.settle)
 
     @property
     def handle(self) -> Handle:
@@ -62,16 +83,57 @@ class RowState:
         """Remove the planes and the views of them that the optimizer holds."""
         for name in list(self._views):
             self._remove(name)
+        if self._history is not None:
+            self.handle.table.settle_with(None)
+            self.handle.rows.drop(LAST_STEP)
+            self._history = None
         optimizer = self.optimizer()
         if optimizer is not None:
             optimizer.state.pop(self.handle.param, None)
         self._active, self._mapping, self.in_step = {}, None, False
 
-    def load(self, optimizer: Optimizer) -> None:
+    @property
+    def lags(self) -> bool:
+        """Whether rows of the table have steps to come."""
+        return self._history is not None and self._history.length > 0
+
+    def current(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return the rows `ids` (n,) as they are after all steps so far: weights, and where these lagged the state too."""
+        if self._history is None or not self.lags:
+            return self.handle.rows.read(ids, ["weight"])
+        names = ["weight", *map(_plane_name, self._views), LAST_STEP]
+        rows = self.handle.rows.read(ids, names)
+        last = rows.pop(LAST_STEP)
+        self._history.to(last.device)
+        catch_up(self._history, rows, last)
+        return rows
+
+    @torch.no_grad()
+    def settle(self, ids: Tensor | None = None) -> None:
+        """Bring the rows `ids` (n,), none twice, of the table up to date; None: all of them."""
+        if self._history is None or not self.lags:
+            return
+        table, now = self.handle.table, self._history.now
+        if ids is None:
+            row_bytes = max(table.nbytes // max(table.num_rows, 1), 1)
+            parts = [
+                torch.arange(part.start, part.stop, device=table.device) for part in row_chunks(len(table), row_bytes)
+            ]
+        else:
+            parts = [ids]
+        for part in parts:
+            rows = self.current(part)
+            self.handle.rows.write(part, {**rows, LAST_STEP: _all_rows(now, part)})
+        if ids is None:
+            self._history.sweep()
+
+    def load(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Put the active rows' state where the optimizer looks for it."""
         self.recover(optimizer)
         ids = self.handle.ids
         assert ids is not None
+        if self._history is not None:
+            self._history.rule.check(optimizer, group)
         state = optimizer.state.get(self.handle.param)
         if not state:  # the optimizer makes its own first state, for all keys or none
             if not self._fresh:
@@ -79,10 +141,18 @@ class RowState:
         else:
             self._adopt(state)
             if self._views:
-                rows = self.handle.rows.read(ids, [_plane_name(name) for name in self._views])
-                self._active = {name: rows[_plane_name(name)] for name in self._views}
+                self._active = self._state_of(ids)
                 state.update(self._active)
+        if self._history is not None:
+            self._before = self._history.rule.before(state or {})
         self._mapping, self._first, self.in_step = optimizer.state, not state, True
+
+    def _state_of(self, ids: Tensor) -> dict[str, Tensor]:
+        names = [_plane_name(name) for name in self._views]
+        rows = self.handle.state_rows
+        if not set(names) <= set(rows):
+            rows = self.current(ids) if self.lags else self.handle.rows.read(ids, names)
+        return {name: rows[_plane_name(name)] for name in self._views}
 
     def recover(self, optimizer: Optimizer) -> None:
         """Undo what a step that failed has left in the optimizer; the table it has not reached."""
@@ -113,6 +183,9 @@ class RowState:
                     f"loaded state {name!r} has shape {tuple(value.shape)} but the table needs "
                     f"{tuple(self._views[name].shape)}; load the state that was saved with this table"
                 )
+        if loaded or (foreign and not self._fresh):
+            self.settle()  # by the state that was
+            self.handle.state_rows = {}
         if not self._fresh:
             self._start_anew([name for name in foreign if name not in loaded])
         if loaded:
@@ -129,12 +202,30 @@ class RowState:
             self._add(probe(optimizer, group, handle.param))  # a hyperparameter changed and brought new state
         rows = {"weight": handle.param.data}
         rows.update({_plane_name(n): state[n] for n in self._views if isinstance(state.get(n), Tensor)})
+        if self._history is not None:
+            self._record(optimizer, group, state)
+            rows[LAST_STEP] = _all_rows(self._history.now, ids)
         handle.rows.write(ids, rows)
         handle.mark_stepped()
         if state:
             state.update(self._views)
         self._active, self._mapping, self.in_step, self._fresh = {}, None, False, False
         handle.clear()
+        if self._history is not None and self._history.length >= _MAX_STEPS:
+            self.settle()
+
+    def _record(self, optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> None:
+        assert self._history is not None
+        overflow = getattr(optimizer, "found_inf", None)  # GradScaler's, for the fused ones, which then do nothing
+        if overflow is not None and float(overflow) != 0:
+            return
+        step = self._history.rule.step(group, state, self._before)
+        if not step.is_nothing:
+            self._history.record(step)
+
+
+def _all_rows(value: int, ids: Tensor) -> Tensor:
+    return torch.full((len(ids), 1), value, dtype=torch.int32, device=ids.device)
 
 
 def _plane_name(state_name: str) -> str:

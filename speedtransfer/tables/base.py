@@ -19,7 +19,7 @@ from speedtransfer.tables import files
 from speedtransfer.tables.device import DeviceMemory
 from speedtransfer.tables.fill import copy_plane, row_chunks
 from speedtransfer.tables.host import MmapMemory, PageableMemory, PinnedMemory
-from speedtransfer.tables.index import as_index, check_distinct
+from speedtransfer.tables.index import as_index, check_distinct, unique_rows
 from speedtransfer.tables.memory import Memory, physical_bytes
 from speedtransfer.tables.planes import Planes, check_dtype
 from speedtransfer.tables.rows import as_rows, check_conversion, check_rows, overlap, tensor_of
@@ -104,7 +104,8 @@ class Table(Planes):
             Of the rows returned; by default that of their plane. float32, float16 and bfloat16 are converted into each other
             on the way, to the nearest, so that the form stored is what crosses the bus.
         check : bool
-            False: `index` is known to be a contiguous 1-D int64 tensor, on `device` or the CPU, with every value in range.
+            False: `index` is known to be a contiguous 1-D int64 tensor, on `device` or the CPU, with every value in range, and
+            rows are wanted as they are stored.
 
         Returns
         -------
@@ -119,6 +120,8 @@ class Table(Planes):
             raised by the next call of the table that finds it (`wait` does for certain); until then others may come back so.
         """
         flat, shape, checked = as_index(index, self.num_rows, self.device) if check else (index, index.shape, True)
+        if check and self._settle is not None:
+            self._settle(unique_rows(flat, None if checked else self.num_rows, index).ids)
         names = [planes] if isinstance(planes, str) else list(planes)
         stored = [self._planes[self._check_plane(name)] for name in names]
         dtypes = [check_conversion(plane.dtype, dtype) for plane in stored]
@@ -176,6 +179,8 @@ class Table(Planes):
                 dtype = check_conversion(plane.dtype, given)
                 values.append(as_rows(value, (*shape, plane.shape[1]), dtype, self.device, f"rows for plane {name!r}"))
             values = [v.clone() if any(overlap(v, plane) for plane in stored) else v for v in values]
+            if self._settle is not None:
+                self._settle(flat)
         else:
             values = [value.detach() for value in by_plane.values()]
         self._engine.scatter(stored, index, values)

@@ -32,6 +32,7 @@ class Planes:
         self._engine = place.engine()
         self._planes = {"weight": _filled(weight)}
         self._writes = 0
+        self._settle: Callable[[Tensor | None], None] | None = None
         self._stats = TableStats()
         return self
 
@@ -158,8 +159,17 @@ class Planes:
 
     def plane(self, name: str) -> Tensor:
         """Return the whole of a plane, ``(num_rows, width)``, without a copy; it lives where the memory is."""
+        if self._settle is not None:
+            self._settle(None)
         self.wait()
         return self._planes[self._check_plane(name)]
+
+    def settle_with(self, settle: Callable[[Tensor | None], None] | None) -> None:
+        """Have `settle` called with row numbers, or None for all rows, before these are read or written from outside.
+
+        For whoever trains the rows and lets some lag behind. What is moved with ``check=False`` is moved as it is stored.
+        """
+        self._settle = settle
 
     def wait(self) -> None:
         """Block until the planes are up to date: on CUDA, rows that were scattered may still be on their way."""

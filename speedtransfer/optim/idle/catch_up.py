@@ -1,0 +1,90 @@
+"""Rows brought up to date: the zero-gradient steps they have missed, all at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from speedtransfer.optim.idle.history import History, Missed
+
+_CHUNK_VALUES = 1 << 17  # on the CPU: so few that what is computed on the way stays in its cache
+_TINY = 1e-30
+
+
+def catch_up(history: History, rows: dict[str, Tensor], last: Tensor) -> None:
+    """Let rows take the steps that they have missed.
+
+    Parameters
+    ----------
+    history : History
+    rows : dict of str to Tensor
+        ``weight`` and the state planes, ``(n, dim)`` each, changed in place.
+    last : Tensor
+        ``(n, 1)`` int32: the step that touched each row last.
+    """
+    count, dim = rows["weight"].shape
+    chunk = max(1, _CHUNK_VALUES // max(dim, 1)) if last.device.type == "cpu" else max(count, 1)
+    lines = history.lines(torch.float64 if rows["weight"].dtype == torch.float64 else torch.float32)
+    index = (last.flatten() - history.base).long()
+    for start in range(0, count, chunk):
+        part = {name: values[start : start + chunk] for name, values in rows.items()}
+        _catch_up(history, part, lines, index[start : start + chunk])
+
+
+def _catch_up(history: History, rows: dict[str, Tensor], lines: Tensor, index: Tensor) -> None:
+    rule, weight = history.rule, rows["weight"]
+    missed = Missed.of(lines, index)
+    if rule.denominator is not None and rule.factors[0] in rows:
+        _take_terms(history, missed, rows, index)
+    elif rule.partner is not None:
+        a, b, c, d = missed.mix
+        partner = rows.get(rule.partner)
+        if partner is None:
+            weight.mul_(a)
+        else:
+            mixed = weight * c
+            weight.mul_(a).add_(partner * b)
+            partner.mul_(d).add_(mixed)
+    for name, factor in zip(rule.factors, missed.factors, strict=True):
+        if name in rows:
+            rows[name].mul_(factor)
+    if rule.floor and rule.denominator in rows:
+        lowest = (index < history.length)[:, None] * history.eps  # rows that have missed nothing stay as they are
+        rows[rule.denominator].clamp_min_(lowest.to(weight.dtype))
+
+
+def _take_terms(history: History, missed: Missed, rows: dict[str, Tensor], index: Tensor) -> None:
+    rule, weight, m = history.rule, rows["weight"], rows[history.rule.factors[0]]
+    assert rule.denominator is not None
+    x = rows[rule.denominator]
+    x = x.clone() if rule.floor else x.sqrt()
+    hard = index.new_empty(0, dtype=torch.int64)
+    if index.is_cuda or bool((missed.valid_from > 0).any()):  # CUDA would have to wait for either answer
+        hard = ((x < missed.valid_from) & (m != 0)).any(dim=1).nonzero().flatten()
+    x.clamp_min_(torch.clamp_min(missed.valid_from, _TINY))
+    values = x + missed.centers[-1]
+    for center, spread in zip(reversed(missed.centers[:-1]), reversed(missed.spreads), strict=True):
+        torch.div(spread, values, out=values)
+        torch.sub(x + center, values, out=values)
+    torch.div(missed.mass, values, out=values)
+    values.add_(missed.linear).mul_(m)
+    stepped = weight[hard]
+    if len(hard):
+        stepped = _step_by_step(history, {name: v[hard].double() for name, v in rows.items()}, index[hard])
+    weight.mul_(missed.decay).sub_(values)
+    weight[hard] = stepped.to(weight.dtype)
+
+
+def _step_by_step(history: History, rows: dict[str, Tensor], index: Tensor) -> Tensor:
+    """Return the weights of a few rows after one missed step at a time."""
+    rule, weight, m = history.rule, rows["weight"], rows[history.rule.factors[0]]
+    assert rule.denominator is not None
+    x = rows[rule.denominator]
+    x = x if rule.floor else x.sqrt()
+    longest = history.length - int(index.min())
+    for number in range(min(longest, history.horizon)):
+        scale, root, eps, factor, root_factor, decay = history.steps_after(index, number)
+        m, x = m * factor, x * root_factor
+        divisor = torch.maximum(x, eps) if rule.floor else root * x + eps
+        weight = weight * decay - scale * torch.where(m == 0, 0.0, m / divisor)
+    return weight * history.decay_after(index)
