@@ -1,4 +1,4 @@
-"""idle="exact" against dense training by torch itself: every optimizer, every way that a row can be away for a while."""
+"""idle="exact" against dense training by torch itself: every optimizer and hyperparameter."""
 
 from __future__ import annotations
 
@@ -7,88 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from exact_pair import CASES, COUPLED, Exact, warmup_and_cosine
 from lazy_oracle import (
     one_thread,  # noqa: F401 - a fixture
-    skewed_batches,
     squared_loss,
 )
-from optimizer_cases import BASE, OptimizerCase
-from torch import nn
+from optimizer_cases import FUSED, OptimizerCase, case_named
 from torch.optim import lr_scheduler
-
-import speedtransfer
-
-COUPLED = ("adam-weight-decay", "adamax")  # no short formula: refused
-EXTRA = (
-    OptimizerCase("adamax-plain", torch.optim.Adamax, {"lr": 0.05}, ("exp_avg", "exp_inf")),
-    OptimizerCase("adam-large-eps", torch.optim.Adam, {"lr": 0.05, "eps": 1e-2}),
-    OptimizerCase("adam-fast-second", torch.optim.Adam, {"lr": 0.02, "betas": (0.9, 0.9)}),
-    OptimizerCase("adamw-slow-first", torch.optim.AdamW, {"lr": 0.02, "betas": (0.98, 0.999), "weight_decay": 0.1}),
-    OptimizerCase("adam-no-first", torch.optim.Adam, {"lr": 0.02, "betas": (0.0, 0.99)}),
-    OptimizerCase("asgd-weight-decay", torch.optim.ASGD, {"lr": 0.05, "t0": 10, "lambd": 0.01, "weight_decay": 0.05}),
-    OptimizerCase(
-        "sgd-nesterov-weight-decay",
-        torch.optim.SGD,
-        {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05},
-    ),
-)
-CASES = tuple(case for case in (*BASE, *EXTRA) if case.name not in COUPLED)
-TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}  # of the distance moved
-
-
-class Exact:
-    """One embedding of ours with exact idle rows and a dense one of torch, under the same optimizer and batches."""
-
-    def __init__(
-        self, case: OptimizerCase, dtype: torch.dtype = torch.float32, rows: int = 60, dim: int = 8, **options: Any
-    ):
-        torch.manual_seed(3)
-        self.ours = speedtransfer.Embedding(rows, dim, dtype=dtype, idle="exact", **options)
-        torch.manual_seed(3)
-        self.dense = nn.Embedding(rows, dim, dtype=dtype)
-        self.modules = self.ours, self.dense
-        self.opt, self.dense_opt = (case.make(module.parameters()) for module in self.modules)
-        self.optimizers = self.opt, self.dense_opt
-        self.start = self.dense.weight.detach().clone()
-        self.dtype = dtype
-
-    def batches(self, steps: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return skewed_batches(*self.start.shape, steps, seed, size=8, dtype=self.dtype)
-
-    def train(self, batches: Any, *schedulers: Any) -> None:
-        for ids, target in batches:
-            for module, optimizer in zip(self.modules, self.optimizers, strict=True):
-                optimizer.zero_grad()
-                squared_loss(module(ids), target).backward()
-                optimizer.step()
-            for scheduler in schedulers:
-                scheduler.step()
-
-    def schedulers(self, make: Any) -> list[Any]:
-        return [make(optimizer) for optimizer in self.optimizers]
-
-    def assert_same(self, tolerance: float | None = None) -> None:
-        """Compare weights and state over the whole table; the tolerance is a share of what training has changed."""
-        tolerance = TOLERANCE[self.dtype] if tolerance is None else tolerance
-        weight, expected = self.ours.table.torch(), self.dense.weight.detach()
-        moved = float((expected - self.start).abs().max())
-        assert moved > 0.01
-        torch.testing.assert_close(weight, expected, rtol=0, atol=tolerance * moved)
-        state = self.dense_opt.state[self.dense.weight]
-        ours = self.opt.state[self.ours.weight]
-        assert set(ours) == set(state)
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                scale = float(value.abs().max()) if value.numel() else 0.0
-                torch.testing.assert_close(
-                    ours[key], value, rtol=0, atol=tolerance * scale, msg=lambda text, key=key: f"{key}: {text}"
-                )
-
-
-def warmup_and_cosine(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    return lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / 400))
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -97,3 +22,99 @@ def test_equals_dense_training(case: OptimizerCase, dtype: torch.dtype) -> None:
     pair = Exact(case, dtype)
     pair.train(pair.batches(400), *pair.schedulers(warmup_and_cosine))
     pair.assert_same()
+
+
+@pytest.mark.parametrize("case", FUSED, ids=str)
+def test_fused_optimizers(case: OptimizerCase) -> None:
+    if any(case.name.startswith(name) for name in COUPLED):
+        pytest.skip("refused")
+    pair = Exact(case)
+    pair.train(pair.batches(60))
+    pair.assert_same()
+
+
+# --- hyperparameters that change ----------------------------------------------------------------------------------------
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    """Cycles the learning rate up and the momentum (or first beta) down."""
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=201)
+
+
+@pytest.mark.parametrize(
+    "name", ["sgd-momentum", "sgd-momentum-weight-decay", "adamw", "nadam-decoupled", "radam", "rmsprop-momentum"]
+)
+def test_cycled_momentum(name: str) -> None:
+    pair = Exact(case_named(name))
+    pair.train(pair.batches(200), *pair.schedulers(one_cycle))
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd-momentum-weight-decay", "asgd", "nadam-decoupled"])
+def test_hyperparameters_set_by_hand(name: str) -> None:
+    pair = Exact(case_named(name))
+    for number, batch in enumerate(pair.batches(120)):
+        for optimizer in pair.optimizers:
+            (group,) = optimizer.param_groups
+            if number % 17 == 3:
+                group["weight_decay"] = 0.2 * (number % 3)
+            if number % 23 == 5 and "betas" in group:
+                group["betas"] = (0.5 + 0.4 * (number % 2), 0.9 + 0.09 * (number % 2))
+            if number % 31 == 7 and "eps" in group:
+                group["eps"] = 10.0 ** -(3 + number % 6)
+            group["lr"] = 0.0 if number % 11 == 0 else 0.03  # a step that moves nothing still decays the moments
+        pair.train([batch])
+    pair.assert_same(5e-5)
+
+
+def test_momentum_turned_on_later() -> None:
+    pair = Exact(OptimizerCase("sgd", torch.optim.SGD, {"lr": 0.05, "weight_decay": 0.1}))
+    pair.train(pair.batches(20))
+    for optimizer in pair.optimizers:
+        optimizer.param_groups[0]["momentum"] = 0.9
+    pair.train(pair.batches(60, seed=1))
+    pair.assert_same()
+
+
+def test_tensor_learning_rate() -> None:
+    pair = Exact(OptimizerCase("adam", torch.optim.Adam, {"lr": torch.tensor(0.03), "foreach": False}))
+    pair.train(pair.batches(60))
+    pair.assert_same()
+
+
+# --- steps that are none ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kwargs", [{"foreach": False}, {"fused": True}], ids=["loop", "fused"])
+def test_steps_skipped_by_grad_scaler(kwargs: dict[str, Any]) -> None:
+    pair = Exact(OptimizerCase("adamw", torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1, **kwargs}))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=7) for _ in pair.modules]
+    for number, (ids, target) in enumerate(pair.batches(80)):
+        for module, optimizer, scaler in zip(pair.modules, pair.optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            loss = squared_loss(module(ids), target) * (math.inf if number % 9 == 4 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    pair.assert_same()
+
+
+def test_a_step_without_a_batch_is_none_as_in_torch() -> None:
+    pair = Exact(case_named("adamw"))
+    pair.train(pair.batches(10))
+    for optimizer in pair.optimizers:
+        optimizer.zero_grad()
+        optimizer.step()
+    pair.train(pair.batches(10, seed=1))
+    pair.assert_same()
+
+
+def test_a_batch_of_no_ids_is_a_step_for_every_row() -> None:
+    pair = Exact(case_named("adamw"))
+    pair.train(pair.batches(10))
+    before = pair.ours.table.torch().clone()
+    empty = torch.empty(0, dtype=torch.int64), torch.empty(0, 8)
+    pair.train([empty] * 3)
+    pair.assert_same()
+    assert not torch.equal(pair.ours.table.torch(), before)

@@ -1,0 +1,86 @@
+"""Our embedding with exact idle rows and a dense one of torch, trained alike and compared."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from lazy_oracle import skewed_batches, squared_loss
+from optimizer_cases import BASE, OptimizerCase
+from torch import nn
+from torch.optim import lr_scheduler
+
+import speedtransfer
+
+COUPLED = ("adam-weight-decay", "adamax")  # no short formula: refused
+EXTRA = (
+    OptimizerCase("adamax-plain", torch.optim.Adamax, {"lr": 0.05}, ("exp_avg", "exp_inf")),
+    OptimizerCase("adam-large-eps", torch.optim.Adam, {"lr": 0.05, "eps": 1e-2}),
+    OptimizerCase("adam-fast-second", torch.optim.Adam, {"lr": 0.02, "betas": (0.9, 0.9)}),
+    OptimizerCase("adamw-slow-first", torch.optim.AdamW, {"lr": 0.02, "betas": (0.98, 0.999), "weight_decay": 0.1}),
+    OptimizerCase("adam-no-first", torch.optim.Adam, {"lr": 0.02, "betas": (0.0, 0.99)}),
+    OptimizerCase("asgd-weight-decay", torch.optim.ASGD, {"lr": 0.05, "t0": 10, "lambd": 0.01, "weight_decay": 0.05}),
+    OptimizerCase(
+        "sgd-nesterov-weight-decay",
+        torch.optim.SGD,
+        {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05},
+    ),
+)
+CASES = tuple(case for case in (*BASE, *EXTRA) if case.name not in COUPLED)
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}  # of the distance moved
+
+
+class Exact:
+    """One embedding of ours with exact idle rows and a dense one of torch, under the same optimizer and batches."""
+
+    def __init__(
+        self, case: OptimizerCase, dtype: torch.dtype = torch.float32, rows: int = 60, dim: int = 8, **options: Any
+    ):
+        torch.manual_seed(3)
+        self.ours = speedtransfer.Embedding(rows, dim, dtype=dtype, idle="exact", **options)
+        torch.manual_seed(3)
+        self.dense = nn.Embedding(rows, dim, dtype=dtype)
+        self.modules = self.ours, self.dense
+        self.opt, self.dense_opt = (case.make(module.parameters()) for module in self.modules)
+        self.optimizers = self.opt, self.dense_opt
+        self.start = self.dense.weight.detach().clone()
+        self.dtype = dtype
+
+    def batches(self, steps: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return skewed_batches(*self.start.shape, steps, seed, size=8, dtype=self.dtype)
+
+    def train(self, batches: Any, *schedulers: Any) -> None:
+        for ids, target in batches:
+            for module, optimizer in zip(self.modules, self.optimizers, strict=True):
+                optimizer.zero_grad()
+                squared_loss(module(ids), target).backward()
+                optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
+
+    def schedulers(self, make: Any) -> list[Any]:
+        return [make(optimizer) for optimizer in self.optimizers]
+
+    def assert_same(self, tolerance: float | None = None) -> None:
+        """Compare weights and state over the whole table; the tolerance is a share of what training has changed."""
+        tolerance = TOLERANCE[self.dtype] if tolerance is None else tolerance
+        weight, expected = self.ours.table.torch(), self.dense.weight.detach()
+        moved = float((expected - self.start).abs().max())
+        assert moved > 0.01
+        torch.testing.assert_close(weight, expected, rtol=0, atol=tolerance * moved)
+        state = self.dense_opt.state[self.dense.weight]
+        ours = self.opt.state[self.ours.weight]
+        assert set(ours) == set(state)
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                scale = float(value.abs().max()) if value.numel() else 0.0
+                torch.testing.assert_close(
+                    ours[key], value, rtol=0, atol=tolerance * scale, msg=lambda text, key=key: f"{key}: {text}"
+                )
+
+
+def warmup_and_cosine(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / 400))
+    )

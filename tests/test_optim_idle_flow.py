@@ -1,0 +1,281 @@
+"""idle="exact" against dense training by torch itself: every way that a training loop may go."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from exact_pair import CASES, EXTRA, Exact, warmup_and_cosine
+from lazy_oracle import (
+    one_thread,  # noqa: F401 - a fixture
+    skewed_batches,
+    squared_loss,
+)
+from optimizer_cases import case_named
+from torch import nn
+
+import speedtransfer
+from speedtransfer import Table
+from speedtransfer.errors import OptimizerError
+from speedtransfer.optim import find_handle
+
+# --- how a loop may go --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd-momentum"])
+def test_several_forwards_and_backwards_a_step(name: str) -> None:
+    pair = Exact(case_named(name))
+    batches = pair.batches(90)
+    for three in zip(batches[::3], batches[1::3], batches[2::3], strict=True):
+        for module, optimizer in zip(pair.modules, pair.optimizers, strict=True):
+            optimizer.zero_grad()
+            first, second = (squared_loss(module(ids), target) for ids, target in three[:2])
+            (first + second).backward()
+            squared_loss(module(three[2][0]), three[2][1]).backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 3.0)
+            optimizer.step()
+    pair.assert_same()
+
+
+def test_rows_read_between_steps_are_up_to_date() -> None:
+    pair = Exact(case_named("adamw"))
+    everything = torch.arange(60)
+    for number, batch in enumerate(pair.batches(40)):
+        pair.train([batch])
+        for training in (False, True):
+            with torch.set_grad_enabled(training):
+                ours, dense = (module.train(training)(everything).detach() for module in pair.modules)
+            torch.testing.assert_close(ours, dense, rtol=0, atol=1e-5)
+        if number % 3 == 0:  # through the table: single rows, then the rest stays behind
+            torch.testing.assert_close(pair.ours.table[[58, 3]], pair.dense.weight[[58, 3]].detach(), rtol=0, atol=1e-5)
+    pair.assert_same()
+
+
+def test_reading_changes_nothing() -> None:
+    """Forward without a step leaves the table as it is stored, so that results do not depend on evaluation."""
+    pair, other = Exact(case_named("adamw")), Exact(case_named("adamw"))
+    for batch in pair.batches(40):
+        pair.train([batch])
+        other.train([batch])
+        other.ours.eval()(torch.arange(60))
+        other.ours.train()(torch.arange(60))
+    assert torch.equal(pair.ours.table.torch(), other.ours.table.torch())
+
+
+def test_rows_written_between_steps() -> None:
+    pair = Exact(case_named("sgd-momentum"))
+    pair.train(pair.batches(30))
+    rows = torch.randn(2, 8)
+    pair.ours.table[[57, 1]] = rows
+    with torch.no_grad():
+        pair.dense.weight[[57, 1]] = rows
+    pair.train(pair.batches(30, seed=1))
+    pair.assert_same()
+
+
+def test_a_view_of_the_table_is_whole_when_it_is_taken() -> None:
+    pair = Exact(case_named("adamw"))
+    pair.train(pair.batches(30))
+    for view in (Table.torch, lambda table: torch.from_numpy(table.numpy()), torch.from_dlpack):
+        torch.testing.assert_close(view(pair.ours.table), pair.dense.weight.detach(), rtol=0, atol=2e-5)
+        pair.train(pair.batches(5, seed=1))
+
+
+def test_files_hold_all_steps(tmp_path: Any) -> None:
+    pair = Exact(case_named("adamw"))
+    pair.train(pair.batches(30))
+    pair.ours.table.save(tmp_path / "table.npy")
+    saved = speedtransfer.Table.load(tmp_path / "table.npy").torch()
+    torch.testing.assert_close(saved, pair.dense.weight.detach(), rtol=0, atol=2e-5)
+
+
+def test_max_norm() -> None:
+    pair = Exact(case_named("adamw"), max_norm=1.5)
+    pair.dense.max_norm = 1.5
+    pair.train(pair.batches(60))
+    pair.assert_same(1e-4)
+
+
+def test_bags() -> None:
+    torch.manual_seed(0)
+    bags = speedtransfer.EmbeddingBag(60, 8, mode="sum", idle="exact"), nn.EmbeddingBag(60, 8, mode="sum")
+    with torch.no_grad():
+        bags[1].weight.copy_(bags[0].table.torch())
+    optimizers = [torch.optim.AdamW(bag.parameters(), lr=0.05) for bag in bags]
+    for ids, target in skewed_batches(60, 8, 60):
+        for bag, optimizer in zip(bags, optimizers, strict=True):
+            optimizer.zero_grad()
+            (bag(ids) - target.sum(1)).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(bags[0].table.torch(), bags[1].weight.detach(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("memory", ["pageable", "device", "mmap"])
+def test_memories_agree_bit_for_bit(memory: str, tmp_path: Any) -> None:
+    options = {"path": tmp_path / "table.safetensors"} if memory == "mmap" else {}
+    pair, plain = Exact(case_named("adamw"), memory=memory, **options), Exact(case_named("adamw"))
+    for one in (pair, plain):
+        one.train(one.batches(60))
+    assert torch.equal(pair.ours.table.torch(), plain.ours.table.torch())
+
+
+# --- the history --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd-momentum-weight-decay", "nadam", "rmsprop-centered"])
+def test_sweeps_keep_the_history_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speedtransfer.optim.state._MAX_STEPS", 16)
+    pair = Exact(case_named(name))
+    pair.train(pair.batches(130), *pair.schedulers(warmup_and_cosine))
+    assert find_handle(pair.ours.weight).state._history.length < 16
+    pair.assert_same()
+
+
+def test_optimizers_without_idle_steps_keep_no_history() -> None:
+    for name in ("sgd", "adagrad"):
+        pair = Exact(case_named(name))
+        pair.train(pair.batches(30))
+        assert not find_handle(pair.ours.weight).state.lags
+        pair.assert_same(1e-6)
+
+
+# --- state dicts, copies, other optimizers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if case not in EXTRA])
+def test_state_dicts_go_both_ways(name: str) -> None:
+    pair, fresh = Exact(case_named(name)), Exact(case_named(name))
+    pair.train(pair.batches(40))
+    for (module, optimizer), (source, source_optimizer) in zip(
+        zip(fresh.modules, fresh.optimizers, strict=True),
+        zip(reversed(pair.modules), reversed(pair.optimizers), strict=True),
+        strict=True,
+    ):
+        module.load_state_dict(source.state_dict())
+        optimizer.load_state_dict(source_optimizer.state_dict())
+    fresh.train(pair.batches(40, seed=1))
+    fresh.assert_same(4e-5)  # either side has the roundings of the other in it
+
+
+def test_state_loaded_while_rows_lag() -> None:
+    pair = Exact(case_named("adamw"))
+    pair.train(pair.batches(20))
+    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in pair.optimizers]
+    pair.train(pair.batches(20, seed=1))
+    for optimizer, state in zip(pair.optimizers, saved, strict=True):
+        optimizer.load_state_dict(state)
+    pair.train(pair.batches(20, seed=2))
+    pair.assert_same()
+
+
+def test_weights_loaded_while_rows_lag() -> None:
+    pair = Exact(case_named("sgd-momentum"))
+    pair.train(pair.batches(20))
+    saved = copy.deepcopy(pair.dense.state_dict())
+    pair.train(pair.batches(20, seed=1))
+    for module in pair.modules:
+        module.load_state_dict(saved)
+    pair.train(pair.batches(20, seed=2))
+    pair.assert_same()
+
+
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["copy", "pickle"]
+)
+def test_copies_are_up_to_date(clone: Any) -> None:
+    pair = Exact(case_named("adamw"))
+    pair.train(pair.batches(20))
+    duplicate = clone(pair.ours)
+    assert duplicate.idle == "exact"
+    assert torch.equal(duplicate.table.torch(), pair.ours.table.torch())
+    pair.ours, pair.dense = duplicate, clone(pair.dense)
+    pair.modules = pair.ours, pair.dense
+    pair.opt, pair.dense_opt = pair.optimizers = tuple(
+        torch.optim.AdamW(module.parameters(), lr=0.05) for module in pair.modules
+    )
+    pair.train(pair.batches(20, seed=1))
+    pair.assert_same()
+
+
+def test_a_new_optimizer_takes_over() -> None:
+    pair = Exact(case_named("adamw"))
+    pair.train(pair.batches(20))
+    pair.opt, pair.dense_opt = pair.optimizers = tuple(
+        torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9) for module in pair.modules
+    )
+    pair.train(pair.batches(20, seed=1))
+    pair.assert_same()
+
+
+def test_the_optimizer_is_gone_and_rows_still_lag() -> None:
+    pair = Exact(case_named("adamw"))
+    pair.train(pair.batches(20))
+    pair.opt = pair.optimizers = None
+    gc.collect()
+    torch.testing.assert_close(pair.ours.table.torch(), pair.dense.weight.detach(), rtol=0, atol=1e-5)
+
+
+def test_a_failed_step_is_no_step() -> None:
+    pair = Exact(case_named("adamw"))
+    pair.train(pair.batches(20))
+    ids, target = pair.batches(1, seed=5)[0]
+    for module, optimizer in zip(pair.modules, pair.optimizers, strict=True):
+        squared_loss(module(ids), target).backward()
+        good = optimizer.param_groups[0]["betas"]
+        optimizer.param_groups[0]["betas"] = ("bad", 0.9)  # torch notices after it has counted the step
+        with pytest.raises(TypeError):
+            optimizer.step()
+        optimizer.param_groups[0]["betas"] = good
+    pair.train(pair.batches(20, seed=1))
+    pair.assert_same()
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------------
+
+
+class OfSomebody(torch.optim.SGD):
+    """What it does to idle rows nobody has said."""
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda params: case_named("adam-weight-decay").make(params),
+            r"Adam with weight_decay=0\.1 .* decouple .* idle='lazy'",
+        ),
+        (lambda params: case_named("adamax").make(params), r"Adamax with weight_decay=0\.01 .* idle='lazy'"),
+        (lambda params: torch.optim.NAdam(params, weight_decay=0.1), "NAdam with weight_decay"),
+        (lambda params: torch.optim.RAdam(params, weight_decay=0.1), "RAdam with weight_decay"),
+        (lambda params: torch.optim.RMSprop(params, weight_decay=0.1), "RMSprop with weight_decay"),
+        (lambda params: torch.optim.Adadelta(params, weight_decay=0.1), "Adadelta with weight_decay"),
+        (lambda params: torch.optim.Adagrad(params, weight_decay=0.1), "Adagrad with weight_decay"),
+        (lambda params: OfSomebody(params, lr=0.1), "does not know what OfSomebody does .* idle='lazy'"),
+    ],
+)
+def test_what_has_no_short_formula_is_refused(make: Any, words: str) -> None:
+    embedding = speedtransfer.Embedding(10, 4, idle="exact")
+    before = embedding.table.torch().clone()
+    optimizer = make(embedding.parameters())
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(OptimizerError, match=words):
+        optimizer.step()
+    assert embedding.table.planes == ("weight",)
+    assert torch.equal(embedding.table.torch(), before)
+
+
+@pytest.mark.parametrize(("key", "value"), [("weight_decay", 0.1), ("amsgrad", True)])
+def test_a_change_that_has_no_formula_is_refused(key: str, value: Any) -> None:
+    pair = Exact(case_named("adam"))
+    pair.train(pair.batches(10))
+    before = pair.ours.table.torch().clone()
+    pair.opt.param_groups[0][key] = value
+    ids, target = pair.batches(1)[0]
+    squared_loss(pair.ours(ids), target).backward()
+    with pytest.raises(OptimizerError, match=key):
+        pair.opt.step()
+    assert torch.equal(pair.ours.table.torch(), before)
