@@ -257,4 +257,4 @@ def test_compiled_without_a_folder_to_keep_the_result(monkeypatch):
         return compile_
 
     monkeypatch.setattr(compiled, "njit", njit)
-    assert compiled._compile(lambda a: a + 1)(2) == 3
+    assert compiled.compile_function(lambda a: a + 1)(2) == 3

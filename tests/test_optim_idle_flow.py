@@ -220,7 +220,7 @@ def test_the_optimizer_is_gone_and_rows_still_lag() -> None:
 
 
 def test_a_failed_step_is_no_step() -> None:
-    pair = Exact(case_named("adamw"))
+    pair = Exact(case_named("adam"))
     pair.train(pair.batches(20))
     ids, target = pair.batches(1, seed=5)[0]
     for module, optimizer in zip(pair.modules, pair.optimizers, strict=True):

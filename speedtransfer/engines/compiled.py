@@ -66,12 +66,12 @@ _move_16, _move_64 = (_mover(size, 1, False) for size in (16, 64))
 _stream_16, _stream_64 = (_mover(size, size, True) for size in (16, LINE_BYTES))
 
 
-def _compile(function: Any) -> Any:
+def compile_function(function: Any) -> Any:
     """Compile when first called, without the GIL; the result is kept on disk where numba finds a folder for it."""
     try:
-        return njit(nogil=True, cache=True)(function)
+        return njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:
-        return njit(nogil=True)(function)
+        return njit(nogil=True, error_model="numpy")(function)
 
 
 @njit(inline="always")
@@ -108,7 +108,7 @@ def _ask_for(plane: int, stride_bytes: int, row_bytes: int, index: Any, j: int, 
             _prefetch(coming + line * LINE_BYTES)
 
 
-@_compile
+@compile_function
 def gather(plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any, start: int, stop: int) -> None:
     """Fill dense rows of any width and alignment."""
     for j in range(start, stop):
@@ -116,7 +116,7 @@ def gather(plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any,
         _copy_any(rows + j * row_bytes, plane + index[j] * stride_bytes, row_bytes)
 
 
-@_compile
+@compile_function
 def gather_streaming(
     plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any, start: int, stop: int
 ) -> None:
@@ -129,7 +129,7 @@ def gather_streaming(
     _fence()  # streaming stores keep no order with others: they are over before anybody hears of it
 
 
-@_compile
+@compile_function
 def gather_streaming_lines(
     plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any, start: int, stop: int
 ) -> None:
@@ -142,7 +142,7 @@ def gather_streaming_lines(
     _fence()
 
 
-@_compile
+@compile_function
 def scatter(plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any, start: int, stop: int) -> None:
     """Write dense rows of any width and alignment to the plane."""
     for j in range(start, stop):
@@ -150,7 +150,7 @@ def scatter(plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any
         _copy_any(plane + index[j] * stride_bytes, rows + j * row_bytes, row_bytes)
 
 
-@_compile
+@compile_function
 def scatter_streaming_lines(
     plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any, start: int, stop: int
 ) -> None:
@@ -165,7 +165,7 @@ def scatter_streaming_lines(
 _DIGIT_BITS = 11  # counts of a digit fit into the fastest cache
 
 
-@_compile
+@compile_function
 def sort_by_bits(keys: Any, low: int, high: int) -> Any:
     """Return `keys` (n,) int64, none negative, sorted by their bits from `low` to below `high`; equal ones keep their order.
 

@@ -108,9 +108,7 @@ def _move(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], choos
         places = plane.data_ptr(), plane.stride(0) * item, dense.data_ptr(), dense.shape[1] * item
         if dense.numel():
             parts.append((choose(compiled, *places, num_bytes), (*places, ids)))
-    threads = max(1, min(torch.get_num_threads(), num_bytes // _THREAD_BYTES))
-    edges = [len(ids) * part // threads for part in range(threads + 1)]
-    _run_on_threads(parts, edges, (*planes, *rows))
+    run_on_threads(parts, len(ids), num_bytes, (*planes, *rows))
     # torch has not seen the writes: views and saved tensors are told, as after an operation in place.
     for tensor in planes if choose is _scatter_copy else rows:
         if not tensor.is_inference():
@@ -118,8 +116,20 @@ def _move(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], choos
     return True
 
 
-def _run_on_threads(parts: list[_Part], edges: list[int], memory: tuple[Tensor, ...]) -> None:
-    """Run each stretch between two `edges` on a thread of its own, the first on this one, and wait for all."""
+def run_on_threads(parts: list[_Part], count: int, num_bytes: int, memory: tuple[Tensor, ...]) -> None:
+    """Run compiled functions over `count` rows, stretches of them on as many threads as torch uses, and wait for all.
+
+    Parameters
+    ----------
+    parts : list of (function, arguments)
+        Each is called without the GIL as ``function(*arguments, start, stop)``.
+    count, num_bytes : int
+        Rows, and the bytes of all that is done to them, which say how many threads are worth waking.
+    memory : tuple of Tensor
+        What the functions know only the addresses of.
+    """
+    threads = max(1, min(torch.get_num_threads(), num_bytes // _THREAD_BYTES))
+    edges = [count * part // threads for part in range(threads + 1)]
     others = list[concurrent.futures.Future[None]]()
     try:
         for start, stop in itertools.pairwise(edges[1:]):

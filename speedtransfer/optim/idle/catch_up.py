@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.engines.host import compiled_copies, run_on_threads
 from speedtransfer.optim.idle.history import History, Missed
+from speedtransfer.optim.idle.rules import Rule
 
 _CHUNK_VALUES = 1 << 17  # on the CPU: so few that what is computed on the way stays in its cache
 _TINY = 1e-30
@@ -23,17 +26,47 @@ def catch_up(history: History, rows: dict[str, Tensor], last: Tensor) -> None:
         ``(n, 1)`` int32: the step that touched each row last.
     """
     count, dim = rows["weight"].shape
-    chunk = max(1, _CHUNK_VALUES // max(dim, 1)) if last.device.type == "cpu" else max(count, 1)
-    lines = history.lines(torch.float64 if rows["weight"].dtype == torch.float64 else torch.float32)
     index = (last.flatten() - history.base).long()
+    if _can_compile(history, rows):
+        _take_terms_compiled(history, rows, index)
+        return
+    chunk = max(1, _CHUNK_VALUES // max(dim, 1)) if last.device.type == "cpu" else max(count, 1)
     for start in range(0, count, chunk):
         part = {name: values[start : start + chunk] for name, values in rows.items()}
-        _catch_up(history, part, lines, index[start : start + chunk])
+        _catch_up(history, part, index[start : start + chunk])
 
 
-def _catch_up(history: History, rows: dict[str, Tensor], lines: Tensor, index: Tensor) -> None:
+def _planes_of_terms(rule: Rule) -> tuple[str, ...]:
+    return () if rule.denominator is None else ("weight", *rule.factors, rule.denominator)
+
+
+def _can_compile(history: History, rows: dict[str, Tensor]) -> bool:
+    planes = [rows.get(name) for name in _planes_of_terms(history.rule)]
+    suits = (p is not None and p.dtype == torch.float32 and not p.is_cuda and p.is_contiguous() for p in planes)
+    return bool(planes) and all(suits) and compiled_copies() is not None
+
+
+def _take_terms_compiled(history: History, rows: dict[str, Tensor], index: Tensor) -> None:
+    from speedtransfer.optim.idle import compiled
+
+    rule = history.rule
+    memory = tuple(rows[name] for name in _planes_of_terms(rule))
+    hard = torch.zeros(len(index), dtype=torch.bool)
+    arguments = *(values.numpy() for values in memory), *history.arrays(), index.numpy(), history.length
+    part = compiled.take_terms, (*arguments, rule.floor, history.eps, hard.numpy())
+    run_on_threads([part], len(index), 2 * sum(values.nbytes for values in memory), memory)
+    if hard.any():
+        chosen = hard.nonzero().flatten()
+        subset = {name: values[chosen] for name, values in rows.items()}
+        _catch_up(history, subset, index[chosen])
+        for name, values in subset.items():
+            rows[name][chosen] = values
+
+
+def _catch_up(history: History, rows: dict[str, Tensor], index: Tensor) -> None:
     rule, weight = history.rule, rows["weight"]
-    missed = Missed.of(lines, index)
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    missed = Missed.of(history.lines(index).to(dtype))
     if rule.denominator is not None and rule.factors[0] in rows:
         _take_terms(history, missed, rows, index)
     elif rule.partner is not None:
@@ -49,15 +82,15 @@ def _catch_up(history: History, rows: dict[str, Tensor], lines: Tensor, index: T
         if name in rows:
             rows[name].mul_(factor)
     if rule.floor and rule.denominator in rows:
-        lowest = (index < history.length)[:, None] * history.eps  # rows that have missed nothing stay as they are
-        rows[rule.denominator].clamp_min_(lowest.to(weight.dtype))
+        missed_any = (index < history.length)[:, None].to(weight.dtype)  # rows up to date stay as they are
+        rows[rule.denominator].clamp_min_(missed_any * history.eps)
 
 
 def _take_terms(history: History, missed: Missed, rows: dict[str, Tensor], index: Tensor) -> None:
     rule, weight, m = history.rule, rows["weight"], rows[history.rule.factors[0]]
     assert rule.denominator is not None
     x = rows[rule.denominator]
-    x = x.clone() if rule.floor else x.sqrt()
+    x = x.clone() if rule.floor else _root(x)
     hard = index.new_empty(0, dtype=torch.int64)
     if index.is_cuda or bool((missed.valid_from > 0).any()):  # CUDA would have to wait for either answer
         hard = ((x < missed.valid_from) & (m != 0)).any(dim=1).nonzero().flatten()
@@ -73,6 +106,13 @@ def _take_terms(history: History, missed: Missed, rows: dict[str, Tensor], index
         stepped = _step_by_step(history, {name: v[hard].double() for name, v in rows.items()}, index[hard])
     weight.mul_(missed.decay).sub_(values)
     weight[hard] = stepped.to(weight.dtype)
+
+
+def _root(x: Tensor) -> Tensor:
+    """Return the root, correctly rounded: torch's own may be one bit off on the CPU, and compiled code is not."""
+    if x.is_cuda or x.dtype not in (torch.float32, torch.float64):
+        return x.sqrt()
+    return torch.from_numpy(np.sqrt(x.numpy()))
 
 
 def _step_by_step(history: History, rows: dict[str, Tensor], index: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from speedtransfer.optim.idle.rules import IdleStep, Rule
 
 _NODES = 3
 _SUMS = 2 * _NODES + 2  # linear, mass, centers, spreads, valid_from
+_SMALLEST_SLOPE = 1e-150
 _SMALLEST_FACTOR = 1e-3  # of a mean decay, to bound the horizon
 _WINDOW_VALUES = 1 << 20  # a window of this many lines and steps is worked on at once
 _FLUSH_STEPS, _FLUSH_BELOW = 16, 1e-150  # products are set to zero before they become subnormal, which is slow
@@ -64,9 +66,9 @@ class Missed:
     valid_from: Tensor
 
     @classmethod
-    def of(cls, lines: Tensor, index: Tensor) -> Missed:
-        """Return what rows have missed whose last steps are `index`, (n,) int64, less `History.base`."""
-        columns = list(lines.index_select(0, index).split(1, dim=1))
+    def of(cls, lines: Tensor) -> Missed:
+        """Name the columns of `History.lines`."""
+        columns = list(lines.split(1, dim=1))
         sums = len(columns) - _SUMS
         centers = sums + 2
         return cls(
@@ -102,6 +104,7 @@ class History:
         self.horizon = 1
         self._growth, self._shrink = 0.0, 0.0  # largest |B| / |R| and |B| of a step so far
         self._final = 0  # lines before this one have their quadrature for good
+        self._summed = 0  # `now` when the quadrature was made
         self._unflushed = 0
         self._allocate(256)
 
@@ -167,7 +170,6 @@ class History:
         self._growth = max(self._growth, abs(numerator) / max(root, 1e-300))
         self._shrink = max(self._shrink, abs(numerator))
         self.horizon = max(self.horizon, self._needed_horizon())
-        self._sum_terms()
 
     def _needed_horizon(self) -> int:
         """Return the number of missed steps after which no term adds anything, whatever x is."""
@@ -180,21 +182,24 @@ class History:
     def _sum_terms(self) -> None:
         """Make the quadrature of all lines that are not final."""
         count = self.length
+        if self.rule.denominator is None or self._summed == self.now:
+            return
         width = min(self.horizon, count - self._final)
         at_once = max(1, _WINDOW_VALUES // width)
         for first in range(self._final, count, at_once):
             self._sum_terms_of(first, min(first + at_once, count), width)
         self._made_at[self._final : count] = count
         self._final = max(self._final, count - self.horizon)
+        self._summed = self.now
 
     def _sum_terms_of(self, first: int, stop: int, width: int) -> None:
         scale, root, eps, numerators, roots, decay = self._windows(first, stop, width)
         b, r = numerators.cumprod(1), roots.cumprod(1)
-        mass = scale * b * decay
-        divides = root > 0
-        linear = (mass * ~divides).sum(1)
-        weight = torch.where(divides, mass / (root * r), 0.0).nan_to_num(0, 0, 0)
-        point = torch.where(divides & (weight != 0), eps / (root * r), 0.0).nan_to_num(0, 0, 0)
+        mass, slope = scale * b * decay, root * r
+        divides = slope > _SMALLEST_SLOPE  # else x does not count, and the term is m / eps
+        linear = torch.where(divides | (mass == 0), 0.0, mass / eps).sum(1)
+        weight = torch.where(divides, mass / slope, 0.0)
+        point = torch.where(divides & (weight != 0), eps / slope, 0.0)
         lines = self._quadrature[first:stop]
         lines[:, 0] = linear
         if self.rule.floor:
@@ -264,13 +269,18 @@ class History:
 
     def sweep(self) -> None:
         """Forget all steps: every row has been brought up to date."""
-        self.base, self._final, self._unflushed = self.now, 0, 0
+        self.base, self._summed, self._final, self._unflushed = self.now, self.now, 0, 0
         self._allocate(256)
 
-    def lines(self, dtype: torch.dtype) -> Tensor:
-        """Return what each last step, from `base` on, means for a row, ``(length + 1, columns)``; for `Missed.of`."""
-        products = self._products[: self.length + 1]
-        # The sums lack the decay of the steps after those they were made at.
-        tail = products[self._made_at[: self.length + 1], 0:1]
-        quadrature = self._quadrature[: self.length + 1]
-        return torch.cat([products, quadrature[:, :2] * tail, quadrature[:, 2:]], dim=1).to(dtype)
+    def lines(self, index: Tensor) -> Tensor:
+        """Return the lines `index`, (n,) int64 (last steps of rows, less `base`), in float64; for `Missed.of`."""
+        self._sum_terms()
+        products, sums = self._products[index], self._quadrature[index]
+        if self.rule.denominator is not None:
+            sums[:, :2] *= self._products[self._made_at[index], 0:1]  # the decay of the steps after they were made
+        return torch.cat([products, sums], dim=1)
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return products, sums and where these were made, by line, as arrays over the same memory (on the CPU)."""
+        self._sum_terms()
+        return self._products.numpy(), self._quadrature.numpy(), self._made_at.numpy()

@@ -1,0 +1,226 @@
+"""The table of missed steps against the same steps one by one: any hyperparameters, any gap, any size of state."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lazy_oracle import one_thread  # noqa: F401 - a fixture
+
+from speedtransfer.optim.idle import History, IdleStep, Rule, catch_up
+
+catch_up_module = sys.modules["speedtransfer.optim.idle.catch_up"]  # the function hides it
+CPU = torch.device("cpu")
+
+
+class Sums(Rule):
+    factors = ("m", "v")
+    denominator = "v"
+
+
+class Floors(Sums):
+    floor = True
+
+
+class Mixes(Rule):
+    factors = ("m",)
+    partner = "q"
+
+
+def one_by_one(
+    rule: Rule, steps: list[IdleStep], rows: dict[str, np.ndarray], last: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Take the steps after its `last` on every row, in extended precision."""
+    rows = {name: values.astype(np.longdouble) for name, values in rows.items()}
+    for number, step in enumerate(steps):
+        behind = last <= number  # a prefix: `last` is sorted
+        part = {name: values[behind] for name, values in rows.items()}
+        factors = dict(zip(rule.factors, step.factors, strict=True))
+        for name in factors.keys() & part.keys():
+            part[name] = part[name] * factors[name]
+        if rule.partner is not None:
+            (a, b, c, d), p, q = step.mix, part["weight"], part["q"]
+            part["weight"], part["q"] = a * p + b * q, c * p + d * q
+        else:
+            m, x = part["m"], part["v"]
+            if rule.floor:
+                bottom = part["v"] = np.maximum(x, step.eps)
+            else:
+                bottom = step.root * np.sqrt(x) + step.eps
+            term = step.scale * np.divide(m, bottom, out=np.zeros_like(m), where=m != 0)
+            part["weight"] = part["weight"] * step.decay - term
+        for name, values in part.items():
+            rows[name][behind] = values
+    return rows
+
+
+def record(rule: Rule, steps: list[IdleStep], dtype: torch.dtype) -> History:
+    history = History(rule, dtype, CPU)
+    for step in steps:
+        history.record(step)
+    return history
+
+
+def check(rule: Rule, steps: list[IdleStep], dtype: torch.dtype, tolerance: float, seed: int = 0) -> None:
+    """Catch up rows that were touched last at each step, with state of every size, and compare with `one_by_one`."""
+    history = record(rule, steps, dtype)
+    rng = np.random.default_rng(seed)
+    sizes = np.concatenate([[0.0], np.logspace(-12, 1, 27)])
+    last = np.arange(0, len(steps) + 1, max(1, len(steps) // 60))
+    shape = len(last), len(sizes)
+    root = np.broadcast_to(sizes, shape)
+    rows = {
+        "weight": rng.standard_normal(shape),
+        "m": rng.standard_normal(shape) * root,
+        "v": root if rule.floor else root**2,
+        "q": rng.standard_normal(shape),
+    }
+    rows = {
+        n: torch.tensor(v.copy(), dtype=dtype) for n, v in rows.items() if n in ("weight", *rule.factors, rule.partner)
+    }
+    expected = one_by_one(rule, steps, {name: values.numpy() for name, values in rows.items()}, last)
+    before = {name: values.double().abs() for name, values in rows.items()}
+    catch_up(history, rows, torch.tensor(last, dtype=torch.int32)[:, None])
+    for name, values in expected.items():
+        ours, want = rows[name].double(), torch.tensor(values.astype(np.float64))
+        # Of what was there and of what was added: either is rounded to the dtype.
+        size = want.abs() + (before["weight"] + before.get("q", 0) if name in ("weight", "q") else 0)
+        wrong = (ours - want).abs() > tolerance * size + torch.finfo(dtype).tiny * 1e3
+        line, column = wrong.nonzero()[0] if wrong.any() else (0, 0)
+        assert not wrong.any(), (name, int(last[line]), sizes[column], ours[line, column], want[line, column])
+
+
+def adam_steps(
+    count: int, first: float, second: float, eps: float = 1e-8, lr: float = 1e-3, decay: float = 0.0
+) -> list[IdleStep]:
+    return [
+        IdleStep(
+            decay=1 - lr * decay,
+            factors=(first, second),
+            scale=lr * (0.6 + 0.4 * math.sin(t / 30)) / (1 - first**t),
+            root=1 / math.sqrt(1 - second**t),
+            eps=eps,
+        )
+        for t in range(1, count + 1)
+    ]
+
+
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 2e-12}
+BETAS = [(0.9, 0.999), (0.9, 0.99), (0.95, 0.95), (0.5, 0.9), (0.0, 0.999), (0.9, 0.0), (0.98, 0.9999), (0.9, 0.5)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("eps", [1e-8, 1e-3, 1e-15])
+@pytest.mark.parametrize("betas", BETAS, ids=str)
+def test_sums_of_terms(betas: tuple[float, float], eps: float, dtype: torch.dtype) -> None:
+    check(Sums(dtype), adam_steps(300, *betas, eps=eps, decay=0.5), dtype, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.8, 0.7)], ids=str)
+def test_floors(betas: tuple[float, float], dtype: torch.dtype) -> None:
+    steps = [dataclasses.replace(step, root=1.0) for step in adam_steps(300, *betas)]
+    check(Floors(dtype), steps, dtype, TOLERANCE[dtype])
+
+
+def test_terms_without_a_denominator() -> None:
+    steps = adam_steps(200, 0.9, 0.999)
+    steps[:6] = [dataclasses.replace(step, root=0.0, eps=1.0) for step in steps[:6]]
+    check(Sums(torch.float64), steps, torch.float64, 2e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_mixtures(dtype: torch.dtype) -> None:
+    steps = [
+        IdleStep(factors=(0.99,), mix=(1 - 0.001 * (t % 5), -0.01 * 0.9, 0.01, 0.9 if t % 7 else 0.0))
+        for t in range(400)
+    ]
+    check(Mixes(dtype), steps, dtype, TOLERANCE[dtype])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_the_hyperparameters(data: st.DataObject) -> None:
+    """Schedules that jump: each step with betas, eps, learning rate and decay of its own."""
+    count = data.draw(st.integers(1, 90))
+    seed = data.draw(st.integers(0, 2**31))
+    rng = np.random.default_rng(seed)
+    kind = data.draw(st.sampled_from(["smooth", "jumps"]))
+    steps = []
+    for _ in range(count):
+        first, second = (0.9, 0.999) if kind == "smooth" else rng.uniform(0, 0.99, 2)
+        lr = float(rng.choice([0.0, 1e-3, 1.0]))
+        steps.append(
+            IdleStep(
+                decay=float(1 - lr * rng.choice([0.0, 0.1, 1.0])),
+                factors=(float(first), float(second)),
+                scale=lr,
+                root=float(rng.uniform(0.5, 30)),
+                eps=float(10.0 ** rng.uniform(-12, -1)),
+            )
+        )
+    check(Sums(torch.float64), steps, torch.float64, 5e-12, seed)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 255, 256, 257, 600])
+def test_any_number_of_steps(count: int) -> None:
+    """The table grows at 256 lines; a line is final after its horizon."""
+    check(Sums(torch.float64), adam_steps(count, 0.9, 0.999, decay=0.1), torch.float64, 2e-12)
+
+
+def test_after_a_sweep_counting_goes_on() -> None:
+    steps = adam_steps(500, 0.9, 0.999, decay=0.3)
+    history, rule = History(Sums(torch.float64), torch.float64, CPU), Sums(torch.float64)
+    rows = {n: torch.rand(1, 5, dtype=torch.float64) for n in ("weight", "m", "v")}
+    right = one_by_one(rule, steps, {n: v.numpy() for n, v in rows.items()}, np.zeros(1))
+    last = 0
+    for step in steps:
+        history.record(step)
+        if history.now % 100 == 0:
+            catch_up(history, rows, torch.tensor([[last]], dtype=torch.int32))
+            last = history.now
+            history.sweep()
+            assert history.length == 0
+    for name, values in rows.items():
+        np.testing.assert_allclose(values.numpy(), right[name].astype(float), rtol=1e-11)
+
+
+def test_long_absence() -> None:
+    """20,000 steps: moments far below what a number holds, and a decay that goes on all the time."""
+    steps = adam_steps(20_000, 0.9, 0.999, decay=0.1)
+    history = record(Sums(torch.float32), steps, torch.float32)
+    assert history.horizon < 300
+    rows = {"weight": torch.ones(2, 3), "m": torch.full((2, 3), 0.1), "v": torch.full((2, 3), 0.01)}
+    right = one_by_one(Sums(torch.float32), steps, {n: v[:1].numpy() for n, v in rows.items()}, np.array([100]))
+    catch_up(history, rows, torch.tensor([[100], [20_000]], dtype=torch.int32))
+    torch.testing.assert_close(
+        rows["weight"][0], torch.tensor(right["weight"][0].astype(np.float32)), rtol=2e-6, atol=0
+    )
+    assert float(rows["m"][0].abs().max()) == 0
+    assert torch.equal(rows["weight"][1], torch.ones(3))
+
+
+@pytest.mark.parametrize("kind", [Sums, Floors])
+@pytest.mark.parametrize("dim", [1, 7, 64])
+def test_compiled_and_torch_agree_bit_for_bit(kind: type[Rule], dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    history = record(kind(torch.float32), adam_steps(260, 0.9, 0.999, decay=0.2), torch.float32)
+    rng = np.random.default_rng(0)
+    root = 10.0 ** rng.uniform(-11, 1, (200, dim))
+    given = {"weight": rng.standard_normal(root.shape), "m": root * rng.standard_normal(root.shape)}
+    given["v"] = root if kind.floor else root**2
+    last = torch.tensor(rng.integers(0, 261, (200, 1)), dtype=torch.int32)
+    results = []
+    for compiled in (catch_up_module.compiled_copies, lambda: None):
+        monkeypatch.setattr(catch_up_module, "compiled_copies", compiled)
+        rows = {name: torch.tensor(values, dtype=torch.float32) for name, values in given.items()}
+        catch_up(history, rows, last)
+        results.append(rows)
+    for name, values in results[0].items():
+        assert torch.equal(values, results[1][name]), name
