@@ -46,7 +46,13 @@ class PlaneSpec:
     late: bool = False
 
 
-def probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, PlaneSpec]:
+class Findings(dict[str, PlaneSpec]):
+    """The planes by name, and the names of the tensors that all rows share."""
+
+    shared: frozenset[str] = frozenset()
+
+
+def probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Findings:
     """Return the planes that `optimizer` keeps for a parameter of `group` with the dtype, width and device of `param`.
 
     A tensor within a list or a dict has a name such as ``"buffers.0"``.
@@ -104,30 +110,32 @@ def _reason(name: str, error: Exception) -> str:
     return f"a trial on {ROWS} dense rows failed ({text}); use a row-by-row optimizer such as Adam or SGD"
 
 
-def _probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, PlaneSpec]:
+def _probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Findings:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(ROWS, param.shape[1], generator=generator).to(param)
-    found = _specs(optimizer, group, weights)
+    found, shared = _starts(optimizer, group, weights)
     # Dependence between rows must not drown in a small learning rate (warmup) or in the table's low precision.
     plain = {**group, "lr": _VISIBLE_LR} if "lr" in group else group
     exact = weights if param.dtype in (torch.float32, torch.float64) else weights.float()
-    again = found if exact is weights else _specs(optimizer, plain, exact)
+    again = found if exact is weights else _starts(optimizer, plain, exact)[0]
     _check(optimizer, plain, exact, again, 1e-3)
     if again.keys() != found.keys():  # such as the rounding error of a low precision, carried along
         _check(optimizer, plain, weights, found, 0.1)
-    return {
-        key: PlaneSpec(tuple(start.value.shape[1:]), start.value.dtype, start.start, start.late)
+    findings = Findings(
+        (key, PlaneSpec(tuple(start.value.shape[1:]), start.value.dtype, start.start, start.late))
         for key, start in found.items()
-    }
+    )
+    findings.shared = frozenset(shared)
+    return findings
 
 
-def _specs(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> dict[str, Start]:
-    """Return the state that follows the rows, and what it starts from."""
-    found = starts(optimizer, group, weights)
+def _starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> tuple[dict[str, Start], set[str]]:
+    """Return the state that follows the rows, what it starts from, and the names of what is shared."""
+    found, shared = starts(optimizer, group, weights)
     for key, start in found.items():
         if start.value.dtype not in SAFE_NAMES and start.value.dtype != torch.bool:
             _refuse(optimizer, f"its state {key!r} is {start.value.dtype}, which no table can hold")
-    return found
+    return found, shared
 
 
 def _check(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, found: dict[str, Start], rtol: float) -> None:

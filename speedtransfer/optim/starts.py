@@ -32,8 +32,8 @@ class Start:
         return self.value.new_full((len(weights), *self.value.shape[1:]), self.start)
 
 
-def starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> dict[str, Start]:
-    """Return the tensors of state that follow the rows, by name.
+def starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> tuple[dict[str, Start], set[str]]:
+    """Return the tensors of state that follow the rows, by name, and the names of those that do not.
 
     Raises
     ------
@@ -42,8 +42,9 @@ def starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> dict
     """
     seen = _still(optimizer, group, weights, STEPS)
     follow = _that_follow(seen, _still(optimizer, group, weights[1:], _last(seen)))
+    shared = seen.keys() - set(follow)
     if not follow:
-        return {}
+        return {}, shared
     # Decay moves the state of rows without a gradient too, and hides what they start from.
     decays = {k: 0.0 for k, v in group.items() if "weight_decay" in k and isinstance(v, float) and v}
     calm = {**group, **decays}
@@ -57,7 +58,7 @@ def starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> dict
         if start and _zero_does_as_well(optimizer, group, weights, name, start):
             start = 0.0  # zero pages take no memory: Adamax's exp_inf would be eps all over
         result[name] = Start(seen[name].value, start, seen[name].late)
-    return result
+    return result, shared
 
 
 def _still(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, steps: int) -> dict[str, Seen]:
