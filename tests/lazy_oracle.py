@@ -32,6 +32,17 @@ def is_row_state(value: Any, num_rows: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows
 
 
+def tensors_in(container: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Return the tensors of a state by name, those in lists and dicts too: ``"buffers.0"``."""
+    found = {}
+    for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+        if isinstance(value, dict | list | tuple):
+            found.update(tensors_in(value, f"{prefix}{key}."))
+        elif isinstance(value, Tensor):
+            found[f"{prefix}{key}"] = value
+    return found
+
+
 def start_value(key: str, group: dict[str, Any], weight: Tensor) -> float | Tensor:
     """Return what the state `key` of a row is before anything has touched that row."""
     if key == "step_size":  # Rprop
@@ -83,7 +94,7 @@ class LazyOracle:
         return result
 
     def _state(self, module: nn.Module) -> dict[str, Tensor]:
-        state = self.optimizer.state.get(module.weight, {})
+        state = tensors_in(self.optimizer.state.get(module.weight, {}))
         return {k: v.clone() for k, v in state.items() if is_row_state(v, module.weight.shape[0])}
 
     def _put_back(self, module: nn.Module, weight: Tensor, state: dict[str, Tensor]) -> None:
@@ -91,7 +102,7 @@ class LazyOracle:
         idle[list(self._touched[module])] = False
         module.weight[idle] = weight[idle]
         group = next(g for g in self.optimizer.param_groups if any(p is module.weight for p in g["params"]))
-        for key, value in self.optimizer.state.get(module.weight, {}).items():
+        for key, value in tensors_in(self.optimizer.state.get(module.weight, {})).items():
             if is_row_state(value, weight.shape[0]):
                 start = start_value(key, group, weight)
                 old = state.get(key, start if isinstance(start, Tensor) else torch.full_like(value, start))
@@ -111,13 +122,15 @@ def assert_same_state(
     """Compare full planes, shared scalars and the names of both."""
     state, expected = ours.state.get(our_module.weight, {}), dense.state.get(dense_module.weight, {})
     assert set(state) == set(expected)
+    ours_in, theirs = tensors_in(state), tensors_in(expected)
+    assert set(ours_in) == set(theirs)
+    for key, value in theirs.items():
+        torch.testing.assert_close(
+            ours_in[key], value, rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"state {key}: {text}"
+        )
     for key, value in expected.items():
-        if isinstance(value, Tensor):
-            torch.testing.assert_close(
-                state[key], value, rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"state {key}: {text}"
-            )
-        else:
-            assert state[key] == value, key
+        assert type(state[key]) is type(value)
+        assert isinstance(value, Tensor | list | tuple | dict) or state[key] == value, key
 
 
 def assert_same(

@@ -15,15 +15,29 @@ from speedtransfer.optim.trial import Trial
 
 ROWS = 6
 STEPS = 24  # more than what optimizers do every five or ten steps
-# Rows 1 and 3 take turns; the last row is never active, and row 4 late. The number of rows changes, and does not.
-_ACTIVE = ((1, 3), (1,), (3,), (0, 3), (1, 2), (0, 1, 3), (0, 1, 2, 3), (1, 3, 4), (2, 3), (1, 4), (0, 1, 2, 3, 4), (3,))
+# Of rows 1 and 3 at least one is active in every step, and with others but once: what a step takes from all its rows shows.
+# The last row is never active, and row 4 late. The number of rows changes, and does not.
+_ACTIVE = (
+    (0, 1, 3),
+    (1, 2),
+    (0, 3),
+    (0, 1, 2),
+    (2, 3),
+    (1,),
+    (0, 1, 2, 3),
+    (1, 3, 4),
+    (2, 3),
+    (1, 4),
+    (0, 1, 2, 3, 4),
+    (0, 3),
+)
 _SCALES = (1.0, 0.01, 1.0, 10.0, 0.1, 3.0)
 
 
 class HasStart(Protocol):
     """State that follows the rows."""
 
-    def rows(self, weights: Tensor) -> Tensor:
+    def rows(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the state of untouched rows with these weights."""
 
 
@@ -90,7 +104,7 @@ def densely(
         now = trial.step(grad)
         trial.param.data[idle] = before[idle]
         for name in found.keys() & now.keys():
-            kept = old[name] if name in old else found[name].rows(before)
+            kept = old[name] if name in old else found[name].rows(before, now[name].dtype)
             now[name][idle] = kept[idle]
         moves.append(trial.param.detach() - before)
     planes = {name: value.clone() for name, value in leaves(trial.state).items() if name in found}
@@ -113,12 +127,13 @@ def lazily(
     for grad, touched in zip(grads, active, strict=True):
         before = table.clone()
         trial.param.data = table[touched]
-        planes.update({name: found[name].rows(before) for name in found.keys() & leaves(trial.state) - planes.keys()})
+        made = {name: value for name, value in leaves(trial.state).items() if name in found and name not in planes}
+        planes.update({name: found[name].rows(before, value.dtype) for name, value in made.items()})
         put(trial.state, {name: value[touched] for name, value in planes.items()})
         now = trial.step(grad[touched])
         for name in found.keys() & now.keys():
             if name not in planes:
-                planes[name] = found[name].rows(before)
+                planes[name] = found[name].rows(before, now[name].dtype)
             if now[name].shape != planes[name][touched].shape:
                 raise ValueError(f"its state {name!r} does not keep its shape")
             planes[name][touched] = now[name]

@@ -46,10 +46,8 @@ def _fill(container: Any, prefix: str, values: dict[str, Tensor]) -> Any:
     changed = {}
     for key, value in items:
         name = f"{prefix}{key}"
-        if isinstance(value, (dict, *_SEQUENCES)):
-            new = _fill(value, f"{name}.", values)
-        else:
-            new = values.get(name, value)
+        nested = isinstance(value, (dict, *_SEQUENCES))
+        new = _fill(value, f"{name}.", values) if nested else values.get(name, value)
         if new is not value:
             changed[key] = new
     if isinstance(container, tuple):
@@ -62,13 +60,13 @@ def _fill(container: Any, prefix: str, values: dict[str, Tensor]) -> Any:
     return container
 
 
-def cloned(value: Any) -> Any:
-    """Return a copy of `value` whose tensors and containers are its own."""
+def cloned(value: Any, tensors: bool = True) -> Any:
+    """Return a copy of `value` whose containers are its own, and its `tensors` too."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value.detach().clone() if tensors else value
     if isinstance(value, dict):
-        return {key: cloned(item) for key, item in value.items()}
+        return {key: cloned(item, tensors) for key, item in value.items()}
     if isinstance(value, _SEQUENCES):
-        entries = [cloned(item) for item in value]
+        entries = [cloned(item, tensors) for item in value]
         return value._make(entries) if hasattr(value, "_make") else type(value)(entries)
     return value

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim.lazy import ROWS, Course, densely, difference, gradients, lazily
+from speedtransfer.optim.lazy import ROWS, STEPS, Course, densely, difference, gradients, lazily
 from speedtransfer.optim.starts import Start, starts
 from speedtransfer.optim.trial import Trial, outside_state, without_gradients
 from speedtransfer.tables.files import SAFE_NAMES
 
 _VISIBLE_LR = 1e-2
+_VISIBLE_DECAY = 0.1
 _ADVICE = "use a row-by-row optimizer (SGD, Adam, AdamW, Adamax, Adagrad, ...) for this embedding"
 
 
@@ -69,7 +70,9 @@ def probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Finding
             f"{name} wraps {type(inner).__name__}, whose parameters a trial would move; give the table to that one itself"
         )
     devices = [param.device] if param.is_cuda else []
-    bare = {key: value for key, value in group.items() if key in optimizer.defaults}  # without counters kept in the group
+    bare = {
+        key: value for key, value in group.items() if key in optimizer.defaults
+    }  # without counters kept in the group
     with (
         torch.random.fork_rng(devices=devices),
         torch.inference_mode(False),
@@ -113,14 +116,21 @@ def _reason(name: str, error: Exception) -> str:
 def _probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Findings:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(ROWS, param.shape[1], generator=generator).to(param)
-    found, shared = _starts(optimizer, group, weights)
-    # Dependence between rows must not drown in a small learning rate (warmup) or in the table's low precision.
-    plain = {**group, "lr": _VISIBLE_LR} if "lr" in group else group
-    exact = weights if param.dtype in (torch.float32, torch.float64) else weights.float()
-    again = found if exact is weights else _starts(optimizer, plain, exact)[0]
-    _check(optimizer, plain, exact, again, 1e-3)
-    if again.keys() != found.keys():  # such as the rounding error of a low precision, carried along
-        _check(optimizer, plain, weights, found, 0.1)
+    found, shared = starts(optimizer, group, weights)
+    for key, start in found.items():
+        if start.value.dtype not in SAFE_NAMES and start.value.dtype != torch.bool:
+            _refuse(optimizer, f"its state {key!r} is {start.value.dtype}, which no table can hold")
+    plain = _visible(group)
+    if (
+        param.dtype != torch.float64
+    ):  # what depends on the dtype of the table, such as a state of few bits, shows in that
+        _check(optimizer, plain, weights, found, 1e-3 if param.dtype == torch.float32 else 0.1, STEPS // 2)
+    try:
+        _check(optimizer, plain, weights.double(), found, 1e-5)
+    except OptimizerError:
+        raise
+    except Exception:  # it does not compute in double precision
+        _check(optimizer, plain, weights.float(), found, 1e-3)
     findings = Findings(
         (key, PlaneSpec(tuple(start.value.shape[1:]), start.value.dtype, start.start, start.late))
         for key, start in found.items()
@@ -129,19 +139,25 @@ def _probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Findin
     return findings
 
 
-def _starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> tuple[dict[str, Start], set[str]]:
-    """Return the state that follows the rows, what it starts from, and the names of what is shared."""
-    found, shared = starts(optimizer, group, weights)
-    for key, start in found.items():
-        if start.value.dtype not in SAFE_NAMES and start.value.dtype != torch.bool:
-            _refuse(optimizer, f"its state {key!r} is {start.value.dtype}, which no table can hold")
-    return found, shared
+def _visible(group: dict[str, Any]) -> dict[str, Any]:
+    """Return `group` with rates at which dependence between rows cannot drown: a schedule may start from zero."""
+    decays = {
+        k: max(v, _VISIBLE_DECAY) for k, v in group.items() if k == "weight_decay" and isinstance(v, float) and v > 0
+    }
+    return {**group, **decays, **({"lr": _VISIBLE_LR} if "lr" in group else {})}
 
 
-def _check(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, found: dict[str, Start], rtol: float) -> None:
+def _check(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    weights: Tensor,
+    found: dict[str, Start],
+    rtol: float,
+    steps: int = STEPS,
+) -> None:
     """Train rows as a table does, and a few of them alone and dense; refuse where that is not the same."""
     # The scale of the rows' weights differs: a norm over the parameter would notice.
-    grads, active = gradients(weights)
+    grads, active = (values[:steps] for values in gradients(weights))
     few = [1, 3]  # of which one is active in every step, so that both count the same steps
     weights = weights * torch.logspace(-1, 1, ROWS).to(weights).unsqueeze(1)
 
@@ -149,39 +165,38 @@ def _check(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, found: 
         return densely(optimizer, group, found, weights[rows], grads[:, rows], active[:, rows])
 
     alone = course(few)
+    failure, what = None, None
     try:
-        lazy: Course | Exception = lazily(optimizer, group, found, weights, grads, active)
-        what = difference(alone, lazy.rows(few), rtol)
-    except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
-        lazy, what = error, "the update"
-    if what is not None:
-        torch.manual_seed(1)
-        _explain(optimizer, group, weights, what, lazy, alone, course, few, rtol)
+        what = difference(alone, lazily(optimizer, group, found, weights, grads, active).rows(few), rtol)
+    except Exception as error:
+        failure = error
+    if failure is not None or what is not None:
+        _explain(optimizer, group, weights, alone, course, few, rtol, failure)
     if alone.swaps:
-        _refuse(optimizer, f"its {alone.swaps}() changes the whole parameter between steps, when its rows are not there")
+        _refuse(
+            optimizer, f"its {alone.swaps}() changes the whole parameter between steps, when its rows are not there"
+        )
 
 
 def _explain(
     optimizer: Optimizer,
     group: dict[str, Any],
     weights: Tensor,
-    what: str,
-    lazy: Course | Exception,
     alone: Course,
     course: Callable[[list[int]], Course],
     few: list[int],
     rtol: float,
+    failure: Exception | None,
 ) -> None:
-    """Raise with the reason for which `what` differs."""
-    name = type(optimizer).__name__
+    """Raise with the reason for which rows of a table go another way than a few of them `alone`."""
+    torch.manual_seed(1)
     if difference(alone, course(few), rtol) is not None:
         _refuse(optimizer, "its update draws random numbers, so that a trial cannot tell whether it is row by row")
-    among = course(list(range(ROWS)))
-    among_what = difference(alone, among.rows(few), rtol)
-    if among_what is not None:
+    what = difference(alone, course(list(range(ROWS))).rows(few), rtol)
+    if what is not None:
         raise OptimizerError(
-            f"{name} is not row by row: {among_what} of a row depends on the other rows of the parameter, and most of a "
-            f"table is not there during a step; {_ADVICE}, in an optimizer of its own if need be"
+            f"{type(optimizer).__name__} is not row by row: {what} of a row depends on the other rows of the parameter, and "
+            f"most of a table is not there during a step; {_ADVICE}, in an optimizer of its own if need be"
         )
 
     def stepped(rows: int) -> Optimizer:
@@ -191,12 +206,10 @@ def _explain(
 
     outside = outside_state(stepped, (ROWS, ROWS - 1))
     where = f" ({', '.join(outside)})" if outside else ""
-    if isinstance(lazy, Exception) and not outside:
-        raise lazy
+    if failure is not None and not outside:
+        raise failure
     _refuse(optimizer, f"it keeps something of the rows outside optimizer.state{where}, where it does not follow them")
 
 
 def _refuse(optimizer: Optimizer, reason: str) -> None:
     raise OptimizerError(f"{type(optimizer).__name__} cannot train rows of a table: {reason}; {_ADVICE}")
-
-

@@ -25,11 +25,11 @@ class Start:
     start: float | None
     late: bool
 
-    def rows(self, weights: Tensor) -> Tensor:
+    def rows(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the state of untouched rows with these weights."""
         if self.start is None:
-            return weights.to(self.value.dtype, copy=True)
-        return self.value.new_full((len(weights), *self.value.shape[1:]), self.start)
+            return weights.to(dtype, copy=True)
+        return self.value.new_full((len(weights), *self.value.shape[1:]), self.start, dtype=dtype)
 
 
 def starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> tuple[dict[str, Start], set[str]]:
@@ -50,7 +50,7 @@ def starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> tupl
     calm = {**group, **decays}
     if decays:
         seen = {**seen, **_still(optimizer, calm, weights, _last(seen))}
-    found = {name: None for name in follow if _is_copy(seen[name])}
+    found: dict[str, float | None] = {name: None for name in follow if _is_copy(seen[name])}
     found.update(_values(optimizer, calm, weights, {name: seen[name] for name in follow if name not in found}))
     result = {}
     for name in follow:
@@ -99,7 +99,9 @@ def _is_copy(entry: Seen) -> bool:
         return False
     first = entry.value if entry.first is None else entry.first
     return any(
-        torch.equal(state.double(), rows.double()) for state in (entry.value, first) for rows in (entry.before, entry.after)
+        torch.equal(state.double(), rows.double())
+        for state in (entry.value, first)
+        for rows in (entry.before, entry.after)
     )
 
 
@@ -139,8 +141,13 @@ def _replay(
 ) -> dict[str, Tensor]:
     """Return the state after a first step without a gradient whose state was there already, as `chosen`."""
     trial = Trial(optimizer, group, weights)
+    inner = trial.optimizer.param_groups[0]
+    counters = {key: cloned(value) for key, value in inner.items() if key != "params"}
     trial.step(torch.zeros_like(weights))
     state, first = trial.state, trial.first
+    for key in inner.keys() - counters.keys() - {"params"}:
+        del inner[key]
+    inner.update(counters)  # some count steps in the group
     for key in list(state):
         if key in first and not any(name in chosen for name in leaves({key: state[key]})):
             state[key] = cloned(first[key])  # shared by the rows: the number of steps

@@ -138,8 +138,8 @@ class RowState:
         late = unknown - self._views.keys() - self._shared - findings.shared
         if late:
             raise OptimizerError(
-                f"{type(optimizer).__name__} made state {min(late)!r} that it did not make in a trial of {STEPS} steps, so that "
-                "what other rows start from is unknown; use an optimizer that makes its state in its first steps"
+                f"{type(optimizer).__name__} made state {min(late)!r} that it did not make in a trial of {STEPS} steps, so "
+                "that what other rows start from is unknown; use an optimizer that makes its state in its first steps"
             )
         self._shared |= unknown - self._views.keys()
 
@@ -152,7 +152,9 @@ class RowState:
         if found.keys() - self._views.keys() - self._shared:
             self._learn(found, optimizer)
         rows = {"weight": handle.param.data}
-        rows.update({_plane_name(name): self._of_plane(name, found[name], len(ids)) for name in self._views & found.keys()})
+        rows.update(
+            {_plane_name(name): self._of_plane(name, found[name], len(ids)) for name in self._views & found.keys()}
+        )
         handle.rows.write(ids, rows)
         handle.mark_stepped()
         if state:

@@ -112,7 +112,7 @@ class Trial:
         found = leaves(self.state)
         if any(name not in self.seen for name in found):
             first = leaves(self.first)
-            for name in found.keys() - self.seen.keys():
+            for name in [name for name in found if name not in self.seen]:
                 after = self.param.detach().clone()
                 self.seen[name] = Seen(
                     first.get(name), found[name].detach().clone(), before, after, late=self._steps > 0
