@@ -28,10 +28,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def is_row_state(value: Any, num_rows: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows
-
-
 def tensors_in(container: Any, prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors of a state by name, those in lists and dicts too: ``"buffers.0"``."""
     found = {}
@@ -94,19 +90,21 @@ class LazyOracle:
         return result
 
     def _state(self, module: nn.Module) -> dict[str, Tensor]:
+        return {k: v.clone() for k, v in self._rows(module).items()}
+
+    def _rows(self, module: nn.Module) -> dict[str, Tensor]:
         state = tensors_in(self.optimizer.state.get(module.weight, {}))
-        return {k: v.clone() for k, v in state.items() if is_row_state(v, module.weight.shape[0])}
+        return {k: v for k, v in state.items() if v.dim() > 0 and v.shape[0] == module.weight.shape[0]}
 
     def _put_back(self, module: nn.Module, weight: Tensor, state: dict[str, Tensor]) -> None:
         idle = torch.ones(weight.shape[0], dtype=torch.bool)
         idle[list(self._touched[module])] = False
         module.weight[idle] = weight[idle]
         group = next(g for g in self.optimizer.param_groups if any(p is module.weight for p in g["params"]))
-        for key, value in tensors_in(self.optimizer.state.get(module.weight, {})).items():
-            if is_row_state(value, weight.shape[0]):
-                start = start_value(key, group, weight)
-                old = state.get(key, start if isinstance(start, Tensor) else torch.full_like(value, start))
-                value[idle] = old[idle]
+        for key, value in self._rows(module).items():
+            start = start_value(key, group, weight)
+            old = state.get(key, start if isinstance(start, Tensor) else torch.full_like(value, start))
+            value[idle] = old[idle]
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------------

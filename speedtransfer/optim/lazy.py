@@ -14,6 +14,7 @@ from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.trial import Trial
 
 ROWS = 6
+UPDATE = "the update"
 STEPS = 24  # more than what optimizers do every five or ten steps
 # Of rows 1 and 3 at least one is active in every step, and with others but once: what a step takes from all its rows shows.
 # The last row is never active, and row 4 late. The number of rows changes, and does not.
@@ -169,7 +170,7 @@ def difference(expected: Course, got: Course, rtol: float) -> str | None:
     floor = 8 * torch.finfo(expected.weights.dtype).eps * expected.weights.abs().nan_to_num(0, 0, 0)
     largest = floor.amax(-1, keepdim=True) if floor.numel() else floor
     if not close(expected.moves, got.moves, rtol, largest):
-        return "the update"
+        return UPDATE
     for name, value in expected.planes.items():
         if name not in got.planes or not close(value, got.planes[name], rtol):
             return name

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim.lazy import ROWS, STEPS, Course, densely, difference, gradients, lazily
+from speedtransfer.optim.lazy import ROWS, STEPS, UPDATE, Course, densely, difference, gradients, lazily
 from speedtransfer.optim.starts import Start, starts
 from speedtransfer.optim.trial import Trial, outside_state, without_gradients
-from speedtransfer.tables.files import SAFE_NAMES
 
 _VISIBLE_LR = 1e-2
 _VISIBLE_DECAY = 0.1
@@ -117,9 +116,6 @@ def _probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Findin
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(ROWS, param.shape[1], generator=generator).to(param)
     found, shared = starts(optimizer, group, weights)
-    for key, start in found.items():
-        if start.value.dtype not in SAFE_NAMES and start.value.dtype != torch.bool:
-            _refuse(optimizer, f"its state {key!r} is {start.value.dtype}, which no table can hold")
     plain = _visible(group)
     if (
         param.dtype != torch.float64
@@ -172,6 +168,8 @@ def _check(
         failure = error
     if failure is not None or what is not None:
         _explain(optimizer, group, weights, alone, course, few, rtol, failure)
+    if not alone.moves.any() and alone.moves.numel():
+        _refuse(optimizer, "a trial moved no row (a rate of zero, or parameters held elsewhere than in param_groups)")
     if alone.swaps:
         _refuse(
             optimizer, f"its {alone.swaps}() changes the whole parameter between steps, when its rows are not there"
@@ -192,12 +190,6 @@ def _explain(
     torch.manual_seed(1)
     if difference(alone, course(few), rtol) is not None:
         _refuse(optimizer, "its update draws random numbers, so that a trial cannot tell whether it is row by row")
-    what = difference(alone, course(list(range(ROWS))).rows(few), rtol)
-    if what is not None:
-        raise OptimizerError(
-            f"{type(optimizer).__name__} is not row by row: {what} of a row depends on the other rows of the parameter, and "
-            f"most of a table is not there during a step; {_ADVICE}, in an optimizer of its own if need be"
-        )
 
     def stepped(rows: int) -> Optimizer:
         trial = Trial(optimizer, group, weights[:rows])
@@ -205,9 +197,16 @@ def _explain(
         return trial.optimizer
 
     outside = outside_state(stepped, (ROWS, ROWS - 1))
-    where = f" ({', '.join(outside)})" if outside else ""
+    what = difference(alone, course(list(range(ROWS))).rows(few), rtol)
+    if what is not None and what not in outside:
+        subject = "the update of a row" if what == UPDATE else f"state {what!r}"
+        raise OptimizerError(
+            f"{type(optimizer).__name__} is not row by row: {subject} depends on the other rows of the parameter, and "
+            f"most of a table is not there during a step; {_ADVICE}, in an optimizer of its own if need be"
+        )
     if failure is not None and not outside:
         raise failure
+    where = f" ({', '.join(outside)})" if outside else ""
     _refuse(optimizer, f"it keeps something of the rows outside optimizer.state{where}, where it does not follow them")
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from speedtransfer.optim.lazy import ROWS, STEPS, close
 from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.trial import Seen, Trial
+from speedtransfer.tables.files import SAFE_NAMES
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ def _that_follow(seen: dict[str, Seen], fewer: dict[str, Seen]) -> list[str]:
             raise ValueError(
                 f"its state {name!r} is {shape} for {ROWS} rows and {other} for {ROWS - 1}, not one entry a row, rows first"
             )
+        if entry.value.dtype not in (*SAFE_NAMES, torch.bool):
+            raise ValueError(f"its state {name!r} is {entry.value.dtype}, which no table can hold")
         names.append(name)
     return names
 
