@@ -119,9 +119,8 @@ def assert_same_state(
 ) -> None:
     """Compare full planes, shared scalars and the names of both."""
     state, expected = ours.state.get(our_module.weight, {}), dense.state.get(dense_module.weight, {})
-    assert set(state) == set(expected)
     ours_in, theirs = tensors_in(state), tensors_in(expected)
-    assert set(ours_in) == set(theirs)
+    assert (set(state), set(ours_in)) == (set(expected), set(theirs))
     for key, value in theirs.items():
         torch.testing.assert_close(
             ours_in[key], value, rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"state {key}: {text}"

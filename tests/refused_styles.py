@@ -128,6 +128,27 @@ class OfShape(RowOptimizer):
         p.sub_(state["view"](g), alpha=group["lr"])
 
 
+class FactorsLarge(RowOptimizer):
+    """Factors the second moments of large parameters only."""
+
+    def update(self, p, g, state, group) -> None:
+        if p.shape[0] < 128:
+            scale = state.setdefault("v", torch.zeros_like(p)).lerp_(g * g, 0.1)
+        else:
+            rows = state.setdefault("rows", torch.zeros(p.shape[0])).lerp_(g.square().mean(1), 0.1)
+            scale = torch.outer(
+                rows, state.setdefault("columns", torch.zeros(p.shape[1])).lerp_(g.square().mean(0), 0.1)
+            )
+        p.sub_(g / (scale + 1e-9).sqrt(), alpha=group["lr"])
+
+
+class ClipsLarge(RowOptimizer):
+    """Clips the update of large parameters only."""
+
+    def update(self, p, g, state, group) -> None:
+        p.sub_(g / (g.norm() if len(p) > 100 else 1), alpha=group["lr"])
+
+
 class Langevin(RowOptimizer):
     def update(self, p, g, state, group) -> None:
         p.sub_(g + 0.1 * torch.randn_like(p), alpha=group["lr"])
@@ -199,6 +220,8 @@ REFUSED_STYLES: dict[type[RowOptimizer], str] = {
     HeldEarly: rf"{OUTSIDE} \(momenta\)",
     InGroup: rf"{OUTSIDE} \(momentum_of\)",
     OfShape: "is invalid for input of size",
+    FactorsLarge: ROW_BY_ROW,
+    ClipsLarge: ROW_BY_ROW,
     Langevin: "draws random numbers",
     Transposed: r"its state 'm' is \(\d+, 6\) for 6 rows and \(\d+, 5\) for 5, not one entry a row, rows first",
     FlatMask: r"its state 'mask' is \(\d+,\) for 6 rows and \(\d+,\) for 5, not one entry a row",

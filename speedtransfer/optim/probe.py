@@ -22,6 +22,7 @@ from speedtransfer.optim.trial import Trial, outside_state, without_gradients
 
 _VISIBLE_LR = 1e-2
 _VISIBLE_DECAY = 0.1
+_MANY, _MANY_STEPS = 130, 2
 _ADVICE = "use a row-by-row optimizer (SGD, Adam, AdamW, Adamax, Adagrad, ...) for this embedding"
 
 
@@ -78,7 +79,7 @@ def probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Finding
         torch.enable_grad(),
         without_gradients(optimizer),
     ):
-        torch.manual_seed(0)
+        _seed(param.device, 0)
         try:
             return _probe(optimizer, group, param)
         except OptimizerError:
@@ -93,6 +94,14 @@ def probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Finding
             except Exception:  # the first reason is nearer to what the user did
                 pass
             raise OptimizerError(f"{name} cannot train rows of a table: {reason}") from error
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    """Seed what a trial draws from: torch.manual_seed would seed the devices, too, that nobody restores."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def _wrapped(optimizer: Optimizer) -> Optimizer | None:
@@ -117,16 +126,14 @@ def _probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Findin
     weights = torch.randn(ROWS, param.shape[1], generator=generator).to(param)
     found, shared = starts(optimizer, group, weights)
     plain = _visible(group)
-    if (
-        param.dtype != torch.float64
-    ):  # what depends on the dtype of the table, such as a state of few bits, shows in that
+    if param.dtype != torch.float64:  # what depends on the dtype, such as state of few bits, shows in that alone
         _check(optimizer, plain, weights, found, 1e-3 if param.dtype == torch.float32 else 0.1, STEPS // 2)
     try:
-        _check(optimizer, plain, weights.double(), found, 1e-5)
+        _check_exactly(optimizer, plain, weights.double(), found, 1e-5)
     except OptimizerError:
         raise
     except Exception:  # it does not compute in double precision
-        _check(optimizer, plain, weights.float(), found, 1e-3)
+        _check_exactly(optimizer, plain, weights.float(), found, 1e-3)
     findings = Findings(
         (key, PlaneSpec(tuple(start.value.shape[1:]), start.value.dtype, start.start, start.late))
         for key, start in found.items()
@@ -176,6 +183,35 @@ def _check(
         )
 
 
+def _check_exactly(
+    optimizer: Optimizer, group: dict[str, Any], weights: Tensor, found: dict[str, Start], rtol: float
+) -> None:
+    """Check with more precision than the table has, and also a long parameter: some factor the state of those only."""
+    if any(start.value.dtype in (torch.float16, torch.bfloat16) for start in found.values()):
+        found, _ = starts(optimizer, group, weights)  # what rows start from was rounded
+    _check(optimizer, group, weights, found, rtol)
+    generator = torch.Generator().manual_seed(3)
+    many = torch.randn(_MANY, weights.shape[1], generator=generator).to(weights)
+    grads = torch.randn(_MANY_STEPS, *many.shape, generator=generator).to(weights)
+    active = torch.ones(_MANY_STEPS, _MANY, dtype=torch.bool, device=weights.device)
+    few = [0, 1]
+    alone = densely(optimizer, group, found, many[few], grads[:, few], active[:, few])
+    try:
+        what = difference(alone, densely(optimizer, group, found, many, grads, active).rows(few), rtol)
+    except Exception as error:
+        raise _dependent(optimizer, UPDATE) from error
+    if what is not None:
+        raise _dependent(optimizer, what)
+
+
+def _dependent(optimizer: Optimizer, what: str) -> OptimizerError:
+    subject = "the update of a row" if what == UPDATE else f"state {what!r}"
+    return OptimizerError(
+        f"{type(optimizer).__name__} is not row by row: {subject} depends on the other rows of the parameter, and most of a "
+        f"table is not there during a step; {_ADVICE}, in an optimizer of its own if need be"
+    )
+
+
 def _explain(
     optimizer: Optimizer,
     group: dict[str, Any],
@@ -187,7 +223,7 @@ def _explain(
     failure: Exception | None,
 ) -> None:
     """Raise with the reason for which rows of a table go another way than a few of them `alone`."""
-    torch.manual_seed(1)
+    _seed(weights.device, 1)
     if difference(alone, course(few), rtol) is not None:
         _refuse(optimizer, "its update draws random numbers, so that a trial cannot tell whether it is row by row")
 
@@ -199,11 +235,7 @@ def _explain(
     outside = outside_state(stepped, (ROWS, ROWS - 1))
     what = difference(alone, course(list(range(ROWS))).rows(few), rtol)
     if what is not None and what not in outside:
-        subject = "the update of a row" if what == UPDATE else f"state {what!r}"
-        raise OptimizerError(
-            f"{type(optimizer).__name__} is not row by row: {subject} depends on the other rows of the parameter, and "
-            f"most of a table is not there during a step; {_ADVICE}, in an optimizer of its own if need be"
-        )
+        raise _dependent(optimizer, what)
     if failure is not None and not outside:
         raise failure
     where = f" ({', '.join(outside)})" if outside else ""
