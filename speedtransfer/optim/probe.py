@@ -157,8 +157,11 @@ def _check(
     found: dict[str, Start],
     rtol: float,
     steps: int = STEPS,
-) -> None:
-    """Train rows as a table does, and a few of them alone and dense; refuse where that is not the same."""
+) -> Course:
+    """Train rows as a table does, and a few of them alone and dense; refuse where that is not the same.
+
+    Returns how the few went.
+    """
     # The scale of the rows' weights differs: a norm over the parameter would notice.
     grads, active = (values[:steps] for values in gradients(weights))
     few = [1, 3]  # of which one is active in every step, so that both count the same steps
@@ -175,12 +178,9 @@ def _check(
         failure = error
     if failure is not None or what is not None:
         _explain(optimizer, group, weights, alone, course, few, rtol, failure)
-    if not alone.moves.any() and alone.moves.numel():
-        _refuse(optimizer, "a trial moved no row (a rate of zero, or parameters held elsewhere than in param_groups)")
     if alone.swaps:
-        _refuse(
-            optimizer, f"its {alone.swaps}() changes the whole parameter between steps, when its rows are not there"
-        )
+        _refuse(optimizer, f"its {alone.swaps}() changes the whole parameter between steps, when no row is there")
+    return alone
 
 
 def _check_exactly(
@@ -189,7 +189,9 @@ def _check_exactly(
     """Check with more precision than the table has, and also a long parameter: some factor the state of those only."""
     if any(start.value.dtype in (torch.float16, torch.bfloat16) for start in found.values()):
         found, _ = starts(optimizer, group, weights)  # what rows start from was rounded
-    _check(optimizer, group, weights, found, rtol)
+    alone = _check(optimizer, group, weights, found, rtol)
+    if not alone.moves.any() and alone.moves.numel():
+        _refuse(optimizer, "a trial moved no row (a rate of zero, or parameters held elsewhere than in param_groups)")
     generator = torch.Generator().manual_seed(3)
     many = torch.randn(_MANY, weights.shape[1], generator=generator).to(weights)
     grads = torch.randn(_MANY_STEPS, *many.shape, generator=generator).to(weights)
