@@ -28,8 +28,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def is_row_state(value: Any, num_rows: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows
+def tensors_in(container: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Return the tensors of a state by name, those in lists and dicts too: ``"buffers.0"``."""
+    found = {}
+    for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+        if isinstance(value, dict | list | tuple):
+            found.update(tensors_in(value, f"{prefix}{key}."))
+        elif isinstance(value, Tensor):
+            found[f"{prefix}{key}"] = value
+    return found
 
 
 def start_value(key: str, group: dict[str, Any], weight: Tensor) -> float | Tensor:
@@ -83,19 +90,21 @@ class LazyOracle:
         return result
 
     def _state(self, module: nn.Module) -> dict[str, Tensor]:
-        state = self.optimizer.state.get(module.weight, {})
-        return {k: v.clone() for k, v in state.items() if is_row_state(v, module.weight.shape[0])}
+        return {k: v.clone() for k, v in self._rows(module).items()}
+
+    def _rows(self, module: nn.Module) -> dict[str, Tensor]:
+        state = tensors_in(self.optimizer.state.get(module.weight, {}))
+        return {k: v for k, v in state.items() if v.dim() > 0 and v.shape[0] == module.weight.shape[0]}
 
     def _put_back(self, module: nn.Module, weight: Tensor, state: dict[str, Tensor]) -> None:
         idle = torch.ones(weight.shape[0], dtype=torch.bool)
         idle[list(self._touched[module])] = False
         module.weight[idle] = weight[idle]
         group = next(g for g in self.optimizer.param_groups if any(p is module.weight for p in g["params"]))
-        for key, value in self.optimizer.state.get(module.weight, {}).items():
-            if is_row_state(value, weight.shape[0]):
-                start = start_value(key, group, weight)
-                old = state.get(key, start if isinstance(start, Tensor) else torch.full_like(value, start))
-                value[idle] = old[idle]
+        for key, value in self._rows(module).items():
+            start = start_value(key, group, weight)
+            old = state.get(key, start if isinstance(start, Tensor) else torch.full_like(value, start))
+            value[idle] = old[idle]
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------------
@@ -110,14 +119,15 @@ def assert_same_state(
 ) -> None:
     """Compare full planes, shared scalars and the names of both."""
     state, expected = ours.state.get(our_module.weight, {}), dense.state.get(dense_module.weight, {})
-    assert set(state) == set(expected)
+    ours_in, theirs = tensors_in(state), tensors_in(expected)
+    assert (set(state), set(ours_in)) == (set(expected), set(theirs))
+    for key, value in theirs.items():
+        torch.testing.assert_close(
+            ours_in[key], value, rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"state {key}: {text}"
+        )
     for key, value in expected.items():
-        if isinstance(value, Tensor):
-            torch.testing.assert_close(
-                state[key], value, rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"state {key}: {text}"
-            )
-        else:
-            assert state[key] == value, key
+        assert type(state[key]) is type(value)
+        assert isinstance(value, Tensor | list | tuple | dict) or state[key] == value, key
 
 
 def assert_same(

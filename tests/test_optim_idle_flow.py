@@ -128,10 +128,10 @@ def test_memories_agree_bit_for_bit(memory: str, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd-momentum-weight-decay", "nadam", "rmsprop-centered"])
 def test_sweeps_keep_the_history_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speedtransfer.optim.state._MAX_STEPS", 16)
+    monkeypatch.setattr("speedtransfer.optim.lag._MAX_STEPS", 16)
     pair = Exact(case_named(name))
     pair.train(pair.batches(130), *pair.schedulers(warmup_and_cosine))
-    assert find_handle(pair.ours.weight).state._history.length < 16
+    assert find_handle(pair.ours.weight).state._lag._history.length < 16
     pair.assert_same()
 
 
@@ -139,7 +139,7 @@ def test_optimizers_without_idle_steps_keep_no_history() -> None:
     for name in ("sgd", "adagrad"):
         pair = Exact(case_named(name))
         pair.train(pair.batches(30))
-        assert not find_handle(pair.ours.weight).state.lags
+        assert not find_handle(pair.ours.weight).state._lag
         pair.assert_same(1e-6)
 
 

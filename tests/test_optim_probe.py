@@ -180,3 +180,23 @@ def test_an_optimizer_around_another_is_refused_before_any_trial() -> None:
     with pytest.raises(OptimizerError, match="Around wraps SGD"):
         probe(opt, opt.param_groups[0], param)
     assert not dense.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_steps_too_small_for_the_precision_of_the_table_are_no_reason_to_refuse(dtype: torch.dtype) -> None:
+    param = torch.nn.Parameter(torch.empty(0, 16, dtype=dtype))
+    opt = torch.optim.Adadelta([param], lr=1e-3, eps=1e-4)
+    assert set(probe(opt, opt.param_groups[0], param)) == {"square_avg", "acc_delta"}
+
+
+def test_trials_leave_random_numbers_alone_also_where_the_optimizer_draws_some() -> None:
+    class Draws(torch.optim.SGD):
+        def step(self, closure=None):
+            torch.rand(3)
+            return super().step(closure)
+
+    param = torch.nn.Parameter(torch.empty(0, 3))
+    opt = Draws([param], lr=0.1, momentum=0.9)
+    state = torch.get_rng_state()
+    assert set(probe(opt, opt.param_groups[0], param)) == {"momentum_buffer"}
+    assert torch.equal(torch.get_rng_state(), state)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,13 +10,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim.handle import Handle, any_handles, find_handle
+from speedtransfer.optim import state_dicts
+from speedtransfer.optim.handle import Handle, any_handles
 from speedtransfer.optim.idle import rule_for
 from speedtransfer.optim.probe import probe
 from speedtransfer.optim.state import RowState
 
 _installed = False
-_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that call _before_state_dict
 
 
 def install() -> None:
@@ -26,15 +25,8 @@ def install() -> None:
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
+        state_dicts.install()
         _installed = True
-
-
-def _handles_of(optimizer: Optimizer) -> Iterator[tuple[Handle, dict[str, Any]]]:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            handle = find_handle(param)
-            if handle is not None:
-                yield handle, group
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,7 +54,7 @@ def _then_load(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[],
 
 @torch.no_grad()
 def _load(optimizer: Optimizer) -> None:
-    for handle, group in _handles_of(optimizer):
+    for handle, group in state_dicts.handles_of(optimizer):
         handle.check_gradient()
         if handle.ids is None or handle.param.grad is None:
             continue
@@ -85,24 +77,12 @@ def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> N
     specs = probe(optimizer, group, handle.param)
     handle.drop_state(f"a new {type(optimizer).__name__} took it over")
     handle.state = RowState(handle, optimizer, specs, rule)
-    if optimizer not in _watched:
-        optimizer.register_state_dict_pre_hook(_before_state_dict)
-        _watched.add(optimizer)
-
-
-@torch.no_grad()
-def _before_state_dict(optimizer: Optimizer) -> None:
-    """Give the whole planes, up to date, also where the last step failed (Ctrl-C, and then a checkpoint)."""
-    for handle, _ in _handles_of(optimizer):
-        if handle.state is not None and handle.state.optimizer() is optimizer:
-            handle.state.recover(optimizer)
-            handle.state.settle()
-            handle.table.wait()
+    state_dicts.watch(optimizer)
 
 
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any_handles():
-        for handle, group in _handles_of(optimizer):
+        for handle, group in state_dicts.handles_of(optimizer):
             if handle.state is not None and handle.state.in_step and handle.state.optimizer() is optimizer:
                 handle.state.store(optimizer, group)

@@ -2,26 +2,28 @@
 
 A trial of the user's optimizer class with the user's hyperparameters tells which entries of its state are planes (one row of
 state per row of the parameter), which are shared by the whole table, what a row that was never touched starts from, and
-whether a row's update depends on that row alone, without which rows cannot be trained apart from their table.
+whether a row's update depends on that row and its state alone, without which rows cannot be trained apart from their table.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
+from speedtransfer.optim.lazy import ROWS, STEPS, UPDATE, Course, densely, difference, gradients, lazily
+from speedtransfer.optim.starts import Start, starts
+from speedtransfer.optim.trial import Trial, outside_state, without_gradients
 
-_ROWS = 5
-_SUBSET = [3, 1]
-_STEPS = 3
 _VISIBLE_LR = 1e-2
+_VISIBLE_DECAY = 0.1
+_MANY, _MANY_STEPS = 130, 2
+_ADVICE = "use a row-by-row optimizer (SGD, Adam, AdamW, Adamax, Adagrad, ...) for this embedding"
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,26 @@ class PlaneSpec:
     dtype : torch.dtype
     start : float or None
         What an untouched row holds; None: a copy of its weights (averages, slow weights).
+    late : bool
+        The optimizer makes it in a later step than its first.
     """
 
     tail: tuple[int, ...]
     dtype: torch.dtype
     start: float | None
+    late: bool = False
 
 
-def probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, PlaneSpec]:
+class Findings(dict[str, PlaneSpec]):
+    """The planes by name, and the names of the tensors that all rows share."""
+
+    shared: frozenset[str] = frozenset()
+
+
+def probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Findings:
     """Return the planes that `optimizer` keeps for a parameter of `group` with the dtype, width and device of `param`.
+
+    A tensor within a list or a dict has a name such as ``"buffers.0"``.
 
     Raises
     ------
@@ -51,38 +64,52 @@ def probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[st
         The update is not row by row, or the optimizer does not run on a few dense rows.
     """
     name = type(optimizer).__name__
-    dim = param.shape[1]
-    inner = next((value for value in vars(optimizer).values() if isinstance(value, Optimizer)), None)
+    inner = _wrapped(optimizer)
     if inner is not None:  # a trial of it would step the real one
         raise OptimizerError(
             f"{name} wraps {type(inner).__name__}, whose parameters a trial would move; give the table to that one itself"
         )
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
-        generator = torch.Generator().manual_seed(0)
-        weights = torch.randn(_ROWS, dim, generator=generator)
-        grads = torch.randn(_STEPS, _ROWS, dim, generator=generator)
-        grads[:, [r for r in range(_ROWS) if r not in _SUBSET]] *= 100  # a norm over the parameter would notice
-        weights, grads = weights.to(param), grads.to(param)
+    devices = [param.device] if param.is_cuda else []
+    bare = {
+        key: value for key, value in group.items() if key in optimizer.defaults
+    }  # without counters kept in the group
+    with (
+        torch.random.fork_rng(devices=devices),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        without_gradients(optimizer),
+    ):
+        _seed(param.device, 0)
         try:
-            planes = _planes(optimizer, group, weights, grads)
-            # Dependence between rows must not drown in a small learning rate (warmup) or in the table's low precision.
-            plain = {**group, "lr": _VISIBLE_LR} if "lr" in group else group
-            exact = param.dtype if param.dtype == torch.float64 else torch.float32
-            weights, grads = weights.to(exact), grads.to(exact)
-            all_rows = _run(optimizer, plain, weights, grads)
-            some_rows = _run(optimizer, plain, weights[_SUBSET], grads[:, _SUBSET])
+            return _probe(optimizer, group, param)
+        except OptimizerError:
+            raise
         except Exception as error:
-            raise OptimizerError(f"{name} cannot train rows of a table: {_reason(name, error)}") from error
-    among = {"the update": (all_rows[0] - weights)[_SUBSET], **{key: all_rows[1][key][_SUBSET] for key in planes}}
-    alone = {"the update": some_rows[0] - weights[_SUBSET], **some_rows[1]}
-    for what, value in among.items():
-        if not _close(value, alone.get(what)):
-            raise OptimizerError(
-                f"{name} is not row by row: {what} of a row depends on the other rows of the parameter, and most of a table "
-                "is not there during a step; use a row-by-row optimizer (SGD, Adam, AdamW, Adamax, Adagrad, ...) for this "
-                "embedding, in an optimizer of its own if need be"
-            )
-    return planes
+            reason = _reason(name, error)
+            try:
+                if bare.keys() | {"params"} != group.keys():
+                    return _probe(optimizer, bare, param)
+            except OptimizerError:
+                raise
+            except Exception:  # the first reason is nearer to what the user did
+                pass
+            raise OptimizerError(f"{name} cannot train rows of a table: {reason}") from error
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    """Seed what a trial draws from: torch.manual_seed would seed the devices, too, that nobody restores."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+def _wrapped(optimizer: Optimizer) -> Optimizer | None:
+    for value in vars(optimizer).values():
+        for item in value if isinstance(value, list | tuple) else value.values() if type(value) is dict else [value]:
+            if isinstance(item, Optimizer):
+                return item
+    return None
 
 
 def _reason(name: str, error: Exception) -> str:
@@ -90,101 +117,132 @@ def _reason(name: str, error: Exception) -> str:
         return "it evaluates the loss several times within a step (closure); use Adam or SGD"
     if name == "SparseAdam":
         return "it takes only sparse gradients and the active rows have a dense one; use Adam, its near equivalent"
-    return f"a trial on {_ROWS} dense rows failed ({error}); use a row-by-row optimizer such as Adam or SGD"
+    text = " ".join(str(error).split()) or type(error).__name__
+    return f"a trial on {ROWS} dense rows failed ({text}); use a row-by-row optimizer such as Adam or SGD"
 
 
-def _planes(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, grads: Tensor) -> dict[str, PlaneSpec]:
-    """Sort state into planes and shared entries; a zero-gradient step shows what an untouched row holds."""
-    # With the learning rate as it is, zero too: Rprop's step_size starts from it.
-    still = torch.zeros_like(grads[:1])
-    moved, state = _run(optimizer, group, weights, still)
-    _, fewer = _run(optimizer, group, weights[1:], still[:, 1:])
-    _, at_zero = _run(optimizer, group, torch.zeros_like(weights), still)  # weight decay adds nothing there
-    planes = {}
-    for key, value in state.items():
-        if not _follows_rows(value, _ROWS) or not _follows_rows(fewer[key], _ROWS - 1):
-            continue
-        if value.shape == moved.shape and torch.equal(value, moved):
-            start = None
-        else:
-            values = at_zero[key].unique()
-            if len(values) > 1:
-                raise ValueError(f"state {key!r} of an untouched row has no one value to start from")
-            start = float(values[0]) if len(values) else 0.0  # none: rows of no columns
-            if start != 0 and _zero_does_as_well(optimizer, _moving(group), weights, grads, key, start):
-                start = 0.0  # zero pages take no memory: Adamax's exp_inf would be eps all over
-        planes[key] = PlaneSpec(tuple(value.shape[1:]), value.dtype, start)
-    return planes
-
-
-def _follows_rows(value: Any, rows: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
-
-
-def _zero_does_as_well(
-    optimizer: Optimizer, group: dict[str, Any], weights: Tensor, grads: Tensor, key: str, start: float
-) -> bool:
-    """Tell whether rows whose state `key` starts from zero go the same way as from `start`."""
-    ends = []
-    for first in (start, 0.0):
-        param = nn.Parameter(weights.clone())
-        trial = _like(optimizer, group, param)
-        _step(trial, param, torch.zeros_like(weights))  # makes the state
-        trial.state[param][key].fill_(first)
-        for grad in grads:
-            _step(trial, param, grad)
-        ends.append((param.detach(), trial.state[param][key]))
-    return all(torch.equal(kept, zeroed) for kept, zeroed in zip(*ends, strict=True))
-
-
-def _step(trial: Optimizer, param: nn.Parameter, grad: Tensor) -> None:
-    param.grad = grad.clone()
-    step = type(trial).step
-    # Without the hooks that others have registered for all optimizers: this step is no business of theirs.
-    getattr(step, "__wrapped__", step)(trial) if getattr(step, "hooked", False) else trial.step()
-
-
-def _run(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, grads: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """Step a fresh optimizer of the same kind on a copy of `weights`; return the rows and their state after it."""
-    param = nn.Parameter(weights.clone())
-    trial = _like(optimizer, group, param)
-    for grad in grads:
-        _step(trial, param, grad)
-    return param.detach(), dict(trial.state[param])
-
-
-def _moving(group: dict[str, Any]) -> dict[str, Any]:
-    """Return `group` with a learning rate at which something shows: a schedule may start from zero."""
-    lr = group.get("lr")
-    return {**group, "lr": 1e-3} if lr is not None and float(lr) == 0.0 else group
-
-
-def _like(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> Optimizer:
-    """Return a fresh optimizer of the same class with the hyperparameters of `group`."""
-    hyper = {key: value for key, value in group.items() if key != "params"}
-    accepted = inspect.signature(type(optimizer).__init__).parameters
+def _probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Findings:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(ROWS, param.shape[1], generator=generator).to(param)
+    found, shared = starts(optimizer, group, weights)
+    plain = _visible(group)
+    if param.dtype != torch.float64:  # what depends on the dtype, such as state of few bits, shows in that alone
+        _check(optimizer, plain, weights, found, 1e-3 if param.dtype == torch.float32 else 0.1, STEPS // 2)
     try:
-        # `defaults` may hold what the constructor does not take (AdamW's decoupled_weight_decay, a scheduler's initial_lr).
-        trial = type(optimizer)([param], **{key: value for key, value in hyper.items() if key in accepted})
-    except Exception:
-        # A constructor of another form: a copy of the instance without its parameters, state, hooks and GradScaler.
-        trial = object.__new__(type(optimizer))
-        passing = ("step", "grad_scale", "found_inf")  # schedulers wrap step
-        trial.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in passing})
-        trial.__dict__.update({k: OrderedDict() for k, v in trial.__dict__.items() if k.endswith("_hooks") and v})
-        trial.state = defaultdict(dict)
-        trial.param_groups = [{"params": [param]}]
-    else:  # hyperparameters may also be attributes of the instance
-        trial.__dict__.update({k: v for k, v in optimizer.__dict__.items() if isinstance(v, bool | int | float | str)})
-    trial.param_groups[0].update(hyper)  # also those that a constructor takes as **kwargs
-    return trial
+        _check_exactly(optimizer, plain, weights.double(), found, 1e-5)
+    except OptimizerError:
+        raise
+    except Exception:  # it does not compute in double precision
+        _check_exactly(optimizer, plain, weights.float(), found, 1e-3)
+    findings = Findings(
+        (key, PlaneSpec(tuple(start.value.shape[1:]), start.value.dtype, start.start, start.late))
+        for key, start in found.items()
+    )
+    findings.shared = frozenset(shared)
+    return findings
 
 
-def _close(expected: Tensor, value: Any) -> bool:
-    """Tell whether `value` is `expected`, but for the rounding of vector units at the end of an array."""
-    if not isinstance(value, Tensor) or value.shape != expected.shape:
-        return False
-    if not expected.dtype.is_floating_point:
-        return torch.equal(expected, value)
-    scale = float(expected.abs().nan_to_num(0, 0, 0).max()) if expected.numel() else 0.0
-    return torch.allclose(expected, value, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
+def _visible(group: dict[str, Any]) -> dict[str, Any]:
+    """Return `group` with rates at which dependence between rows cannot drown: a schedule may start from zero."""
+    decays = {
+        k: max(v, _VISIBLE_DECAY) for k, v in group.items() if k == "weight_decay" and isinstance(v, float) and v > 0
+    }
+    return {**group, **decays, **({"lr": _VISIBLE_LR} if "lr" in group else {})}
+
+
+def _check(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    weights: Tensor,
+    found: dict[str, Start],
+    rtol: float,
+    steps: int = STEPS,
+) -> Course:
+    """Train rows as a table does, and a few of them alone and dense; refuse where that is not the same.
+
+    Returns how the few went.
+    """
+    # The scale of the rows' weights differs: a norm over the parameter would notice.
+    grads, active = (values[:steps] for values in gradients(weights))
+    few = [1, 3]  # of which one is active in every step, so that both count the same steps
+    weights = weights * torch.logspace(-1, 1, ROWS).to(weights).unsqueeze(1)
+
+    def course(rows: list[int]) -> Course:
+        return densely(optimizer, group, found, weights[rows], grads[:, rows], active[:, rows])
+
+    alone = course(few)
+    failure, what = None, None
+    try:
+        what = difference(alone, lazily(optimizer, group, found, weights, grads, active).rows(few), rtol)
+    except Exception as error:
+        failure = error
+    if failure is not None or what is not None:
+        _explain(optimizer, group, weights, alone, course, few, rtol, failure)
+    if alone.swaps:
+        _refuse(optimizer, f"its {alone.swaps}() changes the whole parameter between steps, when no row is there")
+    return alone
+
+
+def _check_exactly(
+    optimizer: Optimizer, group: dict[str, Any], weights: Tensor, found: dict[str, Start], rtol: float
+) -> None:
+    """Check with more precision than the table has, and also a long parameter: some factor the state of those only."""
+    if any(start.value.dtype in (torch.float16, torch.bfloat16) for start in found.values()):
+        found, _ = starts(optimizer, group, weights)  # what rows start from was rounded
+    alone = _check(optimizer, group, weights, found, rtol)
+    if not alone.moves.any() and alone.moves.numel():
+        _refuse(optimizer, "a trial moved no row (a rate of zero, or parameters held elsewhere than in param_groups)")
+    generator = torch.Generator().manual_seed(3)
+    many = torch.randn(_MANY, weights.shape[1], generator=generator).to(weights)
+    grads = torch.randn(_MANY_STEPS, *many.shape, generator=generator).to(weights)
+    active = torch.ones(_MANY_STEPS, _MANY, dtype=torch.bool, device=weights.device)
+    few = [0, 1]
+    alone = densely(optimizer, group, found, many[few], grads[:, few], active[:, few])
+    try:
+        what = difference(alone, densely(optimizer, group, found, many, grads, active).rows(few), rtol)
+    except Exception as error:
+        raise _dependent(optimizer, UPDATE) from error
+    if what is not None:
+        raise _dependent(optimizer, what)
+
+
+def _dependent(optimizer: Optimizer, what: str) -> OptimizerError:
+    subject = "the update of a row" if what == UPDATE else f"state {what!r}"
+    return OptimizerError(
+        f"{type(optimizer).__name__} is not row by row: {subject} depends on the other rows of the parameter, and most of a "
+        f"table is not there during a step; {_ADVICE}, in an optimizer of its own if need be"
+    )
+
+
+def _explain(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    weights: Tensor,
+    alone: Course,
+    course: Callable[[list[int]], Course],
+    few: list[int],
+    rtol: float,
+    failure: Exception | None,
+) -> None:
+    """Raise with the reason for which rows of a table go another way than a few of them `alone`."""
+    _seed(weights.device, 1)
+    if difference(alone, course(few), rtol) is not None:
+        _refuse(optimizer, "its update draws random numbers, so that a trial cannot tell whether it is row by row")
+
+    def stepped(rows: int) -> Optimizer:
+        trial = Trial(optimizer, group, weights[:rows])
+        trial.step(torch.ones_like(weights[:rows]))
+        return trial.optimizer
+
+    outside = outside_state(stepped, (ROWS, ROWS - 1))
+    what = difference(alone, course(list(range(ROWS))).rows(few), rtol)
+    if what is not None and what not in outside:
+        raise _dependent(optimizer, what)
+    if failure is not None and not outside:
+        raise failure
+    where = f" ({', '.join(outside)})" if outside else ""
+    _refuse(optimizer, f"it keeps something of the rows outside optimizer.state{where}, where it does not follow them")
+
+
+def _refuse(optimizer: Optimizer, reason: str) -> None:
+    raise OptimizerError(f"{type(optimizer).__name__} cannot train rows of a table: {reason}; {_ADVICE}")

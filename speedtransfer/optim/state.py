@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,12 +12,11 @@ from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.handle import Handle
-from speedtransfer.optim.idle import History, Rule, catch_up
+from speedtransfer.optim.idle import Rule
+from speedtransfer.optim.lag import LAST_STEP, Lag
+from speedtransfer.optim.lazy import STEPS
+from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.probe import PlaneSpec, probe
-from speedtransfer.tables import row_chunks
-
-LAST_STEP = "idle.last_step"  # the plane that says when a row was stepped last, where idle rows matter
-_MAX_STEPS = 1 << 16  # steps remembered; then every row is brought up to date
 
 
 class RowState:
@@ -37,20 +37,18 @@ class RowState:
         self.in_step = False  # from load to store; still True at the next load: the step between failed
         self._specs: dict[str, PlaneSpec] = {}
         self._views: dict[str, Tensor] = {}
-        self._active: dict[str, Tensor] = {}
+        self._shared: set[str] = set()  # tensors of state that are known to follow no rows
         self._mapping: Any = None  # optimizer.state as of the last load; load_state_dict makes another
         self._first = True  # there was no state in it
         self._fresh = True  # no row has been stored yet
-        self._before: Any = None  # what the rule must know of the state before the step
-        self._history: History | None = None
-        self._add(specs)
+        self._lag: Lag | None = None
+        self._add({name: spec for name, spec in specs.items() if not spec.late})
         if rule is not None:
             try:
-                handle.rows.add(LAST_STEP, (1,), torch.int32, 0)
+                self._lag = Lag(rule, handle.rows)
             except BaseException:
                 self.drop()
                 raise
-            self._history = History(rule, handle.rows.dtype, handle.table.device)
             handle.table.settle_with(self.settle)
 
     @property
@@ -66,14 +64,18 @@ class RowState:
         try:
             for name, spec in specs.items():
                 if name not in self._views:
-                    store.add(_plane_name(name), spec.tail, spec.dtype, spec.start)
+                    store.add(_plane_name(name), spec.tail, _plane_dtype(spec.dtype), spec.start)
                     self._specs[name] = spec
-                    self._views[name] = store.whole(_plane_name(name))
+                    self._views[name] = self._of_state(name, store.whole(_plane_name(name)))
                     added.append(name)
         except BaseException:  # no room for all of them: leave none, so that another try finds things as they were
             for name in added:
                 self._remove(name)
             raise
+
+    def _of_state(self, name: str, values: Tensor) -> Tensor:
+        """Return `values` of a plane as the state that they are, without a copy."""
+        return values.view(torch.bool) if self._specs[name].dtype == torch.bool else values
 
     def _remove(self, name: str) -> None:
         self.handle.rows.drop(_plane_name(name))
@@ -83,88 +85,63 @@ class RowState:
         """Remove the planes and the views of them that the optimizer holds."""
         for name in list(self._views):
             self._remove(name)
-        if self._history is not None:
+        if self._lag is not None:
             self.handle.table.settle_with(None)
             self.handle.rows.drop(LAST_STEP)
-            self._history = None
+            self._lag = None
         optimizer = self.optimizer()
         if optimizer is not None:
             optimizer.state.pop(self.handle.param, None)
-        self._active, self._mapping, self.in_step = {}, None, False
-
-    @property
-    def lags(self) -> bool:
-        """Whether rows of the table have steps to come."""
-        return self._history is not None and self._history.length > 0
+        self._mapping, self.in_step = None, False
 
     def current(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the rows `ids` (n,) as they are after all steps so far: weights, and where these lagged the state too."""
-        if self._history is None or not self.lags:
-            return self.handle.rows.read(ids, ["weight"])
-        names = ["weight", *map(_plane_name, self._views), LAST_STEP]
-        rows = self.handle.rows.read(ids, names)
-        last = rows.pop(LAST_STEP)
-        self._history.to(last.device)
-        catch_up(self._history, rows, last)
-        return rows
+        store = self.handle.rows
+        return self._lag.read(store, ids, self._planes()) if self._lag else store.read(ids, ["weight"])
 
     @torch.no_grad()
     def settle(self, ids: Tensor | None = None) -> None:
         """Bring the rows `ids` (n,), none twice, of the table up to date; None: all of them."""
-        if self._history is None or not self.lags:
-            return
-        table, now = self.handle.table, self._history.now
-        if ids is None:
-            row_bytes = max(table.nbytes // max(table.num_rows, 1), 1)
-            parts = [
-                torch.arange(part.start, part.stop, device=table.device) for part in row_chunks(len(table), row_bytes)
-            ]
-        else:
-            parts = [ids]
-        for part in parts:
-            rows = self.current(part)
-            self.handle.rows.write(part, {**rows, LAST_STEP: _all_rows(now, part)})
-        if ids is None:
-            self._history.sweep()
+        if self._lag is not None:
+            self._lag.settle(self.handle.rows, ids, self._planes())
+
+    def _planes(self) -> list[str]:
+        return [_plane_name(name) for name in self._views]
 
     def load(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Put the active rows' state where the optimizer looks for it."""
         self.recover(optimizer)
         ids = self.handle.ids
         assert ids is not None
-        if self._history is not None:
-            self._history.rule.check(optimizer, group)
         state = optimizer.state.get(self.handle.param)
+        if self._lag is not None:
+            self._lag.begin(optimizer, group, state or {})
         if not state:  # the optimizer makes its own first state, for all keys or none
             if not self._fresh:
                 self._start_anew(list(self._views))
         else:
-            self._adopt(state)
+            self._adopt(state, optimizer)
             if self._views:
-                self._active = self._state_of(ids)
-                state.update(self._active)
-        if self._history is not None:
-            self._before = self._history.rule.before(state or {})
+                put(state, self._rows_of_state(ids))
         self._mapping, self._first, self.in_step = optimizer.state, not state, True
 
-    def _state_of(self, ids: Tensor) -> dict[str, Tensor]:
-        names = [_plane_name(name) for name in self._views]
-        rows = self.handle.state_rows
-        if not set(names) <= set(rows):
-            rows = self.current(ids) if self.lags else self.handle.rows.read(ids, names)
-        return {name: rows[_plane_name(name)] for name in self._views}
+    def _rows_of_state(self, ids: Tensor) -> dict[str, Tensor]:
+        rows = self.handle.state_rows  # maybe they came with the weights
+        if not set(self._planes()) <= rows.keys():
+            rows = self.current(ids) if self._lag else self.handle.rows.read(ids, self._planes())
+        return {name: self._of_state(name, rows[_plane_name(name)]) for name in self._views}
 
     def recover(self, optimizer: Optimizer) -> None:
         """Undo what a step that failed has left in the optimizer; the table it has not reached."""
         if not self.in_step:
             return
-        self.in_step, self._active = False, {}
+        self.in_step = False
         state = optimizer.state.get(self.handle.param)
         if state and optimizer.state is self._mapping:  # nobody has loaded another state since
             if self._first:
                 del optimizer.state[self.handle.param]  # made by that step for the active rows only
             else:
-                state.update(self._views)
+                put(state, self._views)
 
     def _start_anew(self, names: list[str]) -> None:
         """Fill planes with what untouched rows hold, as where somebody has emptied the optimizer's state."""
@@ -172,17 +149,16 @@ class RowState:
             self._remove(name)
         self._add({name: self._specs[name] for name in names})
 
-    def _adopt(self, state: dict[str, Any]) -> None:
+    def _adopt(self, state: dict[str, Any], optimizer: Optimizer) -> None:
         """Copy planes that came from a loaded state dict into the table."""
-        foreign = {name: state.get(name) for name, view in self._views.items() if state.get(name) is not view}
+        found = leaves(state)
+        if found.keys() - self._views.keys() - self._shared:
+            self._learn(found, optimizer)
+        foreign = {name: found.get(name) for name, view in self._views.items() if found.get(name) is not view}
         # None, or made in a constructor for no rows: there is nothing to copy.
         loaded = {name: value for name, value in foreign.items() if value is not None and value.shape[0]}
         for name, value in loaded.items():
-            if value.shape != self._views[name].shape:
-                raise OptimizerError(
-                    f"loaded state {name!r} has shape {tuple(value.shape)} but the table needs "
-                    f"{tuple(self._views[name].shape)}; load the state that was saved with this table"
-                )
+            check_shape(name, value, self._views[name].shape)
         if loaded or (foreign and not self._fresh):
             self.settle()  # by the state that was
             self.handle.state_rows = {}
@@ -193,44 +169,71 @@ class RowState:
         for name, value in loaded.items():
             self._views[name].copy_(value)
 
+    def _learn(self, found: dict[str, Tensor], optimizer: Optimizer) -> None:
+        """Make planes for state that was not there before: the optimizer makes it late, or a hyperparameter has changed."""
+        unknown = {name for name in found if name not in self._views and name not in self._shared}
+        self._shared |= {name for name in unknown if found[name].dim() == 0}
+        if unknown <= self._shared:
+            return
+        group = next(g for g in optimizer.param_groups if any(p is self.handle.param for p in g["params"]))
+        findings = probe(optimizer, group, self.handle.param)
+        self._add({name: spec for name, spec in findings.items() if name in unknown})
+        late = unknown - self._views.keys() - self._shared - findings.shared
+        if late:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} made state {min(late)!r} that it did not make in a trial of {STEPS} steps, so "
+                "that what other rows start from is unknown; use an optimizer that makes its state in its first steps"
+            )
+        self._shared |= unknown - self._views.keys()
+
     def store(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Write the active rows and their state into the table and make the parameter idle."""
         handle, state = self.handle, optimizer.state.get(self.handle.param, {})
         ids = handle.ids
         assert ids is not None
-        if any(_is_rows(value, len(ids)) and name not in self._views for name, value in state.items()):
-            self._add(probe(optimizer, group, handle.param))  # a hyperparameter changed and brought new state
+        found = leaves(state)
+        if found.keys() - self._views.keys() - self._shared:
+            self._learn(found, optimizer)
         rows = {"weight": handle.param.data}
-        rows.update({_plane_name(n): state[n] for n in self._views if isinstance(state.get(n), Tensor)})
-        if self._history is not None:
-            self._record(optimizer, group, state)
-            rows[LAST_STEP] = _all_rows(self._history.now, ids)
+        rows.update(
+            {_plane_name(name): self._of_plane(name, found[name], len(ids)) for name in self._views & found.keys()}
+        )
+        if self._lag is not None:
+            self._lag.end(optimizer, group, state)
+            rows.update(self._lag.stamp(ids))
         handle.rows.write(ids, rows)
         handle.mark_stepped()
         if state:
-            state.update(self._views)
-        self._active, self._mapping, self.in_step, self._fresh = {}, None, False, False
+            put(state, self._views)
+        self._mapping, self.in_step, self._fresh = None, False, False
         handle.clear()
-        if self._history is not None and self._history.length >= _MAX_STEPS:
+        if self._lag is not None and self._lag.is_long:
             self.settle()
 
-    def _record(self, optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> None:
-        assert self._history is not None
-        overflow = getattr(optimizer, "found_inf", None)  # GradScaler's, for the fused ones, which then do nothing
-        if overflow is not None and float(overflow) != 0:
-            return
-        step = self._history.rule.step(group, state, self._before)
-        if not step.is_nothing:
-            self._history.record(step)
-
-
-def _all_rows(value: int, ids: Tensor) -> Tensor:
-    return torch.full((len(ids), 1), value, dtype=torch.int32, device=ids.device)
+    def _of_plane(self, name: str, values: Tensor, count: int) -> Tensor:
+        """Return the state of `count` active rows as its plane holds it."""
+        spec = self._specs[name]
+        if values.shape != (count, *spec.tail) or values.dtype != spec.dtype:
+            raise OptimizerError(
+                f"state {name!r} became {tuple(values.shape)} {values.dtype} for {count} rows but its plane holds "
+                f"{spec.tail} {spec.dtype} a row; use an optimizer whose state keeps its shape"
+            )
+        return values.view(torch.uint8) if spec.dtype == torch.bool else values
 
 
 def _plane_name(state_name: str) -> str:
     return "state.weight" if state_name == "weight" else state_name
 
 
-def _is_rows(value: Any, count: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == count
+def _plane_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a table that holds state of `dtype`: tables have no bool."""
+    return torch.uint8 if dtype == torch.bool else dtype
+
+
+def check_shape(name: str, value: Tensor, shape: Iterable[int]) -> None:
+    """Raise where loaded state does not fit the table."""
+    if value.shape != (shape := tuple(shape)):
+        raise OptimizerError(
+            f"loaded state {name!r} has shape {tuple(value.shape)} but the table needs {shape}; load the state that was saved "
+            "with this table"
+        )

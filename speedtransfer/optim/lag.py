@@ -1,0 +1,84 @@
+"""Rows that lag behind: the plane that says since when, the steps they owe, and the reading and writing that pays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from speedtransfer.optim.idle import History, Rule, catch_up
+from speedtransfer.optim.store import RowStore
+from speedtransfer.tables import row_chunks
+
+LAST_STEP = "idle.last_step"  # the plane: int32, the step that touched a row last
+_MAX_STEPS = 1 << 16  # steps remembered; then every row is brought up to date
+
+
+class Lag:
+    """What the rows of one table owe to the steps of one optimizer.
+
+    Parameters
+    ----------
+    rule : Rule
+        What a step does to rows that it does not touch.
+    store : RowStore
+        Gets the plane `LAST_STEP`.
+    """
+
+    def __init__(self, rule: Rule, store: RowStore) -> None:
+        store.add(LAST_STEP, (1,), torch.int32, 0)
+        self._history = History(rule, store.dtype, store.table.device)
+        self._before: Any = None  # what the rule must know of the state before a step
+
+    def __bool__(self) -> bool:
+        """Tell whether there are rows with steps to come."""
+        return self._history.length > 0
+
+    def read(self, store: RowStore, ids: Tensor, planes: Sequence[str]) -> dict[str, Tensor]:
+        """Return the rows `ids` (n,) of "weight" and the `planes` of state as they are after all steps so far."""
+        rows = store.read(ids, ["weight", *planes, LAST_STEP])
+        last = rows.pop(LAST_STEP)
+        self._history.to(last.device)
+        catch_up(self._history, rows, last)
+        return rows
+
+    def settle(self, store: RowStore, ids: Tensor | None, planes: Sequence[str]) -> None:
+        """Bring the rows `ids` (n,), none twice, of the table up to date; None: all of them."""
+        if not self:
+            return
+        if ids is not None:
+            self._settle(store, ids, planes)
+            return
+        table = store.table
+        for part in row_chunks(len(table), max(table.nbytes // max(len(table), 1), 1)):
+            self._settle(store, torch.arange(part.start, part.stop, device=table.device), planes)
+        self._history.sweep()  # last: whoever interrupts it finds every row with the steps it has taken
+
+    def _settle(self, store: RowStore, ids: Tensor, planes: Sequence[str]) -> None:
+        store.write(ids, {**self.read(store, ids, planes), **self.stamp(ids)})
+
+    def stamp(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return what says of the rows `ids` (n,) that they are up to date, for `RowStore.write`."""
+        return {LAST_STEP: torch.full((len(ids), 1), self._history.now, dtype=torch.int32, device=ids.device)}
+
+    def begin(self, optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Note what matters of the `state` before a step; raise `OptimizerError` where its idle rows have no rule."""
+        self._history.rule.check(optimizer, group)
+        self._before = self._history.rule.before(state)
+
+    def end(self, optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Record the step that was made."""
+        overflow = getattr(optimizer, "found_inf", None)  # GradScaler's, for the fused ones, which then do nothing
+        if overflow is not None and float(overflow) != 0:
+            return
+        step = self._history.rule.step(group, state, self._before)
+        if not step.is_nothing:
+            self._history.record(step)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether so many steps are remembered that all rows should take them now."""
+        return self._history.length >= _MAX_STEPS

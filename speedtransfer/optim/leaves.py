@@ -1,0 +1,72 @@
+"""The tensors within an optimizer's state, also those in lists, tuples and dicts: by name, out and back in."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+_SEQUENCES = (list, tuple, deque)
+
+
+def leaves(state: dict[Any, Any]) -> dict[str, Tensor]:
+    """Return every tensor of `state` by name: ``"exp_avg"``, or ``"buffers.0"`` for the first of a list."""
+    found: dict[str, Tensor] = {}
+    for name, value in _walk(state, ""):
+        if name in found:
+            raise ValueError(f"two entries of its state are called {name!r}")
+        found[name] = value
+    return found
+
+
+def _walk(container: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    for key, value in items:
+        if isinstance(value, Tensor):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, (dict, *_SEQUENCES)):
+            yield from _walk(value, f"{prefix}{key}.")
+
+
+def put(state: dict[Any, Any], values: dict[str, Tensor]) -> None:
+    """Set the tensors of `state` that are named in `values`; containers stay the objects they are, but for tuples.
+
+    A name without a dot that `state` lacks is added; there is no telling the container of any other.
+    """
+    names = {str(key) for key in state}
+    _fill(state, "", values)
+    state.update({name: v for name, v in values.items() if name not in names and "." not in name})
+
+
+def _fill(container: Any, prefix: str, values: dict[str, Tensor]) -> Any:
+    """Set the tensors within `container`; return what to keep in its place."""
+    items = list(container.items() if isinstance(container, dict) else enumerate(container))
+    changed = {}
+    for key, value in items:
+        name = f"{prefix}{key}"
+        nested = isinstance(value, (dict, *_SEQUENCES))
+        new = _fill(value, f"{name}.", values) if nested else values.get(name, value)
+        if new is not value:
+            changed[key] = new
+    if isinstance(container, tuple):
+        if not changed:
+            return container
+        entries = [changed.get(key, value) for key, value in items]
+        return container._make(entries) if hasattr(container, "_make") else type(container)(entries)
+    for key, new in changed.items():
+        container[key] = new
+    return container
+
+
+def cloned(value: Any, tensors: bool = True) -> Any:
+    """Return a copy of `value` whose containers are its own, and its `tensors` too."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if tensors else value
+    if isinstance(value, dict):
+        return {key: cloned(item, tensors) for key, item in value.items()}
+    if isinstance(value, _SEQUENCES):
+        entries = [cloned(item, tensors) for item in value]
+        return value._make(entries) if hasattr(value, "_make") else type(value)(entries)
+    return value

@@ -1,0 +1,179 @@
+"""What the state of a row that nothing has touched yet is: steps without a gradient show it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from speedtransfer.optim.lazy import ROWS, STEPS, close
+from speedtransfer.optim.leaves import cloned, leaves, put
+from speedtransfer.optim.trial import Seen, Trial
+from speedtransfer.tables.files import SAFE_NAMES
+
+
+@dataclass(frozen=True)
+class Start:
+    """A tensor of state that follows the rows: as it is after the step that made it, and what its rows start from.
+
+    `start` is None for a copy of the weights.
+    """
+
+    value: Tensor
+    start: float | None
+    late: bool
+
+    def rows(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the state of untouched rows with these weights."""
+        if self.start is None:
+            return weights.to(dtype, copy=True)
+        return self.value.new_full((len(weights), *self.value.shape[1:]), self.start, dtype=dtype)
+
+
+def starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> tuple[dict[str, Start], set[str]]:
+    """Return the tensors of state that follow the rows, by name, and the names of those that do not.
+
+    Raises
+    ------
+    ValueError
+        State that cannot be moved by row, or has no one value to start from.
+    """
+    seen = _still(optimizer, group, weights, STEPS)
+    follow = _that_follow(seen, _still(optimizer, group, weights[1:], _last(seen)))
+    shared = seen.keys() - set(follow)
+    if not follow:
+        return {}, shared
+    # Decay moves the state of rows without a gradient too, and hides what they start from.
+    decays = {k: 0.0 for k, v in group.items() if "weight_decay" in k and isinstance(v, float) and v}
+    calm = {**group, **decays}
+    if decays:
+        seen = {**seen, **_still(optimizer, calm, weights, _last(seen))}
+    found: dict[str, float | None] = {name: None for name in follow if _is_copy(seen[name])}
+    found.update(_values(optimizer, calm, weights, {name: seen[name] for name in follow if name not in found}))
+    result = {}
+    for name in follow:
+        start = found[name]
+        if start and _zero_does_as_well(optimizer, group, weights, name, start):
+            start = 0.0  # zero pages take no memory: Adamax's exp_inf would be eps all over
+        result[name] = Start(seen[name].value, start, seen[name].late)
+    return result, shared
+
+
+def _still(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, steps: int) -> dict[str, Seen]:
+    """Return what `steps` steps without a gradient show."""
+    # With the learning rate as it is, zero too: Rprop's step_size starts from it.
+    trial = Trial(optimizer, group, weights)
+    for _ in range(steps):
+        names = trial.step(torch.zeros_like(weights))
+        gone = trial.seen.keys() - names.keys()
+        if gone:
+            raise ValueError(f"its state {min(gone)!r} comes and goes")
+    return trial.seen
+
+
+def _last(seen: dict[str, Seen]) -> int:
+    return STEPS if any(entry.late for entry in seen.values()) else 1
+
+
+def _that_follow(seen: dict[str, Seen], fewer: dict[str, Seen]) -> list[str]:
+    """Return the names of the state whose first dimension is the rows, which the same state of one row fewer tells."""
+    names = []
+    for name, entry in seen.items():
+        shape = tuple(entry.value.shape)
+        other = tuple(fewer[name].value.shape) if name in fewer else None
+        if other == shape:
+            continue
+        if not shape or other != (ROWS - 1, *shape[1:]) or shape[0] != ROWS:
+            raise ValueError(
+                f"its state {name!r} is {shape} for {ROWS} rows and {other} for {ROWS - 1}, not one entry a row, rows first"
+            )
+        if entry.value.dtype not in (*SAFE_NAMES, torch.bool):
+            raise ValueError(f"its state {name!r} is {entry.value.dtype}, which no table can hold")
+        names.append(name)
+    return names
+
+
+def _is_copy(entry: Seen) -> bool:
+    """Tell whether the state is a copy of the weights, of those before the step or after it."""
+    if entry.value.shape != entry.before.shape or not entry.value.numel():
+        return False
+    first = entry.value if entry.first is None else entry.first
+    return any(
+        torch.equal(state.double(), rows.double())
+        for state in (entry.value, first)
+        for rows in (entry.before, entry.after)
+    )
+
+
+def _one_value(state: Tensor | None) -> list[float]:
+    """Return the value of all entries of `state`, or nothing where they differ."""
+    if state is None or state.dim() == 0:
+        return []
+    values = state.flatten()
+    if not len(values):
+        return [0.0]  # rows of no columns
+    return [float(values[0])] if bool((values == values[0]).all()) else []
+
+
+def _values(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, seen: dict[str, Seen]) -> dict[str, float]:
+    """Choose, for each state, the value from which a step without a gradient leads to what the first step led to."""
+    choices = {name: [*_one_value(e.first), *_one_value(e.value), 0.0] for name, e in seen.items()}
+    early = {name for name, entry in seen.items() if not entry.late}
+    at = dict.fromkeys(seen, 0)
+    for _ in range(4):
+        chosen = {name: choices[name][at[name]] for name in seen}
+        ends = _replay(optimizer, group, weights, {name: chosen[name] for name in early}) if early else {}
+        wrong = [name for name in early if not close(seen[name].value, ends[name])]
+        if not wrong:
+            unsure = [name for name in seen if name not in early and len(choices[name]) == 1]
+            if unsure:
+                raise ValueError(f"state {unsure[0]!r} of an untouched row has no one value to start from")
+            return chosen
+        for name in wrong:
+            at[name] += 1
+            if at[name] == len(choices[name]):
+                raise ValueError(f"state {name!r} of an untouched row has no one value to start from")
+    raise ValueError(f"state {wrong[0]!r} of an untouched row has no one value to start from")
+
+
+def _replay(
+    optimizer: Optimizer, group: dict[str, Any], weights: Tensor, chosen: dict[str, float]
+) -> dict[str, Tensor]:
+    """Return the state after a first step without a gradient whose state was there already, as `chosen`."""
+    trial = Trial(optimizer, group, weights)
+    inner = trial.optimizer.param_groups[0]
+    counters = {key: cloned(value) for key, value in inner.items() if key != "params"}
+    trial.step(torch.zeros_like(weights))
+    state, first = trial.state, trial.first
+    for key in inner.keys() - counters.keys() - {"params"}:
+        del inner[key]
+    inner.update(counters)  # some count steps in the group
+    for key in list(state):
+        if key in first and not any(name in chosen for name in leaves({key: state[key]})):
+            state[key] = cloned(first[key])  # shared by the rows: the number of steps
+    put(state, {name: torch.full_like(leaves(state)[name], value) for name, value in chosen.items()})
+    trial.param.data = weights.clone()
+    return trial.step(torch.zeros_like(weights))
+
+
+def _zero_does_as_well(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, name: str, start: float) -> bool:
+    """Tell whether rows whose state `name` starts from zero go the same way as from `start`."""
+    lr = group.get("lr")
+    if lr is not None and float(lr) == 0.0:  # a schedule may start from zero
+        group = {**group, "lr": 1e-3}
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(weights.shape, generator=generator).to(weights) for _ in range(3)]
+    ends = []
+    for value in (start, 0.0):
+        trial = Trial(optimizer, group, weights)
+        found = trial.step(torch.zeros_like(weights))  # makes the state
+        if name not in found:
+            return False
+        found[name].fill_(value)
+        for grad in grads:
+            found = trial.step(grad)
+        ends.append((trial.param.detach(), found[name]))
+    return all(torch.equal(kept, zeroed) for kept, zeroed in zip(*ends, strict=True))

@@ -1,0 +1,197 @@
+"""Optimizers as libraries write them, from their published formulas: every shape that state of a row comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class RowOptimizer(Optimizer):
+    """An optimizer that its `update` of one parameter defines."""
+
+    def __init__(self, params: Any, lr: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, self.state[p], group)
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Lion(RowOptimizer):
+    def update(self, p, g, state, group) -> None:
+        m = state.setdefault("exp_avg", torch.zeros_like(p))
+        p.mul_(1 - group["lr"] * 0.1).sub_((0.9 * m + 0.1 * g).sign_(), alpha=group["lr"])
+        m.lerp_(g, 0.01)
+
+
+class AdaBelief(RowOptimizer):
+    """Adds eps to the variance in every step, also where there is no gradient."""
+
+    def update(self, p, g, state, group) -> None:
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_var=torch.zeros_like(p))
+        state["step"] += 1
+        m, s = state["exp_avg"].lerp_(g, 0.1), state["exp_avg_var"]
+        s.mul_(0.999).addcmul_(g - m, g - m, value=0.001).add_(1e-6)
+        t = state["step"]
+        p.addcdiv_(m, (s / (1 - 0.999**t)).sqrt_().add_(1e-8), value=-group["lr"] / (1 - 0.9**t))
+
+
+class Yogi(RowOptimizer):
+    """Starts from an accumulator of its own, which zero cannot stand for."""
+
+    def update(self, p, g, state, group) -> None:
+        if not state:
+            state["m"], state["v"] = torch.full_like(p, 1e-3), torch.full_like(p, 1e-3)
+        state["m"].lerp_(g, 0.1)
+        square = g * g
+        state["v"].addcmul_((state["v"] - square).sign_(), square, value=-0.01)
+        p.addcdiv_(state["m"], state["v"].sqrt().add_(1e-3), value=-group["lr"])
+
+
+class AdaBound(RowOptimizer):
+    """Counts its steps in the group, and bounds the rate of every weight."""
+
+    def update(self, p, g, state, group) -> None:
+        if not state:
+            state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+        group["count"] = group.get("count", 0) + 1
+        state["m"].lerp_(g, 0.1)
+        state["v"].mul_(0.99).addcmul_(g, g, value=0.01)
+        low, high = 0.1 * (1 - 1 / (0.01 * group["count"] + 1)), 0.1 * (1 + 1 / (0.01 * group["count"]))
+        p.sub_((group["lr"] / (state["v"].sqrt() + 1e-8)).clamp_(low, high) * state["m"])
+
+
+class SignSGD(RowOptimizer):
+    def update(self, p, g, state, group) -> None:
+        p.sub_(g.sign(), alpha=group["lr"])
+
+
+class Lookahead(RowOptimizer):
+    """Descends, and pulls the weights to slow ones every fifth step; the slow ones are made when first needed."""
+
+    def update(self, p, g, state, group) -> None:
+        state["step"] = state.get("step", 0) + 1
+        p.sub_(g, alpha=group["lr"])
+        if state["step"] % 5 == 0:
+            if "slow" not in state:
+                state["slow"] = p.clone()
+            state["slow"].lerp_(p, 0.5)
+            p.copy_(state["slow"])
+
+
+class Decayed(RowOptimizer):
+    """An average of the weights beside decay: without a gradient it is no copy of what the weights become."""
+
+    def update(self, p, g, state, group) -> None:
+        if not state:
+            state["slow"] = p.clone()
+        p.mul_(1 - group["lr"] * 0.1).sub_(g, alpha=group["lr"])
+        state["slow"].lerp_(p, 0.3)
+
+
+class Buffers(RowOptimizer):
+    """Momenta in a list, a tuple and a dict, of which one holds something shared."""
+
+    def update(self, p, g, state, group) -> None:
+        if not state:
+            state["buffers"] = [torch.zeros_like(p) for _ in range(2)]
+            state["pair"] = (torch.zeros_like(p), torch.zeros(()))
+            state["more"] = {"sum": torch.zeros(p.shape[0]), "deep": [torch.ones(3)]}
+        for buffer, beta in zip(state["buffers"], (0.5, 0.9), strict=True):
+            buffer.mul_(beta).add_(g)
+        state["pair"] = (state["pair"][0].lerp(g, 0.1), state["pair"][1] + 1)
+        state["more"]["sum"] += g.square().sum(1)
+        state["more"]["deep"][0] *= 0.99
+        rate = group["lr"] / (1 + state["more"]["sum"].sqrt()).unsqueeze(1)
+        p.sub_((sum(state["buffers"]) + state["pair"][0]) * rate * state["more"]["deep"][0][0])
+
+
+class History(RowOptimizer):
+    """Remembers the last three gradients in a list that grows at first."""
+
+    def update(self, p, g, state, group) -> None:
+        last = state.setdefault("last", [])
+        last.append(g.clone())
+        if len(last) > 3:
+            last.pop(0)
+        p.sub_(torch.stack(last).mean(0), alpha=group["lr"])
+
+
+class RowCounts(RowOptimizer):
+    """Counts per row: of its steps (rows,), of those with a gradient (rows, 1), and whether it had one at all."""
+
+    def update(self, p, g, state, group) -> None:
+        if not state:
+            state["steps"] = torch.zeros(p.shape[0], dtype=torch.int64)
+            state["hits"] = torch.zeros(p.shape[0], 1, dtype=torch.int16)
+            state["seen"] = torch.zeros(p.shape[0], dtype=torch.bool)
+            state["signs"] = torch.zeros(p.shape, dtype=torch.bool)
+            state["level"] = torch.full((p.shape[0],), 7, dtype=torch.uint8)
+        some = (g != 0).any(1)
+        state["steps"] += 1
+        state["hits"] += some.unsqueeze(1)
+        state["level"] -= (some & (state["level"] > 0)).to(torch.uint8)
+        rate = torch.where(state["seen"], 1.0, 0.1) / (state["steps"] + state["level"])
+        flipped = state["signs"] != (g > 0)
+        p.sub_(g * rate.unsqueeze(1) * torch.where(flipped, 0.5, 1.0) / state["hits"].clamp(min=1), alpha=group["lr"])
+        state["seen"] |= some
+        state["signs"] = g > 0
+
+
+class Precise(RowOptimizer):
+    """Keeps its sums in double precision, several of them for a row: (rows, 2, 3)."""
+
+    def update(self, p, g, state, group) -> None:
+        if not state:
+            state["sums"] = torch.zeros(p.shape[0], 2, 3, dtype=torch.float64)
+        state["sums"][:, 0] += g.double().square().mean(1, keepdim=True)
+        state["sums"][:, 1, 1] += 1
+        p.sub_(g / (1 + state["sums"][:, 0, :1]).sqrt().float(), alpha=group["lr"])
+
+
+class Rebinds(RowOptimizer):
+    """Puts other tensors in place of the weights and of its state instead of writing into them."""
+
+    def update(self, p, g, state, group) -> None:
+        state["m"] = 0.9 * state["m"] + g if "m" in state else g.clone()
+        p.data = p.data - group["lr"] * state["m"]
+
+
+class SkipsZeros(RowOptimizer):
+    """Leaves rows without a gradient alone, as optimizers for sparse gradients do."""
+
+    def update(self, p, g, state, group) -> None:
+        if not state:
+            state["sum"] = torch.full_like(p, 0.5)
+        rows = (g != 0).any(1).nonzero().squeeze(1)
+        state["sum"][rows] += g[rows].square()
+        p[rows] -= group["lr"] * g[rows] / state["sum"][rows].sqrt()
+
+
+# Name -> optimizer and the planes that it needs.
+STYLES: dict[str, tuple[type[RowOptimizer], set[str]]] = {
+    "lion": (Lion, {"exp_avg"}),
+    "adabelief": (AdaBelief, {"exp_avg", "exp_avg_var"}),
+    "yogi": (Yogi, {"m", "v"}),
+    "adabound": (AdaBound, {"m", "v"}),
+    "sign": (SignSGD, set()),
+    "lookahead": (Lookahead, {"slow"}),
+    "decayed average": (Decayed, {"slow"}),
+    "buffers": (Buffers, {"buffers.0", "buffers.1", "pair.0", "more.sum"}),
+    "history": (History, {"last.0", "last.1", "last.2"}),
+    "counts": (RowCounts, {"steps", "hits", "seen", "signs", "level"}),
+    "precise": (Precise, {"sums"}),
+    "rebinds": (Rebinds, {"m"}),
+    "skips zeros": (SkipsZeros, {"sum"}),
+}
