@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
-from speedtransfer.optim.probe import probe
+from speedtransfer.optim.probe import PlaneSpec, probe
 from speedtransfer.optim.state import RowState
 
 _installed = False
@@ -80,6 +80,11 @@ def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> N
             "train a table with one optimizer at a time, or make a new one"
         )
     specs = probe(optimizer, group, handle.param)  # may refuse, and then nothing has changed
+    give_state(handle, optimizer, specs)
+
+
+def give_state(handle: Handle, optimizer: Optimizer, specs: dict[str, PlaneSpec]) -> None:
+    """Make planes of state for `optimizer`, in place of those that the table has."""
     handle.drop_state(f"a new {type(optimizer).__name__} took it over")
     handle.state = RowState(handle, optimizer, specs)
     if optimizer not in _watched:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -119,6 +120,23 @@ class RowState:
             self.handle.table.wait()
         for name, value in loaded.items():
             self._views[name].copy_(value)
+
+    def stored(self, state: dict[str, Any]) -> dict[str, tuple[str, PlaneSpec]]:
+        """Return which entries of the optimizer's `state` are planes of the table: what those are called there, and theirs."""
+        names = [name for name, view in self._views.items() if state.get(name) is view]
+        return {name: (_plane_name(name), self._specs[name]) for name in names}
+
+    def matches(self, specs: dict[str, PlaneSpec]) -> bool:
+        """Tell whether the planes have the names, shapes and dtypes of `specs`."""
+        own = self._specs
+        return own.keys() == specs.keys() and all(
+            (own[n].tail, own[n].dtype) == (spec.tail, spec.dtype) for n, spec in specs.items()
+        )
+
+    def adopt(self, optimizer: Optimizer, names: Iterable[str]) -> None:
+        """Take the planes of the state `names`, which have been filled from outside, as what the optimizer has."""
+        optimizer.state[self.handle.param].update({name: self._views[name] for name in names})
+        self._active, self._mapping, self.in_step, self._fresh = {}, None, False, False
 
     def store(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Write the active rows and their state into the table and make the parameter idle."""
