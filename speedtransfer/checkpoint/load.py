@@ -92,9 +92,12 @@ def load_checkpoint(
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
             what = " ".join(str(error).split())[:200] or type(error).__name__
             raise StorageError(f"{str(path / manifest.NAME)!r} is damaged ({what}); use another checkpoint") from error
-        for saved in saved_optimizers:
-            saved.allocate()
-        set_states(others, states)
+
+        def allocate() -> None:
+            for saved in saved_optimizers:
+                saved.allocate()
+
+        set_states(others, states, then=allocate)
         saved_model.load(bar.advance)
         for saved in saved_optimizers:
             saved.load(bar.advance)

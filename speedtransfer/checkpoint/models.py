@@ -80,6 +80,7 @@ class SavedModel:
                 self._state[key] = saved if isinstance(saved, Tensor) else saved.mapped()
         metadata = decode(node["metadata"], reader.read)
         if metadata is not None:
+            _check_metadata(metadata)
             self._state._metadata = metadata  # type: ignore[attr-defined]
         self._counters = {key: node["counters"].get(key, {}) for key in self._tables}
         for counters in self._counters.values():
@@ -96,8 +97,8 @@ class SavedModel:
             key = stand_ins.get(id(stand_in))
             if key is None:
                 raise InvalidValueError(
-                    "a hook of load_state_dict made other values of a table's rows, which it does not see here; remove the hook, "
-                    "or load them with model.load_state_dict"
+                    "a hook of load_state_dict made other values of a table's rows, which it does not see here; remove the "
+                    "hook, or load them with model.load_state_dict"
                 )
             if id(handle) in done:
                 continue
@@ -105,6 +106,13 @@ class SavedModel:
             rows = self._rows[key]
             rows.copy_into(handle.rows, "weight", advance)
             handle.rows.load_state_dict(self._counters[key] if rows.stored_as(handle.rows, "weight") else {})
+
+
+def _check_metadata(metadata: Any) -> None:
+    """Raise TypeError unless modules can read it: in the middle of loading would be too late."""
+    for inner in metadata.values():
+        if not isinstance(inner, dict) or type(inner.get("version")) not in (int, type(None)):
+            raise TypeError("metadata of the model without versions")
 
 
 def _resolved(entries: dict[str, Any], key: str) -> Any:

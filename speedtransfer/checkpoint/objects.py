@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from speedtransfer.errors import InvalidTypeError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 
 def check_object(name: str, value: object) -> None:
@@ -40,13 +41,20 @@ def set_state(value: Any, state: Any) -> None:
         value.load_state_dict(state)
 
 
-def set_states(objects: dict[str, Any], states: dict[str, Any]) -> None:
-    """Give every object its state. Where one does not take its own, put back those before it and raise."""
+def set_states(objects: dict[str, Any], states: dict[str, Any], then: Callable[[], None]) -> None:
+    """Give every object its state and call `then`. Where one does not take its own, or that fails, put all back and raise."""
     before: dict[str, Any] = {}
     try:
         for name, value in objects.items():
             before[name] = copy.deepcopy(state_of(value))
-            set_state(value, states[name])
+            try:
+                set_state(value, states[name])
+            except Exception as error:
+                why = " ".join(str(error).split())[:200]
+                raise InvalidValueError(
+                    f"{name} does not take its state from the checkpoint ({why}); pass one made as that which was saved"
+                ) from error
+        then()
     except BaseException:
         for name, state in before.items():
             set_state(objects[name], state)

@@ -90,6 +90,22 @@ def _make_first_state(optimizer: Optimizer) -> None:
                 handle.state.adopt(optimizer, [key for key in names if key in specs])
 
 
+def _tried(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what `load_state_dict` would set, by letting a double of the optimizer load it: it may find fault.
+
+    None where a double would not do: the class, or a hook, goes its own way.
+    """
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict or (
+        optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
+    ):
+        return None
+    double = object.__new__(type(optimizer))
+    double.__dict__.update(optimizer.__dict__)
+    double.param_groups = [dict(group) for group in optimizer.param_groups]
+    double.load_state_dict(content)
+    return {"state": double.state, "param_groups": double.param_groups}
+
+
 class SavedOptimizer:
     """An optimizer in a checkpoint, checked against the one that it goes into. Making it changes nothing.
 
@@ -130,9 +146,13 @@ class SavedOptimizer:
             if isinstance(entries, dict) and "$" not in entries:
                 entries = {key: value for key, value in entries.items() if key not in planes}
             state[number] = decode(entries, reader.read)
+            if param is not None and type(state[number]) is not dict:
+                raise TypeError(f"the state of {name} has a parameter without names of state")
             for key, rows in saved["rows"].items():
                 if key not in planes:
                     state[number][key] = SavedRows(rows, reader).values()
+
+        self._ready = _tried(optimizer, self._content)
 
     def _owners(self, groups: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, Any]]]:
         """Return each parameter with its group as it will be."""
@@ -191,7 +211,10 @@ class SavedOptimizer:
         optimizer = self.optimizer
         for owned in _owned(optimizer).values():
             owned.state.recover(optimizer)
-        optimizer.load_state_dict(self._content)
+        if self._ready is None:
+            optimizer.load_state_dict(self._content)
+        else:
+            optimizer.__setstate__(self._ready)
         for found in map(find_handle, _params(optimizer)):
             if found is not None:
                 found.lost.pop(optimizer, None)  # the state is whole again

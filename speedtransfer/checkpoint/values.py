@@ -24,10 +24,9 @@ _MAX_INT_BITS = 10_000  # Python reads no longer integers from text
 _MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset}
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-_SCALARS = frozenset(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
-)
-_ALLOWED = "numbers, strings, bytes, None, lists, tuples, dicts, sets, tensors, torch's dtypes and devices, NumPy arrays and scalars"
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_SCALARS = {"bool", *_INTEGERS, "float16", "float32", "float64", "complex64", "complex128"}
+_ALLOWED = "numbers, strings, bytes, None, lists, tuples, dicts, sets, tensors, NumPy arrays and scalars"
 
 
 def encode(value: Any, path: str, keep: Keep, depth: int = 0) -> Any:
@@ -82,7 +81,8 @@ def encode(value: Any, path: str, keep: Keep, depth: int = 0) -> Any:
         if kind is cls:
             return _encode_mapping(value, tag, path, keep, depth)
     raise InvalidTypeError(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; convert it to plain data: {_ALLOWED}"
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; convert it to plain data "
+        f"({_ALLOWED})"
     )
 
 
