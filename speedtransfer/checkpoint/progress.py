@@ -25,7 +25,7 @@ class ByteProgress:
 
     def __init__(self, text: str, total_bytes: int, show: bool | None = None) -> None:
         self._text, self._total, self._done = text, total_bytes, 0
-        self._console = Console(stderr=True)
+        self._console = Console(stderr=True, force_terminal=True if show else None)
         self._wanted = self._console.is_terminal if show is None else show
         self._due = time.monotonic() + (0.0 if show else _SHOW_AFTER_S)
         self._bar: Progress | None = None
