@@ -44,8 +44,8 @@ def check_target(path: Path) -> None:
         raise StorageError(
             f"cannot read {str(path)!r} ({error.strerror}); choose a folder that you may read"
         ) from error
-    if (path / manifest.NAME).exists() or (path / manifest.NAME).is_symlink():
-        if not manifest.is_one(path):
+    if os.path.lexists(path / manifest.NAME):
+        if (path / manifest.NAME).is_symlink() or not manifest.is_one(path):
             raise InvalidValueError(
                 f"path {str(path)!r} holds a {manifest.NAME} that is none of a checkpoint; choose another path, or remove it"
             )
@@ -126,7 +126,7 @@ class Saving:
         """Put the manifest `text` in place: from here on this is the checkpoint. Then remove what no manifest names."""
         temporary = self.path / f".manifest-{secrets.token_hex(16)}.json"
         with _exclusive(self.path):
-            previous = manifest.names_in(self.path)
+            previous = manifest.names_in(self.path) or set()
             try:
                 with open(temporary, "xb") as file:
                     file.write(text)
@@ -143,6 +143,8 @@ class Saving:
 
     def _clean(self, previous: set[str]) -> None:
         current = manifest.names_in(self.path)
+        if not current:
+            return
         for name in os.listdir(self.path):
             if _ours(name) and name not in current and (name in previous or _abandoned(self.path / name)):
                 with contextlib.suppress(OSError):
@@ -151,9 +153,10 @@ class Saving:
     def _undo(self) -> None:
         with contextlib.suppress(OSError), _exclusive(self.path):
             current = manifest.names_in(self.path)  # names our files where the interruption came after the commit
-            for name in set(self._names.values()) - current:
+            for name in () if current is None else set(self._names.values()) - current:
                 (self.path / name).unlink(missing_ok=True)
-        self._stack.close()
+        with contextlib.suppress(OSError):  # what a buffer still holds may find no room either
+            self._stack.close()
         if self._made:
             with contextlib.suppress(OSError):
                 self.path.rmdir()

@@ -87,21 +87,24 @@ def read_bytes(folder: Path) -> bytes:
 
 
 def is_one(folder: Path) -> bool:
-    """Tell whether the folder has a manifest of a checkpoint, of whatever version."""
+    """Tell whether the manifest in the folder is one of a checkpoint, of any version. StorageError if it cannot be read."""
+    raw = read_bytes(folder)
     try:
-        content = json.loads(read_bytes(folder))
-    except (StorageError, ValueError, RecursionError):
+        content = json.loads(raw)
+    except (ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("format") == FORMAT
 
 
-def names_in(folder: Path) -> set[str]:
-    """Return the data files that the manifest in `folder` names, if there is one."""
+def names_in(folder: Path) -> set[str] | None:
+    """Return the data files that the manifest in `folder` names, none without a manifest; None if it cannot be read."""
+    if not os.path.lexists(folder / NAME):
+        return set()
     try:
         files = json.loads(read_bytes(folder))["files"]
         return {facts["name"] for facts in files.values()}
     except (StorageError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        return set()
+        return None
 
 
 def parse(raw: bytes, path: Path) -> dict[str, Any]:

@@ -43,10 +43,10 @@ def set_state(value: Any, state: Any) -> None:
 
 def set_states(objects: dict[str, Any], states: dict[str, Any], then: Callable[[], None]) -> None:
     """Give every object its state and call `then`. Where one does not take its own, or that fails, put all back and raise."""
-    before: dict[str, Any] = {}
+    before: dict[str, tuple[Any, dict[str, Any]]] = {}
     try:
         for name, value in objects.items():
-            before[name] = copy.deepcopy(state_of(value))
+            before[name] = copy.deepcopy(state_of(value)), dict(getattr(value, "__dict__", {}))
             try:
                 set_state(value, states[name])
             except Exception as error:
@@ -56,6 +56,9 @@ def set_states(objects: dict[str, Any], states: dict[str, Any], then: Callable[[
                 ) from error
         then()
     except BaseException:
-        for name, state in before.items():
+        for name, (state, attributes) in before.items():
+            if attributes:  # a scheduler makes attributes of whatever it is given
+                vars(objects[name]).clear()
+                vars(objects[name]).update(attributes)
             set_state(objects[name], state)
         raise

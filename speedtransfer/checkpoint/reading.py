@@ -108,16 +108,25 @@ class TensorReader:
         entry = self.entries[name]
         return SAFE_DTYPES[entry["dtype"]], tuple(entry["shape"])
 
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Return a tensor, or some of its rows, in fresh memory of the host."""
+    def read(self, name: str, rows: slice | None = None, buffers: dict[str, Tensor] | None = None) -> Tensor:
+        """Return a tensor, or some of its rows, on the host.
+
+        It has fresh memory, or, with `buffers`, that which the last call with the same ones used.
+        """
         dtype, shape = self.spec(name)
         begin = self._begin + self.entries[name]["data_offsets"][0]
         if rows is not None:
             begin += rows.start * math.prod(shape[1:]) * dtype.itemsize
             shape = (rows.stop - rows.start, *shape[1:])
+        num_bytes = math.prod(shape) * dtype.itemsize
         with torch.inference_mode(False):
-            tensor = torch.empty(shape, dtype=dtype)
-        target = tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+            if buffers is None:
+                tensor = torch.empty(shape, dtype=dtype)
+            else:
+                if name not in buffers or len(buffers[name]) < num_bytes:
+                    buffers[name] = torch.empty(num_bytes, dtype=torch.uint8)
+                tensor = buffers[name][:num_bytes].view(dtype).view(shape)
+        target = tensor.view(-1).view(torch.uint8).numpy().data if num_bytes else memoryview(b"")
         for start in range(0, len(target), CHUNK_BYTES):
             self._read_into(begin + start, target[start : start + CHUNK_BYTES])
         return tensor

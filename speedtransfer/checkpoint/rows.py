@@ -77,9 +77,9 @@ class SavedRows:
         specs = (self._reader.spec(name) for name in self._parts.values())
         return sum(math.prod(shape[1:]) * dtype.itemsize for dtype, shape in specs)
 
-    def raw(self, rows: slice) -> dict[str, Tensor]:
-        """Return some rows as they are stored, by part."""
-        return {part: self._reader.read(name, rows) for part, name in self._parts.items()}
+    def raw(self, rows: slice, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return some rows as they are stored, by part, in the memory that `buffers` keep from call to call."""
+        return {part: self._reader.read(name, rows, buffers) for part, name in self._parts.items()}
 
     def values(self) -> Tensor:
         """Return all rows, for a dense parameter or its state."""
@@ -87,8 +87,9 @@ class SavedRows:
             return self._reader.read(self._parts[""])
         with torch.inference_mode(False):
             whole = torch.empty(self.shape, dtype=self.dtype)
+        buffers: dict[str, Tensor] = {}
         for rows in row_chunks(self.shape[0], self.row_bytes):
-            whole[rows] = DECODERS[self.encoding](self.raw(rows))
+            whole[rows] = DECODERS[self.encoding](self.raw(rows, buffers))
         return whole
 
     def mapped(self) -> Tensor:
@@ -106,8 +107,9 @@ class SavedRows:
     def copy_into(self, store: RowStore, plane: str, advance: Callable[[int], None]) -> None:
         """Write all rows into a plane of as many."""
         targets, alike = store.parts(plane), self.stored_as(store, plane)
+        buffers: dict[str, Tensor] = {}  # the allocator would not always give the memory of a chunk to the next
         for rows in row_chunks(self.shape[0], self.row_bytes):
-            chunk = self.raw(rows)
+            chunk = self.raw(rows, buffers)
             if not alike:
                 values = DECODERS[self.encoding](chunk)
                 dtype = targets[""].dtype if store.encoding(plane) == "plain" else self.dtype

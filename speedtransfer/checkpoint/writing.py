@@ -101,5 +101,13 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
         for row in tensor:
             yield from _chunks(row)
         return
+    staging = torch.empty(
+        0, dtype=tensor.dtype
+    )  # the allocator would not always give the memory of a chunk to the next
     for rows in row_chunks(len(tensor), row_bytes):
-        yield tensor[rows].contiguous().cpu()
+        chunk = tensor[rows]
+        if chunk.device.type != "cpu" or not chunk.is_contiguous():
+            if len(staging) < chunk.numel():
+                staging = torch.empty(chunk.numel(), dtype=tensor.dtype)
+            chunk = staging[: chunk.numel()].view(chunk.shape).copy_(chunk)
+        yield chunk
