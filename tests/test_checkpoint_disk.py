@@ -242,7 +242,7 @@ def test_a_save_in_progress_is_not_cleaned_away(run: Run, tmp_path: Path, monkey
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-# A table and planes of 200 MB each, in files: its pages count as shared memory, so what is counted is private.
+# A table and planes of 100 MB each, in files: its pages count as shared memory, so what is counted is private.
 MEMORY = r"""
 import resource, sys, threading, time
 import psutil, torch
@@ -250,12 +250,12 @@ import speedtransfer as st
 folder, what, memory = sys.argv[1:]
 torch.set_num_threads(1)
 options = {"path": folder + f"/{what}.safetensors"} if memory == "mmap" else {}
-emb = st.Embedding(800_000, 64, memory=memory, **options)
+emb = st.Embedding(400_000, 64, memory=memory, **options)
 dense = st.Embedding(3, 64)
 model = torch.nn.ModuleList([emb, dense])
 opt = torch.optim.Adam(model.parameters(), lr=0.1)
 if what == "save":
-    model[0](torch.tensor([1, 799_999])).sum().backward()
+    model[0](torch.tensor([1, 399_999])).sum().backward()
     opt.step()
 small = st.Embedding(9, 4)  # what torch imports at its first step is no matter of ours
 warm = torch.optim.Adam(small.parameters())
@@ -282,7 +282,7 @@ else:
 done = True
 thread.join()
 state = opt.state[emb.weight]
-print((peak[0] - start) >> 20, float(emb.table.torch().double().sum()), float(state["exp_avg"][799_999].sum()))
+print((peak[0] - start) >> 20, float(emb.table.torch().double().sum()), float(state["exp_avg"][399_999].sum()))
 """
 
 
@@ -297,5 +297,5 @@ def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
         assert int(extra) < 80, f"{what} took {extra} MB more"
         sums.append(values)
     assert sums[0] == sums[1]
-    assert sum(file.stat().st_size for file in (tmp_path / "point").iterdir()) > 600e6
+    assert sum(file.stat().st_size for file in (tmp_path / "point").iterdir()) > 300e6
     shutil.rmtree(tmp_path)

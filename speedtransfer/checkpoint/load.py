@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -87,7 +88,7 @@ def load_checkpoint(
             states = {name: decode(content["objects"][name], read) for name in others}
             extra, rng = decode(content["extra"], read), decode(content["rng"], read)
             check_rng_states(rng)
-        except SpeedtransferError:
+        except (SpeedtransferError, torch.cuda.OutOfMemoryError):
             raise
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
             what = " ".join(str(error).split())[:200] or type(error).__name__

@@ -79,8 +79,8 @@ def _make_first_state(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             handle, state = find_handle(param), optimizer.state.get(param, {})
-            if handle is None or (handle.state is not None and handle.state.optimizer() is optimizer):
-                continue
+            if handle is None or (handle.state is not None and handle.state.optimizer() is not None):
+                continue  # its own planes, or those of another, which only a step may replace
             names = [k for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0 and len(v) == 0]
             if names and handle.table.num_rows and optimizer not in handle.lost:
                 specs = probe(optimizer, group, param)
