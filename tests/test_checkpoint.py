@@ -18,6 +18,7 @@ from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from optimizer_cases import case_named
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim import lr_scheduler as lr
 
 import speedtransfer as st
 from speedtransfer.checkpoint.progress import ByteProgress
@@ -296,6 +297,47 @@ def test_a_numpy_generator_and_a_plain_sampler(model: nn.Module, tmp_path: Path)
     st.load_checkpoint(tmp_path, model, generator=generator, sampler=other)
     np.testing.assert_array_equal(generator.random(3), expected)
     assert digest(other.state) == digest(sampler.state)
+
+
+SCHEDULERS = {
+    "lambda": lambda opt: lr.LambdaLR(opt, lambda step: 0.9**step),
+    "multi-step": lambda opt: lr.MultiStepLR(opt, [1, 2, 2]),
+    "one-cycle": lambda opt: lr.OneCycleLR(opt, 0.1, total_steps=20),
+    "cyclic": lambda opt: lr.CyclicLR(opt, 0.01, 0.1, step_size_up=2),
+    "cosine": lambda opt: lr.CosineAnnealingWarmRestarts(opt, 3),
+    "sequential": lambda opt: lr.SequentialLR(opt, [lr.ConstantLR(opt), lr.ExponentialLR(opt, 0.9)], [2]),
+    "chained": lambda opt: lr.ChainedScheduler([lr.ConstantLR(opt), lr.ExponentialLR(opt, 0.9)]),
+    "plateau": lambda opt: lr.ReduceLROnPlateau(opt, patience=0),
+    "polynomial": lambda opt: lr.PolynomialLR(opt, 9),
+}
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(name: str, tensor: bool, tmp_path: Path) -> None:
+    def make() -> tuple[Any, ...]:
+        torch.manual_seed(1)
+        emb = st.Embedding(9, 3)
+        opt = torch.optim.SGD(emb.parameters(), lr=torch.tensor(0.1) if tensor else 0.1, momentum=0.9)
+        return emb, opt, SCHEDULERS[name](opt)
+
+    def train(emb: Any, opt: Any, scheduler: Any) -> list[float]:
+        rates = []
+        for _ in range(4):
+            emb(torch.arange(5)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+            scheduler.step(*([1.0] if name == "plateau" else []))
+            rates.append(float(opt.param_groups[0]["lr"]))
+        return rates
+
+    first, second = make(), make()
+    train(*first)
+    st.save_checkpoint(tmp_path, *first[:2], scheduler=first[2])
+    rates = train(*first)
+    st.load_checkpoint(tmp_path, *second[:2], scheduler=second[2])
+    assert train(*second) == rates
+    assert torch.equal(first[0].table.torch(), second[0].table.torch())
 
 
 # --- wrong arguments --------------------------------------------------------------------------------------------------

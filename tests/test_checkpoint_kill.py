@@ -47,6 +47,7 @@ def life(line, report):
     assert done >= max(finished, default=0), f"epoch {finished[-1]} was saved but {done} loaded"
     if line:
         kill_at_line(line)
+    saved = done < EPOCHS
     while done < EPOCHS:
         run.epochs(1)
         done += 1
@@ -55,7 +56,8 @@ def life(line, report):
             file.write(f"{done}\n")
     sys.settrace(None)
     report.write_text(run.digest())
-    assert len(os.listdir(folder)) == 4, os.listdir(folder)  # nothing is left of those that were killed
+    # The first save removes what is left of those that were killed.
+    assert len(os.listdir(folder)) == 4 or not saved, os.listdir(folder)
 
 def live(line=0, delay=None):
     report = log.with_suffix(".report")
@@ -82,6 +84,7 @@ def reset():
         file.unlink()
     log.write_text("")
 
+Run(case_named("adamw")).epochs(1)  # imports what a first step imports; on one thread, so that children may go on
 folder.mkdir()
 reset()
 start = time.monotonic()
@@ -101,11 +104,12 @@ print("killed", killed)
 """
 
 
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("moments", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(moments: int, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     argv = [sys.executable, "-c", SCRIPT, str(tmp_path / "point"), str(tmp_path / "log"), str(moments), "1"]
-    result = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=280)
+    result = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=900)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.strip() == f"killed {moments}"

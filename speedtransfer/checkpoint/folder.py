@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from speedtransfer.checkpoint import manifest
+from speedtransfer.checkpoint.reading import open_plain
 from speedtransfer.errors import InvalidValueError, StorageError, format_bytes
 
 try:
@@ -188,7 +189,7 @@ def _abandoned(path: Path) -> bool:
     if fcntl is None:
         return True
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(open_plain(path), "rb") as file:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
