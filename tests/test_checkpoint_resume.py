@@ -158,3 +158,21 @@ def test_two_optimizers(tmp_path: Path) -> None:
     train(*second)
     for key, value in first[0].state_dict().items():
         assert torch.equal(value, second[0].state_dict()[key]), key
+
+
+def test_state_that_is_no_longer_used_stays(tmp_path: Path) -> None:
+    run = Run(case_named("adamw-amsgrad"))
+    run.epochs(1)
+    run.optimizer.param_groups[0]["amsgrad"] = False
+    run.epochs(1)
+    run.save(tmp_path)
+    expected = run.digest()
+    other = Run(case_named("adamw-amsgrad"), 1)
+    other.load(tmp_path)
+    assert other.digest() == expected
+    assert other.optimizer.state[other.model.words.weight].keys() >= {"max_exp_avg_sq"}
+    for each in (run, other):
+        seed_all(1)
+        each.optimizer.param_groups[0]["amsgrad"] = True
+        each.epochs(1)
+    assert run.digest() == other.digest()

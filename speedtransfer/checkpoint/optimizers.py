@@ -183,6 +183,10 @@ class SavedOptimizer:
         handle: Handle, specs: dict[str, PlaneSpec], saved: dict[str, Any], path: str, reader: TensorReader
     ) -> dict[str, SavedRows]:
         planes = {}
+        for key, node in saved["rows"].items():
+            if key not in specs:  # left from other hyperparameters (amsgrad was switched off)
+                rows = SavedRows(node, reader)
+                specs[key] = PlaneSpec(rows.shape[1:], rows.dtype, 0.0)
         for key, spec in specs.items():
             node = saved["rows"].get(key, saved["entries"].get(key))
             if node is None:
