@@ -1,6 +1,7 @@
 """Embedding tables larger than GPU memory, trained with any row-by-row ``torch.optim`` optimizer."""
 
 from speedtransfer import word2vec
+from speedtransfer.checkpoint import load_checkpoint, save_checkpoint
 from speedtransfer.nn import ActiveRows, Embedding, EmbeddingBag, replace_embeddings
 from speedtransfer.tables import Table, TableStats
 from speedtransfer.version import __version__
@@ -12,6 +13,8 @@ __all__ = [
     "Table",
     "TableStats",
     "__version__",
+    "load_checkpoint",
     "replace_embeddings",
+    "save_checkpoint",
     "word2vec",
 ]

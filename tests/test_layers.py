@@ -21,7 +21,7 @@ LAYERS = [
     {"tables"},
     {"optim"},
     {"nn"},
-    {"word2vec", "benchmark"},
+    {"checkpoint", "word2vec", "benchmark"},
     {"cli"},
     {"__init__", "__main__"},
 ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -18,6 +20,23 @@ from speedtransfer.tables import Table
 IDLE = ("lazy", "exact")
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# Meta tensors that stand for the rows in a state dict, each with its handle; None: state dicts hold the rows themselves.
+_stand_ins: ContextVar[list[tuple[Tensor, Handle]] | None] = ContextVar("stand_ins", default=None)
+
+
+@contextmanager
+def rows_aside() -> Iterator[list[tuple[Tensor, Handle]]]:
+    """Within, state dicts of table modules show and take a meta tensor for the rows, which go their own way.
+
+    Yields the list of those met, each with its handle: what streams the rows finds out by it which are whose.
+    """
+    met: list[tuple[Tensor, Handle]] = []
+    token = _stand_ins.set(met)
+    try:
+        yield met
+    finally:
+        _stand_ins.reset(token)
 
 
 def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
@@ -158,15 +177,27 @@ class TableModule(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save the whole plane, as a view, under the name that ``torch.nn`` uses."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = self.table.torch()
+        met = _stand_ins.get()
+        if met is None:
+            destination[prefix + "weight"] = self.table.torch()
+        else:
+            destination[prefix + "weight"] = self._stand_in()
+            met.append((destination[prefix + "weight"], self._handle))
+
+    def _stand_in(self) -> Tensor:
+        return torch.empty(self.num_embeddings, self.embedding_dim, dtype=self._handle.rows.dtype, device="meta")
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         """Load the whole plane as ``torch.nn`` loads a weight; ``assign=True`` copies too: the table keeps its memory."""
-        self._parameters["weight"] = nn.Parameter(self.table.torch(), requires_grad=False)
+        met = _stand_ins.get()
+        rows = self.table.torch() if met is None else self._stand_in()
+        self._parameters["weight"] = nn.Parameter(rows, requires_grad=False)
         try:
             super()._load_from_state_dict(
                 state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *rest
             )
+            if met is not None and prefix + "weight" in state_dict:
+                met.append((state_dict[prefix + "weight"], self._handle))
         finally:
             self._parameters["weight"] = self._handle.param
 

@@ -13,7 +13,7 @@ from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
 from speedtransfer.optim.idle import rule_for
-from speedtransfer.optim.probe import probe
+from speedtransfer.optim.probe import PlaneSpec, probe
 from speedtransfer.optim.state import RowState
 
 _installed = False
@@ -72,9 +72,13 @@ def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> N
             f"this {type(optimizer).__name__} trained the table before and its row state is gone: {handle.lost[optimizer]}; "
             "train a table with one optimizer at a time, or make a new one"
         )
-    # Both may refuse, and then nothing has changed.
-    rule = rule_for(optimizer, group, handle.rows.dtype) if handle.idle == "exact" else None
-    specs = probe(optimizer, group, handle.param)
+    specs = probe(optimizer, group, handle.param)  # may refuse, and then nothing has changed
+    give_state(handle, optimizer, group, specs)
+
+
+def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], specs: dict[str, PlaneSpec]) -> None:
+    """Make planes of state for `optimizer`, in place of those that the table has."""
+    rule = rule_for(optimizer, group, handle.rows.dtype) if handle.idle == "exact" else None  # may refuse too
     handle.drop_state(f"a new {type(optimizer).__name__} took it over")
     handle.state = RowState(handle, optimizer, specs, rule)
     state_dicts.watch(optimizer)

@@ -186,6 +186,27 @@ class RowState:
             )
         self._shared |= unknown - self._views.keys()
 
+    def stored(self, state: dict[str, Any]) -> dict[str, tuple[str, PlaneSpec]]:
+        """Return which entries of the optimizer's `state` are planes of the table: what those are called there, and theirs."""
+        names = [name for name, view in self._views.items() if state.get(name) is view]
+        return {name: (_plane_name(name), self._specs[name]) for name in names}
+
+    def matches(self, specs: dict[str, PlaneSpec]) -> bool:
+        """Tell whether the planes have the names, shapes and dtypes of `specs`."""
+        own = self._specs
+        return own.keys() == specs.keys() and all(
+            (own[n].tail, own[n].dtype) == (spec.tail, spec.dtype) for n, spec in specs.items()
+        )
+
+    def make(self, specs: dict[str, PlaneSpec]) -> None:
+        """Add the planes of `specs` that there are not yet."""
+        self._add(specs)
+
+    def adopt(self, optimizer: Optimizer, names: Iterable[str]) -> None:
+        """Take the planes of the state `names`, which have been filled from outside, as what the optimizer has."""
+        put(optimizer.state[self.handle.param], {name: self._views[name] for name in names})
+        self._mapping, self.in_step, self._fresh = None, False, False
+
     def store(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Write the active rows and their state into the table and make the parameter idle."""
         handle, state = self.handle, optimizer.state.get(self.handle.param, {})

@@ -26,6 +26,9 @@ _watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _held: weakref.WeakKeyDictionary[Optimizer, list[tuple[nn.Parameter, dict[str, Tensor]]]] = weakref.WeakKeyDictionary()
 
 
+load_plainly = Optimizer.load_state_dict  # without a look for tables
+
+
 def install() -> None:
     """Make every optimizer look for tables before it saves or loads its state."""
     Optimizer.state_dict = _watching(Optimizer.state_dict)  # type: ignore[method-assign]
@@ -50,6 +53,12 @@ def watch(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_pre_hook(_before_load)
         optimizer.register_load_state_dict_post_hook(_after_load)
         _watched.add(optimizer)
+
+
+def has_other_hooks(optimizer: Optimizer) -> bool:
+    """Tell whether somebody else has registered hooks on what the optimizer loads."""
+    before, after = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+    return any(hook not in (_before_load, _after_load) for hook in (*before.values(), *after.values()))
 
 
 def handles_of(optimizer: Optimizer) -> Iterator[tuple[Handle, dict[str, Any]]]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from speedtransfer.tables import Table
+
+# Encoding -> function from raw rows, by part, to the values they stand for. A checkpoint is decoded without a store.
+DECODERS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {"plain": lambda parts: parts[""]}
 
 
 class RowStore:
@@ -52,3 +55,28 @@ class RowStore:
     def whole(self, name: str) -> Tensor:
         """Return the whole of a plane, ``(num_rows, *tail)``: what a state dict shows. It lives where the memory is."""
         return self.table.plane(name).view(self.table.num_rows, *self._tails[name])
+
+    # --- how planes are stored: what a checkpoint copies --------------------------------------------------------------
+
+    def encoding(self, name: str) -> str:
+        """Return the name of the way in which a plane is stored."""
+        return "plain"
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """Return the raw whole planes that make up a plane, each of `num_rows` rows; rows written to them are there."""
+        return {"": self.whole(name)}
+
+    def decode(self, name: str, parts: dict[str, Tensor]) -> Tensor:
+        """Return the values ``(n, *tail)`` of raw rows of a plane, given by part."""
+        return DECODERS[self.encoding(name)](parts)
+
+    def encode(self, name: str, values: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        """Return the raw rows, by part, that stand for `values` ``(n, *tail)`` in the rows `ids` (n,)."""
+        return {"": values}
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counters that the next writes depend on, beside the planes themselves."""
+        return {}
+
+    def load_state_dict(self, counters: dict[str, int]) -> None:
+        """Go on from the `counters` of a state dict."""

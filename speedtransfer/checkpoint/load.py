@@ -1,0 +1,139 @@
+"""Loading: everything is read and checked first, then everything is changed."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from speedtransfer.checkpoint import manifest
+from speedtransfer.checkpoint.models import SavedModel
+from speedtransfer.checkpoint.objects import set_states
+from speedtransfer.checkpoint.optimizers import SavedOptimizer
+from speedtransfer.checkpoint.progress import ByteProgress
+from speedtransfer.checkpoint.reading import TensorReader
+from speedtransfer.checkpoint.rng import check_rng_states, set_rng_states
+from speedtransfer.checkpoint.save import as_path, check_arguments
+from speedtransfer.checkpoint.values import decode
+from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError, suggest
+
+_TRIES = 20
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    progress: bool | None = None,
+    **objects: Any,
+) -> Any:
+    """Load what `save_checkpoint` saved and return its `extra`. Training then goes on as if it had never stopped.
+
+    All is checked before anything changes: every byte by its checksum, the model's keys, shapes and dtypes, the optimizer's
+    class, groups and state. Rows are then streamed in chunks of 16 MB. Tables may live in another memory than when saved, or
+    be ``torch.nn`` modules, and the reverse. The states of the random number generators are set as well.
+
+    Parameters
+    ----------
+    path : path-like
+        The folder.
+    model : nn.Module
+        Made as the one that was saved.
+    optimizer : torch.optim.Optimizer, optional
+        Of the class that was saved, with the same groups; may be fresh. None: its state is left out.
+    progress : bool, optional
+        A bar on standard error. Default: on a terminal, if it takes more than a second.
+    **objects : object
+        All that were saved, by the same names; a name with None is left out. With `model` alone, all are left out.
+
+    Returns
+    -------
+    object
+        What was saved as `extra`, its tensors on the CPU.
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError, OptimizerError
+        The checkpoint does not fit what it is loaded into.
+    StorageError
+        There is none, or it is damaged or not to be trusted.
+    """
+    path = as_path(path)
+    given = {name: value for name, value in objects.items() if value is not None}
+    check_arguments(model, optimizer, given)
+    with ExitStack() as stack:
+        content, readers = _open(path, stack)
+        if optimizer is not None:
+            given = {"optimizer": optimizer, **given}
+        _check_names(content, set(given), set(objects))
+        size = sum(reader.facts["bytes"] for reader in readers.values())
+        bar = stack.enter_context(ByteProgress(f"loading {path.name}", 2 * size, progress))
+        for reader in readers.values():
+            reader.check(bar.advance)
+        try:
+            saved_model = SavedModel(content["model"], model, readers["model"])
+            optimizers = {n: v for n, v in given.items() if isinstance(v, Optimizer)}
+            saved_optimizers = [
+                SavedOptimizer(content["optimizers"][name], value, name, readers["optimizer"])
+                for name, value in optimizers.items()
+            ]
+            others = {n: v for n, v in given.items() if n not in optimizers}
+            read = readers["objects"].read
+            states = {name: decode(content["objects"][name], read) for name in others}
+            extra, rng = decode(content["extra"], read), decode(content["rng"], read)
+            check_rng_states(rng)
+        except (SpeedtransferError, torch.cuda.OutOfMemoryError):
+            raise
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
+            what = " ".join(str(error).split())[:200] or type(error).__name__
+            raise StorageError(f"{str(path / manifest.NAME)!r} is damaged ({what}); use another checkpoint") from error
+
+        def allocate() -> None:
+            for saved in saved_optimizers:
+                saved.allocate()
+
+        set_states(others, states, then=allocate)
+        saved_model.load(bar.advance)
+        for saved in saved_optimizers:
+            saved.load(bar.advance)
+        set_rng_states(rng)
+    return extra
+
+
+def _open(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, TensorReader]]:
+    """Open the manifest and its files. A saver may put new ones in their place meanwhile: then again."""
+    for attempt in range(_TRIES):
+        raw = manifest.read_bytes(path)
+        content = manifest.parse(raw, path / manifest.NAME)
+        opened: list[TensorReader] = []
+        try:
+            for facts in content["files"].values():
+                opened.append(TensorReader(path / facts["name"], facts))
+        except OSError as error:
+            for reader in opened:
+                reader.close()
+            if attempt + 1 == _TRIES or manifest.read_bytes(path) == raw:
+                raise StorageError(
+                    f"cannot open {facts['name']!r} of checkpoint {str(path)!r} ({error.strerror}); use another checkpoint"
+                ) from error
+        else:
+            break
+    for reader in opened:
+        stack.callback(reader.close)
+    return content, dict(zip(content["files"], opened, strict=True))
+
+
+def _check_names(content: dict[str, Any], given: set[str], named: set[str]) -> None:
+    saved = {*content["optimizers"], *content["objects"]}
+    for name in sorted(given - saved):
+        raise InvalidValueError(f"the checkpoint holds no {name!r}{suggest(name, sorted(saved) or ['nothing'])}")
+    for name in sorted(saved - given - named - {"optimizer"} if given else ()):
+        raise InvalidValueError(
+            f"the checkpoint holds {name[:40]!r}, which was not given; pass {name[:40]}=..., or =None to leave it out"
+        )

@@ -1,0 +1,183 @@
+"""The manifest: which files make a checkpoint, their checksums, and everything that is no tensor, in JSON.
+
+Its first line holds the SHA-256 of all that follows, so that a flipped bit in it is noticed as one in the data is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from speedtransfer.checkpoint import values
+from speedtransfer.checkpoint.reading import open_plain
+from speedtransfer.checkpoint.writing import SAFE_DTYPES
+from speedtransfer.errors import InvalidValueError, StorageError, format_bytes
+from speedtransfer.version import __version__
+
+NAME = "manifest.json"
+FORMAT = "speedtransfer checkpoint"
+FORMAT_VERSION = 1
+ROLES = ("model", "optimizer", "objects")
+FILE_NAME = re.compile(rf"(?:{'|'.join(ROLES)})-[0-9a-f]{{32}}\.safetensors")
+MAX_BYTES = 1 << 28
+_HEAD = '{{"sha256":"{}",\n'
+_HEAD_BYTES = len(_HEAD.format("0" * 64))
+_SHA = re.compile(r"[0-9a-f]{64}")
+_SECTIONS = {"files": dict, "model": dict, "optimizers": dict, "objects": dict, "rng": dict, "versions": dict}
+
+
+def versions() -> dict[str, str]:
+    """Return what the checkpoint was made with."""
+    return {
+        "speedtransfer": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+def to_bytes(content: dict[str, Any]) -> bytes:
+    """Return the text of the manifest with `content`.
+
+    Raises
+    ------
+    InvalidValueError
+        It is too long.
+    """
+    text = json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, **content}, separators=(",", ":"))
+    body = text[1:].encode()
+    if len(body) > MAX_BYTES - _HEAD_BYTES:
+        raise InvalidValueError(
+            f"the plain values of extra and the objects take {format_bytes(len(body))} of JSON but a checkpoint takes "
+            f"{format_bytes(MAX_BYTES)}; pass long lists as tensors or arrays"
+        )
+    return _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body
+
+
+def read_bytes(folder: Path) -> bytes:
+    """Return the bytes of the manifest in `folder`, unchecked.
+
+    Raises
+    ------
+    StorageError
+        There is none, or none of a size that a manifest has.
+    """
+    path = folder / NAME
+    if not folder.is_dir():
+        raise StorageError(f"there is no checkpoint folder {str(folder)!r}; check the path")
+    try:
+        with os.fdopen(open_plain(path), "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise StorageError(f"{str(folder)!r} holds no {NAME}, so no finished checkpoint; check the path") from None
+    except OSError as error:
+        raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); use another checkpoint") from error
+    if len(raw) > MAX_BYTES:
+        raise StorageError(f"{str(path)!r} exceeds {format_bytes(MAX_BYTES)}, which no manifest does; check the path")
+    return raw
+
+
+def is_one(folder: Path) -> bool:
+    """Tell whether the manifest in the folder is one of a checkpoint, of any version. StorageError if it cannot be read."""
+    raw = read_bytes(folder)
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def names_in(folder: Path) -> set[str] | None:
+    """Return the data files that the manifest in `folder` names, none without a manifest; None if it cannot be read."""
+    if not os.path.lexists(folder / NAME):
+        return set()
+    try:
+        files = json.loads(read_bytes(folder))["files"]
+        return {facts["name"] for facts in files.values()}
+    except (StorageError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def parse(raw: bytes, path: Path) -> dict[str, Any]:
+    """Return the manifest, known to be well formed: what refers to files and tensors is as the reader needs it.
+
+    Raises
+    ------
+    StorageError
+        It is foreign, damaged, or made by a later version.
+    """
+    try:
+        content = json.loads(raw, parse_constant=_no_constant)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise StorageError(f"{str(path)!r} is no manifest of a checkpoint; check the path")
+        if content.get("format_version") != FORMAT_VERSION:
+            raise StorageError(
+                f"{str(path)!r} has format version {str(content.get('format_version'))[:20]} but this speedtransfer reads "
+                f"{FORMAT_VERSION}; use the version that saved it: {str(content.get('versions'))[:200]}"
+            )
+        head = _HEAD.format(hashlib.sha256(raw[_HEAD_BYTES:]).hexdigest()).encode()
+        if raw[:_HEAD_BYTES] != head:
+            raise ValueError("its checksum does not match")
+        _check(content)
+    except StorageError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        what = " ".join(str(error).split())[:200] or type(error).__name__
+        raise StorageError(f"{str(path)!r} is damaged ({what}); use another checkpoint") from error
+    return content
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _check(content: dict[str, Any]) -> None:
+    for section, kind in _SECTIONS.items():
+        if type(content[section]) is not kind:
+            raise TypeError(f"{section} is no {kind.__name__}")
+    if set(content["files"]) != set(ROLES):
+        raise ValueError(f"files are {sorted(content['files'])}")
+    for role, facts in content["files"].items():
+        _check_file(role, facts)
+    sections = {"model": content["model"], "optimizer": content["optimizers"]}
+    sections["objects"] = [content["rng"], content["objects"], content["extra"]]
+    for role, nodes in sections.items():
+        used = values.find_tensors(nodes)
+        # Each once: what is read twice could fill the memory, and what nobody reads is not ours.
+        if len(used) != len(set(used)) or set(used) != set(content["files"][role]["tensors"]):
+            raise ValueError(f"the tensors of the {role} file are not those that the manifest refers to")
+
+
+def _check_file(role: str, facts: dict[str, Any]) -> None:
+    name = facts["name"]
+    if not isinstance(name, str) or not FILE_NAME.fullmatch(name) or not name.startswith(f"{role}-"):
+        raise ValueError(f"{str(name)[:60]!r} is no name of a {role} file")
+    if not isinstance(facts["sha256"], str) or not _SHA.fullmatch(facts["sha256"]):
+        raise ValueError(f"{name} has no checksum")
+    if type(facts["bytes"]) is not int:
+        raise TypeError(f"{name} has no size")
+    position = 0
+    for key, entry in facts["tensors"].items():
+        begin, end = entry["data_offsets"]
+        numbers = (begin, end, *entry["shape"])
+        if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or set(entry) != {
+            "dtype",
+            "shape",
+            "data_offsets",
+        }:
+            raise ValueError(f"tensor {key[:60]!r} is not described as a tensor is")
+        if math.prod(max(n, 1) for n in entry["shape"]) >= 2**60 or len(entry["shape"]) > 64:
+            raise ValueError(f"tensor {key[:60]!r} has a shape that no tensor has")
+        num_bytes = math.prod(entry["shape"]) * SAFE_DTYPES[entry["dtype"]].itemsize
+        if begin != position or end - begin != num_bytes:
+            raise ValueError(f"tensor {key[:60]!r} has another size than its place in the file")
+        position = end

@@ -1,0 +1,234 @@
+"""The state of an optimizer, in the terms of its `state_dict`, with the planes of tables streamed beside it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from speedtransfer.checkpoint.reading import TensorReader
+from speedtransfer.checkpoint.rows import SavedRows, encode_rows
+from speedtransfer.checkpoint.values import Keep, decode, encode
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.optim import Handle, PlaneSpec, find_handle, probe
+from speedtransfer.optim.hooks import give_state
+from speedtransfer.optim.idle import rule_for
+from speedtransfer.optim.state_dicts import has_other_hooks, load_plainly
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters by their numbers in a state dict."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _shape(param: Tensor) -> list[int]:
+    handle = find_handle(param)
+    return list(param.shape if handle is None else (handle.table.num_rows, handle.table.dim))
+
+
+def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
+    return [[_shape(param) for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _owned(optimizer: Optimizer) -> dict[int, Handle]:
+    """Return, by number, the handles of tables whose planes hold state of this optimizer."""
+    handles = {number: find_handle(param) for number, param in enumerate(_params(optimizer))}
+    return {
+        n: h for n, h in handles.items() if h is not None and h.state is not None and h.state.optimizer() is optimizer
+    }
+
+
+@torch.no_grad()
+def encode_optimizer(optimizer: Optimizer, name: str, keep: Keep) -> dict[str, Any]:
+    """Return the optimizer as the manifest knows it, and have its tensors kept."""
+    _make_first_state(optimizer)
+    owned, planes, taken = _owned(optimizer), {}, []
+    try:
+        for number, handle in owned.items():
+            handle.state.recover(optimizer)
+            state = optimizer.state.get(handle.param, {})
+            planes[number] = handle.state.stored(state)
+            # Out of the way of state_dict(), which would show, and may have to make, the whole of them.
+            taken.append((handle, handle.state, state, dict(state)))
+            for key in planes[number]:
+                del state[key]
+            handle.state = None
+        content = dict(optimizer.state_dict())
+        content["state"] = {n: dict(v) if isinstance(v, dict) else v for n, v in content["state"].items()}
+    finally:
+        for handle, row_state, state, entries in taken:
+            handle.state = row_state
+            state.clear()
+            state.update(entries)
+    states = []
+    for number, entries in content.pop("state").items():
+        path = f"{name}.state[{number!r}]"
+        node = {"entries": encode(entries, path, keep), "rows": {}}
+        for key, (plane, spec) in planes.get(number, {}).items():
+            handle = owned[number]
+            shape = (handle.table.num_rows, *spec.tail)
+            node["rows"][key] = encode_rows(handle.rows, plane, f"{path}[{key!r}]", keep, shape, spec.dtype)
+        states.append([number, node])
+    rest = encode(content, name, keep)
+    return {"class": type(optimizer).__name__, "params": _shapes(optimizer), "state": states, "rest": rest}
+
+
+def _make_first_state(optimizer: Optimizer) -> None:
+    """Make planes for state that a constructor made of no rows (Adagrad): a dense optimizer has it of all rows."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            handle, state = find_handle(param), optimizer.state.get(param, {})
+            if handle is None or (handle.state is not None and handle.state.optimizer() is not None):
+                continue  # its own planes, or those of another, which only a step may replace
+            names = [k for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0 and len(v) == 0]
+            if names and handle.table.num_rows and optimizer not in handle.lost:
+                specs = probe(optimizer, group, param)
+                entries = dict(state)
+                give_state(handle, optimizer, group, specs)
+                optimizer.state[param].update(entries)
+                handle.state.adopt(optimizer, [key for key in names if key in specs])
+
+
+def _tried(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what `load_state_dict` would set, by letting a double of the optimizer load it: it may find fault.
+
+    None where a double would not do: the class, or a hook, goes its own way.
+    """
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict or has_other_hooks(optimizer):
+        return None
+    double = object.__new__(type(optimizer))
+    double.__dict__.update(optimizer.__dict__)
+    double.param_groups = [dict(group) for group in optimizer.param_groups]
+    double._optimizer_load_state_dict_pre_hooks = OrderedDict()
+    double._optimizer_load_state_dict_post_hooks = OrderedDict()
+    load_plainly(double, content)
+    return {"state": double.state, "param_groups": double.param_groups}
+
+
+class SavedOptimizer:
+    """An optimizer in a checkpoint, checked against the one that it goes into. Making it changes nothing.
+
+    Raises
+    ------
+    InvalidValueError
+        The two differ in class, groups, shapes or state.
+    OptimizerError
+        The optimizer cannot train the rows of a table.
+    ValueError, TypeError, KeyError
+        `node` is malformed.
+    """
+
+    def __init__(self, node: dict[str, Any], optimizer: Optimizer, name: str, reader: TensorReader) -> None:
+        self.optimizer = optimizer
+        self._check_structure(node, name)
+        self._content = decode(node["rest"], reader.read)
+        groups = self._content["param_groups"]
+        counts = [len(group["params"]) for group in groups]
+        numbers = [number for group in groups for number in group["params"]]
+        if counts != [len(shapes) for shapes in node["params"]] or not all(type(n) is int for n in numbers):
+            raise ValueError(f"the groups of {name} are not as many as its parameters")
+        of_number = {n: (p, g) for n, (p, g) in zip(numbers, self._owners(groups), strict=True)}
+        self._content["state"] = state = {}
+        self._planes: list[tuple[Handle, dict[str, Any], dict[str, PlaneSpec], dict[str, SavedRows]]] = []
+        for number, saved in node["state"]:
+            if number in state or not isinstance(number, int | str):
+                raise ValueError(f"the state of {name} is there twice")
+            param, group = of_number.get(number, (None, {}))
+            handle = None if param is None else find_handle(param)
+            planes: dict[str, SavedRows] = {}
+            if handle is not None and (saved["rows"] or saved["entries"]):
+                specs = probe(optimizer, group, handle.param)  # with the hyperparameters that come with it
+                planes = self._planes_of(handle, specs, saved, f"{name}.state[{number}]", reader)
+                if planes:
+                    if handle.idle == "exact":
+                        rule_for(optimizer, group, handle.rows.dtype)  # which may refuse
+                    self._planes.append((handle, group, specs, planes))
+            entries = saved["entries"]
+            if isinstance(entries, dict) and "$" not in entries:
+                entries = {key: value for key, value in entries.items() if key not in planes}
+            state[number] = decode(entries, reader.read)
+            if param is not None and type(state[number]) is not dict:
+                raise TypeError(f"the state of {name} has a parameter without names of state")
+            for key, rows in saved["rows"].items():
+                if key not in planes:
+                    state[number][key] = SavedRows(rows, reader).values()
+
+        self._ready = _tried(optimizer, self._content)
+
+    def _owners(self, groups: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Return each parameter with its group as it will be."""
+        pairs = zip(self.optimizer.param_groups, groups, strict=True)
+        return [(p, {**group, **saved, "params": group["params"]}) for group, saved in pairs for p in group["params"]]
+
+    def _check_structure(self, node: dict[str, Any], name: str) -> None:
+        kind, shapes = type(self.optimizer).__name__, _shapes(self.optimizer)
+        if node["class"] != kind:
+            saved = str(node["class"])[:40]
+            raise InvalidValueError(
+                f"{name} is {kind} but the checkpoint holds that of {saved}; pass an optimizer of that class"
+            )
+        if len(node["params"]) != len(shapes):
+            raise InvalidValueError(
+                f"{name} has {len(shapes)} parameter groups but the checkpoint has {len(node['params'])}; make the groups it "
+                "was saved with"
+            )
+        for number, (theirs, ours) in enumerate(zip(node["params"], shapes, strict=True)):
+            if theirs != ours:
+                raise InvalidValueError(
+                    f"group {number} of {name} has parameters of shapes {str(ours)[:200]} but the checkpoint has "
+                    f"{str(theirs)[:200]}; pass the same parameters in the same order"
+                )
+
+    @staticmethod
+    def _planes_of(
+        handle: Handle, specs: dict[str, PlaneSpec], saved: dict[str, Any], path: str, reader: TensorReader
+    ) -> dict[str, SavedRows]:
+        planes = {}
+        for key, node in saved["rows"].items():
+            if key not in specs:  # left from other hyperparameters (amsgrad was switched off)
+                rows = SavedRows(node, reader)
+                specs[key] = PlaneSpec(rows.shape[1:], rows.dtype, 0.0)
+        for key, spec in specs.items():
+            node = saved["rows"].get(key, saved["entries"].get(key))
+            if node is None:
+                continue
+            rows = SavedRows(node, reader)
+            if rows.shape[:1] == (0,) and handle.table.num_rows:
+                continue  # made in a constructor, for no rows: there is nothing to copy
+            shape = (handle.table.num_rows, *spec.tail)
+            if rows.shape != shape or rows.dtype.is_floating_point != spec.dtype.is_floating_point:
+                raise InvalidValueError(
+                    f"{path}[{key!r}] in the checkpoint is {rows.shape} {rows.dtype} but the table needs {shape} "
+                    f"{spec.dtype}; load what was saved with this table"
+                )
+            planes[key] = rows
+        return planes
+
+    def allocate(self) -> None:
+        """Make the planes that tables lack. May run out of memory, and is therefore called before anything is loaded."""
+        for handle, group, specs, planes in self._planes:
+            state = handle.state
+            if state is None or state.optimizer() is not self.optimizer or not state.matches(specs):
+                give_state(handle, self.optimizer, group, specs)
+            handle.state.make({name: specs[name] for name in planes})  # also those that an optimizer makes late
+
+    def load(self, advance: Callable[[int], None]) -> None:
+        """Load the state, the planes of tables in chunks."""
+        optimizer = self.optimizer
+        for owned in _owned(optimizer).values():
+            owned.state.recover(optimizer)
+        if self._ready is None:
+            optimizer.load_state_dict(self._content)
+        else:
+            optimizer.__setstate__(self._ready)
+        for found in map(find_handle, _params(optimizer)):
+            if found is not None:
+                found.lost.pop(optimizer, None)  # the state is whole again
+        for handle, _, _, planes in self._planes:
+            handle.state.adopt(optimizer, planes)
+            for key, (plane, _) in handle.state.stored(optimizer.state[handle.param]).items():
+                planes[key].copy_into(handle.rows, plane, advance)

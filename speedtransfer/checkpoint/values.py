@@ -1,0 +1,177 @@
+"""Plain values as JSON and back, without loss: what JSON lacks is an object with the key "$", tensors go to a file beside it.
+
+Only data comes back: numbers, strings, containers, arrays, tensors. Nothing names a class or a function to call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+
+Keep = Callable[[str, Tensor], str]  # (path, tensor) -> the name under which the file will hold it
+Fetch = Callable[[Any], Tensor]  # that name -> the tensor
+
+_MAX_DEPTH = 100
+_MAX_INT_BITS = 10_000  # Python reads no longer integers from text
+_MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset}
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_SCALARS = {"bool", *_INTEGERS, "float16", "float32", "float64", "complex64", "complex128"}
+_ALLOWED = "numbers, strings, bytes, None, lists, tuples, dicts, sets, tensors, NumPy arrays and scalars"
+
+
+def encode(value: Any, path: str, keep: Keep, depth: int = 0) -> Any:
+    """Return `value` as JSON knows it.
+
+    Parameters
+    ----------
+    value : object
+    path : str
+        Where it comes from, for errors and as the names of tensors: ``extra['epoch']``.
+    keep : callable
+        Takes a path and a tensor and returns the name of the tensor in the file.
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError
+        It holds something that is no plain data; nests too deep, or in itself.
+    """
+    if depth > _MAX_DEPTH:
+        raise InvalidValueError(
+            f"{path[:80]}... nests deeper than {_MAX_DEPTH} levels (or holds itself); a checkpoint takes flatter data"
+        )
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        if value.bit_length() > _MAX_INT_BITS:
+            raise InvalidValueError(f"{path} is an integer of {value.bit_length()} bits; save it as a string")
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$": "float", "v": str(value)}
+    if kind is complex:
+        return {"$": "complex", "v": [encode(x, path, keep, depth + 1) for x in (value.real, value.imag)]}
+    if kind is bytes:
+        return {"$": "bytes", "v": value.hex()}
+    if isinstance(value, Tensor):
+        return _encode_tensor(value, path, keep)
+    if isinstance(value, np.ndarray):
+        return {**_encode_tensor(_from_numpy(value, path), path, keep), "$": "ndarray"}
+    if isinstance(value, np.generic) and value.dtype.name in _SCALARS:
+        return {"$": "scalar", "dtype": value.dtype.name, "v": encode(value.item(), path, keep, depth + 1)}
+    if kind is torch.dtype:
+        return {"$": "dtype", "v": str(value).removeprefix("torch.")}
+    if kind is torch.device:
+        return {"$": "device", "v": str(value)}
+    if kind is list:
+        return [encode(item, f"{path}[{i}]", keep, depth + 1) for i, item in enumerate(value)]
+    for tag, cls in _SEQUENCES.items():
+        if kind is cls:
+            return {"$": tag, "v": [encode(item, f"{path}[{i}]", keep, depth + 1) for i, item in enumerate(value)]}
+    for tag, cls in _MAPPINGS.items():
+        if kind is cls:
+            return _encode_mapping(value, tag, path, keep, depth)
+    raise InvalidTypeError(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; convert it to plain data "
+        f"({_ALLOWED})"
+    )
+
+
+def _encode_mapping(value: Any, tag: str, path: str, keep: Keep, depth: int) -> Any:
+    if tag == "dict" and all(type(key) is str for key in value) and "$" not in value:
+        return {key: encode(item, f"{path}[{key!r}]", keep, depth + 1) for key, item in value.items()}
+    pairs = []
+    for key, item in value.items():
+        if isinstance(key, Tensor):
+            raise InvalidTypeError(
+                f"{path} has a tensor as a key, which a checkpoint cannot hold; use its number or name"
+            )
+        where = f"{path}[{key!r}]"
+        pairs.append([encode(key, f"key {where}", keep, depth + 1), encode(item, where, keep, depth + 1)])
+    return {"$": tag, "v": pairs}
+
+
+def _encode_tensor(value: Tensor, path: str, keep: Keep) -> dict[str, Any]:
+    if value.layout != torch.strided or value.is_quantized or value.is_nested or value.device.type == "meta":
+        raise InvalidTypeError(
+            f"{path} is a {value.layout} tensor on {value.device} without plain values; pass it .to_dense() and materialised"
+        )
+    value = value.detach().resolve_conj().resolve_neg()
+    if not value.is_complex():
+        return {"$": "tensor", "v": keep(path, value)}
+    # safetensors has no complex128: pairs of floats.
+    return {"$": "tensor", "v": keep(path, torch.view_as_real(value)), "complex": True}
+
+
+def _from_numpy(array: np.ndarray, path: str) -> Tensor:
+    try:
+        return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True))
+    except TypeError:
+        raise InvalidTypeError(
+            f"{path} is an array of {array.dtype}, which a checkpoint cannot hold; convert it to numbers or a list"
+        ) from None
+
+
+def decode(node: Any, fetch: Fetch) -> Any:
+    """Return the value that `encode` made `node` of. Raises ValueError, TypeError or KeyError at what it never makes."""
+    if isinstance(node, list):
+        return [decode(item, fetch) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$" not in node:
+        return {key: decode(item, fetch) for key, item in node.items()}
+    tag, value = node["$"], node["v"]
+    if tag == "float":
+        if value not in ("nan", "inf", "-inf"):
+            raise ValueError(f"{value!r} is no float that JSON lacks")
+        return float(value)
+    if tag in ("tensor", "ndarray"):
+        tensor = fetch(value)
+        if node.get("complex") is True:
+            tensor = torch.view_as_complex(tensor)
+        return tensor.numpy() if tag == "ndarray" else tensor
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag]([decode(item, fetch) for item in _list(value)])
+    if tag in _MAPPINGS:
+        pairs = {decode(k, fetch): decode(v, fetch) for k, v in _list(value)}
+        return pairs if tag == "dict" else _MAPPINGS[tag](pairs)
+    if tag == "complex":
+        real, imag = (decode(x, fetch) for x in _list(value))
+        return complex(real, imag)
+    if tag == "bytes":
+        return bytes.fromhex(value)
+    if tag == "scalar" and node["dtype"] in _SCALARS:
+        return np.dtype(node["dtype"]).type(decode(value, fetch))
+    if tag == "dtype" and value in _DTYPES:
+        return _DTYPES[value]
+    if tag == "device" and isinstance(value, str):
+        return torch.device(value)
+    raise ValueError(f"{str(tag)[:40]!r} is no kind of value")
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"a {type(value).__name__} where a list belongs")
+    return value
+
+
+def find_tensors(node: Any) -> list[str]:
+    """Return the names of the tensors that `node` refers to."""
+    if isinstance(node, list):
+        return [name for item in node for name in find_tensors(item)]
+    if not isinstance(node, dict):
+        return []
+    if node.get("$") in ("tensor", "ndarray"):
+        return [node["v"]]
+    if node.get("$") == "rows":
+        return list(node["parts"].values())
+    return [name for item in node.values() for name in find_tensors(item)]

@@ -1,0 +1,123 @@
+"""A training run that uses all that a checkpoint saves, and digests of it; imported by the tests of checkpoints.
+
+Also a script: `python checkpoint_cases.py FOLDER CASE` loads, trains on and prints the digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from optimizer_cases import OptimizerCase, case_named
+from torch import Tensor, nn
+
+import speedtransfer as st
+
+ROWS, DIM = 40, 6
+
+
+class Net(nn.Module):
+    """An embedding, a bag, dropout and a dense part with buffers."""
+
+    def __init__(self, library: Any = st, **options: Any) -> None:
+        super().__init__()
+        self.words = library.Embedding(ROWS, DIM, **options)
+        self.bag = library.EmbeddingBag(9, DIM, mode="sum")
+        self.drop = nn.Dropout(0.3)
+        self.dense = nn.Linear(DIM, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.norm(self.dense(self.drop(self.words(ids).mean(1) + self.bag(ids % 9))))
+
+
+class Run:
+    """A model with optimizer, scheduler, scaler and a shuffled loader."""
+
+    def __init__(self, case: OptimizerCase, seed: int = 0, library: Any = st, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = Net(library, **options)
+        self.optimizer = case.make(self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 9, 9], gamma=0.7)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+        self.generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, ROWS - 1, (24, 3), generator=torch.Generator().manual_seed(5))
+        self.loader = torch.utils.data.DataLoader(ids, batch_size=6, shuffle=True, generator=self.generator)
+        self.losses: list[float] = []
+
+    def epochs(self, count: int) -> None:
+        for _ in range(count):
+            for ids in self.loader:
+                noise = random.random() + np.random.rand()
+                self.optimizer.zero_grad()
+                loss = (self.model(ids) - noise).square().mean()
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.scheduler.step()
+                self.losses.append(loss.item())
+
+    @property
+    def others(self) -> dict[str, Any]:
+        return {"scheduler": self.scheduler, "scaler": self.scaler, "generator": self.generator}
+
+    def save(self, path: Path, **more: Any) -> None:
+        st.save_checkpoint(path, self.model, self.optimizer, **self.others, **more)
+
+    def load(self, path: Path) -> Any:
+        return st.load_checkpoint(path, self.model, self.optimizer, **self.others)
+
+    def digest(self) -> str:
+        """Tell apart runs that differ in a bit, of what is saved or of what the next step depends on."""
+        parts = [self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()]
+        parts += [self.scaler.state_dict(), self.generator.get_state(), torch.get_rng_state()]
+        parts += [random.getstate(), np.random.get_state(legacy=False)]
+        return digest(parts)
+
+
+def digest(value: Any) -> str:
+    sha = hashlib.sha256()
+    _feed(sha, value)
+    return sha.hexdigest()
+
+
+def _feed(sha: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        sha.update(str((value.dtype, tuple(value.shape))).encode())
+        sha.update(value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray):
+        _feed(sha, torch.from_numpy(value.copy()))
+    elif isinstance(value, dict):
+        for key in sorted(value, key=repr):
+            sha.update(repr(key).encode())
+            _feed(sha, value[key])
+    elif isinstance(value, list | tuple):
+        sha.update(f"{type(value).__name__}{len(value)}".encode())
+        for item in value:
+            _feed(sha, item)
+    else:
+        sha.update(repr(value).encode())
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def main(folder: str, name: str) -> None:
+    torch.set_num_threads(1)
+    run = Run(case_named(name), seed=1)
+    seed_all(78)
+    run.load(Path(folder))
+    run.epochs(2)
+    print(run.digest())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,520 @@
+"""What goes into a checkpoint and comes out of it, and what is refused before anything is written."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+from collections import Counter, OrderedDict, deque, namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_cases import Run, digest, seed_all
+from lazy_oracle import one_thread  # noqa: F401 - a fixture
+from optimizer_cases import case_named
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as lr
+
+import speedtransfer as st
+from speedtransfer.checkpoint.progress import ByteProgress
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.optim.store import DECODERS, RowStore
+
+PLAIN = [
+    None,
+    True,
+    -(2**127),
+    1.5,
+    -0.0,
+    math.inf,
+    -math.inf,
+    math.nan,
+    1e-320,
+    "",
+    'a\n"\\\0é😀\ud800',
+    b"\x00\xff",
+    complex(-0.0, math.inf),
+    [],
+    [1, [2, (3, [4])]],
+    (),
+    (1,),
+    {},
+    {"a": {"b": [1]}},
+    {1: "int", "1": "str", None: 0, (2, "x"): 1, 1.5: 2, b"k": 3},
+    {"$": "tensor", "v": "extra"},
+    {"__metadata__": 1},
+    {1, 2, 3},
+    {("a", 1)},
+    frozenset({1, "a"}),
+    OrderedDict([(2, "b"), (1, "a")]),
+    Counter({3: 2, 5: 1}),
+    torch.float16,
+    torch.device("cuda:1"),
+    torch.Size([2, 3]),
+    np.float32(1.1),
+    np.int64(-5),
+    np.bool_(True),
+    np.complex128(1 + 2j),
+]
+TENSORS = [
+    torch.tensor(3.5, dtype=torch.float64),
+    torch.tensor([True, False]),
+    torch.zeros(0, 7, dtype=torch.int16),
+    torch.arange(6, dtype=torch.int8).view(2, 3).T,
+    torch.randn(4, 3).to(torch.bfloat16)[::2],
+    torch.randn(3).to(torch.float8_e4m3fn),
+    torch.randn(2, 2, dtype=torch.complex128).conj(),
+    torch.randn(5, dtype=torch.complex64).imag,
+    torch.arange(4).to(torch.uint64),
+    torch.tensor([math.nan, math.inf, -0.0]),
+    torch.zeros(1).expand(5),
+    nn.Parameter(torch.ones(2)),
+]
+ARRAYS = [
+    np.arange(6, dtype=">i4").reshape(2, 3)[:, ::-1],
+    np.array(2.5),
+    np.zeros((0, 2), np.uint16),
+    np.array([1 + 2j]),
+    np.array([True]),
+    np.float16([1, 2]),
+]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(st.Embedding(12, 4), nn.Linear(4, 2))
+
+
+def same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b) and not isinstance(a, nn.Parameter):
+        return False
+    if isinstance(a, Tensor | np.ndarray):
+        return (
+            a.dtype.name == b.dtype.name
+            if isinstance(a, np.ndarray)
+            else digest(a.detach().resolve_conj().resolve_neg()) == digest(b)
+        )
+    return repr(a) == repr(b)
+
+
+def round_trip(model: nn.Module, path: Path, value: Any) -> Any:
+    st.save_checkpoint(path, model, extra=value)
+    return st.load_checkpoint(path, model)
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=lambda v: repr(v)[:20].encode("ascii", "replace").decode())
+def test_plain_values_come_back_as_they_were(value: Any, model: nn.Module, tmp_path: Path) -> None:
+    assert same(value, round_trip(model, tmp_path, value))
+    json.loads((tmp_path / "manifest.json").read_bytes(), parse_constant=pytest.fail)
+
+
+def test_tensors_and_arrays_come_back_as_they_were(model: nn.Module, tmp_path: Path) -> None:
+    value = {"tensors": TENSORS, "arrays": ARRAYS, "__metadata__": torch.ones(1), "a']['b": torch.ones(1)}
+    back = round_trip(model, tmp_path, value)
+    assert all(same(a, b) for a, b in zip(TENSORS, back["tensors"], strict=True))
+    for array, other in zip(ARRAYS, back["arrays"], strict=True):
+        assert array.dtype.newbyteorder("=") == other.dtype
+        np.testing.assert_array_equal(array, other)
+    assert back["tensors"][0].is_contiguous()
+
+
+def itself() -> list:
+    value: list = []
+    value.append(value)
+    return value
+
+
+Point = namedtuple("Point", "x y")
+
+
+class Text(str):
+    """A subclass, which would come back as a str."""
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (lambda: 0, r"extra\['deep'\]\[0\] is a builtins.function"),
+        (object(), r"builtins.object, which a checkpoint cannot hold; convert it to plain data"),
+        (int, "builtins.type"),
+        (Point(1, 2), "Point"),
+        (Text("x"), "Text"),
+        (deque([1]), "deque"),
+        (np.array(["a"]), "array of <U1"),
+        (np.array([None]), "array of object"),
+        (np.datetime64("2020"), "datetime64"),
+        (torch.eye(2).to_sparse(), r"torch.sparse_coo tensor"),
+        (torch.empty(2, device="meta"), "on meta"),
+        (2**20000, "integer of 20001 bits"),
+        ({torch.ones(1): 1}, "tensor as a key"),
+        (itself(), "deeper than 100 levels"),
+        ({Point(1, 2): 1}, r"key extra\['deep'\]\[0\]\[Point\(x=1, y=2\)\] is a"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else type(v).__name__,
+)
+def test_what_is_no_plain_data_is_refused_before_anything_is_written(
+    value: Any, words: str, model: nn.Module, tmp_path: Path
+) -> None:
+    with pytest.raises((InvalidTypeError, InvalidValueError), match=words) as caught:
+        st.save_checkpoint(tmp_path / "a", model, extra={"deep": [value]})
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_files_are_plain_safetensors(model: nn.Module, tmp_path: Path) -> None:
+    st.save_checkpoint(tmp_path, model, torch.optim.Adam(model.parameters()))
+    assert len(os.listdir(tmp_path)) == 4
+    tensors = load_file(next(tmp_path.glob("model-*.safetensors")))
+    state = model.state_dict()
+    assert tensors.keys() == state.keys()
+    assert all(torch.equal(tensors[key], state[key]) for key in state)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["optimizers"]["optimizer"]["class"] == "Adam"
+    for facts in manifest["files"].values():
+        assert (tmp_path / facts["name"]).stat().st_size == facts["bytes"]
+
+
+def test_the_model_alone_for_inference(tmp_path: Path) -> None:
+    run = Run(case_named("adamw"))
+    run.epochs(1)
+    run.save(tmp_path, extra="e")
+    other = Run(case_named("sgd"), 3)
+    assert st.load_checkpoint(tmp_path, other.model) == "e"
+    assert digest(other.model.state_dict()) == digest(run.model.state_dict())
+
+
+def test_every_kind_of_module_state(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.shared = st.Embedding(5, 2)
+            self.again = self.shared
+            self.tied = nn.Linear(2, 2)
+            self.other = nn.Linear(2, 2)
+            self.other.weight = self.tied.weight
+            self.register_buffer("wave", torch.randn(3, dtype=torch.complex64))
+            self.register_buffer("temporary", torch.randn(3), persistent=False)
+            self.register_buffer("brief", torch.randn(3).bfloat16())
+            self.count = count
+
+        def get_extra_state(self) -> dict:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: dict) -> None:
+            self.count = state["count"]
+
+    first, second = Odd(3), Odd(4)
+    st.save_checkpoint(tmp_path, first)
+    st.load_checkpoint(tmp_path, second)
+    assert second.count == 3
+    assert digest({**first.state_dict()}) == digest({**second.state_dict()})
+    assert second.other.weight is second.tied.weight
+    assert len(load_file(next(tmp_path.glob("model-*")))) == 7  # the shared table once
+
+
+def test_keys_may_be_renamed_by_hooks(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        emb = st.Embedding(4, 2)
+        emb.register_state_dict_post_hook(lambda m, s, p, _: s.__setitem__(p + "vectors", s.pop(p + "weight")))
+        emb.register_load_state_dict_pre_hook(lambda m, s, p, *_: s.__setitem__(p + "weight", s.pop(p + "vectors")))
+        return nn.Sequential(emb)
+
+    first, second = make(), make()
+    st.save_checkpoint(tmp_path, first)
+    assert list(load_file(next(tmp_path.glob("model-*")))) == ["0.vectors"]
+    st.load_checkpoint(tmp_path, second)
+    assert torch.equal(first[0].table.torch(), second[0].table.torch())
+
+
+def test_state_dict_is_as_before_and_torch_save_too(model: nn.Module, tmp_path: Path) -> None:
+    st.save_checkpoint(tmp_path / "a", model)
+    assert model.state_dict()["0.weight"].data_ptr() == model[0].table.torch().data_ptr()
+    torch.save(model.state_dict(), tmp_path / "b.pt")
+    other = copy.deepcopy(model)
+    other[0].table.zero_()
+    other.load_state_dict(torch.load(tmp_path / "b.pt", weights_only=True))
+    assert torch.equal(other[0].table.torch(), model[0].table.torch())
+
+
+def test_a_pending_gradient_is_stepped_on_what_was_loaded(tmp_path: Path) -> None:
+    emb = st.Embedding(6, 2)
+    opt = torch.optim.SGD(emb.parameters(), lr=1.0)
+    st.save_checkpoint(tmp_path, emb, opt)
+    start = emb.table.torch().clone()
+    emb.table.zero_()
+    emb(torch.tensor([1])).sum().backward()
+    st.load_checkpoint(tmp_path, emb, opt)
+    opt.step()
+    start[1] -= 1
+    assert torch.equal(emb.table.torch(), start)
+
+
+def test_after_a_step_that_failed(tmp_path: Path) -> None:
+    run = Run(case_named("adam"))
+    run.epochs(1)
+    before = digest(run.optimizer.state_dict()["state"][0])
+
+    class StopError(Exception):
+        pass
+
+    def stop(*_: Any) -> None:
+        raise StopError
+
+    run.model(torch.zeros(4, 3, dtype=torch.long)).sum().backward()
+    hook = run.optimizer.register_step_pre_hook(stop)
+    with pytest.raises(StopError):
+        run.optimizer.step()
+    hook.remove()
+    run.save(tmp_path)
+    other = Run(case_named("adam"), 2)
+    other.load(tmp_path)
+    assert digest(other.optimizer.state_dict()["state"][0]) == before
+
+
+def test_a_numpy_generator_and_a_plain_sampler(model: nn.Module, tmp_path: Path) -> None:
+    class Sampler:
+        def __init__(self) -> None:
+            self.state: Any = {"seen": [1, (2, 3)], "at": torch.arange(3)}
+
+        def state_dict(self) -> Any:
+            return self.state
+
+        def load_state_dict(self, state: Any) -> None:
+            self.state = state
+
+    generator, sampler = np.random.default_rng(4), Sampler()
+    st.save_checkpoint(tmp_path, model, generator=generator, sampler=sampler, nothing=None)
+    expected = generator.random(3)
+    other = Sampler()
+    other.state = None
+    st.load_checkpoint(tmp_path, model, generator=generator, sampler=other)
+    np.testing.assert_array_equal(generator.random(3), expected)
+    assert digest(other.state) == digest(sampler.state)
+
+
+SCHEDULERS = {
+    "lambda": lambda opt: lr.LambdaLR(opt, lambda step: 0.9**step),
+    "multi-step": lambda opt: lr.MultiStepLR(opt, [1, 2, 2]),
+    "one-cycle": lambda opt: lr.OneCycleLR(opt, 0.1, total_steps=20),
+    "cyclic": lambda opt: lr.CyclicLR(opt, 0.01, 0.1, step_size_up=2),
+    "cosine": lambda opt: lr.CosineAnnealingWarmRestarts(opt, 3),
+    "sequential": lambda opt: lr.SequentialLR(opt, [lr.ConstantLR(opt), lr.ExponentialLR(opt, 0.9)], [2]),
+    "chained": lambda opt: lr.ChainedScheduler([lr.ConstantLR(opt), lr.ExponentialLR(opt, 0.9)]),
+    "plateau": lambda opt: lr.ReduceLROnPlateau(opt, patience=0),
+    "polynomial": lambda opt: lr.PolynomialLR(opt, 9),
+}
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(name: str, tensor: bool, tmp_path: Path) -> None:
+    def make() -> tuple[Any, ...]:
+        torch.manual_seed(1)
+        emb = st.Embedding(9, 3)
+        opt = torch.optim.SGD(emb.parameters(), lr=torch.tensor(0.1) if tensor else 0.1, momentum=0.9)
+        return emb, opt, SCHEDULERS[name](opt)
+
+    def train(emb: Any, opt: Any, scheduler: Any) -> list[float]:
+        rates = []
+        for _ in range(4):
+            emb(torch.arange(5)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+            scheduler.step(*([1.0] if name == "plateau" else []))
+            rates.append(float(opt.param_groups[0]["lr"]))
+        return rates
+
+    first, second = make(), make()
+    train(*first)
+    st.save_checkpoint(tmp_path, *first[:2], scheduler=first[2])
+    rates = train(*first)
+    st.load_checkpoint(tmp_path, *second[:2], scheduler=second[2])
+    assert train(*second) == rates
+    assert torch.equal(first[0].table.torch(), second[0].table.torch())
+
+
+# --- wrong arguments --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"model": 3}, InvalidTypeError, "model is a int but must be a torch.nn.Module"),
+        ({"optimizer": "adam"}, InvalidTypeError, "optimizer is a str but must be"),
+        ({"path": 7}, InvalidTypeError, "path is 7 but must be the path of a folder"),
+        ({"path": "a\0b"}, InvalidValueError, "has a NUL"),
+        ({"scheduler": 5}, InvalidTypeError, r"scheduler is a int without state_dict\(\)"),
+        ({"scheduler": nn.Linear}, InvalidTypeError, "scheduler is a type without"),
+    ],
+)
+def test_wrong_arguments(arguments: dict, kind: type, words: str, model: nn.Module, tmp_path: Path) -> None:
+    call = {"path": tmp_path, "model": model, **arguments}
+    for function in (st.save_checkpoint, st.load_checkpoint):
+        with pytest.raises(kind, match=words):
+            function(**call)
+    assert os.listdir(tmp_path) == []
+
+
+def changed(what: str) -> tuple[nn.Module, torch.optim.Optimizer, dict]:
+    torch.manual_seed(3)
+    rows, dim, dtype = 13 if what == "rows" else 12, 5 if what == "dim" else 4, torch.float32
+    emb = st.Embedding(rows, dim, dtype=torch.float64 if what == "dtype" else dtype)
+    model = nn.Sequential(emb, nn.Linear(dim, 2, dtype=emb.table.dtype))
+    if what == "missing":
+        model.append(nn.Linear(2, 2))
+    if what == "extra":
+        model[1] = nn.Linear(dim, 2, bias=False)
+    params: Any = list(model.parameters())
+    if what == "order":
+        params = params[::-1]
+    if what == "groups":
+        params = [{"params": params[:1]}, {"params": params[1:]}]
+    if what == "fewer":
+        params = params[:2]
+    opt = (torch.optim.SGD if what == "class" else torch.optim.Adam)(params, lr=0.1)
+    objects = {"scheduler": torch.optim.lr_scheduler.StepLR(opt, 2)}
+    if what == "unknown":
+        objects["schedule"] = objects["scheduler"]
+    if what == "not given":
+        objects = {}
+    if what == "object":
+        objects = {"scheduler": torch.amp.GradScaler("cpu")}
+    return model, opt, objects
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("rows", r"'0.weight' is \(12, 4\) torch.float32 in the checkpoint but \(13, 4\)"),
+        ("dim", r"'0.weight' is \(12, 4\)"),
+        ("dtype", r"'0.weight' is .*float32 in the checkpoint but .*float64 in the model"),
+        ("missing", r"has no '2.bias' and 1 more that the model has"),
+        ("extra", r"has '1.bias', which the model has not"),
+        ("order", r"group 0 of optimizer has parameters of shapes \[\[2\]"),
+        ("groups", r"optimizer has 2 parameter groups but the checkpoint has 1"),
+        ("fewer", r"group 0 of optimizer"),
+        ("class", r"optimizer is SGD but the checkpoint holds that of Adam"),
+        ("unknown", r"holds no 'schedule'; did you mean 'scheduler'"),
+        ("not given", r"holds 'scheduler', which was not given; pass scheduler=..., or =None to leave it out"),
+        ("object", r"scheduler does not take its state"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(what: str, words: str, tmp_path: Path) -> None:
+    model, opt, objects = changed("nothing")
+    model(torch.arange(6)).sum().backward()
+    opt.step()
+    st.save_checkpoint(tmp_path, model, opt, **objects)
+    model, opt, objects = changed(what)
+    seed_all(2)
+
+    def now() -> str:
+        states = [value.state_dict() for value in (model, opt, *objects.values())]
+        return digest([states, torch.get_rng_state()])
+
+    before = now()
+    with pytest.raises(InvalidValueError, match=words) as caught:
+        st.load_checkpoint(tmp_path, model, opt, **objects)
+    assert "\n" not in str(caught.value)
+    assert now() == before
+
+
+def test_an_optimizer_that_was_not_saved(model: nn.Module, tmp_path: Path) -> None:
+    st.save_checkpoint(tmp_path, model)
+    with pytest.raises(InvalidValueError, match="holds no 'optimizer'"):
+        st.load_checkpoint(tmp_path, model, torch.optim.Adam(model.parameters()))
+
+
+@pytest.mark.parametrize("what", ["nothing", "empty", "file", "killed"])
+def test_there_is_no_checkpoint(what: str, model: nn.Module, tmp_path: Path) -> None:
+    path = tmp_path / "point"
+    if what == "file":
+        path.write_text("x")
+    elif what != "nothing":
+        path.mkdir()
+    if what == "killed":
+        (path / f"model-{'0' * 32}.safetensors").write_bytes(b"half")
+    with pytest.raises(StorageError, match="check the path"):
+        st.load_checkpoint(path, model)
+
+
+# --- rows that are stored in another way ------------------------------------------------------------------------------
+
+
+class HighLowStore(RowStore):
+    """float32 weights as the upper and the lower half of their bits, in two planes: an encoding for these tests."""
+
+    def __init__(self, table: st.Table) -> None:
+        super().__init__(table)
+        bits = table.torch().clone().view(torch.int32)
+        self.high, self.low = (bits >> 16).to(torch.int16), bits.to(torch.int16)
+        self.count = 0
+
+    def encoding(self, name: str) -> str:
+        return "high-low" if name == "weight" else "plain"
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        return {"high": self.high, "low": self.low} if name == "weight" else super().parts(name)
+
+    def encode(self, name: str, values: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        assert len(ids) == len(values)
+        bits = values.view(torch.int32)
+        return {"high": (bits >> 16).to(torch.int16), "low": bits.to(torch.int16)}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, counters: dict[str, int]) -> None:
+        self.count = counters.get("count", 0)
+
+    def values(self) -> Tensor:
+        return DECODERS["high-low"]({"high": self.high, "low": self.low})
+
+
+def join(parts: dict[str, Tensor]) -> Tensor:
+    bits = (parts["high"].to(torch.int32) << 16) | (parts["low"].to(torch.int32) & 0xFFFF)
+    return bits.view(torch.float32)
+
+
+def test_encoded_rows_cross_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DECODERS, "high-low", join)
+    emb = st.Embedding(50, 3)
+    expected = emb.table.torch().clone()
+    emb._handle.rows = store = HighLowStore(emb.table)
+    store.count = 7
+    st.save_checkpoint(tmp_path / "encoded", emb)
+    assert load_file(next((tmp_path / "encoded").glob("model-*"))).keys() == {"weight:high", "weight:low"}
+    for library in (st, nn):
+        plain = library.Embedding(50, 3)
+        st.load_checkpoint(tmp_path / "encoded", plain)
+        assert torch.equal(plain.state_dict()["weight"], expected)
+    st.save_checkpoint(tmp_path / "plain", plain)
+    for name, count in (("encoded", 7), ("plain", 0)):
+        other = st.Embedding(50, 3)
+        other._handle.rows = store = HighLowStore(other.table)
+        st.load_checkpoint(tmp_path / name, other)
+        assert torch.equal(store.values(), expected)
+        assert store.count == count
+    monkeypatch.delitem(DECODERS, "high-low")
+    with pytest.raises(StorageError, match="encoded as 'high-low'"):
+        st.load_checkpoint(tmp_path / "encoded", plain)
+
+
+# --- the bar ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("show", [None, False, True])
+def test_the_bar_is_for_terminals_and_long_work(show: bool | None, capsys: pytest.CaptureFixture) -> None:
+    with ByteProgress("saving", 100, show) as bar:
+        bar._due = 0.0
+        bar.advance(60)
+        bar.advance(40)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert ("saving" in err) == (show is True)

@@ -1,0 +1,301 @@
+"""The disk: what a save needs, leaves and removes, and the memory that saving and loading take."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_cases import Run, seed_all
+from lazy_oracle import one_thread  # noqa: F401 - a fixture
+from optimizer_cases import case_named
+from torch import nn
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidValueError, StorageError
+
+TESTS = Path(__file__).parent
+LEFT = f"model-{'5' * 32}.safetensors"
+
+
+@pytest.fixture
+def run() -> Run:
+    run = Run(case_named("adamw"))
+    seed_all(4)
+    run.epochs(1)
+    return run
+
+
+def loaded(path: Path) -> str:
+    """Return the digest of what the checkpoint at `path` holds."""
+    other = Run(case_named("adamw"), 6)
+    other.load(path)
+    return other.digest()
+
+
+def assert_clean(path: Path, *more: str) -> None:
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    assert set(os.listdir(path)) == {"manifest.json", *(facts["name"] for facts in files.values()), *more}
+
+
+# --- what is there already --------------------------------------------------------------------------------------------
+
+
+def test_a_save_replaces_the_one_before_and_what_was_left(run: Run, tmp_path: Path) -> None:
+    run.save(tmp_path)
+    (tmp_path / LEFT).write_bytes(b"half")
+    (tmp_path / f".manifest-{'a' * 32}.json").write_text("{")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "model-1.safetensors").write_text("mine")  # another program's
+    run.epochs(1)
+    run.save(tmp_path)
+    assert_clean(tmp_path, "notes.txt", "model-1.safetensors")
+    assert loaded(tmp_path) == run.digest()
+
+
+def test_a_first_save_goes_on_where_one_was_killed(run: Run, tmp_path: Path) -> None:
+    (tmp_path / LEFT).write_bytes(b"half")
+    run.save(tmp_path)
+    assert_clean(tmp_path)
+
+
+def test_folders_above_are_made(run: Run, tmp_path: Path) -> None:
+    run.save(tmp_path / "a" / "b")
+    assert_clean(tmp_path / "a" / "b")
+
+
+@pytest.mark.parametrize(
+    "what", ["file", "foreign", "dangling", "other manifest", "damaged manifest", "linked manifest"]
+)
+def test_what_is_no_checkpoint_is_left_alone(what: str, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "point"
+    if what == "file":
+        path.write_text("mine")
+    elif what == "dangling":
+        path.symlink_to(tmp_path / "nowhere")
+    else:
+        path.mkdir()
+        (path / LEFT).write_text("mine")
+    if what == "foreign":
+        (path / "mine.txt").write_text("mine")
+    if what.endswith("manifest"):
+        (path / "manifest.json").write_text('{"name": "web app"}' if what == "other manifest" else '{"format": "spee')
+    if what == "linked manifest":
+        run.save(tmp_path / "real")
+        (path / "manifest.json").unlink()
+        (path / "manifest.json").symlink_to(tmp_path / "real" / "manifest.json")
+    before = sorted(os.listdir(path)) if path.is_dir() else path.is_symlink()
+    with pytest.raises(InvalidValueError, match=r"choose (an empty or new folder|another path)"):
+        run.save(path)
+    assert (sorted(os.listdir(path)) if path.is_dir() else path.is_symlink()) == before
+
+
+# --- no room ----------------------------------------------------------------------------------------------------------
+
+
+def test_too_little_room_is_noticed_first(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=12_345))
+    with pytest.raises(StorageError, match=r"needs 3\d\.\d kB but 12\.3 kB are free; free some space"):
+        run.save(tmp_path / "point")
+    assert not (tmp_path / "point").exists()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_disk_that_fills_up(old: bool, run: Run, tmp_path: Path) -> None:
+    """The kernel itself refuses to write on: no file may exceed 4 kB."""
+    path = tmp_path / "point"
+    if old:
+        run.save(path)
+        before = loaded(path)
+        run.epochs(1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(
+            StorageError, match=r"cannot save to .*: it needs 3\d\.\d kB and .* are free; free some"
+        ) as caught:
+            run.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+    if old:
+        assert_clean(path)
+        assert loaded(path) == before
+        run.save(path)
+        assert_clean(path)
+    else:
+        assert not path.exists()
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "open", "mkdir"])
+def test_every_call_may_fail(call: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "point"
+    run.save(path)
+    before = loaded(path)
+    run.epochs(1)
+    real, failed = getattr(os, call), 0
+    for number in range(30):
+        left = [number]
+
+        def fail(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1  # noqa: B023 - called at once
+            if left[0] == -1:  # noqa: B023
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            try:
+                run.save(path)
+            except StorageError as error:
+                refusal = str(error)
+            else:
+                break
+        failed += 1
+        assert "No space left on device" in refusal
+        # The folder is synchronised once more when the manifest is in place: the new one then, and the files of both.
+        assert loaded(path) in (before, run.digest())
+        if loaded(path) == before:
+            assert_clean(path)
+    assert failed or call == "mkdir"
+    assert loaded(path) == run.digest()
+    assert_clean(path)
+
+
+def test_no_permission(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match=r"cannot save to .*Not a directory"):
+        run.save(tmp_path / "file" / "point")
+
+
+def test_an_interrupt_leaves_the_old_one(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.save(tmp_path)
+    before = loaded(tmp_path)
+    run.epochs(1)
+
+    def interrupt(handle: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.save(tmp_path)
+    assert_clean(tmp_path)
+    assert loaded(tmp_path) == before
+
+
+# --- several at a time ------------------------------------------------------------------------------------------------
+
+
+def test_savers_and_loaders_at_the_same_time(tmp_path: Path) -> None:
+    models = [nn.Sequential(st.Embedding(300, 8), nn.Linear(8, 1)) for _ in range(3)]
+    for number, model in enumerate(models):
+        model[0].table.fill_(number)
+    st.save_checkpoint(tmp_path, models[0], extra=0)
+    errors: list[BaseException] = []
+
+    def save(number: int) -> None:
+        try:
+            for _ in range(15):
+                st.save_checkpoint(tmp_path, models[number], extra=number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    other, loads = nn.Sequential(st.Embedding(300, 8), nn.Linear(8, 1)), 0
+    while any(thread.is_alive() for thread in threads) or not loads:
+        number = st.load_checkpoint(tmp_path, other)
+        assert bool((other[0].table.torch() == number).all())
+        loads += 1
+    assert not errors
+    assert_clean(tmp_path)
+
+
+def test_a_save_in_progress_is_not_cleaned_away(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from speedtransfer.checkpoint.folder import Saving
+
+    commit = Saving.commit
+    inner = Run(case_named("adamw"), 3)
+
+    def late(self: Saving, text: bytes) -> None:
+        monkeypatch.setattr(Saving, "commit", commit)
+        inner.save(tmp_path)  # another one starts later and ends first
+        assert len(os.listdir(tmp_path)) == 7
+        commit(self, text)
+
+    monkeypatch.setattr(Saving, "commit", late)
+    run.save(tmp_path)
+    assert_clean(tmp_path)
+    assert loaded(tmp_path) == run.digest()
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+# A table and planes of 100 MB each, in files: its pages count as shared memory, so what is counted is private.
+MEMORY = r"""
+import resource, sys, threading, time
+import psutil, torch
+import speedtransfer as st
+folder, what, memory = sys.argv[1:]
+torch.set_num_threads(1)
+options = {"path": folder + f"/{what}.safetensors"} if memory == "mmap" else {}
+emb = st.Embedding(400_000, 64, memory=memory, **options)
+dense = st.Embedding(3, 64)
+model = torch.nn.ModuleList([emb, dense])
+opt = torch.optim.Adam(model.parameters(), lr=0.1)
+if what == "save":
+    model[0](torch.tensor([1, 399_999])).sum().backward()
+    opt.step()
+small = st.Embedding(9, 4)  # what torch imports at its first step is no matter of ours
+warm = torch.optim.Adam(small.parameters())
+small(torch.tensor([1])).sum().backward()
+warm.step()
+st.save_checkpoint(folder + "/warm", small, warm)
+st.load_checkpoint(folder + "/warm", small, warm)
+
+def private():
+    info = psutil.Process().memory_info()
+    return info.rss - info.shared
+
+start, peak, done = private(), [0], False
+def watch():
+    while not done:
+        peak[0] = max(peak[0], private())
+        time.sleep(0.002)
+thread = threading.Thread(target=watch)
+thread.start()
+if what == "save":
+    st.save_checkpoint(folder + "/point", model, opt)
+else:
+    st.load_checkpoint(folder + "/point", model, opt)
+done = True
+thread.join()
+state = opt.state[emb.weight]
+print((peak[0] - start) >> 20, float(emb.table.torch().double().sum()), float(state["exp_avg"][399_999].sum()))
+"""
+
+
+def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+    sums = []
+    for what in ("save", "load"):
+        argv = [sys.executable, "-c", MEMORY, str(tmp_path), what, "mmap"]
+        result = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=200)
+        assert result.returncode == 0, result.stderr[-3000:]
+        extra, *values = result.stdout.split()
+        assert int(extra) < 80, f"{what} took {extra} MB more"
+        sums.append(values)
+    assert sums[0] == sums[1]
+    assert sum(file.stat().st_size for file in (tmp_path / "point").iterdir()) > 300e6
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,330 @@
+"""Damaged, foreign and malicious checkpoints: a clear error, and nothing has changed."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_cases import Run, seed_all
+from lazy_oracle import one_thread  # noqa: F401 - a fixture
+from optimizer_cases import case_named
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, StorageError
+
+REFUSALS = (StorageError, InvalidValueError, InvalidTypeError, OptimizerError)
+
+
+@pytest.fixture(scope="module")
+def points(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints of the same run, at different times."""
+    folder = tmp_path_factory.mktemp("points")
+    run = Run(case_named("adamw"))
+    seed_all(1)
+    for name in ("a", "b"):
+        run.epochs(1)
+        run.save(folder / name, extra={"words": ["x", (1, 2)], "array": torch.arange(5), "set": {1}})
+    return folder / "a", folder / "b"
+
+
+class Target:
+    """A run that has trained elsewhere, and a check that it is as it was."""
+
+    def __init__(self) -> None:
+        self.make()
+
+    def make(self) -> None:
+        self.run = Run(case_named("adamw"), 9)
+        seed_all(2)
+        self.run.epochs(1)
+        self.before = self.run.digest()
+
+    def load(self, path: Path) -> str | None:
+        """Return the refusal, or None where it loads."""
+        refusal = None
+        try:
+            self.run.load(path)
+        except REFUSALS as error:
+            refusal = str(error)
+        if refusal is None:
+            self.make()
+            return None
+        assert self.run.digest() == self.before, f"changed, and then refused: {refusal}"
+        assert "\n" not in refusal
+        assert len(refusal) < 1500
+        return refusal
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    torch.set_num_threads(1)
+    return Target()
+
+
+def sign(folder: Path, content: Any) -> None:
+    """Write a manifest with the checksum that belongs to it."""
+    content = {key: value for key, value in content.items() if key != "sha256"}
+    body = json.dumps(content, separators=(",", ":"))[1:].encode()
+    head = f'{{"sha256":"{hashlib.sha256(body).hexdigest()}",\n'.encode()
+    (folder / "manifest.json").write_bytes(head + body)
+
+
+def manifest(folder: Path) -> Any:
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def resign(folder: Path, change: Callable[[Any], Any]) -> None:
+    content = manifest(folder)
+    change(content)
+    sign(folder, content)
+
+
+def data_file(folder: Path, role: str = "model") -> Path:
+    return folder / manifest(folder)["files"][role]["name"]
+
+
+def replace_data(folder: Path, role: str, data: bytes) -> None:
+    """Replace a data file, and let the manifest say so."""
+    content = manifest(folder)
+    (folder / content["files"][role]["name"]).write_bytes(data)
+    content["files"][role].update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    sign(folder, content)
+
+
+# --- by chance --------------------------------------------------------------------------------------------------------
+
+
+def truncate(rng: random.Random, folder: Path, other: Path) -> None:
+    file = rng.choice(sorted(folder.iterdir()))
+    os.truncate(file, rng.randrange(file.stat().st_size))
+
+
+def flip(rng: random.Random, folder: Path, other: Path) -> None:
+    file = rng.choice(sorted(folder.iterdir()))
+    data = bytearray(file.read_bytes())
+    for _ in range(rng.choice([1, 1, 1, 20])):
+        data[rng.randrange(len(data) if rng.random() < 0.7 else min(len(data), 200))] ^= 1 << rng.randrange(8)
+    file.write_bytes(data)
+
+
+def lengthen(rng: random.Random, folder: Path, other: Path) -> None:
+    with open(rng.choice(sorted(folder.iterdir())), "ab") as file:
+        file.write(rng.randbytes(rng.randrange(1, 50)))
+
+
+def rename(rng: random.Random, folder: Path, other: Path) -> None:
+    file = rng.choice(sorted(folder.iterdir()))
+    file.rename(folder / (file.name[:-1] if rng.random() < 0.5 else f"x{file.name}"))
+
+
+def swap(rng: random.Random, folder: Path, other: Path) -> None:
+    first, second = rng.sample(sorted(folder.glob("*.safetensors")), 2)
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+
+
+def mix(rng: random.Random, folder: Path, other: Path) -> None:
+    role = rng.choice(["model", "optimizer", "objects"])
+    shutil.copy(data_file(other, role), data_file(folder, role))
+
+
+def foreign(rng: random.Random, folder: Path, other: Path) -> None:
+    file = rng.choice(sorted(folder.iterdir()))
+    size = rng.choice([0, 1, 7, 8, 9, 100, file.stat().st_size])
+    file.write_bytes(
+        rng.choice([bytes(size), rng.randbytes(size), b"{}", b"[]", b"null", b'{"format":1}', b"\xff" * size])
+    )
+
+
+def other_kind(rng: random.Random, folder: Path, other: Path) -> None:
+    file = rng.choice(sorted(folder.iterdir()))
+    file.unlink()
+    match rng.randrange(4):
+        case 0:
+            file.mkdir()
+        case 1:
+            os.mkfifo(file)
+        case 2:
+            file.symlink_to("/etc/passwd" if rng.random() < 0.5 else other / file.name)
+        case 3:
+            file.symlink_to(file)
+
+
+JUNK: list[Any] = [
+    None, True, 0, -1, 1, 2**62, 2**70, 10**400, 1.5, 1e308,
+    "", "x", "0.weight", "../../etc/passwd", "\ud800", [], [[]], {}, {"$": "x"},
+    {"$": "float", "v": "1e5"}, {"$": "tensor", "v": "0.weight"}, {"$": "tensor"}, {"$": "rows"}, {"$": ["set"], "v": []},
+    {"$": "set", "v": [[]]}, {"$": "set", "v": 5}, {"$": "dict", "v": [[1]]}, {"$": "dict", "v": [[[], 1]]},
+    {"$": "bytes", "v": "zz"}, {"$": "scalar", "dtype": "int8", "v": 999}, {"$": "scalar", "dtype": "object", "v": 1},
+    {"$": "device", "v": "moon"}, {"$": "dtype", "v": "os.system"}, {"$": "size", "v": ["x"]},
+    {"$": "counter", "v": 1}, {"$": "complex", "v": [1]},
+]  # fmt: skip
+
+
+def places(node: Any) -> list[tuple[Any, Any]]:
+    items = list(node.items()) if isinstance(node, dict) else list(enumerate(node)) if isinstance(node, list) else []
+    return [(node, key) for key, _ in items] + [place for _, child in items for place in places(child)]
+
+
+def mutate(rng: random.Random, folder: Path, other: Path) -> None:
+    """Change the manifest anywhere, and sign it."""
+    content = manifest(folder)
+    content.pop("sha256")
+    section = rng.choice([content, content["model"], content["optimizers"], content["objects"], content["files"]])
+    for _ in range(rng.choice([1, 1, 2, 5])):
+        # Not the numbers of the generators, which are most of it.
+        options = [place for place in places(section) if not isinstance(place[0], list) or len(place[0]) < 100]
+        node, key = rng.choice(options)
+        what = rng.randrange(4)
+        if what == 0:
+            del node[key]
+        elif what == 1:
+            node[key] = copy.deepcopy(rng.choice(options)[0])
+        elif what == 2 and isinstance(node, dict):
+            node[rng.choice(["$", "v", "x", "step", "complex"])] = rng.choice(JUNK)
+        else:
+            node[key] = copy.deepcopy(rng.choice(JUNK))
+        if not places(section):
+            break
+    try:
+        sign(folder, content)
+    except (ValueError, RecursionError):  # a mutation made a circle, or a number that JSON cannot write
+        (folder / "manifest.json").write_text("{")
+
+
+def header(rng: random.Random, folder: Path, other: Path) -> None:
+    """Change the header of a data file, and let the manifest follow."""
+    role = rng.choice(["model", "optimizer", "objects"])
+    data = data_file(folder, role).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    match rng.randrange(4):
+        case 0:
+            size = rng.choice([0, 1, 2**31, 2**63, 2**64 - 1, len(data), len(data) - 8])
+            data = size.to_bytes(8, "little") + data[8:]
+        case 1:
+            data = data[:8] + rng.randbytes(length) + data[8 + length :]
+        case 2:
+            text = (b"[" * length)[:length]
+            data = data[:8] + text + data[8 + length :]
+        case 3:
+            data = data[: rng.randrange(len(data))]
+    replace_data(folder, role, data)
+
+
+DAMAGES = [truncate, flip, lengthen, rename, swap, mix, foreign, other_kind, mutate, mutate, mutate, header]
+
+
+@pytest.mark.parametrize("cases", [range(1000), pytest.param(range(1000, 9000), marks=pytest.mark.slow)], ids=len)
+def test_whatever_is_damaged_is_refused(
+    cases: range, points: tuple[Path, Path], target: Target, tmp_path: Path
+) -> None:
+    loaded = 0
+    for number in cases:
+        rng = random.Random(number)
+        damage = DAMAGES[number % len(DAMAGES)]
+        folder = tmp_path / "point"
+        shutil.copytree(points[0], folder)
+        damage(rng, folder, points[1])
+        try:
+            refusal = target.load(folder)
+        except Exception as error:
+            raise AssertionError(f"case {number}: {damage.__name__}: {type(error).__name__}: {error}") from error
+        # A manifest that somebody has changed and signed may be a good one.
+        assert refusal is not None or damage is mutate, f"case {number}: {damage.__name__} was loaded"
+        loaded += refusal is None
+        shutil.rmtree(folder)
+    assert loaded < len(cases) / 4
+    assert target.load(points[0]) is None
+
+
+# --- by design --------------------------------------------------------------------------------------------------------
+
+
+def name_is(name: str) -> Callable[[Path], None]:
+    return lambda folder: resign(folder, lambda c: c["files"]["model"].update(name=name))
+
+
+def deep_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_bytes(b'{"a":' * 200_000 + b"1" + b"}" * 200_000)
+
+
+def deep_extra(folder: Path) -> None:
+    node: Any = 1
+    for _ in range(400):
+        node = [node]
+    resign(folder, lambda c: c.update(extra=node))
+
+
+def a_pickle(folder: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {folder.parent}/owned",)
+
+    replace_data(folder, "model", pickle.dumps(Evil()))
+
+
+def bomb(folder: Path) -> None:
+    """One tensor, named a thousand times."""
+    name = next(iter(manifest(folder)["files"]["objects"]["tensors"]))
+    resign(folder, lambda c: c.update(extra=[{"$": "tensor", "v": name}] * 1000))
+
+
+def vast(folder: Path) -> None:
+    def change(content: Any) -> None:
+        entry = next(iter(content["files"]["model"]["tensors"].values()))
+        entry["shape"] = [2**62, 0, 2**62]
+
+    resign(folder, change)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (name_is("../a/model.safetensors"), "is no name of a model file"),
+        (name_is("/etc/passwd"), "is no name of a model file"),
+        (name_is(f"objects-{'0' * 32}.safetensors"), "is no name of a model file"),
+        (name_is(f"model-{'0' * 32}.safetensors\n"), "is no name of a model file"),
+        (name_is(f"model-{'0' * 32}.safetensors"), "cannot open .*No such file"),
+        (deep_manifest, "is damaged"),
+        (deep_extra, "is not|is damaged|None"),
+        (a_pickle, "has a header of"),
+        (bomb, "tensors of the objects file are not those that the manifest refers to"),
+        (vast, "a shape that no tensor has"),
+        (lambda f: resign(f, lambda c: c.update(format_version=2)), "format version 2 but this speedtransfer reads 1"),
+        (lambda f: resign(f, lambda c: c.update(format="x")), "is no manifest of a checkpoint"),
+        (lambda f: (f / "manifest.json").write_text("{}"), "is no manifest of a checkpoint"),
+        (lambda f: (f / "manifest.json").write_text('{"a": NaN}'), "NaN is no JSON"),
+        (lambda f: (f / "manifest.json").unlink(), "holds no manifest.json"),
+        (lambda f: data_file(f).unlink(), "cannot open 'model-"),
+    ],
+)
+def test_attacks(
+    damage: Callable[[Path], Any], words: str, points: tuple[Path, Path], target: Target, tmp_path: Path
+) -> None:
+    folder = tmp_path / "point"
+    shutil.copytree(points[0], folder)
+    damage(folder)
+    refusal = target.load(folder)
+    if damage is deep_extra:  # deep, but data
+        return
+    assert refusal is not None
+    assert re.search(words, refusal), refusal
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_moved_or_linked_folder_is_as_good(points: tuple[Path, Path], target: Target, tmp_path: Path) -> None:
+    shutil.copytree(points[0], tmp_path / "moved")
+    (tmp_path / "link").symlink_to(tmp_path / "moved")
+    for name in ("moved", "link"):
+        assert target.load(tmp_path / name) is None

@@ -1,0 +1,115 @@
+"""Killed at any moment: the last finished checkpoint loads, and the run that goes on from it ends bit-equal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+# One process imports torch and starts no thread, then forks a child for each life of the training run. A life is ended by
+# SIGKILL: at a random line of the code that saves, or at a random time.
+SCRIPT = r"""
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from checkpoint_cases import Run, seed_all
+from optimizer_cases import case_named
+import speedtransfer as st
+
+EPOCHS = 8
+folder, log, moments, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+
+def kill_at_line(count):
+    left = [count]
+    def trace(frame, event, arg):
+        if not frame.f_code.co_filename.endswith(("checkpoint/folder.py", "checkpoint/writing.py", "checkpoint/save.py")):
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+    sys.settrace(trace)
+
+def life(line, report):
+    run = Run(case_named("adamw"))
+    seed_all(5)
+    done = 0
+    if (folder / "manifest.json").exists():
+        done = run.load(folder)["epoch"]
+    finished = [int(text) for text in log.read_text().split()]
+    assert done >= max(finished, default=0), f"epoch {finished[-1]} was saved but {done} loaded"
+    if line:
+        kill_at_line(line)
+    saved = done < EPOCHS
+    while done < EPOCHS:
+        run.epochs(1)
+        done += 1
+        run.save(folder, extra={"epoch": done})
+        with open(log, "a") as file:
+            file.write(f"{done}\n")
+    sys.settrace(None)
+    report.write_text(run.digest())
+    # The first save removes what is left of those that were killed.
+    assert len(os.listdir(folder)) == 4 or not saved, os.listdir(folder)
+
+def live(line=0, delay=None):
+    report = log.with_suffix(".report")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            life(line, report)
+            os._exit(0)
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            os._exit(1)
+    if delay is not None:
+        time.sleep(delay)
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        return None
+    assert os.WEXITSTATUS(status) == 0
+    return report.read_text()
+
+def reset():
+    for file in folder.glob("*"):
+        file.unlink()
+    log.write_text("")
+
+Run(case_named("adamw")).epochs(1)  # imports what a first step imports; on one thread, so that children may go on
+folder.mkdir()
+reset()
+start = time.monotonic()
+whole = live()
+seconds = time.monotonic() - start
+reset()
+random.seed(seed)
+killed = 0
+while killed < moments:
+    digest = live(line=random.randrange(1, 2500)) if killed % 2 else live(delay=random.uniform(0, 0.8 * seconds))
+    killed += digest is None
+    if digest is not None:
+        assert digest == whole, "a resumed run ended elsewhere"
+        reset()
+assert live() == whole, "a resumed run ended elsewhere"
+print("killed", killed)
+"""
+
+
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("moments", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_at_any_moment(moments: int, tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    argv = [sys.executable, "-c", SCRIPT, str(tmp_path / "point"), str(tmp_path / "log"), str(moments), "1"]
+    result = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=900)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.strip() == f"killed {moments}"

@@ -1,0 +1,178 @@
+"""Interrupted and resumed is as never interrupted, bit for bit, for every optimizer; torch and we load each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_cases import Run, seed_all
+from lazy_oracle import (
+    LazyOracle,
+    Twins,
+    one_thread,  # noqa: F401 - a fixture
+)
+from optimizer_cases import BASE, CASES, OptimizerCase, case_named
+from torch import nn
+
+import speedtransfer as st
+
+TESTS = Path(__file__).parent
+# Every optimizer once, and each implementation of one that has all three; the rest is slow.
+SOME = [*BASE, *(case_named(f"adamw-{how}") for how in ("loop", "foreach", "fused"))]
+UNTRAINED = ("adagrad", "adagrad-initial", "adamw", "sgd")  # Adagrad has state before it steps
+SLOW = [case for case in CASES if case not in SOME]
+ALL = [*SOME, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
+REST = [pytest.param(case, steps, marks=pytest.mark.slow) for case in SLOW for steps in (0, 10)]
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_resuming_is_going_on(case: OptimizerCase, tmp_path: Path) -> None:
+    whole = Run(case)
+    seed_all(7)
+    whole.epochs(4)
+    first = Run(case)
+    seed_all(7)
+    first.epochs(2)
+    first.save(tmp_path / "point", extra={"epoch": 2})
+    halfway = first.digest()
+    first.epochs(2)  # saving has changed nothing
+    assert first.digest() == whole.digest()
+    second = Run(case, seed=1)
+    seed_all(8)
+    assert second.load(tmp_path / "point") == {"epoch": 2}
+    assert second.digest() == halfway
+    second.epochs(2)
+    assert second.losses == whole.losses[-len(second.losses) :]
+    assert second.digest() == whole.digest()
+
+
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "sgd-momentum"])
+def test_loading_over_a_run_that_went_on(name: str, tmp_path: Path) -> None:
+    run = Run(case_named(name))
+    seed_all(7)
+    run.epochs(1)
+    run.save(tmp_path)
+    run.epochs(2)
+    end = run.digest()
+    run.load(tmp_path)
+    run.epochs(2)
+    assert run.digest() == end
+
+
+def test_resuming_in_another_process(tmp_path: Path) -> None:
+    whole = Run(case_named("nadam"))
+    seed_all(77)
+    whole.epochs(2)
+    whole.save(tmp_path)
+    argv = [sys.executable, str(TESTS / "checkpoint_cases.py"), str(tmp_path), "nadam"]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    result = subprocess.run(argv, capture_output=True, text=True, check=True, env=environment, timeout=120)
+    whole.epochs(2)
+    assert result.stdout.strip() == whole.digest()
+
+
+@pytest.mark.parametrize(
+    ("case", "steps"), [*((case, 10) for case in SOME), *((case_named(n), 0) for n in UNTRAINED), *REST], ids=str
+)
+def test_checkpoints_cross_over_and_training_continues_equal(case: OptimizerCase, steps: int, tmp_path: Path) -> None:
+    """Ours into torch, torch into ours: models that go on alike."""
+    twins = Twins(case.make)
+    batches = twins.batches(20)
+    twins.train(batches[:steps])
+    st.save_checkpoint(tmp_path / "ours", twins.ours, twins.opt)
+    st.save_checkpoint(tmp_path / "dense", twins.dense, twins.oracle.optimizer)
+    twins.assert_same()  # Adagrad has made its first state when it was saved before a step
+    twins.ours, twins.dense = st.Embedding(twins.num_rows, twins.dim), nn.Embedding(twins.num_rows, twins.dim)
+    twins.opt, dense_opt = case.make([twins.ours.weight], lr=0.5), case.make([twins.dense.weight], lr=0.5)
+    twins.oracle = LazyOracle(dense_opt, twins.dense)
+    st.load_checkpoint(tmp_path / "dense", twins.ours, twins.opt)
+    st.load_checkpoint(tmp_path / "ours", twins.dense, dense_opt)
+    if steps:
+        twins.assert_same()
+    twins.train(batches[steps:])
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("memory", ["pageable", "mmap", "device"])
+def test_memories_load_each_other(memory: str, tmp_path: Path) -> None:
+    case = case_named("adamw-amsgrad")
+    run = Run(case)
+    seed_all(3)
+    run.epochs(1)
+    run.save(tmp_path / "point")
+    options = {"path": tmp_path / "rows.npy"} if memory == "mmap" else {}
+    other = Run(case, 4, memory=memory, **options)
+    other.load(tmp_path / "point")
+    for each in (run, other):
+        seed_all(6)
+        each.epochs(1)
+    assert other.digest() == run.digest()
+    other.save(tmp_path / "back")
+    back = Run(case, 5)
+    back.load(tmp_path / "back")
+    assert back.digest() == run.digest()
+
+
+def test_a_whole_model_crosses_over(tmp_path: Path) -> None:
+    case = case_named("adam")
+    ours = Run(case)
+    seed_all(1)
+    ours.epochs(2)
+    ours.save(tmp_path)
+    dense = Run(case, 9, nn)
+    dense.load(tmp_path)
+    assert dense.digest() == ours.digest()
+    dense.save(tmp_path)
+    again = Run(case, 8)
+    again.load(tmp_path)
+    assert again.digest() == ours.digest()
+    for each in (ours, again):
+        seed_all(6)
+        each.epochs(1)
+    assert again.digest() == ours.digest()
+
+
+def test_two_optimizers(tmp_path: Path) -> None:
+    def make() -> tuple:
+        run = Run(case_named("sgd"))
+        rows = torch.optim.Adam([run.model.words.weight, run.model.bag.weight], lr=0.1)
+        dense = torch.optim.SGD([*run.model.dense.parameters(), *run.model.norm.parameters()], lr=0.1, momentum=0.9)
+        return run.model, rows, dense
+
+    def train(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        for step in range(3):
+            model(torch.arange(step, 12 + step).view(4, 3)).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    first, second = make(), make()
+    train(*first)
+    st.save_checkpoint(tmp_path, first[0], first[1], dense=first[2])
+    train(*first)
+    st.load_checkpoint(tmp_path, second[0], second[1], dense=second[2])
+    train(*second)
+    for key, value in first[0].state_dict().items():
+        assert torch.equal(value, second[0].state_dict()[key]), key
+
+
+def test_state_that_is_no_longer_used_stays(tmp_path: Path) -> None:
+    run = Run(case_named("adamw-amsgrad"))
+    run.epochs(1)
+    run.optimizer.param_groups[0]["amsgrad"] = False
+    run.epochs(1)
+    run.save(tmp_path)
+    expected = run.digest()
+    other = Run(case_named("adamw-amsgrad"), 1)
+    other.load(tmp_path)
+    assert other.digest() == expected
+    assert other.optimizer.state[other.model.words.weight].keys() >= {"max_exp_avg_sq"}
+    for each in (run, other):
+        seed_all(1)
+        each.optimizer.param_groups[0]["amsgrad"] = True
+        each.epochs(1)
+    assert run.digest() == other.digest()
