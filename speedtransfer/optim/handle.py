@@ -41,10 +41,12 @@ class Handle:
     table : Table
     requires_grad : bool
         Whether the rows are trained.
+    rows : RowStore, optional
+        The way to the rows of `table`; by default they are stored as they are computed with.
     """
 
-    def __init__(self, table: Table, requires_grad: bool = True) -> None:
-        self.rows = RowStore(table)
+    def __init__(self, table: Table, requires_grad: bool = True, rows: RowStore | None = None) -> None:
+        self.rows = RowStore(table) if rows is None else rows
         self.ids: Tensor | None = None  # active rows, sorted; None: idle
         self.state: Any = None  # optim.state.RowState of the optimizer that trains the rows
         # Optimizers whose state of these rows is gone, and why.
@@ -176,7 +178,7 @@ class Handle:
         """Convert the table to `dtype`. The state of its rows goes: an optimizer does not follow such a change either."""
         reason = f"the table became {dtype}"
         self.drop_state(reason)
-        self.rows = RowStore(self.table.astype(dtype))
+        self.rows = self.rows.astype(dtype)
         self.clear()
 
     def drop_state(self, reason: str) -> None:
@@ -196,20 +198,21 @@ class Handle:
     def __reduce__(self) -> Any:
         """Pickle the rows, without their state, which is the optimizer's, and without a gradient, as torch does."""
         memory = "device" if self.table.memory == "device" else "auto"  # a file stays where it is, pinned may not exist
-        return _unpickle, (self.table.torch(), memory, str(self.table.device), self.param)
+        return _unpickle, (self.table.torch(), memory, str(self.table.device), self.param, self.rows.pickled())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         # Without the planes of state: a copy of the optimizer, if there is one, brings its own.
-        duplicate = Handle(self.table.astype(self.table.dtype))
+        rows = self.rows.copy()
+        duplicate = Handle(rows.table, rows=rows)
         memo[id(self)] = duplicate
         duplicate.bind(copy.deepcopy(self.param, memo))
         duplicate.clear()
         return duplicate
 
 
-def _unpickle(weight: Tensor, memory: str, device: str, param: nn.Parameter) -> Handle:
+def _unpickle(weight: Tensor, memory: str, device: str, param: nn.Parameter, rows: dict[str, Any]) -> Handle:
     table = Table.from_array(weight, memory, device=device, copy=False)
-    handle = Handle(table, param.requires_grad)
+    handle = Handle(table, param.requires_grad, RowStore.unpickled(table, rows))
     handle.bind(param)
     handle.clear()
     return handle

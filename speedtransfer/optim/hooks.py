@@ -14,6 +14,7 @@ from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.probe import probe
 from speedtransfer.optim.state import RowState
+from speedtransfer.optim.store import EncodedPlane
 
 _installed = False
 _watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that call _before_state_dict
@@ -84,6 +85,7 @@ def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> N
     handle.state = RowState(handle, optimizer, specs)
     if optimizer not in _watched:
         optimizer.register_state_dict_pre_hook(_before_state_dict)
+        optimizer.register_state_dict_post_hook(_after_state_dict)
         _watched.add(optimizer)
 
 
@@ -94,6 +96,16 @@ def _before_state_dict(optimizer: Optimizer) -> None:
         if handle.state is not None and handle.state.optimizer() is optimizer:
             handle.state.recover(optimizer)
             handle.table.wait()
+
+
+@torch.no_grad()
+def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Put the values of planes that are stored in 8 bits into the state dict, and not into the optimizer's own state."""
+    for key, entry in state_dict["state"].items():
+        if isinstance(entry, dict) and any(isinstance(value, EncodedPlane) for value in entry.values()):
+            state_dict["state"][key] = {
+                name: value.decode() if isinstance(value, EncodedPlane) else value for name, value in entry.items()
+            }
 
 
 @torch.no_grad()
