@@ -153,11 +153,11 @@ class Blocks8(Plain):
             added = (self._split(bits) >> 12).bitwise_and_((1 << 20) - 1)
             chance = added.to(torch.float32).mul_(2.0**-20)
         codes = (sizes.view(torch.int32) + added >> 20).add_(top - self._ONE)
-        below = (sizes > torch.where(signed, chance * least, 0.0)).to(torch.int32)
+        below = torch.where(signed, sizes > chance * least, values > 0).to(torch.int32)
         codes = torch.where(sizes < least, below, codes)
         codes += (values < 0).to(torch.int32).mul_(128)
         return {
-            "": codes.to(torch.uint8).view(len(values), -1)[:, :width],
+            "": codes.to(torch.uint8).view(len(values), self.blocks * self.size)[:, :width],
             SCALE: torch.where(signed, -scale, scale)[:, :, 0],
         }
 
@@ -165,7 +165,7 @@ class Blocks8(Plain):
         codes, scale = self._split(parts[""].to(torch.int32)), parts[SCALE][:, :, None]
         codes += (scale < 0).to(torch.int32).mul_(256)
         values = _meanings(codes.device).index_select(0, codes.view(-1)).view(codes.shape)
-        return values.mul_(scale.abs()).view(len(codes), -1)[:, : parts[""].shape[1]]
+        return values.mul_(scale.abs()).view(len(codes), self.blocks * self.size)[:, : parts[""].shape[1]]
 
 
 Codec = Plain

@@ -274,7 +274,7 @@ class EncodedPlane:
 
 
 def _codec(width: int, computed: torch.dtype, stored: torch.dtype) -> Codec:
-    if computed == stored or width == 0:
+    if computed == stored:
         return Plain(width, stored)
     if stored == torch.int8:
         return RowInt8(width)
