@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import zlib
 
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from torch import Tensor
 
-from speedtransfer.optim import codecs
-from speedtransfer.optim.codecs import BLOCK, SCALE, Blocks8, Cast, Codec, RowInt8, decode_rows, encode_rows
-from speedtransfer.optim.rounding import column_keys, random_bits, row_keys
+from speedtransfer.optim import convert
+from speedtransfer.optim.codecs import BLOCK, SCALE, Blocks8, Cast, Codec, RowInt8, meanings
+from speedtransfer.optim.convert import decode_rows, encode_rows
+from speedtransfer.optim.rounding import Keys, column_keys, random_bits, row_keys
 
 KINDS = ("bfloat16", "float16", "int8", "float8")
 
@@ -25,14 +27,19 @@ def codec_of(kind: str, width: int) -> Codec:
     return RowInt8(width) if kind == "int8" else Blocks8(width)
 
 
-def bits_for(count: int, width: int, seed: int = 0, writes: int = 0) -> Tensor:
-    return random_bits(row_keys(seed, writes, "weight", torch.arange(count)), column_keys(width, torch.device("cpu")))
+CPU = torch.device("cpu")
+
+
+def keys_for(count: int, width: int, writes: int = 0) -> Keys:
+    return Keys(row_keys(0, writes, "weight", torch.arange(count)), column_keys(width, CPU))
+
+
+def bits_for(count: int, width: int, writes: int = 0) -> Tensor:
+    return random_bits(*keys_for(count, width, writes))
 
 
 def there_and_back(codec: Codec, values: Tensor, writes: int | None = None) -> Tensor:
-    bits = None if writes is None else bits_for(*values.shape, writes=writes)
-    parts = encode_rows(codec, values, None if bits is None else lambda rows: bits[rows])
-    return decode_rows(codec, parts, torch.float32)
+    return decode_rows(codec, encode_rows(codec, values, None if writes is None else keys_for(*values.shape, writes)))
 
 
 def normal(rows: int, width: int, seed: int = 0) -> Tensor:
@@ -61,18 +68,18 @@ def test_bits_are_uniform_and_independent() -> None:
 
 
 def test_bits_depend_on_seed_write_plane_row_and_column_alone() -> None:
-    ids, columns = torch.tensor([5, 2**40, 7]), column_keys(9, torch.device("cpu"))
+    ids, columns = torch.tensor([5, 2**40, 7]), column_keys(9, CPU)
     words = random_bits(row_keys(3, 1, "weight", ids), columns)
     order = torch.tensor([2, 0, 1])
     assert torch.equal(random_bits(row_keys(3, 1, "weight", ids[order]), columns), words[order])
-    assert torch.equal(column_keys(20, torch.device("cpu"))[:9], columns)
+    assert torch.equal(column_keys(20, CPU)[:9], columns)
     for other in (row_keys(4, 1, "weight", ids), row_keys(3, 2, "weight", ids), row_keys(3, 1, "exp_avg", ids)):
         assert not (random_bits(other, columns) == words).any()
 
 
 def test_bits_are_these() -> None:
     """Runs go on from a seed and a count in a later version too."""
-    words = random_bits(row_keys(2**64 - 1, 3, "exp_avg", torch.tensor([0, 1])), column_keys(2, torch.device("cpu")))
+    words = random_bits(row_keys(2**64 - 1, 3, "exp_avg", torch.tensor([0, 1])), column_keys(2, CPU))
     assert words.tolist() == [[1430091211, 986296673], [-2020184805, -302782914]]
 
 
@@ -142,13 +149,13 @@ def test_8_bit_blocks_are_within_a_step_of_their_float(width: int, sign: str) ->
 
 
 def test_8_bit_codes_are_all_different_and_in_order() -> None:
-    meanings = codecs._meanings(torch.device("cpu"))
-    assert (meanings[:256].diff() > 0).all()
-    assert (meanings[256:384].diff() > 0).all()
-    assert torch.equal(meanings[384:], -meanings[256:384])
-    assert meanings[255] == meanings[256 + 127] == 1
-    assert 2**-32 < meanings[1] < 2**-31
-    assert 2**-16 < meanings[257] < 2**-15
+    known = meanings(CPU)
+    assert (known[:256].diff() > 0).all()
+    assert (known[256:384].diff() > 0).all()
+    assert torch.equal(known[384:], -known[256:384])
+    assert known[255] == known[256 + 127] == 1
+    assert 2**-32 < known[1] < 2**-31
+    assert 2**-16 < known[257] < 2**-15
 
 
 @given(st.lists(st.floats(2.0**-100, 2.0**100, width=32), min_size=1, max_size=40), st.sampled_from([None, 0, 1, 2]))
@@ -180,28 +187,28 @@ def test_zeros_stay(kind: str, writes: int | None) -> None:
     assert torch.equal(there_and_back(codec_of(kind, 40), values, writes), values)
     codec = codec_of(kind, 40)
     untouched = {s: torch.zeros(3, p.width, dtype=p.dtype) for s, p in codec.parts.items()}
-    assert torch.equal(decode_rows(codec, untouched, torch.float32), values)  # pages that were never written
+    assert torch.equal(decode_rows(codec, untouched), values)  # pages that were never written
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0)])
 def test_no_values(kind: str, shape: tuple[int, int]) -> None:
     codec = codec_of(kind, shape[1])
-    parts = encode_rows(codec, torch.zeros(shape), lambda rows: bits_for(*shape)[rows])
+    parts = encode_rows(codec, torch.zeros(shape), keys_for(*shape))
     assert {s: (p.shape[1], p.dtype) for s, p in parts.items()} == {
         s: (p.width, p.dtype) for s, p in codec.parts.items()
     }
     if shape[1]:
-        assert decode_rows(codec, parts, torch.float32).shape == shape
+        assert decode_rows(codec, parts).shape == shape
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_stored_one_by_one(kind: str) -> None:
     """A row comes out the same alone and among others, also where the CPU takes some at a time."""
-    width, rows = 100, codecs._CHUNK // 100 + 10
-    values, bits = normal(rows, width), bits_for(rows, width)
-    codec = codec_of(kind, width)
-    whole = encode_rows(codec, values, lambda part: bits[part])
+    width, rows = 100, convert._CHUNK // 100 + 10
+    values, keys = normal(rows, width), keys_for(rows, width)
+    codec, bits = codec_of(kind, width), random_bits(*keys)
+    whole = encode_rows(codec, values, keys)
     at_once = codec.encode(values, bits)
     some = torch.tensor([0, 1, 17, rows - 1])
     alone = codec.encode(values[some], bits[some])
@@ -209,7 +216,42 @@ def test_rows_are_stored_one_by_one(kind: str) -> None:
         assert torch.equal(part, at_once[suffix])
         assert torch.equal(part[some], alone[suffix])
         assert part.is_contiguous()
-    assert torch.equal(decode_rows(codec, whole, torch.float32), codec.decode(whole))
+    assert torch.equal(decode_rows(codec, whole), codec.decode(whole, torch.empty(rows, width)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [1, 16, 100, 128, 300])
+def test_compiled_passes_give_the_bits_of_torch(kind: str, width: int) -> None:
+    pytest.importorskip("numba")
+    values = normal(400, width) * torch.logspace(-44, 38, 400)[:, None]
+    values[::3] = values[::3].abs()
+    values[::7, : width // 2] *= torch.logspace(0, -12, width // 2)
+    values[5], values[6, 0], values[7, -1], values[8, 0] = 0.0, math.inf, -math.inf, math.nan
+    values[9, : width // 3] = -0.0
+    codec = codec_of(kind, width)
+    for writes in range(3):
+        keys = keys_for(400, width, writes)
+        expected, bits = codec.encode(values, random_bits(*keys)), None
+        found = {s: torch.empty(400, p.width, dtype=p.dtype) for s, p in codec.parts.items()}
+        convert._encode_compiled(importlib.import_module("speedtransfer.optim.compiled"), codec, values, keys, found)
+        for suffix, part in expected.items():
+            torch.testing.assert_close(found[suffix], part, rtol=0, atol=0, equal_nan=True)
+            bits = part.isnan() if part.is_floating_point() else torch.zeros_like(part, dtype=torch.bool)
+            raw = torch.int32 if part.element_size() == 4 else torch.int16 if part.element_size() == 2 else part.dtype
+            assert torch.equal(found[suffix].view(raw)[~bits], part.contiguous().view(raw)[~bits])
+        torch.testing.assert_close(
+            decode_rows(codec, found), codec.decode(found, torch.empty(400, width)), rtol=0, atol=0, equal_nan=True
+        )
+
+
+def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = normal(300, 128)
+    for kind in KINDS:
+        codec = codec_of(kind, 128)
+        fast = there_and_back(codec, values, 1)
+        with monkeypatch.context() as context:
+            context.setattr(convert, "compiled_copies", lambda: None)
+            assert torch.equal(there_and_back(codec, values, 1), fast)
 
 
 # --- numbers that are none --------------------------------------------------------------------------------------------
@@ -282,8 +324,8 @@ def test_rounding_is_unbiased(kind: str, factor: float) -> None:
         values[:, :16] *= torch.logspace(0, -6, 16)  # also below the smallest code
     codec, ids = codec_of(kind, width), torch.zeros(1, dtype=torch.int64)
     keys = torch.cat([row_keys(1, writes, "w", ids) for writes in range(_REPEATS)])
-    bits = random_bits(keys, column_keys(width, torch.device("cpu")))
-    found = decode_rows(codec, codec.encode(values.expand(_REPEATS, width), bits), torch.float32).double()
+    bits = random_bits(keys, column_keys(width, CPU))
+    found = decode_rows(codec, codec.encode(values.expand(_REPEATS, width), bits)).double()
     spread = found.std(0) / math.sqrt(_REPEATS)
     # The largest of a scale is rounded down, by less than the last digits that the scale drops.
     largest = values.abs().double().max() * (2.0**-16 if kind == "int8" else 2.0**-19 if kind == "float8" else 0)
@@ -295,8 +337,8 @@ def test_positive_8_bit_blocks_are_unbiased_down_to_their_smallest_code() -> Non
     values = torch.logspace(0, -9.4, 40)[None]
     codec = Blocks8(40)
     keys = torch.cat([row_keys(1, w, "w", torch.zeros(1, dtype=torch.int64)) for w in range(_REPEATS)])
-    bits = random_bits(keys, column_keys(40, torch.device("cpu")))
-    found = decode_rows(codec, codec.encode(values.expand(_REPEATS, 40), bits), torch.float32).double()
+    bits = random_bits(keys, column_keys(40, CPU))
+    found = decode_rows(codec, codec.encode(values.expand(_REPEATS, 40), bits)).double()
     spread = found.std(0) / math.sqrt(_REPEATS)
     assert ((found.mean(0) - values[0].double()).abs() <= 5 * spread + 1e-6 * values[0].double()).all()
 

@@ -1,4 +1,4 @@
-"""Suite `precision`: a recommender trained with the table in several forms: time, bytes moved, memory, and the loss reached."""
+"""Suite `precision`: a recommender trained with its table in several forms: time, bytes moved, memory, loss reached."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding
 
 NOTE = (
-    "AdamW. FP16 and BF16: how the table holds the weights, with the optimizer's state in bfloat16; int8: with a scale for each "
-    "row, and state in 8-bit blocks; of all of them the model is float32. AMP: a float32 table, and the model under "
+    "AdamW. FP16 and BF16: how the table holds the weights, with the optimizer's state in bfloat16; int8: with a scale for "
+    "each row, and state in 8-bit blocks; the model is float32. AMP: a float32 table, and the model under "
     "torch.autocast (float16 with a GradScaler on a GPU, bfloat16 on a CPU). The loss is that of batches not seen before, the "
     "same for all, at the end of a fixed number of steps. Memory is the table with its state, and of a GPU what a step takes."
 )
@@ -176,12 +176,12 @@ class _Training:
 
     def _memory(self, table: Any) -> dict[str, int]:
         place = "device_bytes" if table.memory == "device" and self.device.type == "cuda" else "host_bytes"
-        found = {"host_bytes": 0, "device_bytes": 0, place: table.nbytes}
+        found = {place: table.nbytes}
         if self.device.type == "cuda":
             synchronize(self.device)
             base = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             self.run()
             synchronize(self.device)
-            found["device_bytes"] += torch.cuda.max_memory_allocated(self.device) - base
+            found["device_bytes"] = found.get("device_bytes", 0) + torch.cuda.max_memory_allocated(self.device) - base
         return found

@@ -110,7 +110,7 @@ def _move(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], choos
             parts.append((choose(compiled, *places, num_bytes), (*places, ids)))
     threads = max(1, min(torch.get_num_threads(), num_bytes // _THREAD_BYTES))
     edges = [len(ids) * part // threads for part in range(threads + 1)]
-    _run_on_threads(parts, edges, (*planes, *rows))
+    run_on_threads(parts, edges, (*planes, *rows))
     # torch has not seen the writes: views and saved tensors are told, as after an operation in place.
     for tensor in planes if choose is _scatter_copy else rows:
         if not tensor.is_inference():
@@ -118,7 +118,7 @@ def _move(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], choos
     return True
 
 
-def _run_on_threads(parts: list[_Part], edges: list[int], memory: tuple[Tensor, ...]) -> None:
+def run_on_threads(parts: list[_Part], edges: list[int], memory: tuple[Tensor, ...]) -> None:
     """Run each stretch between two `edges` on a thread of its own, the first on this one, and wait for all."""
     others = list[concurrent.futures.Future[None]]()
     try:

@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from speedtransfer import buffers
-
 BLOCK = 128  # columns, at most, that share a scale of 8-bit state
 SCALE = ".scale"
-_CHUNK = 1 << 15  # values that the CPU takes at a time: the passes over them stay in its cache
 
 
 class Part(NamedTuple):
@@ -45,9 +41,9 @@ class Plain:
         """Return the raw rows of `values` (n, width); `bits` are random ones, (n, width) int32."""
         return {"": values.to(self.parts[""].dtype)}
 
-    def decode(self, parts: dict[str, Tensor]) -> Tensor:
-        """Return the values of raw rows, ``(n, width)``."""
-        return parts[""]
+    def decode(self, parts: dict[str, Tensor], out: Tensor) -> Tensor:
+        """Fill `out` (n, width) with the values of raw rows, and return it."""
+        return out.copy_(parts[""])
 
 
 class Cast(Plain):
@@ -57,7 +53,7 @@ class Cast(Plain):
         super().__init__(width, dtype)
         self.name = str(dtype).removeprefix("torch.")
         self._largest = torch.finfo(dtype).max
-        self._lost = 16 if dtype == torch.bfloat16 else 13  # bits of a float32's significand that the form drops
+        self.lost = 16 if dtype == torch.bfloat16 else 13  # bits of a float32's significand that the form drops
         # Below it float16's steps are all alike. Added to a number it makes them steps of an ordinary one.
         self._smallest = 0.0 if dtype == torch.bfloat16 else torch.finfo(dtype).smallest_normal
 
@@ -70,15 +66,12 @@ class Cast(Plain):
             offset = torch.where(values.abs() < self._smallest, self._smallest, 0.0).copysign_(values)
             rounded += offset
         words = rounded.view(torch.int32)
-        words += (bits >> (32 - self._lost)).bitwise_and_((1 << self._lost) - 1)
-        words &= -1 << self._lost
+        words += (bits >> (32 - self.lost)).bitwise_and_((1 << self.lost) - 1)
+        words &= -1 << self.lost
         if self._smallest:
-            rounded -= offset
+            rounded.sub_(offset).copysign_(values)
         rounded.clamp_(-self._largest, self._largest)
         return {"": torch.where(values.isfinite(), rounded, values).to(dtype)}
-
-    def decode(self, parts: dict[str, Tensor]) -> Tensor:  # noqa: D102
-        return parts[""].to(torch.float32)
 
 
 class RowInt8(Plain):
@@ -103,8 +96,8 @@ class RowInt8(Plain):
             codes.floor_()
         return {"": codes.nan_to_num_(0.0).clamp_(-127, 127).to(torch.int8), SCALE: scale}
 
-    def decode(self, parts: dict[str, Tensor]) -> Tensor:  # noqa: D102
-        return parts[""].to(torch.float32).mul_(parts[SCALE])
+    def decode(self, parts: dict[str, Tensor], out: Tensor) -> Tensor:  # noqa: D102
+        return torch.mul(parts[""], parts[SCALE], out=out)
 
 
 class Blocks8(Plain):
@@ -156,16 +149,17 @@ class Blocks8(Plain):
         below = torch.where(signed, sizes > chance * least, values > 0).to(torch.int32)
         codes = torch.where(sizes < least, below, codes)
         codes += (values < 0).to(torch.int32).mul_(128)
+        codes *= scale.isfinite()
         return {
             "": codes.to(torch.uint8).view(len(values), self.blocks * self.size)[:, :width],
             SCALE: torch.where(signed, -scale, scale)[:, :, 0],
         }
 
-    def decode(self, parts: dict[str, Tensor]) -> Tensor:  # noqa: D102
+    def decode(self, parts: dict[str, Tensor], out: Tensor) -> Tensor:  # noqa: D102
         codes, scale = self._split(parts[""].to(torch.int32)), parts[SCALE][:, :, None]
         codes += (scale < 0).to(torch.int32).mul_(256)
-        values = _meanings(codes.device).index_select(0, codes.view(-1)).view(codes.shape)
-        return values.mul_(scale.abs()).view(len(codes), self.blocks * self.size)[:, : parts[""].shape[1]]
+        values = meanings(codes.device).index_select(0, codes.view(-1)).view(codes.shape)
+        return out.copy_(values.mul_(scale.abs()).view(len(codes), self.blocks * self.size)[:, : out.shape[1]])
 
 
 Codec = Plain
@@ -181,7 +175,7 @@ def _scales(largest: Tensor, parts: Tensor, dropped: int, least: float) -> Tenso
 
 
 @functools.lru_cache(maxsize=16)
-def _meanings(device: torch.device) -> Tensor:
+def meanings(device: torch.device) -> Tensor:
     """Return what the codes of `Blocks8` mean: 256 without a sign and 256 with one."""
     with torch.inference_mode(False):
         codes = torch.arange(256, dtype=torch.int32)
@@ -190,38 +184,3 @@ def _meanings(device: torch.device) -> Tensor:
         values[384:] *= -1
         values[[0, 256, 384]] = 0
         return values.to(device)
-
-
-def encode_rows(codec: Codec, values: Tensor, bits: Callable[[slice], Tensor] | None) -> dict[str, Tensor]:
-    """Return the raw rows of `values` (n, width), on the CPU some at a time; `bits` gives the random bits for a slice."""
-    if values.shape[1] == 0:
-        return {s: values.new_zeros(len(values), p.width, dtype=p.dtype) for s, p in codec.parts.items()}
-    step = _step(values)
-    if step >= len(values):
-        every = codec.encode(values, None if bits is None else bits(slice(0, len(values))))
-        return {suffix: part.contiguous() for suffix, part in every.items()}
-    made = {s: buffers.empty((len(values), p.width), p.dtype, values.device) for s, p in codec.parts.items()}
-    for start in range(0, len(values), step):
-        rows = slice(start, start + step)
-        for suffix, part in codec.encode(values[rows], None if bits is None else bits(rows)).items():
-            made[suffix][rows] = part
-    return made
-
-
-def decode_rows(codec: Codec, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the values of raw rows, ``(n, width)`` of `dtype`, on the CPU some at a time."""
-    raw = parts[""]
-    if raw.dtype == dtype and len(parts) == 1:
-        return raw
-    step = _step(raw)
-    if step >= len(raw):
-        return codec.decode(parts).contiguous()
-    values = buffers.empty((len(raw), raw.shape[1]), dtype, raw.device)
-    for start in range(0, len(raw), step):
-        rows = slice(start, start + step)
-        values[rows] = codec.decode({suffix: part[rows] for suffix, part in parts.items()})
-    return values
-
-
-def _step(values: Tensor) -> int:
-    return max(1, _CHUNK // max(1, values.shape[1])) if values.device.type == "cpu" else len(values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 _WORD = (1 << 64) - 1
 # The multipliers of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-MIX_FIRST, MIX_SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)  # of a mix of 32-bit words (C. Wellons, "lowbias32")
+_MIX_FIRST, _MIX_SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)  # of a mix of 32-bit words (C. Wellons, "lowbias32")
 
 
 def _signed(word: int) -> int:
@@ -65,7 +66,18 @@ def column_keys(width: int, device: torch.device) -> Tensor:
 def random_bits(rows: Tensor, columns: Tensor) -> Tensor:
     """Return 32 bits for each pair of a row key (n, 1) and a column key (width,), ``(n, width)`` int32; use the high ones."""
     words = rows ^ columns
-    words *= MIX_FIRST
+    words *= _MIX_FIRST
     words ^= (words >> 15).bitwise_and_((1 << 17) - 1)
-    words *= MIX_SECOND
+    words *= _MIX_SECOND
     return words
+
+
+class Keys(NamedTuple):
+    """What random bits are made of: row keys (n, 1) and column keys (width,)."""
+
+    rows: Tensor
+    columns: Tensor
+
+    def bits(self, rows: slice) -> Tensor:
+        """Return the bits of some of the rows, ``(n, width)``."""
+        return random_bits(self.rows[rows], self.columns)

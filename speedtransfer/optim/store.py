@@ -16,8 +16,9 @@ from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer.errors import InvalidTypeError, OptimizerError
-from speedtransfer.optim.codecs import Blocks8, Cast, Codec, Plain, RowInt8, decode_rows, encode_rows
-from speedtransfer.optim.rounding import column_keys, random_bits, row_keys
+from speedtransfer.optim.codecs import Blocks8, Cast, Codec, Plain, RowInt8
+from speedtransfer.optim.convert import decode_rows, encode_rows
+from speedtransfer.optim.rounding import Keys, column_keys, row_keys
 from speedtransfer.tables import Table
 from speedtransfer.tables.fill import row_chunks
 
@@ -160,7 +161,7 @@ class RowStore:
     def decode(self, name: str, parts: dict[str, Tensor]) -> Tensor:
         """Return the values, ``(n, *tail)``, of raw rows, each part ``(n, width)``."""
         codec, tail = self._codecs[name], self._tails[name]
-        rows = parts[""] if codec.name == "plain" else decode_rows(codec, parts, self.dtype)
+        rows = parts[""] if codec.name == "plain" else decode_rows(codec, parts)
         return rows.view(len(rows), *tail)
 
     def encode(self, name: str, values: Tensor, ids: Tensor) -> dict[str, Tensor]:
@@ -188,8 +189,7 @@ class RowStore:
         if ids is None:
             return encode_rows(codec, flat, None)
         keys = row_keys(self._seed, self._count, name, ids.to(flat.device))
-        columns = column_keys(width, flat.device)
-        return encode_rows(codec, flat, lambda rows: random_bits(keys[rows], columns))
+        return encode_rows(codec, flat, Keys(keys, column_keys(width, flat.device)))
 
     @torch.no_grad()
     def _fill(self, name: str, values: Callable[[slice], Tensor]) -> None:
