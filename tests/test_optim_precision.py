@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import speedtransfer
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import find_handle
-from speedtransfer.optim.store import EncodedPlane
+from speedtransfer.optim.encoded import EncodedPlane
 
 FORMS = (
     (torch.bfloat16, None),

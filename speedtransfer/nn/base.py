@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.optim import Handle, RowStore, install
-from speedtransfer.optim.store import check_dtypes
+from speedtransfer.optim.codecs import check_dtypes
 from speedtransfer.tables import Table
 
 IDLE = ("lazy",)

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from speedtransfer.errors import InvalidTypeError
+
+STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 BLOCK = 128  # columns, at most, that share a scale of 8-bit state
 SCALE = ".scale"
 
@@ -184,3 +188,35 @@ def meanings(device: torch.device) -> Tensor:
         values[384:] *= -1
         values[[0, 256, 384]] = 0
         return values.to(device)
+
+
+def codec_for(width: int, computed: torch.dtype, stored: torch.dtype) -> Codec:
+    """Return the codec of rows that are computed in one dtype and stored in another: uint8 is `Blocks8`."""
+    if computed == stored:
+        return Plain(width, stored)
+    if stored == torch.int8:
+        return RowInt8(width)
+    return Blocks8(width) if stored == torch.uint8 else Cast(width, stored)
+
+
+def check_dtypes(dtype: torch.dtype, storage_dtype: Any, state_dtype: Any) -> None:
+    """Raise unless rows computed in `dtype` can be stored in `storage_dtype`, and their state in `state_dtype`.
+
+    Raises
+    ------
+    InvalidTypeError
+    """
+    for name, value, choices, hint in (
+        ("storage_dtype", storage_dtype, STORAGE_DTYPES, ""),
+        ("state_dtype", state_dtype, STATE_DTYPES, " (uint8: blocks of 8-bit floats)"),
+    ):
+        if value is None:
+            continue
+        if value not in choices:
+            known = ", ".join(str(choice) for choice in choices)
+            raise InvalidTypeError(f"{name} is {value!r} but must be None or one of {known}{hint}; pass one of them")
+        if dtype != torch.float32:
+            raise InvalidTypeError(
+                f"{name} is {value} but the rows are {dtype}, and only float32 ones are stored in another form; "
+                f"leave dtype out, or {name}"
+            )

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from speedtransfer.errors import OptimizerError
+from speedtransfer.optim.encoded import EncodedPlane
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.probe import probe
 from speedtransfer.optim.state import RowState
-from speedtransfer.optim.store import EncodedPlane
 
 _installed = False
 _watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that call _before_state_dict

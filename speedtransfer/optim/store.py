@@ -7,7 +7,6 @@ and "weight.scale". Rows are converted on the compute device: what crosses the b
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,15 +14,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from speedtransfer.errors import InvalidTypeError, OptimizerError
-from speedtransfer.optim.codecs import Blocks8, Cast, Codec, Plain, RowInt8
+from speedtransfer.optim.codecs import codec_for
 from speedtransfer.optim.convert import decode_rows, encode_rows
+from speedtransfer.optim.encoded import EncodedPlane
 from speedtransfer.optim.rounding import Keys, column_keys, row_keys
 from speedtransfer.tables import Table
 from speedtransfer.tables.fill import row_chunks
-
-STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
-STATE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 
 class RowStore:
@@ -48,7 +44,7 @@ class RowStore:
         self.storage_dtype, self.state_dtype = storage_dtype, state_dtype
         self.dtype = table.dtype if storage_dtype is None else torch.float32  # that the weights are computed with
         self._tails: dict[str, tuple[int, ...]] = {"weight": (table.dim,)}
-        self._codecs = {"weight": _codec(table.dim, self.dtype, table.dtype)}
+        self._codecs = {"weight": codec_for(table.dim, self.dtype, table.dtype)}
         for suffix, part in self._codecs["weight"].parts.items():
             if suffix and "weight" + suffix not in table.planes:
                 table.add_plane("weight" + suffix, part.width, part.dtype)
@@ -91,7 +87,7 @@ class RowStore:
         """Add a plane of `tail` values a row, each `start`; None: a copy of the weights."""
         width = math.prod(tail)
         small = self.state_dtype is not None and dtype == self.dtype and width > 1
-        codec = _codec(width, dtype, self.state_dtype if small and self.state_dtype else dtype)
+        codec = codec_for(width, dtype, self.state_dtype if small and self.state_dtype else dtype)
         first = encode_rows(codec, torch.full((1, width), start or 0.0, dtype=dtype), None)
         added: list[str] = []
         try:
@@ -131,7 +127,9 @@ class RowStore:
 
     def shown(self, name: str) -> Any:
         """Return what stands for a plane between steps: the whole of it where that is a view, else an `EncodedPlane`."""
-        return self.whole(name) if self._codecs[name].viewable else EncodedPlane(self, name)
+        if self._codecs[name].viewable:
+            return self.whole(name)
+        return EncodedPlane(self, name, (self.table.num_rows, *self._tails[name]))
 
     def load(self, name: str, values: Any) -> None:
         """Set the whole of a plane to ``(num_rows, *tail)`` values of any dtype and device, rounded to the nearest."""
@@ -247,58 +245,3 @@ class RowStore:
             made.table.plane("weight" + suffix).copy_(plane)
         made.load_state_dict(pickled["rounding"])
         return made
-
-
-class EncodedPlane:
-    """Stands in ``optimizer.state`` for a plane that is stored in 8 bits. State dicts, copies and pickles get its values."""
-
-    def __init__(self, store: RowStore, name: str) -> None:
-        self._store, self._name = weakref.ref(store), name  # the table must not live as long as an old optimizer
-        self.shape = torch.Size((store.table.num_rows, *store._tails[name]))
-
-    def decode(self) -> Tensor:
-        """Return the values, ``(num_rows, *tail)`` float32: a copy."""
-        store = self._store()
-        if store is None:
-            raise OptimizerError("the table of this state is gone, and the state with it; take state_dict() before")
-        return store.whole(self._name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.decode()
-
-    def __reduce__(self) -> Any:
-        return torch.Tensor.detach, (self.decode(),)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._name!r}, shape={tuple(self.shape)})"
-
-
-def _codec(width: int, computed: torch.dtype, stored: torch.dtype) -> Codec:
-    if computed == stored:
-        return Plain(width, stored)
-    if stored == torch.int8:
-        return RowInt8(width)
-    return Blocks8(width) if stored == torch.uint8 else Cast(width, stored)
-
-
-def check_dtypes(dtype: torch.dtype, storage_dtype: Any, state_dtype: Any) -> None:
-    """Raise unless rows computed in `dtype` can be stored in `storage_dtype`, and their state in `state_dtype`.
-
-    Raises
-    ------
-    InvalidTypeError
-    """
-    for name, value, choices, hint in (
-        ("storage_dtype", storage_dtype, STORAGE_DTYPES, ""),
-        ("state_dtype", state_dtype, STATE_DTYPES, " (uint8: blocks of 8-bit floats)"),
-    ):
-        if value is None:
-            continue
-        if value not in choices:
-            known = ", ".join(str(choice) for choice in choices)
-            raise InvalidTypeError(f"{name} is {value!r} but must be None or one of {known}{hint}; pass one of them")
-        if dtype != torch.float32:
-            raise InvalidTypeError(
-                f"{name} is {value} but the rows are {dtype}, and only float32 ones are stored in another form; "
-                f"leave dtype out, or {name}"
-            )
