@@ -67,7 +67,7 @@ class Cast(Plain):
             return {"": torch.where(values.isinf(), values, values.clamp(-self._largest, self._largest)).to(dtype)}
         rounded = values.clone()
         if self._smallest:
-            offset = torch.where(values.abs() < self._smallest, self._smallest, 0.0).copysign_(values)
+            offset = (values.abs() < self._smallest).to(values.dtype).mul_(self._smallest).copysign_(values)
             rounded += offset
         words = rounded.view(torch.int32)
         words += (bits >> (32 - self.lost)).bitwise_and_((1 << self.lost) - 1)
