@@ -20,9 +20,9 @@ SMALL = (torch.bfloat16, torch.float16, torch.int8)
 IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
 
 
-def made(dtype: torch.dtype | None, rows: int = 12, dim: int = 6, seed: int = 2, **options) -> speedtransfer.Embedding:
+def made(stored: torch.dtype | None, rows: int = 12, dim: int = 6, seed: int = 2, **options) -> speedtransfer.Embedding:
     torch.manual_seed(seed)
-    return speedtransfer.Embedding(rows, dim, storage_dtype=dtype, **options)
+    return speedtransfer.Embedding(rows, dim, storage_dtype=stored, **options)
 
 
 def dense(rows: int = 12, dim: int = 6, seed: int = 2, **options) -> nn.Embedding:
@@ -92,6 +92,24 @@ def test_replaced_embeddings(dtype: torch.dtype) -> None:
     assert speedtransfer.replace_embeddings(model, storage_dtype=dtype, state_dtype=torch.uint8) == ["0"]
     assert torch.equal(values(model[0]), quantised(weight, dtype))
     assert f"storage_dtype={dtype}, state_dtype=torch.uint8" in repr(model)
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_other_defaults_change_nothing(dtype: torch.dtype) -> None:
+    expected = values(made(dtype))
+    torch.set_default_dtype(torch.float64)
+    try:
+        emb = made(dtype, dtype=torch.float32, state_dtype=torch.uint8)
+        assert torch.equal(values(emb), expected.float())
+        train(emb)
+        with torch.inference_mode():
+            assert torch.equal(emb(IDS), values(emb)[IDS].float())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.inference_mode():
+        emb = made(dtype, state_dtype=torch.uint8)
+        assert torch.equal(emb(IDS), expected[IDS])
+    train(emb)
 
 
 # --- dtypes -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -245,9 +246,10 @@ def test_a_loaded_state_is_shown_before_the_next_step() -> None:
     assert torch.equal(opt.state_dict()["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
 
 
-def test_copies_of_a_model_with_its_optimizer_go_on_alike() -> None:
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"])
+def test_copies_of_a_model_with_its_optimizer_go_on_alike(how: Callable[[Any], Any]) -> None:
     emb, opt = trained(storage_dtype=torch.int8, state_dtype=torch.uint8)
-    other, second = copy.deepcopy((emb, opt))
+    other, second = how((emb, opt))
     for module, optimizer in ((emb, opt), (other, second)):
         optimizer.zero_grad()
         module(torch.arange(30)).square().sum().backward()

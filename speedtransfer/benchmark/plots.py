@@ -212,7 +212,7 @@ def _precision(make_figure: Callable[..., Any], groups: list[GroupResult]) -> An
         taken = [case and sum(case.memory.values()) / 1e9 for case in cases]
         line(memory, sizes, taken, name, line_style(number, False))
     time.set(yscale="log", ylabel="milliseconds a step", title="Time")
-    memory.set(ylabel="GB: the table with its state, and of a GPU what a step takes", title="Memory", ylim=(0, None))
+    memory.set(ylabel="GB, table and state (GPU: and a step)", title="Memory", ylim=(0, None))
     for axes in (time, memory):
         axes.set(xscale="log", xlabel="examples of a batch")
         axes.set_xticks(sizes, [f"{size:,}" for size in sizes])

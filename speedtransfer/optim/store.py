@@ -144,7 +144,8 @@ class RowStore:
             self.table.normal_()
         else:
             dim = self.table.dim
-            self._fill("weight", lambda rows: torch.empty(rows.stop - rows.start, dim).normal_())
+            empty = torch.empty(0, dtype=self.dtype, device="cpu")  # whatever the defaults are
+            self._fill("weight", lambda rows: empty.new_empty(rows.stop - rows.start, dim).normal_())
 
     # --- raw rows -----------------------------------------------------------------------------------------------------
 
