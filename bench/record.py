@@ -39,7 +39,7 @@ On a machine that is lent for ten minutes a command, split the parts over severa
 (kept up to date after every part), to be unpacked at the root of the repository, where bench/readme.py then draws them:
   COMMIT=1a2b3c+changes make gpu PY=python3 ARGS="--archive $OUT/results.tgz --total 560 --only tests,sanitizer"
   ... --only transfer,speedtorch,tax
-  ... --only step,memory
+  ... --only step,precision,memory
 --limit may then be as long as --total. COMMIT names the commit where there is no git; "+changes" behind it says that the tree
 had some."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SUITES = ("transfer", "speedtorch", "tax", "step", "memory")
+SUITES = ("transfer", "speedtorch", "tax", "step", "precision", "memory")
 CHECKS = ("tests", "sanitizer")  # need a GPU
 PARTS = (*CHECKS, *SUITES)
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs

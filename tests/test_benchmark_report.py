@@ -102,6 +102,23 @@ def step():
     return [*groups, GroupResult("5 GB of GPU memory", {"experiment": "gpu limit", "rows": 10**8, "dim": 128}, limit)]
 
 
+def precision():
+    def one(name, seconds, scale, loss):
+        figures = {"moved_bytes": 4e6 * scale, "table_bytes": 1e9 * scale, "loss": loss}
+        found = case(name, "ours", seconds, memory={"host_bytes": int(1e9 * scale)})
+        found.figures = figures
+        return found
+
+    return [
+        GroupResult(
+            f"AdamW step, {batch} examples",
+            {"batch": batch, "rows": 1000, "dim": 128, "steps": 100},
+            [one("FP32", 1e-6 * batch, 1, 0.5), one("int8", 2e-6 * batch, 0.25, 0.51)],
+        )
+        for batch in (512, 2048)
+    ]
+
+
 def memory():
     cases = [
         case("speedtransfer, pinned", "ours", memory={"host_bytes": 5_100_000_000, "device_bytes": 10_000_000}),
@@ -111,7 +128,14 @@ def memory():
     return [GroupResult("memory of 3,300,000 x 128", params, cases)]
 
 
-SUITES = {"transfer": transfer, "speedtorch": speedtorch, "tax": tax, "step": step, "memory": memory}
+SUITES = {
+    "transfer": transfer,
+    "speedtorch": speedtorch,
+    "tax": tax,
+    "step": step,
+    "precision": precision,
+    "memory": memory,
+}
 
 
 def recorded(suite, quick=False):
@@ -139,6 +163,9 @@ def test_a_group_as_a_table():
 def test_columns_follow_what_a_group_is_about():
     assert group_table(tax()[0]).header == ["", "median", "quartiles"]
     assert group_table(memory()[0]).header == ["", "host memory", "device memory"]
+    table = group_table(precision()[0])
+    assert table.header == ["", "time / FP32", "median", "quartiles", "moved", "loss", "host memory"]
+    assert table.rows[1][0::5] == ["int8", "0.5100"]
     assert group_table(transfer()[-2]).header[-2:] == ["host", "device"]
     assert ["published (K80, 2019): PyTorch, pinned", "", "", "47.8 ms", ""] in group_table(speedtorch()[0]).rows
 
@@ -176,6 +203,10 @@ def test_sentences_name_shares_and_ratios():
     assert "the large one takes 1.10x the time" in lines("step")[0]
     assert "speedtransfer, pinned: 3.00 ms a step, 1.00x from 1M to 100M rows" in lines("step")
     assert "5.1 GB, 1.02x the 5 GB of its planes" in lines("memory")[0]
+    assert lines("precision") == [
+        "int8 to FP32, 2,048 examples a step: 2.00x the time, 0.25x the memory of the table, 0.25x the bytes moved, loss "
+        "0.5100 against 0.5000"
+    ]
 
 
 @pytest.mark.parametrize("name", ["speedtransfer", "one cudaMemcpy", "t[idx].to(device)"])

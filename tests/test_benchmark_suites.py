@@ -1,4 +1,4 @@
-"""The suites `tax`, `step` and `memory`: what they compare is what they say, and their checks notice what is wrong."""
+"""The suites but those of transfers: what they compare is what they say, and their checks notice what is wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from speedtransfer.benchmark import memory, step, tax
+from speedtransfer.benchmark import memory, precision, step, tax
 from speedtransfer.benchmark.kinds import DIM, PLANES, ROW_BYTES, kinds
 from speedtransfer.benchmark.measure import CaseResult, GroupResult, measure
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
@@ -30,7 +30,7 @@ def run_all(groups):
 # --- all of them --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suite", [tax, step, memory])
+@pytest.mark.parametrize("suite", [tax, step, precision, memory])
 @pytest.mark.parametrize("quick", [True, False])
 def test_groups_take_options_of_others_and_make_nothing_yet(suite, quick):
     groups = suite.groups(CPU, quick, seed=3, table_bytes=1000, whatever=1)
@@ -39,7 +39,7 @@ def test_groups_take_options_of_others_and_make_nothing_yet(suite, quick):
     assert suite.NOTE
 
 
-@pytest.mark.parametrize("suite", [step, memory])
+@pytest.mark.parametrize("suite", [step, precision, memory])
 def test_rows_of_the_table(suite):
     assert suite.groups(CPU, True, rows=500)[0].params["rows"] == 500
     with pytest.raises(InvalidValueError, match="rows is -1"):
@@ -290,6 +290,42 @@ def test_the_limit_ends_with_its_holder(monkeypatch):
     assert fractions == [0.05]
     del limit
     assert fractions == [0.05, 1.0]
+
+
+# --- precision ----------------------------------------------------------------------------------------------------------
+
+
+def test_precision_compares_every_form_at_every_batch_size(monkeypatch):
+    monkeypatch.setattr(precision, "_QUICK_STEPS", 12)
+    found = run_all(precision.groups(CPU, True, rows=3000, seed=1))
+    assert [result.params["batch"] for result in found] == [128, 512]
+    for result in found:
+        assert [case.name for case in result.cases] == ["FP32", "FP16", "BF16", "AMP", "int8"]
+        plain, *others = result.cases
+        assert plain.figures["table_bytes"] == 3 * 3000 * ROW_BYTES == plain.memory["host_bytes"]
+        shares = [case.figures["moved_bytes"] / plain.figures["moved_bytes"] for case in others]
+        assert shares == [0.5, 0.5, 1.0, 0.2578125]
+        assert all(0.4 < case.figures["loss"] < 0.75 for case in result.cases)
+
+
+def test_a_training_that_goes_wrong_is_noticed():
+    far, more = (precision._cases(CPU, 500, 64, 4, 0)[number] for number in (4, 2))
+    far.run()
+    far.run.__self__.reached["FP32"] = 0.1
+    with pytest.raises(AssertionError, match=r"FP32 with 0\.1000"):
+        far.check()
+    more.run()
+    more.run.__self__.model.rows.table.add_plane("more", 1)
+    with pytest.raises(AssertionError, match="holds"):
+        more.check()
+
+
+def test_forms_start_from_the_same_model_and_see_the_same_batches():
+    first, last = (case.run.__self__ for case in precision._cases(CPU, 500, 64, 4, 0)[::4])
+    assert first.data is last.data
+    for training in (first, last):
+        training._build()
+    assert torch.equal(first.model.mlp[0].weight, last.model.mlp[0].weight)
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------

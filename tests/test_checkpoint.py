@@ -23,7 +23,6 @@ from torch.optim import lr_scheduler as lr
 import speedtransfer as st
 from speedtransfer.checkpoint.progress import ByteProgress
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
-from speedtransfer.optim.store import DECODERS, RowStore
 
 PLAIN = [
     None,
@@ -442,68 +441,6 @@ def test_there_is_no_checkpoint(what: str, model: nn.Module, tmp_path: Path) -> 
         (path / f"model-{'0' * 32}.safetensors").write_bytes(b"half")
     with pytest.raises(StorageError, match="check the path"):
         st.load_checkpoint(path, model)
-
-
-# --- rows that are stored in another way ------------------------------------------------------------------------------
-
-
-class HighLowStore(RowStore):
-    """float32 weights as the upper and the lower half of their bits, in two planes: an encoding for these tests."""
-
-    def __init__(self, table: st.Table) -> None:
-        super().__init__(table)
-        bits = table.torch().clone().view(torch.int32)
-        self.high, self.low = (bits >> 16).to(torch.int16), bits.to(torch.int16)
-        self.count = 0
-
-    def encoding(self, name: str) -> str:
-        return "high-low" if name == "weight" else "plain"
-
-    def parts(self, name: str) -> dict[str, Tensor]:
-        return {"high": self.high, "low": self.low} if name == "weight" else super().parts(name)
-
-    def encode(self, name: str, values: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        assert len(ids) == len(values)
-        bits = values.view(torch.int32)
-        return {"high": (bits >> 16).to(torch.int16), "low": bits.to(torch.int16)}
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, counters: dict[str, int]) -> None:
-        self.count = counters.get("count", 0)
-
-    def values(self) -> Tensor:
-        return DECODERS["high-low"]({"high": self.high, "low": self.low})
-
-
-def join(parts: dict[str, Tensor]) -> Tensor:
-    bits = (parts["high"].to(torch.int32) << 16) | (parts["low"].to(torch.int32) & 0xFFFF)
-    return bits.view(torch.float32)
-
-
-def test_encoded_rows_cross_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DECODERS, "high-low", join)
-    emb = st.Embedding(50, 3)
-    expected = emb.table.torch().clone()
-    emb._handle.rows = store = HighLowStore(emb.table)
-    store.count = 7
-    st.save_checkpoint(tmp_path / "encoded", emb)
-    assert load_file(next((tmp_path / "encoded").glob("model-*"))).keys() == {"weight:high", "weight:low"}
-    for library in (st, nn):
-        plain = library.Embedding(50, 3)
-        st.load_checkpoint(tmp_path / "encoded", plain)
-        assert torch.equal(plain.state_dict()["weight"], expected)
-    st.save_checkpoint(tmp_path / "plain", plain)
-    for name, count in (("encoded", 7), ("plain", 0)):
-        other = st.Embedding(50, 3)
-        other._handle.rows = store = HighLowStore(other.table)
-        st.load_checkpoint(tmp_path / name, other)
-        assert torch.equal(store.values(), expected)
-        assert store.count == count
-    monkeypatch.delitem(DECODERS, "high-low")
-    with pytest.raises(StorageError, match="encoded as 'high-low'"):
-        st.load_checkpoint(tmp_path / "encoded", plain)
 
 
 # --- the bar ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,14 @@ _TELLING_BYTES = 1e9  # the buffers of a step vanish beside a table of this size
 
 def headlines(suite: str, groups: list[GroupResult]) -> list[str]:
     """Return the sentences for `groups` of `suite`."""
-    say = {"transfer": _transfer, "speedtorch": _speedtorch, "tax": _tax, "step": _step, "memory": _memory}[suite]
+    say = {
+        "transfer": _transfer,
+        "speedtorch": _speedtorch,
+        "tax": _tax,
+        "step": _step,
+        "precision": _precision,
+        "memory": _memory,
+    }[suite]
     return say([group for group in groups if group.ran])
 
 
@@ -116,6 +123,24 @@ def _step(groups: list[GroupResult]) -> list[str]:
             lines.append(
                 f"{name}: {format_seconds(case.median_s)} a step, {growth} from {sizes}" + _noise(case, before)
             )
+    return lines
+
+
+def _precision(groups: list[GroupResult]) -> list[str]:
+    last = max(groups, key=lambda group: group.params["batch"], default=None)
+    if last is None or not last.ran:
+        return []
+    plain, *others = last.ran
+    lines = []
+    for case in others:
+        shares = [
+            f"{format_ratio(case.median_s / plain.median_s)} the time",
+            f"{format_ratio(case.figures['table_bytes'] / plain.figures['table_bytes'])} the memory of the table",
+            f"{format_ratio(case.figures['moved_bytes'] / plain.figures['moved_bytes'])} the bytes moved",
+        ]
+        losses = f"loss {case.figures['loss']:.4f} against {plain.figures['loss']:.4f}"
+        batch = f"{last.params['batch']:,} examples a step"
+        lines.append(f"{case.name} to {plain.name}, {batch}: {', '.join(shares)}, {losses}" + _noise(case, plain))
     return lines
 
 

@@ -49,6 +49,8 @@ class Case:
     role : {"ours", "other", "roof"}
     memory : dict of str to int, optional
         Bytes held, for cases that are about room ("host_bytes", "device_bytes"); `run` may fill it.
+    figures : dict of str to float
+        What else is told of the case ("moved_bytes", "loss"); `run` and `check` may fill it.
     queues : bool
         `run` only queues work on the device and never waits for it, so that its time there can be told from its calls.
     """
@@ -60,6 +62,7 @@ class Case:
     role: Role = "other"
     memory: dict[str, int] = field(default_factory=dict)
     queues: bool = False
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class CaseResult:
     memory: dict[str, int] = field(default_factory=dict)
     device_s: float | None = None
     error: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
 
     @property
     def median_s(self) -> float:
@@ -230,7 +234,7 @@ def measure(
         if collecting:
             gc.enable()
     for case, case_result, number in zip(cases, found, repeats, strict=True):
-        case_result.memory = dict(case.memory)
+        case_result.memory, case_result.figures = dict(case.memory), dict(case.figures)
         if number and case.queues and device.type == "cuda":
             case_result.device_s = _device_seconds(case, device)
     return result

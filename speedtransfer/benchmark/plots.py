@@ -28,9 +28,14 @@ def plot(result: dict[str, Any]) -> bytes | None:
     """Return the picture of a recorded suite as PNG; None where it has nothing to show."""
     make_figure = require_matplotlib()
     groups = [group for group in groups_of(result) if group.ran]
-    draw = {"transfer": _transfer, "speedtorch": _speedtorch, "tax": _tax, "step": _step, "memory": _memory}[
-        result["suite"]
-    ]
+    draw = {
+        "transfer": _transfer,
+        "speedtorch": _speedtorch,
+        "tax": _tax,
+        "step": _step,
+        "precision": _precision,
+        "memory": _memory,
+    }[result["suite"]]
     figure = draw(make_figure, groups) if groups else None
     if figure is None:
         return None
@@ -194,6 +199,28 @@ def _end_of(groups: list[GroupResult], name: str) -> str:
     last = max(i for i, group in enumerate(groups) if name in _cases(group))
     failed = any(case.name == name and case.error for group in groups[last + 1 : last + 2] for case in group.cases)
     return f" (no room beyond {format_count(groups[last].params['rows'])} rows)" if failed else ""
+
+
+def _precision(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
+    groups = sorted(groups, key=lambda group: group.params["batch"])
+    figure = make_figure(10, 4.8)
+    time, memory = figure.subplots(1, 2)
+    sizes = [group.params["batch"] for group in groups]
+    for number, name in enumerate(_names(groups, lambda case: True)):
+        cases = [_cases(group).get(name) for group in groups]
+        line(time, sizes, [_milliseconds(group, name) for group in groups], name, line_style(number, False))
+        taken = [case and sum(case.memory.values()) / 1e9 for case in cases]
+        line(memory, sizes, taken, name, line_style(number, False))
+    time.set(yscale="log", ylabel="milliseconds a step", title="Time")
+    memory.set(ylabel="GB, table and state (GPU: and a step)", title="Memory", ylim=(0, None))
+    for axes in (time, memory):
+        axes.set(xscale="log", xlabel="examples of a batch")
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axes.minorticks_off()
+        tidy(axes)
+    plain_numbers(time)
+    legend_below(figure, time)
+    return figure
 
 
 def _memory(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:

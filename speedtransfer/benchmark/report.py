@@ -38,20 +38,26 @@ def group_table(group: GroupResult) -> TextTable:
     """Return everything about a group, fastest case first; columns that it has nothing for are left out."""
     base = group.ours or next(iter(group.ran), None)
     overhead = group.params.get("kind") == "overhead"
+    figures = any(case.figures for case in group.ran)
     columns: list[tuple[str, Callable[[CaseResult], str]]] = [
         ("GB/s", lambda case: format_rate(case.gb_per_s)),
         ("of roof", lambda case: format_share(group.share_of_roof(case)) if case.role != "roof" else "roof"),
-        ("time / ours", lambda case: format_ratio(case.median_s / base.median_s) if base and group.ours else ""),
+        (
+            f"time / {base.name}" if figures and base else "time / ours",
+            lambda case: format_ratio(case.median_s / base.median_s) if base and group.ours else "",
+        ),
         ("median", lambda case: format_seconds(case.median_s)),
         ("quartiles", lambda case: " to ".join(format_seconds(s) for s in case.quartiles_s)),
         ("host", lambda case: format_seconds(case.median_host_s) if overhead else ""),
         ("device", lambda case: format_seconds(case.device_s) if overhead and case.device_s else ""),
+        ("moved", lambda case: format_bytes(case.figures["moved_bytes"]) if "moved_bytes" in case.figures else ""),
+        ("loss", lambda case: f"{case.figures['loss']:.4f}" if "loss" in case.figures else ""),
         *_memory_columns(),
     ]
     cases = sorted(group.ran, key=lambda case: case.median_s)
-    if any(case.memory for case in cases):  # it is about room, not about time
+    if any(case.memory for case in cases) and not figures:  # it is about room, not about time
         cases, columns = group.ran, columns[-2:]
-    elif group.roof is None:
+    elif group.roof is None or figures:
         columns = [column for column in columns if column[0] != "of roof"]
     rows = [[case.name, *(show(case) for _, show in columns)] for case in cases]
     rows += [
@@ -93,6 +99,17 @@ def summary_tables(result: dict[str, Any]) -> list[TextTable]:
         by_size = parts.pop("size", [])
         table = _pivot("a step, by rows of the table", by_size, lambda group: format_count(group.params["rows"]), _time)
         return [table, *(group_table(group) for part in parts.values() for group in part)]
+    if suite == "precision":
+        shown: dict[str, Callable[[GroupResult, CaseResult], str]] = {
+            "a step": _time,
+            "moved a step": lambda group, case: format_bytes(case.figures["moved_bytes"]),
+            "memory": lambda group, case: format_bytes(sum(case.memory.values())),
+            "loss reached": lambda group, case: f"{case.figures['loss']:.4f}",
+        }
+        return [
+            _pivot(f"{title}, by examples of a batch", groups, lambda group: f"{group.params['batch']:,}", show)
+            for title, show in shown.items()
+        ]
     return [group_table(group) for group in groups]
 
 

@@ -52,6 +52,7 @@ SUITES = {
         Suite("speedtorch", "SpeedTorch's own benchmark", frozenset({"rows"})),
         Suite("tax", "Compute against transfer"),
         Suite("step", "A training step, by the size of the table", frozenset({"rows"})),
+        Suite("precision", "A training step, by how the table is stored", frozenset({"rows"})),
         Suite("memory", "Memory that a table takes", frozenset({"rows"})),
     )
 }

@@ -36,8 +36,8 @@ def encode_model(model: nn.Module, keep: Keep) -> dict[str, Any]:
                 entries[key] = {"$": "same", "v": seen[id(handle)]}
                 continue
             seen[id(handle)] = key
-            counters[key] = handle.rows.state_dict()
             entries[key] = encode_rows(handle.rows, "weight", key, keep, tuple(value.shape), value.dtype)
+            counters[key] = handle.rows.state_dict()  # after rows that lagged have been written
         else:
             entries[key] = encode(value, key, keep)
     metadata = encode(getattr(state, "_metadata", None), "metadata of the model's state_dict", keep)

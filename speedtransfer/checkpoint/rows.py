@@ -11,11 +11,13 @@ from torch import Tensor
 
 from speedtransfer.checkpoint.reading import TensorReader
 from speedtransfer.checkpoint.values import Keep
-from speedtransfer.optim.store import DECODERS, RowStore
+from speedtransfer.optim.codecs import codec_named
+from speedtransfer.optim.convert import decode_rows
+from speedtransfer.optim.store import RowStore
 from speedtransfer.tables.files import SAFE_NAMES
 from speedtransfer.tables.fill import row_chunks
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFE_NAMES}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*SAFE_NAMES, torch.bool)}  # bool is stored as uint8
 
 
 def encode_rows(store: RowStore, plane: str, path: str, keep: Keep, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
@@ -49,10 +51,6 @@ class SavedRows:
         elif node["$"] == "rows":
             self.encoding, self._parts = node["encoding"], dict(node["parts"])
             self.dtype, self.shape = _DTYPES[node["dtype"]], tuple(node["shape"])
-            if self.encoding not in DECODERS:
-                raise ValueError(
-                    f"rows are encoded as {str(self.encoding)[:40]!r}; a later speedtransfer may read them"
-                )
             self._check_parts()
         else:
             raise TypeError("a value where rows belong")
@@ -62,14 +60,23 @@ class SavedRows:
             raise ValueError("rows without a shape or parts")
         if math.prod(max(n, 1) for n in self.shape) >= 2**60:
             raise ValueError("rows of a shape that no tensor has")
-        specs = {part: self._reader.spec(name) for part, name in self._parts.items()}
-        if any(not shape or shape[0] != self.shape[0] for _, shape in specs.values()):
-            raise ValueError("parts of rows that are not of as many rows")
-        decoded = DECODERS[self.encoding](
-            {part: torch.zeros(0, *shape[1:], dtype=dtype) for part, (dtype, shape) in specs.items()}
-        )
-        if tuple(decoded.shape[1:]) != self.shape[1:]:
-            raise ValueError("parts of rows that do not have their shape")
+        width = math.prod(self.shape[1:])
+        if self.encoding == "plain":
+            ((dtype, shape),) = (self._reader.spec(name) for name in self._parts.values())
+            good = set(self._parts) == {""} and shape[:1] == self.shape[:1] and math.prod(shape[1:]) == width
+            good = good and dtype == (torch.uint8 if self.dtype == torch.bool else self.dtype)
+        else:
+            wanted = codec_named(str(self.encoding), width).parts
+            specs = {part: self._reader.spec(name) for part, name in self._parts.items()}
+            good = specs == {part: (spec.dtype, (self.shape[0], spec.width)) for part, spec in wanted.items()}
+        if not good:
+            raise ValueError("parts of rows that do not make up their shape")
+
+    def _decoded(self, parts: dict[str, Tensor]) -> Tensor:
+        """Return the values ``(n, *shape[1:])`` of raw rows."""
+        width = math.prod(self.shape[1:])
+        values = parts[""] if self.encoding == "plain" else decode_rows(codec_named(self.encoding, width), parts)
+        return values.view(len(values), *self.shape[1:]).to(self.dtype)
 
     @property
     def row_bytes(self) -> int:
@@ -84,12 +91,12 @@ class SavedRows:
     def values(self) -> Tensor:
         """Return all rows, for a dense parameter or its state."""
         if self.encoding == "plain":
-            return self._reader.read(self._parts[""])
+            return self._decoded({"": self._reader.read(self._parts[""])})
         with torch.inference_mode(False):
             whole = torch.empty(self.shape, dtype=self.dtype)
         buffers: dict[str, Tensor] = {}
         for rows in row_chunks(self.shape[0], self.row_bytes):
-            whole[rows] = DECODERS[self.encoding](self.raw(rows, buffers))
+            whole[rows] = self._decoded(self.raw(rows, buffers))
         return whole
 
     def mapped(self) -> Tensor:
@@ -111,9 +118,7 @@ class SavedRows:
         for rows in row_chunks(self.shape[0], self.row_bytes):
             chunk = self.raw(rows, buffers)
             if not alike:
-                values = DECODERS[self.encoding](chunk)
-                dtype = targets[""].dtype if store.encoding(plane) == "plain" else self.dtype
-                chunk = store.encode(plane, values.to(dtype), torch.arange(rows.start, rows.stop))
+                chunk = store.encode(plane, self._decoded(chunk), torch.arange(rows.start, rows.stop))
             for part, target in targets.items():
                 target[rows].copy_(chunk[part].view(target[rows].shape))
             advance((rows.stop - rows.start) * self.row_bytes)

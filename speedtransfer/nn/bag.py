@@ -37,13 +37,15 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         memory: str = "auto",
         path: str | os.PathLike[str] | None = None,
         idle: str = "lazy",
+        storage_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
         self.scale_grad_by_freq, self.mode, self.sparse = scale_grad_by_freq, mode, sparse
         self.include_last_offset = include_last_offset
-        self._set_up(_weight, False, device, dtype, memory, path, idle)
+        self._set_up(_weight, False, device, dtype, memory, path, idle, storage_dtype, state_dtype)
 
     @uncompiled
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
@@ -92,6 +94,8 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         memory: str = "auto",
         path: str | os.PathLike[str] | None = None,
         idle: str = "lazy",
+        storage_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> EmbeddingBag:
         """Make a bag of the rows of a 2-D tensor, used in place as in :meth:`Embedding.from_pretrained`."""
         rows, dim = check_pretrained(embeddings)
@@ -110,6 +114,8 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
             memory=memory,
             path=path,
             idle=idle,
+            storage_dtype=storage_dtype,
+            state_dtype=state_dtype,
         )
         bag.weight.requires_grad_(bag.weight.requires_grad and not freeze)
         return bag

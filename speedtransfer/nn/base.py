@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn.active import ActiveRows, activate
-from speedtransfer.optim import Handle, install
+from speedtransfer.optim import Handle, RowStore, install
+from speedtransfer.optim.codecs import check_dtypes
 from speedtransfer.tables import Table
 
 IDLE = ("lazy", "exact")
@@ -70,6 +71,8 @@ class TableModule(nn.Module):
         memory: str,
         path: str | os.PathLike[str] | None,
         idle: str,
+        storage_dtype: torch.dtype | None,
+        state_dtype: torch.dtype | None,
     ) -> None:
         """Make the table and its handle: with the values of `weight`, or fresh ones."""
         if idle not in IDLE:
@@ -86,28 +89,37 @@ class TableModule(nn.Module):
         device = torch.get_default_device() if device is None else device
         if weight is None:
             dtype = torch.get_default_dtype() if dtype is None else dtype
-            table = Table(*shape, dtype=dtype, memory=memory, path=path, device=device)
         else:
             if tuple(weight.shape) != shape:
                 raise InvalidValueError(
                     f"the weight given has shape {tuple(weight.shape)} but num_embeddings and embedding_dim say {shape}; "
                     "pass a weight of that shape"
                 )
-            table = Table.from_array(weight, memory=memory, path=path, device=device, copy=False)
+            # With storage_dtype rows are float32, whatever floats they were given as.
+            dtype = torch.float32 if storage_dtype is not None and weight.is_floating_point() else weight.dtype
+        check_dtypes(dtype, storage_dtype, state_dtype)
+        stored = dtype if storage_dtype is None else storage_dtype
+        if weight is not None and weight.dtype == stored:
+            table, given = Table.from_array(weight, memory=memory, path=path, device=device, copy=False), None
+        else:
+            table, given = Table(*shape, dtype=stored, memory=memory, path=path, device=device), weight
         install()
-        self._handle = Handle(table, requires_grad=not freeze, idle=idle)
+        store = RowStore(table, storage_dtype, state_dtype)
+        self._handle = Handle(table, requires_grad=not freeze, idle=idle, rows=store)
         self.register_parameter("weight", self._handle.param)
-        if weight is None:
+        if given is not None:
+            store.load("weight", given)
+        elif weight is None:
             self.reset_parameters()
 
     @property
     def table(self) -> Table:
-        """The table with all the rows."""
+        """The table with all the rows as they are stored: of int8 the codes, in plane "weight", and their scales."""
         return self._handle.table
 
     def reset_parameters(self) -> None:
         """Draw the weights from N(0, 1), the padding row zero: with one seed the numbers of ``torch.nn``."""
-        self.table.normal_()
+        self._handle.rows.normal_()
         if self.padding_idx is not None:
             self.table.torch()[self.padding_idx] = 0
 
@@ -140,7 +152,7 @@ class TableModule(nn.Module):
     # --- nn.Module ----------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
-        path, dtype = self.table.path, self.table.dtype
+        path, dtype = self.table.path, self._handle.rows.dtype
         if path is not None and fn(torch.empty(0, dtype=dtype, device=self.table.device)).dtype != dtype:
             raise InvalidValueError(
                 f"the file {str(path)!r} holds {dtype} and cannot change its dtype; save the table, or make a new module with "
@@ -151,7 +163,7 @@ class TableModule(nn.Module):
         assert weight is not None
         if weight is not handle.param:  # torch.__future__.set_overwrite_module_params_on_conversion
             handle.bind(weight)
-        if weight.dtype != handle.table.dtype:
+        if weight.dtype != handle.rows.dtype:
             handle.convert(weight.dtype)
         if weight.device != handle.table.device:
             # Planes of state on the device move along, and the optimizer's views of them do not.
@@ -175,11 +187,11 @@ class TableModule(nn.Module):
         install()  # unpickled in a process that has made no module yet
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save the whole plane, as a view, under the name that ``torch.nn`` uses."""
+        """Save the whole plane under the name that ``torch.nn`` uses: a view, or of int8 the values, in float32."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         met = _stand_ins.get()
         if met is None:
-            destination[prefix + "weight"] = self.table.torch()
+            destination[prefix + "weight"] = self._handle.rows.whole("weight")
         else:
             destination[prefix + "weight"] = self._stand_in()
             met.append((destination[prefix + "weight"], self._handle))
@@ -189,9 +201,11 @@ class TableModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         """Load the whole plane as ``torch.nn`` loads a weight; ``assign=True`` copies too: the table keeps its memory."""
-        met = _stand_ins.get()
-        rows = self.table.torch() if met is None else self._stand_in()
-        self._parameters["weight"] = nn.Parameter(rows, requires_grad=False)
+        met, rows = _stand_ins.get(), self._handle.rows
+        whole = nn.Parameter(self.table.torch() if met is None else self._stand_in(), requires_grad=False)
+        if met is None and not rows.plain:  # torch.nn checks names and shapes, and then calls this
+            vars(whole)["copy_"] = lambda values: rows.load("weight", values)
+        self._parameters["weight"] = whole
         try:
             super()._load_from_state_dict(
                 state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *rest
@@ -204,5 +218,7 @@ class TableModule(nn.Module):
     def extra_repr(self) -> str:
         """Say what torch.nn says, and where the rows live."""
         text = super().extra_repr()
-        memory = f"memory={self.table.memory!r}"
+        memory, rows = f"memory={self.table.memory!r}", self._handle.rows
+        for name in ("storage_dtype", "state_dtype"):
+            memory += f", {name}={getattr(rows, name)}" if getattr(rows, name) is not None else ""
         return f"{text}, {memory}" if text else memory

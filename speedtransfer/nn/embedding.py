@@ -36,6 +36,13 @@ class Embedding(TableModule, nn.Embedding):
         the optimizer does to a row whose gradient is zero (momentum, decay), so that training equals that of a dense
         ``torch.nn.Embedding`` to rounding; the row receives it before it is read next. For the optimizers of
         ``torch.optim`` that are row by row, without coupled weight decay in the adaptive ones.
+    storage_dtype : {torch.float32, torch.bfloat16, torch.float16, torch.int8}, optional
+        What the table holds of rows that are float32 everywhere else: lookups, gradients, steps. int8 has a float32 scale for
+        each row, and such a "mmap" table its scales in memory of its own: the file alone is no copy of the rows.
+        A step rounds what it writes stochastically, by ``torch.initial_seed()`` as it was when the module was made. Numbers
+        beyond float16's are stored as its largest; an infinity or NaN makes a row of int8 all NaN.
+    state_dtype : {torch.float32, torch.bfloat16, torch.uint8}, optional
+        The same of optimizer state as wide as the rows. uint8 holds 8-bit floats with a float32 scale for up to 128 columns.
 
     Raises
     ------
@@ -60,12 +67,14 @@ class Embedding(TableModule, nn.Embedding):
         memory: str = "auto",
         path: str | os.PathLike[str] | None = None,
         idle: str = "lazy",
+        storage_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self._set_up(_weight, _freeze, device, dtype, memory, path, idle)
+        self._set_up(_weight, _freeze, device, dtype, memory, path, idle, storage_dtype, state_dtype)
 
     @uncompiled
     def forward(self, input: Any) -> Tensor:
@@ -80,7 +89,7 @@ class Embedding(TableModule, nn.Embedding):
         # Without training each id could have its own row; across a bus one for all that share it is faster.
         here = table.device.type == "cpu" or table.memory == "device"
         if here and not training and self.max_norm is None and self.idle == "lazy":
-            return table.gather(input)
+            return self._handle.rows.lookup(input)
         active = self.activate(input)
         return lookup(active, active.groups.found, self.scale_grad_by_freq)
 
@@ -98,10 +107,13 @@ class Embedding(TableModule, nn.Embedding):
         memory: str = "auto",
         path: str | os.PathLike[str] | None = None,
         idle: str = "lazy",
+        storage_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> Embedding:
         """Make an embedding of the rows of a 2-D tensor.
 
-        As in ``torch.nn`` a CPU tensor is used in place, where `memory` is ordinary memory; other memories copy it.
+        As in ``torch.nn`` a CPU tensor is used in place, where `memory` is ordinary memory and `storage_dtype` its dtype, if
+        given; otherwise it is copied.
         """
         rows, dim = check_pretrained(embeddings)
         return cls(
@@ -118,6 +130,8 @@ class Embedding(TableModule, nn.Embedding):
             memory=memory,
             path=path,
             idle=idle,
+            storage_dtype=storage_dtype,
+            state_dtype=state_dtype,
         )
 
 

@@ -26,7 +26,7 @@ def replace_embeddings(model: nn.Module, min_rows: int = 0, **options: Any) -> l
     min_rows : int
         Leave embeddings with fewer rows alone: where a batch touches most rows a dense one is faster.
     **options
-        Passed on: `memory`, `idle`.
+        Passed on: `memory`, `idle`, `storage_dtype`, `state_dtype`.
 
     Returns
     -------

@@ -43,16 +43,19 @@ class Handle:
         Whether the rows are trained.
     idle : {"lazy", "exact"}
         What becomes of rows that a step does not touch.
+    rows : RowStore, optional
+        The way to the rows of `table`; by default they are stored as they are computed with.
     """
 
-    def __init__(self, table: Table, requires_grad: bool = True, idle: str = "lazy") -> None:
-        self.rows = RowStore(table)
+    def __init__(
+        self, table: Table, requires_grad: bool = True, idle: str = "lazy", rows: RowStore | None = None
+    ) -> None:
+        self.rows = RowStore(table) if rows is None else rows
         self.idle = idle
         self.ids: Tensor | None = None  # active rows, sorted; None: idle
         self.state: Any = None  # optim.state.RowState of the optimizer that trains the rows
-        self.state_rows: dict[
-            str, Tensor
-        ] = {}  # of the active rows, by plane, where reading the weights took them along
+        # State of the active rows, by plane, where reading the weights took it along.
+        self.state_rows: dict[str, Tensor] = {}
         # Optimizers whose state of these rows is gone, and why.
         self.lost: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._version = -1  # of the table when param.data was read
@@ -193,7 +196,7 @@ class Handle:
         """Convert the table to `dtype`. The state of its rows goes: an optimizer does not follow such a change either."""
         reason = f"the table became {dtype}"
         self.drop_state(reason)
-        self.rows = RowStore(self.table.astype(dtype))
+        self.rows = self.rows.astype(dtype)
         self.clear()
 
     def drop_state(self, reason: str) -> None:
@@ -216,20 +219,28 @@ class Handle:
     def __reduce__(self) -> Any:
         """Pickle the rows, without their state, which is the optimizer's, and without a gradient, as torch does."""
         memory = "device" if self.table.memory == "device" else "auto"  # a file stays where it is, pinned may not exist
-        return _unpickle, (self.table.torch(), memory, str(self.table.device), self.param, self.idle)
+        return _unpickle, (
+            self.table.torch(),
+            memory,
+            str(self.table.device),
+            self.param,
+            self.idle,
+            self.rows.pickled(),
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         # Without the planes of state: a copy of the optimizer, if there is one, brings its own.
-        duplicate = Handle(self.table.astype(self.table.dtype), idle=self.idle)
+        rows = self.rows.copy()
+        duplicate = Handle(rows.table, idle=self.idle, rows=rows)
         memo[id(self)] = duplicate
         duplicate.bind(copy.deepcopy(self.param, memo))
         duplicate.clear()
         return duplicate
 
 
-def _unpickle(weight: Tensor, memory: str, device: str, param: nn.Parameter, idle: str) -> Handle:
+def _unpickle(weight: Tensor, memory: str, device: str, param: nn.Parameter, idle: str, rows: dict[str, Any]) -> Handle:
     table = Table.from_array(weight, memory, device=device, copy=False)
-    handle = Handle(table, param.requires_grad, idle)
+    handle = Handle(table, param.requires_grad, idle, RowStore.unpickled(table, rows))
     handle.bind(param)
     handle.clear()
     return handle

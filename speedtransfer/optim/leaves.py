@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
+from speedtransfer.optim.encoded import EncodedPlane
+
 _SEQUENCES = (list, tuple, deque)
 
 
-def leaves(state: dict[Any, Any]) -> dict[str, Tensor]:
-    """Return every tensor of `state` by name: ``"exp_avg"``, or ``"buffers.0"`` for the first of a list."""
-    found: dict[str, Tensor] = {}
+def leaves(state: dict[Any, Any]) -> dict[str, Any]:
+    """Return every tensor of `state`, or what stands for one, by name: "exp_avg", or "buffers.0" for the first of a list."""
+    found: dict[str, Any] = {}
     for name, value in _walk(state, ""):
         if name in found:
             raise ValueError(f"two entries of its state are called {name!r}")
@@ -21,16 +23,16 @@ def leaves(state: dict[Any, Any]) -> dict[str, Tensor]:
     return found
 
 
-def _walk(container: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+def _walk(container: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     items = container.items() if isinstance(container, dict) else enumerate(container)
     for key, value in items:
-        if isinstance(value, Tensor):
+        if isinstance(value, (Tensor, EncodedPlane)):
             yield f"{prefix}{key}", value
         elif isinstance(value, (dict, *_SEQUENCES)):
             yield from _walk(value, f"{prefix}{key}.")
 
 
-def put(state: dict[Any, Any], values: dict[str, Tensor]) -> None:
+def put(state: dict[Any, Any], values: dict[str, Any]) -> None:
     """Set the tensors of `state` that are named in `values`; containers stay the objects they are, but for tuples.
 
     A name without a dot that `state` lacks is added; there is no telling the container of any other.
@@ -40,7 +42,7 @@ def put(state: dict[Any, Any], values: dict[str, Tensor]) -> None:
     state.update({name: v for name, v in values.items() if name not in names and "." not in name})
 
 
-def _fill(container: Any, prefix: str, values: dict[str, Tensor]) -> Any:
+def _fill(container: Any, prefix: str, values: dict[str, Any]) -> Any:
     """Set the tensors within `container`; return what to keep in its place."""
     items = list(container.items() if isinstance(container, dict) else enumerate(container))
     changed = {}

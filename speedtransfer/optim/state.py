@@ -36,7 +36,7 @@ class RowState:
         self.optimizer = weakref.ref(optimizer)
         self.in_step = False  # from load to store; still True at the next load: the step between failed
         self._specs: dict[str, PlaneSpec] = {}
-        self._views: dict[str, Tensor] = {}
+        self._views: dict[str, Any] = {}  # views of whole planes, or what stands for those that have none
         self._shared: set[str] = set()  # tensors of state that are known to follow no rows
         self._mapping: Any = None  # optimizer.state as of the last load; load_state_dict makes another
         self._first = True  # there was no state in it
@@ -66,7 +66,7 @@ class RowState:
                 if name not in self._views:
                     store.add(_plane_name(name), spec.tail, _plane_dtype(spec.dtype), spec.start)
                     self._specs[name] = spec
-                    self._views[name] = self._of_state(name, store.whole(_plane_name(name)))
+                    self._views[name] = self._of_state(name, store.shown(_plane_name(name)))
                     added.append(name)
         except BaseException:  # no room for all of them: leave none, so that another try finds things as they were
             for name in added:
@@ -167,7 +167,7 @@ class RowState:
         if loaded:
             self.handle.table.wait()
         for name, value in loaded.items():
-            self._views[name].copy_(value)
+            self.handle.rows.load(_plane_name(name), value)
 
     def _learn(self, found: dict[str, Tensor], optimizer: Optimizer) -> None:
         """Make planes for state that was not there before: the optimizer makes it late, or a hyperparameter has changed."""

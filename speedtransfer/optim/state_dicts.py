@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
+from speedtransfer.optim.encoded import EncodedPlane
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.probe import PlaneSpec, probe
@@ -98,9 +99,17 @@ def _before_save(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Put what rows start from in place of state that a constructor made for a parameter without rows (Adagrad)."""
+    """Put values where the state, which is not itself changed, has something else.
+
+    That is planes stored in 8 bits, and what a constructor made for a parameter without rows (Adagrad), where now stands what
+    rows start from.
+    """
     for handle, group, key in _entries(optimizer, state_dict):
         entry = state_dict["state"][key]
+        encoded = {name: value.decode() for name, value in leaves(entry).items() if isinstance(value, EncodedPlane)}
+        if encoded:
+            state_dict["state"][key] = entry = cloned(entry, tensors=False)
+            put(entry, encoded)
         empty = {name for name, value in leaves(entry).items() if value.dim() and not len(value)}
         if not empty:
             continue

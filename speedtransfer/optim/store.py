@@ -1,17 +1,25 @@
-"""Rows of a table as an optimizer computes with them: the one way in and out that handles and their state use."""
+"""Rows of a table as an optimizer computes with them: the one way in and out that handles and their state use.
+
+A logical plane ("weight", "exp_avg") is one raw plane of the table, or several where it is stored in a small form: "weight"
+and "weight.scale". Rows are converted on the compute device: what crosses the bus is the small form.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
+from speedtransfer.optim.codecs import codec_for
+from speedtransfer.optim.convert import decode_rows, encode_rows
+from speedtransfer.optim.encoded import EncodedPlane
+from speedtransfer.optim.rounding import Keys, column_keys, row_keys
 from speedtransfer.tables import Table
-
-# Encoding -> function from raw rows, by part, to the values they stand for. A checkpoint is decoded without a store.
-DECODERS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {"plain": lambda parts: parts[""]}
+from speedtransfer.tables.fill import row_chunks
 
 
 class RowStore:
@@ -20,63 +28,221 @@ class RowStore:
     Parameters
     ----------
     table : Table
+        Its dtype is the one stored.
+    storage_dtype : torch.dtype, optional
+        That of `table`, where rows are computed in float32 whatever it is; None: they are computed as they are stored. With
+        int8 the store adds a plane of scales.
+    state_dtype : torch.dtype, optional
+        Of optimizer state that has the width and dtype of the weights: float32, bfloat16, or uint8 for 8-bit blocks. None: as
+        the optimizer makes it.
     """
 
-    def __init__(self, table: Table) -> None:
+    def __init__(
+        self, table: Table, storage_dtype: torch.dtype | None = None, state_dtype: torch.dtype | None = None
+    ) -> None:
         self.table = table
+        self.storage_dtype, self.state_dtype = storage_dtype, state_dtype
+        self.dtype = table.dtype if storage_dtype is None else torch.float32  # that the weights are computed with
         self._tails: dict[str, tuple[int, ...]] = {"weight": (table.dim,)}
+        self._codecs = {"weight": codec_for(table.dim, self.dtype, table.dtype)}
+        for suffix, part in self._codecs["weight"].parts.items():
+            if suffix and "weight" + suffix not in table.planes:
+                table.add_plane("weight" + suffix, part.width, part.dtype)
+        self._seed, self._count = torch.initial_seed(), 0  # asked for, not drawn: weights must be those of torch.nn
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype that the weights are computed with."""
-        return self.table.dtype
+    # --- rows ---------------------------------------------------------------------------------------------------------
 
     def read(self, ids: Tensor, planes: Sequence[str]) -> dict[str, Tensor]:
         """Return the rows `ids` (n,), known to be good, of each plane: ``(n, *tail)`` on the compute device."""
-        rows = self.table.gather(ids, planes, check=False)
-        return {name: values.view(len(ids), *self._tails[name]) for name, values in rows.items()}
+        rows = self.table.gather(ids, self._raw(planes), check=False)
+        return {name: self.decode(name, self._parts_of(name, rows)) for name in planes}
 
     def write(self, ids: Tensor, rows: dict[str, Tensor]) -> None:
-        """Set the rows `ids` (n,), none twice, of each plane to ``(n, *tail)`` values on the compute device."""
-        flat = {name: v.reshape(len(ids), math.prod(self._tails[name])).contiguous() for name, v in rows.items()}
-        self.table.scatter(ids, flat, check=False)
+        """Set the rows `ids` (n,), none twice, of each plane to ``(n, *tail)`` values on the compute device.
+
+        What is stored in a small form is rounded stochastically, every write anew.
+        """
+        raw: dict[str, Tensor] = {}
+        for name, values in rows.items():
+            raw.update({name + suffix: part for suffix, part in self._encode(name, values, ids).items()})
+        self.table.scatter(ids, raw, check=False)
+        self._count += 1
+
+    def lookup(self, index: Any) -> Tensor:
+        """Return the weights of any index, as `Table.gather` takes it: ``(*index.shape, dim)``."""
+        if self.plain:
+            return self.table.gather(index)
+        rows = self.table.gather(index, self._raw(["weight"]))
+        flat = {s: part.reshape(-1, part.shape[-1]) for s, part in self._parts_of("weight", rows).items()}
+        return self.decode("weight", flat).view(rows["weight"].shape)
+
+    # --- planes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def plain(self) -> bool:
+        """Whether the weights are stored as they are computed with."""
+        return self.encoding("weight") == "plain"
 
     def add(self, name: str, tail: tuple[int, ...], dtype: torch.dtype, start: float | None) -> None:
         """Add a plane of `tail` values a row, each `start`; None: a copy of the weights."""
-        fill = self.table.plane("weight") if start is None else start
-        self.table.add_plane(name, math.prod(tail), dtype, fill=fill)
-        self._tails[name] = tail
+        width = math.prod(tail)
+        small = self.state_dtype is not None and dtype == self.dtype and width > 1
+        codec = codec_for(width, dtype, self.state_dtype if small and self.state_dtype else dtype)
+        first = encode_rows(codec, torch.full((1, width), start or 0.0, dtype=dtype), None)
+        added: list[str] = []
+        try:
+            for suffix, part in codec.parts.items():
+                fill = float(first[suffix][0, 0]) if first[suffix].numel() else 0
+                self.table.add_plane(name + suffix, part.width, part.dtype, fill=fill)
+                added.append(name + suffix)
+            self._codecs[name], self._tails[name] = codec, tail
+            if start is None:
+                self._fill(name, lambda rows: self._chunk("weight", rows))
+        except BaseException:
+            for plane in added:
+                self.table.drop_plane(plane)
+            self._codecs.pop(name, None)
+            self._tails.pop(name, None)
+            raise
 
     def drop(self, name: str) -> None:
         """Forget a plane."""
-        self.table.drop_plane(name)
-        del self._tails[name]
+        for plane in self._raw([name]):
+            self.table.drop_plane(plane)
+        del self._tails[name], self._codecs[name]
 
     def whole(self, name: str) -> Tensor:
-        """Return the whole of a plane, ``(num_rows, *tail)``: what a state dict shows. It lives where the memory is."""
-        return self.table.plane(name).view(self.table.num_rows, *self._tails[name])
+        """Return the whole of a plane, ``(num_rows, *tail)``: what a state dict shows. It lives where the memory is.
 
-    # --- how planes are stored: what a checkpoint copies --------------------------------------------------------------
+        A view of the raw plane where that has a value in each place, of its dtype; a decoded copy, made in chunks but of
+        four bytes a value, of int8 and 8-bit planes.
+        """
+        shape = (self.table.num_rows, *self._tails[name])
+        if self._codecs[name].viewable:
+            return self.table.plane(name).view(shape)
+        values = torch.empty(shape, dtype=torch.float32, device=self.table.plane(name).device)
+        for rows in self._chunks(name):
+            values[rows] = self._chunk(name, rows)
+        return values
+
+    def shown(self, name: str) -> Any:
+        """Return what stands for a plane between steps: the whole of it where that is a view, else an `EncodedPlane`."""
+        if self._codecs[name].viewable:
+            return self.whole(name)
+        return EncodedPlane(self, name, (self.table.num_rows, *self._tails[name]))
+
+    def load(self, name: str, values: Any) -> None:
+        """Set the whole of a plane to ``(num_rows, *tail)`` values of any dtype and device, rounded to the nearest."""
+        if isinstance(values, EncodedPlane):
+            values = values.decode()
+        self._fill(name, lambda rows: values[rows])
+
+    @torch.no_grad()
+    def normal_(self) -> None:
+        """Draw the weights from N(0, 1): with one seed the numbers of ``torch.nn``, whatever they are stored as."""
+        if self.plain:
+            self.table.normal_()
+        else:
+            dim = self.table.dim
+            empty = torch.empty(0, dtype=self.dtype, device="cpu")  # whatever the defaults are
+            self._fill("weight", lambda rows: empty.new_empty(rows.stop - rows.start, dim).normal_())
+
+    # --- raw rows -----------------------------------------------------------------------------------------------------
 
     def encoding(self, name: str) -> str:
-        """Return the name of the way in which a plane is stored."""
-        return "plain"
+        """Return how a plane is stored: "plain", or a name of the form with its dtype and block."""
+        return self._codecs[name].name
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """Return the raw whole planes that make up a plane, each of `num_rows` rows; rows written to them are there."""
-        return {"": self.whole(name)}
+        """Return the raw planes of a logical one by what follows its name: "" for the first, and ".scale"."""
+        return {suffix: self.table.plane(name + suffix) for suffix in self._codecs[name].parts}
 
     def decode(self, name: str, parts: dict[str, Tensor]) -> Tensor:
-        """Return the values ``(n, *tail)`` of raw rows of a plane, given by part."""
-        return DECODERS[self.encoding(name)](parts)
+        """Return the values, ``(n, *tail)``, of raw rows, each part ``(n, width)``."""
+        codec, tail = self._codecs[name], self._tails[name]
+        rows = parts[""] if codec.name == "plain" else decode_rows(codec, parts)
+        return rows.view(len(rows), *tail)
 
     def encode(self, name: str, values: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Return the raw rows, by part, that stand for `values` ``(n, *tail)`` in the rows `ids` (n,)."""
-        return {"": values}
+        """Return the raw rows of values that are loaded, ``(n, *tail)``, for the rows `ids` (n,).
+
+        To the nearest, so that to load the same again gives the same; training writes by `write`, which rounds stochastically.
+        """
+        codec = self._codecs[name]
+        dtype = codec.parts[""].dtype if codec.name == "plain" else self.dtype
+        return self._encode(name, values.to(dtype), None)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counters that the next writes depend on, beside the planes themselves."""
-        return {}
+        """Return what rounding goes on from: the seed and the number of writes."""
+        return {"seed": self._seed, "writes": self._count}
 
-    def load_state_dict(self, counters: dict[str, int]) -> None:
-        """Go on from the `counters` of a state dict."""
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on rounding as the store that `state` was saved from; one that is empty changes nothing."""
+        self._seed, self._count = int(state.get("seed", self._seed)), int(state.get("writes", self._count))
+
+    def _encode(self, name: str, values: Tensor, ids: Tensor | None) -> dict[str, Tensor]:
+        codec, width = self._codecs[name], math.prod(self._tails[name])
+        flat = values.reshape(len(values), width).contiguous()
+        if codec.name == "plain":
+            return {"": flat}
+        if ids is None:
+            return encode_rows(codec, flat, None)
+        keys = row_keys(self._seed, self._count, name, ids.to(flat.device))
+        return encode_rows(codec, flat, Keys(keys, column_keys(width, flat.device)))
+
+    @torch.no_grad()
+    def _fill(self, name: str, values: Callable[[slice], Tensor]) -> None:
+        planes, ids = self.parts(name), torch.empty(0, dtype=torch.int64)
+        for rows in self._chunks(name):
+            for suffix, part in self.encode(name, values(rows), ids).items():
+                planes[suffix][rows] = part.to(planes[suffix].device)
+        if planes[""].is_cuda:  # engines on other streams know nothing of who filled it
+            torch.cuda.current_stream(planes[""].device).synchronize()
+
+    def _chunk(self, name: str, rows: slice) -> Tensor:
+        return self.decode(name, {suffix: plane[rows] for suffix, plane in self.parts(name).items()})
+
+    def _chunks(self, name: str) -> Iterator[slice]:
+        return row_chunks(self.table.num_rows, 4 * math.prod(self._tails[name]))
+
+    def _raw(self, planes: Sequence[str]) -> list[str]:
+        return [name + suffix for name in planes for suffix in self._codecs[name].parts]
+
+    def _parts_of(self, name: str, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {suffix: rows[name + suffix] for suffix in self._codecs[name].parts}
+
+    # --- copies -------------------------------------------------------------------------------------------------------
+
+    def astype(self, dtype: torch.dtype) -> Self:
+        """Return a store over a table of the same kind with the weights as plain `dtype`, and without state."""
+        made = type(self)(self.table.astype(dtype))
+        if not self._codecs["weight"].viewable:
+            made._fill("weight", lambda rows: self._chunk("weight", rows))
+        return made
+
+    def copy(self) -> Self:
+        """Return a store over a copy of the weights as they are stored, without state."""
+        made = type(self)(self.table.astype(self.table.dtype), self.storage_dtype, self.state_dtype)
+        for suffix, plane in self.parts("weight").items():
+            if suffix:
+                made.table.plane("weight" + suffix).copy_(plane)
+        made.load_state_dict(self.state_dict())
+        return made
+
+    def pickled(self) -> dict[str, Any]:
+        """Return what `unpickled` needs, beside a table with the plane of weights."""
+        beside = {suffix: plane for suffix, plane in self.parts("weight").items() if suffix}
+        return {
+            "dtypes": (self.storage_dtype, self.state_dtype),
+            "beside": beside,
+            "rounding": self.state_dict(),
+        }
+
+    @classmethod
+    def unpickled(cls, table: Table, pickled: dict[str, Any]) -> Self:
+        """Return the store that `pickled` tells of."""
+        made = cls(table, *pickled["dtypes"])
+        for suffix, plane in pickled["beside"].items():
+            made.table.plane("weight" + suffix).copy_(plane)
+        made.load_state_dict(pickled["rounding"])
+        return made

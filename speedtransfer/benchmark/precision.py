@@ -1,0 +1,187 @@
+"""Suite `precision`: a recommender trained with its table in several forms: time, bytes moved, memory, loss reached."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speedtransfer.benchmark.kinds import DIM
+from speedtransfer.benchmark.measure import Case, Group, cycle, synchronize
+from speedtransfer.benchmark.workload import zipf_ids
+from speedtransfer.errors import check_size
+from speedtransfer.nn import Embedding
+
+NOTE = (
+    "AdamW. FP16 and BF16: how the table holds the weights, with the optimizer's state in bfloat16; int8: with a scale for "
+    "each row, and state in 8-bit blocks; the model is float32. AMP: a float32 table, and the model under "
+    "torch.autocast (float16 with a GradScaler on a GPU, bfloat16 on a CPU). The loss is that of batches not seen before, the "
+    "same for all, at the end of a fixed number of steps. Memory is the table with its state, and of a GPU what a step takes."
+)
+FAR = 1.05  # times the loss of FP32 is the most that another form may end with
+
+_FIELDS, _HIDDEN = 4, 64  # rows of an example, units of the model
+_ROWS, _BATCHES, _STEPS = 500_000, (512, 2048, 8192), 100
+_QUICK_ROWS, _QUICK_BATCHES, _QUICK_STEPS = 20_000, (128, 512), 40
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a table is stored and its model computed.
+
+    Attributes
+    ----------
+    name : str
+    row_bytes : int
+        Of weights and AdamW's state.
+    options : dict
+        Arguments of the embedding.
+    autocast : bool
+    """
+
+    name: str
+    row_bytes: int
+    options: dict[str, torch.dtype]
+    autocast: bool = False
+
+
+FORMS = (
+    Form("FP32", 12 * DIM, {}),
+    Form("FP16", 6 * DIM, {"storage_dtype": torch.float16, "state_dtype": torch.bfloat16}),
+    Form("BF16", 6 * DIM, {"storage_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}),
+    Form("AMP", 12 * DIM, {}, autocast=True),
+    Form("int8", 3 * (DIM + 4), {"storage_dtype": torch.int8, "state_dtype": torch.uint8}),
+)
+
+
+def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
+    """Return what the suite compares.
+
+    Parameters
+    ----------
+    device : torch.device
+        The compute device.
+    quick : bool
+        A small table, small batches and few steps.
+    rows : int, optional
+        Of the table.
+    seed : int, optional
+    """
+    rows = check_size(options.get("rows") or (_QUICK_ROWS if quick else _ROWS), "rows", 1)
+    seed, steps = options.get("seed") or 0, _QUICK_STEPS if quick else _STEPS
+    return [
+        Group(
+            f"AdamW step, {batch:,} examples of {_FIELDS} rows of {rows:,} x {DIM}, loss after {steps} steps",
+            functools.partial(_cases, device, rows, batch, steps, seed),
+            {"batch": batch, "rows": rows, "dim": DIM, "steps": steps},
+        )
+        for batch in (_QUICK_BATCHES if quick else _BATCHES)
+    ]
+
+
+def _cases(device: torch.device, rows: int, batch: int, steps: int, seed: int) -> list[Case]:
+    data, reached = _data(rows, batch, steps, seed, device), dict[str, float]()
+    trainings = [_Training(form, rows, data, device, reached) for form in FORMS]
+    return [Case(t.form.name, t.run, t.check, role="ours", memory=t.memory, figures=t.figures) for t in trainings]
+
+
+def _data(rows: int, batch: int, steps: int, seed: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Return batches of ids (batch, fields) and labels (batch,): each row has a score, and labels are drawn from their sum."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(rows, generator=generator)
+    found = []
+    for _ in range(steps):
+        ids = zipf_ids(rows, batch * _FIELDS, generator).view(batch, _FIELDS)
+        labels = torch.bernoulli(torch.sigmoid(scores[ids].sum(1)), generator=generator)
+        found.append((ids.to(device), labels.to(device)))
+    return found
+
+
+class _Model(nn.Module):
+    def __init__(self, rows: int, device: torch.device, options: dict[str, torch.dtype]) -> None:
+        super().__init__()
+        self.rows: Any = Embedding(rows, DIM, device=device, **options)  # type: ignore[arg-type]
+        self.mlp = nn.Sequential(nn.Linear(_FIELDS * DIM, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 1)).to(device)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.rows(ids).flatten(1))
+        return out[:, 0]
+
+
+class _Training:
+    """Training with a form. The model is made at the first step, so that a lack of memory is the error of this case alone."""
+
+    def __init__(
+        self,
+        form: Form,
+        rows: int,
+        data: list[tuple[Tensor, Tensor]],
+        device: torch.device,
+        reached: dict[str, float],
+    ) -> None:
+        self.form, self.rows, self.data, self.device, self.reached = form, rows, data, device, reached
+        self.memory: dict[str, int] = {}
+        self.figures: dict[str, float] = {}
+        self.model: Any = None
+        self._turn: Callable[[], tuple[Tensor, Tensor]]
+
+    def _build(self) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            model = _Model(self.rows, self.device, self.form.options)
+        self._opt = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        cuda = self.device.type == "cuda"
+        self._low = torch.float16 if cuda else torch.bfloat16
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.form.autocast and cuda)
+        self._turn = cycle(self.data)
+        self.model = model
+
+    def run(self) -> Tensor:
+        """Take a step and return its loss."""
+        if self.model is None:
+            self._build()
+        ids, labels = self._turn()
+        with torch.autocast(self.device.type, self._low, enabled=self.form.autocast):
+            out = self.model(ids)
+        loss = F.binary_cross_entropy_with_logits(out.float(), labels)
+        self._scaler.scale(loss).backward()
+        self._scaler.step(self._opt)
+        self._scaler.update()
+        self._opt.zero_grad()
+        return loss.detach()
+
+    def check(self) -> None:
+        """Train on, after the first step, and compare what is moved and held with the form, and the loss with that of FP32."""
+        table = self.model.rows.table
+        table.reset_stats()
+        losses = [self.run()]
+        stats, active = table.stats(), len(self.data[1 % len(self.data)][0].unique())
+        moved = stats.gathered_bytes + stats.scattered_bytes
+        assert moved == 2 * active * self.form.row_bytes, f"moves {moved:,} bytes for {active:,} rows"
+        assert table.nbytes == self.rows * self.form.row_bytes, f"holds {table.nbytes:,} bytes"
+        losses += [self.run() for _ in range(len(self.data) - 2)]
+        loss = float(torch.stack(losses[-max(1, len(losses) // 10) :]).mean())
+        self.figures.update(moved_bytes=moved, table_bytes=table.nbytes, loss=loss)
+        self.memory.update(self._memory(table))
+        self.reached[self.form.name] = loss
+        plain = self.reached.get(FORMS[0].name, loss)
+        assert math.isfinite(loss), f"ends with a loss of {loss}"
+        assert loss <= FAR * plain, f"ends with a loss of {loss:.4f}, FP32 with {plain:.4f}"
+
+    def _memory(self, table: Any) -> dict[str, int]:
+        place = "device_bytes" if table.memory == "device" and self.device.type == "cuda" else "host_bytes"
+        found = {place: table.nbytes}
+        if self.device.type == "cuda":
+            synchronize(self.device)
+            base = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.run()
+            synchronize(self.device)
+            found["device_bytes"] = found.get("device_bytes", 0) + torch.cuda.max_memory_allocated(self.device) - base
+        return found

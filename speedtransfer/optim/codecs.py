@@ -1,0 +1,239 @@
+"""Small forms in which a table stores float32 values, and the way there and back.
+
+Every codec takes ``(n, width)`` values to raw rows, one tensor for each part (the part "" is the plane itself, ".scale" lies
+beside it), and back. Rounding is stochastic where random bits are given: up or down with the probability that makes the mean
+right, so that updates far below a step of the stored form still add up. Without bits it is to the nearest.
+
+What is stored comes back from a round trip bit for bit, however it is rounded: scales keep just as many digits as leave
+their products with the codes exact.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtransfer.errors import InvalidTypeError
+
+STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+BLOCK = 128  # columns, at most, that share a scale of 8-bit state
+SCALE = ".scale"
+
+
+class Part(NamedTuple):
+    """What a raw plane of a codec looks like."""
+
+    width: int
+    dtype: torch.dtype
+
+
+class Plain:
+    """The values as they are."""
+
+    viewable = True  # the raw plane can be shown as the logical one
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self.parts = {"": Part(width, dtype)}
+        self.name = "plain"
+
+    def encode(self, values: Tensor, bits: Tensor | None) -> dict[str, Tensor]:
+        """Return the raw rows of `values` (n, width); `bits` are random ones, (n, width) int32."""
+        return {"": values.to(self.parts[""].dtype)}
+
+    def decode(self, parts: dict[str, Tensor], out: Tensor) -> Tensor:
+        """Fill `out` (n, width) with the values of raw rows, and return it."""
+        return out.copy_(parts[""])
+
+
+class Cast(Plain):
+    """bfloat16 or float16. What is finite stays so: beyond the largest number is the largest. Infinities and NaN stay."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__(width, dtype)
+        self.name = str(dtype).removeprefix("torch.")
+        self._largest = torch.finfo(dtype).max
+        self.lost = 16 if dtype == torch.bfloat16 else 13  # bits of a float32's significand that the form drops
+        # Below it float16's steps are all alike. Added to a number it makes them steps of an ordinary one.
+        self._smallest = 0.0 if dtype == torch.bfloat16 else torch.finfo(dtype).smallest_normal
+
+    def encode(self, values: Tensor, bits: Tensor | None) -> dict[str, Tensor]:  # noqa: D102
+        dtype = self.parts[""].dtype
+        if bits is None:
+            return {"": torch.where(values.isinf(), values, values.clamp(-self._largest, self._largest)).to(dtype)}
+        rounded = values.clone()
+        if self._smallest:
+            offset = (values.abs() < self._smallest).to(values.dtype).mul_(self._smallest).copysign_(values)
+            rounded += offset
+        words = rounded.view(torch.int32)
+        words += (bits >> (32 - self.lost)).bitwise_and_((1 << self.lost) - 1)
+        words &= -1 << self.lost
+        if self._smallest:
+            rounded.sub_(offset).copysign_(values)
+        rounded.clamp_(-self._largest, self._largest)
+        return {"": torch.where(values.isfinite(), rounded, values).to(dtype)}
+
+
+class RowInt8(Plain):
+    """int8 with a float32 scale for each row: the code 127 is its largest magnitude.
+
+    A row with an infinity or a NaN becomes NaN as a whole: its scale is lost. A row of zeros is exact.
+    """
+
+    viewable = False
+
+    def __init__(self, width: int) -> None:
+        self.parts = {"": Part(width, torch.int8), SCALE: Part(1, torch.float32)}
+        self.name = "int8-row"
+
+    def encode(self, values: Tensor, bits: Tensor | None) -> dict[str, Tensor]:  # noqa: D102
+        scale = _scales(values.abs().amax(1, keepdim=True), values.new_tensor(127.0), 7, 2.0**-126)
+        codes = values / scale  # a tensor by a tensor: the same rounding on every device
+        if bits is None:
+            codes.round_()
+        else:  # 16 bits: their sum with a code of 7 is exact, and a whole code stays
+            codes += (bits >> 16).bitwise_and_(0xFFFF).to(torch.float32).mul_(2.0**-16)
+            codes.floor_()
+        return {"": codes.nan_to_num_(0.0).clamp_(-127, 127).to(torch.int8), SCALE: scale}
+
+    def decode(self, parts: dict[str, Tensor], out: Tensor) -> Tensor:  # noqa: D102
+        return torch.mul(parts[""], parts[SCALE], out=out)
+
+
+class Blocks8(Plain):
+    """8-bit floating point with a float32 scale for each block of up to `BLOCK` columns of a row, for optimizer state.
+
+    As in block-wise dynamic quantization (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022) steps
+    are finer near zero and a block's largest magnitude is exact (to 2**-19 of it). Codes are those of a small float: three
+    bits of significand, and of exponent five where no value of the block is negative (second moments: down to 2**-32 of the
+    largest), four and a sign otherwise (momenta: down to 2**-16): the square root of the first spans what the second does.
+    The sign of the scale tells which.
+
+    Where no value of a block is negative none becomes zero that was not, since others are divided by its root. A block with an
+    infinity or a NaN becomes NaN as a whole.
+    """
+
+    viewable = False
+    _ONE = 0x3F800000 >> 20  # 1.0, cut to three bits of significand
+
+    def __init__(self, width: int) -> None:
+        self.blocks = max(1, math.ceil(width / BLOCK))
+        self.size = math.ceil(width / self.blocks)  # of blocks as even as can be
+        self.parts = {"": Part(width, torch.uint8), SCALE: Part(self.blocks, torch.float32)}
+        self.name = f"float8-block{self.size}"
+
+    def _split(self, values: Tensor) -> Tensor:
+        """Return ``(n, width)`` as ``(n, blocks, size)``, zeros at the end."""
+        missing = self.blocks * self.size - values.shape[1]
+        if missing:
+            values = torch.nn.functional.pad(values, (0, missing))
+        return values.view(len(values), self.blocks, self.size)
+
+    def encode(self, values: Tensor, bits: Tensor | None) -> dict[str, Tensor]:  # noqa: D102
+        width = values.shape[1]
+        values = self._split(values)
+        sizes = values.abs()
+        scale = _scales(sizes.amax(2, keepdim=True), values.new_tensor(1.0), 4, 2.0**-94)
+        sizes /= scale
+        sizes.nan_to_num_(0.0).clamp_(max=1.0)
+        signed = values.amin(2, keepdim=True) < 0  # false for NaN
+        top = torch.where(signed, 127, 255).to(torch.int32)  # the code of 1.0
+        least = ((self._ONE + 1 - top) << 20).view(torch.float32)  # what the code 1 means
+        if bits is None:
+            added = sizes.new_full((), 1 << 19, dtype=torch.int32)
+            chance = sizes.new_full((), 0.5)
+        else:
+            added = (self._split(bits) >> 12).bitwise_and_((1 << 20) - 1)
+            chance = added.to(torch.float32).mul_(2.0**-20)
+        codes = (sizes.view(torch.int32) + added >> 20).add_(top - self._ONE)
+        below = torch.where(signed, sizes > chance * least, values > 0).to(torch.int32)
+        codes = torch.where(sizes < least, below, codes)
+        codes += (values < 0).to(torch.int32).mul_(128)
+        codes *= scale.isfinite()
+        return {
+            "": codes.to(torch.uint8).view(len(values), self.blocks * self.size)[:, :width],
+            SCALE: torch.where(signed, -scale, scale)[:, :, 0],
+        }
+
+    def decode(self, parts: dict[str, Tensor], out: Tensor) -> Tensor:  # noqa: D102
+        codes, scale = self._split(parts[""].to(torch.int32)), parts[SCALE][:, :, None]
+        codes += (scale < 0).to(torch.int32).mul_(256)
+        values = meanings(codes.device).index_select(0, codes.view(-1)).view(codes.shape)
+        return out.copy_(values.mul_(scale.abs()).view(len(codes), self.blocks * self.size)[:, : out.shape[1]])
+
+
+Codec = Plain
+
+
+def _scales(largest: Tensor, parts: Tensor, dropped: int, least: float) -> Tensor:
+    """Return ``largest / parts`` without its last `dropped` bits, `least` or more; NaN where it is not finite.
+
+    Rounded down, so that the largest value still gets the largest code, and the same scale the next time.
+    """
+    scale = (largest / parts).view(torch.int32).bitwise_and_(-1 << dropped).view(torch.float32).clamp_(min=least)
+    return torch.where(largest.isfinite(), scale, math.nan)
+
+
+@functools.lru_cache(maxsize=16)
+def meanings(device: torch.device) -> Tensor:
+    """Return what the codes of `Blocks8` mean: 256 without a sign and 256 with one."""
+    with torch.inference_mode(False):
+        codes = torch.arange(256, dtype=torch.int32)
+        words = torch.cat([codes - 255, (codes & 127) - 127]) + Blocks8._ONE << 20
+        values = words.view(torch.float32).clone()
+        values[384:] *= -1
+        values[[0, 256, 384]] = 0
+        return values.to(device)
+
+
+def codec_for(width: int, computed: torch.dtype, stored: torch.dtype) -> Codec:
+    """Return the codec of rows that are computed in one dtype and stored in another: uint8 is `Blocks8`."""
+    if computed == stored:
+        return Plain(width, stored)
+    if stored == torch.int8:
+        return RowInt8(width)
+    return Blocks8(width) if stored == torch.uint8 else Cast(width, stored)
+
+
+def codec_named(name: str, width: int) -> Codec:
+    """Return the codec of that `Codec.name` for rows of `width` values that are not stored plainly.
+
+    Raises
+    ------
+    ValueError
+        There is none.
+    """
+    made = (
+        codec_for(width, torch.float32, stored) for stored in (torch.bfloat16, torch.float16, torch.int8, torch.uint8)
+    )
+    for codec in made:
+        if codec.name == name:
+            return codec
+    raise ValueError(f"rows are encoded as {name[:40]!r}; a later speedtransfer may read them")
+
+
+def check_dtypes(dtype: torch.dtype, storage_dtype: Any, state_dtype: Any) -> None:
+    """Raise unless rows computed in `dtype` can be stored in `storage_dtype`, and their state in `state_dtype`.
+
+    Raises
+    ------
+    InvalidTypeError
+    """
+    for name, value, choices, hint in (
+        ("storage_dtype", storage_dtype, STORAGE_DTYPES, ""),
+        ("state_dtype", state_dtype, STATE_DTYPES, " (uint8: blocks of 8-bit floats)"),
+    ):
+        if value is None:
+            continue
+        if value not in choices:
+            known = ", ".join(str(choice) for choice in choices)
+            raise InvalidTypeError(f"{name} is {value!r} but must be None or one of {known}{hint}; pass one of them")
+        if dtype != torch.float32:
+            raise InvalidTypeError(
+                f"{name} is {value} but the rows are {dtype}, and only float32 ones are stored in another form; "
+                f"leave dtype out, or {name}"
+            )

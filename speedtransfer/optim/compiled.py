@@ -1,0 +1,165 @@
+"""The stochastic rounding of `codecs` in one pass over the rows, compiled by numba (extra ``fast``): the same bits.
+
+The functions take rows `start` to `stop`, without the GIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+_SIGN, _INFINITY = np.uint32(0x80000000), np.uint32(0x7F800000)
+_BFLOAT16_LARGEST, _HALF_SMALLEST = np.uint32(0x7F7F), np.float32(2.0**-14)
+_LEAST, _LEAST_SIGNED = np.float32(1.25 * 2.0**-32), np.float32(1.25 * 2.0**-16)  # what the code 1 of `Blocks8` means
+
+
+def _jit(function: Callable[..., None]) -> Any:
+    try:
+        return njit(nogil=True, cache=True, error_model="numpy")(function)
+    except RuntimeError:  # there is no folder for the cache
+        return njit(nogil=True, error_model="numpy")(function)
+
+
+@njit(inline="always")
+def _random(row: Any, column: Any) -> Any:
+    """Return the bits of `rounding.random_bits` as uint32."""
+    word = np.uint32((row ^ column) * np.uint32(0x7FEB352D))
+    word = np.uint32(word ^ (word >> np.uint32(15)))
+    return np.uint32(word * np.uint32(0x846CA68B))
+
+
+@_jit
+def encode_bfloat16(values: Any, rows: Any, columns: Any, out: Any, start: int, stop: int) -> None:
+    """Fill `out` (n, width) int16 with the bits of bfloat16."""
+    words, row_keys, column_keys, target = (
+        values.view(np.uint32),
+        rows.view(np.uint32),
+        columns.view(np.uint32),
+        out.view(np.uint16),
+    )
+    for i in range(start, stop):
+        for j in range(words.shape[1]):
+            word, bits = words[i, j], _random(row_keys[i], column_keys[j])
+            size = np.uint32(word & np.uint32(0x7FFFFFFF))
+            top = np.uint32((size + (bits >> np.uint32(16))) >> np.uint32(16))
+            top = min(top, _BFLOAT16_LARGEST)
+            top = np.uint32(0x7F80) if size == _INFINITY else top
+            top = np.uint32(0x7FC0) if size > _INFINITY else top
+            target[i, j] = np.uint16(top | ((word >> np.uint32(16)) & np.uint32(0x8000)))
+
+
+@_jit
+def encode_float16(values: Any, rows: Any, columns: Any, out: Any, start: int, stop: int) -> None:
+    """Fill `out` (n, width) int16 with the bits of float16."""
+    row_keys, column_keys, target = rows.view(np.uint32), columns.view(np.uint32), out.view(np.uint16)
+    words = values.view(np.uint32)
+    shifted: Any = np.empty(values.shape[1], np.float32)
+    sums = shifted.view(np.uint32)
+    for i in range(start, stop):
+        for j in range(values.shape[1]):
+            value = np.float32(abs(values[i, j]))
+            shifted[j] = value + _HALF_SMALLEST if value < _HALF_SMALLEST else value
+        for j in range(values.shape[1]):
+            word, size = words[i, j], np.uint32(words[i, j] & np.uint32(0x7FFFFFFF))
+            bits = _random(row_keys[i], column_keys[j])
+            top = np.uint32((sums[j] + (bits >> np.uint32(19))) >> np.uint32(13))
+            # Below the smallest, which was added, a number of steps; above it significand and exponent in another place.
+            top = (
+                np.uint32(top - np.uint32(113 << 10))
+                if size < np.uint32(113 << 23)
+                else np.uint32(top - np.uint32(112 << 10))
+            )
+            top = min(top, np.uint32(0x7BFF))
+            top = np.uint32(0x7C00) if size == _INFINITY else top
+            top = np.uint32(0x7E00) if size > _INFINITY else top
+            target[i, j] = np.uint16(top | ((word >> np.uint32(16)) & np.uint32(0x8000)))
+
+
+@_jit
+def encode_int8(values: Any, rows: Any, columns: Any, out: Any, scales: Any, start: int, stop: int) -> None:
+    """Fill `out` (n, width) int8 and `scales` (n, 1) float32."""
+    words, row_keys, column_keys = values.view(np.uint32), rows.view(np.uint32), columns.view(np.uint32)
+    scale: Any = np.empty(1, np.float32)
+    scale_word: Any = scale.view(np.uint32)
+    for i in range(start, stop):
+        largest: Any = np.uint32(0)  # of the magnitudes' bits, which are in the order of the magnitudes
+        for j in range(words.shape[1]):
+            largest = max(largest, np.uint32(words[i, j] & np.uint32(0x7FFFFFFF)))
+        if largest >= _INFINITY:
+            scales[i, 0] = np.nan
+            for j in range(words.shape[1]):
+                out[i, j] = 0
+            continue
+        scale_word[0] = largest
+        scale[0] /= np.float32(127.0)
+        scale_word[0] &= np.uint32(0xFFFFFF80)
+        scales[i, 0] = factor = max(scale[0], np.float32(2.0**-126))
+        for j in range(words.shape[1]):
+            bits = np.int32(_random(row_keys[i], column_keys[j]) >> np.uint32(16))
+            code = np.floor(values[i, j] / factor + np.float32(bits) * np.float32(2.0**-16))
+            code = code if code > np.float32(-127.0) else np.float32(-127.0)
+            code = code if code < np.float32(127.0) else np.float32(127.0)
+            out[i, j] = np.int8(np.int32(code))
+
+
+@_jit
+def encode_blocks(
+    values: Any, rows: Any, columns: Any, size: int, out: Any, scales: Any, start: int, stop: int
+) -> None:
+    """Fill `out` (n, width) uint8 and `scales` (n, blocks) float32; blocks have `size` columns."""
+    words, row_keys, column_keys = values.view(np.uint32), rows.view(np.uint32), columns.view(np.uint32)
+    shares = np.empty(size, np.float32)
+    for i in range(start, stop):
+        for block in range(scales.shape[1]):
+            low, high = block * size, (block + 1) * size
+            scales[i, block] = _encode_block(
+                values[i][low:high], words[i][low:high], row_keys[i], column_keys[low:high], shares, out[i][low:high]
+            )
+
+
+@njit(error_model="numpy")
+def _encode_block(values: Any, words: Any, row: Any, columns: Any, shares: Any, out: Any) -> Any:
+    """Fill `out` (width,) and return the scale. Every loop is one that the compiler makes vectors of."""
+    count = values.shape[0]
+    share_words, largest, with_sign = shares.view(np.uint32), np.uint32(0), np.uint32(0)
+    for j in range(count):
+        largest = max(largest, np.uint32(words[j] & np.uint32(0x7FFFFFFF)))  # as in encode_int8
+        with_sign = max(with_sign, np.uint32(words[j]))
+    if largest >= _INFINITY:
+        out[:] = 0
+        return np.float32(np.nan)
+    share_words[0] = largest & np.uint32(0xFFFFFFF0)
+    scale = max(shares[0], np.float32(2.0**-94))
+    for j in range(count):
+        share = np.float32(abs(values[j])) / scale
+        shares[j] = share if share < np.float32(1.0) else np.float32(1.0)
+    if with_sign <= _SIGN:  # minus zero is no negative number
+        for j in range(count):
+            bits = np.uint32(_random(row, columns[j]) >> np.uint32(12))
+            code = np.uint32(np.uint32(np.uint32(share_words[j] + bits) >> np.uint32(20)) - np.uint32(761))
+            some = np.uint32(1) if np.uint32(words[j] & np.uint32(0x7FFFFFFF)) > np.uint32(0) else np.uint32(0)
+            out[j] = np.uint8(some if shares[j] < _LEAST else code)
+        return scale
+    for j in range(count):
+        bits = np.uint32(_random(row, columns[j]) >> np.uint32(12))
+        code = np.uint32(np.uint32(np.uint32(share_words[j] + bits) >> np.uint32(20)) - np.uint32(889))
+        chance = np.float32(np.int32(bits)) * np.float32(2.0**-20) * _LEAST_SIGNED
+        some = np.uint32(1) if shares[j] > chance else np.uint32(0)
+        sign = np.uint32(128) if words[j] > _SIGN else np.uint32(0)
+        out[j] = np.uint8(np.uint32(some if shares[j] < _LEAST_SIGNED else code) | sign)
+    return -scale
+
+
+@_jit
+def decode_blocks(codes: Any, scales: Any, table: Any, size: int, out: Any, start: int, stop: int) -> None:
+    """Fill `out` (n, width) float32 from codes (n, width), scales (n, blocks) and what codes mean (512,)."""
+    for i in range(start, stop):
+        for block in range(scales.shape[1]):
+            scale = scales[i, block]
+            known = table[256:] if scale < np.float32(0.0) else table[:256]
+            source, target = codes[i][block * size : (block + 1) * size], out[i][block * size : (block + 1) * size]
+            for j in range(source.shape[0]):
+                target[j] = known[source[j]] * np.float32(abs(scale))

@@ -1,0 +1,59 @@
+"""Small forms on a CUDA device: the bits of the CPU, and every memory alike."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import speedtransfer as st
+from speedtransfer.optim.codecs import Blocks8, Cast, RowInt8
+from speedtransfer.optim.convert import decode_rows, encode_rows
+from speedtransfer.optim.rounding import Keys, column_keys, row_keys
+
+CODECS = [Cast(100, torch.bfloat16), Cast(100, torch.float16), RowInt8(100), Blocks8(100), Blocks8(300)]
+
+
+def ints(part):
+    return part.cpu().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[part.element_size()])
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_codecs_give_the_bits_of_the_cpu(codec, device):
+    width = codec.parts[""].width
+    values = torch.randn(500, width, generator=torch.Generator().manual_seed(0)) * torch.logspace(-44, 38, 500)[:, None]
+    values[::3] = values[::3].abs()
+    values[5], values[6, 0] = 0.0, math.inf
+    ids = torch.randperm(500)
+    found = []
+    for where in (torch.device("cpu"), torch.device(device)):
+        keys = Keys(row_keys(7, 3, "weight", ids.to(where)), column_keys(width, where))
+        found.append(encode_rows(codec, values.to(where), keys))
+        found.append(encode_rows(codec, values.to(where), None))
+    for here, there in zip(found[:2], found[2:], strict=True):
+        for suffix, part in here.items():
+            known = ~part.isnan() if part.is_floating_point() else torch.ones_like(part, dtype=torch.bool)
+            assert torch.equal(ints(part)[known], ints(there[suffix])[known])
+        decoded = decode_rows(codec, here), decode_rows(codec, there).cpu()
+        torch.testing.assert_close(*decoded, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.int8])
+def test_memories_train_to_the_same_bits(storage, device, tmp_path):
+    found = []
+    for memory in ("pinned", "pageable", "mmap", "device"):
+        torch.manual_seed(3)
+        path = {"path": tmp_path / "rows.safetensors"} if memory == "mmap" else {}
+        emb = st.Embedding(
+            300, 24, memory=memory, device=device, storage_dtype=storage, state_dtype=torch.uint8, **path
+        )
+        opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
+        for step in range(10):
+            opt.zero_grad()
+            emb((torch.arange(40, device=device) * 7 + step) % 300).square().sum().backward()
+            opt.step()
+        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+        state = opt.state_dict()["state"][0]
+        found.append([t.cpu() for t in (emb.state_dict()["weight"], state["exp_avg"], state["exp_avg_sq"])])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))

@@ -1,0 +1,149 @@
+"""Checkpoints of rows that lag behind, and of rows and state in small forms: resumed bit for bit, and read by others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_cases import Run
+from lazy_oracle import one_thread  # noqa: F401 - a fixture
+from optimizer_cases import case_named
+from safetensors.torch import load_file
+from test_optim_third_party import MAKERS
+from torch import nn
+
+import speedtransfer as st
+from speedtransfer.errors import OptimizerError, StorageError
+
+INT8 = {"storage_dtype": torch.int8, "state_dtype": torch.uint8}
+FORMS: dict[str, dict[str, Any]] = {
+    "exact": {"idle": "exact"},
+    "bfloat16": {"storage_dtype": torch.bfloat16, "state_dtype": torch.bfloat16},
+    "float16": {"storage_dtype": torch.float16},
+    "int8": INT8,
+    "exact int8": {"idle": "exact", **INT8},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["adamw", "sgd-momentum", "adagrad", "rmsprop-centered", "nadam-decoupled"])
+def test_resumed_bit_for_bit(name: str, form: str, tmp_path: Path) -> None:
+    path, case = tmp_path / "checkpoint", case_named(name)
+    run = Run(case, **FORMS[form])
+    run.epochs(2)
+    run.save(path)
+    run.epochs(2)
+    resumed = Run(case, seed=9, **FORMS[form])
+    resumed.epochs(1)  # something to be overwritten
+    resumed.load(path)
+    resumed.epochs(2)
+    assert resumed.digest() == run.digest()
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "exact"])
+def test_read_by_a_dense_model_and_back(form: str, tmp_path: Path) -> None:
+    case = case_named("adamw")
+    run, dense, back = Run(case, **FORMS[form]), Run(case, seed=1, library=nn), Run(case, seed=2, **FORMS[form])
+    run.epochs(2)
+    run.save(tmp_path / "one")
+    dense.load(tmp_path / "one")
+    for key, value in run.model.state_dict().items():
+        assert torch.equal(value.to(dense.model.state_dict()[key].dtype), dense.model.state_dict()[key]), key
+    states = [r.optimizer.state_dict()["state"] for r in (run, dense)]
+    for number, entry in states[0].items():
+        for key, value in entry.items():
+            torch.testing.assert_close(value, states[1][number][key], rtol=0, atol=0, check_dtype=False)
+    dense.save(tmp_path / "two")
+    back.load(tmp_path / "two")
+    again = back.model.state_dict()
+    assert all(torch.equal(value, again[key]) for key, value in run.model.state_dict().items())
+
+
+def test_one_form_into_another(tmp_path: Path) -> None:
+    wide, small = st.Embedding(300, 20), st.Embedding(300, 20, storage_dtype=torch.int8)
+    st.save_checkpoint(tmp_path / "wide", wide)
+    st.load_checkpoint(tmp_path / "wide", small)
+    step = wide.table.torch().abs().amax(1, keepdim=True) / 127
+    assert ((small.state_dict()["weight"] - wide.table.torch()).abs() <= step).all()
+    half = st.Embedding(300, 20, storage_dtype=torch.bfloat16)
+    st.save_checkpoint(tmp_path / "small", small)
+    st.load_checkpoint(tmp_path / "small", half)
+    assert torch.equal(half.table.torch(), small.state_dict()["weight"].bfloat16())
+
+
+def test_files_hold_the_small_form(tmp_path: Path) -> None:
+    emb = st.Embedding(50, 4, **INT8)
+    optimizer = torch.optim.Adam(emb.parameters())
+    emb(torch.arange(50)).sum().backward()
+    optimizer.step()
+    st.save_checkpoint(tmp_path / "checkpoint", emb, optimizer)
+    kinds = [
+        value.dtype
+        for kind in ("model", "optimizer")
+        for value in load_file(*(tmp_path / "checkpoint").glob(f"{kind}-*")).values()
+    ]
+    assert kinds.count(torch.int8) == 1
+    assert kinds.count(torch.uint8) == 2
+
+
+def test_an_encoding_of_another_version(tmp_path: Path) -> None:
+    emb = st.Embedding(50, 4, storage_dtype=torch.int8)
+    st.save_checkpoint(tmp_path / "checkpoint", emb)
+    manifest = tmp_path / "checkpoint/manifest.json"
+    head, _, rest = manifest.read_text().partition("\n")
+    assert "int8-row" in rest
+    rest = rest.replace("int8-row", "int7-row")
+    manifest.write_text(head.replace(sha256(head, rest)[0], sha256(head, rest)[1]) + "\n" + rest)
+    before = emb.table.torch().clone()
+    with pytest.raises(StorageError, match="encoded as 'int7-row'"):
+        st.load_checkpoint(tmp_path / "checkpoint", emb)
+    assert torch.equal(emb.table.torch(), before)
+
+
+def sha256(head: str, rest: str) -> tuple[str, str]:
+    import hashlib
+    import re
+
+    (old,) = re.findall("[0-9a-f]{64}", head)
+    return old, hashlib.sha256(rest.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("maker", list(MAKERS))
+def test_optimizers_of_others(maker: str, tmp_path: Path) -> None:
+    def fresh(seed: int) -> tuple[st.Embedding, Any]:
+        torch.manual_seed(seed)
+        emb = st.Embedding(30, 8)
+        return emb, MAKERS[maker]([emb.weight])
+
+    def train(emb: st.Embedding, optimizer: Any, start: int) -> None:
+        for step in range(start, start + 12):
+            optimizer.zero_grad()
+            (
+                emb(torch.randint(0, 29, (9,), generator=torch.Generator().manual_seed(step))) - 1
+            ).square().sum().backward()
+            optimizer.step()
+
+    emb, optimizer = fresh(0)
+    train(emb, optimizer, 0)
+    st.save_checkpoint(tmp_path / "checkpoint", emb, optimizer)
+    train(emb, optimizer, 12)
+    other, other_optimizer = fresh(1)
+    st.load_checkpoint(tmp_path / "checkpoint", other, other_optimizer)
+    train(other, other_optimizer, 12)
+    assert torch.equal(other.table.torch(), emb.table.torch())
+
+
+def test_refused_before_anything_changes(tmp_path: Path) -> None:
+    """Exact idle rows have no rule for what the checkpoint's hyperparameters would do."""
+    lazy = st.Embedding(30, 8)
+    optimizer = torch.optim.Adam(lazy.parameters(), weight_decay=0.1)
+    lazy(torch.arange(5)).sum().backward()
+    optimizer.step()
+    st.save_checkpoint(tmp_path / "checkpoint", lazy, optimizer)
+    exact = st.Embedding(30, 8, idle="exact")
+    before = exact.table.torch().clone()
+    with pytest.raises(OptimizerError, match="weight_decay"):
+        st.load_checkpoint(tmp_path / "checkpoint", exact, torch.optim.Adam(exact.parameters()))
+    assert torch.equal(exact.table.torch(), before)

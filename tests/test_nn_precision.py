@@ -1,0 +1,364 @@
+"""Embeddings stored in a small form: what goes in and out, copies, conversions, state dicts, and what is moved."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from lazy_oracle import one_thread  # noqa: F401 - a fixture
+from torch import Tensor, nn
+
+import speedtransfer
+from speedtransfer.errors import InvalidTypeError
+from speedtransfer.optim import find_handle
+
+SMALL = (torch.bfloat16, torch.float16, torch.int8)
+IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
+
+
+def made(stored: torch.dtype | None, rows: int = 12, dim: int = 6, seed: int = 2, **options) -> speedtransfer.Embedding:
+    torch.manual_seed(seed)
+    return speedtransfer.Embedding(rows, dim, storage_dtype=stored, **options)
+
+
+def dense(rows: int = 12, dim: int = 6, seed: int = 2, **options) -> nn.Embedding:
+    torch.manual_seed(seed)
+    return nn.Embedding(rows, dim, **options)
+
+
+def quantised(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a table of `dtype` holds of float32 rows, to the nearest."""
+    if dtype != torch.int8:
+        return weight.to(dtype).float()
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    scale = (scale.view(torch.int32) & ~127).view(torch.float32)
+    return (weight / scale).round().clamp(-127, 127) * scale
+
+
+def values(emb: nn.Module) -> Tensor:
+    return emb.state_dict()["weight"].float()
+
+
+def train(emb: nn.Module, steps: int = 5, kind: type = torch.optim.AdamW, **options) -> torch.optim.Optimizer:
+    opt = kind(emb.parameters(), lr=0.01, **options)
+    for step in range(steps):
+        opt.zero_grad()
+        (emb((IDS + step) % 12) * torch.linspace(-1, 2, emb.embedding_dim)).square().sum().backward()
+        opt.step()
+    return opt
+
+
+# --- first values -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_first_values_are_those_of_torch_rounded(dtype: torch.dtype) -> None:
+    ours, theirs = made(dtype, 5000, 33), dense(5000, 33)
+    assert torch.equal(values(ours), quantised(theirs.weight.detach(), dtype))
+    assert torch.equal(torch.randn(3), (dense(5000, 33), torch.randn(3))[1])  # no draw more or less
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_the_padding_row_is_zero_and_stays(dtype: torch.dtype) -> None:
+    emb = made(dtype, padding_idx=1)
+    assert not values(emb)[1].any()
+    train(emb, kind=torch.optim.SGD)
+    assert not values(emb)[1].any()
+    emb.reset_parameters()
+    assert not values(emb)[1].any()
+    assert values(emb)[0].any()
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+@pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_from_pretrained_rounds_to_the_nearest(dtype: torch.dtype, given: torch.dtype) -> None:
+    weight = dense(40, 7).weight.detach().to(given)
+    emb = speedtransfer.Embedding.from_pretrained(weight, storage_dtype=dtype)
+    assert torch.equal(values(emb), quantised(weight.float(), dtype))
+    assert emb.weight.dtype == emb(IDS).dtype == torch.float32
+    assert (emb.table.torch().data_ptr() == weight.data_ptr()) == (dtype == given)  # then in place
+    bag = speedtransfer.EmbeddingBag.from_pretrained(weight, storage_dtype=dtype, mode="sum")
+    torch.testing.assert_close(bag(IDS), emb(IDS).sum(1))
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_replaced_embeddings(dtype: torch.dtype) -> None:
+    model = nn.Sequential(dense(), nn.Linear(6, 2))
+    weight = model[0].weight.detach().clone()
+    assert speedtransfer.replace_embeddings(model, storage_dtype=dtype, state_dtype=torch.uint8) == ["0"]
+    assert torch.equal(values(model[0]), quantised(weight, dtype))
+    assert f"storage_dtype={dtype}, state_dtype=torch.uint8" in repr(model)
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_other_defaults_change_nothing(dtype: torch.dtype) -> None:
+    expected = values(made(dtype))
+    torch.set_default_dtype(torch.float64)
+    try:
+        emb = made(dtype, dtype=torch.float32, state_dtype=torch.uint8)
+        assert torch.equal(values(emb), expected.float())
+        train(emb)
+        with torch.inference_mode():
+            assert torch.equal(emb(IDS), values(emb)[IDS].float())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.inference_mode():
+        emb = made(dtype, state_dtype=torch.uint8)
+        assert torch.equal(emb(IDS), expected[IDS])
+    train(emb)
+
+
+# --- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_rows_are_float32_and_the_table_is_not(dtype: torch.dtype) -> None:
+    emb = made(dtype)
+    assert emb.table.dtype == dtype
+    assert emb.weight.dtype == torch.float32
+    for lookup in (emb, emb.eval(), emb.train()):
+        assert lookup(IDS).dtype == torch.float32
+    with torch.no_grad():
+        assert torch.equal(emb(IDS), values(emb)[IDS])
+        assert emb(torch.tensor(3)).shape == (6,)
+        assert emb([[1, 2]]).shape == (1, 2, 6)
+    assert torch.equal(emb(IDS), values(emb)[IDS])
+    assert emb.activate(IDS).rows.dtype == torch.float32
+    emb(IDS).sum().backward()
+    assert emb.weight.dtype == emb.weight.grad.dtype == torch.float32
+
+
+def test_float32_named_is_as_ever() -> None:
+    emb, plain = made(torch.float32, state_dtype=torch.float32), made(None)
+    train(emb)
+    train(plain)
+    assert emb.table.planes == plain.table.planes
+    assert torch.equal(values(emb), values(plain))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"storage_dtype": torch.float64}, r"storage_dtype is torch.float64 but must be None or one of torch.float32"),
+        (
+            {"storage_dtype": "int8"},
+            r"storage_dtype is 'int8' but must be None or one of .*torch.int8; pass one of them",
+        ),
+        ({"storage_dtype": torch.uint8}, "storage_dtype is torch.uint8"),
+        ({"state_dtype": torch.int8}, r"state_dtype is torch.int8 .*torch.uint8 \(uint8: blocks of 8-bit floats\)"),
+        ({"state_dtype": torch.float16}, "state_dtype is torch.float16"),
+        ({"state_dtype": 8}, "state_dtype is 8 but"),
+        (
+            {"storage_dtype": torch.int8, "dtype": torch.float64},
+            "storage_dtype is torch.int8 but the rows are torch.float64",
+        ),
+        ({"state_dtype": torch.bfloat16, "dtype": torch.float16}, "state_dtype is torch.bfloat16 but the rows are"),
+    ],
+)
+def test_wrong_dtypes(options: dict, words: str) -> None:
+    for module in (speedtransfer.Embedding, speedtransfer.EmbeddingBag):
+        with pytest.raises(InvalidTypeError, match=words) as caught:
+            module(4, 2, **options)
+        assert "\n" not in str(caught.value)
+    if "dtype" not in options:
+        with pytest.raises(InvalidTypeError, match=words):
+            speedtransfer.Embedding.from_pretrained(torch.zeros(4, 2), **options)
+
+
+def test_pretrained_integers_have_no_values_to_store() -> None:
+    with pytest.raises(InvalidTypeError, match=r"storage_dtype is torch.int8 but the rows are torch.int8"):
+        speedtransfer.Embedding.from_pretrained(torch.zeros(4, 2, dtype=torch.int8), storage_dtype=torch.int8)
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+@pytest.mark.parametrize("shape", [(0, 3), (5, 0)])
+def test_empty_tables(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    emb = speedtransfer.Embedding(*shape, storage_dtype=dtype, state_dtype=torch.uint8)
+    assert emb(torch.empty(0, dtype=torch.int64)).shape == (0, shape[1])
+    if shape[0]:
+        opt = torch.optim.AdamW(emb.parameters())
+        emb(torch.tensor([1, 1])).sum().backward()
+        opt.step()
+        assert opt.state_dict()["state"][0]["exp_avg"].shape == shape
+    assert values(emb).shape == shape
+
+
+# --- state dicts of modules -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_state_dicts_cross_over(dtype: torch.dtype) -> None:
+    ours, theirs = made(dtype), dense(seed=3)
+    state = ours.state_dict()
+    assert list(state) == ["weight"]
+    assert state["weight"].dtype == (torch.float32 if dtype == torch.int8 else dtype)
+    assert (state["weight"].data_ptr() == ours.table.torch().data_ptr()) == (dtype != torch.int8)
+    theirs.load_state_dict(state)
+    assert torch.equal(theirs.weight, values(ours))
+    version = ours.table.version
+    other = dense(seed=4)
+    ours.load_state_dict(other.state_dict())
+    assert torch.equal(values(ours), quantised(other.weight.detach(), dtype))
+    assert ours.table.version > version
+    again = made(dtype, seed=9)
+    again.load_state_dict(ours.state_dict(), assign=True)
+    assert torch.equal(values(again), values(ours))
+    assert again.table.dtype == dtype
+    assert isinstance(again.weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_loading_says_what_torch_says(dtype: torch.dtype) -> None:
+    emb = made(dtype)
+    before = values(emb).clone()
+    with pytest.raises(RuntimeError, match=r"size mismatch for weight: .*\[12, 6\]"):
+        emb.load_state_dict({"weight": torch.zeros(11, 6)})
+    assert emb.load_state_dict({"other": torch.zeros(1)}, strict=False).missing_keys == ["weight"]
+    assert torch.equal(values(emb), before)
+
+
+def test_numbers_that_float16_has_not_are_clamped() -> None:
+    emb = made(torch.float16)
+    emb.load_state_dict({"weight": torch.full((12, 6), 1e6)})
+    assert torch.equal(values(emb), torch.full((12, 6), 65504.0))
+
+
+# --- copies and conversions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies(dtype: torch.dtype, how: str) -> None:
+    emb = made(dtype, state_dtype=torch.uint8)
+    train(emb)
+    if how == "deepcopy":
+        other = copy.deepcopy(emb)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(emb))
+    else:
+        file = io.BytesIO()
+        torch.save(emb, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert other.table.dtype == dtype
+    assert torch.equal(values(other), values(emb))
+    for module in (emb, other):  # both go on alike, rounding included
+        train(module)
+    assert torch.equal(values(other), values(emb))
+    assert other.table.planes == emb.table.planes
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+@pytest.mark.parametrize("to", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_conversion_gives_plain_rows_of_that_dtype(dtype: torch.dtype, to: torch.dtype) -> None:
+    emb = made(dtype, state_dtype=torch.uint8)
+    before = values(emb).clone()
+    train(emb, steps=0)
+    table = emb.table
+    assert emb.float().table is table  # they are float32
+    emb.to(to)
+    assert emb.weight.dtype == emb.table.dtype == emb(IDS).dtype == to
+    assert torch.equal(values(emb), before.to(to).float())
+    assert emb.table.planes == ("weight",)
+    assert emb.to("cpu").table.dtype == to
+    train(emb)
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_max_norm_shortens_rows_in_the_table(dtype: torch.dtype) -> None:
+    emb = made(dtype, max_norm=1.0)
+    before = values(emb).clone()
+    out = emb(IDS)
+    assert (out.norm(dim=-1) < 1.00001).all()
+    touched = IDS.unique()
+    idle = [row for row in range(12) if row not in touched.tolist()]
+    assert torch.equal(values(emb)[idle], before[idle])
+    assert (values(emb)[touched].norm(dim=1) < 1.05).all()
+    out.sum().backward()
+    torch.optim.SGD(emb.parameters(), lr=0.1).step()
+
+
+def test_a_new_optimizer_and_state_that_goes() -> None:
+    emb = made(torch.int8, state_dtype=torch.uint8)
+    opt = train(emb)
+    assert emb.table.planes == (
+        *("weight", "weight.scale", "exp_avg", "exp_avg.scale"),
+        *("exp_avg_sq", "exp_avg_sq.scale"),
+    )
+    train(emb, kind=torch.optim.SGD)
+    assert emb.table.planes == ("weight", "weight.scale")
+    assert opt.state_dict()["state"] == {}
+
+
+# --- memories ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_memories_and_engines_agree_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    found = []
+    for memory in ("pageable", "mmap", "device", "reference"):
+        options = {"memory": memory} if memory != "reference" else {}
+        options |= {"path": tmp_path / "rows.safetensors"} if memory == "mmap" else {}
+        emb = made(dtype, state_dtype=torch.uint8, **options)
+        if memory == "reference":
+            emb.table.engine = "reference"
+        state = train(emb, 8).state_dict()["state"][0]
+        found.append([values(emb), state["exp_avg"], state["exp_avg_sq"]])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    assert speedtransfer.Table.load(tmp_path / "rows.safetensors").dtype == dtype
+
+
+def test_a_file_keeps_its_dtype(tmp_path: Path) -> None:
+    emb = made(torch.bfloat16, memory="mmap", path=tmp_path / "rows.safetensors")
+    with pytest.raises(ValueError, match="cannot change its dtype"):
+        emb.half()
+    assert emb.float().table.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("storage", "state", "weight_bytes", "state_bytes"),
+    [
+        (None, None, 512, 1024),
+        (torch.bfloat16, None, 256, 1024),
+        (torch.float16, torch.bfloat16, 256, 512),
+        (torch.int8, torch.bfloat16, 132, 512),
+        (torch.int8, torch.uint8, 132, 264),
+    ],
+)
+def test_bytes_held_and_moved_are_those_of_the_small_form(
+    storage: torch.dtype | None, state: torch.dtype | None, weight_bytes: int, state_bytes: int
+) -> None:
+    emb = made(storage, 100, 128, state_dtype=state)
+    opt = torch.optim.Adam(emb.parameters())
+    assert emb.table.nbytes == 100 * weight_bytes
+    for _ in range(2):
+        emb.table.reset_stats()
+        emb(torch.tensor([1, 5, 1, 7])).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    assert emb.table.nbytes == 100 * (weight_bytes + state_bytes)
+    stats = emb.table.stats()
+    assert stats.gathered_bytes == stats.scattered_bytes == 3 * (weight_bytes + state_bytes)
+
+
+def test_what_is_not_as_wide_as_the_rows_stays_as_it_is() -> None:
+    emb = made(torch.int8, state_dtype=torch.uint8)
+    store = find_handle(emb.weight).rows
+    for name, tail, dtype in (("a", (), torch.float32), ("b", (1,), torch.float32), ("c", (6,), torch.int32)):
+        store.add(name, tail, dtype, 3.0)
+        assert store.encoding(name) == "plain"
+        assert list(store.parts(name)) == [""]
+        assert (store.whole(name) == 3).all()
+    store.add("d", (6,), torch.float32, 0.3)
+    assert store.encoding("d") == "float8-block6"
+    torch.testing.assert_close(store.whole("d"), torch.full((12, 6), 0.3), rtol=1e-5, atol=0)
+    store.add("e", (6,), torch.float32, None)
+    torch.testing.assert_close(store.whole("e"), store.whole("weight"), rtol=0.07, atol=1e-3)
+    store.drop("d")
+    assert "d" not in store.table.planes
+    assert "d.scale" not in store.table.planes

@@ -1,0 +1,332 @@
+"""Training with rows and state in small forms: near dense float32, reproducible, resumable, also under autocast."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lazy_oracle import (
+    LazyOracle,
+    Twins,
+    one_thread,  # noqa: F401 - a fixture
+    squared_loss,
+)
+from optimizer_cases import BASE, OptimizerCase, case_named
+from torch import Tensor, nn
+
+import speedtransfer
+from speedtransfer.errors import OptimizerError
+from speedtransfer.optim import find_handle
+from speedtransfer.optim.encoded import EncodedPlane
+
+FORMS = (
+    (torch.bfloat16, None),
+    (torch.float16, torch.bfloat16),
+    (torch.float32, torch.uint8),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.int8, torch.uint8),
+)
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adam-amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.05),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+ROWS, DIM = 60, 32
+
+
+def factorisation(library: Any, **options: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(5)
+    return library.Embedding(ROWS, DIM, **options), library.Embedding(ROWS, DIM, **options)
+
+
+def task() -> Tensor:
+    """Return a matrix (rows, rows) of rank 8 with noise, to be factorised."""
+    generator = torch.Generator().manual_seed(1)
+    left, right = (torch.randn(ROWS, 8, generator=generator) for _ in range(2))
+    return left @ right.T + 0.3 * torch.randn(ROWS, ROWS, generator=generator)
+
+
+def factorise(modules: tuple[nn.Module, nn.Module], optimizer: torch.optim.Optimizer, steps: int = 300) -> float:
+    """Return the loss after `steps`, over all pairs."""
+    wanted, generator = task(), torch.Generator().manual_seed(2)
+    for _ in range(steps):
+        i, j = (torch.randint(ROWS, (128,), generator=generator) for _ in range(2))
+        optimizer.zero_grad()
+        F.mse_loss((modules[0](i) * modules[1](j)).sum(1) / DIM**0.5, wanted[i, j]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        every = torch.arange(ROWS)
+        return float(F.mse_loss(modules[0](every) @ modules[1](every).T / DIM**0.5, wanted))
+
+
+@pytest.fixture(scope="module")
+def reached() -> Callable[[str], float]:
+    """The loss that float32 rows reach, by optimizer."""
+    found: dict[str, float] = {}
+
+    def loss(name: str) -> float:
+        if name not in found:
+            modules = factorisation(speedtransfer)
+            found[name] = factorise(modules, OPTIMIZERS[name]([m.weight for m in modules]))
+        return found[name]
+
+    return loss
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("storage", "state"), FORMS)
+def test_training_ends_near_float32(
+    name: str, storage: torch.dtype, state: torch.dtype | None, reached: Callable[[str], float]
+) -> None:
+    modules = factorisation(speedtransfer, storage_dtype=storage, state_dtype=state)
+    start = factorise(modules, torch.optim.SGD([m.weight for m in modules], lr=0.0), 0)
+    loss = factorise(modules, OPTIMIZERS[name]([m.weight for m in modules]))
+    assert reached(name) < 0.6 * start
+    assert loss < reached(name) * 1.05 + 0.005 * start
+
+
+# --- what rounding to the nearest cannot do ---------------------------------------------------------------------------
+
+
+def test_updates_far_below_a_step_of_the_form_add_up() -> None:
+    target, ones, found = torch.full((8, 16), 1.5), torch.ones(8, 16), []
+    for dtype in ("nearest", torch.bfloat16, torch.int8):
+        torch.manual_seed(0)
+        if dtype == "nearest":
+            emb = speedtransfer.Embedding.from_pretrained(ones.bfloat16(), freeze=False)
+        else:
+            emb = speedtransfer.Embedding.from_pretrained(ones, freeze=False, storage_dtype=dtype)
+        opt = torch.optim.SGD(emb.parameters(), lr=1e-4)
+        for _ in range(600):
+            opt.zero_grad()
+            (0.5 * (emb(torch.arange(8)) - target.to(emb.weight.dtype)).square().sum()).backward()
+            opt.step()
+        found.append(float(emb.state_dict()["weight"].float().mean()))
+    expected = 1.5 - 0.5 * (1 - 1e-4) ** 600  # 5e-5 a step, of which bfloat16's at 1 is 150 times as large
+    assert found == [1.0, pytest.approx(expected, abs=0.005), pytest.approx(expected, abs=0.01)]
+
+
+def test_the_second_moment_decays_in_8_bits() -> None:
+    """Rounded to the nearest it would stand still: 0.1% a step, of steps of 6% to 12%."""
+    torch.manual_seed(0)
+    emb = speedtransfer.Embedding(4, 128, state_dtype=torch.uint8)
+    opt = torch.optim.Adam(emb.parameters(), lr=0.0)
+    scale = torch.linspace(0.1, 1, 128)
+    for step in range(600):
+        opt.zero_grad()
+        (emb(torch.arange(4)) * scale).sum().mul(1.0 if step < 100 else 0.1).backward()
+        opt.step()
+    found = opt.state_dict()["state"][0]["exp_avg_sq"]
+    v = torch.zeros(128)
+    for step in range(600):
+        v = 0.999 * v + 0.001 * (scale * (1.0 if step < 100 else 0.1)).square()
+    assert ((found / v).mean(0) - 1).abs().mean() < 0.15
+    assert abs(float((found / v).mean()) - 1) < 0.03
+
+
+# --- reproducible -----------------------------------------------------------------------------------------------------
+
+
+def trained(seed: int = 3, steps: int = 12, order: bool = False, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    emb = speedtransfer.Embedding.from_pretrained(
+        torch.randn(40, 24, generator=torch.Generator().manual_seed(0)), freeze=False, **options
+    )
+    opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        ids = torch.randperm(40, generator=generator)[:16]
+        ids = ids.flip(0) if order else ids
+        opt.zero_grad()
+        emb(ids).square().sum().backward()
+        opt.step()
+    return emb, opt
+
+
+def everything(emb: Any, opt: torch.optim.Optimizer) -> list[Tensor]:
+    state = opt.state_dict()["state"][0]
+    return [emb.state_dict()["weight"], state["exp_avg"], state["exp_avg_sq"]]
+
+
+def alike(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("storage", "state"), FORMS)
+def test_a_seed_gives_a_run(storage: torch.dtype, state: torch.dtype | None) -> None:
+    options = {"storage_dtype": storage, "state_dtype": state}
+    first = everything(*trained(**options))
+    assert alike(first, everything(*trained(**options)))
+    assert alike(first, everything(*trained(**options, order=True)))
+    assert not alike(first, everything(*trained(**options, seed=4)))
+
+
+@pytest.mark.parametrize(("storage", "state"), FORMS)
+def test_a_run_goes_on_from_its_state_dicts(storage: torch.dtype, state: torch.dtype | None) -> None:
+    options = {"storage_dtype": storage, "state_dtype": state}
+    emb, opt = trained(**options)
+    torch.manual_seed(99)
+    other = speedtransfer.Embedding(40, 24, **options)
+    second = torch.optim.AdamW(other.parameters(), lr=0.01)
+    other.load_state_dict(copy.deepcopy(emb.state_dict()))
+    second.load_state_dict(copy.deepcopy(opt.state_dict()))
+    rows, rows_of_other = find_handle(emb.weight).rows, find_handle(other.weight).rows
+    assert rows.state_dict() == {"seed": 3, "writes": 12}
+    rows_of_other.load_state_dict(rows.state_dict())
+    for module, optimizer in ((emb, opt), (other, second)):
+        for ids in (torch.arange(10), torch.arange(5, 40)):
+            optimizer.zero_grad()
+            module(ids).square().sum().backward()
+            optimizer.step()
+    assert alike(everything(emb, opt), everything(other, second))
+
+
+# --- state dicts of optimizers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", BASE, ids=str)
+def test_every_optimizer_steps_and_its_state_crosses_over(case: OptimizerCase) -> None:
+    torch.manual_seed(0)
+    emb = speedtransfer.Embedding(20, 8, storage_dtype=torch.int8, state_dtype=torch.uint8)
+    dense = nn.Embedding.from_pretrained(emb.state_dict()["weight"], freeze=False)
+    opt, other = case.make(emb.parameters()), case.make(dense.parameters())
+    for module, optimizer in ((emb, opt), (dense, other)):
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(torch.arange(20)).square().sum().backward()
+            optimizer.step()
+    mine, theirs = opt.state_dict(), other.state_dict()
+    assert mine["param_groups"] == theirs["param_groups"]
+    for name, value in theirs["state"].get(0, {}).items():
+        if name in case.planes:
+            assert mine["state"][0][name].dtype == torch.float32
+            largest = value.abs().max()
+            if case.kind is not torch.optim.Rprop:  # which looks at signs alone, and a step is a matter of chance then
+                torch.testing.assert_close(mine["state"][0][name], value, rtol=0.5, atol=0.15 * float(largest))
+    other.load_state_dict(mine)
+    opt.load_state_dict(theirs)
+    for module, optimizer in ((emb, opt), (dense, other)):
+        optimizer.zero_grad()
+        module(torch.arange(5)).square().sum().backward()
+        optimizer.step()
+    found = opt.state_dict()["state"].get(0, {})
+    for name in case.planes:  # rows that were not touched are those loaded
+        expected = theirs["state"][0][name][5:]
+        assert torch.isfinite(found[name]).all()
+        torch.testing.assert_close(found[name][5:], expected, rtol=0.07, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_nothing_decoded_is_kept() -> None:
+    emb, opt = trained(state_dtype=torch.uint8)
+    state = opt.state[emb.weight]
+    kept = state["exp_avg"]
+    assert isinstance(kept, EncodedPlane)
+    assert kept.shape == (40, 24)
+    assert repr(kept) == "EncodedPlane('exp_avg', shape=(40, 24))"
+    first = opt.state_dict()
+    assert isinstance(first["state"][0]["exp_avg"], Tensor)
+    assert opt.state[emb.weight]["exp_avg"] is kept
+    assert torch.equal(first["state"][0]["exp_avg"], kept.decode())
+    assert first["state"][0]["exp_avg"] is not opt.state_dict()["state"][0]["exp_avg"]
+
+
+def test_a_loaded_state_is_shown_before_the_next_step() -> None:
+    _emb, opt = trained(state_dtype=torch.uint8)
+    state = copy.deepcopy(opt.state_dict())
+    state["state"][0]["exp_avg"] += 1
+    opt.load_state_dict(state)
+    assert torch.equal(opt.state_dict()["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"])
+def test_copies_of_a_model_with_its_optimizer_go_on_alike(how: Callable[[Any], Any]) -> None:
+    emb, opt = trained(storage_dtype=torch.int8, state_dtype=torch.uint8)
+    other, second = how((emb, opt))
+    for module, optimizer in ((emb, opt), (other, second)):
+        optimizer.zero_grad()
+        module(torch.arange(30)).square().sum().backward()
+        optimizer.step()
+    assert alike(everything(emb, opt), everything(other, second))
+
+
+def test_state_of_a_table_that_is_gone() -> None:
+    emb, opt = trained(state_dtype=torch.uint8)
+    kept = opt.state[emb.weight]["exp_avg"]
+    emb.double()
+    with pytest.raises(OptimizerError, match="the table of this state is gone"):
+        kept.decode()
+
+
+def test_state_of_another_table_is_refused() -> None:
+    emb, opt = trained(state_dtype=torch.uint8)
+    state = opt.state_dict()
+    state["state"][0]["exp_avg"] = torch.zeros(39, 24)
+    with pytest.raises(OptimizerError, match=r"shape \(39, 24\) but the table needs \(40, 24\)"):
+        opt.load_state_dict(state)
+
+
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self, library: Any, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.rows, self.out = library.Embedding(41, 16, **options), nn.Linear(16, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.rows(ids)
+        assert rows.dtype == torch.float32  # as torch.nn: a lookup is not autocast
+        return self.out(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("name", ["sgd-momentum", "adamw", "adamw-fused"])
+def test_autocast_is_that_of_torch(dtype: torch.dtype, scaled: bool, name: str) -> None:
+    case = case_named(name)
+    ours, dense = Model(speedtransfer), Model(nn)
+    opt, oracle_opt = case.make(ours.parameters()), case.make(dense.parameters())
+    oracle = LazyOracle(oracle_opt, dense.rows)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4, enabled=scaled) for _ in range(2)]
+    for step, (ids, target) in enumerate(Twins(case.make).batches(12)):
+        opt.zero_grad()
+        oracle.zero_grad()
+        for scaler, model in zip(scalers, (ours, dense), strict=True):
+            with torch.autocast("cpu", dtype):
+                out = model(ids)
+                assert out.dtype == dtype
+            factor = float("inf") if scaled and step == 5 else 1.0
+            scaler.scale(squared_loss(out.float(), target) / ids.numel() * factor).backward()
+        scalers[0].step(opt)
+        oracle.step(lambda: scalers[1].step(oracle_opt))
+        for scaler in scalers:
+            scaler.update()
+    torch.testing.assert_close(ours.rows.table.torch(), dense.rows.weight.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.out.weight, dense.out.weight, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_over_small_rows(dtype: torch.dtype) -> None:
+    found = []
+    for options in ({}, {"storage_dtype": dtype, "state_dtype": torch.uint8}):
+        model = Model(speedtransfer, **options)
+        opt, scaler = torch.optim.AdamW(model.parameters(), lr=0.02), torch.amp.GradScaler("cpu", init_scale=64.0)
+        for ids, target in Twins(torch.optim.AdamW).batches(60):
+            opt.zero_grad()
+            with torch.autocast("cpu", dtype):
+                out = model(ids)
+            loss = squared_loss(out.float(), target) / ids.numel()
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+        found.append(loss.item())
+    assert found[1] == pytest.approx(found[0], rel=0.03)
