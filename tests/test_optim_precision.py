@@ -266,7 +266,7 @@ def test_state_of_a_table_that_is_gone() -> None:
 
 
 def test_state_of_another_table_is_refused() -> None:
-    emb, opt = trained(state_dtype=torch.uint8)
+    _, opt = trained(state_dtype=torch.uint8)
     state = opt.state_dict()
     state["state"][0]["exp_avg"] = torch.zeros(39, 24)
     with pytest.raises(OptimizerError, match=r"shape \(39, 24\) but the table needs \(40, 24\)"):
