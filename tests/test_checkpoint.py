@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as lr
 
 import speedtransfer as st
-from speedtransfer.checkpoint.progress import ByteProgress
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.progress import ByteProgress
 
 PLAIN = [
     None,

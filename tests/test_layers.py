@@ -15,7 +15,7 @@ PACKAGE = Path(speedtransfer.__file__).parent
 # Lowest first; modules of one entry may import each other.
 LAYERS = [
     {"version", "errors"},
-    {"buffers", "device"},
+    {"buffers", "device", "progress"},
     {"kernels"},
     {"engines"},
     {"tables"},
@@ -25,6 +25,7 @@ LAYERS = [
     {"cli"},
     {"__init__", "__main__"},
 ]
+KNOWS_ONLY = {"optim/idle": {"errors", "engines"}}  # parts that must not see more of the package
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -85,3 +86,12 @@ def test_import_starts_no_cuda_and_loads_no_cupy():
 def test_public_names_are_sorted_and_there():
     assert speedtransfer.__all__ == sorted(speedtransfer.__all__)
     assert all(hasattr(speedtransfer, name) for name in speedtransfer.__all__)
+
+
+@pytest.mark.parametrize("folder", KNOWS_ONLY)
+def test_parts_that_stand_alone(folder):
+    for path in (PACKAGE / folder).glob("*.py"):
+        for name in imports_of(path):
+            package, *rest = name.split(".")
+            if package == "speedtransfer" and not name.startswith("speedtransfer." + folder.replace("/", ".")):
+                assert rest[0] in KNOWS_ONLY[folder], f"{path} imports {name}"

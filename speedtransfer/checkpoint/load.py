@@ -15,12 +15,12 @@ from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.models import SavedModel
 from speedtransfer.checkpoint.objects import set_states
 from speedtransfer.checkpoint.optimizers import SavedOptimizer
-from speedtransfer.checkpoint.progress import ByteProgress
 from speedtransfer.checkpoint.reading import TensorReader
 from speedtransfer.checkpoint.rng import check_rng_states, set_rng_states
 from speedtransfer.checkpoint.save import as_path, check_arguments
 from speedtransfer.checkpoint.values import decode
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError, suggest
+from speedtransfer.progress import ByteProgress
 
 _TRIES = 20
 

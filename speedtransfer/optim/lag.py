@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from speedtransfer.optim.idle import History, Rule, catch_up
 from speedtransfer.optim.store import RowStore
+from speedtransfer.progress import ByteProgress
 from speedtransfer.tables import row_chunks
 
 LAST_STEP = "idle.last_step"  # the plane: int32, the step that touched a row last
@@ -53,8 +54,11 @@ class Lag:
             self._settle(store, ids, planes)
             return
         table = store.table
-        for part in row_chunks(len(table), max(table.nbytes // max(len(table), 1), 1)):
-            self._settle(store, torch.arange(part.start, part.stop, device=table.device), planes)
+        row_bytes = max(table.nbytes // max(len(table), 1), 1)
+        with ByteProgress("idle rows take the steps they missed", table.nbytes) as bar:
+            for part in row_chunks(len(table), row_bytes):
+                self._settle(store, torch.arange(part.start, part.stop, device=table.device), planes)
+                bar.advance((part.stop - part.start) * row_bytes)
         self._history.sweep()  # last: whoever interrupts it finds every row with the steps it has taken
 
     def _settle(self, store: RowStore, ids: Tensor, planes: Sequence[str]) -> None:

@@ -1,7 +1,8 @@
-"""A bar for saves and loads that take a while."""
+"""A bar for passes over whole tables: saves, loads, idle rows brought up to date."""
 
 from __future__ import annotations
 
+import sys
 import time
 from types import TracebackType
 
@@ -25,8 +26,8 @@ class ByteProgress:
 
     def __init__(self, text: str, total_bytes: int, show: bool | None = None) -> None:
         self._text, self._total, self._done = text, total_bytes, 0
-        self._console = Console(stderr=True, force_terminal=True if show else None)
-        self._wanted = self._console.is_terminal if show is None else show
+        self._forced = True if show else None
+        self._wanted = sys.stderr is not None and sys.stderr.isatty() if show is None else show
         self._due = time.monotonic() + (0.0 if show else _SHOW_AFTER_S)
         self._bar: Progress | None = None
 
@@ -47,7 +48,8 @@ class ByteProgress:
             return
         if self._bar is None:
             columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
+            console = Console(stderr=True, force_terminal=self._forced)
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
             self._task = self._bar.add_task(self._text, total=self._total)
             self._bar.start()
         self._bar.update(self._task, completed=self._done)
