@@ -15,7 +15,7 @@ from lazy_oracle import (
     skewed_batches,
     squared_loss,
 )
-from optimizer_cases import case_named
+from optimizer_cases import OptimizerCase, case_named
 from torch import nn
 
 import speedtransfer
@@ -132,6 +132,14 @@ def test_sweeps_keep_the_history_short(name: str, monkeypatch: pytest.MonkeyPatc
     pair = Exact(case_named(name))
     pair.train(pair.batches(130), *pair.schedulers(warmup_and_cosine))
     assert find_handle(pair.ours.weight).state._lag._history.length < 16
+    pair.assert_same()
+
+
+def test_a_slow_momentum_sweeps_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speedtransfer.optim.lag._MAX_OPEN", 30)
+    pair = Exact(OptimizerCase("slow", torch.optim.Adam, {"lr": 0.05, "betas": (0.99, 0.999)}))
+    pair.train(pair.batches(80))
+    assert find_handle(pair.ours.weight).state._lag._history.length < 30
     pair.assert_same()
 
 

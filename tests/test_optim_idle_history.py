@@ -224,3 +224,11 @@ def test_compiled_and_torch_agree_bit_for_bit(kind: type[Rule], dim: int, monkey
         results.append(rows)
     for name, values in results[0].items():
         assert torch.equal(values, results[1][name]), name
+
+
+def test_memory_of_a_long_history() -> None:
+    """Of 65,536 steps, after which rows are brought up to date and counting begins anew, however long training goes on."""
+    history = History(Sums(torch.float32), torch.float32, CPU)
+    while len(history._steps) < 1 << 16:
+        history._grow()
+    assert sum(value.nbytes for value in vars(history).values() if isinstance(value, torch.Tensor)) < 2e7

@@ -16,6 +16,7 @@ from speedtransfer.tables import row_chunks
 
 LAST_STEP = "idle.last_step"  # the plane: int32, the step that touched a row last
 _MAX_STEPS = 1 << 16  # steps remembered; then every row is brought up to date
+_MAX_OPEN = 1 << 11  # and no more than so many whose sums each step makes anew: beta 1 close to 1
 
 
 class Lag:
@@ -85,4 +86,5 @@ class Lag:
     @property
     def is_long(self) -> bool:
         """Whether so many steps are remembered that all rows should take them now."""
-        return self._history.length >= _MAX_STEPS
+        length = self._history.length
+        return length >= _MAX_STEPS or length >= _MAX_OPEN <= self._history.horizon
