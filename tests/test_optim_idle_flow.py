@@ -180,6 +180,15 @@ def test_state_loaded_while_rows_lag() -> None:
     pair.assert_same()
 
 
+def test_state_cleared_while_rows_lag() -> None:
+    pair = Exact(case_named("sgd-momentum-weight-decay"))
+    pair.train(pair.batches(20))
+    for optimizer in pair.optimizers:
+        optimizer.state.clear()
+    pair.train(pair.batches(20, seed=1))
+    pair.assert_same()
+
+
 def test_weights_loaded_while_rows_lag() -> None:
     pair = Exact(case_named("sgd-momentum"))
     pair.train(pair.batches(20))

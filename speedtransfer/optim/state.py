@@ -105,6 +105,11 @@ class RowState:
         if self._lag is not None:
             self._lag.settle(self.handle.rows, ids, self._planes())
 
+    def _settle_for_good(self) -> None:
+        """Bring every row up to date by the state that is about to go."""
+        self.settle()
+        self.handle.state_rows = {}
+
     def _planes(self) -> list[str]:
         return [_plane_name(name) for name in self._views]
 
@@ -118,6 +123,7 @@ class RowState:
             self._lag.begin(optimizer, group, state or {})
         if not state:  # the optimizer makes its own first state, for all keys or none
             if not self._fresh:
+                self._settle_for_good()
                 self._start_anew(list(self._views))
         else:
             self._adopt(state, optimizer)
@@ -160,8 +166,7 @@ class RowState:
         for name, value in loaded.items():
             check_shape(name, value, self._views[name].shape)
         if loaded or (foreign and not self._fresh):
-            self.settle()  # by the state that was
-            self.handle.state_rows = {}
+            self._settle_for_good()
         if not self._fresh:
             self._start_anew([name for name in foreign if name not in loaded])
         if loaded:
