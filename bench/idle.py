@@ -1,7 +1,7 @@
 """Trains a recommender with dense, exact, lazy and SparseAdam's idle rows and draws the four curves.
 
-``python bench/idle.py --data FOLDER``, where FOLDER has ``train.txt`` and ``test.txt`` (or ``.xz``) in the format of LightGCN's
-Gowalla (https://github.com/kuandeng/LightGCN), which is not part of this repository. The result goes to
+``python bench/idle.py --data FOLDER``, where FOLDER has ``train.txt`` and ``test.txt`` (or ``.txt.xz``) as the Gowalla of
+LightGCN's repository (https://github.com/kuandeng/LightGCN) has them; the data are not part of this one. The result goes to
 ``bench/results/<device>/idle.json``, with a picture beside it; bench/readme.py puts both into README.md.
 """
 
@@ -11,9 +11,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-import torch
 from idle_data import DataError, Settings, read_data
 from record import header
 from store import IDLE, ROOT, path_of, write

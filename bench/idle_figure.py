@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def draw(result: dict[str, Any]) -> bytes:
     figure = require_matplotlib()(12, 4.4)
     loss, recall, distance = figure.subplots(1, 3, width_ratios=(3, 3, 2))
     counts, curves = result["counts"], result["curves"]
-    middles = [(a + b) / 2 for a, b in zip(counts, counts[1:], strict=False)]  # each loss is a mean from count to count
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(counts)]  # each loss is a mean from count to count
     for way in WAYS:
         loss.plot(middles, curves[way]["loss"], label=_NAMES[way], **_STYLES[way])
         recall.plot(counts, curves[way]["recall"], **_STYLES[way])
@@ -92,8 +93,8 @@ def sentences(result: dict[str, Any]) -> list[str]:
         f"{result['data'].capitalize()}, {sizes['users']:,} users x {sizes['items']:,} items, matrix factorisation with BPR, "
         f"dim {settings['dim']}, {settings['steps']:,} steps of {settings['batch']:,} pairs, each of which touches {users} of "
         f"the users and {items} of the items; AdamW with lr {settings['lr']:g} and weight decay {settings['weight_decay']:g} "
-        f"(SparseAdam has none); one seed, {environment['device']}, torch {environment['versions']['torch']}, commit {commit}, "
-        f"{environment['date'][:10]}."
+        f"(SparseAdam has none); one seed, {environment['device']}, torch {environment['versions']['torch']}, "
+        f"commit {commit}, {environment['date'][:10]}."
     )
     ends = ", ".join(f"{way} {curves[way]['recall'][-1]:.3f}" for way in WAYS)
     best = ", ".join(f"{way} {max(curves[way]['recall']):.3f}" for way in WAYS)

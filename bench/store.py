@@ -45,7 +45,11 @@ def _sources(part: str) -> tuple[str, ...]:
     if part in CHECKS:
         return (*_PACKAGE, *_NO_ROWS, "!speedtransfer/benchmark/**/*.py", *_TESTS)
     aside = (*_SHOWING, *(suite for suite in SUITES if suite != part))
-    return (*_PACKAGE, *_NO_ROWS, *(f"!speedtransfer/benchmark/{name}.py" for name in aside))
+    return (
+        *_PACKAGE,
+        *_NO_ROWS,
+        *(f"!speedtransfer/benchmark/{name}{more}.py" for name in aside for more in ("", "_*")),
+    )
 
 
 def digest(root: Path, part: str) -> str:

@@ -405,7 +405,7 @@ def test_a_group_that_breaks_costs_no_other(store, tmp_path, monkeypatch, capsys
 
 def test_bars_without_results():
     bars = importlib.import_module("bars").judge({})
-    assert len(bars) == 13
+    assert len(bars) == 14
     assert all(str(bar).startswith("not measured") for bar in bars)
 
 
@@ -493,7 +493,7 @@ def test_bars_are_shown_for_a_gpu(record, store, tree, capsys):
     put(store, tree, "step")
     lines = listed(record, tree, capsys)
     assert lines[3] == "NVIDIA H200, the bars"
-    assert len(lines) == 4 + 13
+    assert len(lines) == 4 + 14
 
 
 # --- the command line ---------------------------------------------------------------------------------------------------
