@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench/idle.py", description=lines[0])
     parser.add_argument("--data", type=Path, required=True, help="the folder of train.txt and test.txt")
     parser.add_argument("--out", type=Path, help="the JSON file to write", metavar="FILE")
-    for name, kind in (("steps", _count), ("seed", int), ("lr", float), ("weight-decay", float)):
+    for name, kind in (("steps", _count), ("batch", _count), ("seed", int), ("lr", float), ("weight-decay", float)):
         default = getattr(Settings, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"by default {default}")
     args = parser.parse_args(arguments)
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     about = header(ROOT, IDLE)  # before: the sources as they are when it starts
     out = args.out or path_of(ROOT, about["environment"]["device"], IDLE)
-    settings = Settings(steps=args.steps, seed=args.seed, lr=args.lr, weight_decay=args.weight_decay)
+    settings = Settings(args.steps, args.batch, seed=args.seed, lr=args.lr, weight_decay=args.weight_decay)
     start = time.perf_counter()
     result = train(data, settings, resolve_device(None), _say)
     seconds = round(time.perf_counter() - start, 1)

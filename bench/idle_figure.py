@@ -57,14 +57,19 @@ def draw(result: dict[str, Any]) -> bytes:
     for way in (LAZY, SPARSE, EXACT, DOUBLE):
         distance.plot(counts[1:], curves[way]["distance"], **_STYLES[way])
     distance.set_yscale("log")
-    last = curves[DOUBLE]["distance"][-1]
-    distance.annotate(
-        "float64: rounding", (counts[-1], last), (0, -6), textcoords="offset points", **_small("right", "top")
-    )
+    for axes, way, key, text, side in (
+        (recall, EXACT, "recall", "dense, and exact on top of it", "bottom"),
+        (recall, SPARSE, "recall", "SparseAdam", "bottom"),
+        (recall, LAZY, "recall", "lazy", "top"),
+        (distance, LAZY, "distance", "lazy, SparseAdam", "top"),
+        (distance, EXACT, "distance", "exact", "top"),
+        (distance, DOUBLE, "distance", "dense in float64: rounding", "bottom"),
+    ):
+        _label(axes, counts, curves[way][key], text, _STYLES[way]["color"], side)
     titles = {
         loss: "training loss",
-        recall: f"held out: recall@{TOP}",
-        distance: "largest distance to dense\n(1: the way that dense went)",
+        recall: f"recall@{TOP} on held-out items (higher is better)",
+        distance: "farthest weight from dense\n(1: as far as dense has moved any)",
     }
     for axes, title in titles.items():
         axes.set_title(title, fontsize=11, color=INK)
@@ -72,15 +77,21 @@ def draw(result: dict[str, Any]) -> bytes:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         tidy(axes)
     for axes in (loss, recall):
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    distance.set_ylim(bottom=0.4 * distance.get_ylim()[0])
     legend_below(figure, loss)
     target = io.BytesIO()
     figure.savefig(target, format="png")
     return target.getvalue()
 
 
-def _small(horizontal: str, vertical: str) -> dict[str, Any]:
-    return {"fontsize": 8.5, "color": QUIET, "ha": horizontal, "va": vertical}
+def _label(axes: Any, counts: list[int], values: list[float], text: str, colour: str, side: str) -> None:
+    """Name a line above ("bottom") or below ("top") where it ends."""
+    beside = values[int(len(values) * max(0.0, 1 - len(text) / 36)) :]  # a line of text is as wide as about 36 letters
+    place = max(beside) if side == "bottom" else min(beside)
+    lift = 7 if side == "bottom" else -7
+    style = {"fontsize": 9, "color": colour, "ha": "right", "va": side}
+    axes.annotate(text, (counts[-1], place), (0, lift), textcoords="offset points", **style)
 
 
 def sentences(result: dict[str, Any]) -> list[str]:
@@ -102,8 +113,8 @@ def sentences(result: dict[str, Any]) -> list[str]:
     far = {way: curves[way]["distance"][-1] for way in (EXACT, DOUBLE, LAZY)}
     found = (
         f"Recall@{TOP} at the end: {ends}; at its best: {best}; training loss at the end: {losses}. No weight trained with "
-        f'idle="exact" is farther from dense than {far[EXACT]:.1e} of the longest way that one went (dense in float64: '
-        f"{far[DOUBLE]:.1e}, so that is rounding; lazy: {far[LAZY]:.2f}); no loss of any step differs by more than "
+        f'idle="exact" is farther from dense than {far[EXACT]:.1e} of the longest way that one went (by rounding alone '
+        f"dense in float64 is {far[DOUBLE]:.1e} away; lazy {far[LAZY]:.2f}); no loss of any step differs by more than "
         f"{result['loss_difference'][EXACT]:.0e}."
     )
     return [trained, found]
