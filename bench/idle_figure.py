@@ -59,8 +59,7 @@ def draw(result: dict[str, Any]) -> bytes:
     distance.set_yscale("log")
     for axes, way, key, text, side in (
         (recall, EXACT, "recall", "dense, and exact on top of it", "bottom"),
-        (recall, SPARSE, "recall", "SparseAdam", "bottom"),
-        (recall, LAZY, "recall", "lazy", "top"),
+        (recall, LAZY, "recall", "lazy, SparseAdam", "top"),
         (distance, LAZY, "distance", "lazy, SparseAdam", "top"),
         (distance, EXACT, "distance", "exact", "top"),
         (distance, DOUBLE, "distance", "dense in float64: rounding", "bottom"),

@@ -21,7 +21,8 @@ from speedtransfer.tables.memory import physical_bytes
 NOTE = (
     "Every size sees the same accesses, spread over the whole table. Tables that are compared are in memory at the same time; "
     "those that do not fit beside the others are left out. Of a large table in a file, changed pages go to the disk as "
-    "training goes on, and steps wait for that."
+    "training goes on, and steps wait for that. Steps with new ids are timed after many others, so that idle rows "
+    "have missed as many as in training."
 )
 LARGE, SMALL = OURS.format("pinned"), OURS.format("pinned") + ", 1 GB table"  # the cases of experiment "gpu limit"
 SMALL_BYTES, LARGE_BYTES, LIMIT_BYTES = 1e9, 50e9, 5e9  # their weights, and the GPU memory that they get
