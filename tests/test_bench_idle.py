@@ -104,8 +104,8 @@ def test_recall(idle_data, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def result(tmp_path, monkeypatch):
-    """The result of a small run, as it lies in a file, and what it printed."""
+def result(tmp_path, capsys):
+    """The result of a small run, as it lies in a file; the run has printed to `capsys`."""
     idle = importlib.import_module("idle")
     put_data(tmp_path / "likes", packed=True)
     path = tmp_path / "bench/results/a-device/idle.json"

@@ -153,7 +153,7 @@ def test_summaries_put_groups_side_by_side():
     assert gather.rows[0] == ["speedtransfer", "50.0 (93%)", "50.0 (93%)", "50.0 (93%)"]
     assert ["t[idx] = rows.cpu()", *["1.00 (1.9%)"] * 3] in scatter.rows
     steps, idle, limit = summary_tables(recorded("step"))
-    assert [row[0] for row in idle.rows][:2] == ["speedtransfer, pinned, idle=exact", "speedtransfer, pinned"]
+    assert [row[0] for row in idle.rows][:2] == ["speedtransfer, pinned", "speedtransfer, pinned, idle=exact"]
     assert steps.rows[1] == ["nn.Embedding + AdamW", "1.00 ms", "10.0 ms", ""]
     assert limit.title == "5 GB of GPU memory"
     assert [table.title.split(",")[0] for table in summary_tables(recorded("tax"))] == ["matmul", "mlp"]
