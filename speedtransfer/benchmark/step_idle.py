@@ -6,7 +6,7 @@ What that costs depends on how long rows have been idle. So ids are new in every
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,13 @@ from speedtransfer.benchmark.kinds import DIM, kinds
 from speedtransfer.benchmark.measure import Case, Group, cycle
 from speedtransfer.benchmark.step_training import BATCHES, Batches, Step, fitting
 from speedtransfer.benchmark.workload import zipf_ids
+from speedtransfer.nn import Embedding
 
 EXPERIMENT = "idle rows"
 HISTORY, QUICK_HISTORY = 300, 20  # steps before any is timed
 OTHERS = ("SGD with momentum", "RMSprop", "Adamax")  # these after a third of them
 
-_POOL = 64  # batches to time with: more than steps are timed, or nearly
+_POOL = 64  # batches to time with: about as many as steps are timed, so that none comes twice
 _CHECKED = (0, *[1] * 12, *range(2, BATCHES))  # of the first batches: rows of the first alone are idle for long
 
 
@@ -70,7 +71,7 @@ class _Pool:
 
     def draw(self, count: int, seed: int) -> Iterator[Tensor]:
         """Yield `count` batches."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(self._batches.seed + seed)
         for _ in range(count):
             yield zipf_ids(self._batches.rows, self._batches.lookups, generator)
 
@@ -92,10 +93,13 @@ class _IdleStep(Step):
             self._check_exact()
         else:
             super().check()
+        # Rows take memory when they are first touched, which is no cost of a step.
+        if isinstance(self.emb, Embedding):
+            self.emb.table.torch().add_(0)
         for state in self._opt.state.values():
             for values in state.values():
                 if isinstance(values, Tensor) and values.dim():
-                    values.add_(0)  # rows take memory when they are first touched, which is no cost of a step
+                    values.add_(0)
         self._take(self.pool.draw(self.history, seed=2), self.history)
         self._turn = cycle([ids.to(self.device) for ids in self.pool.timed])
 
@@ -114,7 +118,6 @@ class _IdleStep(Step):
         torch.testing.assert_close(after, weight.detach(), rtol=1e-6, atol=3e-6)
 
     def _take(self, batches: Iterator[Tensor], count: int) -> None:
-        turn: Callable[[], Tensor] = lambda: next(batches).to(self.device)  # noqa: E731
-        self._turn = turn
+        self._turn = lambda: next(batches).to(self.device)
         for _ in range(count):
             self.run()

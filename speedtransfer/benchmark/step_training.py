@@ -23,7 +23,7 @@ class Batches:
 
     def __init__(self, rows: int, lookups: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.rows, self.lookups = rows, lookups
+        self.rows, self.lookups, self.seed = rows, lookups, seed
         self._ids = [zipf_ids(rows, lookups, generator) for _ in range(BATCHES)]
         self._touched = torch.cat(self._ids).unique()
         self.values = torch.randn(len(self._touched), DIM, generator=generator)
