@@ -56,7 +56,7 @@ def _cases(optimizer: str, device: torch.device, batches: Batches, room: dict[st
     exact = kinds(device, optimizer, idle="exact")[0]
     rivals = [kind for kind in others if kind.role == "other"] if optimizer == "AdamW" else []
     pool, cases = _Pool(batches), []
-    for kind, error in fitting([exact, lazy, *rivals], batches.rows, room):
+    for kind, error in fitting([lazy, exact, *rivals], batches.rows, room):
         step = _IdleStep(kind, batches.rows, device, batches, error)
         step.pool, step.history = pool, history if kind is exact else 0
         cases.append(Case(kind.name, step.run, step.check, role=kind.role))
