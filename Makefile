@@ -10,7 +10,7 @@ CUDA_EXTRA := $(if $(CUDA_MAJOR),$(shell [ $(CUDA_MAJOR) -ge 13 ] && echo cuda13
 comma := ,
 EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 
-.PHONY: help demo test test-slow lint bench gpu gpu-status clean
+.PHONY: help demo test test-slow lint bench idle gpu gpu-status clean
 
 help:
 	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (one to three minutes)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-slow   the long sweeps as well"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       benchmarks on this machine, results into bench/results/<device>/"
+	@echo "make idle DATA=FOLDER  loss curves with dense, exact and lazy idle rows; see bench/idle.py for the data"
 	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/"
 	@echo "make gpu-status  which GPU results exist, from which commit, which are stale"
 
@@ -48,6 +49,9 @@ RECORD = $(PY) bench/record.py $(1) $(ARGS); status=$$?; $(PY) bench/readme.py &
 
 bench: $(ENV)
 	$(call RECORD,here)
+
+idle: $(ENV)
+	$(PY) bench/idle.py --data "$(DATA)" $(ARGS) && $(PY) bench/readme.py
 
 gpu: $(ENV)
 	$(call RECORD,gpu)

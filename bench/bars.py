@@ -53,7 +53,19 @@ def judge(results: dict[str, dict[str, Any]]) -> list[Bar]:
     limited, num_bytes = _gpu_limit(groups.get("step", []))
     title = f"step with 5 GB of GPU memory, {LARGE_BYTES / 1e9:.0f} GB table of a 1 GB one"
     caveat = "" if limited is None else _not_as_asked(num_bytes, LARGE_BYTES)
-    return [*found, _at_most(title, 1.10, limited, "{:.2f}x", caveat)]
+    return [*found, _at_most(title, 1.10, limited, "{:.2f}x", caveat), *judge_step(results, cuda=True)]
+
+
+def judge_step(results: dict[str, dict[str, Any]], cuda: bool) -> list[Bar]:
+    """Return the bars that hold for a CPU as well: for suite `step`."""
+    from speedtransfer.benchmark.headlines import exact_and_lazy
+    from speedtransfer.benchmark.measure import GroupResult
+
+    groups = [GroupResult.from_json(g) for g in results.get("step", {}).get("groups", [])]
+    pairs = (exact_and_lazy(g) for g in groups if g.params.get("optimizer") == "AdamW")
+    pair = next(filter(None, pairs), None)
+    ratio = pair[0].median_s / pair[1].median_s if pair else None
+    return [_at_most("AdamW step with idle=exact, of one with lazy", 1.2 if cuda else 2.0, ratio, "{:.2f}x")]
 
 
 def _at_least(title: str, bar: float, value: float | None, form: str, caveat: str = "") -> Bar:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from store import ROOT, SUITES, read, recorded
+from store import IDLE, ROOT, SUITES, read, recorded
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
@@ -19,6 +19,8 @@ from speedtransfer.errors import SpeedtransferError
 
 BEGIN = "<!-- figures: made by `python bench/readme.py` from bench/results; do not edit -->"
 END = "<!-- end of figures -->"
+IDLE_BEGIN = "<!-- idle rows: made by `python bench/readme.py` from bench/results; do not edit -->"
+IDLE_END = "<!-- end of idle rows -->"
 _SHORT = 5  # line breaks of a table that is short
 PLOT_BYTES = 150_000  # at most: a repository keeps every one for ever
 
@@ -44,6 +46,34 @@ def suites(root: Path) -> list[Recorded]:
         except Exception as error:  # of another version or another program: whatever it lacks
             _warn(f"{path} is unreadable ({type(error).__name__}: {error}) and left out; record it again")
     return [suite for _, suite in sorted(found, key=lambda item: item[0])]
+
+
+def idle_rows(root: Path) -> tuple[Path, dict[str, Any], str] | None:
+    """Return the path of the newest result of bench/idle.py, what it says, and that as markdown; None without one."""
+    from idle_figure import markdown
+
+    found = []
+    for part, path in recorded(root):
+        try:
+            if part == IDLE:
+                result, picture = read(path), path.with_suffix(".png")
+                text = markdown(result, picture.relative_to(root).as_posix() if picture.exists() else "")
+                found.append((result["environment"]["date"], (path, result, text)))
+        except Exception as error:
+            _warn(f"{path} is unreadable ({type(error).__name__}: {error}) and left out; record it again")
+    return max(found, key=lambda item: item[0])[1] if found else None
+
+
+def _draw_idle_rows(root: Path) -> None:
+    from idle_figure import save
+
+    found = idle_rows(root)
+    try:
+        problem = save(found[1], found[0].with_suffix(".png")) if found else ""
+    except Exception as error:
+        problem = f"no plot of {found and found[0]} ({type(error).__name__}: {error})"
+    if problem:
+        _warn(problem)
 
 
 def _warn(text: str) -> None:
@@ -98,17 +128,27 @@ def documents(root: Path, found: list[Recorded]) -> dict[Path, str]:
             short.append(f"### {device}\n\nAll figures: [{device}]({page.relative_to(root).as_posix()}).")
         pages[page] += [text, image.format(picture.name)]
         short += [in_short(text), image.format(picture.relative_to(root).as_posix())]
-    readme = root / "README.md"
-    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
     made = {page: "\n\n".join(filter(None, parts)) + "\n" for page, parts in pages.items()}
-    return {**made, readme: "\n\n".join(filter(None, [before + BEGIN, *short, END])) + after}
+    readme = root / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    if found:
+        text = _between(text, BEGIN, END, [*filter(None, short)])
+    idle = idle_rows(root)
+    if idle is not None and IDLE_BEGIN in text:
+        text = _between(text, IDLE_BEGIN, IDLE_END, [idle[2]])
+    return {**made, readme: text}
+
+
+def _between(text: str, begin: str, end: str, parts: list[str]) -> str:
+    """Return `text` with `parts` between two of its lines."""
+    before, _, rest = text.partition(begin)
+    return "\n\n".join([before + begin, *parts, end]) + rest.partition(end)[2]
 
 
 def main(check: bool, root: Path = ROOT) -> int:
     """Write README.md and a page for each device; or compare them and return 1 where they differ."""
     found = suites(root)
-    if not found:
+    if not found and idle_rows(root) is None:
         shown = (root / "README.md").read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
         if check and shown.strip():
             _warn("README.md shows figures, but no suite is recorded in bench/results")
@@ -117,6 +157,7 @@ def main(check: bool, root: Path = ROOT) -> int:
         return 0
     if not check:
         draw(found)
+        _draw_idle_rows(root)
     wanted = documents(root, found)
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if check:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import bars
-from store import FULL, PARTIAL, PARTS, QUICK, ROOT, SUITES, digest, path_of, read, recorded, write
+from store import FULL, IDLE, PARTIAL, PARTS, QUICK, ROOT, SUITES, digest, path_of, read, recorded, write
 
 LIMIT_S, GRACE_S = 300.0, 10.0  # of one part, as the next must have its turn; and to put down what there is
 NO_TESTS_COLLECTED = 5  # pytest's exit code
@@ -240,6 +240,7 @@ def status(root: Path = ROOT) -> int:
     """Print every result and whether it is current, and the bars for each GPU."""
     lines, gpu = [("device", "part", "date", "commit", "result", "state")], False
     suites: dict[str, dict[str, Any]] = {}
+    cpus: dict[str, dict[str, Any]] = {}
     for part, path in recorded(root, FULL, PARTIAL, QUICK):
         try:
             result = read(path)
@@ -248,8 +249,9 @@ def status(root: Path = ROOT) -> int:
             commit = facts["commit"][:12] + ("+changes" if facts["dirty"] else "")
             lines.append((facts["device"], part, facts["date"], commit, _outcome(part, result), state))
             gpu = gpu or facts["cuda"]
-            if facts["cuda"] and part in SUITES:
-                suites.setdefault(facts["device"], {}).setdefault(part, result)  # the full one where there is one
+            if part in SUITES:
+                devices = suites if facts["cuda"] else cpus
+                devices.setdefault(facts["device"], {}).setdefault(part, result)  # the full one where there is one
         except (KeyError, TypeError, ValueError) as error:
             problem = f"unreadable ({type(error).__name__}); record it again"
             lines.append((path.parent.name, part, "-", "-", "-", problem))
@@ -261,11 +263,13 @@ def status(root: Path = ROOT) -> int:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     if not gpu:
         print("\nno GPU results yet; run `make gpu` on a machine with a CUDA device")
-    for device, results in suites.items():
+    for device, results in (*suites.items(), *cpus.items()):
         lacking = any(result["quick"] or not result["complete"] for result in results.values())
         note = ", of quick or incomplete runs in part" if lacking else ""
         try:
-            print(f"\n{device}, the bars{note}", *bars.judge(results), sep="\n")
+            found = bars.judge(results) if device in suites else bars.judge_step(results, cuda=False)
+            if device in suites or found[0].measured is not None:
+                print(f"\n{device}, the bars{note}", *found, sep="\n")
         except (AttributeError, KeyError, TypeError, ValueError) as error:  # foreign figures
             print(f"\n{device}: the bars cannot be judged ({type(error).__name__}: {error}); record the suites again")
     return 0
@@ -277,6 +281,10 @@ def _outcome(part: str, result: dict[str, Any]) -> str:
     elif part == "sanitizer":
         found = (f"{tool} {verdict(facts)}" for tool, facts in result["tools"].items())
         text = f"{SANITIZER} is not installed" if result["absent"] else ", ".join(found)
+    elif part == IDLE:
+        text = "recall " + ", ".join(
+            f"{way} {c['recall'][-1]:.3f}" for way, c in result["curves"].items() if "recall" in c
+        )
     else:
         skipped = sum(bool(group["skipped"]) for group in result["groups"])
         text = f"{len(result['groups']) - skipped} groups measured" + (f", {skipped} not" if skipped else "")

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SUITES = ("transfer", "speedtorch", "tax", "step", "precision", "memory")
 CHECKS = ("tests", "sanitizer")  # need a GPU
 PARTS = (*CHECKS, *SUITES)
+IDLE = "idle"  # of bench/idle.py, which needs data that are not here
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 
 _PACKAGE = ("speedtransfer/**/*.py", "speedtransfer/**/*.cu", "speedtransfer/**/*.cuh")
@@ -33,10 +34,22 @@ _TESTS = (
 
 
 def _sources(part: str) -> tuple[str, ...]:
+    if part == IDLE:
+        return (
+            *_PACKAGE,
+            *_NO_ROWS,
+            "!speedtransfer/benchmark/**/*.py",
+            "bench/idle_data.py",
+            "bench/idle_training.py",
+        )
     if part in CHECKS:
         return (*_PACKAGE, *_NO_ROWS, "!speedtransfer/benchmark/**/*.py", *_TESTS)
     aside = (*_SHOWING, *(suite for suite in SUITES if suite != part))
-    return (*_PACKAGE, *_NO_ROWS, *(f"!speedtransfer/benchmark/{name}.py" for name in aside))
+    return (
+        *_PACKAGE,
+        *_NO_ROWS,
+        *(f"!speedtransfer/benchmark/{name}{more}.py" for name in aside for more in ("", "_*")),
+    )
 
 
 def digest(root: Path, part: str) -> str:
@@ -60,7 +73,7 @@ def path_of(root: Path, device: str, part: str, run: str = FULL) -> Path:
 def recorded(root: Path, *runs: str) -> Iterator[tuple[str, Path]]:
     """Yield the part and path of every result of `runs` (by default full ones), device by device."""
     for folder in sorted((root / "bench" / "results").glob("*/")):
-        paths = ((part, folder / f"{part}{run}.json") for part in PARTS for run in runs or (FULL,))
+        paths = ((part, folder / f"{part}{run}.json") for part in (*PARTS, IDLE) for run in runs or (FULL,))
         yield from ((part, path) for part, path in paths if path.exists())
 
 

@@ -99,6 +99,10 @@ def step():
     ]
     groups[-1].cases.append(CaseResult("nn.Embedding + AdamW", "other", 0, error="out of memory"))
     limit = [case("large", "ours", 3.3e-3), case("small", "ours", 3e-3)]
+    exact = [case("speedtransfer, pinned, idle=exact", "ours", 4.5e-3), case("speedtransfer, pinned", "ours", 3e-3)]
+    exact.append(case("nn.Embedding + AdamW", seconds=9e-3))
+    params = {"experiment": "idle rows", "optimizer": "AdamW", "rows": 10**6, "dim": 128, "history": 300}
+    groups.append(GroupResult("AdamW step with new ids", params, exact))
     return [*groups, GroupResult("5 GB of GPU memory", {"experiment": "gpu limit", "rows": 10**8, "dim": 128}, limit)]
 
 
@@ -175,7 +179,8 @@ def test_summaries_put_groups_side_by_side():
     assert gather.header == ["", "64 B", "512 B", "4,096 B"]
     assert gather.rows[0] == ["speedtransfer", "50.0 (93%)", "50.0 (93%)", "50.0 (93%)"]
     assert ["t[idx] = rows.cpu()", *["1.00 (1.9%)"] * 3] in scatter.rows
-    steps, limit = summary_tables(recorded("step"))
+    steps, idle, limit = summary_tables(recorded("step"))
+    assert [row[0] for row in idle.rows][:2] == ["speedtransfer, pinned", "speedtransfer, pinned, idle=exact"]
     assert steps.rows[1] == ["nn.Embedding + AdamW", "1.00 ms", "10.0 ms", ""]
     assert limit.title == "5 GB of GPU memory"
     assert [table.title.split(",")[0] for table in summary_tables(recorded("tax"))] == ["matmul", "mlp"]
@@ -200,7 +205,11 @@ def test_sentences_name_shares_and_ratios():
         "matmul: on the device pays from size 100 on",
         "matmul: device, copies both ways pays from size 185 on",
     ]
-    assert "the large one takes 1.10x the time" in lines("step")[0]
+    exact, large, *_ = lines("step")
+    assert exact == (
+        "AdamW step with new ids: 4.50 ms with idle=exact, 1.50x the 3.00 ms with lazy, 0.50x of nn.Embedding + AdamW"
+    )
+    assert "the large one takes 1.10x the time" in large
     assert "speedtransfer, pinned: 3.00 ms a step, 1.00x from 1M to 100M rows" in lines("step")
     assert "5.1 GB, 1.02x the 5 GB of its planes" in lines("memory")[0]
     assert lines("precision") == [

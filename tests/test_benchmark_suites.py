@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from speedtransfer.benchmark import memory, precision, step, tax
+from speedtransfer.benchmark import memory, precision, step, step_idle, step_training, tax
 from speedtransfer.benchmark.kinds import DIM, PLANES, ROW_BYTES, kinds
 from speedtransfer.benchmark.measure import CaseResult, GroupResult, measure
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
@@ -156,7 +156,7 @@ def test_sizes():
 
 
 def test_every_size_sees_the_same_accesses():
-    batches = step._Batches(1000, 300, 0)
+    batches = step_training.Batches(1000, 300, 0)
     small, large = batches.ids(1000), batches.ids(64_000)
     for a, b in zip(small, large, strict=True):
         assert torch.equal(b // 64, a)
@@ -168,7 +168,7 @@ def test_every_size_sees_the_same_accesses():
 
 def test_a_step_moves_the_same_rows_whatever_the_size():
     rows = []
-    for group in step.groups(CPU, True, rows=500, max_bytes=50_000_000):
+    for group in step.groups(CPU, True, rows=500, max_bytes=50_000_000)[:-1]:
         case = group.make()[0]
         case.run()
         rows.append(case.run.__self__.emb.table.stats().gathered_rows)
@@ -186,7 +186,7 @@ NAMES = [
 
 def test_step_compares_every_kind_that_memory_holds_beside_the_others():
     groups = step.groups(CPU, True, rows=300, max_bytes=4_500_000)
-    assert [group.params for group in groups] == [
+    assert [group.params for group in groups[:-1]] == [
         {"experiment": "size", "rows": rows, "dim": DIM} for rows in (300, 600, 1200, 2400)
     ]
     small, next_one = run_all(groups[:2])
@@ -194,7 +194,7 @@ def test_step_compares_every_kind_that_memory_holds_beside_the_others():
         (name, "ours" if name.startswith("speedtransfer") else "other") for name in NAMES
     ]
     assert [case.name for case in next_one.cases] == NAMES[:3]  # a large file would be on its way to the disk
-    middle, large = (measure(group, CPU, **FAST) for group in groups[2:])
+    middle, large = (measure(group, CPU, **FAST) for group in groups[2:4])
     assert [case.name for case in middle.ran] == NAMES[:2]
     assert [case.name for case in large.ran] == NAMES[:1]
     assert middle.cases[2].error == "takes 2.46 MB but of the host's memory the tables beside it leave 814 kB"
@@ -214,6 +214,58 @@ def test_all_batches_have_been_taken_before_a_step_is_timed():
     taken = case.run.__self__
     ids = taken.batches.touched(300)
     assert (taken.emb.table.plane("exp_avg_sq")[ids] > 0).any(dim=1).all()
+
+
+def test_idle_rows_exact_beside_lazy():
+    groups = step.groups(CPU, False, rows=300, max_bytes=4_500_000, history=30)[4:-1]
+    assert [group.params for group in groups] == [
+        {"experiment": "idle rows", "optimizer": optimizer, "rows": 300, "dim": DIM, "history": history}
+        for optimizer, history in (("AdamW", 30), *((other, 10) for other in step_idle.OTHERS))
+    ]
+    ours = ["speedtransfer, pageable", "speedtransfer, pageable, idle=exact"]
+    assert [[case.name for case in found.cases] for found in run_all(groups)] == [
+        [*ours, *NAMES[1:3]],
+        ours,
+        ours,
+        ours,
+    ]
+    quick = step.groups(CPU, True, rows=300)
+    assert quick[-1].params["history"] == step_idle.QUICK_HISTORY
+
+
+def idle_case(number):
+    """Return a case of the first group of idle rows after its first step."""
+    case = step.groups(CPU, True, rows=300, history=30)[-1].make()[number]
+    case.run()
+    return case, case.run.__self__
+
+
+def test_idle_rows_have_gaps_and_ids_are_new():
+    case, taken = idle_case(1)
+    case.check()
+    idle = taken.emb._handle.rows.read(torch.arange(300), ["idle.last_step"])["idle.last_step"]  # nothing is caught up
+    now = idle.max()
+    assert now == 1 + 14 + 30
+    assert len(idle.unique()) > 5
+    seen = [taken._turn() for _ in range(20)]
+    assert len({tuple(ids.tolist()) for ids in seen}) == 20
+    _, lazy = idle_case(0)
+    assert [a.tolist() for a in lazy.pool.draw(3, 7)] == [b.tolist() for b in taken.pool.draw(3, 7)]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_wrong_step_with_idle_rows_is_noticed(number):
+    case, taken = idle_case(number)
+    row = taken.batches.ids(300)[0][0]
+    (taken.emb.table.torch() if number < 2 else taken.emb.weight.data)[row] += 1e-3
+    with pytest.raises(AssertionError, match="not close"):
+        case.check()
+
+
+def test_a_lazy_step_is_not_exact():
+    _, taken = idle_case(0)
+    with pytest.raises(AssertionError, match="not close"):
+        taken._check_exact()
 
 
 def test_files_of_a_step_are_gone_afterwards(tmp_path, monkeypatch):
@@ -264,7 +316,7 @@ def test_a_large_table_under_a_limit_of_gpu_memory(monkeypatch):
 
     monkeypatch.setattr(step, "_GpuLimit", Limit)
     monkeypatch.setattr(step, "SMALL_BYTES", 200_000.0)
-    batches = step._Batches(100, 50, 0)
+    batches = step_training.Batches(100, 50, 0)
     group = step._under_gpu_limit(CPU, batches, room_bytes=6_000_000.0)
     assert group.params == {"experiment": "gpu limit", "rows": 3500, "dim": DIM, "limit_bytes": 5_000_000_000}
     assert "pinned table of 1.79 MB (5.38 MB with its state) and one of 1 GB" in group.title

@@ -405,7 +405,7 @@ def test_a_group_that_breaks_costs_no_other(store, tmp_path, monkeypatch, capsys
 
 def test_bars_without_results():
     bars = importlib.import_module("bars").judge({})
-    assert len(bars) == 13
+    assert len(bars) == 14
     assert all(str(bar).startswith("not measured") for bar in bars)
 
 
@@ -422,6 +422,10 @@ def verdicts(results):
     """The bars that were measured: figure and state by title."""
     found = importlib.import_module("bars").judge(results)
     return {bar.title: (bar.shown, str(bar)[:28].strip()) for bar in found if bar.measured is not None}
+
+
+IDLE_STEPS = {("speedtransfer, x, idle=exact", "ours"): 1.5, ("speedtransfer, x", "ours"): 1.0, ("dense", "other"): 3.0}
+IDLE_PARAMS = {"experiment": "idle rows", "optimizer": "AdamW"}
 
 
 def test_bars():
@@ -441,7 +445,7 @@ def test_bars():
                 group("", both, kind="both", direction="both", **common),
             ],
         },
-        "step": {"groups": [group("", steps, **small)]},
+        "step": {"groups": [group("", steps, **small), group("", IDLE_STEPS, **IDLE_PARAMS)]},
     }
     assert verdicts(results) == {
         "gather 131,072 x 512 B, share of one H2D copy": ("95.2%", "PASS"),
@@ -452,6 +456,7 @@ def test_bars():
         "gather of 1,000 rows, host time a call": ("20.0 us", "PASS"),
         "gather of 1,000 rows, on the device, of an empty launch": ("5.00x", "MISS"),
         "step with 5 GB of GPU memory, 50 GB table of a 1 GB one": ("1.05x", "not as asked (35.3 GB table)"),
+        "AdamW step with idle=exact, of one with lazy": ("1.50x", "MISS"),
     }
 
 
@@ -493,7 +498,18 @@ def test_bars_are_shown_for_a_gpu(record, store, tree, capsys):
     put(store, tree, "step")
     lines = listed(record, tree, capsys)
     assert lines[3] == "NVIDIA H200, the bars"
-    assert len(lines) == 4 + 13
+    assert len(lines) == 4 + 14
+
+
+def test_a_cpu_has_a_bar_for_steps(record, store, tree, capsys):
+    facts = {"device": "CPU Test", "cuda": False, "date": "2026-01-02", "commit": "0123", "dirty": False}
+    other = group("", IDLE_STEPS, **{**IDLE_PARAMS, "optimizer": "SGD with momentum"})
+    put(store, tree, "step", environment=facts, groups=[other])
+    assert not [line for line in listed(record, tree, capsys) if "the bars" in line]
+    put(store, tree, "step", environment=facts, groups=[other, group("", IDLE_STEPS, **IDLE_PARAMS)])
+    *_, title, bar = listed(record, tree, capsys)
+    assert title == "CPU Test, the bars"
+    assert [bar.split()[0], *bar.split()[-4:]] == ["PASS", "1.50x", "bar", "<=", "2.00x"]
 
 
 # --- the command line ---------------------------------------------------------------------------------------------------

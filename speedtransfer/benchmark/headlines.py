@@ -104,8 +104,25 @@ def _tax(groups: list[GroupResult]) -> list[str]:
     return lines
 
 
+def exact_and_lazy(group: GroupResult) -> tuple[CaseResult, CaseResult] | None:
+    """Return the exact and the lazy step of a group of suite `step`, where it has both."""
+    ours = [case for case in group.ran if case.role == "ours"]
+    exact, lazy = ([case for case in ours if ("idle=exact" in case.name) == wanted] for wanted in (True, False))
+    return (exact[0], lazy[0]) if group.params["experiment"] == "idle rows" and exact and lazy else None
+
+
+def _idle(group: GroupResult, exact: CaseResult, lazy: CaseResult) -> str:
+    ratio = format_ratio(exact.median_s / lazy.median_s)
+    others = [case for case in group.ran if case.role == "other"]
+    text = f"{group.title}: {format_seconds(exact.median_s)} with idle=exact"
+    text += f", {ratio} the {format_seconds(lazy.median_s)} with lazy"
+    return text + "".join(f", {format_ratio(exact.median_s / c.median_s)} of {c.name}" for c in others)
+
+
 def _step(groups: list[GroupResult]) -> list[str]:
-    lines = [
+    idle = [(group, *pair) for group in groups if (pair := exact_and_lazy(group))]
+    lines = [_idle(*found) + _noise(*found[0].ran) for found in idle]
+    lines += [
         f"{group.title}: the large one takes {format_ratio(large.median_s / small.median_s)} the time of the small one"
         + _noise(large, small)
         for group in groups

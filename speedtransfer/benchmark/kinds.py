@@ -17,7 +17,13 @@ from speedtransfer.nn import Embedding
 
 DIM = 128
 ROW_BYTES = DIM * 4  # of float32
-PLANES = {"AdamW": 3, "SGD": 1}  # that a table trained with it has: the weights and the optimizer's state
+PLANES = {
+    "AdamW": 3,
+    "SGD": 1,
+    "SGD with momentum": 2,
+    "RMSprop": 2,
+    "Adamax": 3,
+}  # that a table trained with it has: the weights and the optimizer's state
 OURS = "speedtransfer, {}"  # and the memory
 
 
@@ -37,6 +43,8 @@ class Kind:
         Takes the number of rows and returns an embedding of zeros on the compute device.
     optimizer : callable
         Takes the parameters.
+    idle : {"lazy", "exact"}
+        Of ours.
     """
 
     name: str
@@ -45,6 +53,7 @@ class Kind:
     planes: int
     make: Callable[[int], nn.Module]
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    idle: str = "lazy"
 
 
 class _Ours(Embedding):
@@ -58,27 +67,28 @@ class _Torch(nn.Embedding):
         nn.init.zeros_(self.weight)
 
 
-def kinds(device: torch.device, optimizer: str = "AdamW") -> list[Kind]:
-    """Return every kind of table whose compute device is `device`, trained with `optimizer` ("AdamW" or "SGD").
+def kinds(device: torch.device, optimizer: str = "AdamW", idle: str = "lazy") -> list[Kind]:
+    """Return every kind of table whose compute device is `device`, trained with `optimizer` (a key of `PLANES`).
 
     The first is the one that this library chooses. On the CPU "device" would be "pageable" once more.
     """
     names = ("pinned", "device", "pageable", "mmap") if device.type == "cuda" else ("pageable", "mmap")
-    first, *rest = (_ours(memory, device, optimizer) for memory in names)
+    first, *rest = (_ours(memory, device, optimizer, idle) for memory in names)
     return [first, _torch(device, optimizer, sparse=True), _torch(device, optimizer, sparse=False), *rest]
 
 
-def _ours(memory: str, device: torch.device, optimizer: str) -> Kind:
+def _ours(memory: str, device: torch.device, optimizer: str, idle: str) -> Kind:
     def make(rows: int) -> nn.Module:
         if memory != "mmap":
-            return _Ours(rows, DIM, device=device, memory=memory)
+            return _Ours(rows, DIM, device=device, memory=memory, idle=idle)
         folder = tempfile.mkdtemp(prefix="speedtransfer-bench-")
-        emb = _Ours(rows, DIM, device=device, memory=memory, path=Path(folder, "table.safetensors"))
+        emb = _Ours(rows, DIM, device=device, memory=memory, path=Path(folder, "table.safetensors"), idle=idle)
         weakref.finalize(emb, shutil.rmtree, folder, ignore_errors=True)
         return emb
 
     place = "device" if memory == "device" else "host"
-    return Kind(OURS.format(memory), "ours", place, PLANES[optimizer], make, _OPTIMIZERS[optimizer])
+    name = OURS.format(memory) + (f", idle={idle}" if idle != "lazy" else "")
+    return Kind(name, "ours", place, PLANES[optimizer], make, _OPTIMIZERS[optimizer], idle)
 
 
 def _torch(device: torch.device, optimizer: str, sparse: bool) -> Kind:
@@ -95,4 +105,7 @@ _OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = 
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, fused=True),
     "SparseAdam": torch.optim.SparseAdam,
     "SGD": torch.optim.SGD,
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, foreach=True),
+    "Adamax": lambda parameters: torch.optim.Adamax(parameters, foreach=True),
 }

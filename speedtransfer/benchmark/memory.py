@@ -57,7 +57,7 @@ def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
             functools.partial(_cases, device, optimizer, rows, quick),
             {"rows": rows, "dim": DIM, "optimizer": optimizer, "planes_bytes": PLANES[optimizer] * rows * ROW_BYTES},
         )
-        for optimizer in (("AdamW",) if quick else PLANES)
+        for optimizer in (("AdamW",) if quick else ("AdamW", "SGD"))
     ]
 
 
