@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch import nn
 import speedtransfer
 from speedtransfer import Table
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim import find_handle
+from speedtransfer.optim import RowStore, find_handle
 
 # --- how a loop may go --------------------------------------------------------------------------------------------------
 
@@ -249,6 +250,79 @@ def test_a_failed_step_is_no_step() -> None:
         optimizer.param_groups[0]["betas"] = good
     pair.train(pair.batches(20, seed=1))
     pair.assert_same()
+
+
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_copies_with_their_optimizer(clone: Any, optimizer_first: bool) -> None:
+    pair = Exact(case_named("adamw"))
+    pair.train(pair.batches(40))
+    if optimizer_first:
+        pair.opt, pair.ours = clone((pair.opt, pair.ours))
+    else:
+        pair.ours, pair.opt = clone((pair.ours, pair.opt))
+    pair.modules, pair.optimizers = (pair.ours, pair.dense), (pair.opt, pair.dense_opt)
+    pair.train(pair.batches(40, seed=1))
+    pair.assert_same()
+
+
+def test_half_precision_rows_that_nothing_touched() -> None:
+    embedding = speedtransfer.Embedding(6, 8, dtype=torch.float16, idle="exact")
+    optimizer = torch.optim.AdamW(embedding.parameters(), lr=0.05, eps=1e-3)
+    embedding(torch.tensor([0, 1])).sum().backward()
+    optimizer.step()
+    assert embedding.table.torch().isfinite().all()
+
+
+def test_a_write_that_fails_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Exact(case_named("sgd-momentum"))
+    pair.train(pair.batches(20))
+    ids, target = pair.batches(1, seed=5)[0]
+    for module, optimizer in zip(pair.modules, pair.optimizers, strict=True):
+        optimizer.zero_grad()
+        squared_loss(module(ids), target).backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(RowStore, "write", lambda *args: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            pair.opt.step()
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    pair.train(pair.batches(20, seed=1))
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+def test_another_thread_evaluates_meanwhile(idle: str) -> None:
+    def train(watched: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        embedding = speedtransfer.Embedding(300, 16, idle=idle)
+        optimizer = torch.optim.AdamW(embedding.parameters(), lr=0.05)
+        stop, errors = threading.Event(), list[BaseException]()
+
+        def evaluate() -> None:
+            try:
+                while not stop.is_set():
+                    with torch.no_grad():
+                        assert embedding(torch.arange(300)).isfinite().all()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=evaluate)
+        if watched:
+            thread.start()
+        for ids, target in skewed_batches(300, 16, 150, size=40):
+            optimizer.zero_grad()
+            squared_loss(embedding(ids), target).backward()
+            optimizer.step()
+        stop.set()
+        if watched:
+            thread.join()
+        assert not errors
+        return embedding.table.torch().clone()
+
+    assert torch.equal(train(watched=True), train(watched=False))
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------------

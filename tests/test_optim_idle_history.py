@@ -206,6 +206,26 @@ def test_long_absence() -> None:
     assert torch.equal(rows["weight"][1], torch.ones(3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_decay_of_more_than_all(dtype: torch.dtype) -> None:
+    """The signs of what was taken alternate: no measure, so rows go step by step."""
+    steps = [dataclasses.replace(step, decay=-0.95) for step in adam_steps(60, 0.9, 0.999)]
+    check(Sums(dtype), steps, dtype, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.5), (0.9, 0.7), (0.9, 0.0)], ids=str)
+def test_rows_that_nothing_ever_touched(betas: tuple[float, float]) -> None:
+    """Coefficients beyond float32 must not make NaN of zeros."""
+    history = record(Sums(torch.float32), adam_steps(450, *betas, decay=0.1), torch.float32)
+    for compiled in (True, False):
+        rows = {"weight": torch.ones(3, 8), "m": torch.zeros(3, 8), "v": torch.zeros(3, 8)}
+        if not compiled:
+            rows = {name: values.t().contiguous().t() for name, values in rows.items()}  # for which there is only torch
+        catch_up(history, rows, torch.tensor([[0], [200], [450]], dtype=torch.int32))
+        assert rows["weight"].isfinite().all()
+        assert float(rows["weight"][0, 0]) == pytest.approx(float(history._products[0, 0]), rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", [Sums, Floors])
 @pytest.mark.parametrize("dim", [1, 7, 64])
 def test_compiled_and_torch_agree_bit_for_bit(kind: type[Rule], dim: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,3 +234,23 @@ def test_deepcopy_of_a_model_with_a_gradient_pending() -> None:
     twins.step()
     twins.assert_same()
     assert not torch.equal(copied.table.torch(), twins.ours.table.torch())
+
+
+class OwnState(torch.optim.SGD):
+    """Copies bring its hooks along."""
+
+    def __getstate__(self):
+        return self.__dict__.copy()
+
+
+def test_state_loads_into_a_copy_that_has_the_hooks_already() -> None:
+    emb = speedtransfer.Embedding(20, 4)
+    opt = OwnState(emb.parameters(), lr=0.1, momentum=0.9)
+    emb(torch.tensor([1, 2])).sum().backward()
+    opt.step()
+    emb2, opt2 = copy.deepcopy((emb, opt))
+    state = copy.deepcopy(opt.state_dict())
+    opt2.load_state_dict(state)
+    emb2(torch.tensor([1])).sum().backward()
+    opt2.step()
+    assert torch.equal(opt2.state[emb2.weight]["momentum_buffer"][2], state["state"][0]["momentum_buffer"][2])

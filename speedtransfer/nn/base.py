@@ -146,8 +146,10 @@ class TableModule(nn.Module):
                 f"weight of {type(self).__name__} was swapped from outside (functional_call, a parametrization) but rows are "
                 "looked up in its table; write them there with emb.table[ids] = rows, or use torch.nn for this module"
             )
-        self._handle.check_unwritten()
-        return torch.is_grad_enabled() and weight.requires_grad
+        training = torch.is_grad_enabled() and weight.requires_grad
+        if training or self._handle.state is None:  # another thread may evaluate while this one makes a step
+            self._handle.check_unwritten()
+        return training
 
     # --- nn.Module ----------------------------------------------------------------------------------------------------
 

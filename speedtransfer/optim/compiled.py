@@ -5,22 +5,16 @@ The functions take rows `start` to `stop`, without the GIL.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import njit
 
+from speedtransfer.engines.compiled import compile_function
+
 _SIGN, _INFINITY = np.uint32(0x80000000), np.uint32(0x7F800000)
 _BFLOAT16_LARGEST, _HALF_SMALLEST = np.uint32(0x7F7F), np.float32(2.0**-14)
 _LEAST, _LEAST_SIGNED = np.float32(1.25 * 2.0**-32), np.float32(1.25 * 2.0**-16)  # what the code 1 of `Blocks8` means
-
-
-def _jit(function: Callable[..., None]) -> Any:
-    try:
-        return njit(nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:  # there is no folder for the cache
-        return njit(nogil=True, error_model="numpy")(function)
 
 
 @njit(inline="always")
@@ -31,7 +25,7 @@ def _random(row: Any, column: Any) -> Any:
     return np.uint32(word * np.uint32(0x846CA68B))
 
 
-@_jit
+@compile_function
 def encode_bfloat16(values: Any, rows: Any, columns: Any, out: Any, start: int, stop: int) -> None:
     """Fill `out` (n, width) int16 with the bits of bfloat16."""
     words, row_keys, column_keys, target = (
@@ -51,7 +45,7 @@ def encode_bfloat16(values: Any, rows: Any, columns: Any, out: Any, start: int, 
             target[i, j] = np.uint16(top | ((word >> np.uint32(16)) & np.uint32(0x8000)))
 
 
-@_jit
+@compile_function
 def encode_float16(values: Any, rows: Any, columns: Any, out: Any, start: int, stop: int) -> None:
     """Fill `out` (n, width) int16 with the bits of float16."""
     row_keys, column_keys, target = rows.view(np.uint32), columns.view(np.uint32), out.view(np.uint16)
@@ -78,7 +72,7 @@ def encode_float16(values: Any, rows: Any, columns: Any, out: Any, start: int, s
             target[i, j] = np.uint16(top | ((word >> np.uint32(16)) & np.uint32(0x8000)))
 
 
-@_jit
+@compile_function
 def encode_int8(values: Any, rows: Any, columns: Any, out: Any, scales: Any, start: int, stop: int) -> None:
     """Fill `out` (n, width) int8 and `scales` (n, 1) float32."""
     words, row_keys, column_keys = values.view(np.uint32), rows.view(np.uint32), columns.view(np.uint32)
@@ -105,7 +99,7 @@ def encode_int8(values: Any, rows: Any, columns: Any, out: Any, scales: Any, sta
             out[i, j] = np.int8(np.int32(code))
 
 
-@_jit
+@compile_function
 def encode_blocks(
     values: Any, rows: Any, columns: Any, size: int, out: Any, scales: Any, start: int, stop: int
 ) -> None:
@@ -153,7 +147,7 @@ def _encode_block(values: Any, words: Any, row: Any, columns: Any, shares: Any, 
     return -scale
 
 
-@_jit
+@compile_function
 def decode_blocks(codes: Any, scales: Any, table: Any, size: int, out: Any, start: int, stop: int) -> None:
     """Fill `out` (n, width) float32 from codes (n, width), scales (n, blocks) and what codes mean (512,)."""
     for i in range(start, stop):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from speedtransfer.tables import row_chunks
 
 LAST_STEP = "idle.last_step"  # the plane: int32, the step that touched a row last
 _MAX_STEPS = 1 << 16  # steps remembered; then every row is brought up to date
-_MAX_OPEN = 1 << 11  # and no more than so many whose sums each step makes anew: beta 1 close to 1
+_MAX_OPEN = 1 << 10  # and no more than so many whose sums each step makes anew: beta 1 close to 1
 
 
 class Lag:
@@ -34,6 +35,7 @@ class Lag:
         store.add(LAST_STEP, (1,), torch.int32, 0)
         self._history = History(rule, store.dtype, store.table.device)
         self._before: Any = None  # what the rule must know of the state before a step
+        self.lock = threading.RLock()  # other threads may read rows (evaluation) while steps are made
 
     def __bool__(self) -> bool:
         """Tell whether there are rows with steps to come."""
@@ -41,10 +43,11 @@ class Lag:
 
     def read(self, store: RowStore, ids: Tensor, planes: Sequence[str]) -> dict[str, Tensor]:
         """Return the rows `ids` (n,) of "weight" and the `planes` of state as they are after all steps so far."""
-        rows = store.read(ids, ["weight", *planes, LAST_STEP])
-        last = rows.pop(LAST_STEP)
-        self._history.to(last.device)
-        catch_up(self._history, rows, last)
+        with self.lock:
+            rows = store.read(ids, ["weight", *planes, LAST_STEP])
+            last = rows.pop(LAST_STEP)
+            self._history.to(last.device)
+            catch_up(self._history, rows, last)
         return rows
 
     def settle(self, store: RowStore, ids: Tensor | None, planes: Sequence[str]) -> None:
@@ -63,28 +66,42 @@ class Lag:
         self._history.sweep()  # last: whoever interrupts it finds every row with the steps it has taken
 
     def _settle(self, store: RowStore, ids: Tensor, planes: Sequence[str]) -> None:
-        store.write(ids, {**self.read(store, ids, planes), **self.stamp(ids)})
+        with self.lock:
+            store.write(ids, {**self.read(store, ids, planes), LAST_STEP: self._stamp(ids, self._history.now)})
 
-    def stamp(self, ids: Tensor) -> dict[str, Tensor]:
-        """Return what says of the rows `ids` (n,) that they are up to date, for `RowStore.write`."""
-        return {LAST_STEP: torch.full((len(ids), 1), self._history.now, dtype=torch.int32, device=ids.device)}
+    @staticmethod
+    def _stamp(ids: Tensor, step: int) -> Tensor:
+        return torch.full((len(ids), 1), step, dtype=torch.int32, device=ids.device)
 
     def begin(self, optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Note what matters of the `state` before a step; raise `OptimizerError` where its idle rows have no rule."""
         self._history.rule.check(optimizer, group)
         self._before = self._history.rule.before(state)
 
-    def end(self, optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """Record the step that was made."""
-        overflow = getattr(optimizer, "found_inf", None)  # GradScaler's, for the fused ones, which then do nothing
-        if overflow is not None and float(overflow) != 0:
-            return
-        step = self._history.rule.step(group, state, self._before)
-        if not step.is_nothing:
-            self._history.record(step)
+    def end(
+        self,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        store: RowStore,
+        ids: Tensor,
+        rows: dict[str, Tensor],
+    ) -> None:
+        """Write the rows `ids` (n,) after a step and record it."""
+        step = None if _was_skipped(optimizer) else self._history.rule.step(group, state, self._before)
+        counts = step is not None and not step.is_nothing
+        with self.lock:  # the record last: where the write fails there was no step
+            store.write(ids, {**rows, LAST_STEP: self._stamp(ids, self._history.now + counts)})
+            if step is not None and counts:
+                self._history.record(step)
 
     @property
     def is_long(self) -> bool:
         """Whether so many steps are remembered that all rows should take them now."""
         length = self._history.length
         return length >= _MAX_STEPS or length >= _MAX_OPEN <= self._history.horizon
+
+
+def _was_skipped(optimizer: Optimizer) -> bool:
+    overflow = getattr(optimizer, "found_inf", None)  # GradScaler's, for the fused ones, which then do nothing
+    return overflow is not None and float(overflow) != 0

@@ -224,10 +224,10 @@ class RowState:
         rows.update(
             {_plane_name(name): self._of_plane(name, found[name], len(ids)) for name in self._views & found.keys()}
         )
-        if self._lag is not None:
-            self._lag.end(optimizer, group, state)
-            rows.update(self._lag.stamp(ids))
-        handle.rows.write(ids, rows)
+        if self._lag is None:
+            handle.rows.write(ids, rows)
+        else:
+            self._lag.end(optimizer, group, state, handle.rows, ids, rows)
         handle.mark_stepped()
         if state:
             put(state, self._views)

@@ -22,7 +22,6 @@ from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.probe import PlaneSpec, probe
 from speedtransfer.optim.state import check_shape
 
-_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 # Between the two hooks of a load: planes that torch must not copy to the device of the parameter, nor cast to its dtype.
 _held: weakref.WeakKeyDictionary[Optimizer, list[tuple[nn.Parameter, dict[str, Tensor]]]] = weakref.WeakKeyDictionary()
 
@@ -31,9 +30,10 @@ load_plainly = Optimizer.load_state_dict  # without a look for tables
 
 
 def install() -> None:
-    """Make every optimizer look for tables before it saves or loads its state."""
+    """Make every optimizer look for tables before it saves, copies or loads its state."""
     Optimizer.state_dict = _watching(Optimizer.state_dict)  # type: ignore[method-assign]
     Optimizer.load_state_dict = _watching(Optimizer.load_state_dict)  # type: ignore[method-assign]
+    Optimizer.__getstate__ = _saving(Optimizer.__getstate__)  # type: ignore[method-assign]
 
 
 def _watching(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,14 +46,27 @@ def _watching(method: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
+def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Copies and pickles get planes that are up to date, as state dicts do."""
+
+    @functools.wraps(method)
+    def saving(self: Optimizer) -> Any:
+        if any_handles():
+            _before_save(self)
+        return method(self)
+
+    return saving
+
+
 def watch(optimizer: Optimizer) -> None:
     """Register the hooks of `optimizer`, once."""
-    if optimizer not in _watched:
+    if (
+        _before_load not in optimizer._optimizer_load_state_dict_pre_hooks.values()
+    ):  # a copy may have brought them along
         optimizer.register_state_dict_pre_hook(_before_save)
         optimizer.register_state_dict_post_hook(_after_save)
         optimizer.register_load_state_dict_pre_hook(_before_load)
         optimizer.register_load_state_dict_post_hook(_after_load)
-        _watched.add(optimizer)
 
 
 def has_other_hooks(optimizer: Optimizer) -> bool:

@@ -51,16 +51,9 @@ def _take_terms_compiled(history: History, rows: dict[str, Tensor], index: Tenso
 
     rule = history.rule
     memory = tuple(rows[name] for name in _planes_of_terms(rule))
-    hard = torch.zeros(len(index), dtype=torch.bool)
     arguments = *(values.numpy() for values in memory), *history.arrays(), index.numpy(), history.length
-    part = compiled.take_terms, (*arguments, rule.floor, history.eps, hard.numpy())
+    part = compiled.take_terms, (*arguments, history.horizon, rule.floor, history.eps)
     run_on_threads([part], len(index), 2 * sum(values.nbytes for values in memory), memory)
-    if hard.any():
-        chosen = hard.nonzero().flatten()
-        subset = {name: values[chosen] for name, values in rows.items()}
-        _catch_up(history, subset, index[chosen])
-        for name, values in subset.items():
-            rows[name][chosen] = values
 
 
 def _catch_up(history: History, rows: dict[str, Tensor], index: Tensor) -> None:
@@ -89,7 +82,7 @@ def _catch_up(history: History, rows: dict[str, Tensor], index: Tensor) -> None:
 def _take_terms(history: History, missed: Missed, rows: dict[str, Tensor], index: Tensor) -> None:
     rule, weight, m = history.rule, rows["weight"], rows[history.rule.factors[0]]
     assert rule.denominator is not None
-    x = rows[rule.denominator]
+    x = rows[rule.denominator].to(missed.mass.dtype)  # of half precision, the least x would be zero
     x = x.clone() if rule.floor else _root(x)
     hard = index.new_empty(0, dtype=torch.int64)
     if index.is_cuda or bool((missed.valid_from > 0).any()):  # CUDA would have to wait for either answer

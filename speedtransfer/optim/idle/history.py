@@ -8,12 +8,12 @@ what the steps s+1..u do to numerator m and root x, the steps missed take
 
 .. math:: m \sum_u \frac{c_u B_{su}}{r_u R_{su} x + \epsilon_u} = m \sum_u \frac{w_u}{x + e_u} = m\, G_s(x)
 
-from a weight. :math:`G_s` is the Stieltjes transform of a positive measure, with masses w at the points e, and for such a sum
-Gaussian quadrature is made: three nodes, as a continued fraction whose coefficients the Lanczos recurrence gives, replace
-hundreds of steps (W. Gautschi, Orthogonal Polynomials: Computation and Approximation, 2004, sections 2.2 and 3.1). The
-relative error is of the order of :math:`((\sqrt k - 1) / (\sqrt k + 1))^6`, where k = (x + max e) / (x + min e), so each line
-also says from which x on that is small enough; rows with smaller ones go step by step. m vanishes geometrically: a line is
-final once a certain number of steps (the horizon) lies behind it.
+from a weight. :math:`G_s` is the Stieltjes transform of a positive measure (but for a decay of more than the whole weight),
+with masses w at the points e, and for such a sum Gaussian quadrature is made: three nodes, as a continued fraction whose
+coefficients the Lanczos recurrence gives, replace hundreds of steps (W. Gautschi, Orthogonal Polynomials: Computation and
+Approximation, 2004, sections 2.2 and 3.1). The relative error is of the order of :math:`((\sqrt k - 1) / (\sqrt k + 1))^6`,
+where k = (x + max e) / (x + min e), so each line also says from which x on that is small enough; rows with smaller ones go
+step by step. m vanishes geometrically: a line is final once a certain number of steps (the horizon) lies behind it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class History:
         self.now = 0
         self.eps = 0.0  # of the newest step
         self.base = 0  # no row was last touched before this step
-        self._tolerance = 1e-13 if dtype == torch.float64 else 1e-7
+        self._tolerance, self._largest = (1e-13, 1e300) if dtype == torch.float64 else (1e-7, 1e37)
         self.horizon = 1
         self._growth, self._shrink = 0.0, 0.0  # largest |B| / |R| and |B| of a step so far
         self._final = 0  # lines before this one have their quadrature for good
@@ -207,6 +207,10 @@ class History:
             lines[:, -1] = point.amax(1)
         else:
             self._lanczos(weight, point, lines)
+        # No measure (decay of more than all turns signs around), or beyond the numbers that rows have: step by step.
+        useless = (weight < 0).any(1) | (lines.abs() > self._largest).any(1) | lines.isnan().any(1)
+        lines[useless] = 0
+        lines[useless, -1] = math.inf
 
     def _windows(self, first: int, stop: int, width: int) -> list[Tensor]:
         """Return, for the lines `first` to `stop`, columns of the `width` steps after each; past the newest: nothing."""
@@ -280,7 +284,7 @@ class History:
             sums[:, :2] *= self._products[self._made_at[index], 0:1]  # the decay of the steps after they were made
         return torch.cat([products, sums], dim=1)
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return products, sums and where these were made, by line, as arrays over the same memory (on the CPU)."""
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return products, sums and where these were made, by line, and the steps, over the same memory (on the CPU)."""
         self._sum_terms()
-        return self._products.numpy(), self._quadrature.numpy(), self._made_at.numpy()
+        return self._products.numpy(), self._quadrature.numpy(), self._made_at.numpy(), self._steps.numpy()
