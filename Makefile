@@ -42,7 +42,7 @@ lint: $(ENV)
 	$(PY) -m mypy
 
 # ARGS="--only transfer,step --quick": some parts, small sizes. A machine lent for ten minutes a command takes several, each with
-# ARGS="--archive $OUT/results.tgz --total 560 --only ...": tests,sanitizer, then transfer,speedtorch,tax, then step,memory.
+# ARGS="--archive $OUT/results.tgz --total 560 --only ...": tests,sanitizer, then transfer,speedtorch,tax, then step,memory,precision.
 # COMMIT=... names the commit where there is no git. See bench/record.py --help. README.md shows what is there also where a
 # part has failed.
 RECORD = $(PY) bench/record.py $(1) $(ARGS); status=$$?; $(PY) bench/readme.py && exit $$status
