@@ -288,6 +288,18 @@ def test_crossings_are_drawn_where_there_is_a_device(monkeypatch, cuda):
 
 
 @pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("seconds", [1e-7, 1e-6, 1e-3, 1.0])
+def test_a_picture_of_one_point(suite, seconds):
+    """Whatever its value: on a power of ten matplotlib once found no room around it, and warned."""
+    result = recorded(suite)
+    del result["groups"][1:]
+    for one in result["groups"][0]["cases"][:]:
+        one["samples_s"] = [seconds] * 5
+    del result["groups"][0]["cases"][1:]
+    plots.plot(result)
+
+
+@pytest.mark.parametrize("suite", SUITES)
 def test_no_picture_of_nothing(suite):
     result = recorded(suite)
     for group in result["groups"]:
