@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from speedtransfer.device import resolve_device
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.nn import Embedding
-from speedtransfer.word2vec.gradients import BlockGradients, block_gradients
+from speedtransfer.word2vec.gradients import BlockGradients, skipgram_gradients
 from speedtransfer.word2vec.sampler import Block
 
 
@@ -71,19 +71,18 @@ class SkipGram(nn.Module):
         BlockGradients
             Their memory belongs to the optimizer from now on.
         """
-        device = self.input.table.device
-        words = block.words.to(device)
+        words = block.words
         num_words = len(words)
         center = self.input.activate(words)
-        context = self.output.activate(torch.cat([words, block.negatives.to(device)]))
-        result = block_gradients(
+        context = self.output.activate(torch.cat([words, block.negatives.flatten()]))
+        result = skipgram_gradients(
             center.rows,
             context.rows,
             center.inverse,
             context.inverse[:num_words],
-            context.inverse[num_words:],
-            block.windows.to(device),
-            self.window,
+            context.inverse[num_words:].view_as(block.negatives),
+            block.before,
+            block.after,
             self.negative,
             with_loss,
         )

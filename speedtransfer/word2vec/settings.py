@@ -79,7 +79,7 @@ class Settings:
     max_words: int | None = None
     sample: float = 1e-3
     block_words: int = 2048
-    shared_negatives: int = 256
+    shared_negatives: int = 64
     seed: int = 1
     memory: str = "auto"
     path: str | os.PathLike[str] | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from speedtransfer.device import resolve_device
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.interrupt import StopOnInterrupt
@@ -58,7 +59,8 @@ class Trainer:
         self.sampler = Sampler(
             corpus.ids,
             corpus.vocabulary,
-            self.generator,
+            seed=settings.seed,
+            device=resolve_device(settings.device),
             window=settings.window,
             sample=settings.sample,
             block_words=settings.block_words,
@@ -78,6 +80,7 @@ class Trainer:
             settings.optimizer, self.model.parameters(), settings.first_lr, settings.options
         )
         self.step = 0
+        self._blocks = iter(())
         self.num_steps = settings.epochs * len(self.sampler)
         self.elapsed_s, self.interrupted = 0.0, False
         self._corpus_words, self._has_learned = 0, False
@@ -115,7 +118,7 @@ class Trainer:
             The optimizer cannot train rows on their own.
         """
         set_lr(self.optimizer, self.settings.first_lr, self.step / self.num_steps)
-        block = self.sampler.block(self.step % len(self.sampler))
+        block = self._next()
         if len(block.words) > 1:  # fewer make no pair
             result = self.model.deposit_gradients(block, with_loss=self.step % LOSS_EVERY == 0)
             self.optimizer.step()
@@ -125,6 +128,13 @@ class Trainer:
                 self._note_loss(float(result.loss), int(result.num_pairs))
         self._corpus_words += block.num_corpus_words
         self.step += 1
+
+    def _next(self):
+        block = next(self._blocks, None)
+        if block is None:
+            self._blocks = self.sampler.blocks(self.step, self.num_steps)
+            block = next(self._blocks)
+        return block
 
     def _note_loss(self, loss: float, num_pairs: int) -> None:
         if not math.isfinite(loss):
