@@ -117,8 +117,7 @@ class Sampler:
         """Draw the block of `step`, counted from 0 over all epochs."""
         start = step % len(self) * self.stretch
         stretch = self.ids[start : start + self.stretch]
-        # A generator begins anew at every step: the seeds of different runs must not meet, hence the multiplication.
-        generator = self._generator.manual_seed((self.seed * 0x9E3779B97F4A7C15 + step) % (1 << 64))
+        generator = self._generator.manual_seed(self._seed_of(step))
         words = torch.from_numpy(stretch.astype(np.int64)).to(self.device)
         kept = torch.rand(len(words), generator=generator, device=self.device) < self._keep[words]
         words = words[kept]
@@ -129,6 +128,10 @@ class Sampler:
         )
         negatives = torch.searchsorted(self._noise, uniform, right=True)
         return Block(words, before, after, negatives, len(stretch))
+
+    def _seed_of(self, step: int) -> int:
+        """Return the seed of a step: those of other runs are far away."""
+        return (self.seed * 0x9E3779B97F4A7C15 + step) % (1 << 64)
 
     def _within(self, windows: Tensor, kept: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Cut `windows` (n,) at the edges of the block and of the sequences of the words `kept`."""
