@@ -54,7 +54,7 @@ def test_without_subsampling_the_blocks_are_the_corpus(vocabulary):
     assert {t.dtype for t in (blocks[0].words, blocks[0].before, blocks[0].negatives)} == {torch.int64}
     assert sum(block.num_corpus_words for block in blocks) == len(ids)
     assert sampler.block(8).words.tolist() == blocks[0].words.tolist()  # the next epoch
-    assert not torch.equal(sampler.block(8).negatives, blocks[0].negatives)
+    assert not torch.equal(sampler.block(8).before, blocks[0].before)
 
 
 def test_windows_are_even(vocabulary):
@@ -101,12 +101,19 @@ def test_windows_end_at_the_edges_of_sequences(vocabulary, sample):
     assert (np.mean(kept_at) == 1) == (sample == 0)
 
 
-def test_negatives_follow_the_noise(vocabulary):
-    sampler = sampler_of(vocabulary, corpus_ids(), sample=0, block_words=700, shared_negatives=4000)
-    blocks = epoch_of(sampler)
-    assert blocks[0].negatives.shape == (3, 4000)  # a group for every 256 words
-    drawn = torch.cat([block.negatives.flatten() for block in blocks])
-    assert_drawn_from(np.bincount(drawn.numpy(), minlength=len(COUNTS)), vocabulary.noise())
+def test_negatives_follow_the_noise_in_every_group(vocabulary):
+    sampler = sampler_of(vocabulary, corpus_ids(), sample=0, block_words=700, shared_negatives=5)
+    drawn = torch.stack([sampler.block(step).negatives for step in range(1000)])
+    assert drawn.shape == (1000, 3, 5)  # a group for every 256 words
+    for group in range(3):
+        assert_drawn_from(np.bincount(drawn[:, group].flatten().numpy(), minlength=len(COUNTS)), vocabulary.noise())
+
+
+def test_negatives_of_a_block_spread_as_the_noise_does(vocabulary):
+    sampler = sampler_of(vocabulary, corpus_ids(), sample=0, block_words=700, shared_negatives=100)
+    for step in range(20):
+        counts = np.bincount(sampler.block(step).negatives.flatten().numpy(), minlength=len(COUNTS))
+        assert np.abs(counts - 300 * vocabulary.noise()).max() <= 2  # the strata at both ends of a word
 
 
 def test_assertion_finds_a_wrong_distribution(vocabulary):
@@ -145,8 +152,8 @@ def test_seed_decides_every_draw(vocabulary):
     ids = corpus_ids(10)
     first, second, other = (epoch_of(sampler_of(vocabulary, ids, s, sample=0.02, block_words=200)) for s in (5, 5, 6))
     assert blocks_equal(first, second)
-    assert not torch.equal(first[0].negatives, other[0].negatives)
-    assert len({tuple(block.negatives.flatten().tolist()) for block in first + other}) == len(first + other)
+    assert not torch.equal(first[0].words, other[0].words)
+    assert len({tuple(block.before.tolist()) for block in first + other}) == len(first + other)
 
 
 def test_any_block_again_by_its_step(vocabulary):

@@ -123,11 +123,22 @@ class Sampler:
         words = words[kept]
         windows = torch.randint(1, self.window + 1, (len(words),), generator=generator, device=self.device)
         before, after = self._within(windows, kept, start)
-        uniform = torch.rand(
-            self.groups, self.shared_negatives, dtype=torch.float64, generator=generator, device=self.device
-        )
-        negatives = torch.searchsorted(self._noise, uniform, right=True)
-        return Block(words, before, after, negatives, len(stretch))
+        return Block(words, before, after, self._draw_negatives(generator), len(stretch))
+
+    def _draw_negatives(self, generator: torch.Generator) -> Tensor:
+        """Draw (groups, shared_negatives) words of the noise, one in each of as many equal strata of it.
+
+        Every draw follows the noise, and all together they spread over frequent and rare words as it does, so that sums over
+        them vary less than over independent draws. Of neighbouring strata each group has one, by a random turn: dealt out
+        in a fixed order a frequent word would always meet the same centers.
+        """
+        k, groups, device = self.shared_negatives, self.groups, self.device
+        strata = torch.rand(k, groups, dtype=torch.float64, generator=generator, device=device)
+        strata.view(-1).add_(torch.arange(k * groups, device=device)).div_(k * groups)
+        turn = torch.randint(groups, (k, 1), generator=generator, device=device)
+        strata = strata.gather(1, (turn + torch.arange(groups, device=device)) % groups)
+        # Clamped because the last stratum may be rounded up to 1.
+        return torch.searchsorted(self._noise, strata.t().contiguous(), right=True).clamp_(max=len(self._noise) - 1)
 
     def _seed_of(self, step: int) -> int:
         """Return the seed of a step: those of other runs are far away."""
