@@ -86,7 +86,7 @@ def test_windows_end_at_the_edges_of_sequences(vocabulary, sample):
         block, span = sampler.block(step), slice(step * sampler.stretch, (step + 1) * sampler.stretch)
         sequence = np.repeat(np.arange(200), lengths)[span]
         numbers = torch.from_numpy(ids[span].astype(np.int64))
-        generator = sampler._generator.manual_seed(sampler._seed_of(step))
+        generator = torch.Generator().manual_seed(sampler._seed_of(step))
         kept = (torch.rand(len(numbers), generator=generator) < sampler._keep[numbers]).numpy()
         sequence = sequence[kept]
         n = len(block.words)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-
 # Sums in any order, which is what lets them run in vectors; infinities and NaN stay what they are.
 _MATH = {"reassoc", "contract", "arcp", "nsz"}
 
@@ -53,7 +52,7 @@ def pairs(
     context_grad: np.ndarray,
     with_loss: bool,
 ) -> float:
-    """Set `center_grad` (u, dim), add to `context_grad` (v, dim), return the summed loss; arguments as `skipgram_gradients`."""
+    """Set `center_grad` (u, dim), add to `context_grad` (v, dim), return the loss; arguments as `skipgram_gradients`."""
     count, dim, loss = len(centers), center_rows.shape[1], 0.0
     reach = max(before.max(), after.max()) if count else 0
     slopes = np.empty((count, 2 * reach + 1), dtype=center_rows.dtype)

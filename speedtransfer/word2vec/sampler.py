@@ -96,7 +96,6 @@ class Sampler:
         cumulated = np.cumsum(vocabulary.noise())
         cumulated[-1] = 1.0  # whatever the sum was rounded to
         self._noise = torch.from_numpy(cumulated).to(self.device)
-        self._generator = torch.Generator(self.device)
 
     def __len__(self) -> int:
         """Return the number of steps an epoch."""
@@ -105,19 +104,17 @@ class Sampler:
     def blocks(self, first: int, last: int) -> Iterator[Block]:
         """Yield the blocks of steps `first` to below `last`; a thread draws the next one meanwhile."""
         with concurrent.futures.ThreadPoolExecutor(1, "speedtransfer-sampler") as thread:
-            ahead = [thread.submit(self.block, first)] if first < last else []
-            while ahead:
-                block, step = ahead.pop().result(), first
-                first += 1
-                if first < last:
-                    ahead.append(thread.submit(self.block, first))
+            drawn = thread.submit(self.block, first) if first < last else None
+            for step in range(first, last):
+                block = drawn.result()
+                drawn = thread.submit(self.block, step + 1) if step + 1 < last else None
                 yield block
 
     def block(self, step: int) -> Block:
         """Draw the block of `step`, counted from 0 over all epochs."""
         start = step % len(self) * self.stretch
         stretch = self.ids[start : start + self.stretch]
-        generator = self._generator.manual_seed(self._seed_of(step))
+        generator = torch.Generator(self.device).manual_seed(self._seed_of(step))
         words = torch.from_numpy(stretch.astype(np.int64)).to(self.device)
         kept = torch.rand(len(words), generator=generator, device=self.device) < self._keep[words]
         words = words[kept]
