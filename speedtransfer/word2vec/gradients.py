@@ -98,7 +98,7 @@ def skipgram_gradients(
     center_grad, context_grad, band_loss = in_thread.result() if in_thread else _band(*band)
     center_grad += from_noise
     context_grad.index_add_(0, negatives.flatten(), noise_grad)
-    if loss is not None:
+    if loss is not None and band_loss is not None:
         loss += band_loss
     return BlockGradients(center_grad, context_grad, pairs.sum(), loss)
 

@@ -104,10 +104,11 @@ class Sampler:
     def blocks(self, first: int, last: int) -> Iterator[Block]:
         """Yield the blocks of steps `first` to below `last`; a thread draws the next one meanwhile."""
         with concurrent.futures.ThreadPoolExecutor(1, "speedtransfer-sampler") as thread:
-            drawn = thread.submit(self.block, first) if first < last else None
+            drawn = [thread.submit(self.block, step) for step in range(first, last)[:1]]
             for step in range(first, last):
-                block = drawn.result()
-                drawn = thread.submit(self.block, step + 1) if step + 1 < last else None
+                block = drawn.pop().result()
+                if step + 1 < last:
+                    drawn.append(thread.submit(self.block, step + 1))
                 yield block
 
     def block(self, step: int) -> Block:
