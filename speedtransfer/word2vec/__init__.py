@@ -4,7 +4,7 @@
 """
 
 from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.model import SkipGram
+from speedtransfer.word2vec.model import Word2Vec
 from speedtransfer.word2vec.sampler import Block, Sampler
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.trainer import Trainer, train
@@ -16,10 +16,10 @@ __all__ = [
     "Corpus",
     "Sampler",
     "Settings",
-    "SkipGram",
     "Trainer",
     "UnknownWordError",
     "Vectors",
     "Vocabulary",
+    "Word2Vec",
     "train",
 ]
