@@ -10,7 +10,8 @@ from gensim.models.fasttext import ft_ngram_hashes
 from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every test here)
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
-from speedtransfer.word2vec import Block, UnknownWordError, Vocabulary, Word2Vec, model as model_module
+from speedtransfer.word2vec import Block, UnknownWordError, Vocabulary, Word2Vec
+from speedtransfer.word2vec import model as model_module
 from speedtransfer.word2vec.gradients import skipgram_gradients
 
 WORDS = [f"{first}{second}ing" for first in "bcdfg" for second in ("a", "ea", "é", "oo")]  # which share n-grams
@@ -161,10 +162,10 @@ def test_word_vectors_are_the_table_where_words_have_one_row():
     model = Word2Vec(VOCABULARY, 5, device="cpu")
     assert model.word_vectors().data_ptr() == model.input.table.torch().data_ptr()
     torch.testing.assert_close(model.vector(WORDS[3]), model.input.table.torch()[3])
-    with pytest.raises(
-        UnknownWordError, match="'xyzzy' is not among the 20 words and has no n-grams; train with buckets"
-    ):
+    with pytest.raises(UnknownWordError, match="'xyzzy' is not among the 20 words; train with buckets"):
         model.vector("xyzzy")
+    with pytest.raises(InvalidValueError, match="buckets is 0, so this model has no n-grams"):
+        model.ngram_vectors()
 
 
 @pytest.mark.parametrize("at_once", [7, 1 << 16])
@@ -178,7 +179,7 @@ def test_word_vectors_with_ngrams(monkeypatch, at_once):
         torch.testing.assert_close(model.vector(word), vectors[i])
     unseen = [NUM_WORDS + h for h in ft_ngram_hashes("bea", 3, 6, BUCKETS)]
     torch.testing.assert_close(model.vector("bea"), table[unseen].mean(0))
-    with pytest.raises(UnknownWordError, match="'' is not among"):
+    with pytest.raises(UnknownWordError, match="'' has no n-grams of 3 to 6 characters"):
         model.vector("")
 
 

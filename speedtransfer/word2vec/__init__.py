@@ -5,6 +5,7 @@
 
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.model import Word2Vec
+from speedtransfer.word2vec.ngram_vectors import NgramVectors
 from speedtransfer.word2vec.sampler import Block, Sampler
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.trainer import Trainer, train
@@ -14,6 +15,7 @@ from speedtransfer.word2vec.vocabulary import Vocabulary
 __all__ = [
     "Block",
     "Corpus",
+    "NgramVectors",
     "Sampler",
     "Settings",
     "Trainer",

@@ -13,8 +13,9 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn import ActiveRows, Embedding
 from speedtransfer.word2vec.cbow import cbow_gradients
 from speedtransfer.word2vec.gradients import BlockGradients, skipgram_gradients
+from speedtransfer.word2vec.ngram_vectors import NgramVectors
 from speedtransfer.word2vec.sampler import Block
-from speedtransfer.word2vec.subwords import ActiveWords, Subwords, check_ngrams
+from speedtransfer.word2vec.subwords import ActiveWords, Subwords, check_ngrams, hash_word
 from speedtransfer.word2vec.tablefiles import TableFiles
 from speedtransfer.word2vec.vectors import UnknownWordError
 from speedtransfer.word2vec.vocabulary import Vocabulary
@@ -199,27 +200,37 @@ class Word2Vec(nn.Module):
 
     @torch.no_grad()
     def vector(self, word: str) -> Tensor:
-        """Return the vector of any word, float32, shape (dim,), on the host.
+        """Return the vector of any word: float32, shape (dim,), on the host.
 
-        A word outside the vocabulary gets the mean of the rows of its n-grams, as in fastText.
+        A word outside the vocabulary has that of its n-grams (`NgramVectors`).
 
         Raises
         ------
         UnknownWordError
-            It is outside the vocabulary and has no n-grams.
+            It is outside the vocabulary, and there are no n-grams or it is too short for one.
         """
         number = -1 if self._vocabulary is None else self._vocabulary.get(word)
-        if self.subwords is None:
-            rows = torch.tensor([number] if number >= 0 else [], dtype=torch.int64)
-        elif number >= 0:
-            rows, _ = self.subwords.bags(torch.tensor([number]))
+        sub = self.subwords
+        if number >= 0:
+            rows = torch.tensor([number]) if sub is None else sub.bags(torch.tensor([number]))[0]
+        elif sub is not None:
+            rows = torch.from_numpy(hash_word(word, sub.buckets, sub.min_n, sub.max_n) + self.num_words)
         else:
-            rows = self.subwords.rows_of_unseen(word)
-        if not len(rows):
-            raise UnknownWordError(
-                f"{word!r} is not among the {self.num_words} words and has no n-grams; train with buckets, or check spelling"
-            )
+            raise UnknownWordError(f"{word!r} is not among the {self.num_words} words; train with buckets, or check it")
         return self.input.table.gather(rows).mean(0).cpu()
+
+    def ngram_vectors(self) -> NgramVectors:
+        """Return the rows of the n-grams, for words outside the vocabulary: in host memory those of the table, without a copy.
+
+        Raises
+        ------
+        InvalidValueError
+            The model has none.
+        """
+        if self.subwords is None:
+            raise InvalidValueError("buckets is 0, so this model has no n-grams; pass buckets=2_000_000")
+        rows = self.input.table.torch()[self.num_words :].cpu().numpy()
+        return NgramVectors(rows, self.subwords.min_n, self.subwords.max_n)
 
 
 class _ZeroEmbedding(Embedding):

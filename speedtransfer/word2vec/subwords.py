@@ -20,6 +20,7 @@ from torch import Tensor
 from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.nn import Embedding
 from speedtransfer.tables import unique_rows
+from speedtransfer.word2vec.vectors import UnknownWordError
 
 MAX_BUCKETS = 1 << 32  # the hash has 32 bits
 _FNV_OFFSET, _FNV_PRIME = np.uint32(2166136261), np.uint32(16777619)
@@ -96,6 +97,20 @@ def hash_ngrams(words: Sequence[str], buckets: int, min_n: int = 3, max_n: int =
     return hashes[taken].astype(np.int64) % buckets
 
 
+def hash_word(word: str, buckets: int, min_n: int = 3, max_n: int = 6) -> np.ndarray:
+    """Return the buckets of the n-grams of `word`, as `hash_ngrams`.
+
+    Raises
+    ------
+    UnknownWordError
+        It is too short to have any.
+    """
+    hashed = hash_ngrams([word], buckets, min_n, max_n)
+    if not len(hashed):
+        raise UnknownWordError(f"{word!r} has no n-grams of {min_n} to {max_n} characters; pass a longer word")
+    return hashed
+
+
 class Subwords:
     """Which rows each word of a vocabulary is the mean of.
 
@@ -144,10 +159,6 @@ class Subwords:
             part[~is_own] = hash_ngrams(words[start:stop], buckets, min_n, max_n) + self.num_words
         self.offsets = torch.from_numpy(offsets).to(device)
         self.rows = torch.from_numpy(rows).to(device)
-
-    def rows_of_unseen(self, word: str) -> Tensor:
-        """Return the rows of a word outside the vocabulary, those of its n-grams: int64, shape (n,), maybe none."""
-        return torch.from_numpy(hash_ngrams([word], self.buckets, self.min_n, self.max_n) + self.num_words)
 
     def bags(self, words: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of `words`, one bag after the other, and how many each has.
