@@ -1,4 +1,4 @@
-"""word2vec on tables of rows: skip-gram with negative sampling, by any optimizer that works row by row.
+"""word2vec on tables of rows: skip-gram or CBOW with negative sampling, by any optimizer that works row by row.
 
 ``train`` takes a corpus to ``Vectors``; the other names are its parts.
 """

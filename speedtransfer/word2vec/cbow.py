@@ -61,7 +61,7 @@ def cbow_gradients(
     windows = _WindowMeans(before, after, input_rows.dtype)
     means, targets = windows.mean(input_rows[inputs]), output_rows[outputs]
     scores = (means * targets).sum(1)
-    slope = ((scores.sigmoid() - 1) * windows.predicted)[:, None]
+    slope = (scores.sigmoid() - 1)[:, None]  # a mean of no words is zero, and what it receives goes nowhere
     noise = _Noise(means, output_rows[negatives], windows.predicted * (negative / negatives.shape[1]))
     loss = None
     if with_loss:

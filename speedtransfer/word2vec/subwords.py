@@ -156,7 +156,7 @@ class Subwords:
             is_own[own] = True
             part = rows[begin:end]
             part[own] = np.arange(start, stop)
-            part[~is_own] = hash_ngrams(words[start:stop], buckets, min_n, max_n) + self.num_words
+            part[~is_own] = hash_ngrams([words[i] for i in range(start, stop)], buckets, min_n, max_n) + self.num_words
         self.offsets = torch.from_numpy(offsets).to(device)
         self.rows = torch.from_numpy(rows).to(device)
 
