@@ -13,7 +13,7 @@ from speedtransfer.device import resolve_device
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.interrupt import StopOnInterrupt
-from speedtransfer.word2vec.model import SkipGram
+from speedtransfer.word2vec.model import Word2Vec
 from speedtransfer.word2vec.optimizers import make_optimizer, set_lr
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.sampler import Sampler
@@ -37,7 +37,7 @@ class Trainer:
     ----------
     step : int
         Steps done, of `num_steps`.
-    model : SkipGram
+    model : Word2Vec
     optimizer : torch.optim.Optimizer
     sampler : Sampler
     loss : float
@@ -66,15 +66,14 @@ class Trainer:
             block_words=settings.block_words,
             shared_negatives=settings.shared_negatives,
         )
-        self.model = SkipGram(
-            len(corpus.vocabulary),
+        self.model = Word2Vec(
+            corpus.vocabulary,
             settings.dim,
-            window=settings.window,
             negative=settings.negative,
             memory=settings.memory,
             path=settings.path,
             device=settings.device,
-            generator=self.generator,
+            seed=settings.seed,
         )
         self.optimizer = make_optimizer(
             settings.optimizer, self.model.parameters(), settings.first_lr, settings.options
@@ -180,7 +179,7 @@ class Trainer:
 
     def vectors(self) -> Vectors:
         """Return the vectors as they are now: the input table itself, without a copy, where it is in host memory."""
-        return Vectors(self.corpus.vocabulary.words, self.model.input.table.torch().cpu())
+        return Vectors(self.corpus.vocabulary.words, self.model.word_vectors())
 
 
 def train(
