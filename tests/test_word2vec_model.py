@@ -12,7 +12,6 @@ from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every t
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.word2vec import Block, UnknownWordError, Vocabulary, Word2Vec
 from speedtransfer.word2vec import model as model_module
-from speedtransfer.word2vec.gradients import skipgram_gradients
 
 WORDS = [f"{first}{second}ing" for first in "bcdfg" for second in ("a", "ea", "é", "oo")]  # which share n-grams
 VOCABULARY = Vocabulary(WORDS, range(len(WORDS), 0, -1))
@@ -72,32 +71,6 @@ def vectors_of(table, buckets, words=WORDS):
         return table
     rows = [[i, *(len(words) + h for h in ft_ngram_hashes(word, 3, 6, buckets))] for i, word in enumerate(words)]
     return torch.stack([table[of_word].mean(0) for of_word in rows])
-
-
-@pytest.mark.parametrize(
-    ("num_words", "window", "groups", "k", "dim"),
-    [(1, 3, 1, 4, 5), (2, 1, 1, 1, 3), (3, 5, 2, 4, 8), (31, 2, 3, 7, 4), (33, 5, 1, 8, 4), (70, 16, 4, 9, 5),
-     (50, 20, 30, 9, 5), (100, 3, 2, 50, 1)],
-)  # fmt: skip
-def test_skipgram_gradients_are_those_of_autograd_on_the_plain_loss(num_words, window, groups, k, dim):
-    generator = torch.Generator().manual_seed(1)
-    center_table, context_table = (
-        torch.randn(NUM_WORDS, dim, dtype=torch.float64, generator=generator) for _ in range(2)
-    )
-    block = draw_block(num_words, NUM_WORDS, window, groups, k)
-    centers, centers_at = torch.unique(block.words, return_inverse=True)
-    result = skipgram_gradients(
-        center_table[centers], context_table, centers_at, block.words, block.negatives, block.before, block.after, NEGATIVE
-    )  # fmt: skip
-    center_table.requires_grad_(), context_table.requires_grad_()
-    expected, num_pairs = skipgram_loss(center_table, context_table, block)
-    if expected.requires_grad:
-        expected.backward()
-    assert int(result.num_pairs) == num_pairs
-    torch.testing.assert_close(result.loss, expected.detach())
-    center_grad = torch.zeros_like(center_table).index_copy_(0, centers, result.center)
-    for grad, table in ((center_grad, center_table), (result.context, context_table)):
-        torch.testing.assert_close(grad, torch.zeros_like(table) if table.grad is None else table.grad)
 
 
 @pytest.mark.parametrize("buckets", [0, BUCKETS])

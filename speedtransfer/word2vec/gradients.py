@@ -1,9 +1,9 @@
 """Loss and gradients of skip-gram with negative sampling over one block of words, written out: no autograd, no pair lists.
 
 Arrays in, arrays out; tables and optimizers are unknown here. A block of n consecutive words has up to 2 * window * n pairs
-(center, context), all in a narrow band around the diagonal of an n x n matrix of scores. In torch the block is cut into
-tiles of `TILE` words, and each tile is multiplied with the stretch of text its windows reach: three batched matrix products
-instead of a gather per pair. On the host numba, where there is one, goes along the pairs themselves (`compiled`).
+(center, context), all in a narrow band around the diagonal of an n x n matrix of scores. In torch they are three batched
+matrix products over that band (`band`) instead of a gather a pair. On the host numba, where there is one, goes along the
+pairs themselves (`compiled`).
 
 The negatives are shared: a group of them by an equal share of the unique centers, in a matrix product, weighted so that their
 sum stands for `negative` draws a pair (an unbiased estimate of that sum). A negative that happens to be the context word
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE = 32  # words a tile: smaller ones cost more calls, larger ones more products outside the band
+from speedtransfer.word2vec.band import Band, Noise
 
 log = logging.getLogger(__name__)
 
@@ -85,15 +85,10 @@ def skipgram_gradients(
     in_thread = _helper().submit(_compiled_band, compiled, *band) if compiled else None
 
     # The negatives of a word are the same wherever it stands in the block: once a unique row, weighted by its pairs.
-    groups, k = negatives.shape
     weight = center_rows.new_zeros(len(center_rows)).index_add_(0, centers, pairs.to(center_rows.dtype))
-    weight = _in_groups(weight.mul_(negative / k)[:, None], groups)
-    center, noise = _in_groups(center_rows, groups), context_rows[negatives]
-    scores = torch.bmm(center, noise.transpose(1, 2))
-    loss = (F.softplus(scores) * weight).sum() if with_loss else None
-    slope = scores.sigmoid_().mul_(weight)
-    from_noise = torch.bmm(slope, noise).flatten(0, 1)[: len(center_rows)]
-    noise_grad = torch.bmm(slope.transpose(1, 2), center).flatten(0, 1)
+    noise = Noise(center_rows, context_rows[negatives], weight.mul_(negative / negatives.shape[1]))
+    loss = noise.loss() if with_loss else None
+    from_noise, noise_grad = noise.gradients()
 
     center_grad, context_grad, band_loss = in_thread.result() if in_thread else _band(*band)
     center_grad += from_noise
@@ -101,12 +96,6 @@ def skipgram_gradients(
     if loss is not None and band_loss is not None:
         loss += band_loss
     return BlockGradients(center_grad, context_grad, pairs.sum(), loss)
-
-
-def _in_groups(rows: Tensor, groups: int) -> Tensor:
-    """Return `rows` (u, dim) as (groups, share, dim), zeros at the end."""
-    share = -(-len(rows) // groups)
-    return F.pad(rows, (0, 0, 0, share * groups - len(rows))).view(groups, share, -1)
 
 
 # --- positive pairs, compiled -----------------------------------------------------------------------------------------
@@ -167,34 +156,12 @@ def _band(
     with_loss: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients of the positive pairs for both kinds of rows, and their summed loss."""
-    num_words, dim = len(centers), center_rows.shape[1]
-    reach = int(torch.maximum(before, after).max()) if num_words else 0
-    tile = max(TILE, 2 * reach)  # so that a tile's stretch overlaps that of the next tile only
-    num_tiles = -(-num_words // tile)
-    padding = num_tiles * tile - num_words
-    tiles = F.pad(center_rows[centers], (0, 0, 0, padding)).view(num_tiles, tile, dim)
-    padded = F.pad(context_rows[contexts], (0, 0, reach, padding + reach))
-    near = padded.as_strided((num_tiles, tile + 2 * reach, dim), (tile * dim, dim, 1))  # overlapping, without a copy
-
-    mask = _pair_mask(before, after, num_tiles, tile, reach)
+    band = Band(before, after)
+    tiles, near = band.tiles(center_rows[centers]), band.stretches(context_rows[contexts])
     scores = torch.bmm(tiles, near.transpose(1, 2))
-    slope = (scores.sigmoid() - 1) * mask
-    center_grad = torch.zeros_like(center_rows)
-    center_grad.index_add_(0, centers, torch.bmm(slope, near).view(-1, dim)[:num_words])
-
-    parts = torch.bmm(slope.transpose(1, 2), tiles)
-    summed = center_rows.new_zeros((num_tiles + 1) * tile, dim)
-    summed[: num_tiles * tile].view(num_tiles, tile, dim).copy_(parts[:, :tile])
-    summed[tile:].view(num_tiles, tile, dim)[:, : 2 * reach].add_(parts[:, tile:])
-    context_grad = torch.zeros_like(context_rows)
-    context_grad.index_add_(0, contexts, summed[reach : reach + num_words])
-    return center_grad, context_grad, (F.softplus(-scores) * mask).sum() if with_loss else None
-
-
-def _pair_mask(before: Tensor, after: Tensor, num_tiles: int, tile: int, reach: int) -> Tensor:
-    """Return whether a score belongs to a pair, bool, shape (num_tiles, tile, tile + 2 * reach)."""
-    device, padding = before.device, num_tiles * tile - len(before)
-    column = torch.arange(tile + 2 * reach, device=device) - reach  # relative to the tile's first word
-    gap = column - torch.arange(tile, device=device)[:, None]
-    left, right = (F.pad(side, (0, padding)).view(num_tiles, tile, 1) for side in (before, after))
-    return (gap != 0) & (gap >= -left) & (gap <= right)
+    slope = (scores.sigmoid() - 1) * band.inside
+    to_centers = torch.bmm(slope, near).flatten(0, 1)[: len(centers)]
+    to_contexts = band.add_up(torch.bmm(slope.transpose(1, 2), tiles))
+    center_grad = torch.zeros_like(center_rows).index_add_(0, centers, to_centers)
+    context_grad = torch.zeros_like(context_rows).index_add_(0, contexts, to_contexts)
+    return center_grad, context_grad, (F.softplus(-scores) * band.inside).sum() if with_loss else None
