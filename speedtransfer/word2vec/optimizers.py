@@ -122,7 +122,7 @@ def _fuses(kind: type[Optimizer], params: list[torch.nn.Parameter], arguments: M
         for device in {p.device for p in params}:  # some versions have it for one of the two only, and say so in a step
             trial = torch.nn.Parameter(torch.zeros(1, 1, device=device))
             trial.grad = torch.zeros_like(trial)
-            kind([trial], **arguments, fused=True).step()
+            kind([trial], **{**arguments, "fused": True}).step()
     except Exception:
         return False
     return True

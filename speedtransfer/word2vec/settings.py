@@ -52,7 +52,9 @@ def _choice(*choices: str) -> Any:
 
 def _check_options(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise InvalidTypeError(f"{name} is {value!r} but must be a dict by argument name; pass for instance {{'eps': 1e-8}}")
+        raise InvalidTypeError(
+            f"{name} is {value!r} but must be a dict by argument name; pass for instance {{'eps': 1e-8}}"
+        )
     return dict(value)
 
 
@@ -60,10 +62,6 @@ def _check_path(value: Any, name: str) -> Any:
     if not isinstance(value, str | os.PathLike):
         raise InvalidTypeError(f"{name} is {value!r} ({type(value).__name__}) but must be the path of a folder")
     return value
-
-
-def _checked(default: Any, check: Check) -> Any:
-    return field(default=default, metadata={"check": check})
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Settings:
     optimizer : str
         Any optimizer of torch.optim that works row by row; case does not matter.
     lr : float, optional
-        First learning rate, falling linearly to 1e-4 of it; None: one that suits the optimizer.
+        First learning rate, falling linearly to 1e-4 of it; by default one that suits the optimizer.
     options : mapping, optional
         Further arguments of the optimizer, for instance ``{"momentum": 0.9}``.
     model : {"skipgram", "cbow"}
@@ -101,7 +99,8 @@ class Settings:
     max_n : int
         Longest n-gram.
     kind : {"text", "lines", "graph", "adjacency"}
-        The corpus is one stream of words, a sequence a line, edges ``u v [weight]``, or ``u v1 v2 ...``; graphs are walked.
+        The corpus is one stream of words; or a sequence a line; or the lines of a graph, which is walked: edges, ``u v`` or
+        ``u v weight``, or nodes with their neighbours, ``u v1 v2 ...``.
     phrases : int
         Passes that join pairs of words which often stand together into one, as in ``new_york``.
     phrase_threshold : float
@@ -125,7 +124,7 @@ class Settings:
     path : path-like, optional
         Folder for the table files of memory "mmap".
     device : torch.device or str or int, optional
-        Compute device; None: a CUDA device if there is one, else the CPU.
+        Compute device; by default a CUDA device if there is one, else the CPU.
 
     Raises
     ------
@@ -134,9 +133,9 @@ class Settings:
     """
 
     dim: int = _size(128, minimum=1)
-    optimizer: str = _checked("adamw", lambda value, name: find_optimizer(value) and value)
+    optimizer: str = field(default="adamw", metadata={"check": lambda value, name: find_optimizer(value) and value})
     lr: float | None = _number(None, "above 0")
-    options: Mapping[str, Any] | None = _checked(None, _check_options)
+    options: Mapping[str, Any] | None = field(default=None, metadata={"check": _check_options})
     model: str = _choice("skipgram", "cbow")
     epochs: int = _size(5, minimum=1)
     window: int = _size(5, minimum=1)
@@ -158,7 +157,7 @@ class Settings:
     shared_negatives: int = _size(256, minimum=1)
     seed: int = _size(1, minimum=0)
     memory: str = _choice("auto", *MEMORIES)
-    path: str | os.PathLike[str] | None = _checked(None, _check_path)
+    path: str | os.PathLike[str] | None = field(default=None, metadata={"check": _check_path})
     device: Any = None
 
     def __post_init__(self) -> None:
@@ -169,7 +168,9 @@ class Settings:
                 f"min_n is {self.min_n} but must be at most max_n, {self.max_n}; pass a smaller min_n or a larger max_n"
             )
         if self.phrases and self.kind in ("graph", "adjacency"):
-            raise InvalidValueError(f"phrases is {self.phrases} but must be 0 for kind={self.kind!r}: nodes are no words")
+            raise InvalidValueError(
+                f"phrases is {self.phrases} but must be 0 for kind={self.kind!r}: nodes are no words"
+            )
         if self.memory == "mmap" and self.path is None:
             raise InvalidValueError("memory='mmap' needs path, the folder for the table files; pass path='tables'")
         if self.path is not None and self.memory != "mmap":
