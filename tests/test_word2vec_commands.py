@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from gensim.models import KeyedVectors
 from typer.testing import CliRunner
 
@@ -23,6 +24,7 @@ from speedtransfer.word2vec import demo as demo_module
 from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.demo import run_demo
 from speedtransfer.word2vec.output import OutputFolder
+from speedtransfer.word2vec.settings import SETTINGS
 
 QUICK = ["--dim", "8", "--epochs", "1", "--device", "cpu", "--quiet"]
 
@@ -88,6 +90,31 @@ def test_train_from_standard_input(folder):
     assert result.exit_code == 0, result.output
     assert run("train", "corpus.txt", "-o", "again", *QUICK).exit_code == 0
     assert Path("out/vectors.txt").read_bytes() == Path("again/vectors.txt").read_bytes()
+
+
+def test_resumed_into_the_folder_of_the_interrupted_run(folder):
+    arguments = ["train", "corpus.txt", "-o", "out", "--checkpoint", "point", *QUICK]
+    assert run(*arguments).exit_code == 0
+    before = Path("out/vectors.txt").read_bytes()
+    fails_with(InvalidValueError, "output folder 'out' exists", *arguments)
+    assert run(*arguments, "--resume").exit_code == 0
+    assert Path("out/vectors.txt").read_bytes() == before
+    Path("out/thesis.tex").write_text("precious")
+    fails_with(InvalidValueError, "holds 'thesis.tex', which is none of ours", *arguments, "--resume")
+    fails_with(InvalidValueError, "seed is 2 but the checkpoint", *arguments, "--resume", "--overwrite", "--seed", "2")
+    assert Path("out/vectors.txt").read_bytes() == before
+    assert run(*arguments, "--overwrite", "--seed", "2").exit_code == 0  # a new run, a new checkpoint
+    assert Path("out/vectors.txt").read_bytes() != before
+    assert run(*arguments, "--resume", "--overwrite", "--seed", "2").exit_code == 0
+
+
+def test_what_repeats_a_run_is_written_down(folder):
+    assert run("train", "corpus.txt", "-o", "out", *QUICK).exit_code == 0
+    facts = json.loads(Path("out/settings.json").read_text())
+    assert set(facts["settings"]) == set(SETTINGS)
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"].keys() == {"speedtransfer", "torch", "numpy", "numba"}
+    assert (facts["device"], facts["threads"], facts["evaluation"]) == ("cpu", torch.get_num_threads(), [])
 
 
 def test_options_reach_the_optimizer(folder):

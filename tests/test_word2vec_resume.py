@@ -43,7 +43,7 @@ def quietly(corpus, **changes):
     return train(corpus, progress=False, **{**QUICK, **changes})
 
 
-class Break(Exception):
+class BreakError(Exception):
     pass
 
 
@@ -55,7 +55,7 @@ class BreakAt:
 
     def after_step(self, trainer):
         if trainer.step == self.step:
-            raise Break
+            raise BreakError
 
     def finish(self, trainer):
         raise AssertionError("training came to its end")
@@ -66,7 +66,7 @@ def broken_off(corpus, step, every, folder, monkeypatch, **changes):
     begin = Run._begin
     with monkeypatch.context() as patch:
         patch.setattr(Run, "_begin", lambda *args: [*begin(*args), BreakAt(step)])
-        with pytest.raises(Break):
+        with pytest.raises(BreakError):
             run.train(corpus, QUIET)
 
 
@@ -218,7 +218,7 @@ def test_other_corpus(point, content, message):
 
 
 def test_nothing_to_resume(corpus, tmp_path):
-    with pytest.raises(StorageError, match="there is no checkpoint in .* to resume; check the path, or start without"):
+    with pytest.raises(StorageError, match=r"there is no checkpoint in .* to resume; check the path, or start without"):
         quietly("not read", checkpoint=tmp_path / "none", resume=True)
     save_checkpoint(tmp_path / "other", torch.nn.Linear(1, 1), extra={"epoch": 3})
     with pytest.raises(InvalidValueError, match="is of no word2vec run; choose another folder"):
@@ -227,9 +227,9 @@ def test_nothing_to_resume(corpus, tmp_path):
         quietly("not read", resume=True)
     with pytest.raises(InvalidValueError, match="checkpoint_every was given but no checkpoint"):
         quietly("not read", checkpoint_every=3)
-    with pytest.raises(InvalidValueError, match="checkpoint_every is 0 but must be at least 1"):
+    with pytest.raises(InvalidValueError, match=r"checkpoint_every is 0 but must be at least 1"):
         quietly("not read", checkpoint=tmp_path / "x", checkpoint_every=0)
-    with pytest.raises(InvalidTypeError, match="checkpoint_every is 1.5"):
+    with pytest.raises(InvalidTypeError, match=r"checkpoint_every is 1.5"):
         quietly("not read", checkpoint=tmp_path / "x", checkpoint_every=1.5)
     assert not (tmp_path / "x").exists()
 
@@ -241,7 +241,7 @@ def test_checkpoint_of_another_run_is_kept(point, corpus, tmp_path):
     assert sorted(os.listdir(point)) == before
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "one.tex").write_text("precious")
-    with pytest.raises(InvalidValueError, match="holds 'one.tex' and no checkpoint"):
+    with pytest.raises(InvalidValueError, match=r"holds 'one.tex' and no checkpoint"):
         quietly("not read", checkpoint=tmp_path / "thesis")
     with pytest.raises(StorageError, match="cannot write checkpoints to"):
         quietly("not read", checkpoint=tmp_path / "thesis" / "one.tex" / "point")
