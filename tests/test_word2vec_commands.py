@@ -77,7 +77,7 @@ def test_train(folder):
     assert facts["steps"] == facts["of_steps"]
 
 
-@pytest.mark.parametrize("format", ["txt", "vec", "bin", "safetensors", ".BIN"])
+@pytest.mark.parametrize("format", ["txt", "vec", "bin", "safetensors", "glove", "kv", ".BIN"])
 def test_formats(folder, format):
     result = run("train", "corpus.txt", "-o", "out", "--format", format, *QUICK)
     assert result.exit_code == 0, result.output

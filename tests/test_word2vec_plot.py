@@ -10,6 +10,7 @@ import pytest
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.word2vec import Vectors
+from speedtransfer.word2vec import plot as plot_module
 from speedtransfer.word2vec.layout import neighbour_map, spread_labels
 from speedtransfer.word2vec.plot import plot
 
@@ -118,3 +119,21 @@ def test_bad_arguments(tmp_path):
         plot(Vectors([], np.zeros((0, 3), dtype=np.float32)), tmp_path / "words.png")
     with pytest.raises(StorageError, match="cannot write"):
         plot(some_vectors(), tmp_path / "no" / "words.png", num_words=5)
+
+
+def test_words_and_their_neighbours(tmp_path, monkeypatch):
+    rows, cluster = clusters()
+    vectors = Vectors([f"w{i}" for i in range(len(rows))], rows)
+    drawn = []
+    monkeypatch.setattr(
+        plot_module, "_draw", lambda figure, words, place, num_bold, title: drawn.append((words, num_bold))
+    )
+    plot(vectors, tmp_path / "words.png", num_words=9, words=["w30", "w1", "w30"])
+    ((words, num_bold),) = drawn
+    assert (words[:2], num_bold) == (["w30", "w1"], 2)
+    kinds = [cluster[int(word[1:])] for word in words]
+    assert sorted([kinds.count(cluster[30]), kinds.count(cluster[1])]) == [4, 5]
+    assert len(set(words)) == 9
+    assert words[2:4] == [vectors.most_similar("w30", 1)[0][0], vectors.most_similar("w1", 1)[0][0]]
+    plot(vectors, tmp_path / "words.png", num_words=40)
+    assert drawn[1] == ([f"w{i}" for i in range(40)], 4)

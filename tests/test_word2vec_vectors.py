@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import struct
+import sys
 
 import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from gensim.models import KeyedVectors
+from gensim.models import KeyedVectors, Word2Vec
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError
-from speedtransfer.word2vec import UnknownWordError, Vectors, Vocabulary
+from speedtransfer.word2vec import UnknownWordError, Vectors, Vocabulary, lookup
+from speedtransfer.word2vec.extras import MissingPackageError
 
 WORDS = ["the", "été", "東京", "x\u00a0y", "France"]
 SUFFIXES = (".txt", ".vec", ".bin", ".safetensors")
@@ -55,6 +57,10 @@ def test_cosines_by_hand():
     assert [word for word, _ in near] == ["northeast", "north", "nowhere"]
     assert [cosine for _, cosine in near] == pytest.approx([0.5**0.5, 0, 0])
     assert len(vectors.most_similar("east", topn=99)) == 4
+    assert vectors.most_similar("nowhere", 2) == [("east", 0.0), ("north", 0.0)]
+    compass = Vectors(vectors.words, [[2.0, 0], [0, 1], [3, 3], [-1, 0], [-1, 5]])
+    (best,) = compass.analogy("east", "northeast", "north", 1)  # (1, 1) / sqrt(2) - (1, 0) + (0, 1) = (-0.293, 1.707)
+    assert best == ("nowhere", pytest.approx((0.2929 + 5 * 1.7071) / (1.7320 * 26**0.5), abs=1e-3))
     assert Vectors(["alone"], [[1.0]]).most_similar("alone") == []
 
 
@@ -170,7 +176,9 @@ ONE = struct.pack("<2f", 1, 2)
     ("suffix", "data", "message"),
     [
         (".txt", b"", "line 1 of .* is no word2vec header"),
-        (".txt", b"the 1 2\n", "line 1 of .* is no word2vec header .* but b'the 1 2"),
+        (".txt", b"the 1\n", "line 1 of .* is no word2vec header .* but b'the 1"),
+        (".txt", b"a quick brown\n", "line 1 of .* is no word and vector .*could not convert"),
+        (".txt", b"1 99999999999999999999\n", "promises vectors of 99999999999999999999 numbers"),
         (".txt", b"2 2\na 1 2\nb 1\n      ", r"line 3 of .* \(1 numbers, not 2\)"),
         (".txt", b"2 2\na 1 2\nb 1 x\n", "line 3 of .*could not convert"),
         (".txt", b"2 2\na 1 2\n\xff\xfe 1 2\n", "line 3 of .*can't decode"),
@@ -183,6 +191,7 @@ ONE = struct.pack("<2f", 1, 2)
         (".bin", HEAD + b"a " + ONE + b"\n\xff\xfe " + ONE, "has no UTF-8 word at word 2 of 2, byte 14"),
         (".bin", HEAD + b"a " + ONE + b"b " + ONE + b"tail", "goes on after its 2 words, at byte 24"),
         (".bin", b"99999999999 100\n", "is truncated"),
+        (".bin", b"1 1\n" + b"x" * 200_000, "ends or is damaged at word 1 of 1, byte 4"),
         (".safetensors", b"rubbish that is long enough", r"is no \.safetensors file or is truncated"),
     ],
 )
@@ -207,3 +216,122 @@ def test_damaged_safetensors(vectors, tmp_path):
     safetensors.numpy.save_file(tensors, path)
     with pytest.raises(StorageError, match="holds 1 words but 2 vectors"):
         Vectors.load(path)
+
+
+# --- several words, counts, gensim ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def many():
+    rng = np.random.default_rng(1)
+    matrix = rng.standard_normal((500, 16)).astype(np.float32) * rng.uniform(0.1, 9, (500, 1)).astype(np.float32)
+    return Vectors([f"w{i}" for i in range(500)], matrix, np.arange(500, 0, -1))
+
+
+def test_several_words(many):
+    assert many[["w3", "w1", "w3"]].tolist() == many.matrix[[3, 1, 3]].tolist()
+    assert many[[]].shape == (0, 16)
+    assert many[np.array(["w3"])].shape == (1, 16)
+    with pytest.raises(InvalidTypeError, match="7 is no word; pass a str or a list of them"):
+        many[7]
+    many[["w1", "w2"]][:] = 0  # a copy
+    assert many.matrix[1].any()
+
+
+def test_unknown_words_are_listed(many):
+    words = ["w1", "W1", "zzz", "w2", "zzz", *(f"?{i}" for i in range(20))]
+    for attempt in (
+        lambda: many[words],
+        lambda: many.most_similar(words),
+        lambda: many.most_similar("w1", negative=words),
+    ):
+        with pytest.raises(UnknownWordError) as caught:
+            attempt()
+        text = str(caught.value)
+        assert text.startswith("22 of 24 words are not among the 500: 'W1', 'zzz', '?0', ")
+        assert text.endswith("'?7' and 12 more; check spelling and case")
+        assert caught.value.words == ("W1", "zzz", *(f"?{i}" for i in range(20)))
+    with pytest.raises(UnknownWordError, match=r"'thee' \(did you mean 'the'\?\), 'zzz'; check"):
+        Vectors(["the"], [[1.0]])[["thee", "zzz"]]
+
+
+@pytest.mark.parametrize(
+    ("positive", "negative"),
+    [(["w0"], []), (["w1", "w2"], ["w3"]), (["w4", "w5", "w6"], []), ([], ["w7"]), (["w8", "w8"], ["w9"])],
+)
+@pytest.mark.parametrize("rows_at_once", [64, 1 << 18])
+def test_most_similar_is_gensims(many, monkeypatch, positive, negative, rows_at_once):
+    monkeypatch.setattr(lookup, "_ROWS_AT_ONCE", rows_at_once)
+    ours = many.most_similar(positive=positive, negative=negative, topn=150)
+    theirs = many.to_gensim().most_similar(positive=positive, negative=negative, topn=150)
+    assert [word for word, _ in ours] == [word for word, _ in theirs]
+    assert [cosine for _, cosine in ours] == pytest.approx([cosine for _, cosine in theirs], abs=1e-6)
+    assert not {*positive, *negative}.intersection(word for word, _ in ours)
+
+
+def test_most_similar_to_vectors(many):
+    assert many.most_similar(many["w5"] * 3, 1) == [("w5", pytest.approx(1))]
+    kv, offset = many.to_gensim(), many["w5"] - many["w6"]
+    ours, theirs = many.most_similar([offset, "w9"], 5), kv.most_similar([offset, "w9"], topn=5)
+    assert [word for word, _ in ours] == [word for word, _ in theirs]
+    assert many.analogy("w1", "w2", "w3", 4) == many.most_similar(["w2", "w3"], 4, negative="w1")
+    with pytest.raises(InvalidValueError, match=r"a vector has shape \(3,\) but these have dim 16; pass shape \(16,\)"):
+        many.most_similar(np.ones(3))
+    with pytest.raises(InvalidValueError, match="no words to start from"):
+        many.most_similar()
+
+
+def test_similarity_is_gensims(many):
+    kv = many.to_gensim()
+    for a, b in (("w1", "w2"), ("w3", "w3"), ("w499", "w0")):
+        assert many.similarity(a, b) == pytest.approx(kv.similarity(a, b), abs=1e-6)
+
+
+def test_to_gensim_and_back(many):
+    kv = many.to_gensim()
+    assert isinstance(kv, KeyedVectors)
+    assert np.shares_memory(kv.vectors, many.matrix)
+    assert (len(kv), kv.vector_size, kv.get_index("w7")) == (500, 16, 7)
+    assert kv.get_vecattr("w7", "count") == 493
+    kv.add_vectors(["new"], np.ones((1, 16), dtype=np.float32))
+    assert "new" in kv
+    assert len(many) == 500
+    again = Vectors.from_gensim(many.to_gensim())
+    assert again.words == many.words
+    assert again.matrix.tobytes() == many.matrix.tobytes()
+    assert again.counts.tolist() == many.counts.tolist()
+    assert Vectors.from_gensim(Vectors(["a"], [[1.0]]).to_gensim()).counts is None
+
+
+def test_from_a_gensim_model():
+    model = Word2Vec([["a", "b", "c"] * 5], vector_size=4, min_count=1, workers=1)
+    vectors = Vectors.from_gensim(model)
+    assert vectors.words == model.wv.index_to_key
+    assert vectors.counts.tolist() == [5, 5, 5]
+    with pytest.raises(InvalidTypeError, match=r"dict is no gensim KeyedVectors .*; pass gensim's model\.wv"):
+        Vectors.from_gensim({})
+    numbered = KeyedVectors(2)
+    numbered.add_vectors([0, 1], np.eye(2, dtype=np.float32))
+    with pytest.raises(InvalidTypeError, match="key 0 is no word"):
+        Vectors.from_gensim(numbered)
+
+
+def test_without_gensim(many, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gensim.models.keyedvectors", None)
+    (tmp_path / "v.kv").write_text("old")
+    for attempt in (
+        many.to_gensim,
+        lambda: Vectors.from_gensim(None),
+        lambda: many.save(tmp_path / "v.kv"),
+        lambda: Vectors.load(tmp_path / "v.kv"),
+    ):
+        with pytest.raises(MissingPackageError, match="need gensim, which is not installed; run: pip install gensim"):
+            attempt()
+    assert (tmp_path / "v.kv").read_text() == "old"
+
+
+def test_bad_counts():
+    with pytest.raises(InvalidValueError, match=r"counts have shape \(1,\) but there are 2 words"):
+        Vectors(["a", "b"], np.eye(2), [3])
+    with pytest.raises(InvalidTypeError, match="counts hold float64"):
+        Vectors(["a", "b"], np.eye(2), [1.5, 2])

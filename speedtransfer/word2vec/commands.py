@@ -1,4 +1,4 @@
-"""The commands ``speedtransfer word2vec train | nearest | plot | demo``: options in, a few lines out, no logic."""
+"""The commands ``speedtransfer word2vec train | demo | ...``: options in, a few lines out, no logic."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from speedtransfer.errors import InvalidValueError, format_bytes
+from speedtransfer.word2vec import commands_vectors
 from speedtransfer.word2vec.config import read_config
 from speedtransfer.word2vec.demo import run_demo
-from speedtransfer.word2vec.output import VECTORS, OutputFolder, check_format, find_vectors, save_run
-from speedtransfer.word2vec.plot import plot as draw
+from speedtransfer.word2vec.output import VECTORS, OutputFolder, check_format, save_run
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.run import Run, Watching
 from speedtransfer.word2vec.settings import SETTINGS, Settings
 from speedtransfer.word2vec.signature import described, shows_settings
 from speedtransfer.word2vec.text import find_files
-from speedtransfer.word2vec.vectors import Vectors
 
 INTERRUPTED = 130  # exit code of a program that Ctrl-C ended, as shells have it
 
@@ -97,7 +96,7 @@ def train(
         typer.Option(help="Similarity or analogy set to evaluate on as training goes on; repeatable."),
     ] = None,
     evaluate_every: Annotated[float, typer.Option(help="Epochs between evaluations.")] = 1.0,
-    format: Annotated[str, typer.Option(help="Of the vectors: txt, vec, bin or safetensors.")] = "txt",
+    format: Annotated[str, typer.Option(help="Of the vectors: txt, vec, bin, safetensors, glove or kv.")] = "txt",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     **flags: Any,
@@ -130,36 +129,12 @@ def train(
 
 
 @app.command()
-def nearest(
-    vectors: Annotated[Path, typer.Argument(metavar="VECTORS", help="Vector file, or the folder that train wrote.")],
-    words: Annotated[list[str], typer.Argument(metavar="WORD...", help="Words to look up.")],
-    number: Annotated[int, typer.Option("-n", "--number", help="Neighbours a word.")] = 10,
-) -> None:
-    """Show the words nearest to each WORD, with their cosines."""
-    loaded = Vectors.load(find_vectors(vectors))
-    found = [(word, loaded.most_similar(word, number)) for word in words]  # all of them known before any is shown
-    for word, neighbours in found:
-        typer.echo(f"{word}: {', '.join(f'{near} {cosine:.3f}' for near, cosine in neighbours)}")
-
-
-@app.command()
-def plot(
-    vectors: Annotated[Path, typer.Argument(metavar="VECTORS", help="Vector file, or the folder that train wrote.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The picture, .png.")],
-    number: Annotated[int, typer.Option("-n", "--number", help="Draw so many words, the first in the file.")] = 200,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a picture that is there.")] = False,
-) -> None:
-    """Draw the frequent words as a map on which words of a kind stand together."""
-    if output.exists() and not overwrite:
-        raise InvalidValueError(f"{str(output)!r} exists; choose another name or pass --overwrite")
-    draw(Vectors.load(find_vectors(vectors)), output, number)
-    typer.echo(f"picture: {output}")
-
-
-@app.command()
 def demo(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder; files of an earlier demo are replaced.")],
 ) -> None:
     """Train on the World Factbook, which comes with the package: one or two minutes on two cores."""
     if run_demo(output, show=typer.echo).interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+commands_vectors.register(app)

@@ -100,7 +100,7 @@ def make_optimizer(
         **(options or {}),
     }
     if _fuses(kind, params, arguments):
-        arguments["fused"] = True  # several times as fast on the CPU as a call an operation
+        arguments["fused"] = True  # one pass over the rows: twice as fast on the CPU
     try:
         return kind(params, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -111,16 +111,19 @@ def check_writable(path: Path, what: str) -> None:
 
 
 def check_format(name: str) -> str:
-    """Return the suffix of the vector format called `name` ("txt", "vec", "bin" or "safetensors").
+    """Return the suffix of the vector format called `name`: "txt", "bin" or another of `formats.FORMATS`.
 
     Raises
     ------
     InvalidValueError
         There is none of that name.
+    MissingPackageError
+        It needs a package that is not installed.
     """
     suffix = f".{name.lower().lstrip('.')}"
     if suffix not in FORMATS:
         raise InvalidValueError(f"format {name!r} is unknown{suggest(name, [s[1:] for s in FORMATS])}")
+    FORMATS[suffix].check()
     return suffix
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_size
+from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.tables.files import atomic
+from speedtransfer.word2vec.extras import MissingPackageError as MissingPackageError
+from speedtransfer.word2vec.extras import import_extra
 from speedtransfer.word2vec.layout import neighbour_map, spread_labels
 from speedtransfer.word2vec.vectors import Vectors
 
@@ -18,26 +22,24 @@ _WIDTH_INCH, _HEIGHT_INCH, _DPI = 16.0, 10.0, 120
 _INK, _PAPER = "#1f2430", "#ffffff"
 
 
-class MissingPackageError(SpeedtransferError, ImportError):
-    """A package of an optional extra is not installed."""
-
-
 def _import_figure() -> Any:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackageError(
-            'plots need matplotlib, which is not installed; run: pip install "speedtransfer[plot]"'
-        ) from error
+    agg = import_extra("matplotlib.backends.backend_agg", "plots", '"speedtransfer[plot]"')
+    from matplotlib.figure import Figure
+
     # Not pyplot: it would pick a backend and keep the figure in the state of the whole process.
     figure = Figure(figsize=(_WIDTH_INCH, _HEIGHT_INCH), dpi=_DPI, facecolor=_PAPER)
-    FigureCanvasAgg(figure)
+    agg.FigureCanvasAgg(figure)
     return figure
 
 
-def plot(vectors: Vectors, path: str | os.PathLike[str], num_words: int = 200, title: str | None = None) -> None:
-    """Draw the first `num_words` words, the most frequent where `train` made the vectors, as a map of neighbours.
+def plot(
+    vectors: Vectors,
+    path: str | os.PathLike[str],
+    num_words: int = 200,
+    title: str | None = None,
+    words: Sequence[str] | None = None,
+) -> None:
+    """Draw the first `num_words` words, the most frequent where `train` made the vectors, or those near `words`, as a map.
 
     The font is matplotlib's own: letters it lacks (Chinese, for instance) show as boxes.
 
@@ -48,11 +50,15 @@ def plot(vectors: Vectors, path: str | os.PathLike[str], num_words: int = 200, t
         The PNG file; an old one stays whole until the new one is.
     num_words : int
     title : str, optional
+    words : sequence of str, optional
+        Draw these, in bold, and the words nearest to them, as many for each.
 
     Raises
     ------
     InvalidValueError
-        `path` does not end in .png, or there are no words.
+        `path` does not end in .png, or there are no words, or more in `words` than `num_words`.
+    UnknownWordError
+        Some of `words` have no vector.
     MissingPackageError
         matplotlib is not installed.
     StorageError
@@ -64,15 +70,33 @@ def plot(vectors: Vectors, path: str | os.PathLike[str], num_words: int = 200, t
     num_words = min(check_size(num_words, "num_words", 1), len(vectors))
     if num_words == 0:
         raise InvalidValueError("there are no words to draw; pass vectors that hold some")
+    rows = np.arange(num_words) if words is None else _around(vectors, words, num_words)
+    num_bold = max(num_words // 10, 1) if words is None else len(set(words))
     figure = _import_figure()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # one for every letter the font lacks
-        _draw(figure, vectors.words[:num_words], neighbour_map(vectors.matrix[:num_words]), title)
+        _draw(figure, [vectors.words[row] for row in rows], neighbour_map(vectors.matrix[rows]), num_bold, title)
         with atomic(path) as file:
             figure.savefig(file, format="png")
 
 
-def _draw(figure: Any, words: list[str], place: np.ndarray, title: str | None) -> None:
+def _around(vectors: Vectors, words: Sequence[str], num_words: int) -> np.ndarray:
+    """Return the rows of `words`, then those of their neighbours, the nearest of each first."""
+    words = list(dict.fromkeys(words))
+    if not 0 < len(words) <= num_words:
+        raise InvalidValueError(
+            f"there are {len(words)} words to draw with their neighbours but must be 1 to num_words, {num_words}; "
+            "pass some, or a larger num_words"
+        )
+    vectors[words]  # one message for all that are unknown
+    found = [[near for near, _ in vectors.most_similar(word, num_words)] for word in words]
+    in_turn = (near for same_rank in zip_longest(*found) for near in same_rank if near is not None)
+    chosen = list(islice(dict.fromkeys([*words, *in_turn]), num_words))
+    row_of = {word: row for row, word in enumerate(vectors.words)}
+    return np.array([row_of[word] for word in chosen])
+
+
+def _draw(figure: Any, words: list[str], place: np.ndarray, num_bold: int, title: str | None) -> None:
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set_axis_off()
     axes.set_xlim(0, _WIDTH_INCH * _DPI)
@@ -84,7 +108,7 @@ def _draw(figure: Any, words: list[str], place: np.ndarray, title: str | None) -
     labels = [
         axes.text(
             0, 0, word, color=colours[i], fontsize=size * (1.35 - 0.5 * rank[i]), ha="center", va="center",
-            fontweight="bold" if rank[i] < 0.1 else "normal", parse_math=False,
+            fontweight="bold" if i < num_bold else "normal", parse_math=False,
         )
         for i, word in enumerate(words)
     ]  # fmt: skip

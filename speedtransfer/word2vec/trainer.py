@@ -243,7 +243,8 @@ class Trainer:
         They are the input table itself, without a copy, where it is in host memory.
         """
         matrix = self.model.input.table.torch().cpu()  # seam: self.model.word_vectors()
-        return Vectors(self.corpus.vocabulary.words[:num_words], matrix[:num_words])
+        vocabulary, some = self.corpus.vocabulary, slice(num_words)
+        return Vectors(vocabulary.words[some], matrix[some], vocabulary.counts[some])
 
 
 def _blocks(sampler: Sampler, first: int, last: int) -> Iterator[Block]:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
-from speedtransfer.word2vec import formats
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
+from speedtransfer.word2vec import formats, gensim_bridge
+from speedtransfer.word2vec.lookup import TINY, UnknownWordError, find_rows, lengths, nearest_rows
 
-_SUGGEST_FROM = (
-    50_000  # words looked through for a near one: the search is slow, the frequent ones are what people mean
-)
-
-
-class UnknownWordError(InvalidValueError, KeyError):
-    """A word has no vector."""
-
-    __str__ = Exception.__str__  # KeyError shows its message in quotes
+__all__ = ["UnknownWordError", "Vectors"]
 
 
 class Vectors:
@@ -34,21 +26,24 @@ class Vectors:
         Distinct words; from the most frequent on, where `train` made them.
     matrix : ndarray or Tensor, shape (len(words), dim)
         float32 is taken as it is, without a copy; other floats are converted.
+    counts : sequence of int, optional
+        How often each word occurred. Kept by .safetensors and .kv files and for gensim, where it is the attribute "count".
 
     Attributes
     ----------
     words : list of str
     matrix : ndarray of float32, shape (len(words), dim)
+    counts : ndarray of int64, shape (len(words),), or None
 
     Raises
     ------
     InvalidValueError
-        `matrix` is not 2-D or has not one row a word, or a word is there twice.
+        `matrix` is not 2-D or has not one row a word, there is not one count a word, or a word is there twice.
     InvalidTypeError
-        `matrix` holds no floating-point numbers.
+        `matrix` holds no floating-point numbers, or `counts` no integers.
     """
 
-    def __init__(self, words: Sequence[str], matrix: Any) -> None:
+    def __init__(self, words: Sequence[str], matrix: Any, counts: Any = None) -> None:
         if isinstance(matrix, torch.Tensor):
             matrix = matrix.detach().cpu()
             matrix = (matrix.float() if matrix.is_floating_point() else matrix).numpy()
@@ -63,6 +58,7 @@ class Vectors:
             )
         self.words = list(words)
         self.matrix = matrix.astype(np.float32, copy=False)
+        self.counts = None if counts is None else _check_counts(counts, len(self.words))
         self._row_of = {word: row for row, word in enumerate(self.words)}
         if len(self._row_of) != len(self.words):
             twice = next(word for row, word in enumerate(self.words) if self._row_of[word] != row)
@@ -83,44 +79,69 @@ class Vectors:
     def __repr__(self) -> str:
         return f"Vectors({len(self)} words, dim={self.dim})"
 
-    def __getitem__(self, word: str) -> np.ndarray:
-        """Return the vector of `word`: float32, shape (dim,), a view of `matrix`.
+    def __getitem__(self, words: str | Iterable[str]) -> np.ndarray:
+        """Return the vector of a word, or those of several.
+
+        Parameters
+        ----------
+        words : str or iterable of str
+
+        Returns
+        -------
+        ndarray of float32
+            Shape (dim,), a view of `matrix`, for one word; shape (number of words, dim), a copy, for several.
 
         Raises
         ------
         UnknownWordError
-            There is none; the message offers near words.
+            Some have no vector; the message lists them and offers near words.
         """
-        row: np.ndarray = self.matrix[self._find(word)]
-        return row
+        if isinstance(words, str):
+            row: np.ndarray = self.matrix[self._find([words])[0]]
+            return row
+        if not isinstance(words, Iterable):
+            raise InvalidTypeError(f"{words!r} is no word; pass a str or a list of them (rows are vectors.matrix[...])")
+        return self.matrix[np.array(self._find(list(words)), dtype=np.int64)]
 
-    def _find(self, word: str) -> int:
-        row = self._row_of.get(word)
-        if row is None:
-            near = difflib.get_close_matches(str(word), self.words[:_SUGGEST_FROM], n=3, cutoff=0.7)
-            remedy = "did you mean " + " or ".join(map(repr, near)) + "?" if near else "check spelling and case"
-            raise UnknownWordError(f"{word!r} is not among the {len(self)} words; {remedy}")
-        return row
+    def _find(self, words: Sequence[str]) -> list[int]:
+        return find_rows(words, self._row_of)
 
     @property
     def norms(self) -> np.ndarray:
         """Lengths of the vectors as they were at the first use: float32, shape (len(self),)."""
         if self._norms is None:
-            self._norms = np.linalg.norm(self.matrix, axis=1)
+            self._norms = lengths(self.matrix)
         return self._norms
 
     def similarity(self, first: str, second: str) -> float:
-        """Return the cosine of the angle between two words' vectors, 0 where one of them is zero."""
-        a, b = self[first].astype(np.float64), self[second].astype(np.float64)
+        """Return the cosine of the angle between two words' vectors, 0 where one of them is zero.
+
+        Raises
+        ------
+        UnknownWordError
+            One of them, or both, have no vector.
+        """
+        a, b = self[[first, second]].astype(np.float64)
         length = float(np.linalg.norm(a) * np.linalg.norm(b))
         return float(a @ b) / length if length else 0.0
 
-    def most_similar(self, word: str, topn: int = 10) -> list[tuple[str, float]]:
-        """Return the words whose vectors point most nearly the same way.
+    def most_similar(
+        self,
+        positive: str | np.ndarray | Sequence[str | np.ndarray] = (),
+        topn: int = 10,
+        *,
+        negative: str | np.ndarray | Sequence[str | np.ndarray] = (),
+    ) -> list[tuple[str, float]]:
+        """Return the words whose vectors point most nearly the same way as those given.
+
+        With several words the direction is the sum of their vectors at length 1, `negative` ones with a minus: what gensim's
+        ``KeyedVectors.most_similar`` does. The words given are not among the answers. Besides the words' own memory this
+        takes some bytes a word, whatever the dim.
 
         Parameters
         ----------
-        word : str
+        positive, negative : str, ndarray of shape (dim,), or sequence of them
+            Words, or vectors, which are taken at their own length.
         topn : int
             How many; all the other words where there are fewer.
 
@@ -128,16 +149,65 @@ class Vectors:
         -------
         list of (str, float)
             Word and cosine, the nearest first.
+
+        Raises
+        ------
+        UnknownWordError
+            Words have no vector: all of them in one message.
+        InvalidValueError
+            Nothing is given, `topn` is below 1, or a vector has another shape.
         """
         topn = check_size(topn, "topn", 1)
-        row = self._find(word)
-        tiny = np.finfo(np.float32).tiny  # a zero vector is near to nothing
-        cosines = (self.matrix @ (self.matrix[row] / max(self.norms[row], tiny))) / np.maximum(self.norms, tiny)
-        cosines[row] = -np.inf
-        topn = min(topn, len(self) - 1)
-        best = np.argpartition(-cosines, topn - 1)[:topn] if topn else np.empty(0, dtype=np.int64)
-        best = best[np.lexsort((best, -cosines[best]))]
-        return [(self.words[i], float(cosines[i])) for i in best]
+        given = [(item, 1.0) for item in _as_list(positive)] + [(item, -1.0) for item in _as_list(negative)]
+        if not given:
+            raise InvalidValueError("most_similar has no words to start from; pass a word, or positive=[...]")
+        rows = self._find([item for item, _ in given if not isinstance(item, np.ndarray)])
+        row_of, direction = iter(rows), np.zeros(self.dim)
+        for item, sign in given:
+            if isinstance(item, np.ndarray):
+                if item.shape != (self.dim,):
+                    raise InvalidValueError(
+                        f"a vector has shape {item.shape} but these have dim {self.dim}; pass shape ({self.dim},)"
+                    )
+                direction += sign * item
+            else:
+                row = next(row_of)
+                direction += sign * (self.matrix[row] / max(self.norms[row], TINY))
+        near, cosines = nearest_rows(self.matrix, self.norms, direction, set(rows), topn)
+        return [(self.words[row], cosine) for row, cosine in zip(near, cosines, strict=True)]
+
+    def analogy(self, a: str, b: str, c: str, topn: int = 10) -> list[tuple[str, float]]:
+        """Return what is to `c` as `b` is to `a`: the words nearest to b - a + c, each at length 1.
+
+        Called 3CosAdd (Levy and Goldberg 2014, "Linguistic Regularities in Sparse and Explicit Word Representations");
+        ``analogy("man", "king", "woman")`` asks for a queen.
+
+        Returns and raises what `most_similar` does.
+        """
+        return self.most_similar([b, c], topn, negative=[a])
+
+    def to_gensim(self) -> Any:
+        """Return gensim's ``KeyedVectors`` of these words, over the same memory as `matrix`.
+
+        Raises
+        ------
+        MissingPackageError
+            gensim is not installed.
+        """
+        return gensim_bridge.to_keyed_vectors(self.words, self.matrix, self.counts)
+
+    @classmethod
+    def from_gensim(cls, keyed_vectors: Any) -> Vectors:
+        """Return the vectors of gensim's ``KeyedVectors``, or of a model that has them as `wv`, without a copy.
+
+        Raises
+        ------
+        InvalidTypeError
+            It is neither, or holds vectors of something other than words.
+        MissingPackageError
+            gensim is not installed.
+        """
+        return cls(*gensim_bridge.from_keyed_vectors(keyed_vectors))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the vectors; the suffix of `path` says how. A file that was there stays whole until the new one is.
@@ -146,7 +216,9 @@ class Vectors:
         .txt, .vec     word2vec text: a line ``words dim``, then ``word number number ...`` a line; exact
         .bin           word2vec binary: the same line, then the word, a space, float32 little-endian, a line end
         .safetensors   tensors `vectors` (float32, 2-D), `words` (uint8: all words in UTF-8, one after the other) and
-                       `word_ends` (int64: the byte where each word ends); any word at all
+                       `word_ends` (int64: the byte where each word ends), `counts` (int64) if any; any word at all
+        .glove         GloVe text: as .txt without the first line
+        .kv            gensim's ``KeyedVectors.save`` (needs gensim), as one file
         ============== ===========================================================================================
 
         Raises
@@ -155,13 +227,24 @@ class Vectors:
             Another suffix; a word that the format cannot hold (empty, or with white space, in text and binary).
         StorageError
             The file cannot be written.
+        MissingPackageError
+            A .kv file, and gensim is not installed.
         """
         path = Path(path)
-        formats.find_format(path).write(path, self.words, self.matrix)
+        formats.find_format(path).write(path, self.words, self.matrix, self.counts)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Vectors:
-        """Read what `save`, word2vec.c or gensim wrote; .safetensors is mapped, so it loads at once.
+    def load(cls, path: str | os.PathLike[str], max_words: int | None = None) -> Vectors:
+        """Read what `save`, word2vec.c, GloVe or gensim wrote; .safetensors is mapped, so it loads at once.
+
+        Text (.txt, .vec, .glove) has a header where its first line has two fields, else it is GloVe's. Text and .bin may be
+        packed: .txt.gz, .bin.gz. **A .kv file is a pickle, which runs what it says: load only those that you trust.**
+
+        Parameters
+        ----------
+        path : path-like
+        max_words : int, optional
+            Read only so many words from the beginning, where trainers put the frequent ones.
 
         Raises
         ------
@@ -169,6 +252,29 @@ class Vectors:
             Unknown suffix.
         StorageError
             The file is missing, or is damaged (the message says where).
+        MissingPackageError
+            A .kv file, and gensim is not installed.
         """
         path = Path(path)
-        return cls(*formats.find_format(path).read(path))
+        if max_words is not None:
+            max_words = check_size(max_words, "max_words", 1)
+        stored = formats.find_format(path, reading=True).read(path, max_words)
+        try:
+            return cls(*stored)
+        except (InvalidValueError, InvalidTypeError) as error:
+            what = str(error).partition(";")[0]
+            raise StorageError(f"{str(path)!r} holds no word vectors ({what}); get the file again") from error
+
+
+def _check_counts(counts: Any, num_words: int) -> np.ndarray:
+    counts = np.asarray(counts)
+    if counts.size and not np.issubdtype(counts.dtype, np.integer):
+        raise InvalidTypeError(f"counts hold {counts.dtype} but are whole numbers; pass counts.astype('i8')")
+    if counts.shape != (num_words,):
+        raise InvalidValueError(f"counts have shape {counts.shape} but there are {num_words} words; pass one a word")
+    return counts.astype(np.int64, copy=False)
+
+
+def _as_list(items: Any) -> list[Any]:
+    one = isinstance(items, str) or (isinstance(items, np.ndarray) and items.ndim == 1 and items.dtype.kind not in "UO")
+    return [items] if one else list(items)

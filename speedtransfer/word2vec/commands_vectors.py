@@ -1,0 +1,177 @@
+"""The commands ``speedtransfer word2vec evaluate | nearest | analogy | plot | convert``: what one does with vectors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.tables.files import atomic
+from speedtransfer.word2vec.evaluation import Analogies, Section, Similarity, load_set
+from speedtransfer.word2vec.evaluation import evaluate as measure
+from speedtransfer.word2vec.formats import find_format
+from speedtransfer.word2vec.output import find_vectors
+from speedtransfer.word2vec.plot import plot as draw
+from speedtransfer.word2vec.vectors import Vectors
+
+_SHOW_UNKNOWN = 20
+
+_Vectors = Annotated[
+    Path, typer.Argument(metavar="VECTORS", help="Vector file, or the folder that train wrote.", show_default=False)
+]
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to `app`."""
+    for command in (evaluate, nearest, analogy, plot, convert):
+        app.command()(command)
+
+
+def _check_new(path: Path, overwrite: bool) -> None:
+    if path.is_dir():
+        raise InvalidValueError(f"{str(path)!r} is a folder; pass the name of a file in it")
+    if path.exists() and not overwrite:
+        raise InvalidValueError(f"{str(path)!r} exists; choose another name or pass --overwrite")
+
+
+def evaluate(
+    vectors: _Vectors,
+    sets: Annotated[
+        list[Path],
+        typer.Argument(metavar="SETS...", help="Files of scored word pairs or of analogies.", show_default=False),
+    ],
+    restrict: Annotated[int, typer.Option(help="Use the first so many words only.")] = 300_000,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures there too.", show_default=False)
+    ] = None,
+    overwrite: _Overwrite = False,
+) -> None:
+    """Measure vectors with similarity sets and analogies; the figures are those of gensim's evaluators."""
+    if json_file is not None:
+        _check_new(json_file, overwrite)
+    loaded = [load_set(path) for path in sets]  # a malformed one ends it before vectors are read
+    known = Vectors.load(find_vectors(vectors))
+    results = [measure(known, one, restrict) for one in loaded]
+    if json_file is not None:
+        facts = {"vectors": str(vectors), "restrict": restrict, "sets": [result.as_dict() for result in results]}
+        with atomic(json_file) as file:
+            file.write((json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode())
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    pairs = [result for result in results if isinstance(result, Similarity)]
+    if pairs:
+        console.print(_similarity_table(pairs))
+    for result in results:
+        if isinstance(result, Analogies):
+            console.print(_analogy_table(result))
+    for result in results:
+        if result.unknown_words:
+            shown = ", ".join(result.unknown_words[:_SHOW_UNKNOWN])
+            more = len(result.unknown_words) - _SHOW_UNKNOWN
+            count = len(result.unknown_words)
+            typer.echo(f"{result.name}: {count} unknown words: {shown}{f' and {more} more' if more > 0 else ''}")
+
+
+def _similarity_table(results: list[Similarity]) -> Table:
+    table = Table("similarity set", box=None)
+    for title in ("pairs", "left out", "Spearman", "95% interval", "Pearson"):
+        table.add_column(title, justify="right")
+    for one in results:
+        low, high = one.interval
+        table.add_row(
+            one.name, f"{one.num_pairs:,}", f"{one.num_unknown:,} ({one.oov_ratio:.1f}%)", f"{one.spearman:.4f}",
+            f"{low:.3f} to {high:.3f}", f"{one.pearson:.4f}",
+        )  # fmt: skip
+    return table
+
+
+def _analogy_table(result: Analogies) -> Table:
+    table = Table(result.name, box=None)
+    for title in ("correct", "questions", "accuracy", "95% interval"):
+        table.add_column(title, justify="right")
+    for section in result.sections:
+        table.add_row(*_analogy_cells(section))
+    table.add_section()
+    for section in (result.semantic, result.syntactic, result.total):
+        table.add_row(*_analogy_cells(section), style="bold")
+    table.add_row("left out", "", f"{result.num_unknown:,}", f"({result.oov_ratio:.1f}%)")
+    return table
+
+
+def _analogy_cells(section: Section) -> tuple[Any, ...]:
+    if section.accuracy is None:
+        return section.name, "0", "0", "-", "-"
+    low, high = section.interval
+    counts = f"{len(section.correct):,}", f"{section.num_questions:,}"
+    return section.name, *counts, f"{section.accuracy:.4f}", f"{low:.3f} to {high:.3f}"
+
+
+def nearest(
+    vectors: _Vectors,
+    words: Annotated[list[str], typer.Argument(metavar="WORD...", help="Words to look up.", show_default=False)],
+    number: Annotated[int, typer.Option("-n", "--number", help="Neighbours a word.")] = 10,
+) -> None:
+    """Show the words nearest to each WORD, with their cosines."""
+    loaded = Vectors.load(find_vectors(vectors))
+    loaded[words]  # one message for all that are unknown
+    for word in words:
+        typer.echo(f"{word}: {_listed(loaded.most_similar(word, number))}")
+
+
+def _listed(found: list[tuple[str, float]]) -> str:
+    return ", ".join(f"{near} {cosine:.3f}" for near, cosine in found)
+
+
+def analogy(
+    vectors: _Vectors,
+    a: Annotated[str, typer.Argument(metavar="A", help="for instance man", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="for instance king", show_default=False)],
+    c: Annotated[str, typer.Argument(metavar="C", help="for instance woman", show_default=False)],
+    number: Annotated[int, typer.Option("-n", "--number", help="How many answers.")] = 10,
+) -> None:
+    """A is to B as C is to what? Show the nearest answers, with their cosines."""
+    loaded = Vectors.load(find_vectors(vectors))
+    typer.echo(f"{a} : {b} = {c} : {_listed(loaded.analogy(a, b, c, number))}")
+
+
+def plot(
+    vectors: _Vectors,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The picture, .png.", show_default=False)],
+    number: Annotated[int, typer.Option("-n", "--number", help="Draw so many words, the first in the file.")] = 200,
+    words: Annotated[
+        str | None,
+        typer.Option(help="Draw these, with commas between them, and their neighbours.", show_default="frequent words"),
+    ] = None,
+    overwrite: _Overwrite = False,
+) -> None:
+    """Draw words as a map on which words of a kind stand together."""
+    _check_new(output, overwrite)
+    given = None if words is None else [word.strip() for word in words.split(",") if word.strip()]
+    draw(Vectors.load(find_vectors(vectors)), output, number, words=given)
+    typer.echo(f"picture: {output}")
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Vector file, or the folder that train wrote.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Ends in .txt, .vec, .bin, .safetensors, .glove or .kv.")
+    ],
+    max_words: Annotated[
+        int | None, typer.Option(help="Keep only the first so many words.", show_default="all")
+    ] = None,
+    overwrite: _Overwrite = False,
+) -> None:
+    """Write vectors in another format: word2vec text or binary, safetensors, GloVe text, gensim KeyedVectors.
+
+    Also reads .txt.gz, .vec.gz, .glove.gz and .bin.gz. A .kv file is a pickle: read only those that you trust.
+    """
+    find_format(target)
+    _check_new(target, overwrite)
+    loaded = Vectors.load(find_vectors(source), max_words)
+    loaded.save(target)
+    typer.echo(f"{len(loaded):,} words, dim {loaded.dim}: {target}")

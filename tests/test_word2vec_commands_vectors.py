@@ -1,0 +1,206 @@
+"""The commands on vectors as a user types them: what they print, what they refuse, nothing written before it is whole."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from gensim.models import KeyedVectors
+from lazy_oracle import one_thread  # noqa: F401 (acts by being imported)
+from typer.testing import CliRunner
+
+from speedtransfer import cli
+from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.word2vec import UnknownWordError, Vectors
+from speedtransfer.word2vec.commands_vectors import register
+from speedtransfer.word2vec.evaluation import evaluate
+from speedtransfer.word2vec.extras import MissingPackageError
+
+app = typer.Typer(pretty_exceptions_enable=False)
+register(app)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder to work in, with vectors and sets."""
+    monkeypatch.chdir(tmp_path)
+    angle = np.arange(6) * np.pi / 3
+    Vectors(["a", "b", "c", "d", "e", "f"], np.stack([np.cos(angle), np.sin(angle)], axis=1)).save("v.txt")
+    Path("pairs.txt").write_text("a b 3\na c 2.5\na d 1\nb f 1.5\nc x 9\nA Y 2\n")
+    Path("questions.txt").write_text(": [bold]kinds\na b d c\na b d f\n: gram1\na b c d\na b c x\n: gram2\nx y z a\n")
+    return tmp_path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def fails_with(kind, message, *arguments):
+    """The command line turns these errors into one line and exit code 2 (see the test below)."""
+    result = run(*arguments)
+    assert isinstance(result.exception, kind), result.output
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
+    assert result.stdout == ""
+
+
+def test_evaluate(folder):
+    result = run("evaluate", "v.txt", "pairs.txt", "questions.txt", "--json", "figures.json")
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["pairs", "4", "2", "(33.3%)", "1.0000", "1.000", "to", "1.000", "1.0000"][:4] in [
+        line[:4] for line in lines
+    ]
+    assert ["[bold]kinds", "1", "2", "0.5000", "0.095", "to", "0.905"] in lines
+    assert ["gram1", "1", "1", "1.0000", "0.207", "to", "1.000"] in lines
+    assert ["gram2", "0", "0", "-", "-"] in lines
+    for name, right, of in (("semantic", 1, 2), ("syntactic", 1, 1), ("total", 2, 3)):
+        assert [name, str(right), str(of)] in [line[:3] for line in lines]
+    assert ["left", "out", "2", "(40.0%)"] in lines
+    assert "pairs: 2 unknown words: x, Y\n" in result.stdout
+    assert "questions: 3 unknown words: x, y, z\n" in result.stdout
+
+    facts = json.loads(Path("figures.json").read_text())
+    assert (facts["vectors"], facts["restrict"]) == ("v.txt", 300_000)
+    vectors = Vectors.load("v.txt")
+    assert facts["sets"] == [evaluate(vectors, name).as_dict() for name in ("pairs.txt", "questions.txt")]
+    assert facts["sets"][0]["unknown_words"] == ["x", "Y"]
+
+
+def test_evaluate_with_few_words(folder):
+    assert "0.5000" in run("evaluate", "v.txt", "questions.txt").stdout
+    fails_with(
+        InvalidValueError, "set 'questions' has 0 questions", "evaluate", "v.txt", "questions.txt", "--restrict", 2
+    )
+    Vectors(["a", "b"] + [f"w{i}" for i in range(50)], np.random.default_rng(0).standard_normal((52, 4))).save("w.txt")
+    Path("many.txt").write_text("a b 1\nw1 w2 2\nw3 w4 3\n" + "".join(f"u{i} a 1\n" for i in range(25)))
+    assert "many: 25 unknown words: u0, u1, " in run("evaluate", "w.txt", "many.txt").stdout
+    assert ", u19 and 5 more\n" in run("evaluate", "w.txt", "many.txt").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (["pairs.txt", "bad.txt"], StorageError, "line 2 of 'bad.txt' is 'a b'"),
+        (["missing.txt"], StorageError, "cannot read 'missing.txt'"),
+        (["pairs.txt", "--restrict", 0], InvalidValueError, "restrict_vocab is 0"),
+        (["pairs.txt", "foreign.txt"], InvalidValueError, "set 'foreign' has 0 pairs"),
+        (["pairs.txt", "--json", "no/figures.json"], StorageError, "cannot write"),
+    ],
+)
+def test_evaluate_refuses_before_it_writes(folder, arguments, kind, message):
+    Path("bad.txt").write_text("a b 1\na b\n")
+    Path("foreign.txt").write_text("q r 1\n")
+    Path("figures.json").write_text("old")
+    before = sorted(folder.iterdir())
+    json_option = [] if "--json" in arguments else ["--json", "figures.json", "--overwrite"]
+    fails_with(kind, message, "evaluate", "v.txt", *arguments, *json_option)
+    assert sorted(folder.iterdir()) == before
+    assert Path("figures.json").read_text() == "old"
+
+
+def test_files_that_are_there_stay(folder):
+    Path("out.json").write_text("old")
+    Path("out.bin").write_text("old")
+    Path("out.png").write_text("old")
+    Path("dir.bin").mkdir()
+    fails_with(InvalidValueError, "'out.json' exists; choose", "evaluate", "v.txt", "pairs.txt", "--json", "out.json")
+    fails_with(
+        InvalidValueError, "'out.bin' exists; choose another name or pass --overwrite", "convert", "v.txt", "out.bin"
+    )
+    fails_with(InvalidValueError, "'out.png' exists; choose", "plot", "v.txt", "-o", "out.png")
+    fails_with(InvalidValueError, "'dir.bin' is a folder", "convert", "v.txt", "dir.bin", "--overwrite")
+    for name in ("out.json", "out.bin", "out.png"):
+        assert Path(name).read_text() == "old"
+    assert run("evaluate", "v.txt", "pairs.txt", "--json", "out.json", "--overwrite").exit_code == 0
+    assert len(json.loads(Path("out.json").read_text())["sets"]) == 1
+
+
+def test_nearest_and_analogy(folder):
+    assert run("nearest", "v.txt", "a", "d", "-n", 2).stdout == "a: b 0.500, f 0.500\nd: c 0.500, e 0.500\n"
+    assert run("analogy", "v.txt", "a", "b", "c", "-n", 1).stdout == "a : b = c : d 0.500\n"
+    fails_with(UnknownWordError, "2 of 3 words are not among the 6: 'x', 'y'", "nearest", "v.txt", "x", "a", "y")
+    fails_with(UnknownWordError, "'X' is not among the 6 words", "analogy", "v.txt", "a", "b", "X")
+    fails_with(InvalidValueError, "topn is 0 but must be at least 1", "nearest", "v.txt", "a", "-n", 0)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".vec", ".bin", ".safetensors", ".glove", ".kv"])
+def test_convert(folder, suffix):
+    result = run("convert", "v.txt", f"out{suffix}")
+    assert result.stdout == f"6 words, dim 2: out{suffix}\n", result.output
+    loaded, vectors = Vectors.load(f"out{suffix}"), Vectors.load("v.txt")
+    assert loaded.words == vectors.words
+    assert loaded.matrix.tobytes() == vectors.matrix.tobytes()
+    assert (
+        run("convert", f"out{suffix}", "few.bin", "--max-words", 2, "--overwrite").stdout == "2 words, dim 2: few.bin\n"
+    )
+    assert KeyedVectors.load_word2vec_format("few.bin", binary=True).index_to_key == ["a", "b"]
+
+
+def test_convert_in_place_and_from_packed(folder):
+    vectors = Vectors.load("v.txt")
+    run("convert", "v.txt", "v.safetensors")
+    assert run("convert", "v.safetensors", "v.safetensors", "--max-words", 3, "--overwrite").exit_code == 0  # mapped
+    assert Vectors.load("v.safetensors").words == ["a", "b", "c"]
+    Path("p.txt.gz").write_bytes(gzip.compress(Path("v.txt").read_bytes()))
+    assert run("convert", "p.txt.gz", "p.vec").exit_code == 0
+    assert Vectors.load("p.vec").matrix.tobytes() == vectors.matrix.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "kind", "message"),
+    [
+        ("v.txt", "out.xyz", InvalidValueError, "ends in '.xyz'"),
+        ("v.txt", "out.txt.gz", InvalidValueError, "ends in '.gz', which is only read"),
+        ("missing.bin", "out.bin", StorageError, "cannot read 'missing.bin'"),
+        ("broken.bin", "out.bin", StorageError, "'broken.bin' is truncated"),
+        ("dims.txt", "out.bin", StorageError, "line 3 of 'dims.txt' is no word and vector (3 numbers, not 2)"),
+        ("spaces.safetensors", "out.bin", InvalidValueError, "word 'New York' is empty or holds white space"),
+    ],
+)
+def test_convert_refuses_before_it_writes(folder, source, target, kind, message):
+    Path("broken.bin").write_bytes(b"3 4\na 1234")
+    Path("dims.txt").write_text("2 2\na 1 2\nb 1 2 3\n")
+    Vectors(["New York"], [[1.0, 2]]).save("spaces.safetensors")
+    Path("out.bin").write_text("old")
+    before = sorted(folder.iterdir())
+    fails_with(kind, message, "convert", source, target, "--overwrite")
+    assert sorted(folder.iterdir()) == before
+    assert Path("out.bin").read_text() == "old"
+
+
+def test_convert_to_kv_without_gensim(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gensim.models.keyedvectors", None)
+    fails_with(MissingPackageError, "run: pip install gensim", "convert", "v.txt", "out.kv")
+
+
+def test_plot_of_words(folder):
+    result = run("plot", "v.txt", "-o", "words.png", "--words", "a, d", "-n", 4)
+    assert result.stdout == "picture: words.png\n", result.output
+    before = Path("words.png").read_bytes()
+    assert before.startswith(b"\x89PNG")
+    fails_with(
+        UnknownWordError, "'x' is not among", "plot", "v.txt", "-o", "words.png", "--words", "a,x", "--overwrite"
+    )
+    fails_with(InvalidValueError, "there are 0 words to draw", "plot", "v.txt", "-o", "new.png", "--words", " ,")
+    fails_with(
+        InvalidValueError, "there are 3 words to draw", "plot", "v.txt", "-o", "new.png", "--words", "a,b,c", "-n", 2
+    )
+    assert Path("words.png").read_bytes() == before
+    assert not Path("new.png").exists()
+
+
+def test_errors_are_one_line_and_exit_code_2(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["speedtransfer", "word2vec", "evaluate", "v.txt", "v.txt"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("speedtransfer: error: line 1 of 'v.txt' is '6 2' but must be")
+    assert err.count("\n") == 1

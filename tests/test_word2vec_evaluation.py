@@ -1,0 +1,297 @@
+"""Evaluation: the figures of gensim on the same vectors, intervals against scipy, sets that are malformed or unknown."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import scipy.stats
+from lazy_oracle import one_thread  # noqa: F401 (acts by being imported)
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.word2vec import Vectors, analogies
+from speedtransfer.word2vec.evaluation import Section, Similarity, evaluate, load_set
+
+CASES = [
+    str.lower,
+    str.upper,
+    str.title,
+    lambda word: word[:-1] + word[-1].upper(),
+    lambda word: "w" + word[1:].upper(),
+]
+
+
+def some_vectors(seed=0, kinds=60, dim=6, twins=0):
+    """Words in several cases each, near to one another; `twins` words have the vector of another."""
+    rng = np.random.default_rng(seed)
+    words, rows = [], []
+    for kind in range(kinds):
+        base = rng.standard_normal(dim)
+        names = dict.fromkeys(case(f"word{chr(97 + kind // 26)}{chr(97 + kind % 26)}") for case in CASES)
+        for name in list(names)[: rng.choice([1, 1, 1, 2, 5])]:
+            words.append(name)
+            rows.append(base + rng.standard_normal(dim) * rng.choice([0.02, 1.0]))
+    order = rng.permutation(len(words))
+    matrix = np.array(rows, dtype=np.float32)[order]
+    matrix[rng.integers(0, len(words), twins)] = matrix[rng.integers(0, len(words), twins)]
+    return Vectors([words[i] for i in order], matrix)
+
+
+def write_questions(path, vectors, seed=0, count=400):
+    """Questions of three sections: known words in any case, a few unknown, some that expect a word they ask with."""
+    rng = np.random.default_rng(seed)
+    lines = []
+    for name in ("capitals", "gram1-plural", "gram2 of two words"):
+        lines.append(f": {name}")
+        for _ in range(count // 3):
+            question = [str(word) for word in rng.choice(vectors.words, 4)]
+            if rng.random() < 0.5:  # a question that vectors can answer
+                a, b, c = question[:3]
+                near = vectors.most_similar([b, c], 3, negative=[a])
+                question[3] = near[rng.integers(len(near))][0] if near else b
+            if rng.random() < 0.1:
+                question[rng.integers(4)] = "Unknown"
+            if rng.random() < 0.1:
+                question[3] = question[rng.integers(3)]
+            lines.append(" ".join(CASES[rng.integers(3)](word) for word in question))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def upper(questions):
+    return [tuple(word.upper() for word in question) for question in questions]
+
+
+def assert_as_gensim(vectors, path, restrict_vocab=300_000):
+    score, theirs = vectors.to_gensim().evaluate_word_analogies(str(path), restrict_vocab=restrict_vocab)
+    ours = evaluate(vectors, path, restrict_vocab)
+    assert [section.name for section in ours.sections] == [section["section"] for section in theirs[:-1]]
+    for one, other in zip([*ours.sections, ours.total], theirs, strict=True):
+        assert upper(one.correct) == other["correct"]
+        assert upper(one.incorrect) == other["incorrect"]
+    assert ours.accuracy == score
+    return ours
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_analogies_are_gensims(tmp_path, seed):
+    vectors = some_vectors(seed, twins=20 * (seed % 2))
+    found = assert_as_gensim(vectors, write_questions(tmp_path / "questions.txt", vectors, seed))
+    assert 0.05 < found.accuracy < 0.95
+    assert_as_gensim(vectors, tmp_path / "questions.txt", restrict_vocab=60)
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 3, 5, 8])
+def test_analogies_of_few_words_are_gensims(tmp_path, kinds):
+    vectors = some_vectors(kinds, kinds=kinds, dim=2)
+    assert_as_gensim(vectors, write_questions(tmp_path / "questions.txt", vectors, kinds))
+
+
+def test_analogies_in_small_pieces_are_the_same(tmp_path, monkeypatch):
+    vectors = some_vectors()
+    path = write_questions(tmp_path / "questions.txt", vectors)
+    whole = evaluate(vectors, path)
+    monkeypatch.setattr(analogies, "_QUESTIONS_AT_ONCE", 7)
+    monkeypatch.setattr(analogies, "_WORDS_AT_ONCE", 16)
+    assert evaluate(vectors, path) == whole
+
+
+def test_most_questions_are_answered_together(tmp_path, monkeypatch):
+    vectors = Vectors([f"w{i}" for i in range(200)], np.random.default_rng(0).standard_normal((200, 8)))
+    path = write_questions(tmp_path / "questions.txt", vectors)
+    one_by_one = []
+    monkeypatch.setattr(analogies, "_answer_one", lambda *args: bool(one_by_one.append(args)))
+    evaluate(vectors, path)
+    assert len(one_by_one) < 4
+
+
+def test_totals_and_unknown_words(tmp_path):
+    angle = np.arange(6) * np.pi / 3
+    vectors = Vectors(["a", "b", "c", "d", "e", "f"], np.stack([np.cos(angle), np.sin(angle)], axis=1))
+    path = tmp_path / "set.txt"
+    path.write_text("# made by hand\n\n: kinds\na b d c\na b d f\n: gram1\nA B C D\na b c x\nX b Y a\n: gramless\n")
+    found = evaluate(vectors, path)
+    assert [(s.name, len(s.correct), len(s.incorrect)) for s in found.sections] == [
+        ("kinds", 1, 1), ("gram1", 1, 0), ("gramless", 0, 0),
+    ]  # fmt: skip
+    assert found.sections[1].correct == (("A", "B", "C", "D"),)
+    assert (found.num_unknown, found.unknown_words, found.oov_ratio) == (2, ("x", "X", "Y"), 40.0)
+    assert (found.semantic.accuracy, found.syntactic.accuracy, found.accuracy) == (0.5, 1.0, pytest.approx(2 / 3))
+    assert found.sections[2].accuracy is None
+    assert found.name == "set"
+    facts = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert (facts["total"]["num_correct"], facts["sections"][2]["accuracy"]) == (2, None)
+
+
+# --- similarity -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("restrict_vocab", [300_000, 70])
+def test_similarity_is_gensims(tmp_path, seed, restrict_vocab):
+    rng = np.random.default_rng(seed)
+    vectors = some_vectors(seed)
+    lines = ["# Word 1\tWord 2\tHuman (mean)"]
+    for _ in range(150):
+        a, b = (CASES[rng.integers(3)](str(word)) for word in rng.choice([*vectors.words, "unknown", "Other"], 2))
+        if a.upper() != b.upper():
+            lines.append(f"{a}\t{b}\t{rng.integers(0, 40) / 4}")  # people's scores have ties
+    path = tmp_path / "pairs.tsv"
+    path.write_text("\n".join(lines) + "\n")
+    pearson, spearman, oov_ratio = vectors.to_gensim().evaluate_word_pairs(path, restrict_vocab=restrict_vocab)
+    found = evaluate(vectors, path, restrict_vocab)
+    assert found.spearman == pytest.approx(spearman.statistic, abs=1e-9)
+    assert found.pearson == pytest.approx(pearson.statistic, abs=1e-6)  # gensim's cosines are float32
+    assert found.oov_ratio == pytest.approx(oov_ratio, abs=1e-12)
+    assert found.num_pairs + found.num_unknown == len(lines) - 1
+    assert evaluate(vectors, load_set(path), restrict_vocab) == found
+
+
+def test_a_word_is_as_near_to_itself_as_any_other(tmp_path):
+    """In gensim rounding decides which of two such pairs ranks first."""
+    rng = np.random.default_rng(0)
+    vectors = Vectors([f"w{i}" for i in range(40)], rng.standard_normal((40, 7)))
+    pairs, scores = [(i, i) for i in range(20)] + [(i, i + 1) for i in range(20)], rng.permutation(40)
+    cosines = [1.0 if a == b else vectors.similarity(f"w{a}", f"w{b}") for a, b in pairs]
+    lines = [f"w{a} W{b} {score}" for (a, b), score in zip(pairs, scores, strict=True)]
+    (tmp_path / "pairs.txt").write_text("\n".join(lines))
+    found = evaluate(vectors, tmp_path / "pairs.txt")
+    assert found.spearman == pytest.approx(scipy.stats.spearmanr(cosines, scores).statistic, abs=1e-12)
+
+
+def test_pairs_separated_by_white_space_or_tabs(tmp_path):
+    vectors = Vectors(["new york", "a", "b", "c"], np.eye(4) + np.arange(16).reshape(4, 4) / 20)
+    (tmp_path / "tabs.txt").write_text("new york\ta\t1\r\na\tb\t2.5\r\nb\tc\t-1e0\r\na\tq\t3\r\n", newline="")
+    found = evaluate(vectors, tmp_path / "tabs.txt")
+    assert (found.num_pairs, found.num_unknown, found.unknown_words) == (3, 1, ("q",))
+    (tmp_path / "spaces.txt").write_text("\ufeffa  b 2\na c 3\nb c 1")
+    assert load_set(tmp_path / "spaces.txt").pairs == (("a", "b"), ("a", "c"), ("b", "c"))
+    assert evaluate(vectors, tmp_path / "spaces.txt").num_pairs == 3
+    assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["num_pairs"] == 3
+
+
+def test_ranks_share_ties():
+    from speedtransfer.word2vec.evaluation import _ranks
+
+    numbers = np.random.default_rng(0).integers(0, 9, 50).astype(float)
+    assert _ranks(numbers).tolist() == scipy.stats.rankdata(numbers).tolist()
+
+
+# --- intervals --------------------------------------------------------------------------------------------------------
+
+
+def test_interval_of_spearman():
+    found = Similarity("x", 0.5, 0.5, 103, 0, ())
+    # z = atanh(0.5) = 0.549306, 1.959964 * sqrt(1.06 / 100) = 0.201790
+    assert found.interval == pytest.approx((np.tanh(0.347516), np.tanh(0.751096)), abs=1e-6)
+    assert Similarity("x", 0.5, 0.5, 3, 0, ()).interval == (-1.0, 1.0)
+    assert Similarity("x", 1.0, 1.0, 30, 0, ()).interval == (1.0, 1.0)
+
+
+def test_interval_of_spearman_holds_what_it_says():
+    rng = np.random.default_rng(0)
+    true, inside = 6 / np.pi * np.arcsin(0.6 / 2), 0  # of normal numbers with correlation 0.6
+    for _ in range(1000):
+        x, y = rng.multivariate_normal([0, 0], [[1, 0.6], [0.6, 1]], 100).T
+        low, high = Similarity("x", scipy.stats.spearmanr(x, y).statistic, 0.0, 100, 0, ()).interval
+        inside += low < true < high
+    assert 930 <= inside <= 970  # 2.9 standard deviations of a count with p = 0.95
+
+
+@pytest.mark.parametrize(("right", "of"), [(0, 5), (5, 5), (3, 10), (700, 2000)])
+def test_interval_of_accuracy_is_wilsons(right, of):
+    word = ("a", "b", "c", "d")
+    section = Section("x", (word,) * right, (word,) * (of - right))
+    wilson = scipy.stats.binomtest(right, of).proportion_ci(method="wilson")
+    assert section.interval == pytest.approx((wilson.low, wilson.high), abs=1e-12)
+    assert Section("x", (), ()).interval == (0.0, 1.0)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+PAIRS = r"'word word score', as lines of a similarity set are \(an analogy set begins with ': section'\)"
+WORDS = "four words or ': section', as lines of an analogy set are"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no lines to evaluate with"),
+        ("# only a comment\n\n", "holds no lines to evaluate with"),
+        ("a b 1\n\na b\n", rf"line 3 of .* is 'a b' but must be {PAIRS}; mend it, or put # before it"),
+        ("word1\tword2\tscore\n", rf"line 1 of .*'word1\\tword2\\tscore' but must be {PAIRS}"),
+        ("a\tb\t1\na\t\t2\n", "line 2 of"),
+        ("a\tb\tnan\n", "line 1 of"),
+        ("a b 1 2 3\n", "line 1 of"),
+        ("a b c d\n", "line 1 of .* is 'a b c d' but must be ': section', as the first line of an analogy set is"),
+        (": one\na b c d\na b c\n", f"line 3 of .* is 'a b c' but must be {WORDS}"),
+        (": one\n:two\n", f"line 2 of .* is ':two' but must be {WORDS}"),
+        (": one\n:\n", "line 2 of"),
+        (": one\n" + "x" * 500 + "\n", r"line 2 of .* is 'x{57}\.\.\.' but must be"),
+    ],
+)
+def test_malformed_sets(tmp_path, text, message):
+    (tmp_path / "set.txt").write_text(text)
+    with pytest.raises(StorageError, match=message) as caught:
+        load_set(tmp_path / "set.txt")
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path / "set.txt") in str(caught.value)
+
+
+def test_files_that_are_no_sets(tmp_path):
+    (tmp_path / "set.txt").write_bytes(b"a b 1\n\xff\xfe\n")
+    with pytest.raises(StorageError, match="is no UTF-8 text"):
+        load_set(tmp_path / "set.txt")
+    for path in (tmp_path / "missing.txt", tmp_path):
+        with pytest.raises(StorageError, match=r"cannot read .*check the path"):
+            load_set(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "q r 1\nr s 2\n",
+            r"set 'set' has 0 pairs with vectors for all their words, .*; unknown are 'q', 'r', 's'; pass",
+        ),
+        ("a b 1\nr s 2\n", "set 'set' has 1 pairs with vectors"),
+        ("a b 1\n", "set 'set' has 1 pairs .* unknown are none"),
+        ("a b 1\na c 1\n", "the scores of the 2 known pairs of set 'set' are all 1"),
+        ("a d 1\nb b 2\n", "the cosines of the 2 known pairs of set 'set' are all 1"),
+        (": x\nq r s t\nu v a b\n", "has 0 questions .* unknown are 'q', 'r', 's', 't', 'u' and 1 more"),
+        (": x\n", "has 0 questions"),
+    ],
+)
+def test_sets_that_say_nothing(tmp_path, text, message):
+    vectors = Vectors(["a", "b", "c", "d"], [[1.0, 0], [0, 1], [1, 1], [2, 0]])
+    (tmp_path / "set.txt").write_text(text)
+    with pytest.raises(InvalidValueError, match=message) as caught:
+        evaluate(vectors, tmp_path / "set.txt")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["a b 1\na c 2\n", ": x\na b c a\n"])
+def test_vectors_that_diverged(tmp_path, text):
+    (tmp_path / "set.txt").write_text(text)
+    for bad in (np.nan, np.inf):
+        vectors = Vectors(["a", "b", "c"], [[1.0, 0], [bad, 1], [1, 1]])
+        with pytest.raises(InvalidValueError, match=r"the vector of 'b' \(row 1\) holds nan, infinity .*smaller lr"):
+            evaluate(vectors, tmp_path / "set.txt")
+
+
+def test_zero_vectors(tmp_path):
+    vectors = Vectors(["a", "b", "c", "d"], [[1.0, 0], [0, 0], [1, 1], [0, 1]])
+    (tmp_path / "set.txt").write_text("a b 1\na c 2\nc d 3\n")
+    assert np.isfinite(evaluate(vectors, tmp_path / "set.txt").spearman)
+    (tmp_path / "set.txt").write_text(": x\nb b a c\n")
+    assert evaluate(vectors, tmp_path / "set.txt").accuracy == 1.0
+
+
+def test_bad_restriction(tmp_path):
+    (tmp_path / "set.txt").write_text("a b 1\n")
+    vectors = Vectors(["a"], [[1.0]])
+    with pytest.raises(InvalidValueError, match="restrict_vocab is 0 but must be at least 1"):
+        evaluate(vectors, tmp_path / "set.txt", 0)
+    with pytest.raises(InvalidTypeError, match=r"restrict_vocab is 1\.5"):
+        evaluate(vectors, tmp_path / "set.txt", 1.5)

@@ -1,0 +1,253 @@
+"""Files of vectors beyond round trips of text: GloVe, gensim's own, packed ones, and damage of every kind."""
+
+from __future__ import annotations
+
+import gzip
+import random
+import resource
+import struct
+
+import numpy as np
+import psutil
+import pytest
+import safetensors.numpy
+from gensim.models import KeyedVectors, Word2Vec
+
+from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
+from speedtransfer.word2vec import Vectors
+from speedtransfer.word2vec.formats import FORMATS
+
+WORDS = ["the", "été", "東京", "12", "x\u00a0y"]
+
+
+@pytest.fixture
+def vectors():
+    matrix = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+    return Vectors(WORDS, matrix, [9, 7, 5, 3, 1])
+
+
+def same(one, other):
+    return one.words == other.words and one.matrix.tobytes() == other.matrix.tobytes()
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_round_trip_of_every_format(vectors, tmp_path, suffix):
+    path = tmp_path / f"v{suffix}"
+    vectors.save(path)
+    again = Vectors.load(path)
+    assert same(again, vectors)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]  # gensim would put large arrays beside a .kv
+    kept = vectors.counts.tolist() if suffix in (".safetensors", ".kv") else None
+    assert (again.counts if again.counts is None else again.counts.tolist()) == kept
+    few = Vectors.load(path, max_words=2)
+    assert same(few, Vectors(WORDS[:2], vectors.matrix[:2]))
+    assert same(Vectors.load(path, max_words=99), vectors)
+    with pytest.raises(InvalidValueError, match="max_words is 0 but must be at least 1"):
+        Vectors.load(path, max_words=0)
+
+
+# --- gensim -----------------------------------------------------------------------------------------------------------
+
+
+def test_gensim_loads_our_kv(vectors, tmp_path):
+    vectors.save(tmp_path / "v.kv")
+    theirs = KeyedVectors.load(str(tmp_path / "v.kv"))
+    assert theirs.index_to_key == WORDS
+    assert theirs.vectors.tobytes() == vectors.matrix.tobytes()
+    assert theirs.get_vecattr("12", "count") == 3
+    assert theirs.most_similar("the", topn=1)[0][0] == vectors.most_similar("the", 1)[0][0]
+
+
+def test_we_load_gensims_kv_and_models(tmp_path):
+    words = [f"w{i}" for i in range(200)]
+    theirs = KeyedVectors(15)
+    theirs.add_vectors(words, np.random.default_rng(0).standard_normal((200, 15)).astype(np.float32))
+    theirs.save(str(tmp_path / "large.kv"), sep_limit=1000)
+    assert len(list(tmp_path.iterdir())) == 2  # gensim writes large arrays by themselves
+    ours = Vectors.load(tmp_path / "large.kv")
+    assert ours.words == words
+    assert ours.matrix.tobytes() == theirs.vectors.tobytes()
+    next(path for path in tmp_path.iterdir() if path.suffix == ".npy").unlink()
+    with pytest.raises(StorageError, match=r"cannot read .*large\.kv.* \(No such file"):
+        Vectors.load(tmp_path / "large.kv")
+    model = Word2Vec([["a", "b", "c"] * 5], vector_size=4, min_count=1, workers=1)
+    model.save(str(tmp_path / "model.kv"))
+    assert Vectors.load(tmp_path / "model.kv").words == model.wv.index_to_key
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file", "ignore::pytest.PytestUnraisableExceptionWarning")  # in gensim
+def test_gensim_reads_and_writes_glove(vectors, tmp_path):
+    words = ["the", "été", "東京", "12", "xy"]  # gensim splits lines at any white space
+    vectors = Vectors(words, vectors.matrix)
+    vectors.save(tmp_path / "v.glove")
+    assert (tmp_path / "v.glove").read_bytes().startswith(b"the ")
+    theirs = KeyedVectors.load_word2vec_format(tmp_path / "v.glove", no_header=True)
+    assert (theirs.index_to_key, theirs.vectors.tobytes()) == (words, vectors.matrix.tobytes())
+    for name in ("theirs.glove", "theirs.txt"):
+        theirs.save_word2vec_format(tmp_path / name, write_header=False)
+        assert same(Vectors.load(tmp_path / name), vectors)
+
+
+# --- GloVe ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".glove", ".txt", ".vec"])
+def test_header_or_not(tmp_path, suffix):
+    path = tmp_path / f"v{suffix}"
+    path.write_text("2 3 1\n7 0.5 -1e-3\n")  # words of digits
+    assert same(Vectors.load(path), Vectors(["2", "7"], [[3.0, 1], [0.5, -1e-3]]))
+    path.write_text("2 1\n7 0.5\n8 1\n")
+    assert same(Vectors.load(path), Vectors(["7", "8"], [[0.5], [1]]))
+    path.write_text("a 1 2\r\n. . . 3 4\nat x@y.z 5 6\n\n")  # as in GloVe's own files; the last line is blank
+    assert same(Vectors.load(path), Vectors(["a", ". . .", "at x@y.z"], [[1.0, 2], [3, 4], [5, 6]]))
+    path.write_text("long" * 50 + " 1 2\nb 3 4")  # no line end at the end
+    assert same(Vectors.load(path), Vectors(["long" * 50, "b"], [[1.0, 2], [3, 4]]))
+    for line, message in (
+        ("b 3 4 5", r"line 2 of .* \(3 numbers, not 2\)"),
+        ("b", r"8 bytes but 2 vectors as long as the first one"),
+        ("bbbbbbb 3", r"line 2 of .* \(1 numbers, not 2\)"),
+    ):
+        path.write_text(f"a 1 2\n{line}\n")
+        with pytest.raises(StorageError, match=message):
+            Vectors.load(path)
+
+
+def test_glove_that_could_not_be_read_back(tmp_path):
+    for words, matrix in (([], np.zeros((0, 3))), (["a", "b"], [[1.0], [2]])):
+        with pytest.raises(InvalidValueError, match=r"without a header, needs a word and a dim of 2 .*; save to \.txt"):
+            Vectors(words, matrix).save(tmp_path / "v.glove")
+    with pytest.raises(InvalidValueError, match=r"holds white space, .* in \.glove files"):
+        Vectors(["New York"], [[1.0, 2]]).save(tmp_path / "v.glove")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- packed -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".vec", ".glove", ".bin"])
+def test_packed(vectors, tmp_path, suffix):
+    vectors.save(tmp_path / f"v{suffix}")
+    data = gzip.compress((tmp_path / f"v{suffix}").read_bytes())
+    path = tmp_path / f"v{suffix}.gz"
+    path.write_bytes(data)
+    assert same(Vectors.load(path), vectors)
+    for damaged in (data[:-9], data[:40], b"no gzip", data[:-8] + b"\0" * 8):
+        path.write_bytes(damaged)
+        with pytest.raises(StorageError, match=r"is no whole gzip file .*; get it again"):
+            Vectors.load(path)
+    with pytest.raises(InvalidValueError, match=r"ends in '\.gz', which is only read, and only of \.txt, \.vec, \.bin"):
+        vectors.save(path)
+    path.write_bytes(gzip.compress(b"99999999 9999\n"))
+    with pytest.raises(StorageError, match=r"is truncated: it has .* bytes but its header promises"):
+        Vectors.load(path)
+
+
+def test_what_is_not_packed(vectors, tmp_path):
+    for name in ("v.safetensors.gz", "v.kv.gz"):
+        with pytest.raises(InvalidValueError, match="which is only read, and only of"):
+            Vectors.load(tmp_path / name)
+    with pytest.raises(InvalidValueError, match=r"ends in '\.gz' but vectors are"):
+        Vectors.load(tmp_path / "v.gz")
+
+
+def test_binary_larger_than_what_is_read_at_once(tmp_path):
+    vectors = Vectors([f"w{i}" for i in range(30)], np.random.default_rng(0).standard_normal((30, 20_000)))
+    vectors.save(tmp_path / "v.bin")
+    assert same(Vectors.load(tmp_path / "v.bin"), vectors)
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def load_or_refuse(path):
+    """Load `path`, or see the error that a user can read; anything else fails the test."""
+    try:
+        vectors = Vectors.load(path)
+    except SpeedtransferError as error:
+        told = str(error)
+    else:
+        vectors.matrix.sum()  # a mapped file is read
+        return vectors
+    assert "\n" not in told
+    assert str(path) in told
+    return None
+
+
+@pytest.fixture
+def little_memory():
+    """Let a header that lies about sizes fail, instead of taking memory that nobody uses."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("suffix", [".txt", ".glove", ".bin", ".safetensors", ".txt.gz", ".bin.gz"])
+def test_truncated_and_flipped_files(tmp_path, suffix, little_memory):
+    plain = tmp_path / f"v{suffix.removesuffix('.gz')}"
+    Vectors(["a", "été", "c"], [[1.0, -2.5], [3, 4], [5, 6.25]], [3, 2, 1]).save(plain)
+    whole = gzip.compress(plain.read_bytes()) if suffix.endswith(".gz") else plain.read_bytes()
+    path = tmp_path / f"damaged{suffix}"
+    refused = 0
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        refused += load_or_refuse(path) is None
+    assert refused > len(whole) / 2
+    draw = random.Random(0)
+    for _ in range(600):
+        damaged = bytearray(whole)
+        for _ in range(draw.choice([1, 1, 2, 5])):
+            damaged[draw.randrange(len(whole))] = draw.choice([draw.randrange(256), *b"09 \n-e"])
+        path.write_bytes(damaged)
+        load_or_refuse(path)
+    assert plain.exists()
+
+
+def test_truncated_kv(tmp_path):
+    path = tmp_path / "v.kv"
+    Vectors(["a", "b"], [[1.0, 2], [3, 4]]).save(path)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        assert load_or_refuse(path) is None
+    import pickle
+
+    for thing in ({}, [1], KeyedVectors):
+        path.write_bytes(pickle.dumps(thing))
+        assert load_or_refuse(path) is None
+
+
+def test_words_that_are_there_twice(tmp_path):
+    (tmp_path / "v.txt").write_text("2 1\na 1\na 2\n")
+    (tmp_path / "v.bin").write_bytes(b"2 1\na " + struct.pack("<f", 1) + b"a " + struct.pack("<f", 2))
+    for name in ("v.txt", "v.bin"):
+        with pytest.raises(
+            StorageError, match=r"holds no word vectors \(word 'a' is there twice\); get the file again"
+        ):
+            Vectors.load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"word_ends": np.array([2, 1], dtype="i8")}, "no rising positions"),
+        ({"word_ends": np.array([1, 9], dtype="i8")}, "the words take 2 bytes but end elsewhere"),
+        ({"word_ends": np.array([1.0, 2])}, "no rising positions"),
+        ({"counts": np.array([1], dtype="i8")}, "counts have shape"),
+        ({"counts": np.array([1.0, 2])}, "counts hold float64"),
+        ({"vectors": np.zeros((2, 2), dtype="i4")}, "matrix holds int32"),
+    ],
+)
+def test_safetensors_that_make_no_sense(tmp_path, change, message):
+    tensors = {
+        "vectors": np.zeros((2, 2), dtype="f4"),
+        "word_ends": np.array([1, 2], dtype="i8"),
+        "words": np.frombuffer(b"ab", dtype="u1"),
+    }
+    safetensors.numpy.save_file(tensors, tmp_path / "v.safetensors")
+    assert Vectors.load(tmp_path / "v.safetensors").words == ["a", "b"]
+    safetensors.numpy.save_file({**tensors, **change}, tmp_path / "v.safetensors")
+    with pytest.raises(StorageError, match=message):
+        Vectors.load(tmp_path / "v.safetensors")
