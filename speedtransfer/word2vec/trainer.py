@@ -181,6 +181,12 @@ class Trainer:
         InvalidValueError, OptimizerError
             As `train_step`; also where subsampling has left no pair of words at all.
         """
+        try:
+            self._run(progress, watchers)
+        finally:
+            self._blocks = None  # nobody prepares the next one
+
+    def _run(self, progress: TrainingProgress, watchers: Sequence[Watcher]) -> None:
         with StopOnInterrupt() as interrupt:
             while self.step < self.num_steps and not interrupt.requested:
                 started = time.perf_counter()
