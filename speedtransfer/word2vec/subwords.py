@@ -5,7 +5,9 @@ n-grams of `min_n` to `max_n` characters, and each is hashed into one of `bucket
 their order and their buckets are those of fastText and of gensim, so that tables can be compared row by row: 32-bit FNV-1a
 over the bytes of UTF-8, which fastText takes as signed numbers. A boundary mark alone is no n-gram.
 
-The table has a row for each word of the vocabulary, then the buckets; the vector of a word is the mean of its rows.
+The table has a row for each word of the vocabulary, then the buckets; the vector of a word is the mean of its rows. Each of them
+receives its share of the gradient. fastText gives each the whole, as if the vector were a sum: with SGD it learns as this does
+with a learning rate for the input table that is larger by the number of rows a word has.
 """
 
 from __future__ import annotations
