@@ -1,159 +1,278 @@
-"""The written-out gradients against autograd on the plain loss, pair by pair; and the model around them."""
+"""Steps of the models against autograd on the plain loss, prediction by prediction; and the tables around them."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from gensim.models.fasttext import ft_ngram_hashes
+from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every test here)
 
-from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.word2vec import Block, SkipGram
-from speedtransfer.word2vec.gradients import block_gradients, num_pairs_of
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.word2vec import Block, UnknownWordError, Vocabulary, Word2Vec
+from speedtransfer.word2vec import model as model_module
+from speedtransfer.word2vec.gradients import skipgram_gradients
+
+WORDS = [f"{first}{second}ing" for first in "bcdfg" for second in ("a", "ea", "é", "oo")]  # which share n-grams
+VOCABULARY = Vocabulary(WORDS, range(len(WORDS), 0, -1))
+NUM_WORDS, BUCKETS, NEGATIVE = len(WORDS), 50, 3
 
 
-def pairs_of(windows):
-    n = len(windows)
-    return [(i, j) for i in range(n) for j in range(n) if 1 <= abs(i - j) <= windows[i]]
+def pairs_of(block):
+    before, after = block.before.tolist(), block.after.tolist()
+    return [(i, j) for i in range(len(before)) for j in range(i - before[i], i + after[i] + 1) if i != j]
 
 
-def plain_loss(center_table, context_table, words, negatives, windows, negative):
+def skipgram_loss(vectors, output, block):
     """Skip-gram with negative sampling as it is defined, one pair at a time; shared negatives weighted to `negative` draws."""
-    loss = center_table.new_zeros(())
-    for i, j in pairs_of(windows.tolist()):
-        center = center_table[words[i]]
-        loss = loss - F.logsigmoid(center @ context_table[words[j]])
-        noise = F.logsigmoid(-(context_table[negatives] @ center)).sum()
-        loss = loss - noise * negative / len(negatives)
-    return loss
+    loss, pairs = vectors.new_zeros(()), pairs_of(block)
+    unique = block.words.unique().tolist()
+    share = -(-len(unique) // len(block.negatives))
+    for i, j in pairs:
+        word = int(block.words[i])
+        negatives = block.negatives[unique.index(word) // share]
+        loss = loss - F.logsigmoid(vectors[word] @ output[block.words[j]])
+        loss = loss - F.logsigmoid(-(output[negatives] @ vectors[word])).sum() * NEGATIVE / len(negatives)
+    return loss, len(pairs)
 
 
-def draw_block(num_words, vocabulary, window, num_negatives, seed=0):
+def cbow_loss(vectors, output, block):
+    """CBOW with negative sampling as it is defined, one word at a time."""
+    loss, around = vectors.new_zeros(()), {}
+    for i, j in pairs_of(block):
+        around.setdefault(i, []).append(int(block.words[j]))
+    share = -(-len(block.words) // len(block.negatives))
+    for i, words in around.items():
+        mean, negatives = vectors[words].mean(0), block.negatives[i // share]
+        loss = loss - F.logsigmoid(mean @ output[block.words[i]])
+        loss = loss - F.logsigmoid(-(output[negatives] @ mean)).sum() * NEGATIVE / len(negatives)
+    return loss, len(around)
+
+
+PLAIN = {"skipgram": skipgram_loss, "cbow": cbow_loss}
+
+
+def draw_block(num_words, vocabulary=NUM_WORDS, window=4, groups=2, k=6, seed=0):
+    """Return a block of two sequences, whose windows end where they meet."""
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(0, vocabulary, (num_words,), generator=generator)
     windows = torch.randint(1, window + 1, (num_words,), generator=generator)
-    negatives = torch.randint(0, vocabulary, (num_negatives,), generator=generator)
-    return Block(words, windows, negatives, num_words)
+    negatives = torch.randint(0, vocabulary, (groups, k), generator=generator)
+    place, cut = torch.arange(num_words), num_words // 3
+    first, end = torch.where(place < cut, 0, cut), torch.where(place < cut, cut, num_words)
+    return Block(
+        words, torch.minimum(windows, place - first), torch.minimum(windows, end - 1 - place), negatives, num_words
+    )
 
 
-def by_hand(center_table, context_table, block, window, negative):
-    """Return loss, pairs and both gradients, spread over whole tables."""
-    centers, centers_at = torch.unique(block.words, return_inverse=True)
-    contexts, contexts_at = torch.unique(torch.cat([block.words, block.negatives]), return_inverse=True)
-    n = len(block.words)
-    result = block_gradients(
-        center_table[centers], context_table[contexts], centers_at, contexts_at[:n], contexts_at[n:],
-        block.windows, window, negative,
-    )  # fmt: skip
-    center_grad, context_grad = torch.zeros_like(center_table), torch.zeros_like(context_table)
-    center_grad[centers], context_grad[contexts] = result.center, result.context
-    return result, center_grad, context_grad
+def vectors_of(table, buckets, words=WORDS):
+    """Return the vector of each word as the definition says, from a whole table."""
+    if not buckets:
+        return table
+    rows = [[i, *(len(words) + h for h in ft_ngram_hashes(word, 3, 6, buckets))] for i, word in enumerate(words)]
+    return torch.stack([table[of_word].mean(0) for of_word in rows])
 
 
 @pytest.mark.parametrize(
-    ("num_words", "window", "num_negatives", "dim"),
-    [(1, 3, 4, 5), (2, 1, 1, 3), (3, 5, 4, 8), (31, 2, 7, 4), (32, 5, 8, 4), (33, 5, 8, 4), (64, 5, 3, 6),
-     (70, 16, 9, 5), (50, 20, 9, 5), (100, 3, 50, 1)],
+    ("num_words", "window", "groups", "k", "dim"),
+    [(1, 3, 1, 4, 5), (2, 1, 1, 1, 3), (3, 5, 2, 4, 8), (31, 2, 3, 7, 4), (33, 5, 1, 8, 4), (70, 16, 4, 9, 5),
+     (50, 20, 30, 9, 5), (100, 3, 2, 50, 1)],
 )  # fmt: skip
-def test_gradients_are_those_of_autograd_on_the_plain_loss(num_words, window, num_negatives, dim):
-    vocabulary, negative = 17, 5  # fewer words than positions: rows repeat
+def test_skipgram_gradients_are_those_of_autograd_on_the_plain_loss(num_words, window, groups, k, dim):
     generator = torch.Generator().manual_seed(1)
     center_table, context_table = (
-        torch.randn(vocabulary, dim, dtype=torch.float64, generator=generator) for _ in range(2)
+        torch.randn(NUM_WORDS, dim, dtype=torch.float64, generator=generator) for _ in range(2)
     )
-    block = draw_block(num_words, vocabulary, window, num_negatives)
-    result, center_grad, context_grad = by_hand(center_table, context_table, block, window, negative)
-
+    block = draw_block(num_words, NUM_WORDS, window, groups, k)
+    centers, centers_at = torch.unique(block.words, return_inverse=True)
+    result = skipgram_gradients(
+        center_table[centers], context_table, centers_at, block.words, block.negatives, block.before, block.after, NEGATIVE
+    )  # fmt: skip
     center_table.requires_grad_(), context_table.requires_grad_()
-    expected = plain_loss(center_table, context_table, block.words, block.negatives, block.windows, negative)
+    expected, num_pairs = skipgram_loss(center_table, context_table, block)
     if expected.requires_grad:
         expected.backward()
-    assert int(result.num_pairs) == len(pairs_of(block.windows.tolist()))
+    assert int(result.num_pairs) == num_pairs
     torch.testing.assert_close(result.loss, expected.detach())
-    for grad, table in ((center_grad, center_table), (context_grad, context_table)):
+    center_grad = torch.zeros_like(center_table).index_copy_(0, centers, result.center)
+    for grad, table in ((center_grad, center_table), (result.context, context_table)):
         torch.testing.assert_close(grad, torch.zeros_like(table) if table.grad is None else table.grad)
 
 
-def test_one_pair_by_hand():
-    # Two words, both windows 1, vectors of one number: scores 0 and 0, one negative (word 1) weighted by 2 a pair.
-    rows = torch.tensor([[1.0], [2.0]])
-    zeros = torch.zeros(2, 1)
-    at, windows = torch.tensor([0, 1]), torch.tensor([1, 1])
-    result = block_gradients(rows, zeros, at, at, torch.tensor([1]), windows, 1, 2)
-    assert result.num_pairs == 2
-    assert result.loss.item() == pytest.approx(2 * (1 + 2) * 0.693147, rel=1e-5)
-    assert result.center.tolist() == [[0.0], [0.0]]  # contexts are zero
-    # context 0 meets center 1: -2/2; context 1 meets center 0: -1/2; as a negative: 2 * (1 + 2)/2
-    assert result.context.tolist() == [[-1.0], [2.5]]
-
-
-def test_loss_is_left_out_on_demand():
-    block = draw_block(40, 10, 3, 5)
-    rows = torch.randn(10, 4)
-    with_loss, without = (
-        block_gradients(rows, rows, block.words, block.words, block.negatives, block.windows, 3, 5, wanted)
-        for wanted in (True, False)
-    )
-    assert without.loss is None
-    assert torch.equal(with_loss.center, without.center)
-    assert torch.equal(with_loss.context, without.context)
-
-
-def test_num_pairs():
-    assert num_pairs_of(torch.tensor([2, 2, 1, 5])).tolist() == [2, 3, 2, 3]
-    assert num_pairs_of(torch.tensor([4])).tolist() == [0]
-
-
-def test_first_weights():
-    model = SkipGram(50, 8, device="cpu", generator=torch.Generator().manual_seed(4))
-    weights = model.input.table.numpy()
-    assert abs(weights).max() <= 0.5 / 8
-    assert weights.std() == pytest.approx(1 / 8 / 12**0.5, rel=0.1)
-    assert not model.output.table.numpy().any()
-    again = SkipGram(50, 8, device="cpu", generator=torch.Generator().manual_seed(4))
-    assert (again.input.table.numpy() == weights).all()
-
-
-def test_step_of_the_model_is_the_step_of_torch():
-    block = draw_block(60, 20, 4, 6)
-    model = SkipGram(20, 5, window=4, negative=3, device="cpu", generator=torch.Generator().manual_seed(4))
-    model.output.table.normal_(0, 0.3, generator=torch.Generator().manual_seed(5))
+@pytest.mark.parametrize("buckets", [0, BUCKETS])
+@pytest.mark.parametrize("kind", ["skipgram", "cbow"])
+def test_step_of_the_model_is_the_step_of_torch(kind, buckets):
+    block = draw_block(60)
+    model = Word2Vec(VOCABULARY, 5, model=kind, negative=NEGATIVE, buckets=buckets, device="cpu")
+    for table, seed in ((model.input.table, 4), (model.output.table, 5)):
+        table.normal_(0, 0.5, generator=torch.Generator().manual_seed(seed))
     tables = [torch.nn.Parameter(t.table.torch().clone()) for t in (model.input, model.output)]
-    plain_loss(*tables, block.words, block.negatives, block.windows, 3).backward()
-    oracle = torch.optim.SGD(tables, lr=0.1)
-    oracle.step()
+    loss, predictions = PLAIN[kind](vectors_of(tables[0], buckets), tables[1], block)
+    loss.backward()
+    torch.optim.SGD(tables, lr=0.1).step()
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     result = model.deposit_gradients(block)
     optimizer.step()
-    assert result.num_pairs == len(pairs_of(block.windows.tolist()))
+    assert result.num_pairs == predictions
+    torch.testing.assert_close(result.loss, loss.detach())
     torch.testing.assert_close(model.input.table.torch(), tables[0].detach())
     torch.testing.assert_close(model.output.table.torch(), tables[1].detach())
+    assert model.deposit_gradients(block, with_loss=False).loss is None
 
 
-def test_scores_of_single_pairs_go_through_autograd():
-    model = SkipGram(20, 5, device="cpu")
+@pytest.mark.parametrize("buckets", [0, BUCKETS])
+def test_scores_of_single_pairs_go_through_autograd(buckets):
+    model = Word2Vec(VOCABULARY, 5, buckets=buckets, device="cpu")
     model.output.table.fill_(1.0)
-    scores = model(torch.tensor([[1, 2]]), torch.tensor([[3, 4]]))
-    assert scores.shape == (1, 2)
-    torch.testing.assert_close(scores[0], model.input.table.torch()[[1, 2]].sum(1))
+    centers = torch.tensor([[1, 2, 1]])
+    scores = model(centers, torch.tensor([[3, 4, 5]]))
+    assert scores.shape == (1, 3)
+    table = model.input.table.torch().clone().requires_grad_()
+    expected = vectors_of(table, buckets)[centers].sum(-1)
+    torch.testing.assert_close(scores, expected.detach())
+    optimizer = torch.optim.SGD(model.input.parameters(), lr=1.0)
     scores.sum().backward()
-    assert model.input.weight.grad.shape == (2, 5)
+    expected.sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.input.table.torch(), (table - table.grad).detach())
+
+
+def test_first_weights():
+    model = Word2Vec(50, 8, device="cpu", seed=4)
+    weights = model.input.table.numpy()
+    assert abs(weights).max() <= 0.5 / 8
+    assert weights.std() == pytest.approx(1 / 8 / 12**0.5, rel=0.1)
+    assert not model.output.table.numpy().any()
+    assert (Word2Vec(50, 8, device="cpu", seed=4).input.table.numpy() == weights).all()
+    assert (Word2Vec(50, 8, device="cpu", seed=5).input.table.numpy() != weights).any()
+    with_ngrams = Word2Vec(WORDS, 8, buckets=100, device="cpu").input.table.numpy()
+    assert with_ngrams.shape == (NUM_WORDS + 100, 8)
+    assert 0.9 / 8 < abs(with_ngrams).max() <= 1 / 8
+
+
+def test_making_a_model_leaves_the_generator_of_torch_alone():
+    before = torch.get_rng_state()
+    Word2Vec(50, 8, device="cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_word_vectors_are_the_table_where_words_have_one_row():
+    model = Word2Vec(VOCABULARY, 5, device="cpu")
+    assert model.word_vectors().data_ptr() == model.input.table.torch().data_ptr()
+    torch.testing.assert_close(model.vector(WORDS[3]), model.input.table.torch()[3])
+    with pytest.raises(UnknownWordError, match="'xyzzy' is not among the 20 words; train with buckets"):
+        model.vector("xyzzy")
+    with pytest.raises(InvalidValueError, match="buckets is 0, so this model has no n-grams"):
+        model.ngram_vectors()
+
+
+@pytest.mark.parametrize("at_once", [7, 1 << 16])
+def test_word_vectors_with_ngrams(monkeypatch, at_once):
+    monkeypatch.setattr(model_module, "_WORDS_AT_ONCE", at_once)
+    model = Word2Vec(VOCABULARY, 5, buckets=BUCKETS, device="cpu")
+    vectors, table = model.word_vectors(), model.input.table.torch()
+    assert (vectors.dtype, vectors.shape) == (torch.float32, (NUM_WORDS, 5))
+    torch.testing.assert_close(vectors, vectors_of(table, BUCKETS))
+    for i, word in enumerate(WORDS):
+        torch.testing.assert_close(model.vector(word), vectors[i])
+    unseen = [NUM_WORDS + h for h in ft_ngram_hashes("bea", 3, 6, BUCKETS)]
+    torch.testing.assert_close(model.vector("bea"), table[unseen].mean(0))
+    with pytest.raises(UnknownWordError, match="'' has no n-grams of 3 to 6 characters"):
+        model.vector("")
+
+
+def test_state_of_the_model_holds_the_tables_alone():
+    model = Word2Vec(VOCABULARY, 5, buckets=BUCKETS, device="cpu")
+    assert list(model.state_dict()) == ["input.weight", "output.weight"]
+    other = Word2Vec(VOCABULARY, 5, buckets=BUCKETS, device="cpu", seed=9)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.word_vectors(), model.word_vectors())
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def test_tables_in_files(tmp_path):
-    model = SkipGram(20, 5, memory="mmap", path=tmp_path / "new" / "tables", device="cpu")
-    assert sorted(p.name for p in (tmp_path / "new" / "tables").iterdir()) == [
-        "input.safetensors",
-        "output.safetensors",
-    ]
+    folder = tmp_path / "new" / "tables"
+    model = Word2Vec(20, 5, memory="mmap", path=folder, device="cpu")
+    assert sorted(p.name for p in folder.iterdir()) == ["input.safetensors", "output.safetensors"]
     assert model.input.table.memory == "mmap"
+    vectors = model.word_vectors().clone()
+    model.discard()
+    assert not (tmp_path / "new").exists()
+    assert torch.equal(model.word_vectors(), vectors)
+    model.discard()  # nothing left to remove
+
+
+def test_discard_leaves_what_others_made(tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    Word2Vec(20, 5, memory="mmap", path=tmp_path, device="cpu").discard()
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+    Word2Vec(20, 5, device="cpu").discard()
+
+
+@pytest.mark.parametrize("present", ["input.safetensors", "output.safetensors"])
+def test_a_table_that_exists_is_neither_overwritten_nor_are_others_left_beside_it(tmp_path, present):
+    (tmp_path / present).write_text("old")
+    with pytest.raises(StorageError, match="exists and would be overwritten"):
+        Word2Vec(20, 5, memory="mmap", path=tmp_path, device="cpu")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(present, "old")]
+
+
+def test_a_failure_while_filling_leaves_no_files(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("speedtransfer.Table.uniform_", fail)
+    with pytest.raises(KeyboardInterrupt):
+        Word2Vec(20, 5, memory="mmap", path=tmp_path / "tables", device="cpu")
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_of_the_output_table_take_disk_when_they_are_written(tmp_path):
+    Word2Vec(200_000, 8, memory="mmap", path=tmp_path, device="cpu")
+    used = {p.name: p.stat().st_blocks * 512 for p in tmp_path.iterdir()}
+    assert used["input.safetensors"] >= 200_000 * 8 * 4
+    assert used["output.safetensors"] < 100_000
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
 
 
 def test_bad_places(tmp_path):
     with pytest.raises(InvalidValueError, match="memory='mmap' needs path, the folder for the table files"):
-        SkipGram(20, 5, memory="mmap")
+        Word2Vec(20, 5, memory="mmap")
     (tmp_path / "file").write_text("x")
     with pytest.raises(StorageError, match="cannot make folder"):
-        SkipGram(20, 5, memory="mmap", path=tmp_path / "file" / "tables")
+        Word2Vec(20, 5, memory="mmap", path=tmp_path / "file" / "tables")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
     with pytest.raises(InvalidValueError, match="pagable"):
-        SkipGram(20, 5, memory="pagable")
+        Word2Vec(20, 5, memory="pagable")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"model": "cbwo"}, InvalidValueError, "model is 'cbwo', which is none of the models; did you mean 'cbow'"),
+        ({"model": None}, InvalidValueError, "model is None"),
+        ({"negative": 0}, InvalidValueError, "negative is 0 but must be at least 1"),
+        ({"dim": 0}, InvalidValueError, "dim is 0 but must be at least 1"),
+        ({"buckets": -1}, InvalidValueError, "buckets is -1 but must be at least 0"),
+        ({"buckets": 10, "min_n": 5, "max_n": 4}, InvalidValueError, "max_n is 4 but min_n is 5"),
+        ({"seed": -1}, InvalidValueError, "seed is -1"),
+        ({"vocabulary": 0}, InvalidValueError, "vocabulary is 0 but must be at least 1"),
+        ({"vocabulary": 20, "buckets": 10}, InvalidTypeError, r"vocabulary is 20 but n-grams \(buckets=10\) need the words"),
+        ({"vocabulary": ["a", "a"]}, InvalidValueError, "word 'a' is there twice"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_make_no_files(tmp_path, arguments, error, message):
+    given = {"vocabulary": VOCABULARY, "dim": 5, "memory": "mmap", "path": tmp_path / "tables", **arguments}
+    with pytest.raises(error, match=message):
+        Word2Vec(**given, device="cpu")
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_of_words_as_numpy_gives_them():
+    assert Word2Vec(np.int64(20), 5, device="cpu").num_words == 20

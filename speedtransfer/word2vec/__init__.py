@@ -1,10 +1,11 @@
-"""word2vec on tables of rows: skip-gram with negative sampling, by any optimizer that works row by row.
+"""word2vec on tables of rows: skip-gram or CBOW with negative sampling, by any optimizer that works row by row.
 
 ``train`` takes a corpus to ``Vectors``; the other names are its parts.
 """
 
 from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.model import SkipGram
+from speedtransfer.word2vec.model import Word2Vec
+from speedtransfer.word2vec.ngram_vectors import NgramVectors
 from speedtransfer.word2vec.run import train
 from speedtransfer.word2vec.sampler import Block, Sampler
 from speedtransfer.word2vec.settings import Settings
@@ -15,12 +16,13 @@ from speedtransfer.word2vec.vocabulary import Vocabulary
 __all__ = [
     "Block",
     "Corpus",
+    "NgramVectors",
     "Sampler",
     "Settings",
-    "SkipGram",
     "Trainer",
     "UnknownWordError",
     "Vectors",
     "Vocabulary",
+    "Word2Vec",
     "train",
 ]

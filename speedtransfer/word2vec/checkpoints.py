@@ -97,7 +97,7 @@ class Checkpoints:
         self._remove_tables(settings)
         trainer = Trainer(corpus, settings)
         try:
-            load_checkpoint(self.path, trainer.model, trainer.optimizer, progress=False, generator=trainer.generator)
+            load_checkpoint(self.path, trainer.model, trainer.optimizer, progress=False)
         except BaseException:
             trainer.discard()
             raise
@@ -154,14 +154,12 @@ class Checkpoints:
             "training": trainer.state(),
             "threads": torch.get_num_threads(),
         }
-        # seam: no generator once the draws depend on (seed, step) alone
         save_checkpoint(
             self.path,
             trainer.model,
             trainer.optimizer,
             extra={"word2vec": facts},
             progress=False,
-            generator=trainer.generator,
         )
         self._saved_step = trainer.step
 

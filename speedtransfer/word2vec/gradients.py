@@ -1,22 +1,32 @@
 """Loss and gradients of skip-gram with negative sampling over one block of words, written out: no autograd, no pair lists.
 
 Arrays in, arrays out; tables and optimizers are unknown here. A block of n consecutive words has up to 2 * window * n pairs
-(center, context), but they all lie in a narrow band around the diagonal of an n x n matrix of scores. So the block is cut into
+(center, context), all in a narrow band around the diagonal of an n x n matrix of scores. In torch the block is cut into
 tiles of `TILE` words, and each tile is multiplied with the stretch of text its windows reach: three batched matrix products
-instead of a gather per pair. The negatives are shared by the whole block: one more matrix product, weighted so that their sum
-stands for `negative` draws a pair (an unbiased estimate of that sum). A negative that happens to be the context word itself
-is not skipped, as it would be in word2vec.c: it has the weight of its small probability.
+instead of a gather per pair. On the host numba, where there is one, goes along the pairs themselves (`compiled`).
+
+The negatives are shared: a group of them by an equal share of the unique centers, in a matrix product, weighted so that their
+sum stands for `negative` draws a pair (an unbiased estimate of that sum). A negative that happens to be the context word
+itself is not skipped, as it would be in word2vec.c: it has the weight of its small probability.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from speedtransfer.engines.host import run_on_threads
+
 TILE = 32  # words a tile: smaller ones cost more calls, larger ones more products outside the band
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -38,20 +48,14 @@ class BlockGradients:
     loss: Tensor | None
 
 
-def num_pairs_of(windows: Tensor) -> Tensor:
-    """Return how many words are in the window of each word of a block: int64, shape (n,), as `windows`."""
-    position = torch.arange(len(windows), device=windows.device)
-    return torch.minimum(windows, position) + torch.minimum(windows, position.flip(0))
-
-
-def block_gradients(
+def skipgram_gradients(
     center_rows: Tensor,
     context_rows: Tensor,
     centers: Tensor,
     contexts: Tensor,
     negatives: Tensor,
-    windows: Tensor,
-    max_window: int,
+    before: Tensor,
+    after: Tensor,
     negative: int,
     with_loss: bool = True,
 ) -> BlockGradients:
@@ -63,13 +67,12 @@ def block_gradients(
         Unique rows of the input table and of the output table.
     centers, contexts : Tensor of int64, shape (n,)
         The words of the block, as positions in `center_rows` and in `context_rows`.
-    negatives : Tensor of int64, shape (k,)
-        The shared negatives, as positions in `context_rows`.
-    windows : Tensor of int64, shape (n,)
-        Words at a distance of 1 to ``windows[i]`` are contexts of word i; at most `max_window`.
-    max_window : int
+    negatives : Tensor of int64, shape (groups, k)
+        The shared negatives, as positions in `context_rows`; group g serves the g-th equal share of `center_rows`.
+    before, after : Tensor of int64, shape (n,)
+        Of word i the contexts are the words ``i - before[i]`` to ``i + after[i]`` but itself.
     negative : int
-        Negatives a pair; the k shared ones are weighted by ``negative / k``.
+        Negatives a pair; the k shared ones of a group are weighted by ``negative / k``.
     with_loss : bool
         False saves two passes over all scores.
 
@@ -77,68 +80,120 @@ def block_gradients(
     -------
     BlockGradients
     """
-    pairs = num_pairs_of(windows)
-    positive = _Band(center_rows[centers], context_rows[contexts], windows, max_window)
-    context_grad = torch.zeros_like(context_rows).index_add_(0, contexts, positive.context_grad)
+    pairs = before + after
+    band = _compiled_band if _compiled_for(center_rows) else _band
+    center_grad, context_grad, loss = band(center_rows, context_rows, centers, contexts, before, after, with_loss)
 
     # The negatives of a word are the same wherever it stands in the block: once a unique row, weighted by its pairs.
-    weight = center_rows.new_zeros(len(center_rows))
-    weight.index_add_(0, centers, pairs.to(weight) * (negative / len(negatives)))
-    noise_rows = context_rows[negatives]
-    scores = center_rows @ noise_rows.t()
-    loss = None
-    if with_loss:
-        loss = positive.loss() + (F.softplus(scores) * weight[:, None]).sum()
-    scores.sigmoid_().mul_(weight[:, None])
-    center_grad = (scores @ noise_rows).index_add_(0, centers, positive.center_grad)
-    context_grad.index_add_(0, negatives, scores.t() @ center_rows)
+    groups, k = negatives.shape
+    weight = center_rows.new_zeros(len(center_rows)).index_add_(0, centers, pairs.to(center_rows.dtype))
+    weight = _in_groups(weight.mul_(negative / k)[:, None], groups)
+    center = _in_groups(center_rows, groups)
+    noise = context_rows[negatives]
+    scores = torch.bmm(center, noise.transpose(1, 2))
+    if loss is not None:
+        loss += (F.softplus(scores) * weight).sum()
+    slope = scores.sigmoid_().mul_(weight)
+    center_grad += torch.bmm(slope, noise).flatten(0, 1)[: len(center_grad)]
+    context_grad.index_add_(0, negatives.flatten(), torch.bmm(slope.transpose(1, 2), center).flatten(0, 1))
     return BlockGradients(center_grad, context_grad, pairs.sum(), loss)
 
 
-class _Band:
-    """Scores and gradients of the positive pairs of a block.
+def _in_groups(rows: Tensor, groups: int) -> Tensor:
+    """Return `rows` (u, dim) as (groups, share, dim), zeros at the end."""
+    share = -(-len(rows) // groups)
+    return F.pad(rows, (0, 0, 0, share * groups - len(rows))).view(groups, share, -1)
 
-    Parameters
-    ----------
-    center, context : Tensor, shape (n, dim)
-        The rows of each word of the block.
-    windows : Tensor of int64, shape (n,)
-    max_window : int
-    """
 
-    def __init__(self, center: Tensor, context: Tensor, windows: Tensor, max_window: int) -> None:
-        num_words, dim = center.shape
-        tile = max(TILE, 2 * max_window)  # so that a tile's reach overlaps that of the next tile only
-        reach = tile + 2 * max_window
-        num_tiles = -(-num_words // tile)
-        padding = num_tiles * tile - num_words
-        tiles = F.pad(center, (0, 0, 0, padding)).view(num_tiles, tile, dim)
-        padded = F.pad(context, (0, 0, max_window, padding + max_window))
-        reached = padded.as_strided((num_tiles, reach, dim), (tile * dim, dim, 1))  # overlapping, without a copy
+# --- positive pairs, compiled -----------------------------------------------------------------------------------------
 
-        self._mask = self._in_window(windows, padding, num_tiles, tile, max_window)
-        self._scores = torch.bmm(tiles, reached.transpose(1, 2))
-        slope = (self._scores.sigmoid() - 1) * self._mask
-        self.center_grad = torch.bmm(slope, reached).view(-1, dim)[:num_words]
 
-        parts = torch.bmm(slope.transpose(1, 2), tiles)
-        summed = center.new_zeros((num_tiles + 1) * tile, dim)
-        summed[:-tile].view(num_tiles, tile, dim).copy_(parts[:, :tile])
-        summed[tile:].view(num_tiles, tile, dim)[:, : 2 * max_window].add_(parts[:, tile:])
-        self.context_grad = summed[max_window : max_window + num_words]
+@functools.cache
+def _compiled() -> Any:
+    """Return the module `compiled`, or None where numba does not work."""
+    if importlib.util.find_spec("numba") is None:
+        return None
+    try:
+        from speedtransfer.word2vec import compiled
+    except Exception as error:  # whatever a numba says that does not fit the rest of the installation
+        log.warning("numba cannot be used (%s: %s), so torch does its work", type(error).__name__, error)
+        return None
+    return compiled
 
-    @staticmethod
-    def _in_window(windows: Tensor, padding: int, num_tiles: int, tile: int, max_window: int) -> Tensor:
-        """Return whether a score belongs to a pair, bool, shape (num_tiles, tile, tile + 2 * max_window)."""
-        num_words, device = len(windows), windows.device
-        column = torch.arange(tile + 2 * max_window, device=device) - max_window  # relative to the tile's first word
-        distance = (column - torch.arange(tile, device=device)[:, None]).abs_()
-        distance[distance == 0] = max_window + 1  # a word is no context of itself
-        position = column + torch.arange(0, num_tiles * tile, tile, device=device)[:, None]
-        in_block = (position >= 0) & (position < num_words)
-        near = distance <= F.pad(windows, (0, padding)).view(num_tiles, tile, 1)
-        return near & in_block[:, None, :]
 
-    def loss(self) -> Tensor:
-        """Return the summed loss of the pairs, shape ()."""
-        return (F.softplus(-self._scores) * self._mask).sum()
+def _compiled_for(rows: Tensor) -> bool:
+    return rows.device.type == "cpu" and _compiled() is not None
+
+
+def _compiled_band(
+    center_rows: Tensor,
+    context_rows: Tensor,
+    centers: Tensor,
+    contexts: Tensor,
+    before: Tensor,
+    after: Tensor,
+    with_loss: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `_band`, row by row."""
+    compiled, count = _compiled(), len(centers)
+    center_grad, context_grad = torch.empty_like(center_rows), torch.zeros_like(context_rows)
+    reach = int(max(before.numpy().max(initial=0), after.numpy().max(initial=0)))
+    slopes = torch.empty(count, 2 * reach + 1, dtype=center_rows.dtype)
+    losses = torch.empty(count, dtype=torch.float64)
+    tensors = (center_rows, context_rows, center_grad, context_grad, slopes, losses)
+    c, o, dc, do, s, sums = (tensor.numpy() for tensor in tensors)
+    b, a, ci, oi = (tensor.numpy() for tensor in (before, after, centers, contexts))
+    work = 4 * int((b + a).sum()) * c.shape[1]  # bytes of context rows that a pass reads
+    by_center = compiled.group_by_row(ci, len(c))
+    first = (c, o, oi, b, a, *by_center, s, dc, sums, with_loss)
+    run_on_threads([(compiled.center_pass, first)], count, work, tensors)
+    by_context = compiled.group_by_row(oi, len(o))
+    second = (c, ci, b, a, *by_context, s, do)
+    run_on_threads([(compiled.context_pass, second)], count, work, tensors)
+    return center_grad, context_grad, losses.sum().to(center_rows.dtype) if with_loss else None
+
+
+# --- positive pairs, in torch -----------------------------------------------------------------------------------------
+
+
+def _band(
+    center_rows: Tensor,
+    context_rows: Tensor,
+    centers: Tensor,
+    contexts: Tensor,
+    before: Tensor,
+    after: Tensor,
+    with_loss: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of the positive pairs for both kinds of rows, and their summed loss."""
+    num_words, dim = len(centers), center_rows.shape[1]
+    reach = int(torch.maximum(before, after).max()) if num_words else 0
+    tile = max(TILE, 2 * reach)  # so that a tile's stretch overlaps that of the next tile only
+    num_tiles = -(-num_words // tile)
+    padding = num_tiles * tile - num_words
+    tiles = F.pad(center_rows[centers], (0, 0, 0, padding)).view(num_tiles, tile, dim)
+    padded = F.pad(context_rows[contexts], (0, 0, reach, padding + reach))
+    near = padded.as_strided((num_tiles, tile + 2 * reach, dim), (tile * dim, dim, 1))  # overlapping, without a copy
+
+    mask = _pair_mask(before, after, num_tiles, tile, reach)
+    scores = torch.bmm(tiles, near.transpose(1, 2))
+    slope = (scores.sigmoid() - 1) * mask
+    center_grad = torch.zeros_like(center_rows)
+    center_grad.index_add_(0, centers, torch.bmm(slope, near).view(-1, dim)[:num_words])
+
+    parts = torch.bmm(slope.transpose(1, 2), tiles)
+    summed = center_rows.new_zeros((num_tiles + 1) * tile, dim)
+    summed[: num_tiles * tile].view(num_tiles, tile, dim).copy_(parts[:, :tile])
+    summed[tile:].view(num_tiles, tile, dim)[:, : 2 * reach].add_(parts[:, tile:])
+    context_grad = torch.zeros_like(context_rows)
+    context_grad.index_add_(0, contexts, summed[reach : reach + num_words])
+    return center_grad, context_grad, (F.softplus(-scores) * mask).sum() if with_loss else None
+
+
+def _pair_mask(before: Tensor, after: Tensor, num_tiles: int, tile: int, reach: int) -> Tensor:
+    """Return whether a score belongs to a pair, bool, shape (num_tiles, tile, tile + 2 * reach)."""
+    device, padding = before.device, num_tiles * tile - len(before)
+    column = torch.arange(tile + 2 * reach, device=device) - reach  # relative to the tile's first word
+    gap = column - torch.arange(tile, device=device)[:, None]
+    left, right = (F.pad(side, (0, padding)).view(num_tiles, tile, 1) for side in (before, after))
+    return (gap != 0) & (gap >= -left) & (gap <= right)

@@ -1,60 +1,130 @@
-"""Skip-gram with negative sampling (Mikolov et al. 2013) on two tables: `input` for centers, `output` for contexts."""
+"""word2vec's models on two tables: what is predicted from what (skip-gram, CBOW), and what a word's vector is made of."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from speedtransfer.device import resolve_device
-from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.nn import Embedding
-from speedtransfer.word2vec.gradients import BlockGradients, block_gradients
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
+from speedtransfer.nn import ActiveRows, Embedding
+from speedtransfer.word2vec.cbow import cbow_gradients
+from speedtransfer.word2vec.gradients import BlockGradients, skipgram_gradients
+from speedtransfer.word2vec.ngram_vectors import NgramVectors
 from speedtransfer.word2vec.sampler import Block
+from speedtransfer.word2vec.subwords import ActiveWords, Subwords, check_ngrams, hash_word
+from speedtransfer.word2vec.tablefiles import TableFiles
+from speedtransfer.word2vec.vectors import UnknownWordError
+from speedtransfer.word2vec.vocabulary import Vocabulary
+
+_WORDS_AT_ONCE = 1 << 16  # whose vectors `word_vectors` puts together
 
 
-class SkipGram(nn.Module):
+# What the block's words predict. Each takes the rows of both tables that the block needs, where among them its words and its
+# negatives are, the windows, and how many negatives a prediction has.
+GRADIENTS: dict[str, Callable[..., BlockGradients]] = {"skipgram": skipgram_gradients, "cbow": cbow_gradients}
+
+
+class Word2Vec(nn.Module):
     """Two tables and the loss over a block of words. Each step touches the rows of the block's words alone.
 
     Parameters
     ----------
-    num_words, dim : int
-        Shape of both tables.
-    window : int
-        The largest window that blocks are drawn with.
+    vocabulary : Vocabulary, sequence of str, or int
+        The words, or only how many there are: enough for training where `buckets` is 0.
+    dim : int
+        Numbers in a vector.
+    model : {"skipgram", "cbow"}
+        Skip-gram predicts the words around a word from its vector, CBOW a word from the mean of the vectors around it.
     negative : int
-        Negatives a pair.
+        Negatives for each prediction.
+    buckets : int
+        Rows that hashed character n-grams share. Then the vector of a word is the mean of its own row and those of its
+        n-grams (`subwords`), as in fastText. 0: each word has a row and nothing else.
+    min_n, max_n : int
+        Characters of an n-gram; do nothing where `buckets` is 0.
     memory : {"auto", "pinned", "pageable", "mmap", "device"}
         Where the rows live.
     path : path-like, optional
         For memory "mmap": the folder for the files ``input.safetensors`` and ``output.safetensors``, made if missing.
     device : torch.device, optional
         The compute device; default: a CUDA device if there is one, else the CPU.
-    generator : torch.Generator, optional
-        For the first weights: `input` even in ±0.5 / dim, `output` zero, as in word2vec.c.
+    seed : int
+        Of the first weights: `input` even in ±0.5 / dim as in word2vec.c, with n-grams ±1 / dim as in fastText; `output` zero.
+
+    Attributes
+    ----------
+    input : Embedding
+        A row for each word, then the buckets.
+    output : Embedding
+        A row for each word: as the context of skip-gram, as what CBOW predicts, and as a negative.
+    num_words : int
+    subwords : Subwords or None
+        Which rows of `input` each word is made of.
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError
+        An argument breaks its rule.
+    StorageError, HostMemoryError, DeviceError
+        There is no room for the tables, or their files exist. No file is left behind.
     """
 
     def __init__(
         self,
-        num_words: int,
+        vocabulary: Vocabulary | Sequence[str] | int,
         dim: int,
-        window: int = 5,
+        *,
+        model: str = "skipgram",
         negative: int = 5,
+        buckets: int = 0,
+        min_n: int = 3,
+        max_n: int = 6,
         memory: str = "auto",
         path: str | os.PathLike[str] | None = None,
         device: torch.device | str | int | None = None,
-        generator: torch.Generator | None = None,
+        seed: int = 1,
     ) -> None:
         super().__init__()
-        self.window, self.negative = window, negative
-        self.input, self.output = (
-            Embedding(num_words, dim, device=resolve_device(device), memory=memory, path=file)
-            for file in _table_files(memory, path)
-        )
-        self.input.table.uniform_(-0.5 / dim, 0.5 / dim, generator=generator)
-        self.output.table.zero_()
+        if not isinstance(model, str) or model not in GRADIENTS:
+            raise InvalidValueError(f"model is {model!r}, which is none of the models{suggest(str(model), GRADIENTS)}")
+        self.model, self.dim, self.negative = model, check_size(dim, "dim", 1), check_size(negative, "negative", 1)
+        check_ngrams(buckets, min_n, max_n)
+        self._vocabulary, self.num_words = _as_vocabulary(vocabulary)
+        if buckets and self._vocabulary is None:
+            raise InvalidTypeError(
+                f"vocabulary is {vocabulary} but n-grams (buckets={buckets}) need the words; pass a Vocabulary"
+            )
+        generator = torch.Generator().manual_seed(check_size(seed, "seed", 0))
+        place = resolve_device(device)
+        self.subwords: Subwords | None = None
+        if self._vocabulary is not None and buckets:
+            self.subwords = Subwords(self._vocabulary.words, buckets, min_n, max_n, place)
+        self._files = TableFiles(memory, path)
+        try:
+            self.input = self._make_table("input", self.num_words + buckets, memory, place)
+            self.output = self._make_table("output", self.num_words, memory, place)
+            reach = (1.0 if buckets else 0.5) / dim
+            self.input.table.uniform_(-reach, reach, generator=generator)
+        except BaseException:
+            self.discard()
+            raise
+
+    def _make_table(self, name: str, num_rows: int, memory: str, device: torch.device) -> Embedding:
+        path = self._files.path_of(name)
+        embedding = _ZeroEmbedding(num_rows, self.dim, device=device, dtype=torch.float32, memory=memory, path=path)
+        self._files.made(path)
+        return embedding
+
+    def discard(self) -> None:
+        """Remove the table files that this model made, if any: for a model that will not be trained after all.
+
+        The model itself goes on to work, on files without a name.
+        """
+        self._files.discard()
 
     @torch.no_grad()
     def deposit_gradients(self, block: Block, with_loss: bool = True) -> BlockGradients:
@@ -69,27 +139,33 @@ class SkipGram(nn.Module):
         Returns
         -------
         BlockGradients
-            Their memory belongs to the optimizer from now on.
+            Of the vectors of the block's words (`center`) and of rows of `output`. Their memory belongs to the optimizer
+            from now on.
         """
-        device = self.input.table.device
-        words = block.words.to(device)
-        num_words = len(words)
-        center = self.input.activate(words)
-        context = self.output.activate(torch.cat([words, block.negatives.to(device)]))
-        result = block_gradients(
-            center.rows,
-            context.rows,
-            center.inverse,
-            context.inverse[:num_words],
-            context.inverse[num_words:],
-            block.windows.to(device),
-            self.window,
+        device, num_words = self.input.table.device, len(block.words)
+        words, negatives = block.words.to(device), block.negatives.to(device)
+        active = self._activate(words)
+        output = self.output.activate(torch.cat([words, negatives.flatten()]))
+        result = GRADIENTS[self.model](
+            active.rows,
+            output.rows,
+            active.inverse,
+            output.inverse[:num_words],
+            output.inverse[num_words:].view(negatives.shape),
+            block.before.to(device),
+            block.after.to(device),
             self.negative,
             with_loss,
         )
-        center.add_grad(result.center)
-        context.add_grad(result.context)
+        active.add_grad(result.center)
+        output.add_grad(result.context)
         return result
+
+    def _activate(self, words: Tensor) -> ActiveRows | ActiveWords:
+        """Return the vectors of the distinct ones of `words` and the way back for their gradient."""
+        if self.subwords is None:
+            return self.input.activate(words)
+        return ActiveWords(self.input, self.subwords, words)
 
     def forward(self, centers: Tensor, contexts: Tensor) -> Tensor:
         """Return the scores of single pairs, shape of `centers`, through autograd: for a loss of your own.
@@ -99,19 +175,75 @@ class SkipGram(nn.Module):
         centers, contexts : Tensor of int64, same shape
             Word numbers.
         """
-        scores: Tensor = (self.input(centers) * self.output(contexts)).sum(-1)
+        if self.subwords is None:
+            vectors = self.input(centers)
+        else:
+            active = ActiveWords(self.input, self.subwords, centers)
+            vectors = active.rows[active.inverse]
+        scores: Tensor = (vectors * self.output(contexts)).sum(-1)
         return scores
 
+    @torch.no_grad()
+    def word_vectors(self) -> Tensor:
+        """Return the vectors of all words on the host: float32, shape (num_words, dim).
 
-def _table_files(memory: str, path: str | os.PathLike[str] | None) -> list[Path | None]:
-    if path is None:
-        if memory == "mmap":
-            raise InvalidValueError("memory='mmap' needs path, the folder for the table files; pass path='tables'")
-        return [None, None]
-    folder = Path(path)
-    if memory == "mmap":
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot make folder {str(folder)!r} ({error.strerror}); choose another path") from error
-    return [folder / "input.safetensors", folder / "output.safetensors"]
+        The table itself, without a copy, where it is in host memory and each word has one row.
+        """
+        weight = self.input.table.torch()
+        if self.subwords is None:
+            return weight.cpu()
+        vectors = torch.empty(self.num_words, self.dim)
+        for start in range(0, self.num_words, _WORDS_AT_ONCE):
+            stop = min(start + _WORDS_AT_ONCE, self.num_words)
+            vectors[start:stop] = self.subwords.means(start, stop, weight)
+        return vectors
+
+    @torch.no_grad()
+    def vector(self, word: str) -> Tensor:
+        """Return the vector of any word: float32, shape (dim,), on the host.
+
+        A word outside the vocabulary has that of its n-grams (`NgramVectors`).
+
+        Raises
+        ------
+        UnknownWordError
+            It is outside the vocabulary, and there are no n-grams or it is too short for one.
+        """
+        number = -1 if self._vocabulary is None else self._vocabulary.get(word)
+        sub = self.subwords
+        if number >= 0:
+            rows = torch.tensor([number]) if sub is None else sub.bags(torch.tensor([number]))[0]
+        elif sub is not None:
+            rows = torch.from_numpy(hash_word(word, sub.buckets, sub.min_n, sub.max_n) + self.num_words)
+        else:
+            raise UnknownWordError(f"{word!r} is not among the {self.num_words} words; train with buckets, or check it")
+        return self.input.table.gather(rows).mean(0).cpu()
+
+    def ngram_vectors(self) -> NgramVectors:
+        """Return the rows of the n-grams, for words outside the vocabulary: in host memory those of the table, without a copy.
+
+        Raises
+        ------
+        InvalidValueError
+            The model has none.
+        """
+        if self.subwords is None:
+            raise InvalidValueError("buckets is 0, so this model has no n-grams; pass buckets=2_000_000")
+        rows = self.input.table.torch()[self.num_words :].cpu().numpy()
+        return NgramVectors(rows, self.subwords.min_n, self.subwords.max_n)
+
+
+class _ZeroEmbedding(Embedding):
+    """Rows that begin as zeros, as the table gives them: those that nothing writes to take neither time nor disk."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+def _as_vocabulary(vocabulary: Vocabulary | Sequence[str] | int) -> tuple[Vocabulary | None, int]:
+    """Return the words, if they are known, and how many they are."""
+    if isinstance(vocabulary, Sequence) and not isinstance(vocabulary, str):
+        vocabulary = Vocabulary(vocabulary, [0] * len(vocabulary))
+    if isinstance(vocabulary, Vocabulary):
+        return vocabulary, len(vocabulary)
+    return None, check_size(vocabulary, "vocabulary", 1)

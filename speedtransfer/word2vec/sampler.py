@@ -1,12 +1,14 @@
 """The sampler: blocks of words, the window of each word, and the negatives that a block shares.
 
 A block is a stretch of the corpus of fixed length, chosen so that about `block_words` words survive subsampling. Fixed
-stretches make the number of steps known beforehand (a learning rate can fall along a straight line to the very end) and any
-block reachable by its number and the state of the generator (training can be taken up in the middle).
+stretches make the number of steps known beforehand, so that a learning rate can fall along a straight line to the very end.
+What a step draws depends on the seed and the number of the step alone: a run is taken up in the middle by that number, and
+blocks can be drawn ahead of time.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,39 +19,44 @@ from torch import Tensor
 from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
+GROUP_WORDS = 256  # words that share their negatives: one matrix product
+
 
 @dataclass(frozen=True)
 class Block:
-    """What one step trains on; all on the CPU.
+    """What one step trains on.
 
     Attributes
     ----------
     words : Tensor of int64, shape (n,)
         Consecutive words that survived subsampling.
-    windows : Tensor of int64, shape (n,)
-        How far the context of each word reaches, to both sides.
-    negatives : Tensor of int64, shape (shared_negatives,)
-        Words drawn from the noise distribution, for all the words of the block.
+    before, after : Tensor of int64, shape (n,)
+        How many words to the left and to the right of each are its context; within the block and its sequence.
+    negatives : Tensor of int64, shape (groups, shared_negatives)
+        Words drawn from the noise distribution. Each group serves an equal share of what the model scores.
     num_corpus_words : int
         Words of the corpus that the block covers, before subsampling.
     """
 
     words: Tensor
-    windows: Tensor
+    before: Tensor
+    after: Tensor
     negatives: Tensor
     num_corpus_words: int
 
 
 class Sampler:
-    """Blocks of a corpus, one after the other.
+    """Blocks of a corpus, epoch after epoch.
 
     Parameters
     ----------
     ids : ndarray of int32, shape (num_words,)
         The corpus as word numbers.
     vocabulary : Vocabulary
-    generator : torch.Generator
-        Every draw comes from it, so its seed decides the blocks bit for bit. On the CPU.
+    starts : ndarray of int64, shape (num_sequences,), optional
+        Where each sequence begins in `ids`, from 0 on; windows stay within a sequence. None: the corpus is one.
+    seed : int
+        Decides every draw, on one kind of device.
     window : int
         The window of a word is drawn evenly from 1 to `window`.
     sample : float
@@ -57,47 +64,83 @@ class Sampler:
     block_words : int
         About so many words of a block survive subsampling.
     shared_negatives : int
-        Negatives drawn for a block.
+        Negatives drawn for every `GROUP_WORDS` words of a block.
+    device : torch.device or str
+        Where everything is drawn; only word numbers are copied to it.
     """
 
     def __init__(
         self,
         ids: np.ndarray,
         vocabulary: Vocabulary,
-        generator: torch.Generator,
+        *,
+        starts: np.ndarray | None = None,
+        seed: int = 1,
         window: int = 5,
         sample: float = 1e-3,
         block_words: int = 2048,
-        shared_negatives: int = 256,
+        shared_negatives: int = 64,
+        device: torch.device | str = "cpu",
     ) -> None:
         if len(ids) == 0:
             raise InvalidValueError("the corpus has no word of the vocabulary; build the vocabulary from this corpus")
-        self.ids = ids
-        self.generator = generator
+        self.ids, self.starts, self.seed, self.device = ids, starts, seed, torch.device(device)
         self.window = check_size(window, "window", 1)
         self.shared_negatives = check_size(shared_negatives, "shared_negatives", 1)
+        block_words = check_size(block_words, "block_words", 2)
+        self.groups = -(-block_words // GROUP_WORDS)
         keep = vocabulary.keep_probability(sample)
-        kept_share = float(keep @ vocabulary.counts) / vocabulary.num_words
-        self.stretch = min(max(round(check_size(block_words, "block_words", 2) / kept_share), 1), len(ids))
-        # float32 is what torch.rand draws by default; half the memory traffic of the lookup, too.
-        self._keep = torch.from_numpy(keep.astype(np.float32))
+        kept_share = float((vocabulary.counts * keep).sum()) / vocabulary.num_words
+        self.stretch = min(max(round(block_words / kept_share), 2), len(ids))
+        self._keep = torch.from_numpy(keep.astype(np.float32)).to(self.device)
         cumulated = np.cumsum(vocabulary.noise())
-        cumulated[-1] = 1.0  # rounding must not leave a gap behind the last word
-        self._noise = torch.from_numpy(cumulated)
+        cumulated[-1] = 1.0  # whatever the sum was rounded to
+        self._noise = torch.from_numpy(cumulated).to(self.device)
+        self._generator = torch.Generator(self.device)
 
     def __len__(self) -> int:
-        """Return the number of blocks in the corpus."""
+        """Return the number of steps an epoch."""
         return -(-len(self.ids) // self.stretch)
 
-    def __iter__(self) -> Iterator[Block]:
-        return map(self.block, range(len(self)))
+    def blocks(self, first: int, last: int) -> Iterator[Block]:
+        """Yield the blocks of steps `first` to below `last`; a thread draws the next one meanwhile."""
+        with concurrent.futures.ThreadPoolExecutor(1, "speedtransfer-sampler") as thread:
+            ahead = [thread.submit(self.block, first)] if first < last else []
+            while ahead:
+                block, step = ahead.pop().result(), first
+                first += 1
+                if first < last:
+                    ahead.append(thread.submit(self.block, first))
+                yield block
 
-    def block(self, number: int) -> Block:
-        """Draw block `number`, ``0 <= number < len(self)``; the draws follow the generator, not the number."""
-        stretch = self.ids[number * self.stretch : (number + 1) * self.stretch]
-        words = torch.from_numpy(stretch.astype(np.int64))
-        words = words[torch.rand(len(words), generator=self.generator) < self._keep[words]]
-        windows = torch.randint(1, self.window + 1, (len(words),), generator=self.generator)
-        uniform = torch.rand(self.shared_negatives, dtype=torch.float64, generator=self.generator)
+    def block(self, step: int) -> Block:
+        """Draw the block of `step`, counted from 0 over all epochs."""
+        start = step % len(self) * self.stretch
+        stretch = self.ids[start : start + self.stretch]
+        # A generator begins anew at every step: the seeds of different runs must not meet, hence the multiplication.
+        generator = self._generator.manual_seed((self.seed * 0x9E3779B97F4A7C15 + step) % (1 << 64))
+        words = torch.from_numpy(stretch.astype(np.int64)).to(self.device)
+        kept = torch.rand(len(words), generator=generator, device=self.device) < self._keep[words]
+        words = words[kept]
+        windows = torch.randint(1, self.window + 1, (len(words),), generator=generator, device=self.device)
+        before, after = self._within(windows, kept, start)
+        uniform = torch.rand(
+            self.groups, self.shared_negatives, dtype=torch.float64, generator=generator, device=self.device
+        )
         negatives = torch.searchsorted(self._noise, uniform, right=True)
-        return Block(words, windows, negatives, len(stretch))
+        return Block(words, before, after, negatives, len(stretch))
+
+    def _within(self, windows: Tensor, kept: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Cut `windows` (n,) at the edges of the block and of the sequences of the words `kept`."""
+        position = torch.arange(len(windows), device=self.device)
+        if self.starts is None:
+            return torch.minimum(windows, position), torch.minimum(windows, len(windows) - 1 - position)
+        first, last = np.searchsorted(self.starts, [start, start + len(kept)], side="right")
+        edges = torch.from_numpy(self.starts[first:last] - start).to(self.device)
+        kept_before = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
+        edges = torch.cat([edges.new_zeros(1), kept_before[edges], kept_before[-1:]])  # in words that were kept
+        sequence = torch.searchsorted(edges, position, right=True)
+        return (
+            torch.minimum(windows, position - edges[sequence - 1]),
+            torch.minimum(windows, edges[sequence] - 1 - position),
+        )

@@ -154,7 +154,7 @@ class Settings:
     p: float = _number(1.0, "above 0")
     q: float = _number(1.0, "above 0")
     block_words: int = _size(2048, minimum=2)
-    shared_negatives: int = _size(256, minimum=1)
+    shared_negatives: int = _size(64, minimum=1)
     seed: int = _size(1, minimum=0)
     memory: str = _choice("auto", *MEMORIES)
     path: str | os.PathLike[str] | None = field(default=None, metadata={"check": _check_path})

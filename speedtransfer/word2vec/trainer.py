@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
+from speedtransfer.device import resolve_device
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.interrupt import StopOnInterrupt
-from speedtransfer.word2vec.model import SkipGram
+from speedtransfer.word2vec.model import Word2Vec
 from speedtransfer.word2vec.optimizers import make_optimizer, set_lr
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.sampler import Block, Sampler
@@ -35,7 +33,7 @@ class Watcher(Protocol):
 
 
 class Trainer:
-    """A model in training. What it has done so far is `step`, the generator's state, the model's and the optimizer's.
+    """A model in training. What it has done so far is `step`, the model's state and the optimizer's.
 
     Parameters
     ----------
@@ -46,7 +44,7 @@ class Trainer:
     ----------
     step : int
         Steps done, of `num_steps`.
-    model : SkipGram
+    model : Word2Vec
     optimizer : torch.optim.Optimizer
     sampler : Sampler
     loss : float
@@ -66,25 +64,29 @@ class Trainer:
 
     def __init__(self, corpus: Corpus, settings: Settings) -> None:
         self.corpus, self.settings = corpus, settings
-        self.generator = torch.Generator().manual_seed(settings.seed)
         self.sampler = Sampler(
             corpus.ids,
             corpus.vocabulary,
-            self.generator,
+            starts=getattr(corpus, "starts", None),
+            seed=settings.seed,
+            device=resolve_device(settings.device),
             window=settings.window,
             sample=settings.sample,
             block_words=settings.block_words,
             shared_negatives=settings.shared_negatives,
         )
-        self.model = SkipGram(
-            len(corpus.vocabulary),
+        self.model = Word2Vec(
+            corpus.vocabulary,
             settings.dim,
-            window=settings.window,
+            model=settings.model,
             negative=settings.negative,
+            buckets=settings.buckets,
+            min_n=settings.min_n,
+            max_n=settings.max_n,
             memory=settings.memory,
             path=settings.path,
             device=settings.device,
-            generator=self.generator,
+            seed=settings.seed,
         )
         self.optimizer = make_optimizer(
             settings.optimizer, self.model.parameters(), settings.first_lr, settings.options
@@ -145,7 +147,7 @@ class Trainer:
         if self.step >= self.num_steps:
             raise InvalidValueError(f"all {self.num_steps} steps are done; make a Trainer with more epochs")
         if self._blocks is None:
-            self._blocks = _blocks(self.sampler, self.step, self.num_steps)
+            self._blocks = self.sampler.blocks(self.step, self.num_steps)
         block = next(self._blocks)
         set_lr(self.optimizer, self.settings.first_lr, self.step / self.num_steps)
         if len(block.words) > 1:  # fewer make no pair
@@ -213,7 +215,7 @@ class Trainer:
                 watcher.finish(self)
 
     def state(self) -> dict[str, Any]:
-        """Return what training has done so far, but for model, optimizer and generator: plain data for a checkpoint."""
+        """Return what training has done so far, but for model and optimizer: plain data for a checkpoint."""
         return {
             "step": self.step,
             "elapsed_s": self.elapsed_s,
@@ -226,7 +228,7 @@ class Trainer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; model, optimizer and generator have been loaded already."""
+        """Go on from `state`; model and optimizer have been loaded already."""
         self.step, self.elapsed_s = state["step"], state["elapsed_s"]
         self._loss_sum, self._pair_sum = state["loss_sum"], state["pair_sum"]
         self._corpus_words, self._has_learned = state["corpus_words"], state["has_learned"]
@@ -238,22 +240,13 @@ class Trainer:
 
     def discard(self) -> None:
         """Remove the table files of memory "mmap", so that they do not stop the next run."""
-        # seam: self.model.discard()
-        for embedding in (self.model.input, self.model.output):
-            if self.settings.memory == "mmap" and embedding.table.path is not None:
-                Path(embedding.table.path).unlink(missing_ok=True)
+        self.model.discard()
 
     def vectors(self, num_words: int | None = None) -> Vectors:
         """Return the vectors as they are now, or those of the `num_words` most frequent words.
 
         They are the input table itself, without a copy, where it is in host memory.
         """
-        matrix = self.model.input.table.torch().cpu()  # seam: self.model.word_vectors()
+        matrix = self.model.word_vectors()
         vocabulary, some = self.corpus.vocabulary, slice(num_words)
         return Vectors(vocabulary.words[some], matrix[some], vocabulary.counts[some])
-
-
-def _blocks(sampler: Sampler, first: int, last: int) -> Iterator[Block]:
-    """Yield the blocks of the steps `first` to `last` - 1."""
-    # seam: sampler.blocks(first, last)
-    return (sampler.block(step % len(sampler)) for step in range(first, last))

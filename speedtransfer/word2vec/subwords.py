@@ -1,0 +1,241 @@
+"""Words as bags of rows: their own and those of their character n-grams, hashed into buckets (Bojanowski et al. 2017).
+
+"Enriching Word Vectors with Subword Information", section 3.2: a word in boundary marks, ``<word>``, is cut into all its
+n-grams of `min_n` to `max_n` characters, and each is hashed into one of `buckets` rows that all words share. The n-grams,
+their order and their buckets are those of fastText and of gensim, so that tables can be compared row by row: 32-bit FNV-1a
+over the bytes of UTF-8, which fastText takes as signed numbers. A boundary mark alone is no n-gram.
+
+The table has a row for each word of the vocabulary, then the buckets; the vector of a word is the mean of its rows. Each of them
+receives its share of the gradient. fastText gives each the whole, as if the vector were a sum: with SGD it learns as this does
+with a learning rate for the input table that is larger by the number of rows a word has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from speedtransfer.errors import InvalidValueError, check_size
+from speedtransfer.nn import Embedding
+from speedtransfer.tables import unique_rows
+from speedtransfer.word2vec.vectors import UnknownWordError
+
+MAX_BUCKETS = 1 << 32  # the hash has 32 bits
+_FNV_OFFSET, _FNV_PRIME = np.uint32(2166136261), np.uint32(16777619)
+_UTF8_BYTES = 4  # of a character, at most
+_CHUNK_CHARACTERS = 1 << 20  # hashed at once; each takes about 30 bytes for each length of n-gram
+
+
+def check_ngrams(buckets: int, min_n: int, max_n: int) -> None:
+    """Raise unless these are sizes that n-grams can be hashed with; `buckets` 0 means none.
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError
+        One is no integer, or out of range.
+    """
+    if check_size(buckets, "buckets", 0) > MAX_BUCKETS:
+        raise InvalidValueError(f"buckets is {buckets} but the hash has 32 bits; pass at most {MAX_BUCKETS}")
+    if check_size(max_n, "max_n", 1) < check_size(min_n, "min_n", 1):
+        raise InvalidValueError(f"max_n is {max_n} but min_n is {min_n}; pass a max_n of at least {min_n}")
+
+
+def count_ngrams(words: Sequence[str], min_n: int, max_n: int) -> np.ndarray:
+    """Return how many n-grams each word has, those that it has twice counted twice: int64, shape (len(words),)."""
+    lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words)) + 2  # with the boundary marks
+    counts = np.zeros(len(words), dtype=np.int64)
+    for n in range(min_n, max_n + 1):
+        counts += np.maximum(lengths - n + 1, 0)
+    return counts - 2 if min_n == 1 else counts  # the marks alone
+
+
+def hash_ngrams(words: Sequence[str], buckets: int, min_n: int = 3, max_n: int = 6) -> np.ndarray:
+    """Return the bucket of every n-gram of `words`, word after word, each by where its n-grams begin, then by their length.
+
+    Parameters
+    ----------
+    words : sequence of str
+    buckets : int
+        At most ``2**32``.
+    min_n, max_n : int
+        Characters (not bytes) of an n-gram, boundary marks included.
+
+    Returns
+    -------
+    ndarray of int64, shape (sum of `count_ngrams`,)
+    """
+    if not words:
+        return np.empty(0, dtype=np.int64)
+    data = np.frombuffer("".join(f"<{word}>" for word in words).encode(), dtype=np.uint8)
+    begins = np.flatnonzero((data & 0xC0) != 0x80)  # the other bytes continue a character
+    num_bytes = np.diff(begins, append=len(data))
+    count = len(begins)
+    # Zeros after the last character stand for those that a later n-gram would need: what they give is not taken.
+    signed = data.view(np.int8).astype(np.int32).view(np.uint32)
+    signed = np.concatenate([signed, np.zeros(_UTF8_BYTES, dtype=np.uint32)])
+    bytes_of = [np.concatenate([signed[begins + j], np.zeros(max_n, np.uint32)]) for j in range(num_bytes.max())]
+    num_bytes = np.concatenate([num_bytes, np.ones(max_n, dtype=num_bytes.dtype)])
+
+    lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words)) + 2
+    ends = np.cumsum(lengths)
+    left = np.repeat(ends, lengths) - np.arange(count)  # characters from here to the end of the word
+    hashes = np.empty((count, max_n - min_n + 1), dtype=np.uint32)
+    taken = np.empty(hashes.shape, dtype=bool)
+    running = np.full(count, _FNV_OFFSET)
+    for n in range(1, max_n + 1):  # the hash of an n-gram goes on where that of the shorter one ended
+        last = slice(n - 1, n - 1 + count)  # the n-th character of each
+        for j, byte in enumerate(bytes_of):
+            longer = (running ^ byte[last]) * _FNV_PRIME
+            running = longer if j == 0 else np.where(num_bytes[last] > j, longer, running)
+        if n >= min_n:
+            hashes[:, n - min_n] = running
+            taken[:, n - min_n] = left >= n
+    if min_n == 1:
+        taken[ends - 1, 0] = taken[ends - lengths, 0] = False
+    return hashes[taken].astype(np.int64) % buckets
+
+
+def hash_word(word: str, buckets: int, min_n: int = 3, max_n: int = 6) -> np.ndarray:
+    """Return the buckets of the n-grams of `word`, as `hash_ngrams`.
+
+    Raises
+    ------
+    UnknownWordError
+        It is too short to have any.
+    """
+    hashed = hash_ngrams([word], buckets, min_n, max_n)
+    if not len(hashed):
+        raise UnknownWordError(f"{word!r} has no n-grams of {min_n} to {max_n} characters; pass a longer word")
+    return hashed
+
+
+class Subwords:
+    """Which rows each word of a vocabulary is the mean of.
+
+    Parameters
+    ----------
+    words : sequence of str
+        The vocabulary; word i has row i of the table.
+    buckets : int
+        Rows after those of the words.
+    min_n, max_n : int
+        Characters of an n-gram.
+    device : torch.device
+        Where the lists of rows are kept.
+
+    Attributes
+    ----------
+    num_rows : int
+        Of the table.
+    offsets : Tensor of int64, shape (len(words) + 1,)
+        The rows of word i are ``rows[offsets[i] : offsets[i + 1]]``.
+    rows : Tensor of int32 (int64 where the table has 2**31 rows or more), shape (offsets[-1],)
+        Its own row first.
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError
+        As `check_ngrams`.
+    """
+
+    def __init__(
+        self, words: Sequence[str], buckets: int, min_n: int = 3, max_n: int = 6, device: torch.device | str = "cpu"
+    ) -> None:
+        check_ngrams(check_size(buckets, "buckets", 1), min_n, max_n)
+        self.buckets, self.min_n, self.max_n = buckets, min_n, max_n
+        self.num_words, self.num_rows = len(words), len(words) + buckets
+        offsets = np.zeros(len(words) + 1, dtype=np.int64)
+        np.cumsum(count_ngrams(words, min_n, max_n) + 1, out=offsets[1:])
+        rows = np.empty(offsets[-1], dtype=np.int32 if self.num_rows <= 1 << 31 else np.int64)
+        for start, stop in _chunks(words):
+            begin, end = offsets[start], offsets[stop]
+            own = offsets[start:stop] - begin
+            is_own = np.zeros(end - begin, dtype=bool)
+            is_own[own] = True
+            part = rows[begin:end]
+            part[own] = np.arange(start, stop)
+            part[~is_own] = hash_ngrams([words[i] for i in range(start, stop)], buckets, min_n, max_n) + self.num_words
+        self.offsets = torch.from_numpy(offsets).to(device)
+        self.rows = torch.from_numpy(rows).to(device)
+
+    def bags(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of `words`, one bag after the other, and how many each has.
+
+        Parameters
+        ----------
+        words : Tensor of int64, shape (u,)
+
+        Returns
+        -------
+        rows : Tensor of int64, shape (sum of counts,)
+        counts : Tensor of int64, shape (u,)
+        """
+        words = words.to(self.offsets.device)
+        begins = self.offsets[words]
+        counts = self.offsets[words + 1] - begins
+        ends = counts.cumsum(0)
+        place = torch.repeat_interleave(begins - (ends - counts), counts)
+        place += torch.arange(len(place), device=place.device)
+        return self.rows[place].long(), counts
+
+    def means(self, start: int, stop: int, weight: Tensor) -> Tensor:
+        """Return the vectors of the words `start` to `stop`, shape (stop - start, dim), from all rows of the table."""
+        begin, end = int(self.offsets[start]), int(self.offsets[stop])
+        rows, offsets = self.rows[begin:end].long(), self.offsets[start:stop] - begin
+        return F.embedding_bag(rows.to(weight.device), weight, offsets.to(weight.device), mode="mean")
+
+
+def _chunks(words: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yield start and stop of stretches of `words` with about `_CHUNK_CHARACTERS` characters each."""
+    start = characters = 0
+    for number, word in enumerate(words):
+        characters += len(word) + 2
+        if characters >= _CHUNK_CHARACTERS:
+            yield start, number + 1
+            start, characters = number + 1, 0
+    if start < len(words):
+        yield start, len(words)
+
+
+class ActiveWords:
+    """The vectors of some words, made of the rows of a table: what `ActiveRows` is to words that have one row each.
+
+    Parameters
+    ----------
+    embedding : Embedding
+        Over `subwords.num_rows` rows.
+    subwords : Subwords
+    words : Tensor of int64
+        Any shape.
+
+    Attributes
+    ----------
+    rows : Tensor, shape (u, dim)
+        The vectors of the distinct words, on the compute device; part of an autograd graph where gradients are wanted.
+    inverse : Tensor of int64
+        Where each of `words` is in `rows`; the shape of `words`.
+    """
+
+    def __init__(self, embedding: Embedding, subwords: Subwords, words: Tensor) -> None:
+        unique = unique_rows(words.flatten())
+        rows, counts = subwords.bags(unique.ids)
+        self._active, device = embedding.activate(rows), embedding.table.device
+        self._counts = counts.to(device)
+        self.inverse = unique.inverse.view(words.shape).to(device)
+        offsets = self._counts.cumsum(0) - self._counts
+        self.rows = F.embedding_bag(self._active.inverse, self._active.rows, offsets, mode="mean")
+
+    def add_grad(self, grad: Tensor) -> None:
+        """Deposit the gradient of `rows`, shape (u, dim), for ``optimizer.step()``: each row of a word gets its share."""
+        share = grad / self._counts[:, None]
+        bag_of = torch.repeat_interleave(torch.arange(len(share), device=share.device), self._counts)
+        groups, rows = self._active.groups, self._active.rows
+        if groups.order is not None:  # sorted by row already; for float32 twice as fast as index_add_
+            total = F.embedding_bag(bag_of[groups.order], share, groups.starts, mode="sum")
+        else:
+            total = torch.zeros_like(rows).index_add_(0, self._active.inverse, share[bag_of])
+        self._active.add_grad(total)

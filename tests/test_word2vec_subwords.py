@@ -1,0 +1,143 @@
+"""N-grams and buckets against gensim's, which are fastText's; vectors and gradients of bags against torch by hand."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from gensim.models.fasttext import ft_ngram_hashes
+from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every test here)
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.nn import Embedding
+from speedtransfer.word2vec import subwords
+from speedtransfer.word2vec.subwords import ActiveWords, Subwords, count_ngrams, hash_ngrams
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzäßéñдצ日本語中文한😀ç<>'"  # of one to four bytes
+
+
+def draw_words(count, seed=0):
+    rng = random.Random(seed)
+    return ["".join(rng.choices(LETTERS, k=rng.randint(0, 14))) for _ in range(count)]
+
+
+def rows_by_gensim(words, buckets, min_n, max_n):
+    return [[i, *(len(words) + h for h in ft_ngram_hashes(w, min_n, max_n, buckets))] for i, w in enumerate(words)]
+
+
+@pytest.mark.parametrize(
+    ("buckets", "min_n", "max_n"),
+    [(2_000_000, 3, 6), (1000, 1, 4), (7, 1, 1), (1 << 32, 2, 2), (100_003, 5, 9), (1, 3, 3)],
+)
+def test_ngrams_fall_into_the_buckets_of_fasttext(buckets, min_n, max_n):
+    words = [*draw_words(500), "banana", "", "a", "é", "😀", "<", "<>"]
+    expected = [ft_ngram_hashes(word, min_n, max_n, buckets) for word in words]
+    assert hash_ngrams(words, buckets, min_n, max_n).tolist() == [h for hashes in expected for h in hashes]
+    assert count_ngrams(words, min_n, max_n).tolist() == list(map(len, expected))
+
+
+def test_words_of_letters_of_one_byte():
+    words = ["where", "there", "w"]  # no letter of two bytes among them
+    expected = [h for word in words for h in ft_ngram_hashes(word, 3, 6, 99)]
+    assert hash_ngrams(words, 99).tolist() == expected
+    assert hash_ngrams([], 99).tolist() == []
+
+
+@pytest.mark.parametrize("chunk", [1, 50, 1 << 20])
+def test_rows_of_a_vocabulary(monkeypatch, chunk):
+    monkeypatch.setattr(subwords, "_CHUNK_CHARACTERS", chunk)
+    words = list(dict.fromkeys(draw_words(200)))
+    bags = Subwords(words, 1000, 2, 4)
+    expected = rows_by_gensim(words, 1000, 2, 4)
+    ends = bags.offsets.tolist()
+    assert [bags.rows[ends[i] : ends[i + 1]].tolist() for i in range(len(words))] == expected
+    assert (bags.rows.dtype, bags.num_rows) == (torch.int32, len(words) + 1000)
+    rows, counts = bags.bags(torch.tensor([5, 0, 5, 77]))
+    assert rows.tolist() == [row for i in (5, 0, 5, 77) for row in expected[i]]
+    assert counts.tolist() == [len(expected[i]) for i in (5, 0, 5, 77)]
+
+
+def test_rows_beyond_int32():
+    bags = Subwords(["word", "other"], 1 << 32)
+    assert bags.rows.dtype == torch.int64
+    expected = rows_by_gensim(["word", "other"], 1 << 32, 3, 6)
+    assert bags.rows.tolist() == [*expected[0], *expected[1]]
+
+
+def make(words, dim=6, buckets=40):
+    """Return few buckets, so that words share rows and a word has a row twice, and a table in float64."""
+    bags = Subwords(words, buckets)
+    embedding = Embedding(bags.num_rows, dim, device="cpu", dtype=torch.float64)
+    return bags, embedding
+
+
+def test_vectors_are_means_of_rows_and_gradients_go_back_to_them():
+    words = [*draw_words(30), "banana"]
+    bags, embedding = make(words)
+    expected_rows = rows_by_gensim(words, 40, 3, 6)
+    before = embedding.table.torch().clone().requires_grad_()
+    vectors = torch.stack([before[rows].mean(0) for rows in expected_rows])
+    batch = torch.tensor([[3, 30], [3, 7]])
+
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.5)
+    with torch.no_grad():
+        active = ActiveWords(embedding, bags, batch)
+        torch.testing.assert_close(active.rows[active.inverse], vectors[batch].detach())
+        assert active.rows.shape == (3, 6)
+        grad = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        active.add_grad(grad)
+    optimizer.step()
+    (vectors[torch.tensor([3, 7, 30])] * grad).sum().backward()
+    torch.testing.assert_close(embedding.table.torch(), before.detach() - 0.5 * before.grad)
+
+
+def test_gradients_without_the_order_of_rows(monkeypatch):
+    words = draw_words(30)
+    results = []
+    for keep_order in (True, False):
+        torch.manual_seed(0)
+        bags, embedding = make(words)
+        optimizer = torch.optim.SGD(embedding.parameters(), lr=0.5)
+        with torch.no_grad():
+            active = ActiveWords(embedding, bags, torch.arange(20))
+            if not keep_order:  # as on a GPU
+                groups = active._active.groups._replace(order=None, starts=None)
+                monkeypatch.setattr(active._active, "groups", groups)
+            active.add_grad(torch.ones(20, 6, dtype=torch.float64))
+        optimizer.step()
+        results.append(embedding.table.torch().clone())
+    torch.testing.assert_close(*results)
+
+
+def test_means_of_a_stretch_of_the_vocabulary():
+    words = draw_words(30)
+    bags, embedding = make(words)
+    weight = embedding.table.torch()
+    expected = torch.stack([weight[rows].mean(0) for rows in rows_by_gensim(words, 40, 3, 6)])
+    torch.testing.assert_close(bags.means(4, 30, weight), expected[4:30])
+
+
+def test_a_large_vocabulary():
+    words = [f"word{number:x}" for number in range(100_000)]
+    bags = Subwords(words, 2_000_000)
+    last = bags.rows[bags.offsets[-2] :].tolist()
+    assert last == [99_999, *(100_000 + h for h in ft_ngram_hashes(words[-1], 3, 6, 2_000_000))]
+    assert np.all(np.diff(bags.offsets.numpy()) > 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0, 3, 6), InvalidValueError, "buckets is 0 but must be at least 1"),
+        (((1 << 32) + 1, 3, 6), InvalidValueError, "buckets is 4294967297 but the hash has 32 bits; pass at most"),
+        ((10, 0, 6), InvalidValueError, "min_n is 0 but must be at least 1"),
+        ((10, 4, 3), InvalidValueError, "max_n is 3 but min_n is 4; pass a max_n of at least 4"),
+        ((1.5, 3, 6), InvalidTypeError, r"buckets is 1.5 \(float\) but must be an integer"),
+        ((10, 3, "6"), InvalidTypeError, "max_n is '6'"),
+    ],
+)
+def test_bad_sizes(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Subwords(["word"], *arguments)
