@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -26,7 +27,11 @@ def corpus_ids(repeat=1, seed=0):
 
 
 def sampler_of(vocabulary, ids, seed=3, **kwargs):
-    return Sampler(ids, vocabulary, torch.Generator().manual_seed(seed), **kwargs)
+    return Sampler(ids, vocabulary, seed=seed, **kwargs)
+
+
+def epoch_of(sampler):
+    return list(sampler.blocks(0, len(sampler)))
 
 
 def assert_drawn_from(observed, probability):
@@ -42,24 +47,73 @@ def assert_drawn_from(observed, probability):
 def test_without_subsampling_the_blocks_are_the_corpus(vocabulary):
     ids = corpus_ids()
     sampler = sampler_of(vocabulary, ids, sample=0, block_words=100)
-    blocks = list(sampler)
+    blocks = epoch_of(sampler)
     assert len(blocks) == len(sampler) == 8
     assert [len(block.words) for block in blocks] == [100] * 7 + [91]
     assert torch.cat([block.words for block in blocks]).tolist() == ids.tolist()
-    assert blocks[0].words.dtype == torch.int64
+    assert {t.dtype for t in (blocks[0].words, blocks[0].before, blocks[0].negatives)} == {torch.int64}
     assert sum(block.num_corpus_words for block in blocks) == len(ids)
+    assert sampler.block(8).words.tolist() == blocks[0].words.tolist()  # the next epoch
+    assert not torch.equal(sampler.block(8).before, blocks[0].before)
 
 
 def test_windows_are_even(vocabulary):
-    drawn = torch.cat([block.windows for block in sampler_of(vocabulary, corpus_ids(40), sample=0, window=7)])
-    assert (drawn.min(), drawn.max()) == (1, 7)
-    assert_drawn_from(np.bincount(drawn.numpy(), minlength=8)[1:], np.full(7, 1 / 7))
+    blocks = epoch_of(sampler_of(vocabulary, corpus_ids(40), sample=0, window=7))
+    for side in ("before", "after"):
+        whole = torch.cat([getattr(block, side)[7:-7] for block in blocks])  # no edge in reach
+        assert (whole.min(), whole.max()) == (1, 7)
+        assert_drawn_from(np.bincount(whole.numpy(), minlength=8)[1:], np.full(7, 1 / 7))
+    assert all(torch.equal(block.before[7:-7], block.after[7:-7]) for block in blocks)
 
 
-def test_negatives_follow_the_noise(vocabulary):
-    sampler = sampler_of(vocabulary, corpus_ids(), sample=0, block_words=100, shared_negatives=4000)
-    drawn = torch.cat([block.negatives for block in sampler])
-    assert_drawn_from(np.bincount(drawn.numpy(), minlength=len(COUNTS)), vocabulary.noise())
+def test_windows_end_at_the_block(vocabulary):
+    for block in epoch_of(sampler_of(vocabulary, corpus_ids(2), sample=0.05, window=7, block_words=100)):
+        position = torch.arange(len(block.words))
+        assert (block.before <= position).all()
+        assert (block.after <= position.flip(0)).all()
+        assert block.before[0] == block.after[-1] == 0
+
+
+@pytest.mark.parametrize("sample", [0, 0.02])
+def test_windows_end_at_the_edges_of_sequences(vocabulary, sample):
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(1, 30, 200)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    ids = corpus_ids(10)[: lengths.sum()]
+    sampler = sampler_of(vocabulary, ids, starts=starts, sample=sample, window=7, block_words=300)
+    kept_at = []
+    for step in range(len(sampler)):
+        block, span = sampler.block(step), slice(step * sampler.stretch, (step + 1) * sampler.stretch)
+        sequence = np.repeat(np.arange(200), lengths)[span]
+        numbers = torch.from_numpy(ids[span].astype(np.int64))
+        generator = torch.Generator().manual_seed(sampler._seed_of(step))
+        kept = (torch.rand(len(numbers), generator=generator) < sampler._keep[numbers]).numpy()
+        sequence = sequence[kept]
+        n = len(block.words)
+        for i in range(n):
+            left, right = int(block.before[i]), int(block.after[i])
+            assert len(set(sequence[i - left : i + right + 1])) == 1
+            if left < right:  # cut on the left: by an edge
+                assert i - left == 0 or sequence[i - left - 1] != sequence[i]
+            if right < left:
+                assert i + right == n - 1 or sequence[i + right + 1] != sequence[i]
+        kept_at.append(kept.mean())
+    assert (np.mean(kept_at) == 1) == (sample == 0)
+
+
+def test_negatives_follow_the_noise_in_every_group(vocabulary):
+    sampler = sampler_of(vocabulary, corpus_ids(), sample=0, block_words=700, shared_negatives=5)
+    drawn = torch.stack([sampler.block(step).negatives for step in range(1000)])
+    assert drawn.shape == (1000, 3, 5)  # a group for every 256 words
+    for group in range(3):
+        assert_drawn_from(np.bincount(drawn[:, group].flatten().numpy(), minlength=len(COUNTS)), vocabulary.noise())
+
+
+def test_negatives_of_a_block_spread_as_the_noise_does(vocabulary):
+    sampler = sampler_of(vocabulary, corpus_ids(), sample=0, block_words=700, shared_negatives=100)
+    for step in range(20):
+        counts = np.bincount(sampler.block(step).negatives.flatten().numpy(), minlength=len(COUNTS))
+        assert np.abs(counts - 300 * vocabulary.noise()).max() <= 2  # the strata at both ends of a word
 
 
 def test_assertion_finds_a_wrong_distribution(vocabulary):
@@ -70,8 +124,8 @@ def test_assertion_finds_a_wrong_distribution(vocabulary):
 
 def test_subsampling_keeps_the_share_of_the_formula(vocabulary):
     repeat, sample = 300, 0.02
-    sampler = sampler_of(vocabulary, corpus_ids(repeat), sample=sample)
-    kept = np.bincount(torch.cat([block.words for block in sampler]).numpy(), minlength=len(COUNTS))
+    blocks = epoch_of(sampler_of(vocabulary, corpus_ids(repeat), sample=sample))
+    kept = np.bincount(torch.cat([block.words for block in blocks]).numpy(), minlength=len(COUNTS))
     share = vocabulary.counts / vocabulary.num_words
     probability = np.minimum((np.sqrt(share / sample) + 1) * sample / share, 1)
     trials = np.array(COUNTS) * repeat
@@ -82,7 +136,7 @@ def test_subsampling_keeps_the_share_of_the_formula(vocabulary):
 
 
 def test_blocks_have_about_the_size_asked_for(vocabulary):
-    blocks = list(sampler_of(vocabulary, corpus_ids(100), sample=0.02, block_words=500))
+    blocks = epoch_of(sampler_of(vocabulary, corpus_ids(100), sample=0.02, block_words=500))
     sizes = [len(block.words) for block in blocks[:-1]]
     assert np.mean(sizes) == pytest.approx(500, rel=0.03)
     assert len(set(sizes)) > 1
@@ -90,33 +144,46 @@ def test_blocks_have_about_the_size_asked_for(vocabulary):
 
 
 def blocks_equal(first, second):
-    names = ("words", "windows", "negatives")
+    names = ("words", "before", "after", "negatives")
     return all(torch.equal(getattr(a, n), getattr(b, n)) for a, b in zip(first, second, strict=True) for n in names)
 
 
 def test_seed_decides_every_draw(vocabulary):
     ids = corpus_ids(10)
-    first, second, other = (list(sampler_of(vocabulary, ids, seed, sample=0.02, block_words=200)) for seed in (5, 5, 6))
+    first, second, other = (epoch_of(sampler_of(vocabulary, ids, s, sample=0.02, block_words=200)) for s in (5, 5, 6))
     assert blocks_equal(first, second)
-    assert not torch.equal(first[0].negatives, other[0].negatives)
+    assert not torch.equal(first[0].words, other[0].words)
+    assert len({tuple(block.before.tolist()) for block in first + other}) == len(first + other)
 
 
-def test_any_block_again_from_the_state_of_the_generator(vocabulary):
-    sampler = sampler_of(vocabulary, corpus_ids(10), sample=0.02, block_words=200)
-    for number in range(3):
-        sampler.block(number)
-    state = sampler.generator.get_state()
-    expected = sampler.block(3)
-    again = sampler_of(vocabulary, corpus_ids(10), seed=99, sample=0.02, block_words=200)
-    again.generator.set_state(state)
-    assert blocks_equal([expected], [again.block(3)])
+def test_any_block_again_by_its_step(vocabulary):
+    ids = corpus_ids(10)
+    blocks = list(sampler_of(vocabulary, ids, sample=0.02, block_words=200).blocks(0, 60))
+    sampler = sampler_of(vocabulary, ids, sample=0.02, block_words=200)
+    assert blocks_equal(blocks[41:60], list(sampler.blocks(41, 60)))
+    assert blocks_equal([blocks[7]], [sampler.block(7)])
+    assert list(sampler.blocks(5, 5)) == []
+
+
+def test_stopping_early_leaves_no_thread(vocabulary):
+    before = threading.active_count()
+    blocks = sampler_of(vocabulary, corpus_ids(10), block_words=200).blocks(0, 50)
+    next(blocks)
+    blocks.close()
+    assert threading.active_count() == before
+
+
+def test_what_fails_while_drawing_reaches_the_caller(vocabulary):
+    ids = np.full(100, len(COUNTS), dtype=np.int32)  # no such word
+    with pytest.raises(IndexError):
+        next(sampler_of(vocabulary, ids, sample=0.02).blocks(0, 2))
 
 
 def test_small_corpora(vocabulary):
-    blocks = list(sampler_of(vocabulary, np.array([3], dtype=np.int32), sample=0))
+    blocks = epoch_of(sampler_of(vocabulary, np.array([3], dtype=np.int32), sample=0))
     assert [block.words.tolist() for block in blocks] == [[3]]
     two = Vocabulary(["a", "b"], [10**9, 1])
-    assert len(list(sampler_of(two, np.zeros(50, dtype=np.int32), sample=1e-6))) == 1
+    assert len(epoch_of(sampler_of(two, np.zeros(50, dtype=np.int32), sample=1e-6))) == 1
 
 
 def test_bad_arguments(vocabulary):

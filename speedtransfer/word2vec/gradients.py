@@ -12,17 +12,17 @@ itself is not skipped, as it would be in word2vec.c: it has the weight of its sm
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import importlib.util
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from speedtransfer.engines.host import run_on_threads
 
 TILE = 32  # words a tile: smaller ones cost more calls, larger ones more products outside the band
 
@@ -80,22 +80,26 @@ def skipgram_gradients(
     -------
     BlockGradients
     """
-    pairs = before + after
-    band = _compiled_band if _compiled_for(center_rows) else _band
-    center_grad, context_grad, loss = band(center_rows, context_rows, centers, contexts, before, after, with_loss)
+    pairs, compiled = before + after, _compiled() if center_rows.device.type == "cpu" else None
+    band = (center_rows, context_rows, centers, contexts, before, after, with_loss)
+    in_thread = _helper().submit(_compiled_band, compiled, *band) if compiled else None
 
     # The negatives of a word are the same wherever it stands in the block: once a unique row, weighted by its pairs.
     groups, k = negatives.shape
     weight = center_rows.new_zeros(len(center_rows)).index_add_(0, centers, pairs.to(center_rows.dtype))
     weight = _in_groups(weight.mul_(negative / k)[:, None], groups)
-    center = _in_groups(center_rows, groups)
-    noise = context_rows[negatives]
+    center, noise = _in_groups(center_rows, groups), context_rows[negatives]
     scores = torch.bmm(center, noise.transpose(1, 2))
-    if loss is not None:
-        loss += (F.softplus(scores) * weight).sum()
+    loss = (F.softplus(scores) * weight).sum() if with_loss else None
     slope = scores.sigmoid_().mul_(weight)
-    center_grad += torch.bmm(slope, noise).flatten(0, 1)[: len(center_grad)]
-    context_grad.index_add_(0, negatives.flatten(), torch.bmm(slope.transpose(1, 2), center).flatten(0, 1))
+    from_noise = torch.bmm(slope, noise).flatten(0, 1)[: len(center_rows)]
+    noise_grad = torch.bmm(slope.transpose(1, 2), center).flatten(0, 1)
+
+    center_grad, context_grad, band_loss = in_thread.result() if in_thread else _band(*band)
+    center_grad += from_noise
+    context_grad.index_add_(0, negatives.flatten(), noise_grad)
+    if loss is not None and band_loss is not None:
+        loss += band_loss
     return BlockGradients(center_grad, context_grad, pairs.sum(), loss)
 
 
@@ -121,11 +125,18 @@ def _compiled() -> Any:
     return compiled
 
 
-def _compiled_for(rows: Tensor) -> bool:
-    return rows.device.type == "cpu" and _compiled() is not None
+@functools.cache
+def _helper() -> concurrent.futures.ThreadPoolExecutor:
+    """Return the thread that sees to the positive pairs while the calling one sees to the negatives."""
+    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="speedtransfer-pairs")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_helper.cache_clear)  # a forked process has no such thread
 
 
 def _compiled_band(
+    compiled: Any,
     center_rows: Tensor,
     context_rows: Tensor,
     centers: Tensor,
@@ -133,24 +144,14 @@ def _compiled_band(
     before: Tensor,
     after: Tensor,
     with_loss: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `_band`, row by row."""
-    compiled, count = _compiled(), len(centers)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_band`, pair by pair."""
     center_grad, context_grad = torch.empty_like(center_rows), torch.zeros_like(context_rows)
-    reach = int(max(before.numpy().max(initial=0), after.numpy().max(initial=0)))
-    slopes = torch.empty(count, 2 * reach + 1, dtype=center_rows.dtype)
-    losses = torch.empty(count, dtype=torch.float64)
-    tensors = (center_rows, context_rows, center_grad, context_grad, slopes, losses)
-    c, o, dc, do, s, sums = (tensor.numpy() for tensor in tensors)
-    b, a, ci, oi = (tensor.numpy() for tensor in (before, after, centers, contexts))
-    work = 4 * int((b + a).sum()) * c.shape[1]  # bytes of context rows that a pass reads
-    by_center = compiled.group_by_row(ci, len(c))
-    first = (c, o, oi, b, a, *by_center, s, dc, sums, with_loss)
-    run_on_threads([(compiled.center_pass, first)], count, work, tensors)
-    by_context = compiled.group_by_row(oi, len(o))
-    second = (c, ci, b, a, *by_context, s, do)
-    run_on_threads([(compiled.context_pass, second)], count, work, tensors)
-    return center_grad, context_grad, losses.sum().to(center_rows.dtype) if with_loss else None
+    loss = compiled.pairs(
+        *(t.numpy() for t in (center_rows, context_rows, centers, contexts, before, after, center_grad, context_grad)),
+        with_loss,
+    )
+    return center_grad, context_grad, center_rows.new_tensor(loss)
 
 
 # --- positive pairs, in torch -----------------------------------------------------------------------------------------

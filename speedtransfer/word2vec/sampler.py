@@ -96,7 +96,6 @@ class Sampler:
         cumulated = np.cumsum(vocabulary.noise())
         cumulated[-1] = 1.0  # whatever the sum was rounded to
         self._noise = torch.from_numpy(cumulated).to(self.device)
-        self._generator = torch.Generator(self.device)
 
     def __len__(self) -> int:
         """Return the number of steps an epoch."""
@@ -105,30 +104,43 @@ class Sampler:
     def blocks(self, first: int, last: int) -> Iterator[Block]:
         """Yield the blocks of steps `first` to below `last`; a thread draws the next one meanwhile."""
         with concurrent.futures.ThreadPoolExecutor(1, "speedtransfer-sampler") as thread:
-            ahead = [thread.submit(self.block, first)] if first < last else []
-            while ahead:
-                block, step = ahead.pop().result(), first
-                first += 1
-                if first < last:
-                    ahead.append(thread.submit(self.block, first))
+            drawn = [thread.submit(self.block, step) for step in range(first, last)[:1]]
+            for step in range(first, last):
+                block = drawn.pop().result()
+                if step + 1 < last:
+                    drawn.append(thread.submit(self.block, step + 1))
                 yield block
 
     def block(self, step: int) -> Block:
         """Draw the block of `step`, counted from 0 over all epochs."""
         start = step % len(self) * self.stretch
         stretch = self.ids[start : start + self.stretch]
-        # A generator begins anew at every step: the seeds of different runs must not meet, hence the multiplication.
-        generator = self._generator.manual_seed((self.seed * 0x9E3779B97F4A7C15 + step) % (1 << 64))
+        generator = torch.Generator(self.device).manual_seed(self._seed_of(step))
         words = torch.from_numpy(stretch.astype(np.int64)).to(self.device)
         kept = torch.rand(len(words), generator=generator, device=self.device) < self._keep[words]
         words = words[kept]
         windows = torch.randint(1, self.window + 1, (len(words),), generator=generator, device=self.device)
         before, after = self._within(windows, kept, start)
-        uniform = torch.rand(
-            self.groups, self.shared_negatives, dtype=torch.float64, generator=generator, device=self.device
-        )
-        negatives = torch.searchsorted(self._noise, uniform, right=True)
-        return Block(words, before, after, negatives, len(stretch))
+        return Block(words, before, after, self._draw_negatives(generator), len(stretch))
+
+    def _draw_negatives(self, generator: torch.Generator) -> Tensor:
+        """Draw (groups, shared_negatives) words of the noise, one in each of as many equal strata of it.
+
+        Every draw follows the noise, and all together they spread over frequent and rare words as it does, so that sums over
+        them vary less than over independent draws. Of neighbouring strata each group has one, by a random turn: dealt out
+        in a fixed order a frequent word would always meet the same centers.
+        """
+        k, groups, device = self.shared_negatives, self.groups, self.device
+        strata = torch.rand(k, groups, dtype=torch.float64, generator=generator, device=device)
+        strata.view(-1).add_(torch.arange(k * groups, device=device)).div_(k * groups)
+        turn = torch.randint(groups, (k, 1), generator=generator, device=device)
+        strata = strata.gather(1, (turn + torch.arange(groups, device=device)) % groups)
+        # Clamped because the last stratum may be rounded up to 1.
+        return torch.searchsorted(self._noise, strata.t().contiguous(), right=True).clamp_(max=len(self._noise) - 1)
+
+    def _seed_of(self, step: int) -> int:
+        """Return the seed of a step: those of other runs are far away."""
+        return (self.seed * 0x9E3779B97F4A7C15 + step) % (1 << 64)
 
     def _within(self, windows: Tensor, kept: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Cut `windows` (n,) at the edges of the block and of the sequences of the words `kept`."""

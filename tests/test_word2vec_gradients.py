@@ -1,0 +1,136 @@
+"""The written-out gradients against autograd on the plain loss, pair by pair; compiled pairs against those of torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from speedtransfer.word2vec import gradients
+from speedtransfer.word2vec.gradients import skipgram_gradients
+
+WAYS = ["compiled", "torch"]
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    if request.param == "compiled":
+        pytest.importorskip("numba")
+        assert gradients._compiled() is not None
+    else:
+        monkeypatch.setattr(gradients, "_compiled", lambda: None)
+    return request.param
+
+
+def draw_block(num_words, num_rows, window, groups, k, seed=0):
+    """Return words, before, after, negatives; windows end at the block and at a few edges of sequences."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator)
+
+    edges = torch.cat([torch.tensor([0, num_words]), draw(0, num_words + 1, num_words // 20)]).unique()
+    position, windows = torch.arange(num_words), draw(0, window + 1, num_words)
+    sequence = torch.searchsorted(edges, position, right=True)
+    before = torch.minimum(windows, position - edges[sequence - 1])
+    after = torch.minimum(draw(0, window + 1, num_words), edges[sequence] - 1 - position)
+    return draw(0, num_rows, num_words), before, after, draw(0, num_rows, groups, k)
+
+
+def plain_loss(center_table, context_table, words, before, after, negatives, negative):
+    """Skip-gram with negative sampling as it is defined, one pair at a time; shared negatives weighted to `negative` draws."""
+    unique = words.unique().tolist()
+    share = -(-len(unique) // len(negatives))
+    loss, num_pairs = center_table.new_zeros(()), 0
+    for i, word in enumerate(words.tolist()):
+        noise = context_table[negatives[unique.index(word) // share]]
+        for j in range(i - int(before[i]), i + int(after[i]) + 1):
+            if j == i:
+                continue
+            num_pairs += 1
+            loss = loss - F.logsigmoid(center_table[word] @ context_table[words[j]])
+            loss = loss - F.logsigmoid(-(noise @ center_table[word])).sum() * negative / len(noise)
+    return loss, num_pairs
+
+
+def by_hand(center_table, context_table, block, negative, with_loss=True):
+    """Return the result, and both gradients spread over whole tables."""
+    words, before, after, negatives = block
+    centers, centers_at = torch.unique(words, return_inverse=True)
+    contexts, contexts_at = torch.unique(torch.cat([words, negatives.flatten()]), return_inverse=True)
+    n = len(words)
+    result = skipgram_gradients(
+        center_table[centers], context_table[contexts], centers_at, contexts_at[:n],
+        contexts_at[n:].view_as(negatives), before, after, negative, with_loss,
+    )  # fmt: skip
+    center_grad, context_grad = torch.zeros_like(center_table), torch.zeros_like(context_table)
+    center_grad[centers], context_grad[contexts] = result.center, result.context
+    return result, center_grad, context_grad
+
+
+@pytest.mark.parametrize(
+    ("num_words", "window", "groups", "k", "dim"),
+    [(1, 3, 1, 4, 5), (2, 1, 1, 1, 3), (3, 5, 2, 4, 8), (31, 2, 3, 7, 4), (32, 5, 1, 8, 4), (33, 5, 20, 2, 4),
+     (64, 5, 2, 3, 6), (70, 16, 4, 9, 5), (50, 20, 1, 9, 5), (100, 3, 5, 10, 1)],
+)  # fmt: skip
+@pytest.mark.usefixtures("way")
+def test_gradients_are_those_of_autograd_on_the_plain_loss(num_words, window, groups, k, dim):
+    num_rows, negative = 17, 5  # fewer words than positions: rows repeat
+    generator = torch.Generator().manual_seed(1)
+    tables = [torch.randn(num_rows, dim, dtype=torch.float64, generator=generator) for _ in range(2)]
+    block = draw_block(num_words, num_rows, window, groups, k)
+    result, *grads = by_hand(*tables, block, negative)
+
+    for table in tables:
+        table.requires_grad_()
+    expected, num_pairs = plain_loss(*tables, *block, negative)
+    if num_pairs:
+        expected.backward()
+    assert int(result.num_pairs) == num_pairs
+    torch.testing.assert_close(result.loss, expected.detach())
+    for grad, table in zip(grads, tables, strict=True):
+        torch.testing.assert_close(grad, torch.zeros_like(table) if table.grad is None else table.grad)
+
+
+@pytest.mark.usefixtures("way")
+def test_one_pair_by_hand():
+    # Two words, both windows 1, vectors of one number: scores 0 and 0, one negative (word 1) weighted by 2 a pair.
+    rows, at, ones = torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), torch.tensor([1, 1])
+    nobody = torch.zeros(2, dtype=torch.int64)
+    before, after = torch.minimum(ones, at), torch.minimum(ones, 1 - at)
+    result = skipgram_gradients(rows, torch.zeros(2, 1), at, at, torch.tensor([[1]]), before, after, 2)
+    assert result.num_pairs == 2
+    assert result.loss.item() == pytest.approx(2 * (1 + 2) * 0.693147, rel=1e-5)
+    assert result.center.tolist() == [[0.0], [0.0]]  # contexts are zero
+    # context 0 meets center 1: -2/2; context 1 meets center 0: -1/2; as a negative: 2 * (1 + 2)/2
+    assert result.context.tolist() == [[-1.0], [2.5]]
+    alone = skipgram_gradients(rows, torch.ones(2, 1), at, at, torch.tensor([[1]]), nobody, nobody, 2)
+    assert (alone.num_pairs, alone.loss) == (0, 0)
+    assert not alone.center.any()
+    assert not alone.context.any()
+
+
+@pytest.mark.usefixtures("way")
+def test_loss_is_left_out_on_demand():
+    block, rows = draw_block(40, 10, 3, 2, 5), torch.randn(10, 4)
+    (with_loss, *expected), (without, *grads) = (by_hand(rows, rows, block, 5, wanted) for wanted in (True, False))
+    assert without.loss is None
+    assert with_loss.loss > 0
+    assert all(map(torch.equal, grads, expected))
+
+
+def test_extreme_scores_and_both_ways_agree(monkeypatch):
+    pytest.importorskip("numba")
+    block = draw_block(300, 40, 5, 2, 16)
+    generator = torch.Generator().manual_seed(2)
+    tables = [torch.randn(40, 33, generator=generator) * 5 for _ in range(2)]  # scores up to about +-500
+    compiled, *compiled_grads = by_hand(*tables, block, 5)
+    again, *again_grads = by_hand(*tables, block, 5)
+    assert all(map(torch.equal, compiled_grads, again_grads))
+    assert torch.equal(compiled.loss, again.loss)
+    monkeypatch.setattr(gradients, "_compiled", lambda: None)
+    plain, *plain_grads = by_hand(*tables, block, 5)
+    assert plain.loss.isfinite()
+    torch.testing.assert_close(compiled.loss, plain.loss)
+    for grad, expected in zip(compiled_grads, plain_grads, strict=True):
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-3)
