@@ -71,7 +71,7 @@ def test_empty():
         (b"some text\0more", "is no text: byte 9 is NUL"),
         (b"some text \xff\xfe", "is no UTF-8 text: invalid start byte at byte 10"),
         (b"cut short \xe6\x9d", "is no UTF-8 text: unexpected end of data at byte 10"),
-        (b"x" * 100, "holds a word of over 20 characters"),
+        (b"x" * 100, "holds a word of over 20 bytes"),
     ],
 )
 def test_rubbish(tmp_path, data, message):
