@@ -215,10 +215,11 @@ def _renumber(ids: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarra
     for start in range(0, len(ids), CHUNK_IDS):
         chunk = final[ids[start : start + CHUNK_IDS]]
         chunk = chunk[chunk != _DROPPED]
-        is_word = chunk != LINE_END
-        # What begins behind a line end is the word after it, at once or after more line ends.
-        starts.append(end + np.unique(np.cumsum(is_word)[~is_word]))
-        chunk = chunk[is_word]
+        line_ends = np.flatnonzero(chunk == LINE_END)
+        if len(line_ends):
+            # Behind a line end begins the sequence of the next word, how many line ends there be in between.
+            starts.append(end + np.unique(line_ends - np.arange(len(line_ends))))
+            chunk = chunk[chunk != LINE_END]
         ids[end : end + len(chunk)] = chunk
         end += len(chunk)
     left = ids[:end].view(np.ndarray)

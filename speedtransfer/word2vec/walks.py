@@ -9,7 +9,7 @@ only what the other factors reach is rejected that way; the rest is a chance of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,17 +86,24 @@ def write_walks(
         Called with the number of nodes written so far.
     """
     stepper = _Stepper(graph, settings.p, settings.q)
-    together = max(1, _BLOCK_STEPS // settings.walk_length)
+    rng = np.random.default_rng(settings.seed)
     num_nodes = 0
-    for number in range(settings.walks):
-        rng = np.random.default_rng((settings.seed, number))
-        order = rng.permutation(len(graph))
-        for first in range(0, len(order), together):
-            walks = stepper.walk(order[first : first + together], settings.walk_length, rng)
-            write(walks.ravel())
-            num_nodes += int(np.count_nonzero(walks != LINE_END))
-            if report is not None:
-                report(num_nodes)
+    for starts in _starts(len(graph), settings, rng):
+        walks = stepper.walk(starts, settings.walk_length, rng)
+        write(walks.ravel())
+        num_nodes += int(np.count_nonzero(walks != LINE_END))
+        if report is not None:
+            report(num_nodes)
+
+
+def _starts(num_nodes: int, settings: WalkSettings, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Yield nodes for walks to start from together: all nodes in random order, as often as there are walks."""
+    together = max(1, _BLOCK_STEPS // settings.walk_length)
+    rounds = max(1, together // num_nodes)
+    for first in range(0, settings.walks, rounds):
+        order = np.concatenate([rng.permutation(num_nodes) for _ in range(min(rounds, settings.walks - first))])
+        for begin in range(0, len(order), together):
+            yield order[begin : begin + together]
 
 
 class _Stepper:
@@ -153,8 +160,8 @@ class _Stepper:
         # What going back weighs beyond the cap, in units of all the weight at the node.
         share = 1 / self._degrees[here] if self._shares is None else self._shares[came]
         surplus = max(self._back - cap, 0.0) * share
-        chosen = np.empty(len(here), np.int64)
-        todo = np.arange(len(here))
+        chosen = self._graph.begins[here]  # all there is to choose at the end of a path
+        todo = np.flatnonzero(self._degrees[here] > 1)
         while len(todo):
             uniform = rng.random(len(todo)) * (cap + surplus[todo])
             returning = uniform >= cap
