@@ -45,9 +45,7 @@ def test_many_blocks(monkeypatch):
 
 
 def sequences_of(corpus):
-    return [
-        [corpus.vocabulary.words[i] for i in part] for part in np.split(corpus.ids, corpus.starts[1:])
-    ]
+    return [[corpus.vocabulary.words[i] for i in part] for part in np.split(corpus.ids, corpus.starts[1:])]
 
 
 def test_lines_literal():

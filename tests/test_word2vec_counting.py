@@ -17,7 +17,19 @@ pytest.importorskip("numba")
 SPACES = [chr(c) for c in range(0x110000) if chr(c).isspace()]
 # Neighbours of white space that are none, and one character of each length.
 WORD_CHARACTERS = [*"abcxyz09'", "\x01", "\x1b", "\x7f", "\x84", "\x86", "é", "\u200b", "\u200c", "\u2030", "\u3001"]
-WORD_CHARACTERS += ["\u167f", "\u1681", "\u180e", "\u2027", "\u202a", "\u205e", "\u2060", "東", "京", "\U0001f600", "\u2070"]
+WORD_CHARACTERS += [
+    "\u167f",
+    "\u1681",
+    "\u180e",
+    "\u2027",
+    "\u202a",
+    "\u205e",
+    "\u2060",
+    "東",
+    "京",
+    "\U0001f600",
+    "\u2070",
+]
 
 
 class Dripping(io.BytesIO):
@@ -118,7 +130,9 @@ def test_several_files(always_fast, tmp_path):
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-@pytest.mark.parametrize("rubbish", [b"\0", b"\xff", b"\xe6\x9d", b"\xed\xa0\x80", b"\xc3 ", b"\xf4\x90\x80\x80", b"\xc0\x80"])
+@pytest.mark.parametrize(
+    "rubbish", [b"\0", b"\xff", b"\xe6\x9d", b"\xed\xa0\x80", b"\xc3 ", b"\xf4\x90\x80\x80", b"\xc0\x80"]
+)
 @pytest.mark.parametrize("step", [5, 64, 10_000])
 def test_rubbish_is_told_alike(always_fast, mark, rubbish, step):
     data = mark + b"w\xc3\xa9rd \xe6\x9d\xb1\n" * 30

@@ -110,7 +110,10 @@ def test_counting_pairs(monkeypatch, chunk):
     ids = np.random.default_rng(3).integers(-1, 6, 400).astype(np.int32)
     pairs, counts = count_pairs(ids, 6)
     expected = Counter((a, b) for a, b in zip(ids.tolist(), ids[1:].tolist(), strict=False) if a >= 0 and b >= 0)
-    assert dict(zip(zip((pairs // 6).tolist(), (pairs % 6).tolist(), strict=True), counts.tolist(), strict=True)) == expected
+    assert (
+        dict(zip(zip((pairs // 6).tolist(), (pairs % 6).tolist(), strict=True), counts.tolist(), strict=True))
+        == expected
+    )
     assert (np.diff(pairs) > 0).all()
 
 

@@ -157,7 +157,9 @@ class Corpus:
             if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
                 what = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
                 kind = np.dtype(dtype).name
-                raise InvalidTypeError(f"{name} is {what} but must be a 1-D {kind} array; pass np.array({name}, '{kind}')")
+                raise InvalidTypeError(
+                    f"{name} is {what} but must be a 1-D {kind} array; pass np.array({name}, '{kind}')"
+                )
         if len(ids) == 0:
             raise InvalidValueError("ids is empty but a corpus has words; pass one number a word")
         for start in range(0, len(ids), CHUNK_IDS):
@@ -171,7 +173,9 @@ class Corpus:
         if starts is not None and not (
             len(starts) and starts[0] == 0 and starts[-1] < len(ids) and (starts[1:] > starts[:-1]).all()
         ):
-            raise InvalidValueError(f"starts must rise from 0 to below {len(ids)}, the words; leave out empty sequences")
+            raise InvalidValueError(
+                f"starts must rise from 0 to below {len(ids)}, the words; leave out empty sequences"
+            )
         corpus = cls.__new__(cls)
         corpus.vocabulary, corpus.num_raw_words, corpus.starts = vocabulary, len(ids), starts
         corpus.ids = ids.view(np.ndarray)
@@ -200,7 +204,7 @@ def _temporary_file() -> IO[bytes]:
 
 def _write(file: IO[bytes], numbers: np.ndarray) -> None:
     try:
-        file.write(memoryview(np.ascontiguousarray(numbers)).cast("B"))
+        file.write(numbers.tobytes())
     except OSError as error:
         raise StorageError(
             f"the corpus does not fit as numbers (4 bytes a word) in {tempfile.gettempdir()!r} ({error.strerror}); "
@@ -209,7 +213,7 @@ def _write(file: IO[bytes], numbers: np.ndarray) -> None:
 
 
 def _renumber(ids: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Replace every number by its final one in place and drop what is no word; return what is left, and the sequences' starts."""
+    """Replace the numbers by the final ones, in place, and drop the others; return what is left, and where sequences begin."""
     end = 0  # never overtakes the chunk being read
     starts = [np.zeros(1, np.int64)]
     for start in range(0, len(ids), CHUNK_IDS):

@@ -44,20 +44,22 @@ def _equal(text: Any, starts: Any, number: int, data: Any, begin: int, length: i
     first = starts[number]
     if starts[number + 1] - first != length + 1:
         return False
-    for k in range(length):
-        if text[first + k] != data[begin + k]:
-            return False
-    return True
+    k = 0
+    while k < length and text[first + k] == data[begin + k]:
+        k += 1
+    return k == length
 
 
 @compile_function
 def _split(data: Any, at: int, lines: bool, keys: Any, ends: Any, lengths: Any) -> tuple[int, int]:
     """Find the words of `data` from byte `at` on, until its end or until no more fit; a line end is a word of length 0.
 
-    The key of a word is its last 8 bytes. Returns the byte and the number of words reached. No branch depends on where words end:
-    the processor could not guess them.
+    The key of a word is its last 8 bytes. Returns the byte and the number of words reached. No branch depends on where words
+    end, which the processor could not foresee.
     """
-    num_found = key = length = 0
+    num_found: Any = 0
+    key: Any = 0
+    length: Any = 0
     while at < len(data) and num_found < len(keys) - 2:
         byte = np.int64(data[at])
         width = 1

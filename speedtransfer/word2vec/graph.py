@@ -22,7 +22,7 @@ class Graph:
     Attributes
     ----------
     nodes : WordDict
-        The names of the nodes, numbered in order of appearance.
+        The names of the nodes.
     begins : ndarray of int64, shape (num_nodes + 1,)
     neighbours : ndarray of int32, shape (num_entries,)
         Two entries an edge, one for an edge from a node to itself.
@@ -106,7 +106,9 @@ def _iter_edges(source: Source) -> Iterator[_Edges]:
         edges = _Edges()
         for place, fields in lines:
             if not 2 <= len(fields) <= 3:
-                remedy = "for lines of a node and its neighbours pass kind='adjacency'" if len(fields) > 3 else "mend it"
+                remedy = (
+                    "for lines of a node and its neighbours pass kind='adjacency'" if len(fields) > 3 else "mend it"
+                )
                 raise InvalidValueError(
                     f"{place} has {len(fields)} fields, {' '.join(fields)[:40]!r}, but an edge is 'node node' or "
                     f"'node node weight'; {remedy}"

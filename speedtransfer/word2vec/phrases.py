@@ -5,8 +5,9 @@ Mikolov et al. 2013, "Distributed Representations of Words and Phrases", section
 
     (count(a b) - min_count) / count(a) / count(b) * (distinct words + distinct pairs) > threshold.
 
-It works on numbers, in place and in chunks. The distinct pairs are held in memory, up to `MAX_PAIRS`: beyond that the rarest
-are dropped, as word2phrase and gensim do, the limit rising by one each time, and pairs that begin late in the text may be missed.
+It works on numbers, in place and in chunks. Memory holds the distinct pairs, up to `MAX_PAIRS`: whenever there are more the
+rarest are dropped, first those that have occurred once, the next time twice, and so on, as word2phrase and gensim do. So in
+a text of that size a pair that is always rare may be missed.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ def join_phrases(ids: np.ndarray, words: Words, min_count: int, threshold: float
 
 
 def count_pairs(ids: np.ndarray, num_words: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pairs of neighbours as ``first * num_words + second``, int64, sorted, shape (k,), and how often each occurs."""
+    """Return the distinct pairs of neighbours and how often each occurs, both int64, shape (k,).
+
+    A pair is ``first * num_words + second``; they are sorted.
+    """
     pairs, counts = np.empty(0, np.int64), np.empty(0, np.int64)
     least = 1
     for start in range(0, len(ids), CHUNK_IDS):

@@ -74,7 +74,9 @@ class Vocabulary:
             Fewer than two words are left: there is nothing to tell apart.
         """
         words, numbers = list(counts), np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
-        return cls.choose(numbers, lambda chosen: [words[number] for number in chosen.tolist()], min_count, max_words)[0]
+        return cls.choose(numbers, lambda chosen: [words[number] for number in chosen.tolist()], min_count, max_words)[
+            0
+        ]
 
     @classmethod
     def choose(
