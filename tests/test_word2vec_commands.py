@@ -92,6 +92,25 @@ def test_train_from_standard_input(folder):
     assert Path("out/vectors.txt").read_bytes() == Path("again/vectors.txt").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("content", "flags"),
+    [
+        ("a b\nb c\nc d\nd a\n", ["--kind", "graph", "--walks", "20", "--walk-length", "9", "--q", "0.5"]),
+        ("a b 2\nb c 1\nc a 0.5\n", ["--kind", "graph"]),
+        ("a b c\nd a\n", ["--kind", "adjacency"]),
+        ("a b c d\nc d\n" * 9, ["--kind", "lines", "--model", "cbow"]),
+        ("new york is new\n" * 9, ["--phrases", "1", "--phrase-threshold", "0.1", "--min-count", "1"]),
+        ("river rivers water waters\n" * 9, ["--buckets", "100", "--min-n", "2", "--max-n", "4"]),
+    ],
+)
+def test_kinds_of_corpora_and_models(folder, content, flags):
+    Path("items.txt").write_text(content)
+    result = run("train", "items.txt", "-o", "out", *flags, "--sample", "0", *QUICK)
+    assert result.exit_code == 0, result.output
+    words = Vectors.load("out/vectors.txt").words
+    assert "new_york" in words if "--phrases" in flags else set(words) <= set(content.split())
+
+
 def test_resumed_into_the_folder_of_the_interrupted_run(folder):
     arguments = ["train", "corpus.txt", "-o", "out", "--checkpoint", "point", *QUICK]
     assert run(*arguments).exit_code == 0

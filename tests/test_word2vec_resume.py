@@ -83,6 +83,8 @@ def moved_state(trainer):
         (39, {"optimizer": "adagrad", "memory": "mmap"}),
         (31, {"optimizer": "sgd", "options": {"momentum": 0.9}}),
         (13, {"optimizer": "nadam", "epochs": 1}),
+        (20, {"model": "cbow"}),
+        (20, {"buckets": 300, "memory": "mmap"}),
     ],
 )
 def test_resumed_run_has_the_same_bits(corpus, tmp_path, monkeypatch, step, changes):
@@ -168,6 +170,22 @@ def test_another_number_of_threads_is_told(corpus, tmp_path, capsys):
     torch.set_num_threads(2)
     quietly(corpus, checkpoint=tmp_path / "point", resume=True, epochs=1)
     assert "this run has 2 threads but was begun with 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["lines", "graph"])
+def test_sequences(tmp_path, monkeypatch, kind):
+    lines = text(300).split() if kind == "graph" else text(3000).split()
+    size = 2 if kind == "graph" else 7
+    (tmp_path / "corpus").write_bytes(
+        b"\n".join(b" ".join(lines[i : i + size]) for i in range(0, len(lines) // size * size, size))
+    )
+    changes = {"kind": kind, "walks": 2, "walk_length": 20, "p": 0.5, "q": 2.0}
+    whole = quietly(tmp_path / "corpus", **changes)
+    broken_off(tmp_path / "corpus", 9, 4, tmp_path / "point", monkeypatch, **changes)
+    resumed = quietly(tmp_path / "corpus", checkpoint=tmp_path / "point", resume=True, **changes)
+    assert resumed.matrix.tobytes() == whole.matrix.tobytes()
+    with pytest.raises(InvalidValueError, match=r"kind is 'text' but the checkpoint"):
+        quietly("not read", checkpoint=tmp_path / "point", resume=True)
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------
@@ -261,7 +279,7 @@ def test_full_disk_does_not_end_training(corpus, tmp_path, monkeypatch, capsys):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.glob("*"))
 
 
 def test_failed_run_leaves_no_tables(corpus, tmp_path):

@@ -203,7 +203,7 @@ def test_set_in_another_language_is_found_before_training(corpus, tmp_path):
         quietly(
             corpus, evaluate=tmp_path / "pairs.txt", memory="mmap", path=tmp_path / "t", tensorboard=tmp_path / "board"
         )
-    assert list((tmp_path / "t").iterdir()) == []
+    assert list((tmp_path / "t").glob("*")) == []
     assert not (tmp_path / "board").exists()
 
 

@@ -246,8 +246,7 @@ def _corpus_facts(corpus: Corpus) -> dict[str, Any]:
         vocabulary.update("\n".join(words[start : start + _HASH_CHUNK]).encode() + b"\n")
     vocabulary.update(np.ascontiguousarray(corpus.vocabulary.counts).tobytes())
     text = hashlib.sha256()
-    starts = getattr(corpus, "starts", None)  # seam: an attribute of every corpus
-    arrays: Sequence[np.ndarray] = [corpus.ids] if starts is None else [corpus.ids, starts]
+    arrays: Sequence[np.ndarray] = [corpus.ids] if corpus.starts is None else [corpus.ids, corpus.starts]
     for array in arrays:
         for start in range(0, len(array), _HASH_CHUNK):
             text.update(np.ascontiguousarray(array[start : start + _HASH_CHUNK]).tobytes())

@@ -92,8 +92,20 @@ class Run:
         """
         settings = self.settings
         if not isinstance(corpus, Corpus):
-            # seam: kind, phrases, phrase_threshold, walks, walk_length, p, q and seed go to the corpus as well
-            corpus = Corpus(corpus, settings.min_count, settings.max_words, report=progress.reading)
+            corpus = Corpus(
+                corpus,
+                settings.min_count,
+                settings.max_words,
+                progress.reading,
+                kind=settings.kind,
+                phrases=settings.phrases,
+                phrase_threshold=settings.phrase_threshold,
+                walks=settings.walks,
+                walk_length=settings.walk_length,
+                p=settings.p,
+                q=settings.q,
+                seed=settings.seed,
+            )
         if self.checkpoints is not None and self.checkpoints.resumes:
             trainer = self.checkpoints.restore(corpus, settings, progress)
         else:

@@ -67,7 +67,7 @@ class Trainer:
         self.sampler = Sampler(
             corpus.ids,
             corpus.vocabulary,
-            starts=getattr(corpus, "starts", None),
+            starts=corpus.starts,
             seed=settings.seed,
             device=resolve_device(settings.device),
             window=settings.window,
