@@ -24,7 +24,7 @@ from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.trainer import Trainer
 
-TABLE_FILES = ("input.safetensors", "output.safetensors")  # seam: what the model calls them
+TABLE_FILES = ("input.safetensors", "output.safetensors")  # as `tablefiles.TableFiles` calls them
 _HASH_CHUNK = 1 << 20  # words
 _ANY_MEMORY = ("memory", "path")  # rows are the same in all of them
 
