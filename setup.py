@@ -10,6 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "speedtransfer/version.py")
 
 FAST = ["numba>=0.60"]  # rows on the host at one and a half to four times the speed of torch's own copies
 PLOT = ["matplotlib>=3.8"]
+TENSORBOARD = ["tensorboard>=2.15"]
 DEV = [
     "gensim>=4.3",  # the reader whose word2vec formats ours must satisfy
     "hypothesis>=6.100",
@@ -40,6 +41,7 @@ setup(
         "numpy>=2",
         "rich>=13",
         "safetensors>=0.4.3",
+        "tomli>=2; python_version < '3.11'",
         "torch>=2.4",
         "typer>=0.12",
         "typing_extensions>=4.6",
@@ -49,7 +51,8 @@ setup(
         "cuda13": ["cupy-cuda13x>=13.6"],
         "fast": FAST,
         "plot": PLOT,
-        "dev": DEV + FAST + PLOT,
+        "tensorboard": TENSORBOARD,
+        "dev": DEV + FAST + PLOT + TENSORBOARD,
     },
     entry_points={"console_scripts": ["speedtransfer=speedtransfer.cli:main"]},
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from gensim.models import KeyedVectors
 from typer.testing import CliRunner
 
@@ -23,6 +24,7 @@ from speedtransfer.word2vec import demo as demo_module
 from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.demo import run_demo
 from speedtransfer.word2vec.output import OutputFolder
+from speedtransfer.word2vec.settings import SETTINGS
 
 QUICK = ["--dim", "8", "--epochs", "1", "--device", "cpu", "--quiet"]
 
@@ -75,7 +77,7 @@ def test_train(folder):
     assert facts["steps"] == facts["of_steps"]
 
 
-@pytest.mark.parametrize("format", ["txt", "vec", "bin", "safetensors", ".BIN"])
+@pytest.mark.parametrize("format", ["txt", "vec", "bin", "safetensors", "glove", "kv", ".BIN"])
 def test_formats(folder, format):
     result = run("train", "corpus.txt", "-o", "out", "--format", format, *QUICK)
     assert result.exit_code == 0, result.output
@@ -88,6 +90,50 @@ def test_train_from_standard_input(folder):
     assert result.exit_code == 0, result.output
     assert run("train", "corpus.txt", "-o", "again", *QUICK).exit_code == 0
     assert Path("out/vectors.txt").read_bytes() == Path("again/vectors.txt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "flags"),
+    [
+        ("a b\nb c\nc d\nd a\n", ["--kind", "graph", "--walks", "20", "--walk-length", "9", "--q", "0.5"]),
+        ("a b 2\nb c 1\nc a 0.5\n", ["--kind", "graph"]),
+        ("a b c\nd a\n", ["--kind", "adjacency"]),
+        ("a b c d\nc d\n" * 9, ["--kind", "lines", "--model", "cbow"]),
+        ("new york is new\n" * 9, ["--phrases", "1", "--phrase-threshold", "0.1", "--min-count", "1"]),
+        ("river rivers water waters\n" * 9, ["--buckets", "100", "--min-n", "2", "--max-n", "4"]),
+    ],
+)
+def test_kinds_of_corpora_and_models(folder, content, flags):
+    Path("items.txt").write_text(content)
+    result = run("train", "items.txt", "-o", "out", *flags, "--sample", "0", *QUICK)
+    assert result.exit_code == 0, result.output
+    words = Vectors.load("out/vectors.txt").words
+    assert "new_york" in words if "--phrases" in flags else set(words) <= set(content.split())
+
+
+def test_resumed_into_the_folder_of_the_interrupted_run(folder):
+    arguments = ["train", "corpus.txt", "-o", "out", "--checkpoint", "point", *QUICK]
+    assert run(*arguments).exit_code == 0
+    before = Path("out/vectors.txt").read_bytes()
+    fails_with(InvalidValueError, "output folder 'out' exists", *arguments)
+    assert run(*arguments, "--resume").exit_code == 0
+    assert Path("out/vectors.txt").read_bytes() == before
+    Path("out/thesis.tex").write_text("precious")
+    fails_with(InvalidValueError, "holds 'thesis.tex', which is none of ours", *arguments, "--resume")
+    fails_with(InvalidValueError, "seed is 2 but the checkpoint", *arguments, "--resume", "--overwrite", "--seed", "2")
+    assert Path("out/vectors.txt").read_bytes() == before
+    assert run(*arguments, "--overwrite", "--seed", "2").exit_code == 0  # a new run, a new checkpoint
+    assert Path("out/vectors.txt").read_bytes() != before
+    assert run(*arguments, "--resume", "--overwrite", "--seed", "2").exit_code == 0
+
+
+def test_what_repeats_a_run_is_written_down(folder):
+    assert run("train", "corpus.txt", "-o", "out", *QUICK).exit_code == 0
+    facts = json.loads(Path("out/settings.json").read_text())
+    assert set(facts["settings"]) == set(SETTINGS)
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"].keys() == {"speedtransfer", "torch", "numpy", "numba"}
+    assert (facts["device"], facts["threads"], facts["evaluation"]) == ("cpu", torch.get_num_threads(), [])
 
 
 def test_options_reach_the_optimizer(folder):

@@ -9,8 +9,8 @@ import tempfile
 import numpy as np
 import pytest
 
-from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.word2vec import Corpus
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.word2vec import Corpus, Vocabulary
 from speedtransfer.word2vec import corpus as corpus_module
 
 
@@ -44,6 +44,109 @@ def test_many_blocks(monkeypatch):
     assert corpus.vocabulary.encode(words).tolist() == corpus.ids.tolist()
 
 
+def sequences_of(corpus):
+    return [[corpus.vocabulary.words[i] for i in part] for part in np.split(corpus.ids, corpus.starts[1:])]
+
+
+def test_lines_literal():
+    corpus = corpus_of("\nb a x\r\n\n b\ny\nz a b\nc c", min_count=2, kind="lines")
+    assert sequences_of(corpus) == [["b", "a"], ["b"], ["a", "b"], ["c", "c"]]  # the line "y" has lost all its words
+    assert corpus.starts.tolist() == [0, 2, 3, 5]
+    assert corpus.starts.dtype == np.int64
+    assert corpus.num_raw_words == 10
+    assert corpus_of("b a\nb a", min_count=2).starts is None
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 1 << 20])
+def test_lines_in_many_blocks(monkeypatch, chunk):
+    monkeypatch.setattr(corpus_module, "CHUNK_IDS", chunk)
+    rng = np.random.default_rng(chunk)
+    lines = [[f"w{n}" for n in rng.zipf(1.5, rng.integers(0, 6)) if n < 100] for _ in range(400)]
+    corpus = corpus_of("\n".join(map(" ".join, lines)), min_count=9, kind="lines")
+    flat = [word for line in lines for word in line]
+    kept = [[word for word in line if flat.count(word) >= 9] for line in lines]
+    assert sequences_of(corpus) == [line for line in kept if line]
+    assert corpus.num_raw_words == len(flat)
+
+
+def test_a_line_longer_than_a_block(monkeypatch):
+    data = io.BytesIO(b"a b c " * 100_000 + b"\n" + b"a b " * 300_000)
+    assert Corpus(data, kind="lines").starts.tolist() == [0, 300_000]
+
+
+def test_from_ids(tmp_path):
+    vocabulary = Vocabulary(["a", "b", "c"], [2, 2, 1])
+    np.array([0, 1, 2, 0, 1], np.int32).tofile(tmp_path / "ids")
+    ids = np.memmap(tmp_path / "ids", np.int32, mode="r+")
+    corpus = Corpus.from_ids(ids, vocabulary, np.array([0, 3]))
+    assert sequences_of(corpus) == [["a", "b", "c"], ["a", "b"]]
+    assert (len(corpus), corpus.num_raw_words, corpus.vocabulary) == (5, 5, vocabulary)
+    assert np.shares_memory(corpus.ids, ids)
+    assert not corpus.ids.flags.writeable
+    assert ids.flags.writeable  # of the caller's own array nothing has changed
+    assert Corpus.from_ids(ids, vocabulary).starts is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "starts", "error", "message"),
+    [
+        ([0, 3], None, InvalidValueError, r"ids\[1\] is 3 but must be from 0 to 2"),
+        ([0, 1, 1, 1, 1, 1, 1, 1, -1], None, InvalidValueError, r"ids\[8\] is -1 but"),
+        ([], None, InvalidValueError, "ids is empty"),
+        ([0, 1], [0, 2], InvalidValueError, "starts must rise from 0 to below 2"),
+        ([0, 1], [1], InvalidValueError, "starts must rise"),
+        ([0, 1], [0, 0], InvalidValueError, "starts must rise"),
+        ([0, 1], [], InvalidValueError, "starts must rise"),
+        ([[0], [1]], None, InvalidTypeError, r"ids is int32 \(2, 1\) but must be a 1-D int32 array"),
+    ],
+)
+def test_bad_ids(monkeypatch, ids, starts, error, message):
+    monkeypatch.setattr(corpus_module, "CHUNK_IDS", 7)
+    starts = None if starts is None else np.array(starts, np.int64)
+    with pytest.raises(error, match=message):
+        Corpus.from_ids(np.array(ids, np.int32), Vocabulary(["a", "b", "c"], [1, 1, 1]), starts)
+
+
+def test_ids_of_a_wrong_type():
+    vocabulary = Vocabulary(["a", "b"], [1, 1])
+    with pytest.raises(InvalidTypeError, match=r"ids is int64 \(2,\) but must be a 1-D int32 array"):
+        Corpus.from_ids(np.array([0, 1]), vocabulary)
+    with pytest.raises(InvalidTypeError, match="ids is list but must"):
+        Corpus.from_ids([0, 1], vocabulary)
+    with pytest.raises(InvalidTypeError, match="starts is list but must be a 1-D int64 array"):
+        Corpus.from_ids(np.array([0, 1], np.int32), vocabulary, [0])
+
+
+class Unread:
+    def read(self, size):
+        pytest.fail("read in spite of a bad argument")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"min_count": 0}, "min_count is 0 but must be at least 1"),
+        ({"max_words": 1}, "max_words is 1 but must be at least 2"),
+        ({"kind": "line"}, r"kind is 'line' but must be one of 4; did you mean 'lines'\?"),
+        ({"kind": "what"}, "choose from 'text', 'lines', 'graph', 'adjacency'"),
+        ({"phrases": -1}, "phrases is -1 but must be at least 0"),
+        ({"phrases": 1, "kind": "graph"}, "phrases is 1 but the nodes of kind='graph' form none; pass phrases=0"),
+        ({"phrase_threshold": 0}, "phrase_threshold is 0 but must be above 0 and finite"),
+        ({"threads": -1}, "threads is -1 but must be at least 0"),
+        ({"walks": 0}, "walks is 0 but must be at least 1"),
+        ({"walk_length": 1}, "walk_length is 1 but must be at least 2"),
+        ({"p": 0.0}, "p is 0.0 but must be above 0 and finite"),
+        ({"q": -1.0}, "q is -1.0 but must be above 0 and finite"),
+        ({"q": float("nan")}, "q is nan but must be above 0"),
+        ({"p": "1"}, "p is '1' but must be a number"),
+        ({"seed": -1}, "seed is -1 but must be at least 0"),
+    ],
+)
+def test_bad_arguments_are_told_before_reading(arguments, message):
+    with pytest.raises((InvalidValueError, InvalidTypeError), match=message):
+        Corpus(Unread(), **arguments)
+
+
 def test_ids_are_read_only_and_leave_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     corpus = corpus_of("a b " * 10)
@@ -59,6 +162,7 @@ def test_reports_what_it_has_read():
     assert seen[-1] == 20
 
 
+@pytest.mark.parametrize("kind", ["text", "lines"])
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -70,9 +174,9 @@ def test_reports_what_it_has_read():
         ("a a a a a a b b c", "min_count=5 leaves 1 of 3 distinct words .* pass min_count=2 or less"),
     ],
 )
-def test_too_little_text(text, message):
+def test_too_little_text(text, message, kind):
     with pytest.raises(InvalidValueError, match=message):
-        corpus_of(text)
+        corpus_of(text, kind=kind)
 
 
 def test_the_min_count_that_the_message_offers_works():

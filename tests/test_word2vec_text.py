@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
-from speedtransfer.word2vec.text import find_files, iter_words
+from speedtransfer.word2vec.text import find_files, iter_lines, iter_pieces, iter_words
 
 TEXT = "the cat sat\non  the\tmat\r\n\u00e9t\u00e9 \u6771\u4eac the end"
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "été", "東京", "the", "end"]
@@ -60,6 +60,28 @@ def test_byte_order_mark_is_no_part_of_a_word():
     assert words_of(io.BytesIO(b"\xef\xbb\xbfhello world")) == ["hello", "world"]
 
 
+@pytest.mark.parametrize("space", [c for c in map(chr, range(0x110000)) if c.isspace()])
+def test_pieces_are_cut_at_any_white_space(space):
+    data = space.join(["one", "été", "東京", "end"]).encode()
+    assert words_of(io.BytesIO(data), chunk_bytes=9) == ["one", "été", "東京", "end"]
+    pieces = list(iter_pieces(io.BytesIO(data), chunk_bytes=9))
+    assert len(pieces) > 1
+    assert b"".join(piece.data for piece in pieces) == data
+    assert [piece.position for piece in pieces] == [0, *itertools.accumulate(len(p.data) for p in pieces[:-1])]
+    assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+@pytest.mark.parametrize("chunk_bytes", [7, 16, 1 << 20])
+def test_lines(tmp_path, chunk_bytes):
+    text = "one two\n\nthree \u2028 four\r\nend"
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(text, newline="", encoding="utf-8")
+    found = {}
+    for name, lines in iter_lines(tmp_path, chunk_bytes=chunk_bytes):
+        found.setdefault(name, []).extend(lines)
+    assert found == {repr(str(tmp_path / name)): text.split("\n") for name in ("a.txt", "b.txt")}
+
+
 def test_empty():
     assert words_of(io.BytesIO(b"")) == []
     assert words_of(io.BytesIO(b" \n ")) == []
@@ -71,7 +93,7 @@ def test_empty():
         (b"some text\0more", "is no text: byte 9 is NUL"),
         (b"some text \xff\xfe", "is no UTF-8 text: invalid start byte at byte 10"),
         (b"cut short \xe6\x9d", "is no UTF-8 text: unexpected end of data at byte 10"),
-        (b"x" * 100, "holds a word of over 20 characters"),
+        (b"x" * 100, "holds a word of over 20 bytes"),
     ],
 )
 def test_rubbish(tmp_path, data, message):
@@ -85,6 +107,11 @@ def test_rubbish(tmp_path, data, message):
 def test_position_of_rubbish_in_a_later_block():
     with pytest.raises(InvalidValueError, match="at byte 1001;"):
         words_of(io.BytesIO(b"a " * 500 + b"b\xff"), chunk_bytes=100)
+
+
+def test_position_behind_a_byte_order_mark():
+    with pytest.raises(InvalidValueError, match="at byte 5;"):
+        words_of(io.BytesIO(b"\xef\xbb\xbfa \xff"))
 
 
 @pytest.mark.parametrize("suffix", ["gz", "xz"])

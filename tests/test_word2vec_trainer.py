@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from lazy_oracle import one_thread  # noqa: F401
 from rich.console import Console
 
 import speedtransfer
@@ -94,6 +95,62 @@ def test_every_default_learning_rate_learns(corpus, name):
     assert float(after.loss) / int(after.num_pairs) < 0.9 * 6 * np.log(2)
 
 
+FUSED = [
+    ("adam", {}),
+    ("adamw", {}),
+    ("adagrad", {}),
+    ("sgd", {}),
+    ("sgd", {"momentum": 0.9}),
+    ("adam", {"amsgrad": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), FUSED)
+def test_fused_kernels_train_as_single_calls_do(corpus, name, options):
+    fused, single = (
+        Trainer(corpus, Settings(**{**QUICK, "epochs": 1, "optimizer": name, "options": {**options, **choice}}))
+        for choice in ({}, {"foreach": False})
+    )
+    assert fused.optimizer.param_groups[0]["fused"]
+    assert not single.optimizer.param_groups[0]["fused"]
+    for trainer in (fused, single):
+        trainer.run(TrainingProgress(enabled=False))
+    ours, theirs = fused.vectors().matrix, single.vectors().matrix
+    assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
+    assert np.abs(ours).max() > 0.1
+
+
+@pytest.mark.parametrize(("name", "options"), FUSED)
+def test_fused_kernels_repeat_bit_for_bit(corpus, name, options):
+    first, second = (quietly(corpus, optimizer=name, options=options, epochs=1) for _ in range(2))
+    assert first.matrix.tobytes() == second.matrix.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "dtype"),
+    [
+        ("adamw", {"fused": False}, torch.float32),
+        ("adamw", {"foreach": True}, torch.float32),
+        ("adam", {"differentiable": True}, torch.float32),
+        ("adam", {}, torch.float64),
+        ("rmsprop", {}, torch.float32),
+    ],
+)
+def test_not_fused(name, options, dtype):
+    optimizer = make_optimizer(name, [torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype))], options=options)
+    assert not optimizer.param_groups[0].get("fused")
+
+
+def test_kernel_that_a_device_lacks(monkeypatch):
+    def step(self, closure=None):
+        if self.param_groups[0]["fused"]:
+            raise NotImplementedError("no fused kernel of it here")
+
+    monkeypatch.setattr(torch.optim.Adagrad, "step", step)
+    param = torch.nn.Parameter(torch.zeros(2, 2))
+    assert not make_optimizer("adagrad", [param]).param_groups[0]["fused"]
+
+
 @pytest.mark.parametrize("name", ["AdamW", "ADAGRAD", "sgd"])
 def test_case_of_the_name_does_not_matter(corpus, name):
     trainer = Trainer(corpus, Settings(optimizer=name, **QUICK))
@@ -166,6 +223,13 @@ def test_subsampling_that_leaves_nothing():
         InvalidValueError, match=r"sample=1e-09 leaves no two words in any of 2 blocks.*0 to keep every word"
     ):
         quietly(io.BytesIO(b"a b a b a b a b a b"), sample=1e-9)
+
+
+def test_no_step_after_the_last(corpus):
+    trainer = Trainer(corpus, Settings(**{**QUICK, "epochs": 1}))
+    trainer.run(TrainingProgress(enabled=False))
+    with pytest.raises(InvalidValueError, match=r"all .* steps are done"):
+        trainer.train_step()
 
 
 def test_facts_about_a_run(corpus):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -40,6 +41,96 @@ def test_keep_probability_as_word2vec_c_writes_it(sample):
     threshold = sample * sum(counts)
     expected = [min((math.sqrt(count / threshold) + 1) * threshold / count, 1) for count in counts]
     assert Vocabulary(list("abcde"), counts).keep_probability(sample) == pytest.approx(expected, rel=1e-12)
+
+
+def test_keep_probability_as_the_paper_has_it():
+    """The paper drops with 1 - sqrt(t / f); word2vec.c keeps t / f more than that leaves."""
+    counts, sample = np.array([60_000, 5_000, 700, 30]), 1e-4
+    share = counts / counts.sum()
+    paper = np.sqrt(sample / share)
+    kept = Vocabulary(list("abcd"), counts).keep_probability(sample)
+    assert kept == pytest.approx(np.minimum(paper + sample / share, 1), rel=1e-12)
+
+
+@pytest.mark.parametrize("sample", [1e-5, 1e-3, 1e-2])
+def test_keep_probability_agrees_with_gensim(sample):
+    from gensim.models import Word2Vec
+
+    counts = {f"w{n}": 100_000 // n for n in range(1, 200)}
+    model = Word2Vec(vector_size=1, min_count=1, sample=sample)
+    model.build_vocab_from_freq(counts)
+    vocabulary = Vocabulary.from_counts(counts, min_count=1)
+    words = model.wv.index_to_key
+    gensim_keeps = [model.wv.get_vecattr(word, "sample_int") / (2**32 - 1) for word in words]
+    ours = vocabulary.keep_probability(sample)[[vocabulary.get(word) for word in words]]
+    assert ours == pytest.approx(gensim_keeps, abs=1e-9)
+    assert ours.min() < 1
+
+
+def test_a_word_that_never_occurs():
+    vocabulary = Vocabulary(["a", "b", "c"], [5, 5, 0])
+    assert vocabulary.keep_probability(1e-3)[2] == 1
+    assert vocabulary.noise().tolist() == [0.5, 0.5, 0]
+
+
+class Numbers(Sequence):
+    """Words that take no memory."""
+
+    def __init__(self, length):
+        self.length, self.asked = length, 0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, number):
+        if not 0 <= number < self.length:
+            raise IndexError(number)
+        self.asked += 1
+        return str(number)
+
+
+def test_words_that_are_made_up():
+    words = Numbers(3_000_000)
+    counts = np.full(len(words), 7)
+    vocabulary = Vocabulary(words, counts)
+    keep, noise = vocabulary.keep_probability(1e-7), vocabulary.noise()
+    assert vocabulary.words is words
+    assert vocabulary.counts is counts
+    assert words.asked == 0
+    assert (len(vocabulary), len(keep), len(noise)) == (3_000_000,) * 3
+    np.testing.assert_allclose(keep, math.sqrt(0.3) + 0.3)  # in the last chunk, too
+    small = Vocabulary(Numbers(5), [1] * 5)
+    assert small.encode(["4", "5", "0"]).tolist() == [4, 0]
+
+
+def test_words_that_are_made_up_twice():
+    class Same(Numbers):
+        def __getitem__(self, number):
+            return super().__getitem__(number) and "same"
+
+    vocabulary = Vocabulary(Same(3), [1, 1, 1])
+    with pytest.raises(InvalidValueError, match="word 'same' is there twice"):
+        vocabulary.get("same")
+
+
+@pytest.mark.parametrize("max_words", [2, 3, 4, 5, 9, None])
+def test_choice_against_sorting(max_words):
+    counts = {word: count for count, words in ((9, "x"), (4, "dbac"), (2, "é東z"), (1, "qr")) for word in words}
+    vocabulary = Vocabulary.from_counts(counts, min_count=2, max_words=max_words)
+    expected = sorted((-count, word) for word, count in counts.items() if count >= 2)[:max_words]
+    assert list(zip((-vocabulary.counts).tolist(), vocabulary.words, strict=True)) == expected
+
+
+def test_choice_looks_at_no_rare_word():
+    taken = []
+
+    def take(numbers):
+        taken.extend(numbers.tolist())
+        return [f"w{number}" for number in numbers.tolist()]
+
+    vocabulary, kept = Vocabulary.choose(np.array([1, 7, 0, 9, 2]), take, min_count=2)
+    assert vocabulary.words == ["w3", "w1", "w4"]
+    assert (kept.tolist(), sorted(taken)) == ([3, 1, 4], [1, 3, 4])
 
 
 def test_noise():

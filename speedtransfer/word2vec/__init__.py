@@ -6,9 +6,10 @@
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.model import Word2Vec
 from speedtransfer.word2vec.ngram_vectors import NgramVectors
+from speedtransfer.word2vec.run import train
 from speedtransfer.word2vec.sampler import Block, Sampler
 from speedtransfer.word2vec.settings import Settings
-from speedtransfer.word2vec.trainer import Trainer, train
+from speedtransfer.word2vec.trainer import Trainer
 from speedtransfer.word2vec.vectors import UnknownWordError, Vectors
 from speedtransfer.word2vec.vocabulary import Vocabulary
 

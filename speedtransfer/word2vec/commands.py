@@ -10,13 +10,14 @@ import typer
 
 from speedtransfer.errors import InvalidValueError, format_bytes
 from speedtransfer.word2vec import commands_vectors
-from speedtransfer.word2vec.corpus import Corpus
+from speedtransfer.word2vec.config import read_config
 from speedtransfer.word2vec.demo import run_demo
 from speedtransfer.word2vec.output import VECTORS, OutputFolder, check_format, save_run
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.run import Run, Watching
+from speedtransfer.word2vec.settings import SETTINGS, Settings
+from speedtransfer.word2vec.signature import described, shows_settings
 from speedtransfer.word2vec.text import find_files
-from speedtransfer.word2vec.trainer import Trainer
 
 INTERRUPTED = 130  # exit code of a program that Ctrl-C ended, as shells have it
 
@@ -39,49 +40,81 @@ def _parse_options(pairs: list[str]) -> dict[str, Any]:
     return options
 
 
+_SHELL_TYPES: dict[str, Any] = {"path": Path | None, "device": str | None}
+_NONE_MEANS = {"lr": "the optimizer's", "max_words": "all", "device": "cuda if there is one"}
+
+
+def _as_option(name: str, kind: Any) -> Any:
+    """Return how typer takes a setting; `options` comes as pairs."""
+    if name == "options":
+        return None
+    return Annotated[
+        _SHELL_TYPES.get(name, kind),
+        typer.Option(
+            help=described(name),
+            metavar="|".join(SETTINGS[name].metadata.get("choices", ())) or None,
+            show_default=_NONE_MEANS.get(name, SETTINGS[name].default is not None),
+            rich_help_panel="Settings (a config file has them by the same names, with _ for -)",
+        ),
+    ]
+
+
+def _read_settings(ctx: typer.Context, config: Path | None, options: list[str], flags: dict[str, Any]) -> Settings:
+    """Return the settings: flags that were given win over the file, and the file over the defaults."""
+    values = {} if config is None else read_config(config)
+    for name, value in flags.items():
+        source = ctx.get_parameter_source(name)
+        if source is None or not source.name.startswith("DEFAULT"):
+            values[name] = value
+    values["options"] = {**values.get("options", {}), **_parse_options(options)}
+    return Settings(**values)
+
+
 @app.command()
+@shows_settings(_as_option)
 def train(
+    ctx: typer.Context,
     corpus: Annotated[
         str,
         typer.Argument(metavar="CORPUS", help="Text file (.gz and .xz too), folder of them, or - for standard input."),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="New folder for vectors, vocabulary and settings.")],
-    dim: Annotated[int, typer.Option(help="Numbers in a vector.")] = Settings.dim,
-    optimizer: Annotated[str, typer.Option(help="Any row-by-row optimizer of torch.optim.")] = Settings.optimizer,
-    lr: Annotated[float | None, typer.Option(help="First learning rate.", show_default="the optimizer's")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="Optimizer argument, name=value.")] = None,
-    epochs: Annotated[int, typer.Option(help="Passes over the corpus.")] = Settings.epochs,
-    window: Annotated[int, typer.Option(help="Largest window to each side.")] = Settings.window,
-    negative: Annotated[int, typer.Option(help="Negatives a pair.")] = Settings.negative,
-    min_count: Annotated[int, typer.Option(help="Leave out words that occur less often.")] = Settings.min_count,
-    max_words: Annotated[int | None, typer.Option(help="Keep so many frequent words.", show_default="all")] = None,
-    sample: Annotated[float, typer.Option(help="Threshold of subsampling; 0 for none.")] = Settings.sample,
-    block_words: Annotated[int, typer.Option(help="Words a step.")] = Settings.block_words,
-    shared_negatives: Annotated[int, typer.Option(help="Negatives drawn a step.")] = Settings.shared_negatives,
-    seed: Annotated[int, typer.Option(help="Of everything drawn.")] = Settings.seed,
-    memory: Annotated[str, typer.Option(help="auto, pinned, pageable, mmap or device.")] = Settings.memory,
-    path: Annotated[
-        Path | None, typer.Option(help="Folder for the tables of --memory mmap.", show_default=False)
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file of settings, or the settings.json of a run; flags win over it.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Compute device.", show_default="cuda if there is one")] = None,
-    format: Annotated[str, typer.Option(help="Of the vectors: txt, vec, bin or safetensors.")] = "txt",
+    option: Annotated[list[str] | None, typer.Option(help="Optimizer argument, name=value.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder to save the state of training in; at Ctrl-C and the end, too.")
+    ] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between saves.", show_default="an epoch")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the checkpoint, with the same settings.")
+    ] = False,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard: curves, frequent words.")] = None,
+    evaluate: Annotated[
+        list[Path] | None,
+        typer.Option(help="Similarity or analogy set to evaluate on as training goes on; repeatable."),
+    ] = None,
+    evaluate_every: Annotated[float, typer.Option(help="Epochs between evaluations.")] = 1.0,
+    format: Annotated[str, typer.Option(help="Of the vectors: txt, vec, bin, safetensors, glove or kv.")] = "txt",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    **flags: Any,
 ) -> None:
     """Train vectors on a corpus. Ctrl-C stops early and saves what there is (exit code 130)."""
-    settings = Settings(
-        dim=dim, optimizer=optimizer, lr=lr, options=_parse_options(option or []), epochs=epochs, window=window,
-        negative=negative, min_count=min_count, max_words=max_words, sample=sample, block_words=block_words,
-        shared_negatives=shared_negatives, seed=seed, memory=memory, path=path, device=device,
-    )  # fmt: skip
+    settings = _read_settings(ctx, config, option or [], flags)
     suffix = check_format(format)
-    folder = OutputFolder(output, overwrite, remedy=" or pass --overwrite")
+    # The run that is resumed has left its files there when it was interrupted.
+    folder = OutputFolder(output, overwrite or resume, remedy=" or pass --overwrite", only_own=resume and not overwrite)
+    run = Run(
+        settings,
+        Watching(checkpoint, checkpoint_every, resume, tensorboard, evaluate or [], evaluate_every, overwrite),
+    )
     if corpus != "-":
         find_files(corpus)
     with folder:
         with TrainingProgress(not quiet) as progress:
-            trainer = Trainer(Corpus(corpus, min_count, max_words, progress.reading), settings)
-            trainer.run(progress)
+            trainer = run.train(corpus, progress)
         save_run(folder.staging, trainer, corpus, suffix)
         folder.commit()
     to_device, back = trainer.moved_bytes

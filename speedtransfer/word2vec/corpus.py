@@ -1,29 +1,34 @@
-"""A corpus: words streamed out of text files, once, into a temporary file of word numbers that training reads at will.
+"""A corpus: words streamed out of text, or walks over a graph, once, into a temporary file of word numbers.
 
 The text may exceed memory, may be one single line (the text8 format) and may come from a pipe that can be read only once.
-So it is read exactly once, in blocks of bytes: every word gets a provisional number in order of appearance, the numbers go
-to a temporary file (4 bytes a word), and when the counts are known the file is rewritten in place with the numbers of the
-vocabulary. Memory holds the distinct words, never the text.
+So it is read exactly once, in pieces: every word gets a provisional number in order of appearance, the numbers go to a
+temporary file (4 bytes a word), and when the counts are known the file is rewritten in place with the numbers of the
+vocabulary. Memory holds the distinct words, never the text (of a graph: its edges, never the walks).
 
-Words are what white space separates. Lower-casing and punctuation are the user's affair. The corpus is one stream: windows
-reach across lines and files.
+Words are what white space separates. Lower-casing and punctuation are the user's affair. By default the corpus is one stream
+and windows reach across lines and files; where each line or walk is a sequence, `Corpus.starts` says where they begin.
 """
 
 from __future__ import annotations
 
-import itertools
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import IO
 
 import numpy as np
 
-from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.word2vec.text import Source, iter_words, name_of
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size, suggest
+from speedtransfer.word2vec.counting import LINE_END, Words, read_words
+from speedtransfer.word2vec.graph import read_graph
+from speedtransfer.word2vec.phrases import count_numbers, join_phrases
+from speedtransfer.word2vec.text import Source, name_of
 from speedtransfer.word2vec.vocabulary import Vocabulary
+from speedtransfer.word2vec.walks import WalkSettings, check_positive, write_walks
 
 CHUNK_IDS = 1 << 22
+KINDS = ("text", "lines", "graph", "adjacency")
+_DROPPED = -2
 
 
 class Corpus:
@@ -40,21 +45,40 @@ class Corpus:
         Keep only this many of the most frequent words.
     report : callable, optional
         Called with the number of words read so far, about once per megabyte of text.
+    kind : str
+        What the text is. "text": one stream of words. "lines": each line is a sequence of its own, such as a sentence, a
+        session or a basket. "graph": each line is an edge, ``node node`` or ``node node weight``, and the sequences are random
+        walks. "adjacency": the same, each line a node and its neighbours. See :func:`read_graph`.
+    phrases : int
+        How many times to join pairs of words into phrases ("new_york"): each time can double their length. For texts.
+    phrase_threshold : float
+        A higher one joins fewer; as gensim's ``Phrases(min_count, threshold)`` has it. See :func:`join_phrases`.
+    walks, walk_length, p, q, seed
+        Of a graph; see :class:`WalkSettings`.
+    threads : int, optional
+        That help to read a large text where numba is installed (extra ``fast``), by default all cores; 0 for none. The result
+        does not depend on it.
 
     Attributes
     ----------
     vocabulary : Vocabulary
     ids : ndarray of int32, shape (num_words,)
         The words of the vocabulary in the order of the text, mapped from the temporary file, read-only.
+    starts : ndarray of int64, shape (num_sequences,), or None
+        Where in `ids` each sequence begins, from 0 on, rising; those that have lost all their words are left out. None for
+        one stream.
     num_raw_words : int
-        Words of the text, those that were dropped included.
+        Words of the text (of all walks), those that were dropped included.
 
     Raises
     ------
     StorageError
         A file is missing, unreadable or damaged, or the temporary file does not fit on its disk.
     InvalidValueError
-        The text is empty, is no UTF-8, or leaves fewer than two words in the vocabulary.
+        The text is empty, is no UTF-8, is no graph, or leaves fewer than two words in the vocabulary; or an argument breaks
+        its rule, before anything is read.
+    HostMemoryError
+        The distinct words do not fit in memory.
     """
 
     def __init__(
@@ -63,32 +87,110 @@ class Corpus:
         min_count: int = 5,
         max_words: int | None = None,
         report: Callable[[int], None] | None = None,
+        *,
+        kind: str = "text",
+        phrases: int = 0,
+        phrase_threshold: float = 10.0,
+        walks: int = 10,
+        walk_length: int = 80,
+        p: float = 1.0,
+        q: float = 1.0,
+        seed: int = 1,
+        threads: int | None = None,
     ) -> None:
-        number_of: defaultdict[str, int] = defaultdict(itertools.count().__next__)
-        self.num_raw_words = 0
+        min_count = check_size(min_count, "min_count", 1)
+        max_words = None if max_words is None else check_size(max_words, "max_words", 2)
+        _check_kind(kind, check_size(phrases, "phrases"))
+        check_positive(phrase_threshold, "phrase_threshold")
+        walk_settings = WalkSettings(walks, walk_length, p, q, seed)
+        threads = None if threads is None else check_size(threads, "threads")
+
         with _temporary_file() as self._file:
-            for words in iter_words(source):
-                numbers = np.fromiter(map(number_of.__getitem__, words), dtype=np.int32, count=len(words))
-                _write(self._file, numbers)
-                self.num_raw_words += len(words)
-                if report is not None:
-                    report(self.num_raw_words)
-            if self.num_raw_words == 0:
+            write = partial(_write, self._file)
+            words: Words
+            if kind in ("graph", "adjacency"):
+                graph = read_graph(source, adjacency=kind == "adjacency")
+                words = graph.nodes
+                write_walks(graph, walk_settings, write, report)
+                del graph  # the edges are no longer needed
+            else:
+                words = read_words(source, write, kind == "lines", report, threads)
+            if len(words) == 0:
                 raise InvalidValueError(f"{name_of(source)} holds no words; pass a corpus with text in it")
             self._file.flush()
             # The map keeps the pages of the file alive after the file is closed (and, nameless, gone from its folder).
-            ids = np.memmap(self._file, dtype=np.int32, mode="r+", shape=(self.num_raw_words,))
-        counts = np.zeros(len(number_of), dtype=np.int64)
+            ids: np.ndarray = np.memmap(self._file, dtype=np.int32, mode="r+")
+        counts = count_numbers(ids, len(words))
+        self.num_raw_words = int(counts.sum())
+        for _ in range(phrases):
+            ids = join_phrases(ids, words, min_count, phrase_threshold)
+            counts = count_numbers(ids, len(words))
+        self.vocabulary, kept = Vocabulary.choose(counts, words.take, min_count, max_words)
+        final = np.full(len(counts) + 1, _DROPPED, np.int32)
+        final[kept] = np.arange(len(kept), dtype=np.int32)
+        final[LINE_END] = LINE_END
+        self.ids, starts = _renumber(ids, final)
+        self.starts = None if kind == "text" else starts
+
+    @classmethod
+    def from_ids(cls, ids: np.ndarray, vocabulary: Vocabulary, starts: np.ndarray | None = None) -> Corpus:
+        """Make a corpus of words that are numbered already.
+
+        Parameters
+        ----------
+        ids : ndarray of int32, shape (num_words,)
+            Numbers of words of `vocabulary`; may be mapped from a file. Kept, not copied.
+        vocabulary : Vocabulary
+        starts : ndarray of int64, shape (num_sequences,), optional
+            Where each sequence begins; one stream by default.
+
+        Raises
+        ------
+        InvalidTypeError
+            `ids` is no int32 array of one dimension, or `starts` no int64 one.
+        InvalidValueError
+            A number is of no word, there is none, or `starts` does not rise from 0 within `ids`.
+        """
+        for array, name, dtype in ((ids, "ids", np.int32), (starts, "starts", np.int64)):
+            if array is None and name == "starts":
+                continue
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+                what = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+                kind = np.dtype(dtype).name
+                raise InvalidTypeError(
+                    f"{name} is {what} but must be a 1-D {kind} array; pass np.array({name}, '{kind}')"
+                )
+        if len(ids) == 0:
+            raise InvalidValueError("ids is empty but a corpus has words; pass one number a word")
         for start in range(0, len(ids), CHUNK_IDS):
-            counts += np.bincount(ids[start : start + CHUNK_IDS], minlength=len(counts))
-        self.vocabulary = Vocabulary.from_counts(
-            dict(zip(number_of, counts.tolist(), strict=True)), min_count=min_count, max_words=max_words
-        )
-        final = np.fromiter((self.vocabulary.get(word) for word in number_of), dtype=np.int32, count=len(counts))
-        self.ids = _renumber(ids, final)
+            chunk = ids[start : start + CHUNK_IDS]
+            if chunk.min() < 0 or chunk.max() >= len(vocabulary):
+                at = int(np.flatnonzero((chunk < 0) | (chunk >= len(vocabulary)))[0])
+                raise InvalidValueError(
+                    f"ids[{start + at}] is {chunk[at]} but must be from 0 to {len(vocabulary) - 1}, the words of the "
+                    "vocabulary; drop what is no word"
+                )
+        if starts is not None and not (
+            len(starts) and starts[0] == 0 and starts[-1] < len(ids) and (starts[1:] > starts[:-1]).all()
+        ):
+            raise InvalidValueError(
+                f"starts must rise from 0 to below {len(ids)}, the words; leave out empty sequences"
+            )
+        corpus = cls.__new__(cls)
+        corpus.vocabulary, corpus.num_raw_words, corpus.starts = vocabulary, len(ids), starts
+        corpus.ids = ids.view(np.ndarray)
+        corpus.ids.flags.writeable = False
+        return corpus
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+def _check_kind(kind: str, phrases: int) -> None:
+    if kind not in KINDS:
+        raise InvalidValueError(f"kind is {kind!r} but must be one of {len(KINDS)}{suggest(kind, KINDS)}")
+    if phrases and kind in ("graph", "adjacency"):
+        raise InvalidValueError(f"phrases is {phrases} but the nodes of kind={kind!r} form none; pass phrases=0")
 
 
 def _temporary_file() -> IO[bytes]:
@@ -110,14 +212,21 @@ def _write(file: IO[bytes], numbers: np.ndarray) -> None:
         ) from error
 
 
-def _renumber(ids: np.ndarray, final: np.ndarray) -> np.ndarray:
-    """Replace every number by its final one in place, drop those whose final one is negative, return what is left."""
+def _renumber(ids: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Replace the numbers by the final ones, in place, and drop the others; return what is left, and where sequences begin."""
     end = 0  # never overtakes the chunk being read
+    starts = [np.zeros(1, np.int64)]
     for start in range(0, len(ids), CHUNK_IDS):
         chunk = final[ids[start : start + CHUNK_IDS]]
-        chunk = chunk[chunk >= 0]
+        chunk = chunk[chunk != _DROPPED]
+        line_ends = np.flatnonzero(chunk == LINE_END)
+        if len(line_ends):
+            # Behind a line end begins the sequence of the next word, how many line ends there be in between.
+            starts.append(end + np.unique(line_ends - np.arange(len(line_ends))))
+            chunk = chunk[chunk != LINE_END]
         ids[end : end + len(chunk)] = chunk
         end += len(chunk)
     left = ids[:end].view(np.ndarray)
     left.flags.writeable = False
-    return left
+    begun = np.unique(np.concatenate(starts))
+    return left, begun[begun < end]

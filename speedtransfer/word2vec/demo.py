@@ -8,10 +8,11 @@ from collections.abc import Callable
 from importlib import resources
 
 from speedtransfer.errors import format_bytes
-from speedtransfer.word2vec.corpus import Corpus
+from speedtransfer.word2vec.extras import MissingPackageError
 from speedtransfer.word2vec.output import PICTURE, VECTORS, OutputFolder, save_run
-from speedtransfer.word2vec.plot import MissingPackageError, plot
+from speedtransfer.word2vec.plot import plot
 from speedtransfer.word2vec.progress import TrainingProgress
+from speedtransfer.word2vec.run import Run
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.trainer import Trainer
 
@@ -49,15 +50,7 @@ def run_demo(
     folder = OutputFolder(output, overwrite=True, only_own=True)
     with folder, resources.files(__package__).joinpath("corpora", CORPUS).open("rb") as packed:
         with TrainingProgress() as progress, gzip.open(packed) as text:
-            corpus = Corpus(text, settings.min_count, settings.max_words, progress.reading)
-            trainer = Trainer(corpus, settings)
-            table = trainer.model.input.table
-            show(
-                f"World Factbook: {corpus.num_raw_words:,} words, {len(corpus.vocabulary):,} in the vocabulary; dim "
-                f"{settings.dim}, {trainer.optimizer.__class__.__name__}, {settings.epochs} epochs; two tables and their "
-                f"optimizer state in {table.memory} memory, compute on {table.device}"
-            )
-            trainer.run(progress)
+            trainer = Run(settings).train(text, progress, lambda trainer: show(_intention(trainer)))
         save_run(folder.staging, trainer, CORPUS)
         vectors = trainer.vectors()
         try:
@@ -75,3 +68,12 @@ def run_demo(
     show(f"vectors: {folder.path / (VECTORS + '.txt')} (gensim: KeyedVectors.load_word2vec_format)")
     show(f"picture: {picture}")
     return trainer
+
+
+def _intention(trainer: Trainer) -> str:
+    table, settings = trainer.model.input.table, trainer.settings
+    return (
+        f"World Factbook: {trainer.corpus.num_raw_words:,} words, {len(trainer.corpus.vocabulary):,} in the vocabulary; dim "
+        f"{settings.dim}, {trainer.optimizer.__class__.__name__}, {settings.epochs} epochs; two tables and their optimizer "
+        f"state in {table.memory} memory, compute on {table.device}"
+    )

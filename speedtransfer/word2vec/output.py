@@ -7,9 +7,13 @@ import math
 import os
 import shutil
 import tempfile
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import numpy as np
+import torch
 
 from speedtransfer.errors import InvalidValueError, StorageError, suggest
 from speedtransfer.version import __version__
@@ -97,17 +101,29 @@ class OutputFolder:
             ) from error
 
 
+def check_writable(path: Path, what: str) -> None:
+    """Raise `StorageError` unless the folder `path` can be written, or made; nothing is."""
+    above = path.absolute()
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise StorageError(f"cannot write {what} to {str(path)!r}; choose a folder you may write to")
+
+
 def check_format(name: str) -> str:
-    """Return the suffix of the vector format called `name` ("txt", "vec", "bin" or "safetensors").
+    """Return the suffix of the vector format called `name`: "txt", "bin" or another of `formats.FORMATS`.
 
     Raises
     ------
     InvalidValueError
         There is none of that name.
+    MissingPackageError
+        It needs a package that is not installed.
     """
     suffix = f".{name.lower().lstrip('.')}"
     if suffix not in FORMATS:
         raise InvalidValueError(f"format {name!r} is unknown{suggest(name, [s[1:] for s in FORMATS])}")
+    FORMATS[suffix].check()
     return suffix
 
 
@@ -126,7 +142,9 @@ def save_run(folder: Path, trainer: Trainer, corpus: str, suffix: str = ".txt") 
     trainer.vectors().save(folder / (VECTORS + suffix))
     trainer.corpus.vocabulary.save(folder / VOCABULARY)
     facts: dict[str, Any] = {
-        "speedtransfer": __version__,
+        "versions": _versions(),
+        "device": str(trainer.model.input.table.device),
+        "threads": torch.get_num_threads(),
         "corpus": corpus,
         "settings": trainer.settings.as_dict(),
         "corpus_words": trainer.corpus.num_raw_words,
@@ -134,10 +152,25 @@ def save_run(folder: Path, trainer: Trainer, corpus: str, suffix: str = ".txt") 
         "steps": trainer.step,
         "of_steps": trainer.num_steps,
         "loss": trainer.loss if math.isfinite(trainer.loss) else None,  # JSON has no nan
+        "evaluation": trainer.evaluation,
         "training_s": round(trainer.elapsed_s, 3),
         "words_per_s": round(trainer.words_per_s),
     }
     (folder / SETTINGS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _versions() -> dict[str, str | None]:
+    """Return the versions of what the bits of the vectors depend on."""
+    versions: dict[str, str | None] = {
+        "speedtransfer": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+    try:
+        versions["numba"] = metadata.version("numba")
+    except metadata.PackageNotFoundError:
+        versions["numba"] = None
+    return versions
 
 
 def find_vectors(path: str | os.PathLike[str]) -> Path:

@@ -83,6 +83,11 @@ class TrainingProgress:
         elif self._line_is_due():
             self.say(f"{epoch}  {share:.0%}  {facts}  {timedelta(seconds=round(left_s))} left")
 
+    def busy(self, what: str) -> None:
+        """Show that training waits for something, such as "saving"."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=what)
+
     def _line_is_due(self) -> bool:
         now = time.monotonic()
         if not self._enabled or now - self._last_line < LINE_EVERY_S:

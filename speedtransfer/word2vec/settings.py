@@ -5,22 +5,63 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
-from speedtransfer.word2vec.optimizers import default_lr, find_optimizer
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
+from speedtransfer.tables import MEMORIES
+from speedtransfer.word2vec.optimizers import check_optimizer, default_lr, find_optimizer
 
-_MINIMUM = {
-    "dim": 1,
-    "epochs": 1,
-    "window": 1,
-    "negative": 1,
-    "min_count": 1,
-    "block_words": 2,
-    "shared_negatives": 1,
-    "seed": 0,
-}
+Check = Callable[[Any, str], Any]  # (value, name) -> the value as it is kept, or an error
+
+
+def _size(default: int | None, minimum: int) -> Any:
+    return field(default=default, metadata={"check": lambda value, name: check_size(value, name, minimum)})
+
+
+def _number(default: float | None, rule: str) -> Any:
+    """`rule` is "above 0" or "at least 0"."""
+
+    def check(value: Any, name: str) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            kind = type(value).__name__
+            raise InvalidTypeError(f"{name} is {value!r} ({kind}) but must be a number; pass float({name})")
+        if not math.isfinite(value):
+            raise InvalidValueError(f"{name} is {value} but must be finite; pass an ordinary number")
+        if value < 0 or (value == 0 and rule == "above 0"):
+            usual = "drop it for the optimizer's default" if default is None else f"the default is {default:g}"
+            raise InvalidValueError(f"{name} is {value} but must be {rule}; {usual}")
+        return float(value)
+
+    return field(default=default, metadata={"check": check})
+
+
+def _choice(*choices: str) -> Any:
+    """The first is the default."""
+
+    def check(value: Any, name: str) -> str:
+        if not isinstance(value, str):
+            raise InvalidTypeError(f"{name} is {value!r} but must be a string; choose from {', '.join(choices)}")
+        if value not in choices:
+            raise InvalidValueError(f"{name} is {value!r}, which is no {name}{suggest(value, choices)}")
+        return value
+
+    return field(default=choices[0], metadata={"check": check, "choices": choices})
+
+
+def _check_options(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise InvalidTypeError(
+            f"{name} is {value!r} but must be a dict by argument name; pass for instance {{'eps': 1e-8}}"
+        )
+    return dict(value)
+
+
+def _check_path(value: Any, name: str) -> Any:
+    if not isinstance(value, str | os.PathLike):
+        raise InvalidTypeError(f"{name} is {value!r} ({type(value).__name__}) but must be the path of a folder")
+    return value
 
 
 @dataclass(frozen=True)
@@ -34,9 +75,11 @@ class Settings:
     optimizer : str
         Any optimizer of torch.optim that works row by row; case does not matter.
     lr : float, optional
-        First learning rate, falling linearly to 1e-4 of it; None: the default of the optimizer (`optimizers.DEFAULT_LR`).
-    options : dict
+        First learning rate, falling linearly to 1e-4 of it; by default one that suits the optimizer.
+    options : mapping, optional
         Further arguments of the optimizer, for instance ``{"momentum": 0.9}``.
+    model : {"skipgram", "cbow"}
+        What is predicted: the words around a word, or a word from the words around it.
     epochs : int
         Passes over the corpus.
     window : int
@@ -49,6 +92,27 @@ class Settings:
         Keep only this many of the most frequent words.
     sample : float
         Threshold of subsampling frequent words: 1e-3 for a small corpus, 1e-4 or 1e-5 for a large one, 0 for none.
+    buckets : int
+        Rows for the character n-grams of words, which share them by hashing; 0: whole words only.
+    min_n : int
+        Shortest n-gram, the marks at both ends of a word counted.
+    max_n : int
+        Longest n-gram.
+    kind : {"text", "lines", "graph", "adjacency"}
+        The corpus is one stream of words; or a sequence a line; or the lines of a graph, which is walked: edges, ``u v`` or
+        ``u v weight``, or nodes with their neighbours, ``u v1 v2 ...``.
+    phrases : int
+        Passes that join pairs of words which often stand together into one, as in ``new_york``.
+    phrase_threshold : float
+        The score from which a pair is joined: higher is fewer.
+    walks : int
+        Walks from each node of a graph.
+    walk_length : int
+        Nodes in a walk.
+    p : float
+        Return parameter of the walks (node2vec): above 1 they seldom step back.
+    q : float
+        In-out parameter of the walks (node2vec): above 1 they stay near, below 1 they go far.
     block_words : int
         Words a step, after subsampling.
     shared_negatives : int
@@ -59,47 +123,61 @@ class Settings:
         Where the rows live.
     path : path-like, optional
         Folder for the table files of memory "mmap".
-    device : torch.device or str, optional
-        Compute device; None: a CUDA device if there is one, else the CPU.
+    device : torch.device or str or int, optional
+        Compute device; by default a CUDA device if there is one, else the CPU.
 
     Raises
     ------
     InvalidTypeError, InvalidValueError
-        A value of the wrong type, out of range, or an unknown optimizer.
+        A value of the wrong type, out of range, or an unknown optimizer; an argument that the optimizer does not take.
     """
 
-    dim: int = 128
-    optimizer: str = "adamw"
-    lr: float | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    epochs: int = 5
-    window: int = 5
-    negative: int = 5
-    min_count: int = 5
-    max_words: int | None = None
-    sample: float = 1e-3
-    block_words: int = 2048
-    shared_negatives: int = 64
-    seed: int = 1
-    memory: str = "auto"
-    path: str | os.PathLike[str] | None = None
+    dim: int = _size(128, minimum=1)
+    optimizer: str = field(default="adamw", metadata={"check": lambda value, name: find_optimizer(value) and value})
+    lr: float | None = _number(None, "above 0")
+    options: Mapping[str, Any] | None = field(default=None, metadata={"check": _check_options})
+    model: str = _choice("skipgram", "cbow")
+    epochs: int = _size(5, minimum=1)
+    window: int = _size(5, minimum=1)
+    negative: int = _size(5, minimum=1)
+    min_count: int = _size(5, minimum=1)
+    max_words: int | None = _size(None, minimum=2)
+    sample: float = _number(1e-3, "at least 0")
+    buckets: int = _size(0, minimum=0)
+    min_n: int = _size(3, minimum=1)
+    max_n: int = _size(6, minimum=1)
+    kind: str = _choice("text", "lines", "graph", "adjacency")
+    phrases: int = _size(0, minimum=0)
+    phrase_threshold: float = _number(10.0, "above 0")
+    walks: int = _size(10, minimum=1)
+    walk_length: int = _size(80, minimum=2)
+    p: float = _number(1.0, "above 0")
+    q: float = _number(1.0, "above 0")
+    block_words: int = _size(2048, minimum=2)
+    shared_negatives: int = _size(64, minimum=1)
+    seed: int = _size(1, minimum=0)
+    memory: str = _choice("auto", *MEMORIES)
+    path: str | os.PathLike[str] | None = field(default=None, metadata={"check": _check_path})
     device: Any = None
 
     def __post_init__(self) -> None:
-        for name, minimum in _MINIMUM.items():
-            check_size(getattr(self, name), name, minimum)
-        if self.max_words is not None:
-            check_size(self.max_words, "max_words", 2)
-        if self.seed >= 1 << 63:
-            raise InvalidValueError(f"seed is {self.seed} but must be below 2**63; pass a smaller seed")
-        _check_number(self.sample, "sample")
-        if self.sample < 0:
-            raise InvalidValueError(f"sample is {self.sample} but must be at least 0; pass 1e-3, or 0 for none")
-        if self.lr is not None:
-            _check_number(self.lr, "lr")
-            if self.lr <= 0:
-                raise InvalidValueError(f"lr is {self.lr} but must be above 0; drop lr for the optimizer's default")
-        find_optimizer(self.optimizer)
+        for name in SETTINGS:
+            object.__setattr__(self, name, check_setting(name, getattr(self, name)))
+        if self.min_n > self.max_n:
+            raise InvalidValueError(
+                f"min_n is {self.min_n} but must be at most max_n, {self.max_n}; pass a smaller min_n or a larger max_n"
+            )
+        if self.phrases and self.kind in ("graph", "adjacency"):
+            raise InvalidValueError(
+                f"phrases is {self.phrases} but must be 0 for kind={self.kind!r}: nodes are no words"
+            )
+        if self.memory == "mmap" and self.path is None:
+            raise InvalidValueError("memory='mmap' needs path, the folder for the table files; pass path='tables'")
+        if self.path is not None and self.memory != "mmap":
+            raise InvalidValueError(
+                f"path is {str(self.path)!r} but memory={self.memory!r} has no files; drop path or pass memory='mmap'"
+            )
+        check_optimizer(self.optimizer, self.first_lr, self.options)
 
     @property
     def first_lr(self) -> float:
@@ -108,15 +186,49 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON can hold them, the learning rate filled in."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in SETTINGS}
         values["lr"] = self.first_lr
+        values["options"] = dict(self.options or {})
         values["path"] = None if self.path is None else os.fspath(self.path)
         values["device"] = None if self.device is None else str(self.device)
         return values
 
 
-def _check_number(value: object, name: str) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise InvalidTypeError(f"{name} is {value!r} ({type(value).__name__}) but must be a number; pass float({name})")
-    if not math.isfinite(value):
-        raise InvalidValueError(f"{name} is {value} but must be finite; pass an ordinary number")
+SETTINGS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings)}
+
+
+def check_setting(name: str, value: Any) -> Any:
+    """Return the `value` of the setting `name` as it is kept, or raise what :class:`Settings` raises for it by itself."""
+    check: Check | None = SETTINGS[name].metadata.get("check")
+    if check is None or (value is None and SETTINGS[name].default is None):
+        return value
+    return check(value, name)
+
+
+class MoreSettings(TypedDict, total=False):
+    """The settings but `dim`, `optimizer` and `lr`, as keyword arguments of a function: see :class:`Settings`."""
+
+    options: Mapping[str, Any] | None
+    model: str
+    epochs: int
+    window: int
+    negative: int
+    min_count: int
+    max_words: int | None
+    sample: float
+    buckets: int
+    min_n: int
+    max_n: int
+    kind: str
+    phrases: int
+    phrase_threshold: float
+    walks: int
+    walk_length: int
+    p: float
+    q: float
+    block_words: int
+    shared_negatives: int
+    seed: int
+    memory: str
+    path: str | os.PathLike[str] | None
+    device: Any

@@ -1,23 +1,28 @@
-"""Words out of text: files, folders of files, standard input; in blocks, never a whole file nor a whole line in memory."""
+"""Text out of files, folders of files, standard input: in pieces of whole words, never a whole file nor a whole line."""
 
 from __future__ import annotations
 
-import codecs
 import gzip
-import itertools
 import lzma
 import os
+import re
 import sys
 import zlib
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 
 CHUNK_BYTES = 1 << 20
 SUFFIXES = (".txt", ".gz", ".xz")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# What str.split() splits at, as UTF-8. A match of this ends behind the last white space: ".*" looks from the end.
+_TO_LAST_SPACE = re.compile(
+    rb".*(?:[\t-\r\x1c-\x20]|\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80)",
+    re.DOTALL,
+)
 
 
 class Readable(Protocol):
@@ -29,6 +34,26 @@ class Readable(Protocol):
 
 
 Source: TypeAlias = str | os.PathLike[str] | Readable
+
+
+class Piece(NamedTuple):
+    """A stretch of a file that begins and ends between words; not looked at yet: `decode` and `check` do.
+
+    Attributes
+    ----------
+    data : bytes
+    name : str
+        How messages call the file.
+    position : int
+        Of the first byte in the file.
+    last : bool
+        Whether the file ends here.
+    """
+
+    data: bytes
+    name: str
+    position: int
+    last: bool
 
 
 def name_of(source: Source) -> str:
@@ -61,24 +86,24 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     return files
 
 
-def iter_words(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[str]]:
-    """Yield the words of `source`, in order, as lists of those that end in one block of `chunk_bytes` bytes.
+def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piece]:
+    """Yield `source` in pieces of about `chunk_bytes` bytes, in order, cut at white space.
 
     Raises
     ------
     StorageError, InvalidValueError
-        As :class:`Corpus`; the message names the file and the byte.
+        As :class:`Corpus`; the message names the file.
     InvalidTypeError
         `source` is no path and no binary file.
     """
     if isinstance(source, str | os.PathLike):
         if os.fspath(source) == "-":
-            yield from _split(sys.stdin.buffer, name_of(source), chunk_bytes)
+            yield from _cut(sys.stdin.buffer, name_of(source), chunk_bytes)
             return
         for path in find_files(source):
             try:
                 with _open(path) as file:
-                    yield from _split(file, repr(str(path)), chunk_bytes)
+                    yield from _cut(file, repr(str(path)), chunk_bytes)
             except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
                 raise StorageError(
                     f"{str(path)!r} is damaged or no {path.suffix} file ({error}); fetch it again"
@@ -90,11 +115,70 @@ def iter_words(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[
                     f"cannot read {str(path)!r} ({error.strerror or error}); check its permissions"
                 ) from error
     elif hasattr(source, "read"):
-        yield from _split(source, name_of(source), chunk_bytes)
+        yield from _cut(source, name_of(source), chunk_bytes)
     else:
         raise InvalidTypeError(
             f"corpus is a {type(source).__name__} but must be a path, '-' or a binary file; pass a path"
         )
+
+
+def iter_words(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[str]]:
+    """Yield the words of `source`, in order, as lists of those that end in one block of `chunk_bytes` bytes.
+
+    Raises
+    ------
+    StorageError, InvalidValueError, InvalidTypeError
+        As `iter_pieces` and `decode`.
+    """
+    for piece in iter_pieces(source, chunk_bytes):
+        words = decode(piece).split()
+        if words:
+            yield words
+
+
+def iter_lines(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[str, list[str]]]:
+    """Yield for each block of `source` the name of its file and the lines that end in it (blank ones too).
+
+    Raises
+    ------
+    StorageError, InvalidValueError, InvalidTypeError
+        As `iter_pieces` and `decode`.
+    """
+    begun: list[str] = []  # a line may go on for many pieces
+    for piece in iter_pieces(source, chunk_bytes):
+        first, *lines = decode(piece).split("\n")
+        begun.append(first)
+        if lines or piece.last:
+            whole = ["".join(begun), *lines]
+            begun = [] if piece.last else [whole.pop()]
+            yield piece.name, whole
+
+
+def decode(piece: Piece) -> str:
+    """Return the text of `piece`.
+
+    Raises
+    ------
+    InvalidValueError
+        It holds a NUL or is no UTF-8; the message names the file and the byte.
+    """
+    if b"\0" in piece.data:
+        at = piece.position + piece.data.index(b"\0")
+        raise InvalidValueError(
+            f"{piece.name} is no text: byte {at} is NUL; pass UTF-8 text (decompress it, or use iconv)"
+        )
+    try:
+        return piece.data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidValueError(
+            f"{piece.name} is no UTF-8 text: {error.reason} at byte {piece.position + error.start}; convert it with iconv"
+        ) from None
+
+
+def check(piece: Piece) -> None:
+    """Raise what `decode` would raise."""
+    if b"\0" in piece.data or not piece.data.isascii():
+        decode(piece)
 
 
 def _open(path: Path) -> gzip.GzipFile | lzma.LZMAFile | BufferedReader:
@@ -105,32 +189,25 @@ def _open(path: Path) -> gzip.GzipFile | lzma.LZMAFile | BufferedReader:
     return open(path, "rb")
 
 
-def _split(file: Readable, name: str, chunk_bytes: int) -> Iterator[list[str]]:
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()  # a byte order mark is no part of the first word
-    begun = ""  # a word may go on in the next block
-    position = 0
-    for block in itertools.chain(iter(lambda: file.read(chunk_bytes), b""), [b""]):
+def _cut(file: Readable, name: str, chunk_bytes: int) -> Iterator[Piece]:
+    data, position = b"", 0
+    while True:
+        block = file.read(chunk_bytes)
         if not isinstance(block, bytes):
             raise InvalidTypeError(f"{name} gives {type(block).__name__} but a corpus is bytes; open it in mode 'rb'")
-        if b"\0" in block:
-            at = position + block.index(b"\0")
-            raise InvalidValueError(
-                f"{name} is no text: byte {at} is NUL; pass UTF-8 text (decompress it, or use iconv)"
-            )
-        pending = len(decoder.getstate()[0])
-        try:
-            text = begun + decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            at = max(position - pending + error.start, 0)
-            raise InvalidValueError(
-                f"{name} is no UTF-8 text: {error.reason} at byte {at}; convert it with iconv"
-            ) from None
-        position += len(block)
-        words = text.split()
-        begun = words.pop() if block and words and not text[-1].isspace() else ""
-        if len(begun) > chunk_bytes:
-            raise InvalidValueError(
-                f"{name} holds a word of over {chunk_bytes} characters; put white space between the words"
-            )
-        if words:
-            yield words
+        data += block
+        match = _TO_LAST_SPACE.match(data) if block else None
+        if block and match is None:  # a word may go on in the next block
+            if len(data) > chunk_bytes:
+                check(Piece(data, name, position, False))
+                raise InvalidValueError(
+                    f"{name} holds a word of over {chunk_bytes} bytes; put white space between the words"
+                )
+            continue
+        end = len(data) if match is None else match.end()
+        # A byte order mark is no part of the first word.
+        begin = len(_BYTE_ORDER_MARK) if position == 0 and data.startswith(_BYTE_ORDER_MARK) else 0
+        yield Piece(data[begin:end], name, position + begin, not block)
+        if not block:
+            return
+        data, position = data[end:], position + end

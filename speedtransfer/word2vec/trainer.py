@@ -1,13 +1,11 @@
-"""The training loop, and `train`, which runs it from a corpus to vectors."""
+"""The training loop, and what looks on between its steps."""
 
 from __future__ import annotations
 
 import math
-import os
 import time
-from typing import Any
-
-import torch
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 from speedtransfer.device import resolve_device
 from speedtransfer.errors import InvalidValueError
@@ -16,17 +14,26 @@ from speedtransfer.word2vec.interrupt import StopOnInterrupt
 from speedtransfer.word2vec.model import Word2Vec
 from speedtransfer.word2vec.optimizers import make_optimizer, set_lr
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.sampler import Sampler
+from speedtransfer.word2vec.sampler import Block, Sampler
 from speedtransfer.word2vec.settings import Settings
-from speedtransfer.word2vec.text import Source
 from speedtransfer.word2vec.vectors import Vectors
 
 LOSS_EVERY = 16  # steps: the loss costs two more passes over all scores
 LOSS_MEMORY = 0.95  # of the running mean, from one measurement to the next
 
 
+class Watcher(Protocol):
+    """What looks on while a `Trainer` runs, and changes nothing that training depends on."""
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Take note of a step."""
+
+    def finish(self, trainer: Trainer) -> None:
+        """Take note of the end, after the last step or Ctrl-C (`trainer.interrupted`)."""
+
+
 class Trainer:
-    """A model in training. What it has done so far is `step`, the generator's state, the model's and the optimizer's.
+    """A model in training. What it has done so far is `step`, the model's state and the optimizer's.
 
     Parameters
     ----------
@@ -46,6 +53,8 @@ class Trainer:
         Seconds spent in `run`.
     interrupted : bool
         Whether Ctrl-C ended `run`.
+    evaluation : list of dict
+        The last figures of each set that training is evaluated on (`periodic.Evaluations`).
 
     Raises
     ------
@@ -55,10 +64,10 @@ class Trainer:
 
     def __init__(self, corpus: Corpus, settings: Settings) -> None:
         self.corpus, self.settings = corpus, settings
-        self.generator = torch.Generator().manual_seed(settings.seed)
         self.sampler = Sampler(
             corpus.ids,
             corpus.vocabulary,
+            starts=corpus.starts,
             seed=settings.seed,
             device=resolve_device(settings.device),
             window=settings.window,
@@ -69,7 +78,11 @@ class Trainer:
         self.model = Word2Vec(
             corpus.vocabulary,
             settings.dim,
+            model=settings.model,
             negative=settings.negative,
+            buckets=settings.buckets,
+            min_n=settings.min_n,
+            max_n=settings.max_n,
             memory=settings.memory,
             path=settings.path,
             device=settings.device,
@@ -79,11 +92,13 @@ class Trainer:
             settings.optimizer, self.model.parameters(), settings.first_lr, settings.options
         )
         self.step = 0
-        self._blocks = iter(())
         self.num_steps = settings.epochs * len(self.sampler)
         self.elapsed_s, self.interrupted = 0.0, False
+        self.evaluation: list[dict[str, Any]] = []
+        self._blocks: Iterator[Block] | None = None
         self._corpus_words, self._has_learned = 0, False
         self._loss_sum = self._pair_sum = 0.0
+        self._moved_before = (0, 0)
 
     @property
     def loss(self) -> float:  # noqa: D102 (told above)
@@ -95,16 +110,29 @@ class Trainer:
         return min(self.step // len(self.sampler) + 1, self.settings.epochs)
 
     @property
+    def words_done(self) -> float:
+        """Words of the text trained on, those included that the vocabulary or subsampling left out."""
+        return self._corpus_words * (self.corpus.num_raw_words / len(self.corpus))
+
+    @property
     def words_per_s(self) -> float:
-        """Words of the text a second of training, those included that the vocabulary or subsampling left out."""
-        raw_share = self.corpus.num_raw_words / len(self.corpus)
-        return self._corpus_words * raw_share / max(self.elapsed_s, 1e-9)
+        """`words_done` a second of training."""
+        return self.words_done / max(self.elapsed_s, 1e-9)
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes of rows that came to the compute device so far, and that went back; weights and optimizer state."""
         stats = [table.stats() for table in (self.model.input.table, self.model.output.table)]
-        return sum(s.gathered_bytes for s in stats), sum(s.scattered_bytes for s in stats)
+        before_in, before_out = self._moved_before
+        return (
+            before_in + sum(s.gathered_bytes for s in stats),
+            before_out + sum(s.scattered_bytes for s in stats),
+        )
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the last step."""
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def train_step(self) -> None:
         """Train on the next block.
@@ -112,12 +140,16 @@ class Trainer:
         Raises
         ------
         InvalidValueError
-            The loss is no longer finite: the learning rate is too large.
+            The loss is no longer finite: the learning rate is too large. Or all steps have been done.
         OptimizerError
             The optimizer cannot train rows on their own.
         """
+        if self.step >= self.num_steps:
+            raise InvalidValueError(f"all {self.num_steps} steps are done; make a Trainer with more epochs")
+        if self._blocks is None:
+            self._blocks = self.sampler.blocks(self.step, self.num_steps)
+        block = next(self._blocks)
         set_lr(self.optimizer, self.settings.first_lr, self.step / self.num_steps)
-        block = self._next()
         if len(block.words) > 1:  # fewer make no pair
             result = self.model.deposit_gradients(block, with_loss=self.step % LOSS_EVERY == 0)
             self.optimizer.step()
@@ -128,13 +160,6 @@ class Trainer:
         self._corpus_words += block.num_corpus_words
         self.step += 1
 
-    def _next(self):
-        block = next(self._blocks, None)
-        if block is None:
-            self._blocks = self.sampler.blocks(self.step, self.num_steps)
-            block = next(self._blocks)
-        return block
-
     def _note_loss(self, loss: float, num_pairs: int) -> None:
         if not math.isfinite(loss):
             raise InvalidValueError(
@@ -144,18 +169,26 @@ class Trainer:
         self._loss_sum = LOSS_MEMORY * self._loss_sum + loss
         self._pair_sum = LOSS_MEMORY * self._pair_sum + num_pairs
 
-    def run(self, progress: TrainingProgress) -> None:
+    def run(self, progress: TrainingProgress, watchers: Sequence[Watcher] = ()) -> None:
         """Train to the end, or to the first Ctrl-C; then `interrupted` is True and the model whole.
 
         Parameters
         ----------
         progress : TrainingProgress
+        watchers : sequence of Watcher
+            Called after each step, and at the end, in this order.
 
         Raises
         ------
         InvalidValueError, OptimizerError
             As `train_step`; also where subsampling has left no pair of words at all.
         """
+        try:
+            self._run(progress, watchers)
+        finally:
+            self._blocks = None  # nobody prepares the next one
+
+    def _run(self, progress: TrainingProgress, watchers: Sequence[Watcher]) -> None:
         with StopOnInterrupt() as interrupt:
             while self.step < self.num_steps and not interrupt.requested:
                 started = time.perf_counter()
@@ -165,94 +198,55 @@ class Trainer:
                     left_s = self.elapsed_s / self.step * (self.num_steps - self.step)
                     epoch = f"epoch {self.epoch}/{self.settings.epochs}"
                     progress.training(epoch, self.step / self.num_steps, self.words_per_s, self.loss, left_s)
-            self.interrupted = interrupt.requested
-        if self.interrupted:
-            progress.say(
-                f"stopped at {self.step / self.num_steps:.0%} (epoch {self.epoch} of {self.settings.epochs}): "
-                "the vectors so far are kept; Ctrl-C again aborts"
-            )
-        elif not self._has_learned:
-            raise InvalidValueError(
-                f"sample={self.settings.sample:g} leaves no two words in any of {self.num_steps} blocks of this small corpus; "
-                "pass a larger sample, or 0 to keep every word"
-            )
+                for watcher in watchers:
+                    watcher.after_step(self)
+            self.interrupted = self.step < self.num_steps
+            if self.interrupted:
+                progress.say(
+                    f"stopped at {self.step / self.num_steps:.0%} (epoch {self.epoch} of {self.settings.epochs}): "
+                    "the vectors so far are kept; Ctrl-C again aborts"
+                )
+            elif not self._has_learned:
+                raise InvalidValueError(
+                    f"sample={self.settings.sample:g} leaves no two words in any of {self.num_steps} blocks of this small "
+                    "corpus; pass a larger sample, or 0 to keep every word"
+                )
+            for watcher in watchers:
+                watcher.finish(self)
 
-    def vectors(self) -> Vectors:
-        """Return the vectors as they are now: the input table itself, without a copy, where it is in host memory."""
-        return Vectors(self.corpus.vocabulary.words, self.model.word_vectors())
+    def state(self) -> dict[str, Any]:
+        """Return what training has done so far, but for model and optimizer: plain data for a checkpoint."""
+        return {
+            "step": self.step,
+            "elapsed_s": self.elapsed_s,
+            "loss_sum": self._loss_sum,
+            "pair_sum": self._pair_sum,
+            "corpus_words": self._corpus_words,
+            "has_learned": self._has_learned,
+            "moved_bytes": list(self.moved_bytes),
+            "evaluation": self.evaluation,
+        }
 
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`; model and optimizer have been loaded already."""
+        self.step, self.elapsed_s = state["step"], state["elapsed_s"]
+        self._loss_sum, self._pair_sum = state["loss_sum"], state["pair_sum"]
+        self._corpus_words, self._has_learned = state["corpus_words"], state["has_learned"]
+        self.evaluation = state["evaluation"]
+        for table in (self.model.input.table, self.model.output.table):
+            table.reset_stats()  # loading has moved rows, too
+        self._moved_before = tuple(state["moved_bytes"])
+        self._blocks = None  # they begin elsewhere
 
-def train(
-    corpus: Source | Corpus,
-    dim: int = Settings.dim,
-    optimizer: str = Settings.optimizer,
-    lr: float | None = Settings.lr,
-    *,
-    options: dict[str, Any] | None = None,
-    epochs: int = Settings.epochs,
-    window: int = Settings.window,
-    negative: int = Settings.negative,
-    min_count: int = Settings.min_count,
-    max_words: int | None = Settings.max_words,
-    sample: float = Settings.sample,
-    block_words: int = Settings.block_words,
-    shared_negatives: int = Settings.shared_negatives,
-    seed: int = Settings.seed,
-    memory: str = Settings.memory,
-    path: str | os.PathLike[str] | None = Settings.path,
-    device: torch.device | str | int | None = Settings.device,
-    progress: bool = True,
-) -> Vectors:
-    """Train word vectors by skip-gram with negative sampling.
+    def discard(self) -> None:
+        """Remove the table files of memory "mmap", so that they do not stop the next run."""
+        self.model.discard()
 
-    Ctrl-C ends training early and returns the vectors so far; a second one raises KeyboardInterrupt.
+    def vectors(self, num_words: int | None = None) -> Vectors:
+        """Return the vectors as they are now, or those of the `num_words` most frequent words.
 
-    Parameters
-    ----------
-    corpus : path-like, "-", binary file, or Corpus
-        Text; see :class:`Corpus`, which has its vocabulary already: `min_count` and `max_words` do nothing then.
-    dim, optimizer, lr, options, epochs, window, negative, min_count, max_words, sample
-        See :class:`Settings`.
-    block_words, shared_negatives, seed, memory, path, device
-        See :class:`Settings`.
-    progress : bool
-        Show on standard error how far training is.
-
-    Returns
-    -------
-    Vectors
-        Words from the most frequent on.
-
-    Raises
-    ------
-    InvalidValueError, InvalidTypeError
-        A setting breaks its rule, or the corpus is no text or has too few words.
-    StorageError
-        The corpus cannot be read.
-    OptimizerError
-        The optimizer cannot train rows on their own.
-    """
-    settings = Settings(
-        dim=dim,
-        optimizer=optimizer,
-        lr=lr,
-        options=dict(options or {}),
-        epochs=epochs,
-        window=window,
-        negative=negative,
-        min_count=min_count,
-        max_words=max_words,
-        sample=sample,
-        block_words=block_words,
-        shared_negatives=shared_negatives,
-        seed=seed,
-        memory=memory,
-        path=path,
-        device=device,
-    )
-    with TrainingProgress(progress) as shown:
-        if not isinstance(corpus, Corpus):
-            corpus = Corpus(corpus, settings.min_count, settings.max_words, report=shown.reading)
-        trainer = Trainer(corpus, settings)
-        trainer.run(shown)
-    return trainer.vectors()
+        They are the input table itself, without a copy, where it is in host memory.
+        """
+        matrix = self.model.word_vectors()
+        vocabulary, some = self.corpus.vocabulary, slice(num_words)
+        return Vectors(vocabulary.words[some], matrix[some], vocabulary.counts[some])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
 from speedtransfer.tables.files import atomic
+
+_CHUNK_WORDS = 1 << 18
 
 
 class Vocabulary:
@@ -18,13 +21,15 @@ class Vocabulary:
     Parameters
     ----------
     words : sequence of str
-        Distinct words, in the order of their numbers.
+        Distinct words, in the order of their numbers. A list or tuple is copied and checked at once. Any other sequence, such
+        as one that makes its words up, is kept as it is, and gone through when a word is first looked up.
     counts : sequence of int
         How often each occurs.
 
     Attributes
     ----------
-    words : list of str
+    words : sequence of str
+        A list, unless another sequence was passed.
     counts : ndarray of int64, shape (len(words),)
 
     Raises
@@ -34,14 +39,21 @@ class Vocabulary:
     """
 
     def __init__(self, words: Sequence[str], counts: Sequence[int] | np.ndarray) -> None:
-        self.words = list(words)
+        given = isinstance(words, Sequence) and not isinstance(words, list | tuple | str)
+        self.words: Sequence[str] = words if given else list(words)
         self.counts = np.asarray(counts, dtype=np.int64)
-        self._number_of = {word: number for number, word in enumerate(self.words)}
         if self.counts.shape != (len(self.words),):
             raise InvalidValueError(f"{len(self.words)} words but counts of shape {self.counts.shape}; pass one a word")
-        if len(self._number_of) != len(self.words):
-            twice = next(word for number, word in enumerate(self.words) if self._number_of[word] != number)
+        if not given:
+            _ = self._number_of
+
+    @functools.cached_property
+    def _number_of(self) -> dict[str, int]:
+        number_of = {word: number for number, word in enumerate(self.words)}
+        if len(number_of) != len(self.words):
+            twice = next(word for number, word in enumerate(self.words) if number_of[word] != number)
             raise InvalidValueError(f"word {twice!r} is there twice; pass distinct words")
+        return number_of
 
     @classmethod
     def from_counts(cls, counts: Mapping[str, int], min_count: int = 5, max_words: int | None = None) -> Vocabulary:
@@ -61,21 +73,54 @@ class Vocabulary:
         InvalidValueError
             Fewer than two words are left: there is nothing to tell apart.
         """
+        words, numbers = list(counts), np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
+        return cls.choose(numbers, lambda chosen: [words[number] for number in chosen.tolist()], min_count, max_words)[
+            0
+        ]
+
+    @classmethod
+    def choose(
+        cls,
+        counts: np.ndarray,
+        take: Callable[[np.ndarray], list[str]],
+        min_count: int = 5,
+        max_words: int | None = None,
+    ) -> tuple[Vocabulary, np.ndarray]:
+        """Choose the words of a model by their numbers, so that rare words need not be looked at.
+
+        Parameters
+        ----------
+        counts : ndarray of int64, shape (n,)
+            How often word number i occurs.
+        take : callable
+            Returns the words that have the numbers passed to it, int64, shape (k,).
+        min_count, max_words
+            As `from_counts`.
+
+        Returns
+        -------
+        Vocabulary
+        ndarray of int64, shape (len(vocabulary),)
+            The old number of each word.
+
+        Raises
+        ------
+        InvalidValueError
+            Fewer than two words are left: there is nothing to tell apart.
+        """
         min_count = check_size(min_count, "min_count", 1)
-        if len(counts) < 2:
-            found = f"has one distinct word, {next(iter(counts))!r}," if counts else "holds no words"
-            raise InvalidValueError(f"the corpus {found} but a model needs at least 2; pass a larger corpus")
-        kept = [(-count, word) for word, count in counts.items() if count >= min_count]
-        if len(kept) < 2:
-            works = sorted(counts.values())[-2]
-            raise InvalidValueError(
-                f"min_count={min_count} leaves {len(kept)} of {len(counts)} distinct words but a model needs at least 2; "
-                f"pass min_count={works} or less"
-            )
-        kept.sort()
         if max_words is not None:
-            del kept[check_size(max_words, "max_words", 2) :]
-        return cls([word for _, word in kept], [-negated for negated, _ in kept])
+            max_words = check_size(max_words, "max_words", 2)
+        _check_enough(counts, take, min_count)
+        kept = np.flatnonzero(counts >= min_count)
+        if max_words is not None and len(kept) > max_words:
+            least = np.partition(counts[kept], -max_words)[-max_words]
+            kept = kept[counts[kept] >= least]  # with all that tie with the last one
+        words = take(kept)
+        alphabetical = np.array(sorted(range(len(words)), key=words.__getitem__))
+        order = alphabetical[np.argsort(-counts[kept[alphabetical]], kind="stable")][:max_words]
+        kept = kept[order]
+        return cls([words[i] for i in order.tolist()], counts[kept]), kept
 
     def __len__(self) -> int:
         return len(self.words)
@@ -127,8 +172,15 @@ class Vocabulary:
             raise InvalidValueError(f"sample is {sample} but must be at least 0 and finite; pass 1e-3, or 0 for none")
         if sample == 0:
             return np.ones(len(self))
-        share = self.counts / self.num_words
-        return np.minimum((np.sqrt(share / sample) + 1) * sample / share, 1.0)
+        keep = self.counts.astype(np.float64)
+        threshold = sample * self.num_words
+        for start in range(0, len(keep), _CHUNK_WORDS):  # there may be many millions of words
+            part = keep[start : start + _CHUNK_WORDS]
+            with np.errstate(divide="ignore"):  # a word that never occurs is kept
+                np.divide(threshold, part, out=part)
+            part += np.sqrt(part)  # sqrt(sample / f) + sample / f
+            np.minimum(part, 1.0, out=part)
+        return keep
 
     def noise(self, power: float = 0.75) -> np.ndarray:
         """Return the probability of each word as a negative example, ``count**power`` over the sum of them.
@@ -139,8 +191,10 @@ class Vocabulary:
         -------
         ndarray of float64, shape (len(self),)
         """
-        weight = self.counts.astype(np.float64) ** power
-        return weight / weight.sum()
+        weight = self.counts.astype(np.float64)
+        np.power(weight, power, out=weight)
+        weight /= weight.sum()
+        return weight
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a line ``word count`` a word, which gensim reads as `fvocab`; the old file stays whole until the end."""
@@ -175,3 +229,18 @@ class Vocabulary:
                 raise
             raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); check the path") from error
         return cls(words, counts)
+
+
+def _check_enough(counts: np.ndarray, take: Callable[[np.ndarray], list[str]], min_count: int) -> None:
+    """Raise where fewer than two words occur `min_count` times, and say which min_count would do."""
+    found = np.flatnonzero(counts)
+    if len(found) < 2:
+        what = f"has one distinct word, {take(found)[0]!r}," if len(found) else "holds no words"
+        raise InvalidValueError(f"the corpus {what} but a model needs at least 2; pass a larger corpus")
+    num_kept = int(np.count_nonzero(counts >= min_count))
+    if num_kept < 2:
+        works = int(np.partition(counts, -2)[-2])
+        raise InvalidValueError(
+            f"min_count={min_count} leaves {num_kept} of {len(found)} distinct words but a model needs at least 2; "
+            f"pass min_count={works} or less"
+        )

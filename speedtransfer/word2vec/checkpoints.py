@@ -1,0 +1,258 @@
+"""Checkpoints of a training run: saved as it goes on, and taken up so that it ends with the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from speedtransfer.checkpoint import load_checkpoint, manifest, save_checkpoint
+from speedtransfer.checkpoint.folder import check_target
+from speedtransfer.checkpoint.reading import TensorReader
+from speedtransfer.checkpoint.values import decode
+from speedtransfer.device import resolve_device
+from speedtransfer.errors import InvalidValueError, StorageError, check_size
+from speedtransfer.word2vec.corpus import Corpus
+from speedtransfer.word2vec.output import check_writable
+from speedtransfer.word2vec.progress import TrainingProgress
+from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.trainer import Trainer
+
+TABLE_FILES = ("input.safetensors", "output.safetensors")  # as `tablefiles.TableFiles` calls them
+_HASH_CHUNK = 1 << 20  # words
+_ANY_MEMORY = ("memory", "path")  # rows are the same in all of them
+
+
+class Checkpoints:
+    """Saves a run every so many steps, at Ctrl-C and at the end, and puts a new trainer where a saved one was.
+
+    Making it checks `path` and, to resume, that a checkpoint is there; nothing is written.
+
+    Parameters
+    ----------
+    path : path-like
+        The folder.
+    every : int, optional
+        Steps from one save to the next; None: an epoch.
+    resume : bool
+        Go on from the checkpoint in `path`.
+    overwrite : bool
+        Replace the checkpoint of another run at the first save.
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError
+        `path` holds a checkpoint that is not to be resumed nor replaced, or something else; a bad `every`.
+    StorageError
+        There is no checkpoint to resume, or its manifest is damaged.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], every: int | None = None, resume: bool = False, overwrite: bool = False
+    ) -> None:
+        self.path, self.resumes = Path(path), resume
+        self.every = None if every is None else check_size(every, "checkpoint_every", 1)
+        self._progress: TrainingProgress | None = None
+        self._saved_step: int | None = None
+        self._corpus: dict[str, Any] | None = None
+        if resume:
+            self._manifest, self._facts = _read_facts(self.path)
+            return
+        check_target(self.path)
+        check_writable(self.path, "checkpoints")
+        if os.path.lexists(self.path / manifest.NAME) and not overwrite:
+            raise InvalidValueError(
+                f"{str(self.path)!r} holds the checkpoint of a run; resume it, or choose another folder for this run"
+            )
+
+    def check_settings(self, settings: Settings) -> None:
+        """Raise `InvalidValueError` where the saved run had other settings than this one."""
+        saved, ours = self._facts["settings"], _comparable(settings)
+        for name in ours:
+            if name not in _ANY_MEMORY and saved.get(name) != ours[name]:
+                raise InvalidValueError(
+                    f"{name} is {ours[name]!r} but the checkpoint {str(self.path)!r} was made with {saved.get(name)!r}; "
+                    f"pass that {name}, or choose another checkpoint"
+                )
+
+    def restore(self, corpus: Corpus, settings: Settings, progress: TrainingProgress) -> Trainer:
+        """Return a trainer over `corpus` as the saved one was.
+
+        Table files of the saved run are replaced: they may be ahead of the checkpoint.
+
+        Raises
+        ------
+        InvalidValueError
+            The corpus is not the saved run's.
+        StorageError
+            The checkpoint is damaged.
+        """
+        self._check_corpus(corpus)
+        self._remove_tables(settings)
+        trainer = Trainer(corpus, settings)
+        try:
+            load_checkpoint(self.path, trainer.model, trainer.optimizer, progress=False)
+        except BaseException:
+            trainer.discard()
+            raise
+        trainer.load_state(self._facts["training"])
+        self._saved_step = trainer.step
+        share = trainer.step / trainer.num_steps
+        progress.say(f"resumed at {share:.0%} (epoch {trainer.epoch} of {settings.epochs}) from {str(self.path)!r}")
+        if self._facts["threads"] != torch.get_num_threads():
+            progress.say(
+                f"this run has {torch.get_num_threads()} threads but was begun with {self._facts['threads']}: "
+                "the last bits of the vectors may differ from those of a run without a break"
+            )
+        return trainer
+
+    def begin(self, progress: TrainingProgress) -> None:
+        """Report to `progress` from now on."""
+        self._progress = progress
+
+    def after_step(self, trainer: Trainer) -> None:  # noqa: D102 (Watcher)
+        if trainer.step % (self.every or len(trainer.sampler)) == 0 and trainer.step < trainer.num_steps:
+            self._try_to_save(trainer)
+
+    def finish(self, trainer: Trainer) -> None:  # noqa: D102 (Watcher)
+        if self._saved_step != trainer.step:
+            self._try_to_save(trainer)
+        if trainer.interrupted and self._saved_step == trainer.step:
+            self._say(f"checkpoint in {str(self.path)!r}: resume it to train on from here")
+
+    def _try_to_save(self, trainer: Trainer) -> None:
+        if self._progress is not None:
+            self._progress.busy("saving")
+        try:
+            self.save(trainer)
+        except StorageError as error:  # a full disk is no reason to lose the run
+            self._say(f"no checkpoint at step {trainer.step}: {error}; training goes on")
+
+    def _say(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.say(text)
+
+    def save(self, trainer: Trainer) -> None:
+        """Save the trainer; the checkpoint before stays whole until this one is.
+
+        Raises
+        ------
+        StorageError
+            No room, or no permission.
+        """
+        if self._corpus is None:
+            self._corpus = _corpus_facts(trainer.corpus)
+        facts = {
+            "settings": _comparable(trainer.settings),
+            "corpus": self._corpus,
+            "training": trainer.state(),
+            "threads": torch.get_num_threads(),
+        }
+        save_checkpoint(
+            self.path,
+            trainer.model,
+            trainer.optimizer,
+            extra={"word2vec": facts},
+            progress=False,
+        )
+        self._saved_step = trainer.step
+
+    def _check_corpus(self, corpus: Corpus) -> None:
+        self._corpus = _corpus_facts(corpus)
+        saved = self._facts["corpus"]
+        for what, name in (("words in the vocabulary", "vocabulary_words"), ("words", "words")):
+            if saved[name] != self._corpus[name]:
+                raise InvalidValueError(
+                    f"the corpus has {self._corpus[name]:,} {what} but that of checkpoint {str(self.path)!r} had "
+                    f"{saved[name]:,}; pass the same corpus, or choose another checkpoint"
+                )
+        if saved != self._corpus:
+            what = "words" if saved["vocabulary"] != self._corpus["vocabulary"] else "order of words"
+            raise InvalidValueError(
+                f"the corpus has another {what} than that of checkpoint {str(self.path)!r}; pass the same corpus, or choose "
+                "another checkpoint"
+            )
+
+    def _remove_tables(self, settings: Settings) -> None:
+        """Remove the table files of the saved run, once it is sure that the checkpoint can replace them."""
+        if settings.path is None or self._facts["settings"]["path"] != os.path.abspath(settings.path):
+            return
+        tables = [Path(settings.path) / name for name in TABLE_FILES if (Path(settings.path) / name).exists()]
+        if tables:
+            self._check_files()
+        for table in tables:
+            try:
+                table.unlink()
+            except OSError as error:
+                raise StorageError(
+                    f"cannot replace table {str(table)!r} ({error.strerror}); check the permissions of its folder"
+                ) from error
+
+    def _check_files(self) -> None:
+        for facts in self._manifest["files"].values():
+            try:
+                reader = TensorReader(self.path / facts["name"], facts)
+            except OSError as error:
+                raise StorageError(
+                    f"cannot open {facts['name']!r} of checkpoint {str(self.path)!r} ({error.strerror}); use another one"
+                ) from error
+            try:
+                reader.check(lambda num_bytes: None)
+            finally:
+                reader.close()
+
+
+def _read_facts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the manifest of the checkpoint at `path`, and what a run has saved in it beside its tensors."""
+    if not os.path.lexists(path / manifest.NAME):
+        raise StorageError(
+            f"there is no checkpoint in {str(path)!r} to resume; check the path, or start without resume"
+        )
+    content = manifest.parse(manifest.read_bytes(path), path / manifest.NAME)
+    try:
+        facts = decode(content["extra"], _no_tensor)["word2vec"]
+        if all(isinstance(facts[part], dict) for part in ("settings", "corpus", "training")):
+            return content, facts
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise InvalidValueError(f"the checkpoint in {str(path)!r} is of no word2vec run; choose another folder")
+
+
+def _no_tensor(name: Any) -> torch.Tensor:
+    raise ValueError(f"tensor {name!r} where a run has none")
+
+
+def _comparable(settings: Settings) -> dict[str, Any]:
+    """Return the settings as two runs can compare them: as JSON, with the device that they mean here."""
+    values = settings.as_dict()
+    values["optimizer"] = settings.optimizer.lower()
+    values["device"] = str(resolve_device(settings.device))
+    values["path"] = None if settings.path is None else os.path.abspath(settings.path)
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=repr))
+    return plain
+
+
+def _corpus_facts(corpus: Corpus) -> dict[str, Any]:
+    """Return what tells one corpus from another."""
+    vocabulary = hashlib.sha256()
+    words = corpus.vocabulary.words
+    for start in range(0, len(words), _HASH_CHUNK):
+        vocabulary.update("\n".join(words[start : start + _HASH_CHUNK]).encode() + b"\n")
+    vocabulary.update(np.ascontiguousarray(corpus.vocabulary.counts).tobytes())
+    text = hashlib.sha256()
+    arrays: Sequence[np.ndarray] = [corpus.ids] if corpus.starts is None else [corpus.ids, corpus.starts]
+    for array in arrays:
+        for start in range(0, len(array), _HASH_CHUNK):
+            text.update(np.ascontiguousarray(array[start : start + _HASH_CHUNK]).tobytes())
+    return {
+        "vocabulary_words": len(words),
+        "words": len(corpus.ids),
+        "vocabulary": vocabulary.hexdigest(),
+        "text": text.hexdigest(),
+    }

@@ -1,0 +1,128 @@
+"""Phrases: two words that occur together more often than chance would have it become one, joined by "_".
+
+Mikolov et al. 2013, "Distributed Representations of Words and Phrases", section 4, with the scaling of gensim's ``Phrases``
+(its default scorer), so that a threshold means the same: a pair is joined where
+
+    (count(a b) - min_count) / count(a) / count(b) * (distinct words + distinct pairs) > threshold.
+
+It works on numbers, in place and in chunks. Memory holds the distinct pairs, up to `MAX_PAIRS`: whenever there are more the
+rarest are dropped, first those that have occurred once, the next time twice, and so on, as word2phrase and gensim do. So in
+a text of that size a pair that is always rare may be missed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from speedtransfer.word2vec.counting import LINE_END, Words
+
+JOINT = "_"
+CHUNK_IDS = 1 << 22
+MAX_PAIRS = 1 << 26  # of 16 bytes each
+
+
+def count_numbers(ids: np.ndarray, num_words: int) -> np.ndarray:
+    """Return how often each number occurs in `ids` as int64, shape (num_words,); `LINE_END` is left out."""
+    counts = np.zeros(num_words + 1, dtype=np.int64)
+    for start in range(0, len(ids), CHUNK_IDS):
+        counts += np.bincount(ids[start : start + CHUNK_IDS] + 1, minlength=len(counts))
+    return counts[1:]
+
+
+def join_phrases(ids: np.ndarray, words: Words, min_count: int, threshold: float) -> np.ndarray:
+    """Join the pairs of a corpus that are phrases, from left to right, never across the end of a sequence.
+
+    Parameters
+    ----------
+    ids : ndarray of int32, shape (n,)
+        Word numbers and `LINE_END`; changed in place.
+    words : Words
+        Phrases are entered here.
+    min_count : int
+        Taken off the count of a pair, so that rare pairs are no phrases.
+    threshold : float
+        A higher one joins fewer.
+
+    Returns
+    -------
+    ndarray of int32, shape (m,)
+        The beginning of `ids`, where the words and phrases now are.
+    """
+    counts = count_numbers(ids, len(words))
+    pairs, pair_counts = count_pairs(ids, len(words))
+    first, second = pairs // len(words), pairs % len(words)
+    distinct = int(np.count_nonzero(counts)) + len(pairs)
+    score = (pair_counts - min_count) / counts[first] / counts[second] * distinct
+    chosen = np.flatnonzero(score > threshold)
+    names = zip(words.take(first[chosen]), words.take(second[chosen]), strict=True)
+    stride = len(words)
+    numbers = words.number(" ".join(a + JOINT + b for a, b in names).encode())
+    return _replace(ids, pairs[chosen], numbers, stride)
+
+
+def count_pairs(ids: np.ndarray, num_words: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct pairs of neighbours and how often each occurs, both int64, shape (k,).
+
+    A pair is ``first * num_words + second``; they are sorted.
+    """
+    pairs, counts = np.empty(0, np.int64), np.empty(0, np.int64)
+    least = 1
+    for start in range(0, len(ids), CHUNK_IDS):
+        some = _pairs_of(ids[start : start + CHUNK_IDS + 1], num_words)
+        pairs, counts = _merge(pairs, counts, *np.unique(some[some >= 0], return_counts=True))
+        if len(pairs) > MAX_PAIRS:
+            kept = counts > least
+            pairs, counts = pairs[kept], counts[kept]
+            least += 1
+    return pairs, counts
+
+
+def _pairs_of(ids: np.ndarray, stride: int) -> np.ndarray:
+    """Return each pair of neighbours as one number, -1 where the end of a sequence is one of them."""
+    pairs = ids[:-1] * np.int64(stride) + ids[1:]
+    pairs[(ids[:-1] == LINE_END) | (ids[1:] == LINE_END)] = -1
+    return pairs
+
+
+def _merge(
+    pairs: np.ndarray, counts: np.ndarray, more: np.ndarray, more_counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the union of two sorted sets of pairs, and the sums of their counts."""
+    both = np.concatenate([pairs, more])
+    order = np.argsort(both, kind="stable")  # two sorted runs: merged, not sorted
+    both = both[order]
+    begins = np.flatnonzero(np.concatenate([[True], both[1:] != both[:-1]])[: len(both)])
+    if len(begins) == 0:
+        return pairs, counts
+    return both[begins], np.add.reduceat(np.concatenate([counts, more_counts])[order], begins)
+
+
+def _replace(ids: np.ndarray, pairs: np.ndarray, numbers: np.ndarray, stride: int) -> np.ndarray:
+    """Replace the sorted `pairs` in `ids` by `numbers`, in place; return what is left."""
+    if len(pairs) == 0:
+        return ids
+    begins_phrase = np.zeros(stride + 1, bool)  # the last one is that of LINE_END
+    begins_phrase[pairs // stride] = True
+    left, end = np.empty(0, np.int32), 0  # what is written never overtakes what is read
+    for start in range(0, len(ids), CHUNK_IDS):
+        some = np.concatenate([left, ids[start : start + CHUNK_IDS]])
+        at = np.flatnonzero(begins_phrase[some[:-1]])
+        found = _pairs_of(some, stride)[at]
+        index = np.minimum(np.searchsorted(pairs, found), len(pairs) - 1)
+        hit = pairs[index] == found
+        at, index = at[hit], index[hit]
+        # Of pairs that overlap every second one is joined, from the first of the run on.
+        runs = np.flatnonzero(np.concatenate([[True], np.diff(at) != 1])[: len(at)])
+        lengths = np.diff(np.append(runs, len(at)))
+        joined = (np.arange(len(at)) - np.repeat(runs, lengths)) % 2 == 0
+        at, index = at[joined], index[joined]
+        some[at] = numbers[index]
+        kept = np.ones(len(some), bool)
+        kept[at + 1] = False
+        left = some[:0]
+        if kept[-1] and start + CHUNK_IDS < len(ids):  # the last word may begin a pair
+            left, kept[-1] = some[-1:], False
+        some = some[kept]
+        ids[end : end + len(some)] = some
+        end += len(some)
+    return ids[:end]

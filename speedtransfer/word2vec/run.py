@@ -1,0 +1,202 @@
+"""A whole run, from a corpus to vectors: `train`, and what the command line shares with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from typing_extensions import Unpack
+
+from speedtransfer.device import resolve_device
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.tables.types import PathLike
+from speedtransfer.word2vec.checkpoints import Checkpoints
+from speedtransfer.word2vec.corpus import Corpus
+from speedtransfer.word2vec.periodic import Evaluations
+from speedtransfer.word2vec.progress import TrainingProgress
+from speedtransfer.word2vec.settings import MoreSettings, Settings
+from speedtransfer.word2vec.signature import shows_settings
+from speedtransfer.word2vec.tensorboard import TensorBoard
+from speedtransfer.word2vec.text import Source
+from speedtransfer.word2vec.trainer import Trainer, Watcher
+from speedtransfer.word2vec.vectors import Vectors
+
+
+@dataclass(frozen=True)
+class Watching:
+    """What is done beside training, and changes none of its bits; the attributes are arguments of `train`.
+
+    `overwrite` lets the checkpoint of another run be replaced.
+    """
+
+    checkpoint: PathLike | None = None
+    checkpoint_every: int | None = None
+    resume: bool = False
+    tensorboard: PathLike | None = None
+    evaluate: Sequence[PathLike] = ()
+    evaluate_every: float = 1.0
+    overwrite: bool = False
+
+
+class Run:
+    """A run that is ready to begin: all that can be known to be wrong before the corpus is read has been raised.
+
+    Parameters
+    ----------
+    settings : Settings
+    watching : Watching, optional
+
+    Raises
+    ------
+    SpeedtransferError
+        See `train`. Nothing has been written.
+    """
+
+    def __init__(self, settings: Settings, watching: Watching | None = None) -> None:
+        watching = watching or Watching()
+        resolve_device(settings.device)
+        self.settings = settings
+        self.board = None if watching.tensorboard is None else TensorBoard(watching.tensorboard)
+        self.evaluations = Evaluations(watching.evaluate, watching.evaluate_every) if watching.evaluate else None
+        self.checkpoints = None
+        if watching.checkpoint is not None:
+            self.checkpoints = Checkpoints(
+                watching.checkpoint, watching.checkpoint_every, watching.resume, watching.overwrite
+            )
+            if watching.resume:
+                self.checkpoints.check_settings(settings)
+        elif watching.resume or watching.checkpoint_every is not None:
+            given = "resume" if watching.resume else "checkpoint_every"
+            raise InvalidValueError(f"{given} was given but no checkpoint, the folder; pass checkpoint")
+
+    def train(
+        self, corpus: Source | Corpus, progress: TrainingProgress, begun: Callable[[Trainer], None] | None = None
+    ) -> Trainer:
+        """Read the corpus, unless that is done, and train to the end or to Ctrl-C.
+
+        Table files of memory "mmap" are removed where this fails: they would stop the next run.
+
+        Parameters
+        ----------
+        corpus : path-like, "-", binary file, or Corpus
+        progress : TrainingProgress
+        begun : callable, optional
+            Called with the trainer before its first step.
+
+        Returns
+        -------
+        Trainer
+            As it is after training.
+        """
+        settings = self.settings
+        if not isinstance(corpus, Corpus):
+            corpus = Corpus(
+                corpus,
+                settings.min_count,
+                settings.max_words,
+                progress.reading,
+                kind=settings.kind,
+                phrases=settings.phrases,
+                phrase_threshold=settings.phrase_threshold,
+                walks=settings.walks,
+                walk_length=settings.walk_length,
+                p=settings.p,
+                q=settings.q,
+                seed=settings.seed,
+            )
+        if self.checkpoints is not None and self.checkpoints.resumes:
+            trainer = self.checkpoints.restore(corpus, settings, progress)
+        else:
+            trainer = Trainer(corpus, settings)
+        try:
+            with ExitStack() as stack:
+                watchers = self._begin(trainer, progress, stack)
+                if begun is not None:
+                    begun(trainer)
+                trainer.run(progress, watchers)
+        except BaseException:
+            trainer.discard()
+            raise
+        return trainer
+
+    def _begin(self, trainer: Trainer, progress: TrainingProgress, stack: ExitStack) -> list[Watcher]:
+        watchers: list[Watcher] = []
+        if self.evaluations is not None:
+            self.evaluations.begin(trainer, progress, None if self.board is None else self.board.note_evaluation)
+            watchers.append(self.evaluations)
+        if self.checkpoints is not None:  # after evaluation, whose figures it keeps
+            self.checkpoints.begin(progress)
+            watchers.append(self.checkpoints)
+        if self.board is not None:
+            self.board.begin(trainer)
+            stack.callback(self.board.close)
+            watchers.append(self.board)
+        return watchers
+
+
+@shows_settings()
+def train(
+    corpus: Source | Corpus,
+    dim: int = Settings.dim,
+    optimizer: str = Settings.optimizer,
+    lr: float | None = Settings.lr,
+    *,
+    checkpoint: PathLike | None = None,
+    checkpoint_every: int | None = None,
+    resume: bool = False,
+    tensorboard: PathLike | None = None,
+    evaluate: PathLike | Sequence[PathLike] = (),
+    evaluate_every: float = 1.0,
+    progress: bool = True,
+    **settings: Unpack[MoreSettings],
+) -> Vectors:
+    """Train word vectors: skip-gram or CBOW with negative sampling, by any optimizer that works row by row.
+
+    Ctrl-C ends training early and returns the vectors so far; a second one raises KeyboardInterrupt.
+
+    Parameters
+    ----------
+    corpus : path-like, "-", binary file, or Corpus
+        Text; see :class:`Corpus`, which has its vocabulary already: the settings that make one do nothing then.
+    dim, optimizer, lr, **settings
+        Every attribute of :class:`Settings`, with its default.
+    checkpoint : path-like, optional
+        A folder for the state of training, saved at Ctrl-C and at the end, too.
+    checkpoint_every : int, optional
+        Steps from one save to the next; None: an epoch.
+    resume : bool
+        Go on from `checkpoint`, which the same settings (but `memory` and `path`) and the same corpus have made. The vectors
+        are those of a run without a break, bit for bit, on the same device with the same number of threads.
+    tensorboard : path-like, optional
+        A folder for TensorBoard: loss, learning rate, words a second, bytes of rows moved, figures of `evaluate`, and the
+        frequent words in the projector.
+    evaluate : path-like or sequence of path-like
+        Similarity or analogy sets to evaluate the vectors on while they are trained: a line a set on standard error.
+    evaluate_every : float
+        Epochs from one evaluation to the next; there is one at the end as well.
+    progress : bool
+        Show on standard error how far training is.
+
+    Returns
+    -------
+    Vectors
+        Words from the most frequent on.
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError
+        A setting breaks its rule, the corpus is no text or has too few words, or the checkpoint is of another run.
+    StorageError
+        The corpus or a set cannot be read; the checkpoint cannot be read or written.
+    OptimizerError
+        The optimizer cannot train rows on their own.
+    MissingPackageError
+        `tensorboard` is given but the package is not installed.
+    """
+    sets = [evaluate] if isinstance(evaluate, str | os.PathLike) else list(evaluate)
+    watching = Watching(checkpoint, checkpoint_every, resume, tensorboard, sets, evaluate_every)
+    run = Run(Settings(dim=dim, optimizer=optimizer, lr=lr, **settings), watching)
+    with TrainingProgress(progress) as shown:
+        return run.train(corpus, shown).vectors()

@@ -1,0 +1,205 @@
+"""Settings: their rules, the files that hold them, and the signatures made from them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from typer.testing import CliRunner
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.tables import MEMORIES
+from speedtransfer.word2vec import Settings, train
+from speedtransfer.word2vec.commands import app
+from speedtransfer.word2vec.config import read_config
+from speedtransfer.word2vec.settings import SETTINGS, MoreSettings
+from speedtransfer.word2vec.signature import described
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"model": "skip-gram"}, InvalidValueError, "model is 'skip-gram', which is no model; did you mean 'skipgram'"),
+        ({"model": "CBOV"}, InvalidValueError, "model is 'CBOV', which is no model; did you mean 'cbow'"),
+        ({"model": 1}, InvalidTypeError, "model is 1 but must be a string; choose from skipgram, cbow"),
+        ({"kind": "grahp"}, InvalidValueError, "kind is 'grahp', which is no kind; did you mean 'graph'"),
+        ({"memory": "pined"}, InvalidValueError, "memory is 'pined', which is no memory; did you mean 'pinned'"),
+        ({"memory": "mmap"}, InvalidValueError, "memory='mmap' needs path"),
+        ({"path": "tables"}, InvalidValueError, "path is 'tables' but memory='auto' has no files"),
+        ({"path": 3}, InvalidTypeError, "path is 3 .* must be the path of a folder"),
+        ({"buckets": -1}, InvalidValueError, "buckets is -1 but must be at least 0"),
+        ({"min_n": 0}, InvalidValueError, "min_n is 0 but must be at least 1"),
+        ({"min_n": 7}, InvalidValueError, "min_n is 7 but must be at most max_n, 6; pass a smaller min_n or a larger"),
+        ({"p": 0}, InvalidValueError, "p is 0 but must be above 0; the default is 1"),
+        ({"q": float("inf")}, InvalidValueError, "q is inf but must be finite"),
+        ({"q": "1"}, InvalidTypeError, r"q is '1' \(str\) but must be a number"),
+        ({"walks": 0}, InvalidValueError, "walks is 0 but must be at least 1"),
+        ({"walk_length": 1}, InvalidValueError, "walk_length is 1 but must be at least 2"),
+        ({"phrases": -1}, InvalidValueError, "phrases is -1 but must be at least 0"),
+        ({"phrases": 1, "kind": "graph"}, InvalidValueError, "phrases is 1 but must be 0 for kind='graph'"),
+        ({"phrase_threshold": 0}, InvalidValueError, "phrase_threshold is 0 but must be above 0; the default is 10"),
+        ({"lr": True}, InvalidTypeError, r"lr is True \(bool\) but must be a number"),
+        ({"options": [1]}, InvalidTypeError, r"options is \[1\] but must be a dict by argument name"),
+        ({"options": {"epss": 1}}, InvalidValueError, "AdamW does not take .*epss"),
+        ({"options": {"fused": True, "foreach": True}}, InvalidValueError, "AdamW does not take .*cannot be `True`"),
+    ],
+)
+def test_rules(changes, kind, message):
+    with pytest.raises(kind, match=message) as caught:
+        Settings(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_memories_are_those_of_tables():
+    for memory in MEMORIES:
+        assert Settings(memory=memory, path="t" if memory == "mmap" else None).memory == memory
+
+
+def test_json_gives_the_settings_back():
+    settings = Settings(
+        optimizer="SGD", options={"momentum": 0.5}, memory="mmap", path=Path("a") / "b", device="cpu", p=2
+    )
+    values = json.loads(json.dumps(settings.as_dict()))
+    assert Settings(**values).as_dict() == values
+    assert (values["lr"], values["p"]) == (0.005, 2.0)
+
+
+# --- signatures -------------------------------------------------------------------------------------------------------
+
+
+def test_type_checkers_know_every_setting():
+    named = {"dim", "optimizer", "lr"}
+    known = get_type_hints(MoreSettings)
+    assert known == {name: kind for name, kind in get_type_hints(Settings).items() if name not in named}
+
+
+def test_signature_shows_every_setting():
+    parameters = inspect.signature(train).parameters
+    kinds = get_type_hints(Settings)
+    for name, field in SETTINGS.items():
+        assert parameters[name].default == field.default
+        assert parameters[name].annotation == kinds[name]
+    assert list(parameters)[:4] == ["corpus", "dim", "optimizer", "lr"]
+    assert "settings" not in parameters
+    with pytest.raises(TypeError, match="epoch"):
+        train("not read", epoch=3)
+
+
+def test_every_setting_is_described_on_the_command_line():
+    text = " ".join(CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "250"}).output.split())
+    for name in SETTINGS:
+        assert described(name), name
+        if name != "options":
+            assert f"--{name.replace('_', '-')} " in text
+            assert described(name)[:30] in text
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+TOML = """
+dim = 12
+optimizer = "sgd"
+lr = 0.001
+epochs = 1
+sample = 0
+[options]
+momentum = 0.9
+nesterov = true
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("corpus.txt").write_text("one two three four five six " * 50)
+    Path("run.toml").write_text(TOML)
+    return tmp_path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["train", "corpus.txt", "--quiet", "--device", "cpu", *map(str, arguments)])
+
+
+def settings_of(folder):
+    return json.loads(Path(folder, "settings.json").read_text())["settings"]
+
+
+def test_file_wins_over_defaults(folder):
+    assert read_config("run.toml") == {
+        "dim": 12, "optimizer": "sgd", "lr": 0.001, "epochs": 1, "sample": 0.0,
+        "options": {"momentum": 0.9, "nesterov": True},
+    }  # fmt: skip
+    assert run("-o", "out", "--config", "run.toml").exit_code == 0
+    settings = settings_of("out")
+    assert settings == {**Settings(**read_config("run.toml"), device="cpu").as_dict()}
+    assert settings["window"] == Settings.window
+
+
+def test_flags_win_over_the_file(folder):
+    # One of them has the value of the default: it was given all the same.
+    flags = ["--dim", Settings.dim, "--lr", "0.002", "--option", "momentum=0.5"]
+    assert run("-o", "out", "--config", "run.toml", *flags).exit_code == 0
+    settings = settings_of("out")
+    assert (settings["dim"], settings["lr"], settings["optimizer"]) == (Settings.dim, 0.002, "sgd")
+    assert settings["options"] == {"momentum": 0.5, "nesterov": True}
+
+
+def test_run_is_repeated_from_its_settings(folder):
+    assert run("-o", "out", "--config", "run.toml").exit_code == 0
+    assert run("-o", "again", "--config", "out/settings.json").exit_code == 0
+    assert settings_of("again") == settings_of("out")
+    assert Path("again/vectors.txt").read_bytes() == Path("out/vectors.txt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "message"),
+    [
+        ("dims = 3", InvalidValueError, "config 'bad.toml' has 'dims', which is no setting; did you mean 'dim'"),
+        ("[training]\ndim = 3", InvalidValueError, "config 'bad.toml' has 'training', which is no setting"),
+        ("dim = '3'", InvalidTypeError, r"config 'bad.toml': dim is '3' \(str\) but must be an integer"),
+        ("dim = 3.0", InvalidTypeError, r"config 'bad.toml': dim is 3.0 \(float\) but must be an integer"),
+        ("lr = '1e-3'", InvalidTypeError, r"config 'bad.toml': lr is '1e-3' \(str\) but must be a number"),
+        ("lr = nan", InvalidValueError, "config 'bad.toml': lr is nan but must be finite"),
+        ("dim = 0", InvalidValueError, "config 'bad.toml': dim is 0 but must be at least 1"),
+        ("options = 3", InvalidTypeError, "config 'bad.toml': options is 3 but must be a dict"),
+        ("path = 3", InvalidTypeError, "config 'bad.toml': path is 3 "),
+        ("optimizer = 'adm'", InvalidValueError, "config 'bad.toml': optimizer 'adm' is not in torch.optim"),
+        ("dim =\nlr = 1", InvalidValueError, "config 'bad.toml' is no TOML: .*line 1"),
+        ("dim = 3\ndim = 4", InvalidValueError, "config 'bad.toml' is no TOML: "),
+        (b"\xff", InvalidValueError, "config 'bad.toml' is no UTF-8 text"),
+        (None, StorageError, r"cannot read config 'bad.toml' \(No such file"),
+    ],
+)
+def test_bad_files(folder, content, kind, message):
+    if content is not None:
+        Path("bad.toml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(kind, match=message) as caught:
+        read_config("bad.toml")
+    assert "\n" not in str(caught.value)
+    assert isinstance(run("-o", "out", "--config", "bad.toml").exception, kind)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "'s.json' is no JSON: "),
+        ("[" * 100_000, "'s.json' is no JSON: "),
+        ("[]", 'has no object "settings"; pass the settings.json of a run'),
+        ('{"settings": 3}', 'has no object "settings"'),
+        ('{"settings": {"dimm": 3}}', "config 's.json' has 'dimm', which is no setting"),
+    ],
+)
+def test_bad_json(folder, content, message):
+    Path("s.json").write_text(content)
+    with pytest.raises(InvalidValueError, match=message):
+        read_config("s.json")
+
+
+def test_settings_that_fit_only_together(folder):
+    Path("n.toml").write_text("min_n = 7")
+    assert isinstance(run("-o", "out", "--config", "n.toml").exception, InvalidValueError)
+    assert run("-o", "out", "--config", "n.toml", "--max-n", "8", "--epochs", 1).exit_code == 0

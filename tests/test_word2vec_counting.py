@@ -1,0 +1,210 @@
+"""Words numbered on many threads by the compiled tokeniser: the same as one after the other, to the bit."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import threading
+
+import numpy as np
+import pytest
+
+from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError
+from speedtransfer.word2vec import Corpus, counting
+from speedtransfer.word2vec.counting import LINE_END, WordDict
+
+pytest.importorskip("numba")
+SPACES = [chr(c) for c in range(0x110000) if chr(c).isspace()]
+# Neighbours of white space that are none, and one character of each length.
+WORD_CHARACTERS = [*"abcxyz09'", "\x01", "\x1b", "\x7f", "\x84", "\x86", "é", "\u200b", "\u200c", "\u2030", "\u3001"]
+WORD_CHARACTERS += [
+    "\u167f",
+    "\u1681",
+    "\u180e",
+    "\u2027",
+    "\u202a",
+    "\u205e",
+    "\u2060",
+    "東",
+    "京",
+    "\U0001f600",
+    "\u2070",
+]
+
+
+class Dripping(io.BytesIO):
+    """A file that gives a few bytes at a time, as a pipe may; words and characters are cut everywhere."""
+
+    def __init__(self, data, step):
+        super().__init__(data)
+        self.step = step
+
+    def read(self, size=-1):
+        return super().read(self.step)
+
+
+@pytest.fixture
+def always_fast(monkeypatch):
+    monkeypatch.setattr(counting, "FAST_FROM_PIECES", 1)
+
+
+def random_text(seed, num_words):
+    rng = np.random.default_rng(seed)
+    types = ["".join(rng.choice(WORD_CHARACTERS, rng.integers(1, 14))) for _ in range(num_words // 20)]
+    words = rng.choice(types, num_words)
+    spaces = ["".join(rng.choice(SPACES, rng.integers(1, 3))) for _ in words]
+    return "".join(part for pair in zip(words, spaces, strict=True) for part in pair)
+
+
+def make_tables():
+    from speedtransfer.word2vec.counting_compiled import WordTable
+
+    return WordDict(), WordTable()
+
+
+@pytest.mark.parametrize("line_end", [0, LINE_END])
+@pytest.mark.parametrize("seed", range(5))
+def test_tokeniser_agrees_with_split(seed, line_end):
+    text = random_text(seed, 4000)
+    plain, fast = make_tables()
+    for part in (text, text[: len(text) // 2], text + "\nnew words\n\n"):
+        expected = plain.number(part.encode(), line_end)
+        np.testing.assert_array_equal(fast.number(part.encode(), line_end), expected)
+        if not line_end:
+            assert fast.take(expected) == part.split()
+    assert fast.text().decode().split() == plain.take(np.arange(len(plain)))
+    assert len(fast) == len(plain)
+
+
+def test_tokeniser_knows_every_white_space():
+    _, fast = make_tables()
+    text = "".join(f"w{number}{space}" for number, space in enumerate(SPACES))
+    assert len(fast.number(text.encode())) == len(SPACES)
+    for character in WORD_CHARACTERS:
+        assert len(fast.number(f"a{character}b".encode())) == 1
+
+
+def test_tokeniser_grows():
+    plain, fast = make_tables()
+    words = [f"{n}" for n in range(50_000)] + [f"{n:07}-ends-alike" for n in range(40_000)]  # short keys and hashes
+    words += ["ends-alike", "s-alike", "0000001-ends-alike", "x" * 1_500_000]
+    data = " ".join(words + words[::-1]).encode()
+    np.testing.assert_array_equal(fast.number(data), plain.number(data))
+    assert fast.take(np.arange(len(fast))) == plain.take(np.arange(len(plain)))
+
+
+def test_tokeniser_of_nothing():
+    _, fast = make_tables()
+    assert fast.number(b"").tolist() == []
+    assert fast.number(b" \n", LINE_END).tolist() == [LINE_END]
+    assert fast.text() == b""
+
+
+@pytest.mark.parametrize("kind", ["text", "lines"])
+@pytest.mark.parametrize(("step", "threads"), [(37, 3), (1000, 2), (100_000, 1)])
+def test_threads_change_nothing(always_fast, kind, step, threads):
+    data = b"\xef\xbb\xbf" + random_text(7, 5000).encode()
+    reports = {}
+    corpora = {}
+    for number in (0, threads):
+        seen = reports[number] = []
+        corpora[number] = Corpus(Dripping(data, step), 3, kind=kind, threads=number, report=seen.append)
+    plain, fast = corpora.values()
+    assert fast.ids.tobytes() == plain.ids.tobytes()
+    assert fast.vocabulary.words == plain.vocabulary.words
+    np.testing.assert_array_equal(fast.vocabulary.counts, plain.vocabulary.counts)
+    assert fast.num_raw_words == plain.num_raw_words == 5000
+    assert reports[0] == reports[threads]
+    if kind == "lines":
+        np.testing.assert_array_equal(fast.starts, plain.starts)
+        assert len(fast.starts) > 5
+
+
+def test_several_files(always_fast, tmp_path):
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(f"a b file{number}\nc", encoding="utf-8")
+    corpora = [Corpus(tmp_path, 1, kind="lines", threads=threads) for threads in (0, 2)]
+    for corpus in corpora:
+        assert [corpus.vocabulary.words[i] for i in corpus.ids[:5]] == ["a", "b", "file0", "c", "a"]
+        assert corpus.starts.tolist() == [0, 3, 4, 7, 8, 11, 12, 15]  # a line ends with its file
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize(
+    "rubbish", [b"\0", b"\xff", b"\xe6\x9d", b"\xed\xa0\x80", b"\xc3 ", b"\xf4\x90\x80\x80", b"\xc0\x80"]
+)
+@pytest.mark.parametrize("step", [5, 64, 10_000])
+def test_rubbish_is_told_alike(always_fast, mark, rubbish, step):
+    data = mark + b"w\xc3\xa9rd \xe6\x9d\xb1\n" * 30
+    messages = []
+    for threads in (0, 2):
+        with pytest.raises(InvalidValueError, match=f"byte {len(data) + 3}[ ;]") as caught:
+            Corpus(Dripping(data + b"abc" + rubbish + b"d e f", step), threads=threads)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def left_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("speedtransfer-words")]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
+def test_nothing_is_left_when_stopped(always_fast, tmp_path, monkeypatch, stop):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def report(num_words):
+        if num_words > 500:
+            raise stop
+
+    with pytest.raises(stop):
+        Corpus(Dripping(random_text(1, 3000).encode(), 100), report=report, threads=2)
+    assert left_threads() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_memory_for_the_words(always_fast, monkeypatch):
+    from speedtransfer.word2vec.counting_compiled import WordTable
+
+    def refuse(self, room_bytes):
+        raise MemoryError
+
+    monkeypatch.setattr(WordTable, "_grow", refuse)
+    with pytest.raises(HostMemoryError, match="distinct words so far fill the memory; pass less text"):
+        Corpus(io.BytesIO(" ".join(map(str, range(100_000))).encode()), threads=2)
+    assert left_threads() == []
+
+
+def test_damaged_archive(always_fast, tmp_path):
+    import gzip
+
+    (tmp_path / "a.gz").write_bytes(gzip.compress(random_text(2, 5000).encode())[:-20])
+    with pytest.raises(StorageError, match=r"a\.gz' is damaged"):
+        Corpus(tmp_path / "a.gz", threads=2)
+    assert left_threads() == []
+
+
+@pytest.fixture
+def fresh_choice():
+    counting.compiled_counting.cache_clear()
+    yield
+    counting.compiled_counting.cache_clear()
+
+
+def test_without_numba(always_fast, fresh_choice, monkeypatch):
+    monkeypatch.setattr(counting.importlib.util, "find_spec", lambda name: None)
+    assert counting.compiled_counting() is None
+    assert Corpus(io.BytesIO(b"a b a b"), 1).ids.tolist() == [0, 1, 0, 1]
+
+
+def test_a_small_text_does_not_wait_for_numba(monkeypatch):
+    monkeypatch.setattr(counting, "compiled_counting", lambda: pytest.fail("asked for"))
+    assert len(Corpus(io.BytesIO(b"a b a b"), 1)) == 4
+
+
+def test_the_compiled_way_is_taken(always_fast, monkeypatch):
+    taken = []
+    inner = counting._number_in_threads
+    monkeypatch.setattr(counting, "_number_in_threads", lambda *args: taken.append(args[-1]) or inner(*args))
+    Corpus(io.BytesIO(b"a b a b"), 1, threads=3)
+    Corpus(io.BytesIO(b"a b a b"), 1, threads=0)
+    assert taken == [3]

@@ -1,0 +1,345 @@
+"""A run that is broken off and resumed ends with the bits of a run that was not."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lazy_oracle import one_thread  # noqa: F401
+from typer.testing import CliRunner
+
+import speedtransfer
+from speedtransfer.checkpoint import save_checkpoint
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.word2vec import Corpus, Settings, Trainer, train
+from speedtransfer.word2vec.checkpoints import Checkpoints
+from speedtransfer.word2vec.commands import app
+from speedtransfer.word2vec.progress import TrainingProgress
+from speedtransfer.word2vec.run import Run, Watching
+
+QUICK = {"dim": 8, "epochs": 2, "block_words": 128, "shared_negatives": 32, "sample": 0.01, "device": "cpu"}
+QUIET = TrainingProgress(enabled=False)
+
+
+def text(num_words=3000, seed=0):
+    return " ".join(f"w{n}" for n in np.random.default_rng(seed).integers(0, 50, num_words)).encode()
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return Corpus(io.BytesIO(text()))
+
+
+def quietly(corpus, **changes):
+    return train(corpus, progress=False, **{**QUICK, **changes})
+
+
+class BreakError(Exception):
+    pass
+
+
+class BreakAt:
+    """Breaks training off at a step, as a crash does: what was not saved is lost."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def after_step(self, trainer):
+        if trainer.step == self.step:
+            raise BreakError
+
+    def finish(self, trainer):
+        raise AssertionError("training came to its end")
+
+
+def broken_off(corpus, step, every, folder, monkeypatch, **changes):
+    run = Run(Settings(**{**QUICK, **changes}), Watching(checkpoint=folder, checkpoint_every=every))
+    begin = Run._begin
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_begin", lambda *args: [*begin(*args), BreakAt(step)])
+        with pytest.raises(BreakError):
+            run.train(corpus, QUIET)
+
+
+def moved_state(trainer):
+    """What the tables and the optimizer hold, all rows."""
+    state = {**trainer.model.state_dict(), **trainer.optimizer.state_dict()["state"][0]}
+    return {name: torch.as_tensor(value).clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("step", "changes"),
+    [
+        (20, {}),
+        (39, {"optimizer": "adagrad", "memory": "mmap"}),
+        (31, {"optimizer": "sgd", "options": {"momentum": 0.9}}),
+        (13, {"optimizer": "nadam", "epochs": 1}),
+        (20, {"model": "cbow"}),
+        (20, {"buckets": 300, "memory": "mmap"}),
+    ],
+)
+def test_resumed_run_has_the_same_bits(corpus, tmp_path, monkeypatch, step, changes):
+    whole_changes = dict(changes)
+    if "memory" in changes:
+        changes = {**changes, "path": tmp_path / "tables"}
+        whole_changes = {**changes, "path": tmp_path / "whole"}
+    whole = quietly(corpus, **whole_changes)
+    folder = tmp_path / "point"
+    broken_off(corpus, step, 6, folder, monkeypatch, **changes)
+    resumed = quietly(corpus, checkpoint=folder, resume=True, **changes)
+    assert resumed.matrix.tobytes() == whole.matrix.tobytes()
+
+
+def test_everything_is_taken_up(corpus, tmp_path, monkeypatch):
+    straight = Trainer(corpus, Settings(**QUICK))
+    while straight.step < 18:
+        straight.train_step()
+    broken_off(corpus, 20, 6, tmp_path / "point", monkeypatch)
+    resumed = Checkpoints(tmp_path / "point", resume=True).restore(corpus, Settings(**QUICK), QUIET)
+    assert resumed.step == 18
+    assert (resumed.loss, resumed.words_done, resumed.moved_bytes) == (
+        straight.loss, straight.words_done, straight.moved_bytes,
+    )  # fmt: skip
+    assert resumed.elapsed_s > 0
+    ours, theirs = moved_state(resumed), moved_state(straight)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for trainer in (straight, resumed):
+        trainer.run(QUIET)
+    assert resumed.vectors().matrix.tobytes() == straight.vectors().matrix.tobytes()
+    assert resumed.loss == straight.loss
+
+
+def test_saving_does_not_disturb(corpus, tmp_path):
+    assert (
+        quietly(corpus, checkpoint=tmp_path / "point", checkpoint_every=1, epochs=1).matrix.tobytes()
+        == quietly(corpus, epochs=1).matrix.tobytes()
+    )
+
+
+def test_how_often(corpus, tmp_path, monkeypatch):
+    steps = []
+    save = Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", lambda self, trainer: (steps.append(trainer.step), save(self, trainer)))
+    a_epoch = len(Trainer(corpus, Settings(**QUICK)).sampler)
+    quietly(corpus, checkpoint=tmp_path / "epochs")
+    assert steps == [a_epoch, 2 * a_epoch]
+    steps.clear()
+    quietly(corpus, checkpoint=tmp_path / "steps", checkpoint_every=15)
+    assert steps == [*range(15, 2 * a_epoch, 15), 2 * a_epoch]
+
+
+def test_finished_run_is_resumed_at_its_end(corpus, tmp_path):
+    vectors = quietly(corpus, checkpoint=tmp_path / "point")
+    again = quietly(corpus, checkpoint=tmp_path / "point", resume=True)
+    assert again.matrix.tobytes() == vectors.matrix.tobytes()
+
+
+def test_interrupted_run_is_saved(corpus, tmp_path, capsys):
+    whole = quietly(corpus, epochs=25)
+    trainer = None
+
+    def stop(begun):
+        nonlocal trainer
+        trainer = begun
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    settings = Settings(**{**QUICK, "epochs": 25})
+    Run(settings, Watching(checkpoint=tmp_path / "point")).train(corpus, QUIET, stop)
+    assert trainer.interrupted
+    assert f"checkpoint in {str(tmp_path / 'point')!r}: resume it" in capsys.readouterr().err
+    saved = Checkpoints(tmp_path / "point", resume=True).restore(corpus, settings, QUIET)
+    assert saved.step == trainer.step
+    assert f"(epoch {saved.epoch} of 25) from " in capsys.readouterr().err
+    resumed = quietly(corpus, epochs=25, checkpoint=tmp_path / "point", resume=True)
+    assert resumed.matrix.tobytes() == whole.matrix.tobytes()
+
+
+def test_another_number_of_threads_is_told(corpus, tmp_path, capsys):
+    quietly(corpus, checkpoint=tmp_path / "point", epochs=1)
+    capsys.readouterr()
+    torch.set_num_threads(2)
+    quietly(corpus, checkpoint=tmp_path / "point", resume=True, epochs=1)
+    assert "this run has 2 threads but was begun with 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["lines", "graph"])
+def test_sequences(tmp_path, monkeypatch, kind):
+    lines = text(300).split() if kind == "graph" else text(3000).split()
+    size = 2 if kind == "graph" else 7
+    (tmp_path / "corpus").write_bytes(
+        b"\n".join(b" ".join(lines[i : i + size]) for i in range(0, len(lines) // size * size, size))
+    )
+    changes = {"kind": kind, "walks": 2, "walk_length": 20, "p": 0.5, "q": 2.0}
+    whole = quietly(tmp_path / "corpus", **changes)
+    broken_off(tmp_path / "corpus", 9, 4, tmp_path / "point", monkeypatch, **changes)
+    resumed = quietly(tmp_path / "corpus", checkpoint=tmp_path / "point", resume=True, **changes)
+    assert resumed.matrix.tobytes() == whole.matrix.tobytes()
+    with pytest.raises(InvalidValueError, match=r"kind is 'text' but the checkpoint"):
+        quietly("not read", checkpoint=tmp_path / "point", resume=True)
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dim": 9}, "dim is 9 but the checkpoint .* was made with 8; pass that dim, or choose another checkpoint"),
+        ({"optimizer": "adam"}, "optimizer is 'adam' but the checkpoint .* was made with 'adamw'"),
+        ({"lr": 0.5}, "lr is 0.5 but the checkpoint .* was made with 0.015"),
+        ({"options": {"eps": 0.1}}, r"options is {'eps': 0.1} but the checkpoint .* was made with {}"),
+        ({"epochs": 3}, "epochs is 3 but the checkpoint .* was made with 2"),
+        ({"sample": 0}, "sample is 0.0 but the checkpoint .* was made with 0.01"),
+        ({"seed": 2}, "seed is 2 but the checkpoint .* was made with 1"),
+    ],
+)
+def test_other_settings(point, corpus, changes, message):
+    with pytest.raises(InvalidValueError, match=message):
+        quietly("not read", checkpoint=point, resume=True, **changes)
+
+
+@pytest.fixture(scope="module")
+def point(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "point"
+    quietly(corpus, checkpoint=folder)
+    return folder
+
+
+def test_settings_that_mean_the_same(point, corpus, tmp_path):
+    same = {"optimizer": "AdamW", "lr": 0.015, "device": torch.device("cpu"), "memory": "mmap", "path": tmp_path / "t"}
+    quietly(corpus, checkpoint=point, resume=True, **same)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (text(2000), r"the corpus has 2,000 words but that of checkpoint .* had 3,000"),
+        (text() + b" new" * 9, "the corpus has 51 words in the vocabulary but that of checkpoint .* had 50"),
+        (text(seed=1), "the corpus has another words than"),
+        (text().replace(b"w1 ", b"v1 "), "the corpus has another words than"),
+        (b" ".join(reversed(text().split())), "the corpus has another order of words than"),
+    ],
+)
+def test_other_corpus(point, content, message):
+    with pytest.raises(InvalidValueError, match=message):
+        quietly(io.BytesIO(content), checkpoint=point, resume=True)
+
+
+def test_nothing_to_resume(corpus, tmp_path):
+    with pytest.raises(StorageError, match=r"there is no checkpoint in .* to resume; check the path, or start without"):
+        quietly("not read", checkpoint=tmp_path / "none", resume=True)
+    save_checkpoint(tmp_path / "other", torch.nn.Linear(1, 1), extra={"epoch": 3})
+    with pytest.raises(InvalidValueError, match="is of no word2vec run; choose another folder"):
+        quietly("not read", checkpoint=tmp_path / "other", resume=True)
+    with pytest.raises(InvalidValueError, match="resume was given but no checkpoint"):
+        quietly("not read", resume=True)
+    with pytest.raises(InvalidValueError, match="checkpoint_every was given but no checkpoint"):
+        quietly("not read", checkpoint_every=3)
+    with pytest.raises(InvalidValueError, match=r"checkpoint_every is 0 but must be at least 1"):
+        quietly("not read", checkpoint=tmp_path / "x", checkpoint_every=0)
+    with pytest.raises(InvalidTypeError, match=r"checkpoint_every is 1.5"):
+        quietly("not read", checkpoint=tmp_path / "x", checkpoint_every=1.5)
+    assert not (tmp_path / "x").exists()
+
+
+def test_checkpoint_of_another_run_is_kept(point, corpus, tmp_path):
+    before = sorted(os.listdir(point))
+    with pytest.raises(InvalidValueError, match="holds the checkpoint of a run; resume it, or choose another folder"):
+        quietly("not read", checkpoint=point)
+    assert sorted(os.listdir(point)) == before
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "one.tex").write_text("precious")
+    with pytest.raises(InvalidValueError, match=r"holds 'one.tex' and no checkpoint"):
+        quietly("not read", checkpoint=tmp_path / "thesis")
+    with pytest.raises(StorageError, match="cannot write checkpoints to"):
+        quietly("not read", checkpoint=tmp_path / "thesis" / "one.tex" / "point")
+
+
+def test_full_disk_does_not_end_training(corpus, tmp_path, monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise StorageError("cannot save (No space left on device)")
+
+    monkeypatch.setattr("speedtransfer.word2vec.checkpoints.save_checkpoint", full)
+    vectors = quietly(corpus, checkpoint=tmp_path / "point", epochs=1)
+    assert vectors.matrix.tobytes() == quietly(corpus, epochs=1).matrix.tobytes()
+    assert "No space left on device); training goes on" in capsys.readouterr().err
+
+
+# --- tables in files --------------------------------------------------------------------------------------------------
+
+
+def names(folder):
+    return sorted(path.name for path in folder.glob("*"))
+
+
+def test_failed_run_leaves_no_tables(corpus, tmp_path):
+    for _ in range(2):  # nothing stops the second
+        with pytest.raises(InvalidValueError, match="too large for sgd"):
+            quietly(corpus, optimizer="sgd", lr=1e20, epochs=9, memory="mmap", path=tmp_path / "tables")
+        assert names(tmp_path / "tables") == []
+
+
+def test_tables_of_others_are_not_touched(point, corpus, tmp_path):
+    (tmp_path / "input.safetensors").write_text("precious")
+    for resume in ({}, {"checkpoint": point, "resume": True}):
+        with pytest.raises(StorageError, match="exists and would be overwritten"):
+            quietly(corpus, memory="mmap", path=tmp_path, **resume)
+        assert names(tmp_path) == ["input.safetensors"]
+
+
+def test_damaged_checkpoint_leaves_the_tables(corpus, tmp_path):
+    changes = {"memory": "mmap", "path": tmp_path / "tables"}
+    quietly(corpus, checkpoint=tmp_path / "point", **changes)
+    before = {name: (tmp_path / "tables" / name).read_bytes() for name in names(tmp_path / "tables")}
+    assert sorted(before) == ["input.safetensors", "output.safetensors"]
+    damaged = next((tmp_path / "point").glob("optimizer-*"))
+    content = bytearray(damaged.read_bytes())
+    content[-5] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(StorageError, match="checksum"):
+        quietly(corpus, checkpoint=tmp_path / "point", resume=True, **changes)
+    assert before == {name: (tmp_path / "tables" / name).read_bytes() for name in names(tmp_path / "tables")}
+
+
+KILLED = "import torch; torch.set_num_threads(1); from speedtransfer.word2vec import commands; commands.app()"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+def test_killed_with_tables_on_disk(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("corpus.txt").write_bytes(text(10_000))
+    flags = ["train", "corpus.txt", "--dim", "8", "--block-words", "64", "--epochs", "4", "--memory", "mmap", "--quiet"]
+    flags += ["--device", "cpu"]
+    kept = ["-o", "out", "--path", "tables", "--checkpoint", "point", "--checkpoint-every", "50"]
+    root = str(Path(speedtransfer.__file__).parents[1])
+    argv = [sys.executable, "-c", KILLED, *flags, *kept]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root}) as process:
+        watchdog = threading.Timer(100, process.kill)
+        watchdog.start()
+        while process.poll() is None and not Path("point/manifest.json").exists():
+            pass
+        tables = Path("tables/input.safetensors"), Path("tables/output.safetensors")
+        saved = [table.read_bytes() for table in tables]
+        while process.poll() is None and saved == [table.read_bytes() for table in tables]:
+            pass
+        process.kill()  # the tables are ahead of the checkpoint
+        watchdog.cancel()
+    assert process.returncode == -signal.SIGKILL
+    assert not Path("out").exists()
+    for arguments in ([*kept, "--resume"], ["-o", "whole", "--path", "whole_tables"]):
+        result = CliRunner().invoke(app, [*flags, *arguments])
+        assert result.exit_code == 0, result.output
+    assert Path("out/vectors.txt").read_bytes() == Path("whole/vectors.txt").read_bytes()
+    facts = [json.loads(Path(out, "settings.json").read_text()) for out in ("out", "whole")]
+    assert facts[0]["loss"] == facts[1]["loss"]
+    assert facts[0]["steps"] == facts[0]["of_steps"]

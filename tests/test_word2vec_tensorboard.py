@@ -1,0 +1,222 @@
+"""What looks on while training goes on: TensorBoard and evaluation. Neither changes a bit of the vectors."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lazy_oracle import one_thread  # noqa: F401
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from typer.testing import CliRunner
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.word2vec import Corpus, Settings, Trainer, tensorboard, train
+from speedtransfer.word2vec.commands import app
+from speedtransfer.word2vec.evaluation import evaluate
+from speedtransfer.word2vec.extras import MissingPackageError
+from speedtransfer.word2vec.optimizers import LR_END
+from speedtransfer.word2vec.progress import TrainingProgress
+from speedtransfer.word2vec.run import Run, Watching
+
+QUICK = {"dim": 8, "epochs": 2, "block_words": 256, "shared_negatives": 32, "sample": 0, "device": "cpu"}
+CURVES = ["rows/bytes_in", "rows/bytes_out", "train/loss", "train/lr", "train/words_per_s"]
+
+
+def text(num_words=3000):
+    return " ".join(f"w{n}" for n in np.random.default_rng(0).integers(0, 50, num_words)).encode()
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return Corpus(io.BytesIO(text()))
+
+
+@pytest.fixture
+def every_step(monkeypatch):
+    monkeypatch.setattr(tensorboard, "LOG_EVERY_S", 0.0)
+
+
+@pytest.fixture
+def sets(tmp_path):
+    """A similarity set and an analogy set of words in the corpus."""
+    (tmp_path / "pairs.txt").write_text("w1\tw2\t3\nw3\tw4\t1\nw5\tw6\t7\nw7\tw8\t2\nw1\tunknown\t5\n")
+    (tmp_path / "analogies.txt").write_text(": one\nw1 w2 w3 w4\n: gram-two\nw5 w6 w7 w8\n")
+    return [tmp_path / "pairs.txt", tmp_path / "analogies.txt"]
+
+
+def quietly(corpus, **changes):
+    return train(corpus, progress=False, **{**QUICK, **changes})
+
+
+def curves(folder):
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_curves(corpus, tmp_path, every_step):
+    vectors = quietly(corpus, tensorboard=tmp_path / "runs" / "one")
+    assert vectors.matrix.tobytes() == quietly(corpus).matrix.tobytes()
+    seen = curves(tmp_path / "runs" / "one")
+    assert sorted(seen) == CURVES
+    steps = 2 * len(Trainer(corpus, Settings(**QUICK)).sampler)
+    for tag in CURVES:
+        assert [step for step, _ in seen[tag]] == list(range(1, steps + 1))
+    lr = [value for _, value in seen["train/lr"]]
+    assert lr[0] == pytest.approx(0.015)
+    assert lr == pytest.approx([0.015 * max(1 - step / steps, LR_END) for step in range(steps)], rel=1e-6)
+    bytes_in = [value for _, value in seen["rows/bytes_in"]]
+    assert bytes_in == sorted(bytes_in)
+    assert bytes_in[0] > 2 * 40 * 8 * 4
+    assert all(value > 0 for _, value in seen["train/words_per_s"])
+    assert 3 < seen["train/loss"][-1][1] < 5
+
+
+def test_few_figures_by_the_clock(corpus, tmp_path, monkeypatch):
+    now = iter(range(1000))
+    monkeypatch.setattr(tensorboard.time, "monotonic", lambda: next(now) / 2)  # half a second a step
+    quietly(corpus, tensorboard=tmp_path)
+    steps = 2 * len(Trainer(corpus, Settings(**QUICK)).sampler)
+    assert [step for step, _ in curves(tmp_path)["train/loss"]] == [
+        *range(1, steps, 4),
+        *([steps] if steps % 4 != 1 else []),
+    ]
+
+
+def test_projector_shows_the_frequent_words(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorboard, "PROJECTOR_WORDS", 7)
+    vectors = quietly(corpus, tensorboard=tmp_path)
+    (tensors,), (words,) = (sorted(tmp_path.rglob(name)) for name in ("tensors.tsv", "metadata.tsv"))
+    assert words.read_text().split() == vectors.words[:7]
+    assert np.loadtxt(tensors, delimiter="\t") == pytest.approx(vectors.matrix[:7], rel=1e-5)
+    config = (tmp_path / "projector_config.pbtxt").read_text()
+    assert str(tensors.relative_to(tmp_path)) in config
+
+
+def test_resumed_run_goes_on_with_its_curves(corpus, tmp_path, every_step):
+    run = Run(Settings(**QUICK), Watching(tmp_path / "point", tensorboard=tmp_path / "board"))
+
+    def stop(trainer):
+        step = trainer.train_step
+
+        def first_epoch():
+            step()
+            if trainer.step == len(trainer.sampler) + 3:
+                raise RuntimeError("broken off")
+
+        trainer.train_step = first_epoch
+
+    with pytest.raises(RuntimeError, match="broken off"):
+        run.train(corpus, TrainingProgress(enabled=False), stop)
+    vectors = quietly(corpus, checkpoint=tmp_path / "point", resume=True, tensorboard=tmp_path / "board")
+    assert vectors.matrix.tobytes() == quietly(corpus).matrix.tobytes()
+    steps = [step for step, _ in curves(tmp_path / "board")["train/lr"]]
+    assert steps == list(range(1, steps[-1] + 1))  # each once
+
+
+def test_without_tensorboard(corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MissingPackageError, match=r'run: pip install "speedtransfer\[tensorboard\]"'):
+        quietly("not read", tensorboard=tmp_path / "board")
+    assert not (tmp_path / "board").exists()
+    quietly(corpus, epochs=1)
+
+
+def test_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    for path in (tmp_path / "file", tmp_path / "file" / "board"):
+        with pytest.raises(StorageError, match=r"cannot write TensorBoard's files to .*; choose a folder"):
+            quietly("not read", tensorboard=path)
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_does_not_disturb(corpus, tmp_path, sets, capsys, every_step):
+    vectors = quietly(corpus, evaluate=sets, evaluate_every=0.5, tensorboard=tmp_path / "board")
+    assert vectors.matrix.tobytes() == quietly(corpus).matrix.tobytes()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 8
+    assert [line.split("  ")[0] for line in lines[::2]] == ["epoch 0.5", "epoch 1", "epoch 1.5", "epoch 2"]
+    last = evaluate(vectors, sets[0])
+    assert lines[-2] == f"epoch 2  pairs: spearman {last.spearman:.3f}  pearson {last.pearson:.3f}"
+    assert lines[-1].startswith("epoch 2  analogies: accuracy ")
+    seen = curves(tmp_path / "board")
+    assert sorted(set(seen) - set(CURVES)) == [
+        "evaluation/analogies/accuracy", "evaluation/analogies/semantic", "evaluation/analogies/syntactic",
+        "evaluation/pairs/pearson", "evaluation/pairs/spearman",
+    ]  # fmt: skip
+    steps = len(Trainer(corpus, Settings(**QUICK)).sampler)
+    assert [step for step, _ in seen["evaluation/pairs/spearman"]] == [steps // 2, steps, 3 * steps // 2, 2 * steps]
+    assert seen["evaluation/pairs/spearman"][-1][1] == pytest.approx(last.spearman)
+
+
+@pytest.mark.parametrize(("every", "epochs"), [(1.0, [1, 2]), (5, [2]), (0.75, [0.75, 1.5, 2])])
+def test_when(corpus, sets, every, epochs, capsys):
+    quietly(corpus, evaluate=sets[0], evaluate_every=every)
+    lines = capsys.readouterr().err.splitlines()
+    assert [float(line.split()[1]) for line in lines] == pytest.approx(epochs, abs=0.05)
+
+
+def test_command(tmp_path, sets, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("corpus.txt").write_bytes(text())
+    flags = ["--dim", "8", "--epochs", "2", "--evaluate", "pairs.txt", "--evaluate", "analogies.txt", "--quiet"]
+    result = CliRunner().invoke(app, ["train", "corpus.txt", "-o", "out", "--tensorboard", "board", *flags])
+    assert result.exit_code == 0, result.output
+    pairs, analogies = json.loads(Path("out/settings.json").read_text())["evaluation"]
+    assert (pairs["set"], pairs["epochs"], pairs["used"], pairs["unknown"]) == ("pairs.txt", 2.0, 4, 1)
+    assert -1 <= pairs["spearman"] <= 1
+    assert (analogies["set"], analogies["used"], analogies["unknown"]) == ("analogies.txt", 2, 0)
+    assert analogies["accuracy"] in (0, 0.5, 1)
+    assert Path("board", "projector_config.pbtxt").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"evaluate": "missing.txt"}, StorageError, "missing.txt"),
+        ({"evaluate": ["bad.txt"]}, StorageError, "line 2 of 'bad.txt'"),
+        ({"evaluate": "good.txt", "evaluate_every": 0}, InvalidValueError, "evaluate_every is 0 but must be above 0"),
+        (
+            {"evaluate": "good.txt", "evaluate_every": "1"},
+            InvalidTypeError,
+            "evaluate_every is '1' but must be a number",
+        ),
+    ],
+)
+def test_bad_sets_are_found_before_the_corpus_is_read(tmp_path, monkeypatch, changes, kind, message):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.txt").write_text("a b 1\na b\n")
+    Path("good.txt").write_text("a b 1\n")
+    with pytest.raises(kind, match=message):
+        quietly("not read", **changes)
+
+
+def test_set_in_another_language_is_found_before_training(corpus, tmp_path):
+    (tmp_path / "pairs.txt").write_text("chat chien 7\nw1 chat 2\n")
+    with pytest.raises(InvalidValueError, match="'chat'"):
+        quietly(
+            corpus, evaluate=tmp_path / "pairs.txt", memory="mmap", path=tmp_path / "t", tensorboard=tmp_path / "board"
+        )
+    assert list((tmp_path / "t").glob("*")) == []
+    assert not (tmp_path / "board").exists()
+
+
+def test_failed_evaluation_does_not_end_training(corpus, sets, monkeypatch, capsys):
+    calls = []
+
+    def fails_later(vectors, words):
+        calls.append(words)
+        if len(calls) > 1:
+            raise InvalidValueError("the cosines are all 0")
+        return evaluate(vectors, words)
+
+    monkeypatch.setattr("speedtransfer.word2vec.periodic.evaluate", fails_later)
+    vectors = quietly(corpus, evaluate=sets[0])
+    assert vectors.matrix.tobytes() == quietly(corpus).matrix.tobytes()
+    assert capsys.readouterr().err.splitlines() == [f"epoch {n}  the cosines are all 0" for n in (1, 2)]
