@@ -93,6 +93,26 @@ def test_tokeniser_grows():
     assert fast.take(np.arange(len(fast))) == plain.take(np.arange(len(plain)))
 
 
+def test_tokeniser_tells_words_of_equal_hash_apart():
+    from speedtransfer.word2vec.counting_compiled import _PRIME
+
+    # Words of 9 bytes, c + w: the hash is (w * prime ^ c) * prime. Solved for the w that goes with another c.
+    inverse = pow(_PRIME, -1, 2**64)
+    rng = np.random.default_rng(0)
+    pairs = []
+    for first, second, *rest in rng.integers(33, 127, (100_000, 10)).tolist():
+        word = bytes(rest)
+        mixed = int.from_bytes(word, "big") * _PRIME % 2**64 ^ first ^ second
+        other = (mixed * inverse % 2**64).to_bytes(8, "big")
+        if first != second and all(33 <= byte < 127 for byte in other):
+            pairs.append((bytes([first]) + word, bytes([second]) + other))
+    assert len(pairs) > 2
+    plain, fast = make_tables()
+    data = b" ".join(word for pair in pairs * 2 for word in pair)
+    np.testing.assert_array_equal(fast.number(data), plain.number(data))
+    assert len(fast) == 2 * len(pairs)
+
+
 def test_tokeniser_of_nothing():
     _, fast = make_tables()
     assert fast.number(b"").tolist() == []

@@ -113,6 +113,7 @@ def _look_up(
             continue
         begin = ends[i] - length
         if length > 8:
+            key *= _PRIME
             for k in range(length - 8):
                 key = (key ^ data[begin + k]) * _PRIME
             key = (key | _LONG) & ~_NOT_LONG
