@@ -134,3 +134,21 @@ def test_extreme_scores_and_both_ways_agree(monkeypatch):
     torch.testing.assert_close(compiled.loss, plain.loss)
     for grad, expected in zip(compiled_grads, plain_grads, strict=True):
         torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_training_leaves_a_core_to_the_thread_of_the_pairs(monkeypatch):
+    pytest.importorskip("numba")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with pytest.raises(RuntimeError, match="stop"), gradients.leave_a_core(torch.device("cpu")):
+            assert torch.get_num_threads() == 2
+            raise RuntimeError("stop")
+        assert torch.get_num_threads() == 3
+        with gradients.leave_a_core(torch.device("cuda")):
+            assert torch.get_num_threads() == 3
+        monkeypatch.setattr(gradients, "_compiled", lambda: None)
+        with gradients.leave_a_core(torch.device("cpu")):
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -4,6 +4,8 @@
 """
 
 from speedtransfer.word2vec.corpus import Corpus
+from speedtransfer.word2vec.evaluation import Analogies, Similarity, evaluate, load_set
+from speedtransfer.word2vec.extras import MissingPackageError
 from speedtransfer.word2vec.model import Word2Vec
 from speedtransfer.word2vec.ngram_vectors import NgramVectors
 from speedtransfer.word2vec.run import train
@@ -14,15 +16,20 @@ from speedtransfer.word2vec.vectors import UnknownWordError, Vectors
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
 __all__ = [
+    "Analogies",
     "Block",
     "Corpus",
+    "MissingPackageError",
     "NgramVectors",
     "Sampler",
     "Settings",
+    "Similarity",
     "Trainer",
     "UnknownWordError",
     "Vectors",
     "Vocabulary",
     "Word2Vec",
+    "evaluate",
+    "load_set",
     "train",
 ]

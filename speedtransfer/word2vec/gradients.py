@@ -13,10 +13,12 @@ itself is not skipped, as it would be in word2vec.c: it has the weight of its sm
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import importlib.util
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +124,23 @@ def _helper() -> concurrent.futures.ThreadPoolExecutor:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_helper.cache_clear)  # a forked process has no such thread
+
+
+@contextlib.contextmanager
+def leave_a_core(device: torch.device) -> Iterator[None]:
+    """While this is entered torch leaves a core to the thread of the positive pairs, where there is one.
+
+    After each of its parallel operations torch's threads go on to spin for a while, on the cores that others have work for.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or _compiled() is None or threads == 1:
+        yield
+        return
+    torch.set_num_threads(threads - 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _compiled_band(

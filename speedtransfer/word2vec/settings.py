@@ -75,7 +75,7 @@ class Settings:
     optimizer : str
         Any optimizer of torch.optim that works row by row; case does not matter.
     lr : float, optional
-        First learning rate, falling linearly to 1e-4 of it; by default one that suits the optimizer.
+        First learning rate, falling linearly to 1e-4 of it; by default one that suits the optimizer and the model.
     options : mapping, optional
         Further arguments of the optimizer, for instance ``{"momentum": 0.9}``.
     model : {"skipgram", "cbow"}
@@ -182,7 +182,8 @@ class Settings:
     @property
     def first_lr(self) -> float:
         """The learning rate that training starts from."""
-        return default_lr(self.optimizer) if self.lr is None else self.lr
+        means = self.model == "cbow" or self.buckets > 0
+        return default_lr(self.optimizer, means) if self.lr is None else self.lr
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON can hold them, the learning rate filled in."""

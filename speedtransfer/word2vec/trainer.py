@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from speedtransfer.device import resolve_device
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec.corpus import Corpus
+from speedtransfer.word2vec.gradients import leave_a_core
 from speedtransfer.word2vec.interrupt import StopOnInterrupt
 from speedtransfer.word2vec.model import Word2Vec
 from speedtransfer.word2vec.optimizers import make_optimizer, set_lr
@@ -189,7 +190,7 @@ class Trainer:
             self._blocks = None  # nobody prepares the next one
 
     def _run(self, progress: TrainingProgress, watchers: Sequence[Watcher]) -> None:
-        with StopOnInterrupt() as interrupt:
+        with StopOnInterrupt() as interrupt, leave_a_core(self.sampler.device):
             while self.step < self.num_steps and not interrupt.requested:
                 started = time.perf_counter()
                 self.train_step()
