@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from word2vec_statistics import (
+    BETTER,
     GENSIM,
+    NOT_WORSE,
+    UNSURE,
     WORSE,
     Interval,
     System,
@@ -119,7 +122,7 @@ def label(system: System, with_dim: bool = True) -> str:
 def table(result: dict[str, Any]) -> str:
     """Return a row of markdown for each system: means over the seeds with their intervals."""
     names = score_names(result)
-    head = ["system", "optimizer", "dim", "words/s", "of it, training", "vocabulary", *names, "peak memory"]
+    head = ["system", "optimizer", "dim", "words/s", "training alone", "vocabulary alone", *names, "peak memory"]
     lines = [head, ["---", "---", *("---:" for _ in head[2:])]]
     for system in systems(result):
         runs = runs_of(result, system)
@@ -150,13 +153,16 @@ def verdicts(result: dict[str, Any]) -> list[str]:
             continue
         paired = f" (seed by seed {min(beside.paired):.2f}x to {max(beside.paired):.2f}x)" if beside.paired else ""
         speed = f"{beside.medians:.2f}x gensim's words/s{paired}{', slower' if beside.medians < 1 else ''}"
-        found = []
+        found: dict[str, list[str]] = {BETTER: [], NOT_WORSE: [], WORSE: [], UNSURE: []}
         for name, (value, half), verdict in differences(result, system):
-            width = "" if half is None else f" ± {half:.3f}"
-            shown = f"**{verdict}**" if verdict == WORSE else verdict
-            found.append(f"{name} {value:+.3f}{width}, {shown}")
-        lines.append("; ".join([f"{label(system)}: {speed}", *found]))
+            found[verdict].append(f"{name} {value:+.3f}" + ("" if half is None else f" ± {half:.3f}"))
+        groups = [f"{_emphasised(verdict)}: {', '.join(sets)}" for verdict, sets in found.items() if sets]
+        lines.append("; ".join([f"{label(system)}: {speed}", *groups]))
     return lines
+
+
+def _emphasised(verdict: str) -> str:
+    return f"**{verdict}**" if verdict == WORSE else verdict
 
 
 def sentences(result: dict[str, Any]) -> list[str]:
@@ -175,7 +181,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
     )
     told = (
         "Words/s are those of the text, times the epochs, by the wall clock: counting the vocabulary and training, without "
-        "imports. Similarities are Spearman's, analogies the share of right answers among the "
+        "imports (counting alone: the text once). Similarities are Spearman's, analogies the share of right answers among the "
         f"{settings['restrict']:,} most frequent words, all by gensim's evaluators. Memory is resident memory with child "
         "processes, mapped files and all imports."
     )

@@ -1,7 +1,8 @@
 """Times a training step of word2vec on vocabularies of half a million to fifty million words, tables in files.
 
 ``python bench/word2vec_scale.py`` needs no data: word numbers are drawn by Zipf's law. Each size is a process of its own. The
-files of fifty million rows span 19 GB, of which only what is written takes room on the disk. The result goes to
+files of fifty million rows span 19 GB, of which only what is written takes room on the disk; to delete such scattered pages
+takes minutes on a disk that is mounted with ``discard`` (a --folder on another spares that). The result goes to
 ``bench/results/<device>/word2vec_scale.json``; bench/readme.py puts a line of it into README.md. Needs psutil.
 """
 
@@ -25,7 +26,7 @@ from speedtransfer.errors import SpeedtransferError, format_bytes
 from speedtransfer.word2vec.optimizers import find_optimizer
 
 ROWS = (500_000, 5_000_000, 50_000_000)
-STEPS, WARM = 200, 20
+STEPS, WARM = 100, 10
 _PLANES = {"sgd": 1, "adagrad": 2}  # with the weights; three for most
 _UNITS = {"k": 1e3, "M": 1e6}
 

@@ -62,8 +62,11 @@ def draw_ids(counts: np.ndarray, number: int, seed: int = 1) -> np.ndarray:
     return ids
 
 
-def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Make the tables and take the steps, twice over the same blocks: rows are touched first, and then again."""
+def measure(job: dict[str, Any]) -> None:
+    """Make the tables and take the steps, twice over the same blocks: rows are touched first, and then again.
+
+    What was found is written before the tables go: to delete the scattered pages of sparse files may take a disk minutes.
+    """
     device = resolve_device(None)
     if device.type == "cuda" and job["device_gb"] is not None:
         all_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -94,7 +97,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "weight_files": {"bytes": sum(s.st_size for s in files), "on_disk": sum(s.st_blocks for s in files) * 512},
         "device_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
     }
-    return {**facts, **_resident()}
+    Path(job["result"]).write_text(json.dumps({**facts, **_resident()}), encoding="utf-8")
 
 
 def _take_steps(
@@ -142,5 +145,4 @@ def _resident() -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    described = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    Path(described["result"]).write_text(json.dumps(measure(described)), encoding="utf-8")
+    measure(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
