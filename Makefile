@@ -10,7 +10,7 @@ CUDA_EXTRA := $(if $(CUDA_MAJOR),$(shell [ $(CUDA_MAJOR) -ge 13 ] && echo cuda13
 comma := ,
 EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 
-.PHONY: help demo test test-slow lint bench idle gpu gpu-status clean
+.PHONY: help demo test test-slow lint bench idle word2vec word2vec-scale gpu gpu-status clean
 
 help:
 	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (one to three minutes)"
@@ -19,6 +19,8 @@ help:
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       benchmarks on this machine, results into bench/results/<device>/"
 	@echo "make idle DATA=FOLDER  loss curves with dense, exact and lazy idle rows; see bench/idle.py for the data"
+	@echo "make word2vec DATA=FOLDER  speed and quality beside gensim; see bench/word2vec.py for the data"
+	@echo "make word2vec-scale  word2vec steps on up to 50 million words in files (19 GB of disk)"
 	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/"
 	@echo "make gpu-status  which GPU results exist, from which commit, which are stale"
 
@@ -52,6 +54,13 @@ bench: $(ENV)
 
 idle: $(ENV)
 	$(PY) bench/idle.py --data "$(DATA)" $(ARGS) && $(PY) bench/readme.py
+
+# ARGS="--seeds 1 --words 3000000": a quick look. ARGS=--resume goes on with a run that was stopped.
+word2vec: $(ENV)
+	$(PY) bench/word2vec.py --data "$(DATA)" $(ARGS) && $(PY) bench/readme.py
+
+word2vec-scale: $(ENV)
+	$(PY) bench/word2vec_scale.py $(ARGS) && $(PY) bench/readme.py
 
 gpu: $(ENV)
 	$(call RECORD,gpu)

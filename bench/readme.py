@@ -6,12 +6,13 @@ no quick ones (see store.py).
 
 from __future__ import annotations
 
+import importlib
 import io
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from store import IDLE, ROOT, SUITES, read, recorded
+from store import IDLE, ROOT, SCALE, SUITES, WORD2VEC, read, recorded
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
@@ -19,14 +20,41 @@ from speedtransfer.errors import SpeedtransferError
 
 BEGIN = "<!-- figures: made by `python bench/readme.py` from bench/results; do not edit -->"
 END = "<!-- end of figures -->"
-IDLE_BEGIN = "<!-- idle rows: made by `python bench/readme.py` from bench/results; do not edit -->"
-IDLE_END = "<!-- end of idle rows -->"
 _SHORT = 5  # line breaks of a table that is short
 PLOT_BYTES = 150_000  # at most: a repository keeps every one for ever
 
 
+class Section(NamedTuple):
+    """A stretch of README.md that shows results other than suites, between two marks.
+
+    Attributes
+    ----------
+    name : str
+    parts : tuple of (str, str)
+        The parts whose newest results are shown, each with the module that has its `markdown` and `save`, the picture.
+    """
+
+    name: str
+    parts: tuple[tuple[str, str], ...]
+
+    @property
+    def begin(self) -> str:
+        """The mark before it."""
+        return f"<!-- {self.name}: made by `python bench/readme.py` from bench/results; do not edit -->"
+
+    @property
+    def end(self) -> str:
+        """The mark behind it."""
+        return f"<!-- end of {self.name} -->"
+
+
+IDLE_ROWS = Section("idle rows", ((IDLE, "idle_figure"),))
+WORD2VEC_SECTION = Section("word2vec", ((WORD2VEC, "word2vec_figure"), (SCALE, "word2vec_scale_figure")))
+SECTIONS = (IDLE_ROWS, WORD2VEC_SECTION)
+
+
 class Recorded(NamedTuple):
-    """A recorded suite: where it lies, what it says, and that as markdown."""
+    """A recorded result: where it lies, what it says, and that as markdown."""
 
     path: Path
     result: dict[str, Any]
@@ -48,32 +76,37 @@ def suites(root: Path) -> list[Recorded]:
     return [suite for _, suite in sorted(found, key=lambda item: item[0])]
 
 
-def idle_rows(root: Path) -> tuple[Path, dict[str, Any], str] | None:
-    """Return the path of the newest result of bench/idle.py, what it says, and that as markdown; None without one."""
-    from idle_figure import markdown
-
-    found = []
-    for part, path in recorded(root):
+def newest(root: Path, part: str, module: str) -> Recorded | None:
+    """Return the newest result of `part`, as `module` shows it; None without one. What cannot be shown is left out."""
+    markdown, found = importlib.import_module(module).markdown, []
+    for other, path in recorded(root):
         try:
-            if part == IDLE:
+            if other == part:
                 result, picture = read(path), path.with_suffix(".png")
                 text = markdown(result, picture.relative_to(root).as_posix() if picture.exists() else "")
-                found.append((result["environment"]["date"], (path, result, text)))
+                found.append((result["environment"]["date"], Recorded(path, result, text)))
         except Exception as error:
             _warn(f"{path} is unreadable ({type(error).__name__}: {error}) and left out; record it again")
     return max(found, key=lambda item: item[0])[1] if found else None
 
 
-def _draw_idle_rows(root: Path) -> None:
-    from idle_figure import save
+def in_sections(root: Path) -> dict[Section, list[tuple[str, Recorded]]]:
+    """Return what each section has to show: the modules and the newest results."""
+    return {
+        section: [(module, found) for part, module in section.parts if (found := newest(root, part, module))]
+        for section in SECTIONS
+    }
 
-    found = idle_rows(root)
-    try:
-        problem = save(found[1], found[0].with_suffix(".png")) if found else ""
-    except Exception as error:
-        problem = f"no plot of {found and found[0]} ({type(error).__name__}: {error})"
-    if problem:
-        _warn(problem)
+
+def _draw_sections(root: Path) -> None:
+    for shown in in_sections(root).values():
+        for module, (path, result, _) in shown:
+            try:
+                problem = importlib.import_module(module).save(result, path.with_suffix(".png"))
+            except Exception as error:
+                problem = f"no plot of {path} ({type(error).__name__}: {error})"
+            if problem:
+                _warn(problem)
 
 
 def _warn(text: str) -> None:
@@ -133,9 +166,9 @@ def documents(root: Path, found: list[Recorded]) -> dict[Path, str]:
     text = readme.read_text(encoding="utf-8")
     if found:
         text = _between(text, BEGIN, END, [*filter(None, short)])
-    idle = idle_rows(root)
-    if idle is not None and IDLE_BEGIN in text:
-        text = _between(text, IDLE_BEGIN, IDLE_END, [idle[2]])
+    for section, shown in in_sections(root).items():
+        if shown and section.begin in text:
+            text = _between(text, section.begin, section.end, [recorded.text for _, recorded in shown])
     return {**made, readme: text}
 
 
@@ -148,7 +181,7 @@ def _between(text: str, begin: str, end: str, parts: list[str]) -> str:
 def main(check: bool, root: Path = ROOT) -> int:
     """Write README.md and a page for each device; or compare them and return 1 where they differ."""
     found = suites(root)
-    if not found and idle_rows(root) is None:
+    if not found and not any(in_sections(root).values()):
         shown = (root / "README.md").read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
         if check and shown.strip():
             _warn("README.md shows figures, but no suite is recorded in bench/results")
@@ -157,7 +190,7 @@ def main(check: bool, root: Path = ROOT) -> int:
         return 0
     if not check:
         draw(found)
-        _draw_idle_rows(root)
+        _draw_sections(root)
     wanted = documents(root, found)
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if check:

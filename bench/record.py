@@ -25,7 +25,24 @@ from pathlib import Path
 from typing import Any
 
 import bars
-from store import FULL, IDLE, PARTIAL, PARTS, QUICK, ROOT, SUITES, digest, path_of, read, recorded, write
+import word2vec_scale_figure
+import word2vec_statistics
+from store import (
+    FULL,
+    IDLE,
+    PARTIAL,
+    PARTS,
+    QUICK,
+    ROOT,
+    SCALE,
+    SUITES,
+    WORD2VEC,
+    digest,
+    path_of,
+    read,
+    recorded,
+    write,
+)
 
 LIMIT_S, GRACE_S = 300.0, 10.0  # of one part, as the next must have its turn; and to put down what there is
 NO_TESTS_COLLECTED = 5  # pytest's exit code
@@ -285,6 +302,9 @@ def _outcome(part: str, result: dict[str, Any]) -> str:
         text = "recall " + ", ".join(
             f"{way} {c['recall'][-1]:.3f}" for way, c in result["curves"].items() if "recall" in c
         )
+    elif part in (WORD2VEC, SCALE):
+        text = (word2vec_statistics if part == WORD2VEC else word2vec_scale_figure).in_short(result)
+        text += ", quick" if result["quick"] else ""
     else:
         skipped = sum(bool(group["skipped"]) for group in result["groups"])
         text = f"{len(result['groups']) - skipped} groups measured" + (f", {skipped} not" if skipped else "")

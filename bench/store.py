@@ -18,10 +18,23 @@ SUITES = ("transfer", "speedtorch", "tax", "step", "precision", "memory")
 CHECKS = ("tests", "sanitizer")  # need a GPU
 PARTS = (*CHECKS, *SUITES)
 IDLE = "idle"  # of bench/idle.py, which needs data that are not here
+WORD2VEC = "word2vec"  # of bench/word2vec.py, which needs such data, too
+SCALE = "word2vec_scale"  # of bench/word2vec_scale.py
+OTHERS = (IDLE, WORD2VEC, SCALE)
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 
 _PACKAGE = ("speedtransfer/**/*.py", "speedtransfer/**/*.cu", "speedtransfer/**/*.cuh")
 _NO_ROWS = ("!speedtransfer/cli.py", "!speedtransfer/__main__.py", "!speedtransfer/word2vec/**/*.py")  # move none
+_NO_TRAINING = (
+    "!speedtransfer/cli.py",
+    "!speedtransfer/__main__.py",
+    "!speedtransfer/benchmark/**/*.py",
+    "!speedtransfer/checkpoint/**/*.py",
+    *(
+        f"!speedtransfer/word2vec/{name}.py"
+        for name in ("commands*", "demo", "formats*", "formats/*", "output", "plot")
+    ),
+)
 # What only shows figures is no part of what was measured.
 _SHOWING = ("commands", "drawing", "headlines", "html", "output", "plots", "report", "run", "suites", "units")
 _TESTS = (
@@ -42,6 +55,9 @@ def _sources(part: str) -> tuple[str, ...]:
             "bench/idle_data.py",
             "bench/idle_training.py",
         )
+    if part in (WORD2VEC, SCALE):
+        own = ("data", "child", "process") if part == WORD2VEC else ("scale", "process")
+        return (*_PACKAGE, *_NO_TRAINING, *(f"bench/word2vec_{name}.py" for name in own))
     if part in CHECKS:
         return (*_PACKAGE, *_NO_ROWS, "!speedtransfer/benchmark/**/*.py", *_TESTS)
     aside = (*_SHOWING, *(suite for suite in SUITES if suite != part))
@@ -73,7 +89,7 @@ def path_of(root: Path, device: str, part: str, run: str = FULL) -> Path:
 def recorded(root: Path, *runs: str) -> Iterator[tuple[str, Path]]:
     """Yield the part and path of every result of `runs` (by default full ones), device by device."""
     for folder in sorted((root / "bench" / "results").glob("*/")):
-        paths = ((part, folder / f"{part}{run}.json") for part in (*PARTS, IDLE) for run in runs or (FULL,))
+        paths = ((part, folder / f"{part}{run}.json") for part in (*PARTS, *OTHERS) for run in runs or (FULL,))
         yield from ((part, path) for part, path in paths if path.exists())
 
 

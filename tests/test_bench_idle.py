@@ -134,14 +134,15 @@ def test_exact_is_dense_and_lazy_is_not(result, capsys):
 
 def test_the_readme_and_the_list_of_results_show_it(result, tmp_path, capsys):
     readme, record = importlib.import_module("readme"), importlib.import_module("record")
-    text = f"before\n{readme.IDLE_BEGIN}\nold\n{readme.IDLE_END}\nafter\n"
+    begin, end = readme.IDLE_ROWS.begin, readme.IDLE_ROWS.end
+    text = f"before\n{begin}\nold\n{end}\nafter\n"
     (tmp_path / "README.md").write_text(text)
     assert readme.main(check=True, root=tmp_path) == 1
     assert readme.main(check=False, root=tmp_path) == 0
     assert readme.main(check=True, root=tmp_path) == 0
     shown = (tmp_path / "README.md").read_text()
-    assert shown.startswith(f"before\n{readme.IDLE_BEGIN}\n\n![")
-    assert shown.endswith(f"\n\n{readme.IDLE_END}\nafter\n")
+    assert shown.startswith(f"before\n{begin}\n\n![")
+    assert shown.endswith(f"\n\n{end}\nafter\n")
     assert "(bench/results/a-device/idle.png)" in shown
     assert "Likes, 30 users x 40 items" in shown
     assert "old" not in shown

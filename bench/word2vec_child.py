@@ -1,0 +1,181 @@
+"""What one process of bench/word2vec.py does: train by gensim, train by this package, or evaluate the vectors of either.
+
+``python bench/word2vec_child.py JOB.json`` (see word2vec_process.py). Only what a job needs is imported, before its clock
+starts, so that its memory is its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from word2vec_data import ANALOGIES, PAIRS, PARTS
+
+GENSIM, OURS, EVALUATE = "gensim", "speedtransfer", "evaluate"
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def train_gensim(job: dict[str, Any]) -> dict[str, Any]:
+    """Train as ``Word2Vec(corpus_file=...)`` does; its two parts are called one by one to time each."""
+    from gensim.models import Word2Vec
+
+    clock = _Clock()
+    model = Word2Vec(
+        sg=1,
+        hs=0,
+        negative=job["negative"],
+        vector_size=job["dim"],
+        window=job["window"],
+        sample=job["sample"],
+        min_count=job["min_count"],
+        epochs=job["epochs"],
+        workers=cores(),
+        seed=job["seed"],
+    )
+    model.build_vocab(corpus_file=job["corpus"])
+    clock.vocabulary_is_done()
+    model.train(
+        corpus_file=job["corpus"],
+        total_examples=model.corpus_count,
+        total_words=model.corpus_total_words,
+        epochs=model.epochs,
+    )
+    facts = clock.facts()
+    words = model.wv.index_to_key
+    counts = [model.wv.get_vecattr(word, "count") for word in words]
+    return {**facts, **_keep(job, words, counts, model.wv.vectors)}
+
+
+def train_ours(job: dict[str, Any]) -> dict[str, Any]:
+    """Train with the package's defaults, but for what gensim is told too."""
+    import torch
+
+    for later in ("torch._dynamo", "numba"):  # imports that the first optimizer and the first block would make
+        with contextlib.suppress(ImportError):
+            importlib.import_module(later)
+    from speedtransfer.device import resolve_device
+    from speedtransfer.word2vec import Corpus, Settings, Trainer
+    from speedtransfer.word2vec.progress import TrainingProgress
+
+    same = ("dim", "optimizer", "epochs", "window", "negative", "min_count", "sample", "seed")
+    settings = Settings(**{name: job[name] for name in same})
+    device = resolve_device(None)
+    torch.zeros(1, device=device)  # a CUDA device takes seconds to wake up
+    clock = _Clock()
+    corpus = Corpus(job["corpus"], min_count=settings.min_count)
+    clock.vocabulary_is_done()
+    trainer = Trainer(corpus, settings)
+    trainer.run(TrainingProgress(enabled=False))
+    vectors = trainer.vectors()
+    facts = clock.facts()
+    if device.type == "cuda":
+        facts["device_bytes"] = torch.cuda.max_memory_allocated(device)
+    vocabulary = corpus.vocabulary
+    return {**facts, "lr": settings.first_lr, **_keep(job, vocabulary.words, vocabulary.counts, vectors.matrix)}
+
+
+def evaluate(job: dict[str, Any]) -> dict[str, Any]:
+    """Ask kept vectors all sets, by gensim's evaluators.
+
+    Words of equal count are put in the order of the alphabet first: the most frequent ones, of which analogies are asked, are
+    then the same for all.
+    """
+    from gensim.models import KeyedVectors
+
+    folder = Path(job["folder"])
+    matrix = np.load(folder / "vectors.npy")
+    words, counts = _read_words(folder)
+    order = sorted(range(len(words)), key=lambda row: (-counts[row], words[row]))
+    vectors = KeyedVectors(matrix.shape[1])
+    vectors.add_vectors([words[row] for row in order], matrix[order])
+    scores: dict[str, float | None] = {}
+    asked: dict[str, int] = {}
+    for name, kind, path in job["sets"]:
+        if kind == PAIRS:
+            scores[name], asked[name] = _similarity(vectors, path)
+        elif kind == ANALOGIES:
+            _, sections = vectors.evaluate_word_analogies(path, restrict_vocab=job["restrict"])
+            sections = sections[:-1]  # without the total
+            grammar = [section["section"].startswith("gram") for section in sections]  # as word2vec.c tells them apart
+            for part, wanted in ((None, (True, False)), *zip(PARTS, ((False,), (True,)), strict=True)):
+                of_part = [section for section, is_it in zip(sections, grammar, strict=True) if is_it in wanted]
+                key = name if part is None else f"{name}, {part}"
+                right = sum(len(section["correct"]) for section in of_part)
+                asked[key] = right + sum(len(section["incorrect"]) for section in of_part)
+                scores[key] = right / asked[key] if asked[key] else None
+    return {"scores": scores, "asked": asked}
+
+
+def _similarity(vectors: Any, path: str) -> tuple[float | None, int]:
+    """Return Spearman's rank correlation, if there is one, and how many pairs it is of."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    pairs = sum(bool(line.strip()) and not line.startswith("#") for line in lines)
+    try:
+        _, spearman, unknown = vectors.evaluate_word_pairs(path)
+    except ValueError:  # knows no pair, or one alone
+        return None, 0
+    value = float(spearman[0])
+    return None if math.isnan(value) else value, round(pairs * (1 - unknown / 100))
+
+
+class _Clock:
+    """Seconds of the two parts of a training, and what the process held before it."""
+
+    def __init__(self) -> None:
+        import psutil
+
+        self._import_bytes = psutil.Process().memory_info().rss
+        self._start = self._middle = time.perf_counter()
+
+    def vocabulary_is_done(self) -> None:
+        self._middle = time.perf_counter()
+
+    def facts(self) -> dict[str, Any]:
+        """Stop the clock."""
+        end = time.perf_counter()
+        return {
+            "vocabulary_s": self._middle - self._start,
+            "training_s": end - self._middle,
+            "import_bytes": self._import_bytes,
+        }
+
+
+def _keep(job: dict[str, Any], words: Sequence[str], counts: Any, matrix: np.ndarray) -> dict[str, Any]:
+    """Leave the vectors in the folder of the job for `evaluate`, and return what tells vocabularies apart."""
+    lines = [f"{word} {count}\n" for word, count in zip(words, counts, strict=True)]
+    if job["folder"] is not None:
+        np.save(Path(job["folder"], "vectors.npy"), matrix)
+        Path(job["folder"], "words.txt").write_text("".join(lines), encoding="utf-8")
+    same = hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+    return {"vocabulary": {"words": len(words), "occurrences": int(sum(counts)), "sha256": same}}
+
+
+def _read_words(folder: Path) -> tuple[list[str], list[int]]:
+    words, counts = [], []
+    for line in folder.joinpath("words.txt").read_text(encoding="utf-8").split("\n")[:-1]:
+        word, _, count = line.rpartition(" ")
+        words.append(word)
+        counts.append(int(count))
+    return words, counts
+
+
+JOBS = {GENSIM: train_gensim, OURS: train_ours, EVALUATE: evaluate}
+
+
+if __name__ == "__main__":
+    described = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    Path(described["result"]).write_text(json.dumps(JOBS[described["task"]](described)), encoding="utf-8")

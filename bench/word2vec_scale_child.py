@@ -1,0 +1,148 @@
+"""What one process of bench/word2vec_scale.py does: steps of word2vec over a vocabulary of so many words.
+
+``python bench/word2vec_scale_child.py JOB.json`` (see word2vec_process.py).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from store import ROOT
+
+sys.path.insert(0, str(ROOT))  # also where the package is not installed
+
+from speedtransfer.device import resolve_device
+from speedtransfer.word2vec import Settings, Trainer, Vocabulary
+
+_CHUNK = 1 << 20
+_TABLES = ("input", "output")
+
+
+class Numbered(Vocabulary):  # seam: Vocabulary(a sequence that makes its words when asked, counts)
+    """Words that have counts and no spelling."""
+
+    def __init__(self, counts: np.ndarray) -> None:
+        self.counts = counts
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+
+class NumberedCorpus:  # seam: Corpus.from_ids(ids, vocabulary)
+    """What a trainer asks of a corpus."""
+
+    starts = None
+
+    def __init__(self, ids: np.ndarray, vocabulary: Vocabulary) -> None:
+        self.ids, self.vocabulary, self.num_raw_words = ids, vocabulary, len(ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def zipf_counts(rows: int) -> np.ndarray:
+    """Return counts in inverse proportion to the rank, the least frequent once: int64, shape (rows,)."""
+    return rows // np.arange(1, rows + 1)
+
+
+def draw_ids(counts: np.ndarray, number: int, seed: int = 1) -> np.ndarray:
+    """Draw `number` words in proportion to `counts`, by the inverse of their distribution: int32, shape (number,)."""
+    generator, ends = np.random.default_rng(seed), np.cumsum(counts)
+    ids = np.empty(number, dtype=np.int32)
+    for first in range(0, number, _CHUNK):
+        part = ids[first : first + _CHUNK]
+        part[:] = np.searchsorted(ends, generator.integers(0, ends[-1], len(part)), side="right")
+    return ids
+
+
+def measure(job: dict[str, Any]) -> None:
+    """Make the tables and take the steps, twice over the same blocks: rows are touched first, and then again.
+
+    What was found is written before the tables go: to delete the scattered pages of sparse files may take a disk minutes.
+    """
+    device = resolve_device(None)
+    if device.type == "cuda" and job["device_gb"] is not None:
+        all_bytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job["device_gb"] * 1e9 / all_bytes), device)
+    settings = Settings(
+        dim=job["dim"],
+        optimizer=job["optimizer"],
+        memory=job["memory"],
+        path=Path(job["folder"]) if job["memory"] == "mmap" else None,
+    )
+    counts = zipf_counts(job["rows"])
+    vocabulary, steps = Numbered(counts), job["warm"] + job["steps"]
+    kept = float((counts * vocabulary.keep_probability(settings.sample)).sum()) / vocabulary.num_words
+    ids = draw_ids(counts, steps * round(settings.block_words / kept))
+    start = time.perf_counter()
+    trainer = Trainer(NumberedCorpus(ids, vocabulary), settings)
+    start_s = time.perf_counter() - start
+    touched: list[tuple[int, int]] = []
+    first, again = (_take_steps(trainer, steps, device, touched) for _ in range(2))
+    files = [Path(job["folder"], f"{name}.safetensors").stat() for name in _TABLES] if job["memory"] == "mmap" else []
+    facts = {
+        "start_s": start_s,
+        "first": _medians(first, job["warm"]),
+        "again": _medians(again, job["warm"]),
+        "touched": [statistics.median(column) for column in zip(*touched, strict=True)],
+        "words": len(ids),
+        "table_bytes": trainer.model.input.table.nbytes + trainer.model.output.table.nbytes,
+        "weight_files": {"bytes": sum(s.st_size for s in files), "on_disk": sum(s.st_blocks for s in files) * 512},
+        "device_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+    }
+    Path(job["result"]).write_text(json.dumps({**facts, **_resident()}), encoding="utf-8")
+
+
+def _take_steps(
+    trainer: Trainer, steps: int, device: torch.device, touched: list[tuple[int, int]]
+) -> list[tuple[float, float]]:
+    """Return the seconds to draw each block, and those to train on it."""
+    seconds = []
+    for step in range(steps):
+        start = time.perf_counter()
+        block = trainer.sampler.block(step)
+        _wait(device)
+        drawn = time.perf_counter()
+        trainer.model.deposit_gradients(block, with_loss=False)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        _wait(device)
+        seconds.append((drawn - start, time.perf_counter() - drawn))
+        contexts = torch.cat([block.words, block.negatives.flatten()])
+        touched.append((len(block.words.unique()), len(contexts.unique())))
+    return seconds
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _medians(seconds: list[tuple[float, float]], warm: int) -> dict[str, float]:
+    block, step = zip(*seconds[warm:], strict=True)
+    return {
+        "block_s": statistics.median(block),
+        "step_s": statistics.median(step),
+        "mean_step_s": statistics.fmean(step),
+    }
+
+
+def _resident() -> dict[str, int]:
+    """Return what is resident now: memory of its own, and pages of the files; nothing where the system does not tell."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    fields = {
+        line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("RssAnon", "RssFile", "RssShmem"))
+    }
+    return {name.lower() + "_bytes": int(value) * 1024 for name, value in fields.items()}
+
+
+if __name__ == "__main__":
+    measure(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

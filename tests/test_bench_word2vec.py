@@ -1,0 +1,446 @@
+"""bench/word2vec.py and word2vec_scale.py: small texts and vocabularies, end to end; what cannot be; how sure means are."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import lzma
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+ROOT = Path(__file__).resolve().parents[1]
+DEVICE = "bench/results/a-device"
+TOPICS, WORDS_A_TOPIC = 6, 8
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def module(name):
+    return importlib.import_module(f"word2vec{name}")
+
+
+def planted_words(num_words=6000, seed=0):
+    """Sentences of ten words, each from one of six topics: words t<topic>w<number>."""
+    rng = np.random.default_rng(seed)
+    topics = np.repeat(rng.integers(0, TOPICS, num_words // 10), 10)
+    numbers = rng.integers(0, WORDS_A_TOPIC, len(topics))
+    return [f"t{topic}w{number}" for topic, number in zip(topics, numbers, strict=True)]
+
+
+def put_data(folder, words=None):
+    """Write a text and four sets about it, as the real ones are laid out, and return the folder."""
+    folder.joinpath("corpora").mkdir(parents=True)
+    folder.joinpath("wordsim").mkdir()
+    text = " ".join(words or planted_words())
+    folder.joinpath("corpora/schools_wiki_2007.text8.xz").write_bytes(lzma.compress(text.encode(), preset=0))
+    pairs = [(f"t{a}w0", f"t{b}w{1 + a}", 10 if a == b else 1) for a in range(TOPICS) for b in range(TOPICS)]
+    lines = ["# word, word, score", *("\t".join(map(str, pair)) for pair in [*pairs, ("nobody", "knows", 5)])]
+    for name in ("EN-WS-353-ALL.txt", "EN-RG-65.txt", "EN-MTurk-287.txt"):
+        folder.joinpath("wordsim", name).write_text("\n".join(lines) + "\n")
+    questions = (
+        ": topics\nt0w0 t0w1 t1w0 t1w1\nt2w0 t2w1 t3w0 t3w1\n: gram1\nt4w0 t4w1 t5w0 t5w1\nt4w0 t4w1 t5w0 other\n"
+    )
+    folder.joinpath("wordsim/questions-words.txt").write_text(questions)
+    return folder
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_t():
+    found = module("_statistics")
+    expected = [stats.t.ppf(0.975, freedom) for freedom in range(1, 2 * found.MOST_SEEDS - 1)]
+    assert list(found.T) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("number", [2, 3, 10])
+def test_intervals_are_those_of_scipy(number):
+    found, rng = module("_statistics"), np.random.default_rng(number)
+    ours, theirs = rng.normal(0.4, 0.02, number).tolist(), rng.normal(0.38, 0.01, number).tolist()
+    value, half = found.mean(ours)
+    low, high = stats.t.interval(0.95, number - 1, np.mean(ours), stats.sem(ours))
+    assert (value - half, value + half) == pytest.approx((low, high), abs=1e-5)
+    value, half = found.difference(ours, theirs[: number - 1 or None] if number > 2 else theirs)
+    expected = stats.ttest_ind(ours, theirs[: number - 1] if number > 2 else theirs).confidence_interval(0.95)
+    assert (value - half, value + half) == pytest.approx((expected.low, expected.high), abs=1e-5)
+
+
+def test_one_seed_says_nothing_for_sure():
+    found = module("_statistics")
+    assert found.mean([0.5]) == (0.5, None)
+    assert found.difference([0.5], [0.4, 0.3]) == (pytest.approx(0.15), None)
+    assert found.judge(found.difference([0.5], [0.4])) == found.UNSURE
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"),
+    [
+        (0.02, "better"),
+        (0.009, "not worse beyond the confidence interval"),
+        (-0.009, "not worse beyond the confidence interval"),
+        (-0.02, "worse"),
+    ],
+)
+def test_verdicts(value, verdict):
+    found = module("_statistics")
+    assert found.judge(found.Interval(value, 0.01)) == verdict
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("words", "read"), [(None, 7), (5, 1 << 20), (5000, 1 << 20), (2001, 64), (3000, 64)])
+def test_the_text_in_lines(tmp_path, monkeypatch, words, read):
+    """Cut where a read ends within a word, whatever the white space; not a word more than asked for."""
+    data = module("_data")
+    monkeypatch.setattr(data, "_READ", read)
+    all_words = [f"w{number}" for number in range(3100 if words else 400)]
+    text = "  ".join(all_words[:50]) + "\n\n" + "\t".join(all_words[50:])
+    (tmp_path / "text.txt").write_text(text)
+    facts = data.prepare(tmp_path / "text.txt", tmp_path / "lines.txt", words)
+    lines = [line.split(" ") for line in (tmp_path / "lines.txt").read_text().splitlines()]
+    assert [word for line in lines for word in line] == all_words[:words]
+    assert [len(line) for line in lines[:-1]] == [1000] * (len(lines) - 1)
+    assert facts["words"] == len(all_words[:words])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a\tb\t1\nc d 2\n", r"cannot read line 2 of .*\(not enough values"),
+        ("a\tb\tmuch\n", "cannot read line 1 of .*could not convert string to float: 'much"),
+        (": one\na b c d\na b c\n", r"cannot read line 3 of .*\(3 words, not 4\)"),
+        (": one\n", "asks nothing"),
+        ("\n# nothing\n", "asks nothing"),
+        (None, "there is no set"),
+    ],
+)
+def test_sets_that_cannot_be_read(tmp_path, text, message):
+    data, path = module("_data"), tmp_path / "set.txt"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(data.DataError, match=message) as caught:
+        data.find_sets(None, [path])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "holds no words"), (b" \n", "holds no words"), (b"a \xff b", "must be text in UTF-8")],
+)
+def test_texts_that_cannot_be_read(tmp_path, content, message):
+    data = module("_data")
+    (tmp_path / "text.txt").write_bytes(content)
+    with pytest.raises(data.DataError, match=message):
+        data.prepare(tmp_path / "text.txt", tmp_path / "lines.txt")
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        (
+            "",
+            "--data nowhere",
+            "error: there is no corpora/schools_wiki_2007.text8.xz (or .txt) in 'nowhere'; name the folder",
+        ),
+        ("", "--data half", "error: there is no wordsim/EN-WS-353-ALL.txt in 'half'; name the folder"),
+        ("", "--data . --corpus no.txt", "error: there is no corpus 'no.txt'"),
+        ("", "--data . --optimizers adamx", "error: optimizer 'adamx' is not in torch.optim"),
+        ("", "--data . --seeds 11", "error: --seeds is 11 but may be at most 10"),
+        ("", "--data . --dims 0", "argument --dims: invalid list value: '0'"),
+        ("", "--corpus no.txt", "are required: --data, or --corpus and --sets"),
+        ("_scale", "--rows 1P", "argument --rows: invalid list of at least 100 rows value: '1P'"),
+        ("_scale", "--rows 9000000M", "error: the tables of 9,000,000,000,000 rows span"),
+        ("_scale", "--folder nowhere", "No such file or directory: 'nowhere'"),
+        ("_scale", "--optimizers adamx", "error: optimizer 'adamx' is not in torch.optim"),
+    ],
+)
+def test_what_makes_no_sense_ends_with_2(tmp_path, monkeypatch, capsys, script, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "half/corpora").mkdir(parents=True)
+    (tmp_path / "half/corpora/schools_wiki_2007.txt").write_text("a b c")
+    try:
+        code = module(script).main(arguments.split())
+    except SystemExit as error:
+        code = error.code
+    printed = capsys.readouterr()
+    assert (code, printed.out) == (2, "")
+    assert message in printed.err.splitlines()[-1]
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "gensim", None)
+    assert module("").main(["--data", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        "error: this benchmark needs gensim, which is not installed; run: pip install gensim\n"
+    )
+
+
+# --- a small run ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    """The folder of a run that was stopped after gensim's turn and taken up again, and what was printed."""
+    folder = tmp_path_factory.mktemp("small")
+    sys.path.insert(0, str(ROOT / "bench"))
+    command, session, printed = module(""), module("_session"), []
+    argv = ["--data", str(put_data(folder / "data")), "--out", str(folder / DEVICE / "word2vec.json")]
+    argv += ["--dims", "8", "--seeds", "1", "--epochs", "2", "--optimizers", "adagrad"]
+    train = session.Session._train
+
+    def train_gensim_alone(self, run, warm=False):
+        if warm:
+            return {}
+        if run.system.name != "gensim":
+            raise KeyboardInterrupt
+        return train(self, run, warm)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(session.Session, "_train", train_gensim_alone)
+        patch.setattr("builtins.print", lambda *args, sep=" ", **_: printed.append(sep.join(map(str, args))))
+        assert command.main(argv) == 1
+        stopped = json.loads((folder / DEVICE / "word2vec.partial.json").read_text())
+        patch.setattr(session.Session, "_train", train)
+        assert command.main([*argv, "--resume", "--epochs", "3"]) == 2
+        assert command.main([*argv, "--resume"]) == 0
+    return folder, stopped, printed
+
+
+def test_a_stopped_run_goes_on(small_run):
+    folder, stopped, printed = small_run
+    assert [run["system"] for run in stopped["runs"]] == ["gensim"]
+    assert not stopped["complete"]
+    assert any("error: stopped; what was measured is in" in line for line in printed)
+    assert any("was measured with other settings; drop --resume" in line for line in printed)
+    found = json.loads((folder / DEVICE / "word2vec.json").read_text())
+    assert found["complete"]
+    assert found["runs"][0] == stopped["runs"][0]
+    assert not (folder / DEVICE / "word2vec.partial.json").exists()
+
+
+def test_what_a_run_finds(small_run):
+    found = json.loads((small_run[0] / DEVICE / "word2vec.json").read_text())
+    gensim, ours = found["runs"]
+    assert (gensim["system"], ours["system"], ours["optimizer"]) == ("gensim", "speedtransfer", "adagrad")
+    assert gensim["vocabulary"] == ours["vocabulary"]
+    assert found["same_vocabulary"]
+    assert ours["vocabulary"]["words"] == TOPICS * WORDS_A_TOPIC
+    assert ours["vocabulary"]["occurrences"] == found["corpus"]["words"] == 6000
+    for run in found["runs"]:
+        assert run["asked"] == {
+            "WS-353": 36, "RG-65": 36, "MTurk-287": 36, "analogies": 3, "analogies, semantic": 2, "analogies, syntactic": 1,
+        }  # fmt: skip
+        assert all(-1 <= score <= 1 for score in run["scores"].values())
+        assert 20e6 < run["import_bytes"] < run["peak_bytes"]
+        assert min(run["vocabulary_s"], run["training_s"]) > 0
+    assert 1000 < (small_run[0] / DEVICE / "word2vec.png").stat().st_size < 100_000
+    assert any("speedtransfer, Adagrad, dim 8: " in line for line in small_run[2])
+
+
+def test_words_a_second(small_run):
+    statistics, found = module("_statistics"), json.loads((small_run[0] / DEVICE / "word2vec.json").read_text())
+    run = {"vocabulary_s": 2.0, "training_s": 4.0}
+    assert statistics.speeds(found, run) == (6000 * 2 / 6, 6000 * 2 / 4, 6000 / 2)
+
+
+def test_vectors_are_asked_alike(tmp_path):
+    """Words of equal count lie in another order, and the same questions are asked; the answers by hand."""
+    child, words = module("_child"), [f"w{number:02}" for number in range(40)]
+    matrix = np.random.default_rng(0).standard_normal((40, 6)).astype("f4")
+    unit = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
+    near, right = unit[:20] @ unit[:20].T, 0
+    questions = [": any"]
+    for a, b, c in ((i, i + 1, i + 2) for i in range(30)):
+        scores = (unit[:20] @ (unit[b] - unit[a] + unit[c])).tolist() if c < 20 else [0.0] * 20
+        best = max(set(range(20)) - {a, b, c}, key=scores.__getitem__)
+        right += c < 20 and a % 2
+        questions.append(" ".join(words[i] for i in (a, b, c, best if a % 2 else (best + 1) % 20)))
+    (tmp_path / "set.txt").write_text("\n".join(questions))
+    (tmp_path / "pairs.txt").write_text("".join(f"{words[i]}\t{words[i + 1]}\t{i % 7}\n" for i in range(19)))
+    expected = stats.spearmanr([near[i, i + 1] for i in range(19)], [i % 7 for i in range(19)]).statistic
+    sets = [("a", "analogies", str(tmp_path / "set.txt")), ("p", "pairs", str(tmp_path / "pairs.txt"))]
+    for order in (np.arange(40), np.arange(40)[::-1]):
+        np.save(tmp_path / "vectors.npy", matrix[order])
+        (tmp_path / "words.txt").write_text("".join(f"{words[row]} 7\n" for row in order))
+        found = child.evaluate({"folder": str(tmp_path), "restrict": 20, "sets": sets})
+        assert found["asked"] == {"a": 18, "a, semantic": 18, "a, syntactic": 0, "p": 19}
+        assert found["scores"]["a"] == found["scores"]["a, semantic"] == pytest.approx(right / 18)
+        assert found["scores"]["a, syntactic"] is None
+        assert found["scores"]["p"] == pytest.approx(expected)
+
+
+def test_a_job_that_fails_says_why():
+    process = module("_process")
+    with pytest.raises(process.ProcessError, match="KeyError: 'juggle'"):
+        process.run_job("word2vec_child.py", {"task": "juggle"})
+    with pytest.raises(process.OutOfTimeError):
+        process.run_job("word2vec_child.py", {"task": "juggle"}, end=0)
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def made_run(dim, system, optimizer, seconds, score, seed):
+    wiggle = 0.004 * (seed - 2)
+    similarity = {"WS-353": score + wiggle, "RG-65": 0.7 + wiggle}
+    analogies = {"analogies": score - 0.2, "analogies, semantic": 0.3, "analogies, syntactic": None}
+    return {
+        "system": system,
+        "optimizer": optimizer,
+        "dim": dim,
+        "seed": seed,
+        "vocabulary_s": 1.0,
+        "training_s": seconds + seed,
+        "peak_bytes": 5e8,
+        "scores": similarity | analogies,
+    }
+
+
+@pytest.fixture
+def made():
+    """A result of three seeds by hand: AdamW faster and better, SGD slower and worse than gensim."""
+    systems = (("gensim", "", 10, 0.6), ("speedtransfer", "adamw", 8, 0.63), ("speedtransfer", "sgd", 20, 0.5))
+    environment = {"device": "A device", "versions": {"gensim": "4.4", "torch": "2.13"}, "cuda": False}
+    settings = {"epochs": 5, "negative": 5, "window": 5, "sample": 1e-4, "min_count": 5, "restrict": 30_000}
+    return {
+        "environment": {**environment, "commit": "0123456789abcdef", "dirty": False, "date": "2026-11-21"},
+        "digest": "",
+        "complete": True,
+        "quick": False,
+        "workers": 2,
+        "same_vocabulary": True,
+        "failures": [],
+        "corpus": {"name": "text8", "words": 1_000_000},
+        "settings": {**settings, "seeds": 3},
+        "runs": [made_run(dim, *system, seed) for dim in (100, 300) for system in systems for seed in (1, 2, 3)],
+    }
+
+
+def made_scale(made):
+    def measured(rows, step_s):
+        times = {"first": {"step_s": 0.02}, "again": {"step_s": step_s}}
+        return {"rows": rows, "optimizer": "adamw", "table_bytes": 384 * rows, "peak_bytes": 1e9, **times}
+
+    settings = {"dim": 16, "memory": "mmap", "steps": 200}
+    return {**made, "settings": settings, "measured": [measured(500_000, 0.01), measured(50_000_000, 0.0125)]}
+
+
+def test_nothing_lost_is_hidden(made):
+    adamw, sgd, *_ = lines = module("_figure").verdicts(made)
+    assert len(lines) == 4
+    assert adamw == (
+        "speedtransfer, AdamW, dim 100: 1.18x gensim's words/s (seed by seed 1.17x to 1.20x); better: WS-353 +0.030 ± 0.009, "
+        "analogies +0.030 ± 0.000; not worse beyond the confidence interval: RG-65 +0.000 ± 0.009, analogies, semantic "
+        "+0.000 ± 0.000"
+    )
+    assert "words/s (seed by seed 0.55x to 0.58x), slower; not worse" in sgd
+    assert sgd.endswith("; **worse**: WS-353 -0.100 ± 0.009, analogies -0.100 ± 0.000")
+    short = module("_statistics").in_short(made)
+    assert short.startswith("words/s beside gensim adamw (100) 1.18x, worse on 0, sgd (100) 0.57x, worse on 2")
+    made["same_vocabulary"] = False
+    made["failures"] = [{"title": "speedtransfer, SGD", "seed": 2, "error": "lr is too large"}]
+    text = module("_figure").markdown(made, "")
+    assert "The vocabularies were not the same" in text
+    assert "**Failed**: speedtransfer, SGD, seed 2: lr is too large" in text
+
+
+def test_the_table(made):
+    head, _, gensim, *rest = module("_figure").table(made).splitlines()
+    assert head.count("|") == gensim.count("|")
+    cells = [cell.strip() for cell in gensim.strip("|").split("|")]
+    assert cells[:3] == ["gensim", "its own SGD", "100"]
+    assert cells[3].startswith("386 ± 74 k")  # 5M words in 12, 13, 14 s
+    assert cells[5:8] == ["1,000 ± 0 k", "0.600 ± 0.010", "0.700 ± 0.010"]
+    assert cells[-2:] == ["", "500 MB"]
+    assert len(rest) == 5
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_the_picture(made, tmp_path, seeds):
+    made["runs"] = [run for run in made["runs"] if run["seed"] <= seeds]
+    made["settings"]["seeds"] = seeds
+    path = tmp_path / "word2vec.png"
+    assert module("_figure").save(made, path) == ""
+    assert 1000 < path.stat().st_size < 100_000
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_readme_and_the_list_of_results_show_both(made, tmp_path, capsys):
+    readme, record = importlib.import_module("readme"), importlib.import_module("record")
+    folder = tmp_path / DEVICE
+    folder.mkdir(parents=True)
+    folder.joinpath("word2vec.json").write_text(json.dumps(made))
+    begin, end = readme.WORD2VEC_SECTION.begin, readme.WORD2VEC_SECTION.end
+    (tmp_path / "README.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    folder.joinpath("word2vec_scale.json").write_text(json.dumps(made_scale(made)))
+    assert readme.main(check=True, root=tmp_path) == 1
+    assert readme.main(check=False, root=tmp_path) == 0
+    assert readme.main(check=True, root=tmp_path) == 0
+    shown = (tmp_path / "README.md").read_text()
+    assert shown.startswith(f"before\n{begin}\n\n![")
+    assert shown.endswith(f"\n\n{end}\nafter\n")
+    assert "(bench/results/a-device/word2vec.png)" in shown
+    assert "| speedtransfer | AdamW | 300 |" in shown
+    assert "vocabularies of 0.5M, 50M words" in shown
+    assert "10.0 ms, 12.5 ms, 1.25x from the smallest to the largest" in shown
+    assert "old" not in shown
+    capsys.readouterr()
+    assert record.status(tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "words/s beside gensim adamw (100) 1.18x" in lines[1]
+    assert "step 0.5M 10.0 ms, 50M 12.5 ms" in lines[2]
+    assert lines[1].endswith("STALE (sources changed since)")
+
+
+@pytest.mark.parametrize(
+    ("part", "stale"), [("word2vec", [True, False, True, True]), ("word2vec_scale", [True, False, True, False])]
+)
+def test_what_makes_a_result_stale(tmp_path, part, stale):
+    store = importlib.import_module("store")
+    sources = ("word2vec/sampler.py", "word2vec/plot.py", "optim/cycle.py")
+    names = [*(f"speedtransfer/{name}" for name in sources), "bench/word2vec_data.py"]
+    for name in names:
+        tmp_path.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
+        tmp_path.joinpath(name).write_text("old")
+    for name, is_stale in zip(names, stale, strict=True):
+        before = store.digest(tmp_path, part)
+        tmp_path.joinpath(name).write_text("new")
+        assert (store.digest(tmp_path, part) != before) == is_stale
+
+
+# --- scale ------------------------------------------------------------------------------------------------------------
+
+
+def test_zipf_is_drawn_by_its_counts():
+    child = module("_scale_child")
+    counts = child.zipf_counts(50)
+    assert counts[[0, 1, 49]].tolist() == [50, 25, 1]
+    drawn = np.bincount(child.draw_ids(counts, 200_000), minlength=50)
+    assert stats.chisquare(drawn, 200_000 * counts / counts.sum()).pvalue > 1e-3
+
+
+def test_steps_over_a_vocabulary(tmp_path, capsys):
+    out = tmp_path / "word2vec_scale.json"
+    arguments = ["--rows", "2k", "--steps", "3", "--dim", "4", "--folder", str(tmp_path), "--out", str(out)]
+    assert module("_scale").main(arguments) == 0
+    printed, found = capsys.readouterr(), json.loads(out.read_text())
+    assert printed.err == ""
+    (measured,) = found["measured"]
+    assert (measured["rows"], measured["table_bytes"]) == (2000, 2 * 3 * 16 * 2000)
+    assert measured["weight_files"]["bytes"] >= 2 * 16 * 2000
+    assert 0 < measured["again"]["step_s"] < 10
+    assert measured["peak_bytes"] > 1e8
+    assert (found["complete"], found["quick"]) == (True, True)
+    assert "2,000 rows, adamw: " in printed.out
+    assert os.listdir(tmp_path) == ["word2vec_scale.json"]
