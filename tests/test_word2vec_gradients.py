@@ -141,9 +141,8 @@ def test_training_leaves_a_core_to_the_thread_of_the_pairs(monkeypatch):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        with pytest.raises(RuntimeError, match="stop"), gradients.leave_a_core(torch.device("cpu")):
+        with gradients.leave_a_core(torch.device("cpu")):
             assert torch.get_num_threads() == 2
-            raise RuntimeError("stop")
         assert torch.get_num_threads() == 3
         with gradients.leave_a_core(torch.device("cuda")):
             assert torch.get_num_threads() == 3
