@@ -182,8 +182,8 @@ def sentences(result: dict[str, Any]) -> list[str]:
     told = (
         "Words/s are those of the text, times the epochs, by the wall clock: counting the vocabulary and training, without "
         "imports (counting alone: the text once). Similarities are Spearman's, analogies the share of right answers among the "
-        f"{settings['restrict']:,} most frequent words, all by one evaluator, whose figures are gensim's. Memory is resident memory with child "
-        "processes, mapped files and all imports."
+        f"{settings['restrict']:,} most frequent words, all by one evaluator, whose figures are gensim's. "
+        "Memory is resident memory with child processes, mapped files and all imports."
     )
     lines = [trained, told]
     if not result["same_vocabulary"]:
