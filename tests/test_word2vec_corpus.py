@@ -193,6 +193,16 @@ def test_full_disk(monkeypatch):
         corpus_of("a b " * 10)
 
 
+def test_disk_that_is_full_when_the_last_numbers_are_written(monkeypatch):
+    class FullDisk(io.BytesIO):
+        def flush(self):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **kwargs: FullDisk())
+    with pytest.raises(StorageError, match=r"does not fit as numbers .*No space left on device.*set TMPDIR"):
+        corpus_of("a b " * 10)
+
+
 def test_no_temporary_folder(monkeypatch):
     def refuse(**kwargs):
         raise FileNotFoundError(2, "No usable temporary directory")

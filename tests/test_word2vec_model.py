@@ -148,6 +148,8 @@ def test_word_vectors_with_ngrams(monkeypatch, at_once):
     vectors, table = model.word_vectors(), model.input.table.torch()
     assert (vectors.dtype, vectors.shape) == (torch.float32, (NUM_WORDS, 5))
     torch.testing.assert_close(vectors, vectors_of(table, BUCKETS))
+    for some in (1, 7, 9, NUM_WORDS + 1):
+        assert torch.equal(model.word_vectors(some), vectors[:some])
     for i, word in enumerate(WORDS):
         torch.testing.assert_close(model.vector(word), vectors[i])
     unseen = [NUM_WORDS + h for h in ft_ngram_hashes("bea", 3, 6, BUCKETS)]

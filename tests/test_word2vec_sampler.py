@@ -192,5 +192,7 @@ def test_bad_arguments(vocabulary):
             sampler_of(vocabulary, corpus_ids(), **{name: 0})
     with pytest.raises(InvalidValueError, match="block_words is 1 but must be at least 2"):
         sampler_of(vocabulary, corpus_ids(), block_words=1)
+    with pytest.raises(InvalidValueError, match="the counts of the vocabulary are all 0"):
+        sampler_of(Vocabulary(["a", "b"], [0, 0]), np.array([0, 1], dtype=np.int32), sample=0)
     with pytest.raises(InvalidValueError, match="the corpus has no word of the vocabulary"):
         sampler_of(vocabulary, np.empty(0, dtype=np.int32))

@@ -94,6 +94,12 @@ def test_empty():
         (b"some text \xff\xfe", "is no UTF-8 text: invalid start byte at byte 10"),
         (b"cut short \xe6\x9d", "is no UTF-8 text: unexpected end of data at byte 10"),
         (b"x" * 100, "holds a word of over 20 bytes"),
+        # Blocks of 20 bytes end within a character; that is not what is wrong with these.
+        (("a" + "é" * 50).encode(), "holds a word of over 20 bytes"),
+        ("東".encode() * 50, "holds a word of over 20 bytes"),
+        (b"ab" + "東".encode() * 50, "holds a word of over 20 bytes"),
+        (b"abc" + "😀".encode() * 50, "holds a word of over 20 bytes"),
+        (b"x" * 30 + b"\xff" + b"x" * 30, "is no UTF-8 text: invalid start byte at byte 30"),
     ],
 )
 def test_rubbish(tmp_path, data, message):
@@ -150,3 +156,15 @@ def test_wrong_types():
         words_of(3)
     with pytest.raises(InvalidTypeError, match="gives str but a corpus is bytes"):
         words_of(io.StringIO("text"))
+
+
+def test_what_an_open_file_cannot_read(monkeypatch):
+    class Broken(io.BytesIO):
+        def read(self, size=-1):
+            raise OSError(5, "Input/output error")
+
+    with pytest.raises(StorageError, match=r"cannot read 'the given file' \(Input/output error\)"):
+        words_of(Broken())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Broken()))
+    with pytest.raises(StorageError, match=r"cannot read standard input \(Input/output error\)"):
+        words_of("-")

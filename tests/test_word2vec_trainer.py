@@ -225,11 +225,29 @@ def test_subsampling_that_leaves_nothing():
         quietly(io.BytesIO(b"a b a b a b a b a b"), sample=1e-9)
 
 
+@pytest.mark.parametrize("model", ["skipgram", "cbow"])
+def test_lines_of_one_word_each(model):
+    with pytest.raises(InvalidValueError, match=r"each of the 20 lines or walks has one word .*pass kind='text'"):
+        quietly(io.BytesIO(b"a\nb\n" * 10), kind="lines", model=model)
+
+
 def test_no_step_after_the_last(corpus):
     trainer = Trainer(corpus, Settings(**{**QUICK, "epochs": 1}))
     trainer.run(TrainingProgress(enabled=False))
     with pytest.raises(InvalidValueError, match=r"all .* steps are done"):
         trainer.train_step()
+
+
+@pytest.mark.parametrize("buckets", [0, 30])
+def test_vectors_of_the_frequent_words_leave_the_others_alone(corpus, buckets, monkeypatch):
+    trainer = Trainer(corpus, Settings(**QUICK, buckets=buckets))
+    whole, asked = trainer.vectors(), []
+    word_vectors = trainer.model.word_vectors
+    monkeypatch.setattr(trainer.model, "word_vectors", lambda *some: asked.append(some) or word_vectors(*some))
+    few = trainer.vectors(5)
+    assert asked == [(5,)]
+    assert few.words == whole.words[:5]
+    assert np.array_equal(few.matrix, whole.matrix[:5])
 
 
 def test_facts_about_a_run(corpus):

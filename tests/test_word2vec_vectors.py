@@ -147,6 +147,31 @@ def test_word_that_the_format_cannot_hold(tmp_path, suffix, word):
     assert (tmp_path / f"v{suffix}").read_text() == "old"
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_half_a_character_is_no_word_for_a_file(tmp_path, suffix):
+    (tmp_path / f"v{suffix}").write_text("old")
+    with pytest.raises(InvalidValueError, match=r"word 'x\\ud800' cannot be written as UTF-8"):
+        Vectors(["a", "x\ud800"], np.eye(2, dtype=np.float32)).save(tmp_path / f"v{suffix}")
+    assert (tmp_path / f"v{suffix}").read_text() == "old"
+
+
+def test_what_is_neither_word_nor_vector():
+    vectors = Vectors(["the", "of", "to"], np.eye(3, 2, dtype=np.float32))
+    for given, shown in ((3, "3"), ([1.0, 2.0], "1.0"), ([["the"]], r"\['the'\]"), (None, "None")):
+        with pytest.raises(InvalidTypeError, match=f"{shown} .* is neither word nor vector"):
+            vectors.most_similar(given)
+    with pytest.raises(InvalidTypeError, match=r"\['the'\] is no word"):
+        vectors[[["the"]]]
+    expected = vectors.most_similar(vectors.matrix[0])
+    assert vectors.most_similar(torch.from_numpy(vectors.matrix[0])) == expected
+    assert vectors.most_similar([torch.from_numpy(vectors.matrix[0])]) == expected
+
+
+def test_a_vector_of_nan_lets_no_word_given_be_an_answer():
+    vectors = Vectors(["diverged", "a", "b"], [[np.nan, 1], [1, 2], [2, 1]])
+    assert [word for word, _ in vectors.most_similar("a")] == ["b"]
+
+
 def test_bad_arguments(tmp_path):
     with pytest.raises(InvalidValueError, match="there are 2 words; pass one row a word"):
         Vectors(["a", "b"], np.zeros((3, 2), dtype=np.float32))

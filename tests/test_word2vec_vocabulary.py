@@ -159,6 +159,8 @@ def test_bad_arguments(tmp_path):
         Vocabulary(["a", "b", "a"], [1, 1, 1])
     with pytest.raises(InvalidValueError, match=r"2 words but counts of shape \(1,\)"):
         Vocabulary(["a", "b"], [1])
+    with pytest.raises(InvalidValueError, match="the count of 'b' is -2 but must be at least 0"):
+        Vocabulary(["a", "b", "c"], [1, -2, 3])
     with pytest.raises(InvalidValueError, match="min_count is 0 but must be at least 1"):
         Vocabulary.from_counts({"a": 1, "b": 1}, min_count=0)
     with pytest.raises(InvalidValueError, match="max_words is 1 but must be at least 2"):
@@ -173,6 +175,9 @@ def test_bad_files(tmp_path):
         Vocabulary.load(path)
     path.write_text("the 3\nno count\n")
     with pytest.raises(StorageError, match=r"line 2 of .* is 'no count.n', no word and count"):
+        Vocabulary.load(path)
+    path.write_text("the 99999999999999999999\n")
+    with pytest.raises(StorageError, match=r"line 1 of .*, no word and count"):
         Vocabulary.load(path)
     path.write_bytes(b"\xff\xfe 3\n")
     with pytest.raises(StorageError, match="is no vocabulary"):

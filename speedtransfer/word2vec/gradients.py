@@ -84,7 +84,11 @@ def skipgram_gradients(
     """
     pairs, compiled = before + after, _compiled() if center_rows.device.type == "cpu" else None
     band = (center_rows, context_rows, centers, contexts, before, after, with_loss)
-    in_thread = _helper().submit(_compiled_band, compiled, *band) if compiled else None
+    in_thread = None
+    if compiled:
+        # Filled here: in a thread of its own torch would start as many threads again, which then spin.
+        grads = torch.empty_like(center_rows), torch.zeros_like(context_rows)
+        in_thread = _helper().submit(_compiled_band, compiled, grads, *band)
 
     # The negatives of a word are the same wherever it stands in the block: once a unique row, weighted by its pairs.
     weight = center_rows.new_zeros(len(center_rows)).index_add_(0, centers, pairs.to(center_rows.dtype))
@@ -145,6 +149,7 @@ def leave_a_core(device: torch.device) -> Iterator[None]:
 
 def _compiled_band(
     compiled: Any,
+    grads: tuple[Tensor, Tensor],
     center_rows: Tensor,
     context_rows: Tensor,
     centers: Tensor,
@@ -153,13 +158,12 @@ def _compiled_band(
     after: Tensor,
     with_loss: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_band`, pair by pair."""
-    center_grad, context_grad = torch.empty_like(center_rows), torch.zeros_like(context_rows)
+    """As `_band`, pair by pair, into `grads`; that of the contexts is zero before."""
     loss = compiled.pairs(
-        *(t.numpy() for t in (center_rows, context_rows, centers, contexts, before, after, center_grad, context_grad)),
+        *(t.numpy() for t in (center_rows, context_rows, centers, contexts, before, after, *grads)),
         with_loss,
     )
-    return center_grad, context_grad, center_rows.new_tensor(loss)
+    return *grads, center_rows.new_tensor(loss)
 
 
 # --- positive pairs, in torch -----------------------------------------------------------------------------------------

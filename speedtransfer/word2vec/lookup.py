@@ -97,4 +97,6 @@ def nearest_rows(
         best, cosine = np.concatenate([best, top + start]), np.concatenate([cosine, cosines[top]])
         order = np.lexsort((best, -cosine))[:topn]
         best, cosine = best[order], cosine[order]
+    answers = cosine != -np.inf  # what is left out comes before vectors that hold nan
+    best, cosine = best[answers], cosine[answers]
     return best.tolist(), cosine.tolist()

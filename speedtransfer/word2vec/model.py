@@ -184,17 +184,18 @@ class Word2Vec(nn.Module):
         return scores
 
     @torch.no_grad()
-    def word_vectors(self) -> Tensor:
-        """Return the vectors of all words on the host: float32, shape (num_words, dim).
+    def word_vectors(self, num_words: int | None = None) -> Tensor:
+        """Return the vectors of the first `num_words` words, by default of all, on the host: float32, shape (words, dim).
 
         The table itself, without a copy, where it is in host memory and each word has one row.
         """
+        count = self.num_words if num_words is None else min(num_words, self.num_words)
         weight = self.input.table.torch()
         if self.subwords is None:
-            return weight.cpu()
-        vectors = torch.empty(self.num_words, self.dim)
-        for start in range(0, self.num_words, _WORDS_AT_ONCE):
-            stop = min(start + _WORDS_AT_ONCE, self.num_words)
+            return weight[:count].cpu()
+        vectors = torch.empty(count, self.dim)
+        for start in range(0, count, _WORDS_AT_ONCE):
+            stop = min(start + _WORDS_AT_ONCE, count)
             vectors[start:stop] = self.subwords.means(start, stop, weight)
         return vectors
 

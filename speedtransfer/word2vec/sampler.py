@@ -84,6 +84,10 @@ class Sampler:
     ) -> None:
         if len(ids) == 0:
             raise InvalidValueError("the corpus has no word of the vocabulary; build the vocabulary from this corpus")
+        if vocabulary.num_words == 0:
+            raise InvalidValueError(
+                "the counts of the vocabulary are all 0, so there is nothing to draw negatives by; pass how often words occur"
+            )
         self.ids, self.starts, self.seed, self.device = ids, starts, seed, torch.device(device)
         self.window = check_size(window, "window", 1)
         self.shared_negatives = check_size(shared_negatives, "shared_negatives", 1)

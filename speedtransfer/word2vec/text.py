@@ -23,6 +23,8 @@ _TO_LAST_SPACE = re.compile(
     rb".*(?:[\t-\r\x1c-\x20]|\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80)",
     re.DOTALL,
 )
+# The beginning of a character of two to four bytes, at the end of a block.
+_END_OF_CHARACTERS = re.compile(rb"(?:[\xc2-\xf4]|[\xe0-\xf4][\x80-\xbf]|[\xf0-\xf4][\x80-\xbf]{2})\Z")
 
 
 class Readable(Protocol):
@@ -98,7 +100,7 @@ def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piec
     """
     if isinstance(source, str | os.PathLike):
         if os.fspath(source) == "-":
-            yield from _cut(sys.stdin.buffer, name_of(source), chunk_bytes)
+            yield from _cut_open(sys.stdin.buffer, name_of(source), chunk_bytes)
             return
         for path in find_files(source):
             try:
@@ -115,7 +117,7 @@ def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piec
                     f"cannot read {str(path)!r} ({error.strerror or error}); check its permissions"
                 ) from error
     elif hasattr(source, "read"):
-        yield from _cut(source, name_of(source), chunk_bytes)
+        yield from _cut_open(source, name_of(source), chunk_bytes)
     else:
         raise InvalidTypeError(
             f"corpus is a {type(source).__name__} but must be a path, '-' or a binary file; pass a path"
@@ -189,6 +191,14 @@ def _open(path: Path) -> gzip.GzipFile | lzma.LZMAFile | BufferedReader:
     return open(path, "rb")
 
 
+def _cut_open(file: Readable, name: str, chunk_bytes: int) -> Iterator[Piece]:
+    """As `_cut`, of a file that was open already."""
+    try:
+        yield from _cut(file, name, chunk_bytes)
+    except OSError as error:
+        raise StorageError(f"cannot read {name} ({error.strerror or error}); pass a file open in mode 'rb'") from error
+
+
 def _cut(file: Readable, name: str, chunk_bytes: int) -> Iterator[Piece]:
     data, position = b"", 0
     while True:
@@ -199,7 +209,8 @@ def _cut(file: Readable, name: str, chunk_bytes: int) -> Iterator[Piece]:
         match = _TO_LAST_SPACE.match(data) if block else None
         if block and match is None:  # a word may go on in the next block
             if len(data) > chunk_bytes:
-                check(Piece(data, name, position, False))
+                whole = _END_OF_CHARACTERS.sub(b"", data)  # the next block has the rest of a character cut in two
+                check(Piece(whole, name, position, False))
                 raise InvalidValueError(
                     f"{name} holds a word of over {chunk_bytes} bytes; put white space between the words"
                 )

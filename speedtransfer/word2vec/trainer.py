@@ -155,7 +155,9 @@ class Trainer:
             result = self.model.deposit_gradients(block, with_loss=self.step % LOSS_EVERY == 0)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self._has_learned = True
+            self._has_learned = (
+                self._has_learned or int(result.num_pairs) > 0
+            )  # waits for the device, but only at first
             if result.loss is not None:
                 self._note_loss(float(result.loss), int(result.num_pairs))
         self._corpus_words += block.num_corpus_words
@@ -208,12 +210,21 @@ class Trainer:
                     "the vectors so far are kept; Ctrl-C again aborts"
                 )
             elif not self._has_learned:
-                raise InvalidValueError(
-                    f"sample={self.settings.sample:g} leaves no two words in any of {self.num_steps} blocks of this small "
-                    "corpus; pass a larger sample, or 0 to keep every word"
-                )
+                raise InvalidValueError(self._why_no_pair())
             for watcher in watchers:
                 watcher.finish(self)
+
+    def _why_no_pair(self) -> str:
+        starts, num_words = self.corpus.starts, len(self.corpus)
+        if starts is not None and len(starts) == num_words:
+            return (
+                f"each of the {num_words} lines or walks has one word of the vocabulary, so no word has another beside it; "
+                "pass kind='text' for one stream of words, or a smaller min_count"
+            )
+        return (
+            f"sample={self.settings.sample:g} leaves no two words in any of {self.num_steps} blocks of this small corpus; "
+            "pass a larger sample, or 0 to keep every word"
+        )
 
     def state(self) -> dict[str, Any]:
         """Return what training has done so far, but for model and optimizer: plain data for a checkpoint."""
@@ -248,6 +259,5 @@ class Trainer:
 
         They are the input table itself, without a copy, where it is in host memory.
         """
-        matrix = self.model.word_vectors()
         vocabulary, some = self.corpus.vocabulary, slice(num_words)
-        return Vectors(vocabulary.words[some], matrix[some], vocabulary.counts[some])
+        return Vectors(vocabulary.words[some], self.model.word_vectors(num_words), vocabulary.counts[some])

@@ -95,13 +95,17 @@ class Vectors:
         ------
         UnknownWordError
             Some have no vector; the message lists them and offers near words.
+        InvalidTypeError
+            Some are no str.
         """
         if isinstance(words, str):
             row: np.ndarray = self.matrix[self._find([words])[0]]
             return row
-        if not isinstance(words, Iterable):
-            raise InvalidTypeError(f"{words!r} is no word; pass a str or a list of them (rows are vectors.matrix[...])")
-        return self.matrix[np.array(self._find(list(words)), dtype=np.int64)]
+        words = list(words) if isinstance(words, Iterable) else [words]
+        odd = next((word for word in words if not isinstance(word, str)), None)
+        if odd is not None:
+            raise InvalidTypeError(f"{odd!r} is no word; pass a str or a list of them (rows are vectors.matrix[...])")
+        return self.matrix[np.array(self._find(words), dtype=np.int64)]
 
     def _find(self, words: Sequence[str]) -> list[int]:
         return find_rows(words, self._row_of)
@@ -156,6 +160,8 @@ class Vectors:
             Words have no vector: all of them in one message.
         InvalidValueError
             Nothing is given, `topn` is below 1, or a vector has another shape.
+        InvalidTypeError
+            Something is neither word nor vector.
         """
         topn = check_size(topn, "topn", 1)
         given = [(item, 1.0) for item in _as_list(positive)] + [(item, -1.0) for item in _as_list(negative)]
@@ -276,5 +282,14 @@ def _check_counts(counts: Any, num_words: int) -> np.ndarray:
 
 
 def _as_list(items: Any) -> list[Any]:
+    if isinstance(items, torch.Tensor):
+        items = items.detach().cpu().numpy()
     one = isinstance(items, str) or (isinstance(items, np.ndarray) and items.ndim == 1 and items.dtype.kind not in "UO")
-    return [items] if one else list(items)
+    items = [items] if one or not isinstance(items, Iterable) else list(items)
+    items = [item.detach().cpu().numpy() if isinstance(item, torch.Tensor) else item for item in items]
+    for item in items:
+        if not isinstance(item, str | np.ndarray):
+            raise InvalidTypeError(
+                f"{item!r} ({type(item).__name__}) is neither word nor vector; pass a str, or np.array(...) of shape (dim,)"
+            )
+    return items

@@ -13,6 +13,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageErr
 from speedtransfer.tables.files import atomic
 
 _CHUNK_WORDS = 1 << 18
+_COUNT_DIGITS = 19  # of the largest int64
 
 
 class Vocabulary:
@@ -35,7 +36,7 @@ class Vocabulary:
     Raises
     ------
     InvalidValueError
-        A word is there twice, or there are not as many counts as words.
+        A word is there twice, there are not as many counts as words, or one is negative.
     """
 
     def __init__(self, words: Sequence[str], counts: Sequence[int] | np.ndarray) -> None:
@@ -44,6 +45,11 @@ class Vocabulary:
         self.counts = np.asarray(counts, dtype=np.int64)
         if self.counts.shape != (len(self.words),):
             raise InvalidValueError(f"{len(self.words)} words but counts of shape {self.counts.shape}; pass one a word")
+        if len(self.counts) and self.counts.min() < 0:
+            at = int(self.counts.argmin())
+            raise InvalidValueError(
+                f"the count of {self.words[at]!r} is {self.counts[at]} but must be at least 0; mend it"
+            )
         if not given:
             _ = self._number_of
 
@@ -216,7 +222,7 @@ class Vocabulary:
             with open(path, encoding="utf-8", newline="\n") as file:
                 for number, line in enumerate(file, start=1):
                     word, _, count = line.rstrip("\n").rpartition(" ")
-                    if not (word and count.isdecimal()):
+                    if not (word and count.isdecimal() and len(count) < _COUNT_DIGITS):
                         raise StorageError(
                             f"line {number} of {str(path)!r} is {line[:40]!r}, no word and count; mend it"
                         )

@@ -29,14 +29,25 @@ class Stored(NamedTuple):
 
 
 def check_words(words: Sequence[str], path: Path) -> None:
-    """Raise where a word is empty or holds white space, which separates words in text and binary files."""
+    """Raise where a word is empty, or holds white space, which separates words in text and binary files, or is no UTF-8."""
     white = set(string.whitespace)
     for word in words:
+        encode(word)
         if not word or not white.isdisjoint(word):
             raise InvalidValueError(
                 f"word {word!r} is empty or holds white space, which separates words in {path.suffix} files; "
                 "save to .safetensors"
             )
+
+
+def encode(word: str) -> bytes:
+    """Return `word` as UTF-8. Raises InvalidValueError where it holds half a character, which Python allows in a str."""
+    try:
+        return word.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidValueError(
+            f"word {word!r} cannot be written as UTF-8 ({error.reason}); read the text as UTF-8, or leave it out"
+        ) from None
 
 
 @contextmanager

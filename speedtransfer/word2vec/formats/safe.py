@@ -12,12 +12,12 @@ import safetensors
 
 from speedtransfer.errors import StorageError
 from speedtransfer.tables import files
-from speedtransfer.word2vec.formats.common import ROWS_AT_ONCE, Stored
+from speedtransfer.word2vec.formats.common import ROWS_AT_ONCE, Stored, encode
 
 
 def write(path: Path, words: Sequence[str], matrix: np.ndarray, counts: np.ndarray | None = None) -> None:
     """Write the tensors `vectors`, `word_ends`, `words` and, where there are counts, `counts`."""
-    encoded = [word.encode() for word in words]
+    encoded = [encode(word) for word in words]
     ends = np.cumsum([len(word) for word in encoded], dtype="<i8")
     num_bytes = sum(map(len, encoded))
     parts = [("vectors", "F32", list(matrix.shape), matrix.size * 4), ("word_ends", "I64", [len(ends)], ends.nbytes)]
