@@ -41,6 +41,8 @@ class Word2Vec(nn.Module):
         Skip-gram predicts the words around a word from its vector, CBOW a word from the mean of the vectors around it.
     negative : int
         Negatives for each prediction.
+    clip : float, optional
+        Longest gradient of a row, or of a word's vector; longer ones are shortened to it.
     buckets : int
         Rows that hashed character n-grams share. Then the vector of a word is the mean of its own row and those of its
         n-grams (`subwords`), as in fastText. 0: each word has a row and nothing else.
@@ -80,6 +82,7 @@ class Word2Vec(nn.Module):
         *,
         model: str = "skipgram",
         negative: int = 5,
+        clip: float | None = None,
         buckets: int = 0,
         min_n: int = 3,
         max_n: int = 6,
@@ -92,6 +95,9 @@ class Word2Vec(nn.Module):
         if not isinstance(model, str) or model not in GRADIENTS:
             raise InvalidValueError(f"model is {model!r}, which is none of the models{suggest(str(model), GRADIENTS)}")
         self.model, self.dim, self.negative = model, check_size(dim, "dim", 1), check_size(negative, "negative", 1)
+        if clip is not None and not clip > 0:
+            raise InvalidValueError(f"clip is {clip} but must be above 0; pass 10, or None for no limit")
+        self.clip = clip
         check_ngrams(buckets, min_n, max_n)
         self._vocabulary, self.num_words = _as_vocabulary(vocabulary)
         if buckets and self._vocabulary is None:
@@ -157,6 +163,9 @@ class Word2Vec(nn.Module):
             self.negative,
             with_loss,
         )
+        if self.clip is not None:
+            for grad in (result.center, result.context):
+                grad.mul_((self.clip / grad.norm(dim=1, keepdim=True)).clamp_(max=1))
         active.add_grad(result.center)
         output.add_grad(result.context)
         return result

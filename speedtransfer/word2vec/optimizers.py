@@ -28,6 +28,9 @@ DEFAULT_LR: dict[str, float] = {
     "sgd": 0.005,
 }
 FALLBACK_LR = 0.01  # for an optimizer that is not in the table
+# The longest gradient of a row where an optimizer takes gradients as they are: that of a frequent word, and of a negative that
+# stands for many, is a sum over hundreds of pairs. Without a limit the steps of word2vec.c, 0.025, blow up on blocks.
+DEFAULT_CLIP = {"asgd": 10.0, "sgd": 10.0}
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
     # torch's AdamW decays by 0.01 unless told otherwise: with learning rates this large that would shrink frequent words,
     # which are touched at every step, and spare rare ones.

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.tables import MEMORIES
-from speedtransfer.word2vec.optimizers import check_optimizer, default_lr, find_optimizer
+from speedtransfer.word2vec.optimizers import DEFAULT_CLIP, check_optimizer, default_lr, find_optimizer
 
 Check = Callable[[Any, str], Any]  # (value, name) -> the value as it is kept, or an error
 
@@ -76,6 +76,9 @@ class Settings:
         Any optimizer of torch.optim that works row by row; case does not matter.
     lr : float, optional
         First learning rate, falling linearly to 1e-4 of it; by default one that suits the optimizer and the model.
+    clip : float, optional
+        Longest gradient of a row in a step, longer ones are shortened to it; by default 10 for SGD and ASGD, which blow up on
+        rows that a block repeats often, and none for optimizers that scale their steps themselves.
     options : mapping, optional
         Further arguments of the optimizer, for instance ``{"momentum": 0.9}``.
     model : {"skipgram", "cbow"}
@@ -135,6 +138,7 @@ class Settings:
     dim: int = _size(128, minimum=1)
     optimizer: str = field(default="adamw", metadata={"check": lambda value, name: find_optimizer(value) and value})
     lr: float | None = _number(None, "above 0")
+    clip: float | None = _number(None, "above 0")
     options: Mapping[str, Any] | None = field(default=None, metadata={"check": _check_options})
     model: str = _choice("skipgram", "cbow")
     epochs: int = _size(5, minimum=1)
@@ -185,10 +189,15 @@ class Settings:
         means = self.model == "cbow" or self.buckets > 0
         return default_lr(self.optimizer, means) if self.lr is None else self.lr
 
+    @property
+    def longest_grad(self) -> float | None:
+        """`clip`, or the default of the optimizer."""
+        return DEFAULT_CLIP.get(self.optimizer.lower()) if self.clip is None else self.clip
+
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON can hold them, the learning rate filled in."""
         values = {name: getattr(self, name) for name in SETTINGS}
-        values["lr"] = self.first_lr
+        values["lr"], values["clip"] = self.first_lr, self.longest_grad
         values["options"] = dict(self.options or {})
         values["path"] = None if self.path is None else os.fspath(self.path)
         values["device"] = None if self.device is None else str(self.device)
@@ -209,6 +218,7 @@ def check_setting(name: str, value: Any) -> Any:
 class MoreSettings(TypedDict, total=False):
     """The settings but `dim`, `optimizer` and `lr`, as keyword arguments of a function: see :class:`Settings`."""
 
+    clip: float | None
     options: Mapping[str, Any] | None
     model: str
     epochs: int

@@ -81,6 +81,7 @@ class Trainer:
             settings.dim,
             model=settings.model,
             negative=settings.negative,
+            clip=settings.longest_grad,
             buckets=settings.buckets,
             min_n=settings.min_n,
             max_n=settings.max_n,
