@@ -150,3 +150,8 @@ def test_wrong_types():
         words_of(3)
     with pytest.raises(InvalidTypeError, match="gives str but a corpus is bytes"):
         words_of(io.StringIO("text"))
+
+
+def test_empty_name_is_not_the_current_folder():
+    with pytest.raises(InvalidValueError, match="corpus is '' but must be a path"):
+        find_files("")
