@@ -284,7 +284,7 @@ def test_words_shown_are_in_the_shipped_corpus():
 
 @contextmanager
 def long_training():
-    code = "from speedtransfer import cli; from speedtransfer.word2vec import progress; progress.LINE_EVERY_S = 0.2; cli.main()"
+    code = "from speedtransfer import cli; from speedtransfer.word2vec import progress as p; p.LINE_EVERY_S = 0.2; cli.main()"
     root = str(Path(speedtransfer.__file__).parents[1])
     process = subprocess.Popen(
         [sys.executable, "-c", code, "word2vec", "train", "corpus.txt", "-o", "out", "--dim", "8", "--epochs", "1000000"],
@@ -377,3 +377,10 @@ def test_two_runs_at_once_into_one_folder(folder):
 def test_killed_run_leaves_no_staging_folder(folder):
     with OutputFolder("out"):
         assert names(folder) == ["corpus.txt"]
+
+
+def test_demo_refuses_the_folder_of_a_training_run(folder):
+    assert run("train", "corpus.txt", "-o", "out", *QUICK).exit_code == 0
+    before = Path("out/vectors.txt").read_bytes()
+    fails_with(InvalidValueError, "output folder 'out' holds files that are not of a demo", "demo", "-o", "out")
+    assert Path("out/vectors.txt").read_bytes() == before
