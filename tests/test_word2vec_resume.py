@@ -356,3 +356,15 @@ def test_two_runs_at_once_in_one_checkpoint(corpus, tmp_path, capsys):
     assert (folder / "manifest.json").read_bytes() == kept
     assert "another run saves its checkpoints in" in capsys.readouterr().err
     first.save(Trainer(corpus, settings))
+
+
+def test_same_number_of_threads_is_no_news(corpus, tmp_path, capsys):
+    """Training leaves a core to another thread: what a checkpoint notes must not be the number while that is so."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for resume in (False, True):
+            quietly(corpus, checkpoint=tmp_path / "point", resume=resume, epochs=1)
+    finally:
+        torch.set_num_threads(threads)
+    assert "was begun with" not in capsys.readouterr().err

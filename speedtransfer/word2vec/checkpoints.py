@@ -62,6 +62,7 @@ class Checkpoints:
         self._saved_step: int | None = None
         self._corpus: dict[str, Any] | None = None
         self._last = self._stamp()
+        self._threads = torch.get_num_threads()  # now: while a trainer runs, torch has fewer of them
         if resume:
             self._manifest, self._facts = _read_facts(self.path)
             return
@@ -157,7 +158,7 @@ class Checkpoints:
             "settings": _comparable(trainer.settings),
             "corpus": self._corpus,
             "training": trainer.state(),
-            "threads": torch.get_num_threads(),
+            "threads": self._threads,
         }
         save_checkpoint(
             self.path,
