@@ -284,10 +284,10 @@ def test_words_shown_are_in_the_shipped_corpus():
 
 @contextmanager
 def long_training():
-    code = "from speedtransfer.word2vec import progress, commands; progress.LINE_EVERY_S = 0.2; commands.app()"
+    code = "from speedtransfer import cli; from speedtransfer.word2vec import progress as p; p.LINE_EVERY_S = 0.2; cli.main()"
     root = str(Path(speedtransfer.__file__).parents[1])
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "train", "corpus.txt", "-o", "out", "--dim", "8", "--epochs", "1000000"],
+        [sys.executable, "-c", code, "word2vec", "train", "corpus.txt", "-o", "out", "--dim", "8", "--epochs", "1000000"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root},
     )  # fmt: skip
     watchdog = threading.Timer(100, process.kill)
@@ -310,8 +310,77 @@ def test_interrupt_saves_and_says_so(folder):
     assert process.returncode == 130
     assert "stopped at 0%" in err
     assert "Traceback" not in err
+    assert "aborted" not in err  # it came to an orderly end
     assert "vectors: out" in out
     assert names(folder) == ["corpus.txt", "out"]
     assert len(Vectors.load(folder / "out" / "vectors.txt")) == 50
     facts = json.loads((folder / "out" / "settings.json").read_text())
     assert 0 < facts["steps"] < facts["of_steps"]
+
+
+@pytest.mark.parametrize("tables", ["out/tables", "out"])
+def test_resumed_with_all_folders_in_the_output_folder(folder, tables):
+    arguments = ["train", "corpus.txt", "-o", "out", "--memory", "mmap", "--path", tables, *QUICK]
+    assert run(*arguments, "--checkpoint", "out/runs/point").exit_code == 0
+    before = Path("out/vectors.txt").read_bytes()
+    result = run(*arguments, "--checkpoint", "out/runs/point", "--resume")
+    assert result.exit_code == 0, result.output
+    assert Path("out/vectors.txt").read_bytes() == before
+    Path("out/runs").rename("out/thesis")
+    Path("point").mkdir()
+    fails_with(StorageError, "no checkpoint in 'point'", *arguments, "--checkpoint", "point", "--resume", "--overwrite")
+    Path("point").rmdir()
+    Path("out/thesis/point").rename("point")
+    fails_with(
+        InvalidValueError, "holds 'thesis', which is none of ours", *arguments, "--checkpoint", "point", "--resume"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("output", ["-o", "point/out"]),
+        ("output", ["-o", "point"]),
+        ("path", ["-o", "out", "--memory", "mmap", "--path", "point"]),
+        ("tensorboard", ["-o", "out", "--tensorboard", "point/board"]),
+    ],
+)
+def test_nothing_else_goes_into_the_checkpoint(folder, name, flags):
+    fails_with(
+        InvalidValueError, f"{name} '{flags[-1]}' is in the folder of the checkpoint", "train", "corpus.txt",
+        "--checkpoint", "point", *flags, *QUICK,
+    )  # fmt: skip
+    assert names(folder) == ["corpus.txt"]
+
+
+def test_tables_of_another_run_are_found_before_the_corpus_is_read(folder):
+    Path("tables").mkdir()
+    Path("tables/output.safetensors").write_text("precious")
+    fails_with(
+        StorageError, "table 'tables/output.safetensors' of another run exists", "train", "-", "-o", "out",
+        "--memory", "mmap", "--path", "tables", *QUICK,
+    )  # fmt: skip
+    assert Path("tables/output.safetensors").read_text() == "precious"
+
+
+def test_two_runs_at_once_into_one_folder(folder):
+    """The second finds the folder filled when it ends: it neither replaces what is there nor loses what it has."""
+    with OutputFolder("out") as first, OutputFolder("out") as second:
+        (first.staging / "vectors.txt").write_text("first")
+        (second.staging / "vectors.txt").write_text("second")
+        first.commit()
+        second.commit()
+    assert (Path("out/vectors.txt").read_text(), second.path) == ("first", Path("out-2"))
+    assert Path("out-2/vectors.txt").read_text() == "second"
+
+
+def test_killed_run_leaves_no_staging_folder(folder):
+    with OutputFolder("out"):
+        assert names(folder) == ["corpus.txt"]
+
+
+def test_demo_refuses_the_folder_of_a_training_run(folder):
+    assert run("train", "corpus.txt", "-o", "out", *QUICK).exit_code == 0
+    before = Path("out/vectors.txt").read_bytes()
+    fails_with(InvalidValueError, "output folder 'out' holds files that are not of a demo", "demo", "-o", "out")
+    assert Path("out/vectors.txt").read_bytes() == before

@@ -41,6 +41,12 @@ from speedtransfer.word2vec.signature import described
         ({"phrases": -1}, InvalidValueError, "phrases is -1 but must be at least 0"),
         ({"phrases": 1, "kind": "graph"}, InvalidValueError, "phrases is 1 but must be 0 for kind='graph'"),
         ({"phrase_threshold": 0}, InvalidValueError, "phrase_threshold is 0 but must be above 0; the default is 10"),
+        ({"lr": 10**400}, InvalidValueError, "lr is 1000.* but must be finite"),
+        ({"options": {"lr": 1}}, InvalidValueError, "options holds lr=1, which is a setting of its own; pass it as lr"),
+        ({"options": {"betas": (0.9,)}}, InvalidValueError, "AdamW does not take .*index out of range"),
+        ({"options": {"betas": {}}}, InvalidValueError, "AdamW does not take .*betas"),
+        ({"memory": "mmap", "path": "a\0b"}, InvalidValueError, "path is .*which is no path"),
+        ({"memory": "mmap", "path": ""}, InvalidValueError, "path is '', which is no path"),
         ({"lr": True}, InvalidTypeError, r"lr is True \(bool\) but must be a number"),
         ({"options": [1]}, InvalidTypeError, r"options is \[1\] but must be a dict by argument name"),
         ({"options": {"epss": 1}}, InvalidValueError, "AdamW does not take .*epss"),
@@ -203,3 +209,9 @@ def test_settings_that_fit_only_together(folder):
     Path("n.toml").write_text("min_n = 7")
     assert isinstance(run("-o", "out", "--config", "n.toml").exception, InvalidValueError)
     assert run("-o", "out", "--config", "n.toml", "--max-n", "8", "--epochs", 1).exit_code == 0
+
+
+def test_json_without_options(folder):
+    Path("run.json").write_text('{"settings": {"options": null}}')
+    result = run("-o", "out", "--config", "run.json", "--epochs", "1")
+    assert result.exit_code == 0, result.output

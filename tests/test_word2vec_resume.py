@@ -343,3 +343,28 @@ def test_killed_with_tables_on_disk(tmp_path, monkeypatch):
     facts = [json.loads(Path(out, "settings.json").read_text()) for out in ("out", "whole")]
     assert facts[0]["loss"] == facts[1]["loss"]
     assert facts[0]["steps"] == facts[0]["of_steps"]
+
+
+def test_two_runs_at_once_in_one_checkpoint(corpus, tmp_path, capsys):
+    """The second to save leaves the checkpoint of the first alone, says so, and trains on."""
+    folder, settings = tmp_path / "point", Settings(**QUICK)
+    first, second = Checkpoints(folder), Checkpoints(folder)
+    first.save(Trainer(corpus, settings))
+    kept = (folder / "manifest.json").read_bytes()
+    second.begin(QUIET)
+    second.finish(Trainer(corpus, settings))
+    assert (folder / "manifest.json").read_bytes() == kept
+    assert "another run saves its checkpoints in" in capsys.readouterr().err
+    first.save(Trainer(corpus, settings))
+
+
+def test_same_number_of_threads_is_no_news(corpus, tmp_path, capsys):
+    """Training leaves a core to another thread: what a checkpoint notes must not be the number while that is so."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for resume in (False, True):
+            quietly(corpus, checkpoint=tmp_path / "point", resume=resume, epochs=1)
+    finally:
+        torch.set_num_threads(threads)
+    assert "was begun with" not in capsys.readouterr().err

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.word2vec import Sampler, Vocabulary
 
 COUNTS = [400, 200, 100, 50, 25, 10, 5, 1]
@@ -196,3 +196,19 @@ def test_bad_arguments(vocabulary):
         sampler_of(Vocabulary(["a", "b"], [0, 0]), np.array([0, 1], dtype=np.int32), sample=0)
     with pytest.raises(InvalidValueError, match="the corpus has no word of the vocabulary"):
         sampler_of(vocabulary, np.empty(0, dtype=np.int32))
+
+
+def test_block_of_more_words_than_there_are(vocabulary):
+    """Negatives are drawn for the words there are: those of a trillion would fit nowhere."""
+    ids = corpus_ids(2)
+    sampler = sampler_of(vocabulary, ids, sample=0, block_words=10**12)
+    (block,) = epoch_of(sampler)
+    assert len(block.words) == len(ids)
+    assert len(block.negatives) == -(-len(ids) // 256)
+
+
+def test_more_negatives_than_memory(vocabulary):
+    with pytest.raises(
+        HostMemoryError, match=r"shared_negatives=1000000000000 asks for .* a step but this machine has"
+    ):
+        sampler_of(vocabulary, corpus_ids(), shared_negatives=10**12)

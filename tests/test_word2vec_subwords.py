@@ -141,3 +141,12 @@ def test_a_large_vocabulary():
 def test_bad_sizes(arguments, error, message):
     with pytest.raises(error, match=message):
         Subwords(["word"], *arguments)
+
+
+def test_ngrams_longer_than_all_words():
+    """A limit beyond every word costs nothing: the n-grams are those of a limit at the longest."""
+    words = ["a", "abc", "größe"]
+    assert hash_ngrams(words, 97, 3, 10**9).tolist() == hash_ngrams(words, 97, 3, 7).tolist()
+    assert count_ngrams(words, 3, 10**9).tolist() == count_ngrams(words, 3, 7).tolist()
+    assert hash_ngrams(words, 97, 10**6, 10**9).tolist() == []
+    assert count_ngrams(words, 10**6, 10**9).tolist() == [0, 0, 0]

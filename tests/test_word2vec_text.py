@@ -168,3 +168,8 @@ def test_what_an_open_file_cannot_read(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Broken()))
     with pytest.raises(StorageError, match=r"cannot read standard input \(Input/output error\)"):
         words_of("-")
+
+
+def test_empty_name_is_not_the_current_folder():
+    with pytest.raises(InvalidValueError, match="corpus is '' but must be a path"):
+        find_files("")

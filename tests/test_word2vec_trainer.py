@@ -334,3 +334,29 @@ def test_silence(corpus, capsys):
     quietly(corpus, epochs=1)
     captured = capsys.readouterr()
     assert captured.out + captured.err == ""
+
+
+def test_vectors_that_are_not_finite_are_not_returned(corpus):
+    """The steps are so few that the loss is measured at the first only."""
+    with pytest.raises(
+        InvalidValueError, match=r"lr=1e\+30 is too large for sgd: there are vectors that are not finite"
+    ):
+        quietly(corpus, optimizer="sgd", lr=1e30, epochs=2, block_words=2000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"checkpoint": 3}, InvalidTypeError, r"checkpoint is 3 \(int\) but must be the path"),
+        ({"tensorboard": 3}, InvalidTypeError, r"tensorboard is 3 \(int\) but must be the path"),
+        ({"tensorboard": "\0"}, InvalidValueError, "tensorboard is .*which is no path"),
+        ({"evaluate": 3}, InvalidTypeError, "evaluate is 3 but must be a path or a list of them"),
+        ({"evaluate": None}, InvalidTypeError, "evaluate is None but must be a path or a list of them"),
+        ({"evaluate": [3]}, InvalidTypeError, r"evaluate is 3 \(int\) but must be the path"),
+        ({"evaluate": ["\0"]}, InvalidValueError, "evaluate is .*which is no path"),
+        ({"evaluate": ["set"], "evaluate_every": 10**400}, InvalidValueError, "evaluate_every is 1000.* above 0"),
+    ],
+)
+def test_bad_things_beside_training(corpus, changes, kind, message):
+    with pytest.raises(kind, match=message):
+        quietly(corpus, **changes)

@@ -22,9 +22,9 @@ from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.output import check_writable
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.tablefiles import table_files
 from speedtransfer.word2vec.trainer import Trainer
 
-TABLE_FILES = ("input.safetensors", "output.safetensors")  # as `tablefiles.TableFiles` calls them
 _HASH_CHUNK = 1 << 20  # words
 _ANY_MEMORY = ("memory", "path")  # rows are the same in all of them
 
@@ -61,6 +61,8 @@ class Checkpoints:
         self._progress: TrainingProgress | None = None
         self._saved_step: int | None = None
         self._corpus: dict[str, Any] | None = None
+        self._last = self._stamp()
+        self._threads = torch.get_num_threads()  # now: while a trainer runs, torch has fewer of them
         if resume:
             self._manifest, self._facts = _read_facts(self.path)
             return
@@ -144,15 +146,19 @@ class Checkpoints:
         Raises
         ------
         StorageError
-            No room, or no permission.
+            No room, or no permission; or another run has saved there since.
         """
+        if self._stamp() not in (None, self._last):
+            raise StorageError(
+                f"another run saves its checkpoints in {str(self.path)!r}, too; give each its own folder"
+            )
         if self._corpus is None:
             self._corpus = _corpus_facts(trainer.corpus)
         facts = {
             "settings": _comparable(trainer.settings),
             "corpus": self._corpus,
             "training": trainer.state(),
-            "threads": torch.get_num_threads(),
+            "threads": self._threads,
         }
         save_checkpoint(
             self.path,
@@ -161,7 +167,15 @@ class Checkpoints:
             extra={"word2vec": facts},
             progress=False,
         )
-        self._saved_step = trainer.step
+        self._saved_step, self._last = trainer.step, self._stamp()
+
+    def _stamp(self) -> tuple[int, int] | None:
+        """Return what changes whenever a checkpoint is saved; None without one."""
+        try:
+            found = os.stat(self.path / manifest.NAME)
+        except (OSError, ValueError):
+            return None
+        return found.st_ino, found.st_mtime_ns
 
     def _check_corpus(self, corpus: Corpus) -> None:
         self._corpus = _corpus_facts(corpus)
@@ -183,7 +197,7 @@ class Checkpoints:
         """Remove the table files of the saved run, once it is sure that the checkpoint can replace them."""
         if settings.path is None or self._facts["settings"]["path"] != os.path.abspath(settings.path):
             return
-        tables = [Path(settings.path) / name for name in TABLE_FILES if (Path(settings.path) / name).exists()]
+        tables = [file for file in table_files(settings.path) if file.exists()]
         if tables:
             self._check_files()
         for table in tables:

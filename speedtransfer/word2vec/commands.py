@@ -12,11 +12,12 @@ from speedtransfer.errors import InvalidValueError, format_bytes
 from speedtransfer.word2vec import commands_vectors
 from speedtransfer.word2vec.config import read_config
 from speedtransfer.word2vec.demo import run_demo
-from speedtransfer.word2vec.output import VECTORS, OutputFolder, check_format, save_run
+from speedtransfer.word2vec.output import VECTORS, OutputFolder, check_apart, check_format, save_run
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.run import Run, Watching
 from speedtransfer.word2vec.settings import SETTINGS, Settings
 from speedtransfer.word2vec.signature import described, shows_settings
+from speedtransfer.word2vec.tablefiles import table_files
 from speedtransfer.word2vec.text import find_files
 
 INTERRUPTED = 130  # exit code of a program that Ctrl-C ended, as shells have it
@@ -66,7 +67,7 @@ def _read_settings(ctx: typer.Context, config: Path | None, options: list[str], 
         source = ctx.get_parameter_source(name)
         if source is None or not source.name.startswith("DEFAULT"):
             values[name] = value
-    values["options"] = {**values.get("options", {}), **_parse_options(options)}
+    values["options"] = {**(values.get("options") or {}), **_parse_options(options)}
     return Settings(**values)
 
 
@@ -104,8 +105,15 @@ def train(
     """Train vectors on a corpus. Ctrl-C stops early and saves what there is (exit code 130)."""
     settings = _read_settings(ctx, config, option or [], flags)
     suffix = check_format(format)
-    # The run that is resumed has left its files there when it was interrupted.
-    folder = OutputFolder(output, overwrite or resume, remedy=" or pass --overwrite", only_own=resume and not overwrite)
+    if checkpoint is not None:
+        check_apart("output", output, checkpoint)
+    folder = OutputFolder(
+        output,
+        overwrite or resume,
+        remedy=" or pass --overwrite",
+        only_own=resume and not overwrite,  # the run that is resumed has left its files there when it was interrupted
+        within=[path for path in (checkpoint, tensorboard) if path is not None] + table_files(settings.path),
+    )
     run = Run(
         settings,
         Watching(checkpoint, checkpoint_every, resume, tensorboard, evaluate or [], evaluate_every, overwrite),
@@ -125,7 +133,7 @@ def train(
     )
     typer.echo(f"vectors: {folder.path / (VECTORS + suffix)}")
     if trainer.interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise SystemExit(INTERRUPTED)  # typer.Exit(130) would be reported as an abort, and this is none
 
 
 @app.command()
@@ -134,7 +142,7 @@ def demo(
 ) -> None:
     """Train on the World Factbook, which comes with the package: one or two minutes on two cores."""
     if run_demo(output, show=typer.echo).interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise SystemExit(INTERRUPTED)  # typer.Exit(130) would be reported as an abort, and this is none
 
 
 commands_vectors.register(app)

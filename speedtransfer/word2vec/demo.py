@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 from collections.abc import Callable
 from importlib import resources
+from pathlib import Path
 
-from speedtransfer.errors import format_bytes
+from speedtransfer.errors import InvalidValueError, format_bytes
 from speedtransfer.word2vec.extras import MissingPackageError
 from speedtransfer.word2vec.output import PICTURE, VECTORS, OutputFolder, save_run
+from speedtransfer.word2vec.output import SETTINGS as SETTINGS_FILE
 from speedtransfer.word2vec.plot import plot
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.run import Run
@@ -43,11 +46,15 @@ def run_demo(
     Raises
     ------
     InvalidValueError
-        `output` is a folder with other files in it.
+        `output` is a folder with other files in it, such as those of a training run.
     StorageError
         `output` cannot be written.
     """
     folder = OutputFolder(output, overwrite=True, only_own=True)
+    if folder.path.exists() and os.listdir(folder.path) and not _is_of_demo(folder.path):
+        raise InvalidValueError(
+            f"output folder {str(folder.path)!r} holds files that are not of a demo; choose another folder"
+        )
     with folder, resources.files(__package__).joinpath("corpora", CORPUS).open("rb") as packed:
         with TrainingProgress() as progress, gzip.open(packed) as text:
             trainer = Run(settings).train(text, progress, lambda trainer: show(_intention(trainer)))
@@ -68,6 +75,15 @@ def run_demo(
     show(f"vectors: {folder.path / (VECTORS + '.txt')} (gensim: KeyedVectors.load_word2vec_format)")
     show(f"picture: {picture}")
     return trainer
+
+
+def _is_of_demo(folder: Path) -> bool:
+    """Tell whether the settings in `folder` name the shipped corpus."""
+    try:
+        facts = json.loads((folder / SETTINGS_FILE).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(facts, dict) and facts.get("corpus") == CORPUS
 
 
 def _intention(trainer: Trainer) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from speedtransfer.device import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn import ActiveRows, Embedding
+from speedtransfer.tables import row_chunks
 from speedtransfer.word2vec.cbow import cbow_gradients
 from speedtransfer.word2vec.gradients import BlockGradients, skipgram_gradients
 from speedtransfer.word2vec.ngram_vectors import NgramVectors
@@ -207,6 +208,13 @@ class Word2Vec(nn.Module):
             stop = min(start + _WORDS_AT_ONCE, count)
             vectors[start:stop] = self.subwords.means(start, stop, weight)
         return vectors
+
+    @torch.no_grad()
+    def is_finite(self) -> bool:
+        """Tell whether all rows that vectors are made of are finite."""
+        weight = self.input.table.torch()
+        chunks = row_chunks(len(weight), weight.element_size() * self.dim)
+        return all(bool(torch.isfinite(weight[rows]).all()) for rows in chunks)
 
     @torch.no_grad()
     def vector(self, word: str) -> Tensor:

@@ -101,6 +101,8 @@ def make_optimizer(
         Unknown name; an option or learning rate that the optimizer does not take.
     """
     kind, params = find_optimizer(name), list(params)
+    if options and "lr" in options:  # the schedule would replace it
+        raise InvalidValueError(f"options holds lr={options['lr']!r}, which is a setting of its own; pass it as lr")
     arguments = {
         "lr": default_lr(name) if lr is None else lr,
         **DEFAULT_OPTIONS.get(name.lower(), {}),
@@ -110,7 +112,7 @@ def make_optimizer(
         arguments["fused"] = True  # one pass over the rows: twice as fast on the CPU
     try:
         return kind(params, **arguments)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # of whatever kind: torch looks into some options before it looks at them
         raise InvalidValueError(f"{kind.__name__} does not take {arguments} ({error}); mend lr or options") from error
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +44,8 @@ class OutputFolder:
         What to do where `path` exists and `overwrite` is False, for the message.
     only_own : bool
         Refuse a folder that holds anything but the files of an earlier run. False: leave the rest as it is.
+    within : sequence of path-like
+        Other folders of this run; those in `path` are no strangers there.
 
     Raises
     ------
@@ -53,41 +56,72 @@ class OutputFolder:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], overwrite: bool = False, remedy: str = "", only_own: bool = False
+        self,
+        path: str | os.PathLike[str],
+        overwrite: bool = False,
+        remedy: str = "",
+        only_own: bool = False,
+        within: Sequence[str | os.PathLike[str]] = (),
     ) -> None:
-        self.path = Path(path)
+        self.path, self._overwrite = Path(path), overwrite
+        self._staging: Path | None = None
         if self.path.exists() and not self.path.is_dir():
             raise InvalidValueError(f"output folder {str(path)!r} exists and is a file; choose another folder")
         if self.path.exists() and not overwrite:
             raise InvalidValueError(f"output folder {str(path)!r} exists; choose another folder{remedy}")
         if only_own and self.path.exists():
-            others = sorted(set(os.listdir(self.path)) - OWN_FILES)
+            own = OWN_FILES.union(*(_below(self.path, folder).parts[:1] for folder in within))
+            others = sorted(set(os.listdir(self.path)) - own)
             if others:
                 raise InvalidValueError(
                     f"output folder {str(path)!r} holds {others[0]!r}, which is none of ours; choose another folder"
                 )
 
     def __enter__(self) -> OutputFolder:
-        above = self.path.absolute().parent
-        while not above.exists():
-            above = above.parent
         try:
             if self.path.exists() and not os.access(self.path, os.W_OK | os.X_OK):
                 raise PermissionError(13, "Permission denied")
-            self.staging = Path(tempfile.mkdtemp(dir=above, prefix=f".{self.path.name}."))
+            self._make_staging().rmdir()  # a run that is killed meanwhile leaves nothing behind
         except OSError as error:
-            raise StorageError(
-                f"cannot make output folder {str(self.path)!r} ({error.strerror}); choose a place you may write to"
-            ) from error
+            raise self._cannot_make(error) from error
         return self
+
+    @property
+    def staging(self) -> Path:
+        """The folder to write files to, made when it is asked for."""
+        if self._staging is None:
+            try:
+                self._staging = self._make_staging()
+            except OSError as error:
+                raise self._cannot_make(error) from error
+        return self._staging
+
+    def _make_staging(self) -> Path:
+        above = self.path.absolute().parent
+        while not above.exists():
+            above = above.parent
+        return Path(tempfile.mkdtemp(dir=above, prefix=f".{self.path.name}."))
+
+    def _cannot_make(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"cannot make output folder {str(self.path)!r} ({error.strerror}); choose a place you may write to"
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        shutil.rmtree(self.staging, ignore_errors=True)
+        if self._staging is not None:
+            shutil.rmtree(self._staging, ignore_errors=True)
 
     def commit(self) -> None:
-        """Move the files into place and remove what an earlier run left of other formats."""
+        """Move the files into place and remove what an earlier run left of other formats.
+
+        Where another run has filled the folder meanwhile, and may not be overwritten, `path` becomes a new one beside it.
+        """
+        wanted, number = self.path, 1
+        while not self._overwrite and any((self.path / name).exists() for name in OWN_FILES):
+            number += 1
+            self.path = wanted.with_name(f"{wanted.name}-{number}")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             written = os.listdir(self.staging)
@@ -99,6 +133,23 @@ class OutputFolder:
             raise StorageError(
                 f"cannot write to {str(self.path)!r} ({error.strerror}); choose a place you may write to"
             ) from error
+
+
+def check_apart(name: str, path: str | os.PathLike[str] | None, checkpoint: str | os.PathLike[str]) -> None:
+    """Raise `InvalidValueError` where the folder `path`, the argument `name`, is that of the checkpoint or in it."""
+    if path is not None and Path(os.path.abspath(path)).is_relative_to(os.path.abspath(checkpoint)):
+        raise InvalidValueError(
+            f"{name} {os.fspath(path)!r} is in the folder of the checkpoint, {os.fspath(checkpoint)!r}, which takes nothing "
+            "else; choose another folder"
+        )
+
+
+def _below(folder: Path, path: str | os.PathLike[str]) -> Path:
+    """Return `path` as seen from `folder`, or no path where it is not in there."""
+    try:
+        return Path(os.path.abspath(path)).relative_to(os.path.abspath(folder))
+    except ValueError:
+        return Path()
 
 
 def check_writable(path: Path, what: str) -> None:

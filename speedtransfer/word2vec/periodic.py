@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.word2vec.evaluation import Analogies, Similarity, evaluate, load_set
 from speedtransfer.word2vec.progress import TrainingProgress
+from speedtransfer.word2vec.settings import is_finite
 from speedtransfer.word2vec.trainer import Trainer
 
 WORDS = 300_000  # the most frequent, as `evaluate` has it
@@ -41,7 +41,7 @@ class Evaluations:
     def __init__(self, paths: Sequence[str | os.PathLike[str]], every: float) -> None:
         if not isinstance(every, int | float) or isinstance(every, bool):
             raise InvalidTypeError(f"evaluate_every is {every!r} but must be a number of epochs; pass for instance 0.5")
-        if not (math.isfinite(every) and every > 0):
+        if not (is_finite(every) and every > 0):
             raise InvalidValueError(f"evaluate_every is {every} but must be above 0, in epochs; pass for instance 0.5")
         self._sets = [(os.fspath(path), load_set(path)) for path in paths]
         self._every, self._last_step = float(every), -1

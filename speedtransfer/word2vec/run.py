@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from typing_extensions import Unpack
 
 from speedtransfer.device import resolve_device
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables.types import PathLike
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.corpus import Corpus
+from speedtransfer.word2vec.output import check_apart
 from speedtransfer.word2vec.periodic import Evaluations
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.settings import MoreSettings, Settings
+from speedtransfer.word2vec.settings import MoreSettings, Settings, check_path
 from speedtransfer.word2vec.signature import shows_settings
+from speedtransfer.word2vec.tablefiles import check_no_tables
 from speedtransfer.word2vec.tensorboard import TensorBoard
 from speedtransfer.word2vec.text import Source
 from speedtransfer.word2vec.trainer import Trainer, Watcher
@@ -58,6 +60,16 @@ class Run:
         watching = watching or Watching()
         resolve_device(settings.device)
         self.settings = settings
+        for name in ("checkpoint", "tensorboard"):
+            if getattr(watching, name) is not None:
+                check_path(getattr(watching, name), name)
+        if (
+            watching.checkpoint is not None
+        ):  # it takes nothing else into its folder, and would say so only at the first save
+            for name, path in (("tensorboard", watching.tensorboard), ("path", settings.path)):
+                check_apart(name, path, watching.checkpoint)
+        if settings.path is not None and not watching.resume:
+            check_no_tables(settings.path)
         self.board = None if watching.tensorboard is None else TensorBoard(watching.tensorboard)
         self.evaluations = Evaluations(watching.evaluate, watching.evaluate_every) if watching.evaluate else None
         self.checkpoints = None
@@ -195,7 +207,11 @@ def train(
     MissingPackageError
         `tensorboard` is given but the package is not installed.
     """
-    sets = [evaluate] if isinstance(evaluate, str | os.PathLike) else list(evaluate)
+    sets = [evaluate] if isinstance(evaluate, str | os.PathLike) else evaluate
+    if not isinstance(sets, Sequence):
+        raise InvalidTypeError(f"evaluate is {sets!r} but must be a path or a list of them; pass the path of a set")
+    for one in sets:
+        check_path(one, "evaluate")
     watching = Watching(checkpoint, checkpoint_every, resume, tensorboard, sets, evaluate_every)
     run = Run(Settings(dim=dim, optimizer=optimizer, lr=lr, **settings), watching)
     with TrainingProgress(progress) as shown:

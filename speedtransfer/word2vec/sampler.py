@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidValueError, check_size
+from speedtransfer.errors import HostMemoryError, InvalidValueError, check_size, format_bytes
+from speedtransfer.tables.memory import physical_bytes
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
 GROUP_WORDS = 256  # words that share their negatives: one matrix product
@@ -91,8 +92,14 @@ class Sampler:
         self.ids, self.starts, self.seed, self.device = ids, starts, seed, torch.device(device)
         self.window = check_size(window, "window", 1)
         self.shared_negatives = check_size(shared_negatives, "shared_negatives", 1)
-        block_words = check_size(block_words, "block_words", 2)
+        block_words = min(check_size(block_words, "block_words", 2), max(len(ids), 2))
         self.groups = -(-block_words // GROUP_WORDS)
+        num_bytes = 8 * self.groups * self.shared_negatives
+        if num_bytes > physical_bytes():
+            raise HostMemoryError(
+                f"shared_negatives={shared_negatives} asks for {format_bytes(num_bytes)} a step but this machine has "
+                f"{format_bytes(physical_bytes())} of memory; pass fewer shared_negatives"
+            )
         keep = vocabulary.keep_probability(sample)
         kept_share = float((vocabulary.counts * keep).sum()) / vocabulary.num_words
         self.stretch = min(max(round(block_words / kept_share), 2), len(ids))

@@ -16,6 +16,14 @@ from speedtransfer.word2vec.optimizers import DEFAULT_CLIP, check_optimizer, def
 Check = Callable[[Any, str], Any]  # (value, name) -> the value as it is kept, or an error
 
 
+def is_finite(value: int | float) -> bool:
+    """Tell whether `value` is a number that a float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # of an int
+        return False
+
+
 def _size(default: int | None, minimum: int) -> Any:
     return field(default=default, metadata={"check": lambda value, name: check_size(value, name, minimum)})
 
@@ -27,7 +35,7 @@ def _number(default: float | None, rule: str) -> Any:
         if not isinstance(value, int | float) or isinstance(value, bool):
             kind = type(value).__name__
             raise InvalidTypeError(f"{name} is {value!r} ({kind}) but must be a number; pass float({name})")
-        if not math.isfinite(value):
+        if not is_finite(value):
             raise InvalidValueError(f"{name} is {value} but must be finite; pass an ordinary number")
         if value < 0 or (value == 0 and rule == "above 0"):
             usual = "drop it for the optimizer's default" if default is None else f"the default is {default:g}"
@@ -58,9 +66,13 @@ def _check_options(value: Any, name: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _check_path(value: Any, name: str) -> Any:
+def check_path(value: Any, name: str) -> Any:
+    """Return the path `value`, or raise `InvalidTypeError` or `InvalidValueError` where it can be none."""
     if not isinstance(value, str | os.PathLike):
-        raise InvalidTypeError(f"{name} is {value!r} ({type(value).__name__}) but must be the path of a folder")
+        kind = type(value).__name__
+        raise InvalidTypeError(f"{name} is {value!r} ({kind}) but must be the path of a folder; pass a string or Path")
+    if not os.fspath(value) or "\0" in os.fsdecode(value):
+        raise InvalidValueError(f"{name} is {os.fspath(value)!r}, which is no path; pass the name of a folder")
     return value
 
 
@@ -161,7 +173,7 @@ class Settings:
     shared_negatives: int = _size(64, minimum=1)
     seed: int = _size(1, minimum=0)
     memory: str = _choice("auto", *MEMORIES)
-    path: str | os.PathLike[str] | None = field(default=None, metadata={"check": _check_path})
+    path: str | os.PathLike[str] | None = field(default=None, metadata={"check": check_path})
     device: Any = None
 
     def __post_init__(self) -> None:

@@ -48,7 +48,7 @@ def count_ngrams(words: Sequence[str], min_n: int, max_n: int) -> np.ndarray:
     """Return how many n-grams each word has, those that it has twice counted twice: int64, shape (len(words),)."""
     lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words)) + 2  # with the boundary marks
     counts = np.zeros(len(words), dtype=np.int64)
-    for n in range(min_n, max_n + 1):
+    for n in range(min_n, min(max_n, int(lengths.max(initial=0))) + 1):
         counts += np.maximum(lengths - n + 1, 0)
     return counts - 2 if min_n == 1 else counts  # the marks alone
 
@@ -68,8 +68,10 @@ def hash_ngrams(words: Sequence[str], buckets: int, min_n: int = 3, max_n: int =
     -------
     ndarray of int64, shape (sum of `count_ngrams`,)
     """
-    if not words:
+    longest = max(map(len, words), default=0) + 2
+    if not words or min_n > longest:
         return np.empty(0, dtype=np.int64)
+    max_n = min(max_n, longest)  # time and memory grow with it
     data = np.frombuffer("".join(f"<{word}>" for word in words).encode(), dtype=np.uint8)
     begins = np.flatnonzero((data & 0xC0) != 0x80)  # the other bytes continue a character
     num_bytes = np.diff(begins, append=len(data))

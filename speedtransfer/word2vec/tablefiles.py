@@ -8,6 +8,22 @@ from pathlib import Path
 
 from speedtransfer.errors import InvalidValueError, StorageError
 
+NAMES = ("input", "output")
+
+
+def table_files(folder: str | os.PathLike[str] | None) -> list[Path]:
+    """Return the files of a model's tables, there or not, with memory "mmap" and `folder`."""
+    return [] if folder is None else [Path(folder) / f"{name}.safetensors" for name in NAMES]
+
+
+def check_no_tables(folder: str | os.PathLike[str]) -> None:
+    """Raise `StorageError` where there are tables in `folder`: before a long corpus is read, not after it."""
+    for file in table_files(folder):
+        if file.exists():
+            raise StorageError(
+                f"table {str(file)!r} of another run exists and would be overwritten; delete it, or choose another path"
+            )
+
 
 class TableFiles:
     """Where the tables of a model have their files; makes the folder for them.

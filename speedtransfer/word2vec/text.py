@@ -75,6 +75,8 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     InvalidValueError
         A folder without any .txt, .gz or .xz file.
     """
+    if not os.fspath(source):  # a shell variable that is not set; as a path it would be the current folder
+        raise InvalidValueError("corpus is '' but must be a path; pass a text file, a folder of them, or -")
     path = Path(source)
     if not path.is_dir():
         if not path.exists():

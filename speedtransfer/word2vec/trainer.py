@@ -166,12 +166,20 @@ class Trainer:
 
     def _note_loss(self, loss: float, num_pairs: int) -> None:
         if not math.isfinite(loss):
-            raise InvalidValueError(
-                f"lr={self.settings.first_lr:g} is too large for {self.settings.optimizer}: the loss is {loss} at step "
-                f"{self.step} of {self.num_steps}; pass a smaller lr or block_words"
-            )
+            raise self._blown_up(f"the loss is {loss}")
         self._loss_sum = LOSS_MEMORY * self._loss_sum + loss
         self._pair_sum = LOSS_MEMORY * self._pair_sum + num_pairs
+
+    def _check_vectors(self) -> None:
+        """Raise `InvalidValueError` where rows are not finite: the loss, measured now and then, may not have told."""
+        if not self.model.is_finite():
+            raise self._blown_up("there are vectors that are not finite")
+
+    def _blown_up(self, what: str) -> InvalidValueError:
+        return InvalidValueError(
+            f"lr={self.settings.first_lr:g} is too large for {self.settings.optimizer}: {what} at step "
+            f"{self.step} of {self.num_steps}; pass a smaller lr or block_words"
+        )
 
     def run(self, progress: TrainingProgress, watchers: Sequence[Watcher] = ()) -> None:
         """Train to the end, or to the first Ctrl-C; then `interrupted` is True and the model whole.
@@ -185,7 +193,7 @@ class Trainer:
         Raises
         ------
         InvalidValueError, OptimizerError
-            As `train_step`; also where subsampling has left no pair of words at all.
+            As `train_step`; also where subsampling has left no pair of words at all, or a vector is not finite at the end.
         """
         try:
             self._run(progress, watchers)
@@ -204,6 +212,7 @@ class Trainer:
                     progress.training(epoch, self.step / self.num_steps, self.words_per_s, self.loss, left_s)
                 for watcher in watchers:
                     watcher.after_step(self)
+            self._check_vectors()
             self.interrupted = self.step < self.num_steps
             if self.interrupted:
                 progress.say(
