@@ -32,7 +32,23 @@ _NO_TRAINING = (
     "!speedtransfer/checkpoint/**/*.py",
     *(
         f"!speedtransfer/word2vec/{name}.py"
-        for name in ("commands*", "demo", "formats*", "formats/*", "output", "plot")
+        for name in (
+            "analogies",
+            "commands*",
+            "config",
+            "demo",
+            "evaluation*",
+            "extras",
+            "formats/*",
+            "gensim_bridge",
+            "lookup",
+            "ngram_vectors",
+            "output",
+            "periodic",
+            "plot",
+            "signature",
+            "tensorboard",
+        )
     ),
 )
 # What only shows figures is no part of what was measured.

@@ -9,8 +9,9 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -19,32 +20,28 @@ from store import ROOT
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
 from speedtransfer.device import resolve_device
-from speedtransfer.word2vec import Settings, Trainer, Vocabulary
+from speedtransfer.word2vec import Corpus, Settings, Trainer, Vocabulary
 
 _CHUNK = 1 << 20
 _TABLES = ("input", "output")
 
 
-class Numbered(Vocabulary):  # seam: Vocabulary(a sequence that makes its words when asked, counts)
-    """Words that have counts and no spelling."""
+class Numbers(Sequence[str]):
+    """Words that are spelled as their numbers, when somebody asks: fifty million strings would take gigabytes."""
 
-    def __init__(self, counts: np.ndarray) -> None:
-        self.counts = counts
-
-    def __len__(self) -> int:
-        return len(self.counts)
-
-
-class NumberedCorpus:  # seam: Corpus.from_ids(ids, vocabulary)
-    """What a trainer asks of a corpus."""
-
-    starts = None
-
-    def __init__(self, ids: np.ndarray, vocabulary: Vocabulary) -> None:
-        self.ids, self.vocabulary, self.num_raw_words = ids, vocabulary, len(ids)
+    def __init__(self, number: int) -> None:
+        self._numbers = range(number)
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        found = self._numbers[index]
+        return str(found) if isinstance(found, int) else [str(number) for number in found]
 
 
 def zipf_counts(rows: int) -> np.ndarray:
@@ -78,11 +75,11 @@ def measure(job: dict[str, Any]) -> None:
         path=Path(job["folder"]) if job["memory"] == "mmap" else None,
     )
     counts = zipf_counts(job["rows"])
-    vocabulary, steps = Numbered(counts), job["warm"] + job["steps"]
+    vocabulary, steps = Vocabulary(Numbers(len(counts)), counts), job["warm"] + job["steps"]
     kept = float((counts * vocabulary.keep_probability(settings.sample)).sum()) / vocabulary.num_words
     ids = draw_ids(counts, steps * round(settings.block_words / kept))
     start = time.perf_counter()
-    trainer = Trainer(NumberedCorpus(ids, vocabulary), settings)
+    trainer = Trainer(Corpus.from_ids(ids, vocabulary), settings)
     start_s = time.perf_counter() - start
     touched: list[tuple[int, int]] = []
     first, again = (_take_steps(trainer, steps, device, touched) for _ in range(2))

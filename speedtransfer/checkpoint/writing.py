@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError
+from speedtransfer.tables.advice import read_ahead
 from speedtransfer.tables.files import CHUNK_BYTES, SAFE_NAMES
 from speedtransfer.tables.fill import row_chunks
 
@@ -106,6 +107,8 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
     )  # the allocator would not always give the memory of a chunk to the next
     for rows in row_chunks(len(tensor), row_bytes):
         chunk = tensor[rows]
+        if chunk.is_contiguous():
+            read_ahead(chunk)
         if chunk.device.type != "cpu" or not chunk.is_contiguous():
             if len(staging) < chunk.numel():
                 staging = torch.empty(chunk.numel(), dtype=tensor.dtype)

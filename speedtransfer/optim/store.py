@@ -19,6 +19,7 @@ from speedtransfer.optim.convert import decode_rows, encode_rows
 from speedtransfer.optim.encoded import EncodedPlane
 from speedtransfer.optim.rounding import Keys, column_keys, row_keys
 from speedtransfer.tables import Table
+from speedtransfer.tables.advice import read_ahead
 from speedtransfer.tables.fill import row_chunks
 
 
@@ -200,7 +201,10 @@ class RowStore:
             torch.cuda.current_stream(planes[""].device).synchronize()
 
     def _chunk(self, name: str, rows: slice) -> Tensor:
-        return self.decode(name, {suffix: plane[rows] for suffix, plane in self.parts(name).items()})
+        parts = {suffix: plane[rows] for suffix, plane in self.parts(name).items()}
+        for part in parts.values():
+            read_ahead(part)
+        return self.decode(name, parts)
 
     def _chunks(self, name: str) -> Iterator[slice]:
         return row_chunks(self.table.num_rows, 4 * math.prod(self._tails[name]))

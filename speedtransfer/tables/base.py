@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -16,6 +16,7 @@ from speedtransfer import buffers
 from speedtransfer.device import cuda_status, resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size, suggest
 from speedtransfer.tables import files
+from speedtransfer.tables.advice import read_ahead, read_ahead_of_run
 from speedtransfer.tables.device import DeviceMemory
 from speedtransfer.tables.fill import copy_plane, row_chunks
 from speedtransfer.tables.host import MmapMemory, PageableMemory, PinnedMemory
@@ -138,6 +139,7 @@ class Table(Planes):
                 buffers.empty((flat.numel(), plane.shape[1]), kind, self.device)
                 for plane, kind in zip(stored, dtypes, strict=True)
             ]
+        read_ahead_of_run(stored, flat)
         self._engine.gather(stored, flat, rows, check=not checked)
         self._stats.gathered_rows += flat.numel()
         self._stats.gathered_bytes += flat.numel() * sum(plane.shape[1] * plane.element_size() for plane in stored)
@@ -262,8 +264,13 @@ class Table(Planes):
             raise StorageError(f"{str(path)!r} is the table's own file, which has every change; use flush()")
         weight = self.plane("weight")
         row_bytes = self.dim * weight.element_size()
-        chunks = (weight[rows].cpu() for rows in row_chunks(self.num_rows, row_bytes))
-        files.write(path, chunks, (self.num_rows, self.dim), self.dtype)
+
+        def chunks() -> Iterator[Tensor]:
+            for rows in row_chunks(self.num_rows, row_bytes):
+                read_ahead(weight[rows])
+                yield weight[rows].cpu()
+
+        files.write(path, chunks(), (self.num_rows, self.dim), self.dtype)
 
     def stats(self) -> TableStats:
         """Return what has been moved so far (a copy)."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.tables.advice import read_ahead
 from speedtransfer.tables.files import CHUNK_BYTES
 
 # torch draws normal numbers in blocks of 16 and draws the last 16 anew where the count is no multiple of 16. With chunks
@@ -34,6 +35,7 @@ def fill_plane(plane: Tensor, function: Callable[[Tensor], Tensor | None]) -> No
     width = plane.shape[1]
     for rows in row_chunks(plane.shape[0], width * plane.element_size()):
         target = plane[rows]
+        read_ahead(target)
         chunk = target if target.device.type == "cpu" else torch.empty(target.shape, dtype=target.dtype)
         result = function(chunk)
         result = chunk if result is None else torch.as_tensor(result)
@@ -50,6 +52,8 @@ def fill_plane(plane: Tensor, function: Callable[[Tensor], Tensor | None]) -> No
 def copy_plane(target: Tensor, source: Tensor) -> None:
     """Copy a plane in chunks, so that a conversion or a transfer needs no second whole plane."""
     for rows in row_chunks(target.shape[0], target.shape[1] * target.element_size()):
+        read_ahead(target[rows])
+        read_ahead(source[rows])
         target[rows].copy_(source[rows])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speedtransfer import buffers, device
 from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError, format_bytes
-from speedtransfer.tables import files
+from speedtransfer.tables import advice, files
 from speedtransfer.tables.memory import Memory, check_fits
 
 
@@ -43,6 +43,10 @@ class MmapMemory(PageableMemory):
 
     The weight plane is the file at `path`, `.npy` or `.safetensors` by its suffix, readable by any program. The planes of
     optimizer state lie beside it in files without a name, which vanish with the table: a crash leaves nothing behind.
+
+    Planes larger than a sixteenth of the memory are read and written page by page, so that a step costs the same whatever
+    the number of rows. Passes in chunks (`save`, checkpoints) read ahead by themselves; one over a view of the whole plane,
+    such as ``table.torch().norm()``, reads slowly what is not in memory yet.
     """
 
     name = "mmap"
@@ -80,8 +84,9 @@ class MmapMemory(PageableMemory):
                     raise
             with tempfile.TemporaryFile(dir=self._folder) as file:
                 file.truncate(max(num_bytes, 1))
-                data = np.memmap(file, dtype=np.uint8, mode="r+")[:num_bytes]
-            return torch.from_numpy(data.view(np.ndarray)).view(dtype).view(num_rows, width)
+                data = np.memmap(file, dtype=np.uint8, mode="r+")
+            advice.expect_random_rows(data)
+            return torch.from_numpy(data[:num_bytes].view(np.ndarray)).view(dtype).view(num_rows, width)
         except StorageError:
             raise
         except OSError as error:
@@ -94,6 +99,8 @@ class MmapMemory(PageableMemory):
         """Return the weight plane that the file at `path` holds already."""
         assert self.path is not None
         weight, self._weight_map = files.open_mapped(self.path, writable=True, key=key)
+        if self._weight_map is not None:
+            advice.expect_random_rows(self._weight_map)
         return weight
 
     def flush(self) -> None:  # noqa: D102
