@@ -251,3 +251,33 @@ def test_bad_arguments_make_no_files(tmp_path, arguments, error, message):
 
 def test_numbers_of_words_as_numpy_gives_them():
     assert Word2Vec(np.int64(20), 5, device="cpu").num_words == 20
+
+
+def test_clip_shortens_long_gradients_and_leaves_the_others():
+    block, grads = draw_block(60), {}
+    for clip in (None, 2.0):
+        model = Word2Vec(VOCABULARY, 5, negative=NEGATIVE, clip=clip, device="cpu")
+        model.input.table.normal_(0, 0.5, generator=torch.Generator().manual_seed(4))
+        model.output.table.normal_(0, 0.5, generator=torch.Generator().manual_seed(5))
+        model.deposit_gradients(block)
+        grads[clip] = [table.weight.grad.clone() for table in (model.input, model.output)]
+    for plain, clipped in zip(grads[None], grads[2.0], strict=True):
+        lengths = plain.norm(dim=1, keepdim=True)
+        assert (lengths > 2).any()
+        assert (lengths < 2).any()
+        torch.testing.assert_close(clipped, plain * (2 / lengths).clamp(max=1))
+    with pytest.raises(InvalidValueError, match="clip is 0 but must be above 0"):
+        Word2Vec(VOCABULARY, 5, clip=0)
+
+
+def test_sgd_does_not_blow_up_on_a_tiny_vocabulary():
+    block = draw_block(2000, window=5)
+    model = Word2Vec(VOCABULARY, 8, clip=5.0, device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.06)
+    losses = []
+    for _ in range(60):
+        losses.append(float(model.deposit_gradients(block).loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    assert max(losses) < 1.2 * losses[0]

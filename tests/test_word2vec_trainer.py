@@ -341,7 +341,7 @@ def test_vectors_that_are_not_finite_are_not_returned(corpus):
     with pytest.raises(
         InvalidValueError, match=r"lr=1e\+30 is too large for sgd: there are vectors that are not finite"
     ):
-        quietly(corpus, optimizer="sgd", lr=1e30, epochs=2, block_words=2000)
+        quietly(corpus, optimizer="sgd", lr=1e30, clip=1e30, epochs=2, block_words=2000)
 
 
 @pytest.mark.parametrize(
