@@ -11,6 +11,7 @@ import torch
 
 from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.word2vec import Sampler, Vocabulary
+from speedtransfer.word2vec.sampler import GROUP_WORDS
 
 COUNTS = [400, 200, 100, 50, 25, 10, 5, 1]
 
@@ -102,15 +103,15 @@ def test_windows_end_at_the_edges_of_sequences(vocabulary, sample):
 
 
 def test_negatives_follow_the_noise_in_every_group(vocabulary):
-    sampler = sampler_of(vocabulary, corpus_ids(), sample=0, block_words=700, shared_negatives=5)
+    sampler = sampler_of(vocabulary, corpus_ids(2), sample=0, block_words=1400, shared_negatives=5)
     drawn = torch.stack([sampler.block(step).negatives for step in range(1000)])
-    assert drawn.shape == (1000, 3, 5)  # a group for every 256 words
+    assert drawn.shape == (1000, 3, 5)  # a group for every 512 words
     for group in range(3):
         assert_drawn_from(np.bincount(drawn[:, group].flatten().numpy(), minlength=len(COUNTS)), vocabulary.noise())
 
 
 def test_negatives_of_a_block_spread_as_the_noise_does(vocabulary):
-    sampler = sampler_of(vocabulary, corpus_ids(), sample=0, block_words=700, shared_negatives=100)
+    sampler = sampler_of(vocabulary, corpus_ids(2), sample=0, block_words=1400, shared_negatives=100)
     for step in range(20):
         counts = np.bincount(sampler.block(step).negatives.flatten().numpy(), minlength=len(COUNTS))
         assert np.abs(counts - 300 * vocabulary.noise()).max() <= 2  # the strata at both ends of a word
@@ -204,7 +205,7 @@ def test_block_of_more_words_than_there_are(vocabulary):
     sampler = sampler_of(vocabulary, ids, sample=0, block_words=10**12)
     (block,) = epoch_of(sampler)
     assert len(block.words) == len(ids)
-    assert len(block.negatives) == -(-len(ids) // 256)
+    assert len(block.negatives) == -(-len(ids) // GROUP_WORDS)
 
 
 def test_more_negatives_than_memory(vocabulary):

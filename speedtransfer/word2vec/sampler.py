@@ -20,7 +20,7 @@ from speedtransfer.errors import HostMemoryError, InvalidValueError, check_size,
 from speedtransfer.tables.memory import physical_bytes
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
-GROUP_WORDS = 256  # words that share their negatives: one matrix product
+GROUP_WORDS = 512  # words that share their negatives: one matrix product
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Sampler:
         window: int = 5,
         sample: float = 1e-3,
         block_words: int = 2048,
-        shared_negatives: int = 64,
+        shared_negatives: int = 256,
         device: torch.device | str = "cpu",
     ) -> None:
         if len(ids) == 0:

@@ -131,7 +131,7 @@ class Settings:
     block_words : int
         Words a step, after subsampling.
     shared_negatives : int
-        Negatives drawn a step, shared by its words and weighted to stand for `negative` a pair.
+        Negatives drawn for every 512 words of a step, shared by them and weighted to stand for `negative` a pair.
     seed : int
         Of first weights and every draw; on a CPU the same seed, threads and versions give the same bits.
     memory : {"auto", "pinned", "pageable", "mmap", "device"}
@@ -170,7 +170,7 @@ class Settings:
     p: float = _number(1.0, "above 0")
     q: float = _number(1.0, "above 0")
     block_words: int = _size(2048, minimum=2)
-    shared_negatives: int = _size(64, minimum=1)
+    shared_negatives: int = _size(256, minimum=1)
     seed: int = _size(1, minimum=0)
     memory: str = _choice("auto", *MEMORIES)
     path: str | os.PathLike[str] | None = field(default=None, metadata={"check": check_path})
