@@ -89,7 +89,7 @@ class Settings:
     lr : float, optional
         First learning rate, falling linearly to 1e-4 of it; by default one that suits the optimizer and the model.
     clip : float, optional
-        Longest gradient of a row in a step, longer ones are shortened to it; by default 10 for SGD and ASGD, which blow up on
+        Longest gradient of a row in a step, longer ones are shortened to it; by default 5 for SGD and ASGD, which blow up on
         rows that a block repeats often, and none for optimizers that scale their steps themselves.
     options : mapping, optional
         Further arguments of the optimizer, for instance ``{"momentum": 0.9}``.
