@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
 
-# First learning rates, falling linearly to 1e-4 of them. SGD, Adagrad, Adam, AdamW and Adamax: tried on 15.6 million words (the
-# corpus of bench/word2vec.py, dim 100, 5 epochs, blocks of 2,048 words) for similarity and analogies, the best of the
-# few rates that were tried. The others: on the shipped corpus, the one with the best neighbours of those that train stably. RAdam's
-# first steps are those of SGD.
+# First learning rates, falling linearly to 1e-4 of them. SGD, Adagrad, Adam, AdamW and Adamax: of the few tried, the best
+# for similarity and analogies with 15.6 million words (the corpus of bench/word2vec.py, dim 100, 5 epochs, blocks of 2,048
+# words). The others: with the shipped corpus, the one with the best neighbours of those that train stably. RAdam's first steps
+# are those of SGD.
 DEFAULT_LR: dict[str, float] = {
     "adadelta": 30.0,
-    "adagrad": 0.6,
+    "adagrad": 0.5,
     "adam": 0.02,
     "adamax": 0.2,
     "adamw": 0.02,
