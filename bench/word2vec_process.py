@@ -46,6 +46,8 @@ def run_job(script: str, job: dict[str, Any], end: float = float("inf")) -> dict
     OutOfTimeError
         It was stopped.
     """
+    if time.monotonic() > end:
+        raise OutOfTimeError("stopped at its time limit")
     with tempfile.TemporaryDirectory(prefix="speedtransfer-") as folder:
         path, said, result = (Path(folder, name) for name in ("job.json", "said.txt", "result.json"))
         path.write_text(json.dumps({**job, "result": str(result)}), encoding="utf-8")

@@ -72,7 +72,7 @@ def test_train(folder):
     theirs = KeyedVectors.load_word2vec_format(out / "vectors.txt", fvocab=out / "vocab.txt")
     assert theirs.get_vecattr(vocabulary.words[0], "count") == vocabulary.counts[0]
     facts = json.loads((out / "settings.json").read_text())
-    assert facts["settings"]["lr"] == 0.015
+    assert facts["settings"]["lr"] == 0.02
     assert (facts["corpus"], facts["corpus_words"], facts["vocabulary_words"]) == ("corpus.txt", 3000, 50)
     assert facts["steps"] == facts["of_steps"]
 

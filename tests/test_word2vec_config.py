@@ -70,7 +70,7 @@ def test_json_gives_the_settings_back():
     )
     values = json.loads(json.dumps(settings.as_dict()))
     assert Settings(**values).as_dict() == values
-    assert (values["lr"], values["p"]) == (0.005, 2.0)
+    assert (values["lr"], values["p"]) == (0.06, 2.0)
 
 
 # --- signatures -------------------------------------------------------------------------------------------------------
