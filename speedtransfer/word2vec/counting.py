@@ -6,10 +6,7 @@ and what comes of it once the numbers of the vocabulary are known is the same to
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import itertools
-import logging
 import os
 import threading
 from collections import defaultdict, deque
@@ -19,14 +16,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from speedtransfer.engines.host import compiled_copies
 from speedtransfer.errors import HostMemoryError
 from speedtransfer.word2vec.text import Piece, Source, check, iter_pieces
 
 LINE_END = -1  # among the numbers of words: a sequence ends here
 FAST_FROM_PIECES = 32  # fewer are done before the compiled tokeniser would be there
 MAX_THREADS = 16  # what the one thread that reads and writes can keep busy
-
-log = logging.getLogger(__name__)
 
 
 class Words(Protocol):
@@ -137,16 +133,12 @@ def read_words(
     return words
 
 
-@functools.cache
 def compiled_counting() -> Any:
     """Return the module `counting_compiled`, or None where numba (extra ``fast``) does not work."""
-    if importlib.util.find_spec("numba") is None:
+    if compiled_copies() is None:
         return None
-    try:
-        from speedtransfer.word2vec import counting_compiled
-    except Exception as error:  # whatever a numba says that does not fit the rest of the installation
-        log.warning("numba cannot be used (%s: %s), so words are counted by Python", type(error).__name__, error)
-        return None
+    from speedtransfer.word2vec import counting_compiled
+
     return counting_compiled
 
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-import importlib.util
-import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,9 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from speedtransfer.engines.host import compiled_copies
 from speedtransfer.word2vec.band import Band, Noise
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -107,16 +104,12 @@ def skipgram_gradients(
 # --- positive pairs, compiled -----------------------------------------------------------------------------------------
 
 
-@functools.cache
 def _compiled() -> Any:
     """Return the module `compiled`, or None where numba does not work."""
-    if importlib.util.find_spec("numba") is None:
+    if compiled_copies() is None:
         return None
-    try:
-        from speedtransfer.word2vec import compiled
-    except Exception as error:  # whatever a numba says that does not fit the rest of the installation
-        log.warning("numba cannot be used (%s: %s), so torch does its work", type(error).__name__, error)
-        return None
+    from speedtransfer.word2vec import compiled
+
     return compiled
 
 
