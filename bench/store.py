@@ -30,6 +30,7 @@ _NO_TRAINING = (
     "!speedtransfer/__main__.py",
     "!speedtransfer/benchmark/**/*.py",
     "!speedtransfer/checkpoint/**/*.py",
+    "!speedtransfer/speedtorch.py",
     *(
         f"!speedtransfer/word2vec/{name}.py"
         for name in (
@@ -72,7 +73,7 @@ def _sources(part: str) -> tuple[str, ...]:
             "bench/idle_training.py",
         )
     if part in (WORD2VEC, SCALE):
-        own = ("data", "child", "process") if part == WORD2VEC else ("scale", "process")
+        own = ("data", "child", "process") if part == WORD2VEC else ("scale", "scale_child", "process")
         return (*_PACKAGE, *_NO_TRAINING, *(f"bench/word2vec_{name}.py" for name in own))
     if part in CHECKS:
         return (*_PACKAGE, *_NO_ROWS, "!speedtransfer/benchmark/**/*.py", *_TESTS)

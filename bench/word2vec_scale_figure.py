@@ -20,6 +20,7 @@ def told(measured: dict[str, Any]) -> str:
     parts = [
         f"{measured['rows']:,} rows, {measured['optimizer']}: {_ms(measured)} a step over {centers + contexts:,.0f} rows",
         f"{1e3 * first['step_s']:.1f} ms (mean {1e3 * first['mean_step_s']:.1f} ms) when they are touched first",
+        f"{1e3 * measured['written']['step_s']:.1f} ms when they have been written to the disk",
         f"block drawn in {1e3 * again['block_s']:.1f} ms",
         f"tables of {_gb(measured['table_bytes'])}{disk} made in {measured['start_s']:.1f} s",
         f"peak memory {_gb(measured['peak_bytes'])}",
@@ -42,13 +43,16 @@ def sentences(result: dict[str, Any]) -> Iterator[str]:
         sizes, times = (
             ", ".join(parts) for parts in (map(_millions, (m["rows"] for m in measured)), map(_ms, measured))
         )
-        first = ", ".join(f"{1e3 * m['first']['step_s']:.1f} ms" for m in measured)
+        first, written = (
+            ", ".join(f"{1e3 * m[when]['step_s']:.1f} ms" for m in measured) for when in ("first", "written")
+        )
         small, large = measured[0], measured[-1]
         times_of = large["again"]["step_s"] / small["again"]["step_s"]
         yield (
             f"A training step over vocabularies of {sizes} words (Zipf's law, dim {settings['dim']}, {optimizer}, "
             f'memory="{settings["memory"]}"; medians of {settings["steps"]} steps): {times}, {times_of:.2f}x from the '
-            f"smallest to the largest; where its rows are touched for the first time {first}. The largest tables span "
+            f"smallest to the largest; where its rows are touched for the first time {first}; once the system has written "
+            f"them to the disk {written}. The largest tables span "
             f"{_gb(large['table_bytes'])}, peak memory {_gb(large['peak_bytes'])}, mapped pages of the files included; "
             f"{environment['device']}, torch {environment['versions']['torch']}, commit {commit}, {environment['date'][:10]}."
         )

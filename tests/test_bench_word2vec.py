@@ -329,7 +329,7 @@ def made():
 
 def made_scale(made):
     def measured(rows, step_s):
-        times = {"first": {"step_s": 0.02}, "again": {"step_s": step_s}}
+        times = {"first": {"step_s": 0.02}, "again": {"step_s": step_s}, "written": {"step_s": 0.006}}
         return {"rows": rows, "optimizer": "adamw", "table_bytes": 384 * rows, "peak_bytes": 1e9, **times}
 
     settings = {"dim": 16, "memory": "mmap", "steps": 200}
@@ -439,7 +439,7 @@ def test_steps_over_a_vocabulary(tmp_path, capsys):
     (measured,) = found["measured"]
     assert (measured["rows"], measured["table_bytes"]) == (2000, 2 * 3 * 16 * 2000)
     assert measured["weight_files"]["bytes"] >= 2 * 16 * 2000
-    assert 0 < measured["again"]["step_s"] < 10
+    assert all(0 < measured[when]["step_s"] < 10 for when in ("first", "again", "written"))
     assert measured["peak_bytes"] > 1e8
     assert (found["complete"], found["quick"]) == (True, True)
     assert "2,000 rows, adamw: " in printed.out
