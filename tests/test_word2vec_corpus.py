@@ -137,6 +137,7 @@ class Unread:
         ({"walk_length": 1}, "walk_length is 1 but must be at least 2"),
         ({"p": 0.0}, "p is 0.0 but must be above 0 and finite"),
         ({"q": -1.0}, "q is -1.0 but must be above 0 and finite"),
+        ({"q": 1e-300}, "q is 1e-300 but must be from 0.0001 to 10000"),
         ({"q": float("nan")}, "q is nan but must be above 0"),
         ({"p": "1"}, "p is '1' but must be a number"),
         ({"seed": -1}, "seed is -1 but must be at least 0"),

@@ -18,6 +18,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.word2vec.counting import LINE_END
 from speedtransfer.word2vec.graph import Graph
 
+_MOST = 1e4  # and its inverse the least: of p and q
 _BLOCK_STEPS = 1 << 22  # of walkers that step together: what bounds the memory
 
 
@@ -41,7 +42,7 @@ class WalkSettings:
     Raises
     ------
     InvalidTypeError, InvalidValueError
-        `walks` is below 1, `walk_length` below 2, `p` or `q` not above 0 and finite, `seed` negative.
+        `walks` is below 1, `walk_length` below 2, `p` or `q` not from 1e-4 to 1e4, `seed` negative.
     """
 
     walks: int = 10
@@ -55,7 +56,12 @@ class WalkSettings:
         check_size(self.walk_length, "walk_length", 2)
         check_size(self.seed, "seed")
         for name in ("p", "q"):
-            check_positive(getattr(self, name), name)
+            value = check_positive(getattr(self, name), name)
+            if not 1 / _MOST <= value <= _MOST:  # by rejection a step would take as many draws
+                raise InvalidValueError(
+                    f"{name} is {value} but must be from {1 / _MOST:g} to {_MOST:g}; pass {1 / _MOST:g} or {_MOST:g}, which "
+                    "walks can hardly be told apart from"
+                )
 
 
 def check_positive(value: object, name: str) -> float:
