@@ -82,9 +82,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, help="the JSON file to write", metavar="FILE")
     several = {"type": _list_of(_count), "metavar": "N,N"}
-    parser.add_argument("--dims", default=Settings.dims, help="by default 100", **several)
+    parser.add_argument("--dims", default=Settings.dims, help="by default 100,300", **several)
     parser.add_argument(
-        "--optimizers", type=_list_of(str.lower), default=Settings.optimizers, metavar="A,B", help="ours"
+        "--optimizers",
+        type=_list_of(str.lower),
+        default=Settings.optimizers,
+        metavar="A,B",
+        help="ours; only the first of them in further dimensions",
     )
     parser.add_argument("--seeds", type=_count, default=Settings.seeds, help=f"by default {Settings.seeds}")
     parser.add_argument("--epochs", type=_count, default=Settings.epochs, help=f"by default {Settings.epochs}")

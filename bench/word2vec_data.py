@@ -37,7 +37,7 @@ class Settings:
     ----------
     dims : tuple of int
     optimizers : tuple of str
-        Ours.
+        Ours: all of them in the first of `dims`, only the first in the others.
     seeds : int
         Runs of each: seeds 1, 2, ...
     epochs, window, negative, min_count : int
@@ -49,7 +49,7 @@ class Settings:
         Analogies are asked of so many of the most frequent words.
     """
 
-    dims: tuple[int, ...] = (100,)
+    dims: tuple[int, ...] = (100, 300)
     optimizers: tuple[str, ...] = ("adamw", "adamax", "adagrad", "sgd")
     seeds: int = 3
     epochs: int = 5

@@ -20,6 +20,7 @@ from word2vec_statistics import System, speeds
 from speedtransfer.errors import format_bytes
 
 _SCRIPT = "word2vec_child.py"
+_WHICH = ("dims", "optimizers", "seeds")  # runs: one may ask for more or fewer another time
 
 
 class Run(NamedTuple):
@@ -27,6 +28,10 @@ class Run(NamedTuple):
 
     system: System
     seed: int
+
+
+def _run_of(found: dict[str, Any]) -> Run:
+    return Run(System(found["system"], found["optimizer"], found["dim"]), found["seed"])
 
 
 class Session:
@@ -79,7 +84,11 @@ class Session:
     def _take_up(self, fresh: dict[str, Any]) -> dict[str, Any]:
         try:
             old = read(self.partial)
-            changed = [key for key in ("digest", "corpus", "settings", "workers") if old[key] != fresh[key]]
+            changed = [key for key in ("digest", "corpus", "workers") if old[key] != fresh[key]]
+            same = [
+                {key: value for key, value in made["settings"].items() if key not in _WHICH} for made in (old, fresh)
+            ]
+            changed += ["settings"] if same[0] != same[1] else []
             changed += ["versions"] if old["environment"]["versions"] != fresh["environment"]["versions"] else []
         except FileNotFoundError:
             raise DataError(f"there is no {str(self.partial)!r} to go on with; drop --resume") from None
@@ -88,17 +97,18 @@ class Session:
         if changed:
             what = " and ".join("sources" if key == "digest" else key for key in changed)
             raise DataError(f"{str(self.partial)!r} was measured with other {what}; drop --resume to begin anew")
-        return {**old, "failures": []}
+        wanted = {*self._runs()}
+        runs = [run for run in old["runs"] if _run_of(run) in wanted]
+        return {**old, "settings": fresh["settings"], "runs": runs, "failures": []}
 
     def _runs(self) -> Iterator[Run]:
-        for dim in self.settings.dims:
-            systems = [System(GENSIM, "", dim), *(System(OURS, name, dim) for name in self.settings.optimizers)]
+        for place, dim in enumerate(self.settings.dims):
+            optimizers = self.settings.optimizers[: 1 if place else None]
+            systems = [System(GENSIM, "", dim), *(System(OURS, name, dim) for name in optimizers)]
             yield from (Run(system, seed) for seed in range(1, self.settings.seeds + 1) for system in systems)
 
     def _left(self) -> list[Run]:
-        done = {
-            Run(System(run["system"], run["optimizer"], run["dim"]), run["seed"]) for run in self.result.get("runs", [])
-        }
+        done = {_run_of(run) for run in self.result.get("runs", [])}
         return [run for run in self._runs() if run not in done]
 
     def run_all(self) -> str:

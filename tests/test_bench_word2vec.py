@@ -190,7 +190,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory):
-    """The folder of a run that was stopped after gensim's turn and taken up again, and what was printed."""
+    """The folder of a run that was stopped after gensim's turn and taken up again, smaller, and what was printed."""
     folder = tmp_path_factory.mktemp("small")
     sys.path.insert(0, str(ROOT / "bench"))
     command, session, printed = module(""), module("_session"), []
@@ -209,7 +209,7 @@ def small_run(tmp_path_factory):
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(session.Session, "_train", train_gensim_alone)
         patch.setattr("builtins.print", lambda *args, sep=" ", **_: printed.append(sep.join(map(str, args))))
-        assert command.main(argv) == 1
+        assert command.main([*argv, "--dims", "8,9", "--seeds", "2"]) == 1
         stopped = json.loads((folder / DEVICE / "word2vec.partial.json").read_text())
         patch.setattr(session.Session, "_train", train)
         assert command.main([*argv, "--resume", "--epochs", "3"]) == 2
@@ -226,7 +226,17 @@ def test_a_stopped_run_goes_on(small_run):
     found = json.loads((folder / DEVICE / "word2vec.json").read_text())
     assert found["complete"]
     assert found["runs"][0] == stopped["runs"][0]
+    assert (stopped["settings"]["dims"], found["settings"]["dims"]) == ([8, 9], [8])
+    assert len(found["runs"]) == 2
     assert not (folder / DEVICE / "word2vec.partial.json").exists()
+
+
+def test_only_the_first_optimizer_trains_in_further_dimensions(tmp_path):
+    settings = module("_data").Settings(dims=(8, 9), optimizers=("adamw", "sgd"), seeds=2)
+    session = module("_session").Session(tmp_path, settings, [], tmp_path / "partial.json", None)
+    order = [(run.system.dim, run.system.optimizer, run.seed) for run in session._runs()]
+    assert order[:6] == [(8, name, seed) for seed in (1, 2) for name in ("", "adamw", "sgd")]
+    assert order[6:] == [(9, name, seed) for seed in (1, 2) for name in ("", "adamw")]
 
 
 def test_what_a_run_finds(small_run):
