@@ -1,0 +1,85 @@
+"""Sphinx configuration: ``make docs``, or ``python -m sphinx -W --keep-going -n docs docs/_build``. Needs no network."""
+
+import importlib.util
+import inspect
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # also where the package is not installed
+
+from docutils.nodes import Element
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+from speedtransfer import errors
+from speedtransfer.version import __version__
+
+project = "speedtransfer"
+author = "the speedtransfer developers"
+release = version = __version__
+copyright = author
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "notebooks/README.md"]
+if importlib.util.find_spec("speedtransfer.speedtorch") is None:
+    exclude_patterns.append("api/speedtorch.md")
+
+# --- pages --------------------------------------------------------------------------------------------------------------
+
+html_theme = "furo"
+html_title = f"speedtransfer {release}"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
+html_show_sphinx = False
+html_copy_source = False
+pygments_style, pygments_dark_style = "tango", "monokai"
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # the notebooks are shown as they were run
+# Pages take the figures of README.md in by its markers, below a heading of their own.
+suppress_warnings = ["myst.header", "toc.empty_glob", "config.cache"]
+
+# --- docstrings ---------------------------------------------------------------------------------------------------------
+
+default_role = "code"  # `name` in a docstring is an argument or an attribute more often than an object of its own
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings say the types, and the shapes
+autodoc_default_options = {"show-inheritance": False}
+autodoc_preserve_defaults = True
+napoleon_google_docstring = False
+napoleon_use_param = False  # types are prose ("ndarray of float32, shape (n,)"), not names to look up
+napoleon_use_rtype = False
+napoleon_custom_sections = [("Attributes", "params_style")]
+
+# --- references ---------------------------------------------------------------------------------------------------------
+
+# Nitpicky (-n), without the indexes of other projects, which would have to be fetched: their names stay plain text.
+nitpicky = True
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|nn|np|numpy|collections|typing|os|pathlib)\..*"),
+]
+# Classes and functions that docstrings refer to and that are no public names: plain text as well.
+nitpick_ignore = [
+    ("py:func", "read_graph"),
+    ("py:func", "join_phrases"),
+    ("py:class", "WalkSettings"),
+]
+ERRORS = {name for name, value in vars(errors).items() if inspect.isclass(value)}
+
+
+def find_error(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: Element) -> Element | None:
+    """Lead the names in "Raises" sections to the page of errors: docstrings name them without their module."""
+    name = str(node.get("reftarget", "")).rpartition(".")[2]
+    if node.get("refdomain") != "py" or name not in ERRORS:
+        return None
+    domain = env.domains["py"]
+    target = f"speedtransfer.errors.{name}"
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "exc", target, node, contnode)
+
+
+def setup(app: Sphinx) -> None:
+    """Register what is ours."""
+    os.environ.setdefault("SPEEDTRANSFER_CALIBRATE", "0")  # nothing is measured to show docstrings
+    app.connect("missing-reference", find_error)
