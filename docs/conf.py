@@ -2,17 +2,19 @@
 
 import importlib.util
 import inspect
-import os
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # also where the package is not installed
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # the package also where it is not installed
 
 from docutils.nodes import Element
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+
+from reference_tables import README, fill
 
 from speedtransfer import errors
 from speedtransfer.version import __version__
@@ -38,16 +40,12 @@ pygments_style, pygments_dark_style = "tango", "monokai"
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the notebooks are shown as they were run
-# Pages take the figures of README.md in by its markers, below a heading of their own.
-suppress_warnings = ["myst.header", "toc.empty_glob", "config.cache"]
 
 # --- docstrings ---------------------------------------------------------------------------------------------------------
 
 default_role = "code"  # `name` in a docstring is an argument or an attribute more often than an object of its own
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings say the types, and the shapes
-autodoc_default_options = {"show-inheritance": False}
-autodoc_preserve_defaults = True
 napoleon_google_docstring = False
 napoleon_use_param = False  # types are prose ("ndarray of float32, shape (n,)"), not names to look up
 napoleon_use_rtype = False
@@ -79,7 +77,21 @@ def find_error(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode:
     return domain.resolve_xref(env, node["refdoc"], app.builder, "exc", target, node, contnode)
 
 
+def fill_tables(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Put what the page does not hold itself into it."""
+    app.env.note_dependency(str(README))
+    source[0] = fill(source[0])
+
+
+def restore_property(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Undo what napoleon makes of a property's first line with a colon: it takes the words before it for a type."""
+    text = inspect.getdoc(obj) or ""
+    if what == "property" and ":" in text.partition("\n")[0]:
+        lines[:] = [*text.splitlines(), ""]
+
+
 def setup(app: Sphinx) -> None:
     """Register what is ours."""
-    os.environ.setdefault("SPEEDTRANSFER_CALIBRATE", "0")  # nothing is measured to show docstrings
+    app.connect("source-read", fill_tables)
+    app.connect("autodoc-process-docstring", restore_property, priority=600)  # napoleon's is 500
     app.connect("missing-reference", find_error)
