@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # the package also where it is not installed
-
 from docutils.nodes import Element
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, also where it is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from reference_tables import README, fill
 
@@ -36,6 +36,7 @@ html_static_path = ["_static"]
 html_css_files = ["wide.css"]
 html_show_sphinx = False
 html_copy_source = False
+smartquotes = False  # a "name" in quotes is typed as it stands
 pygments_style, pygments_dark_style = "tango", "monokai"
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
@@ -64,7 +65,7 @@ nitpick_ignore = [
     ("py:func", "join_phrases"),
     ("py:class", "WalkSettings"),
 ]
-ERRORS = {name for name, value in vars(errors).items() if inspect.isclass(value)}
+ERRORS = {value.__name__ for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)}
 
 
 def find_error(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: Element) -> Element | None:

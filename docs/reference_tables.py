@@ -34,7 +34,9 @@ def _of_readme(name: str) -> str:
     found = re.search(rf"<!-- {name}: made by .*? -->\n(.*?)<!-- end of {name} -->", text, re.DOTALL)
     if found is None:
         raise ValueError(f"README.md has no marks of {name!r}; run `python bench/readme.py`")
-    return found[1].replace("](bench/results/", "](results/")
+    # A role, since Markdown's links are followed to where bench/results really is, outside the pages.
+    text = re.sub(r"(?<!!)\[(.+?)\]\(bench/(results/.+?)\.md\)", r"{doc}`\1 </\2>`", found[1])
+    return text.replace("](bench/results/", "](results/")
 
 
 def _table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
