@@ -103,9 +103,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "rates": _rates,
     "suites": _suites,
     "bench": lambda: _options("bench"),
-    "calibrate": lambda: _options("calibrate"),
     **{
         f"word2vec {name}": lambda name=name: _options("word2vec", name)
-        for name in ("train", "demo", "evaluate", "nearest", "analogy", "plot", "convert")
+        for name in ("train", "evaluate", "nearest", "analogy", "plot", "convert")
     },
 }
