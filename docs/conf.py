@@ -1,0 +1,98 @@
+"""Sphinx configuration: ``make docs``, or ``python -m sphinx -W --keep-going -n docs docs/_build``. Needs no network."""
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from docutils.nodes import Element
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, also where it is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from reference_tables import README, fill
+
+from speedtransfer import errors
+from speedtransfer.version import __version__
+
+project = "speedtransfer"
+author = "the speedtransfer developers"
+release = version = __version__
+copyright = author
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "notebooks/README.md"]
+if importlib.util.find_spec("speedtransfer.speedtorch") is None:
+    exclude_patterns.append("api/speedtorch.md")
+
+# --- pages --------------------------------------------------------------------------------------------------------------
+
+html_theme = "furo"
+html_title = f"speedtransfer {release}"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
+html_show_sphinx = False
+html_copy_source = False
+smartquotes = False  # a "name" in quotes is typed as it stands
+pygments_style, pygments_dark_style = "tango", "monokai"
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # the notebooks are shown as they were run
+
+# --- docstrings ---------------------------------------------------------------------------------------------------------
+
+default_role = "code"  # `name` in a docstring is an argument or an attribute more often than an object of its own
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings say the types, and the shapes
+napoleon_google_docstring = False
+napoleon_use_param = False  # types are prose ("ndarray of float32, shape (n,)"), not names to look up
+napoleon_use_rtype = False
+napoleon_custom_sections = [("Attributes", "params_style")]
+
+# --- references ---------------------------------------------------------------------------------------------------------
+
+# Nitpicky (-n), without the indexes of other projects, which would have to be fetched: their names stay plain text.
+nitpicky = True
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|nn|np|numpy|collections|typing|os|pathlib)\..*"),
+]
+# Classes and functions that docstrings refer to and that are no public names: plain text as well.
+nitpick_ignore = [
+    ("py:func", "read_graph"),
+    ("py:func", "join_phrases"),
+    ("py:class", "WalkSettings"),
+]
+ERRORS = {value.__name__ for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)}
+
+
+def find_error(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: Element) -> Element | None:
+    """Lead the names in "Raises" sections to the page of errors: docstrings name them without their module."""
+    name = str(node.get("reftarget", "")).rpartition(".")[2]
+    if node.get("refdomain") != "py" or name not in ERRORS:
+        return None
+    domain = env.domains["py"]
+    target = f"speedtransfer.errors.{name}"
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "exc", target, node, contnode)
+
+
+def fill_tables(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Put what the page does not hold itself into it."""
+    app.env.note_dependency(str(README))
+    source[0] = fill(source[0])
+
+
+def restore_property(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Undo what napoleon makes of a property's first line with a colon: it takes the words before it for a type."""
+    text = inspect.getdoc(obj) or ""
+    if what == "property" and ":" in text.partition("\n")[0]:
+        lines[:] = [*text.splitlines(), ""]
+
+
+def setup(app: Sphinx) -> None:
+    """Register what is ours."""
+    app.connect("source-read", fill_tables)
+    app.connect("autodoc-process-docstring", restore_property, priority=600)  # napoleon's is 500
+    app.connect("missing-reference", find_error)

@@ -1,0 +1,110 @@
+"""What the pages show and do not hold: tables that the code decides, and the figures of README.md. Made anew at every build.
+
+A page has a line ``<!-- table: NAME -->`` where the table of that name goes, and ``<!-- README.md: NAME -->`` for what stands
+between the marks of that name in README.md (bench/readme.py writes it).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from speedtransfer.benchmark.suites import SUITES
+from speedtransfer.cli import app as root
+from speedtransfer.word2vec.optimizers import DEFAULT_CLIP, DEFAULT_LR, DEFAULT_OPTIONS, default_lr
+from speedtransfer.word2vec.settings import SETTINGS
+from speedtransfer.word2vec.signature import described
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+MARK = re.compile(r"^<!-- (table|README\.md): (.+) -->$", re.MULTILINE)
+
+
+def fill(text: str) -> str:
+    """Return the text of a page with every table and figure in its place."""
+    return MARK.sub(lambda mark: TABLES[mark[2]]() if mark[1] == "table" else _of_readme(mark[2]), text)
+
+
+def _of_readme(name: str) -> str:
+    """Return what README.md shows under `name`, with the paths that it has from here: docs/results is bench/results."""
+    text = README.read_text(encoding="utf-8")
+    found = re.search(rf"<!-- {name}: made by .*? -->\n(.*?)<!-- end of {name} -->", text, re.DOTALL)
+    if found is None:
+        raise ValueError(f"README.md has no marks of {name!r}; run `python bench/readme.py`")
+    # A role, since Markdown's links are followed to where bench/results really is, outside the pages.
+    text = re.sub(r"(?<!!)\[(.+?)\]\(bench/(results/.+?)\.md\)", r"{doc}`\1 </\2>`", found[1])
+    return text.replace("](bench/results/", "](results/")
+
+
+def _table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    titles = list(titles)
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", r"\|") for cell in line) + " |" for line in lines)
+
+
+def _options(*path: str) -> str:
+    """Return the arguments and options of a command; settings have a table of their own."""
+    command: Any = typer.main.get_command(root)
+    for name in path:
+        command = command.commands[name]
+    rows = []
+    for param in command.params:
+        if param.name == "help" or (path[-1] == "train" and param.name in SETTINGS):
+            continue
+        if param.param_type_name == "argument":
+            name, default = f"`{param.metavar or param.name.upper()}`", "required"
+        else:
+            name, default = ", ".join(f"`{opt}`" for opt in param.opts), _default(param)
+        rows.append((name, default, param.help or ""))
+    return _table(("", "default", ""), rows)
+
+
+def _default(param: Any) -> str:
+    if param.required:
+        return "required"
+    if isinstance(param.show_default, str):
+        return param.show_default
+    return "" if param.default in (None, False, ()) or callable(param.default) else f"`{param.default}`"
+
+
+def _settings() -> str:
+    rows = []
+    for name, setting in SETTINGS.items():
+        choices = setting.metadata.get("choices", ())
+        flag = "`--option NAME=VALUE`" if name == "options" else f"`--{name.replace('_', '-')}`"
+        default = "" if setting.default is None else f"`{setting.default}`"
+        meaning = described(name) + (f" One of {', '.join(f'`{c}`' for c in choices)}." if choices else "")
+        rows.append((flag, f"`{name}`", default, meaning))
+    return _table(("flag", "in Python and in a file", "default", ""), rows)
+
+
+def _rates() -> str:
+    rows = []
+    for name, lr in DEFAULT_LR.items():
+        more = [f"{key}={value}" for key, value in DEFAULT_OPTIONS.get(name, {}).items()]
+        more += [f"clip={DEFAULT_CLIP[name]:g}"] if name in DEFAULT_CLIP else []
+        rows.append((f"`{name}`", f"{lr:g}", f"{default_lr(name, means=True):g}", ", ".join(f"`{it}`" for it in more)))
+    return _table(("optimizer", "lr", "lr for CBOW and n-grams", "also"), rows)
+
+
+def _suites() -> str:
+    rows = (
+        (f"`{suite.name}`", suite.title, ", ".join(f"`--{o.replace('_', '-')}`" for o in sorted(suite.options)))
+        for suite in SUITES.values()
+    )
+    return _table(("suite", "shows", "takes"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "settings": _settings,
+    "rates": _rates,
+    "suites": _suites,
+    "bench": lambda: _options("bench"),
+    **{
+        f"word2vec {name}": lambda name=name: _options("word2vec", name)
+        for name in ("train", "evaluate", "nearest", "analogy", "plot", "convert")
+    },
+}

@@ -1,0 +1,162 @@
+"""The documentation site builds without a warning, names everything that is public, and shows code and commands that work."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+import speedtransfer
+from speedtransfer import errors, word2vec
+from speedtransfer.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+SPEEDTORCH = importlib.util.find_spec("speedtransfer.speedtorch") is not None
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL)
+
+
+def commands(page: str) -> list[list[str]]:
+    lines = (line for block in blocks(page, "bash") for line in block.splitlines())
+    return [argv for line in lines if (argv := shlex.split(line, comments=True))]
+
+
+CODE = [(page, number) for page in PAGES for number in range(len(blocks(page, "python")))]
+ALL_COMMANDS = [(page, argv) for page in PAGES for argv in commands(page)]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    strict = ["-W", "--keep-going", "-n", "-q"]
+    argv = [sys.executable, "-m", "sphinx", *strict, "-d", str(folder / "doctrees"), str(DOCS), str(folder / "html")]
+    result = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    return folder / "html"
+
+
+def test_every_page_is_built(site):
+    assert {"index", "quickstart", "memory", "optimizers", "word2vec", "benchmarks", "migration"} <= PAGES.keys()
+    notebooks = {path.stem for path in ROOT.glob("notebooks/*.ipynb")}
+    for page in [*PAGES, *(f"notebooks/{name}" for name in notebooks)]:
+        assert (site / f"{page}.html").exists(), page
+
+
+def test_every_public_name_is_in_the_api(site):
+    api = "".join(path.read_text(encoding="utf-8") for path in (site / "api").glob("*.html"))
+    described = set(re.findall(r'id="(?:module-)?(speedtransfer[\w.]*)"', api))
+    assert "speedtransfer.__version__" in api
+    wanted = {f"speedtransfer.{name}" for name in speedtransfer.__all__} - {"speedtransfer.__version__"}
+    wanted |= {f"speedtransfer.word2vec.{name}" for name in word2vec.__all__}
+    raised = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    wanted |= {f"speedtransfer.errors.{kind.__name__}" for kind in raised}
+    wanted |= {f"speedtransfer.Table.{name}" for name in ("gather", "scatter", "torch", "engine", "uniform_", "stats")}
+    if SPEEDTORCH:
+        from speedtransfer import speedtorch
+
+        wanted |= {f"speedtransfer.speedtorch.{name}" for name in speedtorch.__all__}
+    assert wanted <= described, sorted(wanted - described)
+
+
+def test_figures_and_tables_are_filled_in(site):
+    text = {page: (site / f"{page}.html").read_text(encoding="utf-8") for page in PAGES}
+    assert "results/" in text["benchmarks"]
+    assert "transfer.png" in text["benchmarks"]
+    assert "idle.png" in text["optimizers"]
+    assert "gensim" in text["word2vec"]
+    for flag in ("--shared-negatives", "--checkpoint-every", "--restrict", "--max-words"):
+        assert flag in text["word2vec"]
+    for marker in re.findall(r"^<!-- (?:table|README\.md): .*-->$", "\n".join(PAGES.values()), re.MULTILINE):
+        assert not any(marker in page for page in text.values())
+
+
+@pytest.mark.parametrize(("page", "number"), CODE, ids=[f"{page}-{number}" for page, number in CODE])
+def test_python(page, number, tmp_path, monkeypatch):
+    code = blocks(page, "python")[number]
+    old_names = "speedtransfer.speedtorch" in code
+    if old_names and not SPEEDTORCH:
+        pytest.skip("there is no speedtransfer.speedtorch yet")
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        if old_names and not torch.cuda.is_available():
+            warnings.simplefilter("ignore")  # it says that it runs on the CPU
+        exec(compile(code, f"{page}.md, block {number}", "exec"), {"__name__": "__main__"})
+
+
+def test_word2vec_commands_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["river", "water", "bank", "stone", "the", "of"]
+    text = " ".join(words[(i * i + i // 7) % len(words)] for i in range(2000))
+    (tmp_path / "corpus.txt").write_text(text)
+    (tmp_path / "sessions.txt").write_text("\n".join(text[i : i + 60] for i in range(0, 3000, 60)))
+    (tmp_path / "pairs.txt").write_text("river water 9\nriver stone 3\nbank stone 5\nwater bank 4\n")
+    (tmp_path / "questions.txt").write_text(": all\nriver water bank stone\nwater river stone bank\n")
+    (tmp_path / "edges.txt").write_text("\n".join(f"n{i} n{(i + 1) % 20}" for i in range(20)))
+    (tmp_path / "neighbours.txt").write_text("\n".join(f"n{i} n{(i + 1) % 20} n{(i + 5) % 20}" for i in range(20)))
+    (tmp_path / "run.toml").write_text(blocks("word2vec", "toml")[0])
+    ours = [argv[1:] for argv in commands("word2vec") if argv[0] == "speedtransfer"]
+    assert {argv[1] for argv in ours} == {"train", "nearest", "analogy", "evaluate", "plot", "convert"}
+    for argv in ours:
+        assert not app(argv, standalone_mode=False), argv
+    assert (tmp_path / "words.png").stat().st_size > 1000
+    assert len(word2vec.Vectors.load("vectors.safetensors")) == len(words)
+
+
+@pytest.mark.parametrize(("page", "argv"), ALL_COMMANDS, ids=[" ".join(argv)[:60] for _, argv in ALL_COMMANDS])
+def test_commands_exist(page, argv):
+    program, *arguments = argv
+    if program == "speedtransfer":
+        command = typer.main.get_command(app)
+        while hasattr(command, "commands"):
+            command = command.commands[arguments.pop(0)]
+        command.make_context(command.name, arguments)  # raises for a flag or a value that it does not take
+    elif program == "make":
+        check_target(arguments)
+    elif program == "python":
+        check_flags(arguments[0], arguments[1:])
+    else:
+        assert argv[:3] == ["pip", "install", "-e"]
+        extras = set(re.findall(r'^ {8}"(\w+)":', (ROOT / "setup.py").read_text(), re.MULTILINE))
+        assert set(arguments[2].strip(".[]").split(",")) <= extras
+
+
+def check_target(arguments: list[str]) -> None:
+    """Check a call of make: the target, and the flags in ARGS by the script that it runs."""
+    target, *variables = arguments
+    makefile = (ROOT / "Makefile").read_text()
+    recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert recipe, target
+    script = "bench/record.py" if "RECORD" in recipe[1] else (re.findall(r"bench/\w+\.py", recipe[1]) or [None])[0]
+    for name, value in (variable.split("=", 1) for variable in variables):
+        assert f"$({name})" in recipe[1] + makefile.partition("RECORD =")[2].partition("\n")[0]
+        if name == "ARGS":
+            check_flags(script, shlex.split(value))
+
+
+def check_flags(script: str, arguments: list[str]) -> None:
+    """Look for the flags in the source: a script, or the settings that it makes flags of (idle_data.py beside idle.py)."""
+    path = ROOT / script
+    source = "".join(file.read_text(encoding="utf-8") for file in path.parent.glob(f"{path.stem}*.py"))
+    for flag in (argument for argument in arguments if argument.startswith("--") and argument != "--help"):
+        field = rf"^    {flag[2:].replace('-', '_')}: "
+        assert f'"{flag}"' in source or re.search(field, source, re.MULTILINE), f"{script} has no {flag}"
+
+
+def test_every_make_target_and_command_named_exists():
+    text = "\n".join(PAGES.values())
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z0-9-]+)", text)) <= targets
+    names = typer.main.get_command(app).commands.keys()
+    assert set(re.findall(r"`speedtransfer ([a-z0-9-]+)", text)) <= names
