@@ -111,9 +111,12 @@ def compute_noise(noise: Noise, meanwhile: Callable[[], T]) -> T:
     groups = [slice(g, g + 1) for g in range(noise.num_groups)] if share else [slice(None)]
 
     def take_groups() -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                noise.compute(groups.pop())
+        while True:
+            try:
+                group = groups.pop()
+            except IndexError:  # the other thread may have taken the last one
+                return
+            noise.compute(group)
 
     def help_out() -> T:
         result = meanwhile()
