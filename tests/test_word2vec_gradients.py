@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from speedtransfer.word2vec import gradients
+from speedtransfer.word2vec.band import Noise
 from speedtransfer.word2vec.gradients import skipgram_gradients
 
 WAYS = ["compiled", "torch"]
@@ -151,3 +154,67 @@ def test_training_leaves_a_core_to_the_thread_of_the_pairs(monkeypatch):
             assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.fixture
+def torch_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def record_threads(monkeypatch, first):
+    """Note which thread computes which groups, where the thread `first` ("main", "helper", or None) has one before others."""
+    taken, begun, compute = [], threading.Event(), Noise.compute
+
+    def recorded(noise, groups):
+        thread = "main" if threading.current_thread() is threading.main_thread() else "helper"
+        assert thread == first or first is None or begun.wait(20)
+        taken.append((thread, groups))
+        compute(noise, groups)
+        begun.set()
+
+    monkeypatch.setattr(Noise, "compute", recorded)
+    return taken
+
+
+@pytest.mark.parametrize("with_loss", [True, False])
+def test_groups_are_the_same_from_either_thread(with_loss, torch_threads, monkeypatch):
+    pytest.importorskip("numba")
+    torch_threads(1)
+    block, generator = draw_block(300, 90, 5, 4, 16), torch.Generator().manual_seed(3)
+    tables, results = [torch.randn(90, 20, generator=generator) for _ in range(2)], []
+    for first in ("main", "helper"):
+        with monkeypatch.context() as patch:
+            taken = record_threads(patch, first)
+            result, *grads = by_hand(*tables, block, 5, with_loss)
+        assert taken[0][0] == first
+        assert sorted(groups.start for _, groups in taken) == [0, 1, 2, 3]
+        results.append([*grads, *([result.loss] if with_loss else [])])
+    assert all(map(torch.equal, *results))
+
+
+def test_threads_of_torch_compute_the_groups_at_once(torch_threads, monkeypatch):
+    pytest.importorskip("numba")
+    torch_threads(2)
+    taken = record_threads(monkeypatch, None)
+    by_hand(torch.ones(40, 3), torch.ones(40, 3), draw_block(50, 40, 2, 3, 4), 5)
+    assert taken == [("main", slice(None))]
+
+
+def test_what_fails_in_the_helping_thread_reaches_the_caller(torch_threads, monkeypatch):
+    pytest.importorskip("numba")
+    torch_threads(1)
+    compute = Noise.compute
+
+    def failing(noise, groups):
+        if threading.current_thread() is not threading.main_thread():
+            failed.set()
+            raise MemoryError("no room in the helper")
+        assert failed.wait(20)
+        compute(noise, groups)
+
+    failed = threading.Event()
+    monkeypatch.setattr(Noise, "compute", failing)
+    with pytest.raises(MemoryError, match="no room"):
+        by_hand(torch.ones(40, 3), torch.ones(40, 3), draw_block(50, 40, 2, 9, 4), 5)

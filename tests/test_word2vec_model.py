@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,8 @@ import torch.nn.functional as F
 from gensim.models.fasttext import ft_ngram_hashes
 from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every test here)
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError, StorageError
+from speedtransfer.tables import unique_rows
 from speedtransfer.word2vec import Block, UnknownWordError, Vocabulary, Word2Vec
 from speedtransfer.word2vec import model as model_module
 
@@ -93,6 +96,33 @@ def test_step_of_the_model_is_the_step_of_torch(kind, buckets):
     torch.testing.assert_close(model.input.table.torch(), tables[0].detach())
     torch.testing.assert_close(model.output.table.torch(), tables[1].detach())
     assert model.deposit_gradients(block, with_loss=False).loss is None
+
+
+def with_unique(block):
+    found = unique_rows(block.words), unique_rows(torch.cat([block.words, block.negatives.flatten()]))
+    return dataclasses.replace(block, unique=found)
+
+
+@pytest.mark.parametrize("buckets", [0, BUCKETS])
+def test_unique_rows_found_ahead_change_nothing(buckets):
+    block, tables = draw_block(60), []
+    for given in (block, with_unique(block)):
+        model = Word2Vec(VOCABULARY, 5, buckets=buckets, device="cpu")
+        model.output.table.normal_(0, 0.5, generator=torch.Generator().manual_seed(4))
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model.deposit_gradients(given)
+            optimizer.step()
+            optimizer.zero_grad()
+        tables.append([table.table.torch() for table in (model.input, model.output)])
+    assert all(map(torch.equal, *tables))
+
+
+def test_block_of_another_vocabulary():
+    model = Word2Vec(VOCABULARY, 5, device="cpu")
+    for block in (draw_block(60, vocabulary=NUM_WORDS + 5), with_unique(draw_block(60, vocabulary=NUM_WORDS + 5))):
+        with pytest.raises(RowIndexError, match=f"{NUM_WORDS}"):
+            model.deposit_gradients(block)
 
 
 @pytest.mark.parametrize("buckets", [0, BUCKETS])

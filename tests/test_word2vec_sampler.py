@@ -166,6 +166,15 @@ def test_any_block_again_by_its_step(vocabulary):
     assert list(sampler.blocks(5, 5)) == []
 
 
+def test_unique_rows_are_those_of_the_words_and_of_all(vocabulary):
+    block = sampler_of(vocabulary, corpus_ids(10), block_words=200).block(3)
+    for found, ids in zip(
+        block.unique, (block.words, torch.cat([block.words, block.negatives.flatten()])), strict=True
+    ):
+        assert torch.equal(found.ids, ids.unique())
+        assert torch.equal(found.ids[found.inverse], ids)
+
+
 def test_stopping_early_leaves_no_thread(vocabulary):
     before = threading.active_count()
     blocks = sampler_of(vocabulary, corpus_ids(10), block_words=200).blocks(0, 50)

@@ -74,11 +74,18 @@ class ActiveRows:
 def activate(
     handle: Handle, ids: Any, max_norm: float | None = None, norm_type: float = 2.0, padding_idx: int | None = None
 ) -> ActiveRows:
-    """Gather the unique rows of `ids`; rows longer than `max_norm` are shortened first, in the table too."""
+    """Gather the unique rows of `ids`, which may be `UniqueRows` of the host already.
+
+    Rows longer than `max_norm` are shortened first, in the table too.
+    """
     table = handle.table
     with torch.no_grad():
-        flat, shape, checked = as_index(ids, table.num_rows, table.device)
-        groups = unique_rows(flat, None if checked else table.num_rows, ids, padding_idx)
+        if isinstance(ids, UniqueRows):
+            groups, shape = ids, tuple(ids.inverse.shape)
+            as_index(groups.ids, table.num_rows, table.device)  # may refuse
+        else:
+            flat, shape, checked = as_index(ids, table.num_rows, table.device)
+            groups = unique_rows(flat, None if checked else table.num_rows, ids, padding_idx)
         if table.engine != "staged":  # which wants the ids on the host
             groups = groups.to(table.device)
         if max_norm is not None:

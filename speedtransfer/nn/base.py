@@ -129,8 +129,9 @@ class TableModule(nn.Module):
 
         Parameters
         ----------
-        ids : tensor, ndarray or list
-            Row numbers, any integer dtype, shape and device.
+        ids : tensor, ndarray, list or UniqueRows
+            Row numbers, any integer dtype, shape and device. Or what `tables.unique_rows` has found among some on the CPU,
+            where it looked for `padding_idx`, if there is one.
         """
         training = self._training_rows()
         active = activate(self._handle, ids, self.max_norm, self.norm_type, self.padding_idx)

@@ -59,33 +59,48 @@ class Band:
 
 
 class Noise:
-    """Scores and gradients of negatives: a group of them is shared by an equal share of the vectors, in a matrix product.
+    """Gradients of negatives: a group of them is shared by an equal share of the vectors, in a matrix product.
+
+    The groups are computed by `compute`, in any order and in any threads.
 
     Parameters
     ----------
     vectors : Tensor, shape (n, dim)
         Group g serves the g-th share, ``ceil(n / groups)`` of them; the last groups may serve fewer, or none.
-    rows : Tensor, shape (groups, k, dim)
-        The negatives.
+    rows : Tensor, shape (v, dim)
+    negatives : Tensor of int64, shape (groups, k)
+        Positions in `rows`.
     weight : Tensor, shape (n,)
         Of the negatives of each vector.
+    with_loss : bool
+        Whether the loss is wanted.
     """
 
-    def __init__(self, vectors: Tensor, rows: Tensor, weight: Tensor) -> None:
-        self._num_vectors, groups = len(vectors), len(rows)
-        share = -(-len(vectors) // groups)
-        padding = share * groups - len(vectors)
-        self._vectors = F.pad(vectors, (0, 0, 0, padding)).view(groups, share, vectors.shape[1])
-        self._weight = F.pad(weight, (0, padding)).view(groups, share, 1)
-        self._rows = rows
-        self._scores = torch.bmm(self._vectors, rows.transpose(1, 2))
+    def __init__(self, vectors: Tensor, rows: Tensor, negatives: Tensor, weight: Tensor, with_loss: bool) -> None:
+        (self._num_vectors, dim), (self.num_groups, k) = vectors.shape, negatives.shape
+        share = -(-self._num_vectors // self.num_groups)
+        padding = share * self.num_groups - self._num_vectors
+        self._vectors = F.pad(vectors, (0, 0, 0, padding)).view(self.num_groups, share, dim)
+        self._weight = F.pad(weight, (0, padding)).view(self.num_groups, share, 1)
+        self._rows, self._negatives, self.device = rows, negatives, rows.device
+        self._losses = vectors.new_empty(self.num_groups) if with_loss else None
+        self._grad, self._rows_grad = torch.empty_like(self._vectors), vectors.new_empty(self.num_groups, k, dim)
 
-    def loss(self) -> Tensor:
-        """Return the summed loss of the negatives, shape ()."""
-        return (F.softplus(self._scores) * self._weight).sum()
+    @torch.no_grad()
+    def compute(self, groups: slice) -> None:
+        """Compute what `groups` give: each group must be computed once before the results are read."""
+        vectors, weight, rows = self._vectors[groups], self._weight[groups], self._rows[self._negatives[groups]]
+        scores = torch.bmm(vectors, rows.transpose(1, 2))
+        if self._losses is not None:
+            self._losses[groups] = (F.softplus(scores) * weight).sum((1, 2))
+        slope = scores.sigmoid_().mul_(weight)
+        torch.bmm(slope, rows, out=self._grad[groups])
+        torch.bmm(slope.transpose(1, 2), vectors, out=self._rows_grad[groups])
+
+    def loss(self) -> Tensor | None:
+        """Return the summed loss of the negatives, shape (), or None."""
+        return None if self._losses is None else self._losses.sum()
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Return those of the vectors (n, dim) and of the negatives (groups * k, dim); the scores are used up."""
-        slope = self._scores.sigmoid_().mul_(self._weight)
-        grad = torch.bmm(slope, self._rows).flatten(0, 1)[: self._num_vectors]
-        return grad, torch.bmm(slope.transpose(1, 2), self._vectors).flatten(0, 1)
+        """Return those of the vectors (n, dim) and of the negatives (groups * k, dim)."""
+        return self._grad.flatten(0, 1)[: self._num_vectors], self._rows_grad.flatten(0, 1)

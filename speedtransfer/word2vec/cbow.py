@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer.word2vec.band import Band, Noise
-from speedtransfer.word2vec.gradients import BlockGradients
+from speedtransfer.word2vec.gradients import BlockGradients, compute_noise
 
 
 def cbow_gradients(
@@ -63,9 +63,11 @@ def cbow_gradients(
     predicted, targets = (counts > 0).to(input_rows.dtype), output_rows[outputs]
     scores = (means * targets).sum(1)
     slope = (scores.sigmoid() - 1)[:, None]  # a mean of no words is zero, and what it receives goes nowhere
-    noise = Noise(means, output_rows[negatives], predicted * (negative / negatives.shape[1]))
-    loss = (F.softplus(-scores) * predicted).sum() + noise.loss() if with_loss else None
-    mean_grad, noise_grad = noise.gradients()
+    noise = Noise(means, output_rows, negatives, predicted * (negative / negatives.shape[1]), with_loss)
+    compute_noise(noise, lambda: None)
+    (mean_grad, noise_grad), loss = noise.gradients(), noise.loss()
+    if loss is not None:
+        loss += (F.softplus(-scores) * predicted).sum()
     mean_grad.addcmul_(slope, targets)
     output_grad = torch.zeros_like(output_rows).index_add_(0, outputs, slope * means)
     output_grad.index_add_(0, negatives.flatten(), noise_grad)

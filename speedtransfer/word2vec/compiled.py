@@ -52,7 +52,7 @@ def pairs(
     context_grad: np.ndarray,
     with_loss: bool,
 ) -> float:
-    """Set `center_grad` (u, dim), add to `context_grad` (v, dim), return the loss; arguments as `skipgram_gradients`."""
+    """Set `center_grad` (u, dim) and `context_grad` (v, dim), return the loss; arguments as `skipgram_gradients`."""
     count, dim, loss = len(centers), center_rows.shape[1], 0.0
     reach = max(before.max(), after.max()) if count else 0
     slopes = np.empty((count, 2 * reach + 1), dtype=center_rows.dtype)
@@ -78,6 +78,7 @@ def pairs(
     order, starts = _group_by_row(contexts, len(context_rows))
     for row in range(len(context_rows)):
         total = context_grad[row]
+        total[:] = 0
         for position in order[starts[row] : starts[row + 1]]:
             for other in range(max(position - reach, 0), min(position + reach + 1, count)):
                 gap = position - other

@@ -16,9 +16,9 @@ import concurrent.futures
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,8 @@ from torch import Tensor
 
 from speedtransfer.engines.host import compiled_copies
 from speedtransfer.word2vec.band import Band, Noise
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -79,26 +81,58 @@ def skipgram_gradients(
     -------
     BlockGradients
     """
-    pairs, compiled = before + after, _compiled() if center_rows.device.type == "cpu" else None
-    band = (center_rows, context_rows, centers, contexts, before, after, with_loss)
-    in_thread = None
-    if compiled:
-        # Filled here: in a thread of its own torch would start as many threads again, which then spin.
-        grads = torch.empty_like(center_rows), torch.zeros_like(context_rows)
-        in_thread = _helper().submit(_compiled_band, compiled, grads, *band)
-
+    pairs, band = before + after, (center_rows, context_rows, centers, contexts, before, after, with_loss)
     # The negatives of a word are the same wherever it stands in the block: once a unique row, weighted by its pairs.
     weight = center_rows.new_zeros(len(center_rows)).index_add_(0, centers, pairs.to(center_rows.dtype))
-    noise = Noise(center_rows, context_rows[negatives], weight.mul_(negative / negatives.shape[1]))
-    loss = noise.loss() if with_loss else None
-    from_noise, noise_grad = noise.gradients()
-
-    center_grad, context_grad, band_loss = in_thread.result() if in_thread else _band(*band)
+    noise = Noise(center_rows, context_rows, negatives, weight.mul_(negative / negatives.shape[1]), with_loss)
+    positive = functools.partial(_compiled_band if has_helper(noise.device) else _band, *band)
+    center_grad, context_grad, loss = compute_noise(noise, positive)
+    (from_noise, noise_grad), noise_loss = noise.gradients(), noise.loss()
     center_grad += from_noise
     context_grad.index_add_(0, negatives.flatten(), noise_grad)
-    if loss is not None and band_loss is not None:
-        loss += band_loss
+    if loss is not None and noise_loss is not None:
+        loss += noise_loss
     return BlockGradients(center_grad, context_grad, pairs.sum(), loss)
+
+
+# --- two threads ------------------------------------------------------------------------------------------------------
+
+
+def compute_noise(noise: Noise, meanwhile: Callable[[], T]) -> T:
+    """Compute `noise`, and return what `meanwhile` returns: on two threads where there is the helping one.
+
+    That sees to `meanwhile`, and where torch computes on one thread then to groups of the noise, as long as there are any:
+    which thread takes a group changes nothing about it.
+    """
+    if not has_helper(noise.device):
+        noise.compute(slice(None))
+        return meanwhile()
+    share = torch.get_num_threads() == 1 and not torch.is_inference_mode_enabled()
+    groups = [slice(g, g + 1) for g in range(noise.num_groups)] if share else [slice(None)]
+
+    def take_groups() -> None:
+        while True:
+            try:
+                group = groups.pop()
+            except IndexError:  # the other thread may have taken the last one
+                return
+            noise.compute(group)
+
+    def help_out() -> T:
+        result = meanwhile()
+        if share:
+            torch.set_num_threads(1)  # of this thread, too: it would start more, which then spin
+            take_groups()
+        return result
+
+    helped = _helper().submit(help_out)
+    take_groups()
+    return helped.result()
+
+
+def has_helper(device: torch.device) -> bool:
+    """Tell whether the helping thread has a part in gradients on `device`: on a CPU with numba, which leaves it the GIL."""
+    return device.type == "cpu" and _compiled() is not None
 
 
 # --- positive pairs, compiled -----------------------------------------------------------------------------------------
@@ -115,7 +149,7 @@ def _compiled() -> Any:
 
 @functools.cache
 def _helper() -> concurrent.futures.ThreadPoolExecutor:
-    """Return the thread that sees to the positive pairs while the calling one sees to the negatives."""
+    """Return the thread that helps: it sees to the positive pairs while the calling one begins with the negatives."""
     return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="speedtransfer-pairs")
 
 
@@ -130,7 +164,7 @@ def leave_a_core(device: torch.device) -> Iterator[None]:
     After each of its parallel operations torch's threads go on to spin for a while, on the cores that others have work for.
     """
     threads = torch.get_num_threads()
-    if device.type != "cpu" or _compiled() is None or threads == 1:
+    if not has_helper(device) or threads == 1:
         yield
         return
     torch.set_num_threads(threads - 1)
@@ -141,8 +175,6 @@ def leave_a_core(device: torch.device) -> Iterator[None]:
 
 
 def _compiled_band(
-    compiled: Any,
-    grads: tuple[Tensor, Tensor],
     center_rows: Tensor,
     context_rows: Tensor,
     centers: Tensor,
@@ -150,13 +182,14 @@ def _compiled_band(
     before: Tensor,
     after: Tensor,
     with_loss: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_band`, pair by pair, into `grads`; that of the contexts is zero before."""
-    loss = compiled.pairs(
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `_band`, pair by pair."""
+    grads = torch.empty_like(center_rows), torch.empty_like(context_rows)
+    loss = _compiled().pairs(
         *(t.numpy() for t in (center_rows, context_rows, centers, contexts, before, after, *grads)),
         with_loss,
     )
-    return *grads, center_rows.new_tensor(loss)
+    return *grads, center_rows.new_tensor(loss) if with_loss else None
 
 
 # --- positive pairs, in torch -----------------------------------------------------------------------------------------

@@ -150,15 +150,13 @@ class Word2Vec(nn.Module):
             from now on.
         """
         device, num_words = self.input.table.device, len(block.words)
-        words, negatives = block.words.to(device), block.negatives.to(device)
-        active = self._activate(words)
-        output = self.output.activate(torch.cat([words, negatives.flatten()]))
+        active, output = self._activate_rows_of(block)
         result = GRADIENTS[self.model](
             active.rows,
             output.rows,
             active.inverse,
             output.inverse[:num_words],
-            output.inverse[num_words:].view(negatives.shape),
+            output.inverse[num_words:].view(block.negatives.shape),
             block.before.to(device),
             block.after.to(device),
             self.negative,
@@ -171,11 +169,17 @@ class Word2Vec(nn.Module):
         output.add_grad(result.context)
         return result
 
-    def _activate(self, words: Tensor) -> ActiveRows | ActiveWords:
-        """Return the vectors of the distinct ones of `words` and the way back for their gradient."""
+    def _activate_rows_of(self, block: Block) -> tuple[ActiveRows | ActiveWords, ActiveRows]:
+        """Return the vectors of the distinct words of `block` and the rows of `output` that it needs, with the ways back."""
+        if self.subwords is None and block.unique is not None:
+            inputs, outputs = block.unique
+            return self.input.activate(inputs), self.output.activate(outputs)
+        device = self.input.table.device
+        words = block.words.to(device)
+        output = self.output.activate(torch.cat([words, block.negatives.to(device).flatten()]))
         if self.subwords is None:
-            return self.input.activate(words)
-        return ActiveWords(self.input, self.subwords, words)
+            return self.input.activate(words), output
+        return ActiveWords(self.input, self.subwords, words), output
 
     def forward(self, centers: Tensor, contexts: Tensor) -> Tensor:
         """Return the scores of single pairs, shape of `centers`, through autograd: for a loss of your own.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import HostMemoryError, InvalidValueError, check_size, format_bytes
+from speedtransfer.tables import UniqueRows, unique_rows
 from speedtransfer.tables.memory import physical_bytes
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
@@ -37,6 +38,9 @@ class Block:
         Words drawn from the noise distribution. Each group serves an equal share of what the model scores.
     num_corpus_words : int
         Words of the corpus that the block covers, before subsampling.
+    unique : tuple of UniqueRows, or None
+        Of `words`, and of `words` followed by the negatives, group by group: found while an earlier block is trained on. None:
+        not found yet.
     """
 
     words: Tensor
@@ -44,6 +48,7 @@ class Block:
     after: Tensor
     negatives: Tensor
     num_corpus_words: int
+    unique: tuple[UniqueRows, UniqueRows] | None = None
 
 
 class Sampler:
@@ -132,7 +137,10 @@ class Sampler:
         words = words[kept]
         windows = torch.randint(1, self.window + 1, (len(words),), generator=generator, device=self.device)
         before, after = self._within(windows, kept, start)
-        return Block(words, before, after, self._draw_negatives(generator), len(stretch))
+        negatives, unique = self._draw_negatives(generator), None
+        if self.device.type == "cpu":  # elsewhere the host would have to wait for the device
+            unique = unique_rows(words), unique_rows(torch.cat([words, negatives.flatten()]))
+        return Block(words, before, after, negatives, len(stretch), unique)
 
     def _draw_negatives(self, generator: torch.Generator) -> Tensor:
         """Draw (groups, shared_negatives) words of the noise, one in each of as many equal strata of it.
