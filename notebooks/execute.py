@@ -23,6 +23,10 @@ MOST_BYTES = 150_000  # of a notebook with its outputs: a repository keeps every
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 KERNEL_ARGUMENTS = ["--IPKernelApp.log_level=ERROR", "--InteractiveShell.colors=nocolor"]
 
+_PLACES = {
+    f"{str(place).rstrip('/')}/" for place in (Path.home(), ROOT, tempfile.gettempdir(), "/tmp", "/home", "/root")
+}
+
 
 def notebooks() -> list[Path]:
     """Return every notebook of this folder."""
@@ -89,19 +93,24 @@ def faults(notebook: nbformat.NotebookNode) -> list[str]:
     for number, cell in enumerate(cells, start=1):
         for output in cell.outputs:
             if output.output_type == "error" or output.get("name") == "stderr":
-                found.append(f"cell {number} has an error or a warning: {_text(output)[:300]!r}")
-            for place in (str(Path.home()), tempfile.gettempdir(), str(ROOT), "/tmp/", "/home/", "/root/"):
-                if place != "/" and place in _text(output):
-                    found.append(f"cell {number} shows a path of this machine, {place!r}")
+                found.append(f"cell {number} has an error or a warning: {_shown(output)[:300]!r}")
+            found += [
+                f"cell {number} shows a path of this machine, {place!r}" for place in _PLACES if place in _shown(output)
+            ]
     if not any(cell.outputs for cell in cells):
         found.append("it has no outputs")
     return found
 
 
-def _text(output: nbformat.NotebookNode) -> str:
+def _shown(output: nbformat.NotebookNode) -> str:
     """Return all that an output says in letters; pictures are none."""
     shown = [value for kind, value in output.get("data", {}).items() if not kind.startswith("image/png")]
     return "\n".join(map(str, [output.get("text", ""), *output.get("traceback", []), *shown]))
+
+
+def text_of(notebook: nbformat.NotebookNode) -> str:
+    """Return the file of a notebook."""
+    return nbformat.writes(notebook) + "\n"
 
 
 def main() -> int:
@@ -110,7 +119,9 @@ def main() -> int:
     parser.add_argument("notebook", nargs="*", type=Path, help="default: all of this folder")
     parser.add_argument("--small", action="store_true", help="at the sizes of the tests")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write there instead of in place")
-    parser.add_argument("--timeout", type=int, default=600, metavar="SECONDS", help="longest time of a cell (%(default)s)")
+    parser.add_argument(
+        "--timeout", type=int, default=600, metavar="SECONDS", help="longest time of a cell (%(default)s)"
+    )
     arguments = parser.parse_args()
     if arguments.small and arguments.output is None:
         parser.error("--small without --output would replace the outputs that readers see; pass a folder")
@@ -122,7 +133,7 @@ def main() -> int:
             print(f"{path.name}: {error}", file=sys.stderr)
             return 1
         found = faults(notebook)
-        text = nbformat.writes(notebook) + "\n"
+        text = text_of(notebook)
         if len(text.encode()) > MOST_BYTES:
             found.append(f"it has {len(text.encode()):,} bytes but may have {MOST_BYTES:,}; draw smaller pictures")
         if found:
