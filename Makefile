@@ -10,7 +10,7 @@ CUDA_EXTRA := $(if $(CUDA_MAJOR),$(shell [ $(CUDA_MAJOR) -ge 13 ] && echo cuda13
 comma := ,
 EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 
-.PHONY: help demo test test-slow lint docs bench idle word2vec word2vec-scale gpu gpu-status clean
+.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale gpu gpu-status clean
 
 help:
 	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (one to three minutes)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-slow   the long sweeps as well"
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation site, into docs/_build"
+	@echo "make notebooks   run every notebook again and write its outputs into it"
 	@echo "make bench       benchmarks on this machine, results into bench/results/<device>/"
 	@echo "make idle DATA=FOLDER  loss curves with dense, exact and lazy idle rows; see bench/idle.py for the data"
 	@echo "make word2vec DATA=FOLDER  speed and quality beside gensim; see bench/word2vec.py for the data"
@@ -46,6 +47,11 @@ lint: $(ENV)
 
 docs: $(ENV)
 	$(PY) -m sphinx -W --keep-going -n docs docs/_build
+
+# ARGS=notebooks/transfer.ipynb: that one alone. SPEEDTRANSFER_DATA=FOLDER: with data that are not shipped, where a notebook can
+# use them.
+notebooks: $(ENV)
+	$(PY) notebooks/execute.py $(ARGS)
 
 # ARGS="--only transfer,step --quick": some parts, small sizes. A machine lent for ten minutes a command takes several, each with
 # ARGS="--archive $OUT/results.tgz --total 560 --only ...": tests,sanitizer, then transfer,speedtorch,tax, then step,memory,precision.
