@@ -24,8 +24,14 @@ OTHERS = (IDLE, WORD2VEC, SCALE)
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 
 _PACKAGE = ("speedtransfer/**/*.py", "speedtransfer/**/*.cu", "speedtransfer/**/*.cuh")
-_NO_ROWS = ("!speedtransfer/cli.py", "!speedtransfer/__main__.py", "!speedtransfer/word2vec/**/*.py")  # move none
+_NO_ROWS = (  # move none for the benchmarks
+    "!speedtransfer/cli.py",
+    "!speedtransfer/__main__.py",
+    "!speedtransfer/speedtorch/**/*.py",
+    "!speedtransfer/word2vec/**/*.py",
+)
 _NO_TRAINING = (
+    "!speedtransfer/speedtorch/**/*.py",
     "!speedtransfer/cli.py",
     "!speedtransfer/__main__.py",
     "!speedtransfer/benchmark/**/*.py",
