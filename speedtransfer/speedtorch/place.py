@@ -101,7 +101,7 @@ def _warn_once(reason: str) -> None:
     global _warned
     if not _warned:
         _warned = True
-        level, frame = 1, sys._getframe().f_back
+        level, frame = 2, sys._getframe().f_back
         while frame is not None and frame.f_globals.get("__name__", "").startswith("speedtransfer."):
             level, frame = level + 1, frame.f_back  # to the line that asks
         warnings.warn(

@@ -115,7 +115,7 @@ class Rows:
     def put(self, name: str, index: Any, value: Any) -> None:
         """Set the values that any index of NumPy's names; of one named twice the last value stays."""
         places = torch.from_numpy(self._places(name, index))
-        values = self._converted(name, value, tuple(places.shape))
+        values = stored_as(self.columns[name].dtype, _broadcast(value, tuple(places.shape)), "dataObject")
         found = unique_rows(places.reshape(-1))
         values = values.reshape(-1)[last_places(found.inverse, len(found.ids)).to(values.device)]
         plane = self.table.plane(name).view(-1)
@@ -123,18 +123,8 @@ class Rows:
         filled(plane)
 
     def broadcast(self, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
-        """Return `value` in the shape and dtype of the rows of an index of `shape`."""
-        return self._converted(name, value, (*shape, *self.columns[name].tail))
-
-    def _converted(self, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
-        """Return `value` as it is stored, in `shape`, wherever it is."""
-        tensor = stored_as(self.columns[name].dtype, tensor_from(value, "dataObject"), "dataObject")
-        try:
-            return tensor.broadcast_to(shape)
-        except RuntimeError:
-            raise InvalidValueError(
-                f"dataObject has shape {tuple(tensor.shape)} but indexes name values of shape {shape}; reshape it"
-            ) from None
+        """Return `value` in the shape of the rows of an index of `shape`."""
+        return _broadcast(value, (*shape, *self.columns[name].tail))
 
     def _given(self, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
         what, column = f"rows for {name!r}", self.columns[name]
@@ -151,7 +141,7 @@ class Rows:
     def _shown(self, name: str, values: Tensor, shape: tuple[int, ...]) -> Tensor:
         column = self.columns[name]
         bits = values.view(column.dtype) if column.dtype in BITS else values
-        return bits.view(*shape, *column.tail)
+        return bits.view((*shape, *column.tail))
 
     def _places(self, name: str, index: Any) -> np.ndarray:
         """Return where in the flat plane the values are that `index` names, in the shape that NumPy gives them."""
@@ -172,6 +162,16 @@ def last_places(inverse: Tensor, count: int) -> Tensor:
     """Return where each of `count` values stands last in an index, by the places that `inverse` (n,) gives its entries."""
     order = torch.arange(len(inverse), device=inverse.device)
     return order.new_zeros(count).scatter_reduce_(0, inverse, order, "amax", include_self=False)
+
+
+def _broadcast(value: Any, shape: tuple[int, ...]) -> Tensor:
+    tensor = tensor_from(value, "dataObject")
+    try:
+        return tensor.broadcast_to(shape)
+    except RuntimeError:
+        raise InvalidValueError(
+            f"dataObject has shape {tuple(tensor.shape)} but indexes name values of shape {shape}; reshape it"
+        ) from None
 
 
 def _for_numpy(index: Any) -> Any:
