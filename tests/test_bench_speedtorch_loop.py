@@ -49,7 +49,7 @@ def test_ways_are_timed_and_train(result, training, capsys):
     planes = 2 * 40 * 4 * 4  # bytes of both tables
     held = {way: found["measured"][0]["ways"][way]["bytes"] / planes for way in training.WAYS}
     assert held["dense"] == pytest.approx(4, abs=0.1)  # weights, gradients and two states
-    assert all(3 < of_planes < 7 for of_planes in held.values())
+    assert all(3 <= of_planes < 16 for of_planes in held.values())  # a batch has more rows than the tables
     printed = capsys.readouterr()
     assert printed.err == ""
     assert "60 rows: SpeedTorch's names " in printed.out
