@@ -10,7 +10,7 @@ CUDA_EXTRA := $(if $(CUDA_MAJOR),$(shell [ $(CUDA_MAJOR) -ge 13 ] && echo cuda13
 comma := ,
 EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 
-.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale gpu gpu-status clean
+.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale speedtorch-loop gpu gpu-status clean
 
 help:
 	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (one to three minutes)"
@@ -23,6 +23,7 @@ help:
 	@echo "make idle DATA=FOLDER  loss curves with dense, exact and lazy idle rows; see bench/idle.py for the data"
 	@echo "make word2vec DATA=FOLDER  speed and quality beside gensim; see bench/word2vec.py for the data"
 	@echo "make word2vec-scale  word2vec steps on up to 50 million words in files (19 GB of disk)"
+	@echo "make speedtorch-loop  SpeedTorch's word2vec example by its names, by the drop-in and in plain torch (7 GB of memory)"
 	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/"
 	@echo "make gpu-status  which GPU results exist, from which commit, which are stale"
 
@@ -71,6 +72,9 @@ word2vec: $(ENV)
 
 word2vec-scale: $(ENV)
 	$(PY) bench/word2vec_scale.py $(ARGS) && $(PY) bench/readme.py
+
+speedtorch-loop: $(ENV)
+	$(PY) bench/speedtorch_loop.py $(ARGS) && $(PY) bench/readme.py
 
 gpu: $(ENV)
 	$(call RECORD,gpu)

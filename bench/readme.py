@@ -1,4 +1,4 @@
-"""Writes the figures of README.md, a page for each device, and the plots, from ``bench/results``: ``python bench/readme.py``.
+"""Writes the figures of the README and docs, a page for each device, and the plots, from bench/results; run it as it is.
 
 With ``--check`` it only compares the text. Where nothing is recorded the README stays as it is. Only complete runs are shown,
 no quick ones (see store.py).
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from store import IDLE, ROOT, SCALE, SUITES, WORD2VEC, read, recorded
+from store import IDLE, LOOP, ROOT, SCALE, SUITES, WORD2VEC, read, recorded
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
@@ -25,17 +26,20 @@ PLOT_BYTES = 150_000  # at most: a repository keeps every one for ever
 
 
 class Section(NamedTuple):
-    """A stretch of README.md that shows results other than suites, between two marks.
+    """A stretch of README.md, or of another page, that shows results other than suites, between two marks.
 
     Attributes
     ----------
     name : str
     parts : tuple of (str, str)
         The parts whose newest results are shown, each with the module that has its `markdown` and `save`, the picture.
+    page : str
+        The file, from the root on. Where it or its marks are not there, nothing is shown.
     """
 
     name: str
     parts: tuple[tuple[str, str], ...]
+    page: str = "README.md"
 
     @property
     def begin(self) -> str:
@@ -50,7 +54,8 @@ class Section(NamedTuple):
 
 IDLE_ROWS = Section("idle rows", ((IDLE, "idle_figure"),))
 WORD2VEC_SECTION = Section("word2vec", ((WORD2VEC, "word2vec_figure"), (SCALE, "word2vec_scale_figure")))
-SECTIONS = (IDLE_ROWS, WORD2VEC_SECTION)
+SPEEDTORCH_LOOP = Section("speedtorch loop", ((LOOP, "speedtorch_loop_figure"),), "docs/migration.md")
+SECTIONS = (IDLE_ROWS, WORD2VEC_SECTION, SPEEDTORCH_LOOP)
 
 
 class Recorded(NamedTuple):
@@ -76,14 +81,15 @@ def suites(root: Path) -> list[Recorded]:
     return [suite for _, suite in sorted(found, key=lambda item: item[0])]
 
 
-def newest(root: Path, part: str, module: str) -> Recorded | None:
-    """Return the newest result of `part`, as `module` shows it; None without one. What cannot be shown is left out."""
+def newest(root: Path, part: str, module: str, page: str = "README.md") -> Recorded | None:
+    """Return the newest result of `part`, as `module` shows it on `page`; None without one. What cannot be is left out."""
     markdown, found = importlib.import_module(module).markdown, []
     for other, path in recorded(root):
         try:
             if other == part:
                 result, picture = read(path), path.with_suffix(".png")
-                text = markdown(result, picture.relative_to(root).as_posix() if picture.exists() else "")
+                address = Path(os.path.relpath(picture, (root / page).parent)).as_posix()
+                text = markdown(result, address if picture.exists() else "")
                 found.append((result["environment"]["date"], Recorded(path, result, text)))
         except Exception as error:
             _warn(f"{path} is unreadable ({type(error).__name__}: {error}) and left out; record it again")
@@ -93,7 +99,9 @@ def newest(root: Path, part: str, module: str) -> Recorded | None:
 def in_sections(root: Path) -> dict[Section, list[tuple[str, Recorded]]]:
     """Return what each section has to show: the modules and the newest results."""
     return {
-        section: [(module, found) for part, module in section.parts if (found := newest(root, part, module))]
+        section: [
+            (module, found) for part, module in section.parts if (found := newest(root, part, module, section.page))
+        ]
         for section in SECTIONS
     }
 
@@ -163,13 +171,15 @@ def documents(root: Path, found: list[Recorded]) -> dict[Path, str]:
         short += [in_short(text), image.format(picture.relative_to(root).as_posix())]
     made = {page: "\n\n".join(filter(None, parts)) + "\n" for page, parts in pages.items()}
     readme = root / "README.md"
-    text = readme.read_text(encoding="utf-8")
+    texts = {readme: readme.read_text(encoding="utf-8")}
     if found:
-        text = _between(text, BEGIN, END, [*filter(None, short)])
+        texts[readme] = _between(texts[readme], BEGIN, END, [*filter(None, short)])
     for section, shown in in_sections(root).items():
+        page = root / section.page
+        text = texts.get(page) or (page.read_text(encoding="utf-8") if page.exists() else "")
         if shown and section.begin in text:
-            text = _between(text, section.begin, section.end, [recorded.text for _, recorded in shown])
-    return {**made, readme: text}
+            texts[page] = _between(text, section.begin, section.end, [recorded.text for _, recorded in shown])
+    return {**made, **texts}
 
 
 def _between(text: str, begin: str, end: str, parts: list[str]) -> str:

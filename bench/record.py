@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import bars
+import speedtorch_loop_words
 import word2vec_scale_figure
 import word2vec_statistics
 from store import (
     FULL,
     IDLE,
+    LOOP,
     PARTIAL,
     PARTS,
     QUICK,
@@ -302,6 +304,8 @@ def _outcome(part: str, result: dict[str, Any]) -> str:
         text = "recall " + ", ".join(
             f"{way} {c['recall'][-1]:.3f}" for way, c in result["curves"].items() if "recall" in c
         )
+    elif part == LOOP:
+        text = speedtorch_loop_words.in_short(result) + (", quick" if result["quick"] else "")
     elif part in (WORD2VEC, SCALE):
         text = (word2vec_statistics if part == WORD2VEC else word2vec_scale_figure).in_short(result)
         text += ", quick" if result["quick"] else ""

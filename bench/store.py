@@ -20,12 +20,19 @@ PARTS = (*CHECKS, *SUITES)
 IDLE = "idle"  # of bench/idle.py, which needs data that are not here
 WORD2VEC = "word2vec"  # of bench/word2vec.py, which needs such data, too
 SCALE = "word2vec_scale"  # of bench/word2vec_scale.py
-OTHERS = (IDLE, WORD2VEC, SCALE)
+LOOP = "speedtorch_loop"  # of bench/speedtorch_loop.py
+OTHERS = (IDLE, WORD2VEC, SCALE, LOOP)
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 
 _PACKAGE = ("speedtransfer/**/*.py", "speedtransfer/**/*.cu", "speedtransfer/**/*.cuh")
-_NO_ROWS = ("!speedtransfer/cli.py", "!speedtransfer/__main__.py", "!speedtransfer/word2vec/**/*.py")  # move none
+_NO_ROWS = (  # move none for the benchmarks
+    "!speedtransfer/cli.py",
+    "!speedtransfer/__main__.py",
+    "!speedtransfer/speedtorch/**/*.py",
+    "!speedtransfer/word2vec/**/*.py",
+)
 _NO_TRAINING = (
+    "!speedtransfer/speedtorch/**/*.py",
     "!speedtransfer/cli.py",
     "!speedtransfer/__main__.py",
     "!speedtransfer/benchmark/**/*.py",
@@ -75,6 +82,15 @@ def _sources(part: str) -> tuple[str, ...]:
     if part in (WORD2VEC, SCALE):
         own = ("data", "child", "process") if part == WORD2VEC else ("scale", "scale_child", "process")
         return (*_PACKAGE, *_NO_TRAINING, *(f"bench/word2vec_{name}.py" for name in own))
+    if part == LOOP:
+        others = (f"!speedtransfer/{name}/**/*.py" for name in ("benchmark", "checkpoint", "word2vec"))
+        return (
+            *_PACKAGE,
+            "!speedtransfer/cli.py",
+            "!speedtransfer/__main__.py",
+            *others,
+            "bench/speedtorch_loop_training.py",
+        )
     if part in CHECKS:
         return (*_PACKAGE, *_NO_ROWS, "!speedtransfer/benchmark/**/*.py", *_TESTS)
     aside = (*_SHOWING, *(suite for suite in SUITES if suite != part))

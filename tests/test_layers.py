@@ -21,7 +21,7 @@ LAYERS = [
     {"tables"},
     {"optim"},
     {"nn"},
-    {"checkpoint", "word2vec", "benchmark"},
+    {"checkpoint", "word2vec", "speedtorch", "benchmark"},
     {"cli"},
     {"__init__", "__main__"},
 ]

@@ -1,0 +1,130 @@
+"""What all SpeedTorch classes share: the rows once they are there, views and copies of them, and files."""
+
+# ruff: noqa: N802, N803 - the names are SpeedTorch's
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.speedtorch.files import read_npy, read_torch, write_npy, write_torch
+from speedtransfer.speedtorch.place import Place
+from speedtransfer.speedtorch.rows import Rows
+from speedtransfer.speedtorch.values import tensor_from
+from speedtransfer.tables.types import PathLike
+
+
+class Held(ABC):
+    """Rows in one memory.
+
+    A subclass says where they live (`_place`), how they begin, and what an array from outside becomes (`_take`).
+    """
+
+    _several: ClassVar[bool] = False  # arrays, one for each state of an optimizer
+    _begin_by: ClassVar[str] = ""
+    _held: Rows | None = None
+
+    @abstractmethod
+    def _place(self) -> Place:
+        """Return where the rows are to live."""
+
+    @abstractmethod
+    def _take(self, tensors: list[Tensor]) -> None:
+        """Make `tensors` the rows."""
+
+    @property
+    def _rows(self) -> Rows:
+        if self._held is None:
+            raise InvalidValueError(f"{type(self).__name__} has no rows yet; call {self._begin_by} first")
+        return self._held
+
+    def _one_or_all(self, arrays: list[Any]) -> Any:
+        return tuple(arrays) if self._several else arrays[0]
+
+    def _whole(self) -> list[Tensor]:
+        return [self._rows.whole(name) for name in self._rows.columns]
+
+    def _get_array(self) -> Any:
+        return self._one_or_all([self._rows.array(name) for name in self._rows.columns])
+
+    def _get_tensor(self) -> Any:
+        return self._one_or_all(self._whole())
+
+    def _set(self, value: Any) -> None:
+        self._take(
+            [tensor_from(one, "the array") for one in value] if self._several else [tensor_from(value, "the array")]
+        )
+
+    def getCupyVar(self) -> Any:
+        """Return all rows over their memory: a CuPy array where CUDA reaches it, else a NumPy array, which is used alike.
+
+        An optimizer's switcher returns a tuple, one array for each name in `optVarList`.
+        """
+        return self._get_array()
+
+    getCupyMM = getCupyVar  # noqa: N815
+
+    def getTorchVar(self) -> Any:
+        """Return all rows as a tensor over their memory, on the CPU unless that is the device's; a tuple as `getCupyVar`."""
+        return self._get_tensor()
+
+    def getNumpyVersion(self) -> Any:
+        """Return a copy of all rows as a NumPy array; a tuple as `getCupyVar`."""
+        return self._one_or_all([self._rows.numpy(name) for name in self._rows.columns])
+
+    def saveCupy(self, saveFileName: PathLike) -> None:
+        """Write all rows to a ``.npy`` file, chunk by chunk; the states of an optimizer as one array of all.
+
+        Raises
+        ------
+        StorageError, InvalidTypeError
+            The file cannot be written; NumPy has no such dtype.
+        """
+        write_npy(saveFileName, self._whole(), self._several)
+
+    def loadCupy(self, loadFileName: PathLike) -> None:
+        """Read all rows from a ``.npy`` file of `saveCupy`, cupy.save or numpy.save.
+
+        Raises
+        ------
+        StorageError, InvalidValueError, InvalidTypeError
+            The file cannot be read, or holds what these rows cannot be. They stay as they are then.
+        """
+        self._set(read_npy(loadFileName))
+
+    def saveTorch(self, saveFileName: PathLike) -> None:
+        """Write all rows as a tensor by torch.save, on the CPU; the states of an optimizer as a list of them."""
+        write_torch(saveFileName, self._whole() if self._several else self._whole()[0])
+
+    def loadTorch(self, loadFileName: PathLike) -> None:
+        """Read all rows from a file of `saveTorch` or torch.save, tensors only: nothing pickled is run.
+
+        Raises
+        ------
+        StorageError, InvalidValueError, InvalidTypeError
+            As `loadCupy`.
+        """
+        found = read_torch(loadFileName)
+        tensors = list(found) if isinstance(found, list | tuple) else [found]
+        if not all(isinstance(tensor, Tensor) for tensor in tensors) or isinstance(found, Tensor) is self._several:
+            what = "a list of tensors, one a state" if self._several else "a tensor"
+            raise StorageError(
+                f"{str(loadFileName)!r} holds no {what.removeprefix('a ')} but a {type(found).__name__}; "
+                f"save {what} with torch.save"
+            )
+        self._take([tensor.detach() for tensor in tensors])
+
+
+def view_of(get: str, doc: str) -> property:
+    """Return a property that shows all rows, `get` of :class:`Held`, and takes others in their place."""
+
+    def read(self: Held) -> Any:
+        return getattr(self, get)()
+
+    def write(self: Held, value: Any) -> None:
+        self._set(value)
+
+    return property(read, write, doc=doc)

@@ -1,0 +1,181 @@
+"""Data that are read and written by any index: the data gadget and the matrix of co-occurrences."""
+
+# ruff: noqa: N802, N803 - the names are SpeedTorch's
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
+from speedtransfer.speedtorch.common import Held
+from speedtransfer.speedtorch.files import read_npy
+from speedtransfer.speedtorch.rows import Column, Rows
+from speedtransfer.speedtorch.values import dtype_of, filled, stored_as, stored_dtype, tensor_from
+from speedtransfer.tables import Table
+from speedtransfer.tables.fill import copy_plane
+from speedtransfer.tables.types import PathLike
+
+
+class Indexed(Held):
+    """What is read and written by any index."""
+
+    def getData(self, indexes: Any) -> Tensor:
+        """Return a copy of what `indexes` names, on the compute device.
+
+        Parameters
+        ----------
+        indexes : int, slice, list, array or tensor, or tuple of these
+            As NumPy takes them, tensors on any device too. A number, or integers of any shape, name rows.
+
+        Returns
+        -------
+        Tensor
+            In the shape that NumPy gives: ``(*indexes.shape, *shape of a row)`` for rows.
+
+        Raises
+        ------
+        RowIndexError, InvalidTypeError, InvalidValueError
+            Something that is not there; no integers; no data yet.
+        """
+        rows = self._rows
+        if not _names_rows(indexes):
+            return rows.pick("weight", indexes)
+        return rows.read(rows.index(indexes), ["weight"])["weight"]
+
+    def insertData(self, dataObject: Any, indexes: Any) -> None:
+        """Set what `indexes` names, as `getData` takes it, to a tensor or array; of what is named twice the last value stays.
+
+        Parameters
+        ----------
+        dataObject : tensor or array
+            On any device, of a shape that broadcasts to that of ``getData(indexes)``. Floats are rounded to the data's dtype.
+        indexes : int, slice, list, array or tensor, or tuple of these
+
+        Raises
+        ------
+        RowIndexError, InvalidTypeError, InvalidValueError
+            As `getData`, and another shape or dtype. Nothing has been written then.
+        """
+        rows = self._rows
+        if not _names_rows(indexes):
+            rows.put("weight", indexes, dataObject)
+            return
+        index = rows.index(indexes)
+        rows.write(index, {"weight": rows.broadcast("weight", dataObject, index.shape)})
+
+
+class Gadgets(Indexed):
+    """What the data gadgets share."""
+
+    _begin_by = "gadgetInit()"
+
+    def __init__(self, fileName: Any, CPUPinn: bool = False) -> None:
+        self.fileName = fileName
+        self.CPUPinn = CPUPinn
+
+    def gadgetInit(self) -> None:
+        """Load the data.
+
+        Raises
+        ------
+        StorageError, InvalidTypeError, InvalidValueError
+            The file cannot be read; a dtype that no table has; a single number.
+        """
+        if isinstance(self.fileName, (str, os.PathLike)):
+            self.loadCupy(self.fileName)
+        else:
+            self._take([tensor_from(self.fileName, "fileName")])
+
+    def _take(self, tensors: list[Tensor]) -> None:
+        (tensor,) = tensors
+        column, plane = _as_plane(tensor)
+        place = self._place()
+        self._held = Rows(Table.from_array(plane, place.memory, device=place.device), {"weight": column})
+
+
+class MappedGadgets(Gadgets):
+    """What the memory-mapped data gadget is."""
+
+    def loadCupy(self, loadFileName: PathLike) -> None:
+        """Map a ``.npy`` file: it is not read at once, and what is inserted goes to the file."""
+        array = read_npy(loadFileName, writable=True)
+        if not (array.flags.c_contiguous and array.dtype.isnative):
+            raise InvalidValueError(
+                f"{os.fspath(loadFileName)!r} is in Fortran order or of foreign byte order and cannot be used in its place; "
+                "save a copy by numpy.save(path, numpy.array(data, order='C')), or use DataGadget"
+            )
+        column, plane = _as_plane(tensor_from(array, "the file"))
+        device = self._place().device
+        if array.ndim == 2 and plane.dtype == column.dtype and array.size:
+            table = Table.load(loadFileName, "mmap", device)
+        else:
+            table = Table.from_array(plane, "pageable", device=device, copy=False)
+        self._held = Rows(table, {"weight": column})
+
+    def _take(self, tensors: list[Tensor]) -> None:
+        raise InvalidTypeError(
+            "fileName is no file, which a memory-mapped gadget needs; pass a path, or use DataGadget"
+        )
+
+
+class Matrices(Indexed):
+    """What the matrices of co-occurrences share."""
+
+    _begin_by = "comInit()"
+
+    def _setup(self, total_classes: int, datatype: Any) -> None:
+        self.total_classes = check_size(total_classes, "total_classes")
+        self.datatype = self.dtype = datatype
+        self._column = Column((self.total_classes,), dtype_of(datatype))
+
+    def _zeros(self) -> Rows:
+        table = self._place().table(self.total_classes, self.total_classes, stored_dtype(self._column.dtype))
+        return Rows(table, {"weight": self._column})
+
+    def _init(self) -> None:
+        if self._held is None:
+            self._held = self._zeros()
+        else:
+            self._held.table.zero_()
+
+    def _take(self, tensors: list[Tensor]) -> None:
+        (tensor,) = tensors
+        if tuple(tensor.shape) != (self.total_classes, self.total_classes):
+            raise InvalidValueError(
+                f"the array has shape {tuple(tensor.shape)} but total_classes is {self.total_classes}; load a square one of it"
+            )
+        plane = stored_as(self._column.dtype, tensor, "the array")
+        held = self._held or self._zeros()
+        copy_plane(held.table.torch(), plane)
+        filled(held.table.torch())
+        self._held = held
+
+
+def _as_plane(tensor: Tensor) -> tuple[Column, Tensor]:
+    """Return what a row of `tensor` is, and its values as a table has them, ``(n, width)``."""
+    if tensor.dim() == 0:
+        raise InvalidValueError("the data are a single number but need rows; pass an array of one dimension or more")
+    column = Column(tuple(tensor.shape[1:]), dtype_of(tensor.dtype, "the dtype of the data"))
+    return column, stored_as(column.dtype, tensor, "the data").reshape(len(tensor), math.prod(column.tail))
+
+
+def _names_rows(indexes: Any) -> bool:
+    if indexes is None or indexes is Ellipsis or isinstance(indexes, (tuple, bool, np.bool_)):
+        return False
+    if isinstance(indexes, (Tensor, np.ndarray)):
+        return str(indexes.dtype).removeprefix("torch.") != "bool"
+    return not (
+        isinstance(indexes, list) and any(isinstance(one, (bool, list)) for one in indexes) and _is_mask(indexes)
+    )
+
+
+def _is_mask(indexes: list[Any]) -> bool:
+    try:
+        return np.asarray(indexes).dtype.kind == "b"
+    except ValueError:
+        return False

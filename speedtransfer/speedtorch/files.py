@@ -1,0 +1,98 @@
+"""The files of SpeedTorch's users: ``.npy`` as cupy.save and numpy.save write them, and tensors of torch.save."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.errors import InvalidTypeError, StorageError
+from speedtransfer.tables.advice import read_ahead
+from speedtransfer.tables.files import atomic
+from speedtransfer.tables.fill import row_chunks
+from speedtransfer.tables.types import PathLike
+
+
+def write_npy(path: PathLike, tensors: list[Tensor], stacked: bool) -> None:
+    """Write a tensor, or several as one array with a dimension more, chunk by chunk; ``.npy`` is added as NumPy does.
+
+    Raises
+    ------
+    StorageError
+        The file cannot be written; an old one stays whole.
+    InvalidTypeError
+        NumPy has no such dtype, or the tensors differ in shape or dtype.
+    """
+    name = os.fspath(path)
+    target = Path(name if name.endswith(".npy") else f"{name}.npy")
+    kinds = {(tuple(tensor.shape), tensor.dtype) for tensor in tensors}
+    if len(kinds) != 1:
+        raise InvalidTypeError(
+            f"one .npy file holds arrays of one shape and dtype but there are {len(kinds)} kinds; use saveTorch"
+        )
+    (shape, dtype) = kinds.pop()
+    if dtype == torch.bfloat16:
+        raise InvalidTypeError("NumPy has no bfloat16 and so no .npy file of it; use saveTorch, or another datatype")
+    kind = np.dtype(str(dtype).removeprefix("torch."))
+    fields = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False}
+    with atomic(target) as file:
+        np.lib.format.write_array_header_1_0(file, {**fields, "shape": (len(tensors), *shape) if stacked else shape})
+        for tensor in tensors:
+            for rows in row_chunks(len(tensor), tensor[:1].numel() * tensor.element_size()):
+                read_ahead(tensor[rows])
+                file.write(tensor[rows].cpu().contiguous().view(torch.uint8).numpy().data.cast("B"))
+
+
+def read_npy(path: PathLike, writable: bool = False) -> np.ndarray:
+    """Return the array of a ``.npy`` file, mapped; `writable`: what is written to it goes to the file.
+
+    Raises
+    ------
+    StorageError
+        The file is missing, truncated, another format, or holds Python objects.
+    """
+    try:
+        array = np.load(path, mmap_mode="r+" if writable else "c", allow_pickle=False)
+    except OSError as error:
+        raise StorageError(f"cannot read {os.fspath(path)!r} ({error.strerror or error}); check the path") from error
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        reason = " ".join(str(error).split())
+        raise StorageError(f"{os.fspath(path)!r} is no .npy file of numbers ({reason}); write it again") from error
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise StorageError(
+            f"{os.fspath(path)!r} is an archive of arrays, not a .npy file; save the one array by itself"
+        )
+    return array
+
+
+def write_torch(path: PathLike, value: Tensor | list[Tensor]) -> None:
+    """Write tensors by torch.save; an old file stays whole until the end."""
+    on_host = [tensor.cpu() for tensor in value] if isinstance(value, list) else value.cpu()
+    with atomic(Path(path)) as file:
+        torch.save(on_host, file)
+
+
+def read_torch(path: PathLike) -> Any:
+    """Return what torch.save wrote, on the CPU. No pickled object is run: tensors, and lists and dicts of them, are read.
+
+    Raises
+    ------
+    StorageError
+        The file is missing, truncated, another format, or holds other objects.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise StorageError(f"cannot read {os.fspath(path)!r} ({error.strerror or error}); check the path") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
+        raise StorageError(
+            f"{os.fspath(path)!r} is no file of tensors by torch.save ({reason}); write it again"
+        ) from error

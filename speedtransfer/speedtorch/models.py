@@ -1,0 +1,180 @@
+"""The switcher of a model's variable: its rows live in a table, and the variable holds those of a batch."""
+
+# ruff: noqa: N802, N803 - the names are SpeedTorch's
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
+from speedtransfer.optim import find_handle
+from speedtransfer.speedtorch.common import Held
+from speedtransfer.speedtorch.rows import Column, Rows
+from speedtransfer.speedtorch.values import dtype_of, filled, stored_as, stored_dtype
+from speedtransfer.tables import Table
+from speedtransfer.tables.fill import copy_plane
+
+# Parameter -> weak reference to its switcher: some optimizers keep a copy of the weights.
+_switchers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def all_weights(param: Tensor) -> Tensor | None:
+    """Return all rows of the variable that a switcher has for `param`, if there is one and it has been initialised."""
+    reference = _switchers.get(param)
+    switcher = None if reference is None else reference()
+    return None if switcher is None or switcher._held is None else switcher._held.whole("weight")
+
+
+class Models(Held):
+    """What the model factories share; they differ in where the rows live."""
+
+    _begin_by = (
+        "zerosInit(), uniformDistributionInit(low, high), normalDistributionInit(mean, stdDev), customInit(function) or "
+        "loadCupy(file)"
+    )
+
+    def _setup(self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any) -> None:
+        weight = getattr(model_variable, "weight", None)
+        if not isinstance(weight, Tensor):
+            raise InvalidTypeError(
+                f"model_variable is a {type(model_variable).__name__} without a weight; pass a module such as nn.Embedding"
+            )
+        if find_handle(weight) is not None:
+            raise InvalidTypeError(
+                f"model_variable is a {type(model_variable).__name__} of speedtransfer, which moves its rows by itself; drop "
+                "its factories, or pass an nn.Embedding"
+            )
+        self.model_variable = model_variable
+        self.total_classes = check_size(total_classes, "total_classes")
+        self.embed_dimension = check_size(embed_dimension, "embed_dimension")
+        self.datatype = self.dtype = datatype
+        self._column = Column((self.embed_dimension,), dtype_of(datatype))
+
+    def _variable(self) -> Tensor:
+        weight: Tensor = self.model_variable.weight
+        return weight
+
+    def _begin(self, first_values: Callable[[Table], Any]) -> None:
+        """Make the table, or take the one there is, and have its weights filled."""
+        if self._held is not None:
+            first_values(self._held.table)
+            return
+        dtype = stored_dtype(self._column.dtype)
+        table = self._place().table(self.total_classes, self.embed_dimension, dtype)
+        first_values(table)
+        self._held = Rows(table, {"weight": self._column})
+        _switchers[self._variable()] = weakref.ref(self)
+
+    def zerosInit(self) -> None:
+        """Set all rows to zero."""
+        self._begin(lambda table: table.zero_())
+
+    def uniformDistributionInit(self, low: float, high: float) -> None:
+        """Draw all rows uniformly from ``[low, high)``, by torch's generator."""
+        if not low <= high:
+            raise InvalidValueError(f"low is {low} but must not be above high, {high}; swap them")
+        self._begin(lambda table: table.uniform_(low, high))
+
+    def normalDistributionInit(self, mean: float, stdDev: float) -> None:
+        """Draw all rows from a normal distribution, by torch's generator."""
+        if not stdDev >= 0:
+            raise InvalidValueError(f"stdDev is {stdDev} but must not be negative; pass {-stdDev}")
+        self._begin(lambda table: table.normal_(mean, stdDev))
+
+    def customInit(self, initFunction: Callable[..., Any], *args: Any) -> None:
+        """Call ``initFunction(rows, *args)``, such as ``torch.nn.init.xavier_uniform_``, with all rows as one tensor.
+
+        It fills the tensor in place, or returns another of the same shape.
+        """
+
+        def fill(table: Table) -> None:
+            rows = table.torch()
+            with torch.no_grad():
+                result = initFunction(rows, *args)
+                if isinstance(result, Tensor) and result is not rows:
+                    rows.copy_(result)
+            filled(rows)
+
+        self._begin(fill)
+
+    def _take(self, tensors: list[Tensor]) -> None:
+        (tensor,) = tensors
+        shape = (self.total_classes, self.embed_dimension)
+        if tuple(tensor.shape) != shape:
+            raise InvalidValueError(
+                f"the array has shape {tuple(tensor.shape)} but total_classes and embed_dimension say {shape}; load another "
+                "file, or make the factory for this shape"
+            )
+        bits = stored_as(self._column.dtype, tensor[:0], "the array").dtype  # raises where it cannot be
+        source = tensor if tensor.is_floating_point() else tensor.view(bits)  # floats are converted chunk by chunk
+
+        def copy(table: Table) -> None:
+            copy_plane(table.torch(), source)
+            filled(table.torch())
+
+        self._begin(copy)
+
+    def variableTransformer(self, batchSize: int, posPerBatch: int, negPerBatch: int | None = None) -> Any:
+        """Return the dummy input of the model's forward pass: the places of a batch's rows in the variable.
+
+        Parameters
+        ----------
+        batchSize, posPerBatch : int
+        negPerBatch : int, optional
+            Where there are negative samples.
+
+        Returns
+        -------
+        ndarray or tuple of ndarray
+            ``(batchSize, posPerBatch)`` int64 from 0 on; with `negPerBatch` also ``(batchSize, negPerBatch)``, going on there.
+        """
+        batch = check_size(batchSize, "batchSize")
+        count = batch * check_size(posPerBatch, "posPerBatch")
+        positive = np.arange(count).reshape(batch, posPerBatch)
+        if negPerBatch is None:
+            return positive
+        negative = np.arange(count, count + batch * check_size(negPerBatch, "negPerBatch")).reshape(batch, negPerBatch)
+        return positive, negative
+
+    def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
+        """Put the rows of a batch into the model's variable, which gets as many rows as are named.
+
+        Parameters
+        ----------
+        retrievedPosIndexes, retrievedNegIndexes : tensor, array, list or slice
+            Row numbers of any shape and integer dtype, on any device; a negative one counts from the end. A row that is named
+            several times comes as often, each one a copy of its own.
+
+        Raises
+        ------
+        RowIndexError, InvalidTypeError, InvalidValueError
+            A row that is not there; an index that holds no integers; the rows have not been initialised.
+        """
+        rows = self._rows
+        index = rows.index(*[part for part in (retrievedPosIndexes, retrievedNegIndexes) if part is not None])
+        values = rows.read(index, ["weight"])["weight"].view(len(index.flat), self.embed_dimension)
+        weight = self._variable()
+        if weight.grad is not None and weight.grad.shape != values.shape:
+            weight.grad = None  # of the rows of another batch
+        weight.data = values
+
+    def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
+        """Put the rows of the model's variable back where `beforeForwardPass` with the same indexes got them from.
+
+        Of a row that is named several times the last copy stays, as in an assignment of NumPy.
+
+        Raises
+        ------
+        RowIndexError, InvalidTypeError, InvalidValueError
+            As `beforeForwardPass`; also where the variable holds another number of rows. Nothing has been written then.
+        """
+        rows = self._rows
+        index = rows.index(*[part for part in (retrievedPosIndexes, retrievedNegIndexes) if part is not None])
+        rows.write(index._replace(shape=tuple(index.flat.shape)), {"weight": self._variable().data})

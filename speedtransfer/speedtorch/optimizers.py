@@ -1,0 +1,229 @@
+"""The switcher of an optimizer's state: it lives in a table, and the optimizer holds that of a batch.
+
+What an optimizer keeps for a row, and from which values that starts, is found by a trial of it, so that any optimizer that
+updates row by row will do.
+"""
+
+# ruff: noqa: N802, N803 - the names are SpeedTorch's
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, check_size, suggest
+from speedtransfer.optim import PlaneSpec, probe
+from speedtransfer.optim.leaves import cloned, leaves, put
+from speedtransfer.optim.trial import Trial, without_gradients
+from speedtransfer.speedtorch.common import Held
+from speedtransfer.speedtorch.models import all_weights
+from speedtransfer.speedtorch.rows import Column, Index, Rows
+from speedtransfer.speedtorch.values import dtype_of, filled, stored_as, stored_dtype
+from speedtransfer.tables.fill import copy_plane
+
+
+class Optimizers(Held):
+    """What the optimizer factories share; they differ in where the rows live."""
+
+    _several = True
+    _begin_by = "optInit()"
+
+    def _setup(
+        self,
+        given_optimizer: Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any,
+    ) -> None:
+        if not isinstance(given_optimizer, Optimizer):
+            kind = type(given_optimizer).__name__
+            raise InvalidTypeError(f"given_optimizer is a {kind} but must be a torch.optim.Optimizer; pass one")
+        self.given_optimizer, self.model, self.variable_name = given_optimizer, model, variable_name
+        self.total_classes = check_size(total_classes, "total_classes")
+        self.embed_dimension = check_size(embed_dimension, "embed_dimension")
+        self.dtype = self.datatype = dtype
+        wanted = dtype_of(dtype, "dtype")
+        self._param = _find_parameter(model, variable_name)
+        self._like = self._param.detach().new_empty(0, self.embed_dimension)
+        self.optimizerKey, group = _place_in(given_optimizer, self._param, variable_name)
+        self._trained_by, self._hyper = _stand_in(given_optimizer, group, self._like)
+        self._specs: dict[str, PlaneSpec] = probe(self._trained_by, self._hyper, self._like)
+        self.optVarList = list(self._specs)
+        self._columns = {
+            _plane(name): Column(spec.tail, wanted if self._is_like_weights(spec) else spec.dtype)
+            for name, spec in self._specs.items()
+        }
+        self._shown = False  # views have been handed out, through which state may have been set by hand
+
+    def _is_like_weights(self, spec: PlaneSpec) -> bool:
+        return spec.tail == (self.embed_dimension,) and spec.dtype == self._like.dtype
+
+    def _variable(self) -> Tensor:
+        return self._param
+
+    def optInit(self) -> None:
+        """Make the state of all rows: what the optimizer gives a row that no step has touched.
+
+        Copies of the weights (ASGD's averages, slow weights) are made when the first rows are asked for.
+        """
+        table = self._place().table(self.total_classes, 0, torch.float32)
+        for name, spec in self._specs.items():
+            column = self._columns[_plane(name)]
+            table.add_plane(_plane(name), _width(column.tail), stored_dtype(column.dtype), spec.start or 0)
+        self._held, self._shown = Rows(table, self._columns), False
+        self._copies = [name for name, spec in self._specs.items() if spec.start is None]
+
+    def _copy_weights(self) -> None:
+        """Begin the states that start as a copy of the weights."""
+        weights = all_weights(self._param)
+        if weights is None:
+            raise OptimizerError(
+                f"state {self._copies[0]!r} of {type(self.given_optimizer).__name__} starts as a copy of the weights, which "
+                f"are not there; make and initialise a model factory for {self.variable_name!r} first"
+            )
+        for name in self._copies:
+            plane = self._rows.table.plane(_plane(name))
+            copy_plane(plane, weights)
+            filled(plane)
+        self._copies = []
+
+    def _get_array(self) -> Any:
+        self._shown = True
+        return super()._get_array()
+
+    def _get_tensor(self) -> Any:
+        self._shown = True
+        return super()._get_tensor()
+
+    def _take(self, tensors: list[Tensor]) -> None:
+        columns = list(self._columns.values())
+        if len(tensors) != len(columns):
+            raise InvalidValueError(
+                f"there are {len(tensors)} arrays but {type(self.given_optimizer).__name__} keeps {self.optVarList}; pass one "
+                "for each"
+            )
+        for name, tensor, column in zip(self.optVarList, tensors, columns, strict=True):
+            shape = (self.total_classes, *column.tail)
+            if tuple(tensor.shape) != shape:
+                raise InvalidValueError(
+                    f"the array of {name!r} has shape {tuple(tensor.shape)} but must be {shape}; load another file, or make "
+                    "the factory for this shape"
+                )
+            stored_as(column.dtype, tensor[:0], f"the array of {name!r}")
+        if self._held is None:
+            self.optInit()
+        for name, tensor, column in zip(self.optVarList, tensors, columns, strict=True):
+            plane = self._rows.table.plane(_plane(name))
+            if stored_dtype(column.dtype) != column.dtype:
+                tensor = tensor.view(plane.dtype)
+            copy_plane(plane, tensor.reshape(plane.shape))
+            filled(plane)
+        self._shown, self._copies = True, []
+
+    def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
+        """Put the state of a batch's rows into the optimizer. What all rows share (the number of steps) stays there.
+
+        Parameters
+        ----------
+        retrievedPosIndexes, retrievedNegIndexes : tensor, array, list or slice
+            As those of the model's factory.
+
+        Raises
+        ------
+        RowIndexError, InvalidTypeError, InvalidValueError
+            As there.
+        OptimizerError
+            A state starts as a copy of the weights, and there is no model factory with them.
+        """
+        rows, index = self._rows, self._index(retrievedPosIndexes, retrievedNegIndexes)
+        if self._copies:
+            self._copy_weights()
+        state = self.given_optimizer.state.get(self._param)
+        if not state:
+            if not self._shown:
+                return  # the optimizer makes its own first state, by its rules for a first step
+            state = self.given_optimizer.state[self._param]
+            state.update(self._first_state())
+        names = [name for name in self.optVarList if name in leaves(state)]
+        found = rows.read(index, [_plane(name) for name in names])
+        put(state, {name: found[_plane(name)].to(self._specs[name].dtype) for name in names})
+
+    def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
+        """Put the optimizer's state back where `beforeForwardPass` with the same indexes got it from.
+
+        Of a row that is named several times the last copy stays, as in an assignment of NumPy.
+
+        Raises
+        ------
+        RowIndexError, InvalidTypeError, InvalidValueError
+            As `beforeForwardPass`; also where the state is that of another number of rows. Nothing has been written then.
+        OptimizerError
+            The optimizer keeps something that it did not keep when the factory was made.
+        """
+        rows, index = self._rows, self._index(retrievedPosIndexes, retrievedNegIndexes)
+        state = leaves(self.given_optimizer.state.get(self._param) or {})
+        unknown = [name for name, value in state.items() if name not in self._specs and value.dim() > 0]
+        if unknown:
+            raise OptimizerError(
+                f"{type(self.given_optimizer).__name__} made state {unknown[0]!r} that it did not make in a trial; make the "
+                "factory anew after a change of hyperparameters"
+            )
+        rows.write(index, {_plane(name): state[name] for name in self.optVarList if name in state})
+
+    def _index(self, *parts: Any) -> Index:
+        index = self._rows.index(*[part for part in parts if part is not None])
+        return index._replace(shape=tuple(index.flat.shape))
+
+    def _first_state(self) -> dict[str, Any]:
+        """Return the state that the optimizer begins with, of some rows."""
+        with torch.inference_mode(False), without_gradients(self._trained_by):
+            weights = self._like.new_zeros(1, self.embed_dimension)
+            trial = Trial(self._trained_by, self._hyper, weights)
+            trial.step(torch.zeros_like(weights))
+            late = {name for name, spec in self._specs.items() if spec.late}
+            return {key: cloned(value) for key, value in trial.first.items() if key not in late}
+
+
+def _plane(state: str) -> str:
+    return f"state.{state}"
+
+
+def _width(tail: tuple[int, ...]) -> int:
+    return int(torch.Size(tail).numel())
+
+
+def _find_parameter(model: nn.Module, variable_name: str) -> nn.Parameter:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name in (variable_name, f"{variable_name}.weight"):
+        if name in named:
+            return named[name]
+    names = [name.removesuffix(".weight") for name in named]
+    raise InvalidValueError(
+        f"variable_name is {variable_name!r} but the model has no such parameter{suggest(variable_name, names or ['none'])}"
+    )
+
+
+def _place_in(optimizer: Optimizer, param: nn.Parameter, name: str) -> tuple[int, dict[str, Any]]:
+    """Return the number of `param` in the optimizer's state dict, and its group."""
+    number = 0
+    for group in optimizer.param_groups:
+        for other in group["params"]:
+            if other is param:
+                return number, group
+            number += 1
+    raise InvalidValueError(
+        f"variable_name is {name!r}, whose parameter given_optimizer does not train; make the optimizer with it"
+    )
+
+
+def _stand_in(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> tuple[Optimizer, dict[str, Any]]:
+    """Return the optimizer to try and its group: a trial has dense gradients, and what SparseAdam keeps is what Adam keeps."""
+    if not isinstance(optimizer, torch.optim.SparseAdam):
+        return optimizer, group
+    adam = torch.optim.Adam([nn.Parameter(like)], **{key: group[key] for key in ("lr", "betas", "eps")})
+    return adam, adam.param_groups[0]

@@ -1,0 +1,83 @@
+"""SpeedTorch's names on the device: its users' loop in every memory, and what CuPy shows of the rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from speedtorch_cases import KINDS, train
+from torch import nn
+
+import speedtransfer.speedtorch as SpeedTorch
+
+
+def adamax(parameters):
+    return torch.optim.Adamax(parameters, lr=0.4)
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loop_in_every_memory(kind, device):
+    losses, u, v = train(KINDS[kind], adamax, device, uniform=False)
+    expected, same, other = train(KINDS["torch-pageable"], adamax, torch.device("cpu"), uniform=False)
+    np.testing.assert_allclose(losses, expected, rtol=1e-3)
+    for ours, host in ((u, same), (v, other)):
+        np.testing.assert_allclose(ours.getNumpyVersion(), host.getNumpyVersion(), rtol=1e-2, atol=1e-3)
+    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_repeated_row_the_last_stays(kind, device):
+    variable = nn.Embedding(1, 4, device=device)
+    weights = KINDS[kind].model(variable, 1000, 4, **KINDS[kind].options)
+    weights.zerosInit()
+    draw = np.random.default_rng(0)
+    for on_device in (False, True):
+        ids = draw.integers(0, 300, 5000)
+        values = draw.normal(size=(5000, 4)).astype(np.float32)
+        expected = weights.getNumpyVersion()
+        expected[ids] = values
+        index = torch.from_numpy(ids).to(device) if on_device else ids
+        weights.beforeForwardPass(index)
+        assert variable.weight.device == device
+        variable.weight.data = torch.from_numpy(values).to(device)
+        weights.afterOptimizerStep(index)
+        assert np.array_equal(weights.getNumpyVersion(), expected)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_data_as_cupy_shows_them(pinned, device):
+    import cupy
+
+    array = np.arange(24, dtype=np.float32).reshape(6, 4)
+    np.save("data.npy", array)
+    for source in ("data.npy", cupy.asarray(array), torch.from_numpy(array).to(device)):
+        gadget = SpeedTorch.DataGadget(source, CPUPinn=pinned)
+        gadget.gadgetInit()
+        assert isinstance(gadget.CUPYcorpus, cupy.ndarray)
+        assert gadget.getData(np.array([1, 1])).device == device
+        assert gadget.getData((slice(0, 2), slice(1, 3))).cpu().numpy().tolist() == array[0:2, 1:3].tolist()
+        gadget.insertData(torch.full((2, 4), 5.0, device=device), cupy.asarray([3, 0]))
+        torch.cuda.synchronize()
+        assert cupy.asnumpy(gadget.CUPYcorpus)[[3, 0]].tolist() == [[5.0] * 4] * 2
+    matrix = SpeedTorch.COM(5, CPUPinn=pinned)
+    matrix.comInit()
+    matrix.insertData(np.array([7, 8], dtype=np.uint32), ([1, 1], [2, 2]))
+    assert matrix.CUPYCom.dtype == np.uint32
+    assert int(matrix.CUPYCom[1, 2]) == 8
+
+
+def test_nothing_of_cupy_is_changed(device):
+    import cupy
+
+    before = cupy.cuda.get_allocator()
+    weights = SpeedTorch.ModelFactory(nn.Embedding(1, 4, device=device), 100, 4, CPUPinn=True)
+    weights.uniformDistributionInit(-1, 1)
+    weights.saveCupy("rows.npy")
+    weights.loadCupy("rows.npy")
+    assert cupy.cuda.get_allocator() == before
+    assert np.array_equal(cupy.load("rows.npy").get(), weights.getNumpyVersion())

@@ -1,0 +1,600 @@
+"""SpeedTorch's names: the calls of its README, its users' training loops in every memory, and what is wrong with a call."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from optimizer_cases import BASE
+from speedtorch_cases import KINDS, WORDS, SkipGram, train
+from torch import nn
+
+import speedtransfer as st
+import speedtransfer.speedtorch as SpeedTorch
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, RowIndexError, StorageError
+from speedtransfer.speedtorch import place
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _warned(monkeypatch, tmp_path):
+    """The warning has been given, and what lies about would lie in a folder of the test's own."""
+    monkeypatch.setattr(place, "_warned", True)
+    monkeypatch.chdir(tmp_path)
+
+
+class OneVariable(nn.Module):
+    def __init__(self, rows=1, dim=4, sparse=False):
+        super().__init__()
+        self.table = nn.Embedding(rows, dim, sparse=sparse)
+
+
+def made(kind="device", rows=10, dim=4, **options):
+    """A switcher of zeros, and its variable."""
+    variable = nn.Embedding(1, dim)
+    switcher = KINDS[kind].model(variable, rows, dim, **{**KINDS[kind].options, **options})
+    switcher.zerosInit()
+    return switcher, variable
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+_MODEL = "model_variable total_classes embed_dimension"
+_OPTIMIZER = "given_optimizer total_classes embed_dimension model variable_name"
+ARGUMENTS = {
+    "ModelFactory": f"{_MODEL} datatype=float32 CPUPinn=False",
+    "OptimizerFactory": f"{_OPTIMIZER} dtype=float32 CPUPinn=False",
+    "DataGadget": "fileName CPUPinn=False",
+    "COM": "total_classes datatype=uint32 CPUPinn=False",
+    "ModelFactoryMM": f"{_MODEL} diskname=variable datatype=float32 CPUPinn=False",
+    "OptimizerFactoryMM": f"{_OPTIMIZER} dtype=float32 CPUPinn=False",
+    "DataGadgetMM": "fileName CPUPinn=False",
+    "COMMM": "total_classes diskname=COM datatype=uint32 CPUPinn=False",
+    "GPUPytorchModelFactory": f"{_MODEL} datatype=torch.float32",
+    "GPUPytorchOptimizerFactory": f"{_OPTIMIZER} dtype=torch.float32",
+    "GPUPytorchCOM": "total_classes datatype=torch.int32",
+    "CPUPytorchModelFactory": f"{_MODEL} datatype=torch.float32",
+    "CPUPytorchOptimizerFactory": f"{_OPTIMIZER} dtype=torch.float32",
+    "CPUPytorchCOM": "total_classes datatype=torch.int32",
+    "PytorchModelFactory": f"{_MODEL} datatype=torch.float32 deviceType=cuda pinType=False",
+    "PytorchOptimizerFactory": f"{_OPTIMIZER} dtype=torch.float32 deviceType=cuda pinType=False",
+    "PytorchCOM": "total_classes datatype=torch.int32 deviceType=cuda pinType=False",
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_are_speedtorchs(name):
+    positional = [
+        p.name if p.default is p.empty else f"{p.name}={p.default}"
+        for p in inspect.signature(getattr(SpeedTorch, name)).parameters.values()
+        if p.kind is not p.KEYWORD_ONLY
+    ]
+    assert " ".join(positional) == ARGUMENTS[name]
+
+
+def test_all_names_are_there():
+    assert sorted(ARGUMENTS) == SpeedTorch.__all__
+    with pytest.raises(AttributeError, match="pass CPUPinn=True"):
+        SpeedTorch.my_pinned_allocator  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'Gadget'"):
+        SpeedTorch.Gadget  # noqa: B018
+
+
+def test_import_loads_no_cupy_and_starts_nothing():
+    code = "import sys, torch, speedtransfer.speedtorch as S; print('cupy' in sys.modules, torch.cuda.is_initialized())"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+# --- client loops -----------------------------------------------------------------------------------------------------
+
+OLD = {  # all that SpeedTorch lists
+    "SparseAdam": {"lr": 0.2},
+    "Adadelta": {"lr": 50.0},
+    "Adamax": {"lr": 0.4},
+    "Adam": {"lr": 0.2},
+    "AdamW": {"lr": 0.2},
+    "ASGD": {"lr": 3.0},
+    "RMSprop": {"lr": 0.05},
+    "Rprop": {"lr": 0.1},
+    "Adagrad": {"lr": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def expected_run():
+    return train(KINDS["torch-pageable"], lambda p: torch.optim.Adamax(p, lr=0.4), CPU, uniform=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loop_of_the_readme_in_every_memory(kind, expected_run, tmp_path):
+    losses, u, _ = train(KINDS[kind], lambda p: torch.optim.Adamax(p, lr=0.4), CPU, uniform=False)
+    assert losses == expected_run[0]
+    assert np.array_equal(u.getNumpyVersion(), expected_run[1].getNumpyVersion())
+    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_losses_fall_with_every_optimizer(name):
+    kind = getattr(torch.optim, name)
+    losses, *_ = train(KINDS["device"], lambda p: kind(p, **OLD[name]), CPU, 40, sparse=name == "SparseAdam")
+    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+
+
+@pytest.mark.parametrize("case", BASE, ids=str)
+def test_steps_are_those_of_the_drop_in(case):
+    """Bit for bit, weights and state, with another number of rows in every batch."""
+    draw = np.random.default_rng(1)
+    ours = OneVariable()
+    theirs = OneVariable()
+    theirs.table = st.Embedding(30, 4, memory="pageable")
+    optimizers = [case.make(model.parameters()) for model in (ours, theirs)]
+    weights = SpeedTorch.PytorchModelFactory(ours.table, 30, 4, deviceType="cpu")
+    state = SpeedTorch.PytorchOptimizerFactory(optimizers[0], 30, 4, ours, "table", deviceType="cpu")
+    weights.normalDistributionInit(0, 1)
+    theirs.table.table.torch().copy_(weights.pytorchGPUVar)
+    state.optInit()
+    for count in (5, 9, 1, 30, 7, 12, 30):
+        ids = torch.from_numpy(np.sort(draw.choice(30, count, replace=False)))
+        pull = torch.from_numpy(draw.normal(size=(count, 4)).astype(np.float32))
+        weights.beforeForwardPass(ids)
+        state.beforeForwardPass(ids)
+        for rows in (ours.table(torch.arange(count)), theirs.table(ids)):
+            (rows * pull + rows.square()).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.afterOptimizerStep(ids)
+        state.afterOptimizerStep(ids)
+    assert torch.equal(weights.pytorchGPUVar, theirs.table.table.torch())
+    kept = optimizers[1].state[theirs.table.weight]
+    assert set(state.optVarList) == set(case.planes)
+    for name, plane in zip(state.optVarList, state.getTorchVar() if state.optVarList else (), strict=True):
+        assert torch.equal(plane, kept[name]), name
+
+
+def test_sparse_adam_is_that_of_torch():
+    draw = torch.Generator().manual_seed(2)
+    ours, theirs = OneVariable(sparse=True), OneVariable(20, sparse=True)
+    optimizers = [torch.optim.SparseAdam(list(model.parameters()), lr=0.1) for model in (ours, theirs)]
+    weights = SpeedTorch.ModelFactory(ours.table, 20, 4)
+    state = SpeedTorch.OptimizerFactory(optimizers[0], 20, 4, ours, "table.weight")
+    weights.CUPYcorpus = theirs.table.weight
+    state.optInit()
+    assert state.optVarList == ["exp_avg", "exp_avg_sq"]
+    for count in (4, 7, 20, 2):
+        ids = torch.randperm(20, generator=draw)[:count]
+        weights.beforeForwardPass(ids)
+        state.beforeForwardPass(ids)
+        for rows in (ours.table(torch.arange(count)), theirs.table(ids)):
+            rows.square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.afterOptimizerStep(ids)
+        state.afterOptimizerStep(ids)
+    torch.testing.assert_close(weights.getTorchVar(), theirs.table.weight.detach())
+
+
+@pytest.mark.parametrize("kind", ["device", "mmap", "torch-pageable"])
+def test_training_goes_on_from_files(kind, tmp_path):
+    """Weights, state and the optimizer's own state dict: as if nothing had happened."""
+
+    def run(resume):
+        torch.manual_seed(0)
+        model = OneVariable()
+        optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
+        weights, state = KINDS[kind].switchers(optimizer, model, "table", 12, 4)
+        weights.uniformDistributionInit(-1, 1)
+        state.optInit()
+        for step in range(6):
+            if resume and step == 3:
+                weights.saveCupy("weights.npy")
+                (state.saveTorch if resume == "torch" else state.saveCupy)("state.npy")
+                saved = copy.deepcopy(optimizer.state_dict())
+                model = OneVariable()
+                optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
+                weights, state = KINDS[kind].switchers(optimizer, model, "table", 12, 4)
+                weights.loadCupy("weights.npy")
+                (state.loadTorch if resume == "torch" else state.loadCupy)("state.npy")
+                optimizer.load_state_dict(saved)
+            ids = [(step + i) % 12 for i in range(step + 2)]
+            weights.beforeForwardPass(ids)
+            state.beforeForwardPass(ids)
+            model.table(torch.arange(len(ids))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            weights.afterOptimizerStep(ids)
+            state.afterOptimizerStep(ids)
+        return weights.getNumpyVersion()
+
+    expected = run("")
+    assert np.array_equal(run("torch"), expected)
+    assert np.array_equal(run("cupy"), expected)
+
+
+def test_state_that_is_loaded_without_the_optimizers_own_counts():
+    model = OneVariable()
+    optimizer = torch.optim.NAdam(model.parameters())
+    state = SpeedTorch.OptimizerFactory(optimizer, 6, 4, model, "table")
+    state.CUPYcorpi = np.full((2, 6, 4), 3.0)
+    state.beforeForwardPass([1, 2])
+    kept = optimizer.state[model.table.weight]
+    assert kept["exp_avg"].shape == (2, 4)
+    assert kept["exp_avg_sq"].eq(3).all()
+    assert (kept["step"], kept["mu_product"]) == (0, 1)
+
+
+def test_state_starts_as_the_optimizer_starts_it():
+    model = OneVariable()
+    weights = SpeedTorch.ModelFactory(model.table, 5, 4)
+
+    def arrays(kind, **options):
+        optimizer = kind(model.parameters(), **options)
+        state = SpeedTorch.OptimizerFactory(optimizer, 5, 4, model, "table")
+        state.optInit()
+        return optimizer, state
+
+    _, state = arrays(torch.optim.Adagrad, initial_accumulator_value=0.25)
+    assert (state.CUPYcorpi[0] == 0.25).all()
+    _, state = arrays(torch.optim.Rprop, lr=0.5)
+    assert state.optVarList == ["prev", "step_size"]
+    assert (state.CUPYcorpi[1] == 0.5).all()
+    _, state = arrays(torch.optim.ASGD)  # the averages start as the weights, when these are there
+    with pytest.raises(
+        OptimizerError, match=r"starts as a copy of the weights.*initialise a model factory for 'table'"
+    ):
+        state.beforeForwardPass([0])
+    weights.normalDistributionInit(0, 1)
+    state.beforeForwardPass([0])
+    assert np.array_equal(state.CUPYcorpi[0], weights.CUPYcorpus)
+
+
+def test_the_other_order_and_a_gradient_of_another_batch():
+    weights, variable = made()
+    weights.beforeForwardPass([1, 2, 3])
+    variable(torch.arange(3)).sum().backward()
+    weights.beforeForwardPass([4])
+    assert variable.weight.grad is None
+    assert isinstance(variable.weight, nn.Parameter)
+    variable(torch.zeros(1, dtype=torch.int64)).sum().backward()
+
+
+# --- variables --------------------------------------------------------------------------------------------------------
+
+
+def test_dummy_inputs():
+    weights, _ = made()
+    positive, negative = weights.variableTransformer(batchSize=2, posPerBatch=1, negPerBatch=3)
+    assert positive.tolist() == [[0], [1]]
+    assert negative.tolist() == [[2, 3, 4], [5, 6, 7]]
+    assert weights.variableTransformer(2, 2).tolist() == [[0, 1], [2, 3]]
+    assert weights.variableTransformer(2, 2).dtype == np.int64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_values_and_names_of_the_rows(kind):
+    switcher, _ = made(kind, 500, 4)
+    shown = getattr(switcher, KINDS[kind].rows)
+    assert not shown.any()
+    assert tuple(shown.shape) == (500, 4)
+    switcher.uniformDistributionInit(low=1, high=3)
+    array = switcher.getNumpyVersion()
+    assert 1 <= array.min() < 1.2 < 2.8 < array.max() < 3
+    switcher.normalDistributionInit(mean=5, stdDev=0.5)
+    copied = switcher.getNumpyVersion()
+    assert copied.mean() == pytest.approx(5, abs=0.1)
+    assert copied.std() == pytest.approx(0.5, abs=0.05)
+    switcher.customInit(torch.nn.init.constant_, 7)
+    assert switcher.getTorchVar().eq(7).all()
+    assert (switcher.getCupyVar() == 7).all()
+    assert copied.mean() != 7
+    switcher.customInit(lambda rows: torch.ones_like(rows))
+    assert switcher.getTorchVar().eq(1).all()
+    switcher.getTorchVar()[3] = 2
+    assert switcher.getCupyVar()[3, 0] == 2  # one memory
+
+
+def test_custom_init_sees_all_rows():
+    switcher, _ = made(rows=300, dim=16)
+    torch.manual_seed(0)
+    switcher.customInit(torch.nn.init.xavier_uniform_)
+    torch.manual_seed(0)
+    assert torch.equal(switcher.getTorchVar(), torch.nn.init.xavier_uniform_(torch.empty(300, 16)))
+
+
+def test_datatypes():
+    for datatype in ("float64", np.float64, torch.float64):
+        weights, variable = made(datatype=datatype)
+        weights.beforeForwardPass([1])
+        assert variable.weight.dtype == torch.float64
+    weights, _ = made("torch-pageable", datatype=torch.bfloat16)
+    with pytest.raises(InvalidTypeError, match="bfloat16"):
+        weights.getNumpyVersion()
+    for datatype in ("complex64", "words", object, 3):
+        with pytest.raises(InvalidTypeError):
+            made(datatype=datatype)
+
+
+# --- indexes ----------------------------------------------------------------------------------------------------------
+
+INDEXES = {
+    "list": [4, 1, 7],
+    "nested list": [[4], [1]],
+    "array": np.array([[4, 1], [7, 7]], dtype=np.int32),
+    "unsigned": np.array([3, 9], dtype=np.uint64),
+    "tensor": torch.tensor([[5], [0]], dtype=torch.int16),
+    "slice": slice(2, 9, 3),
+    "backwards": slice(None, None, -2),
+    "from the end": [-1, -10, 3],
+    "int8 from the end": torch.tensor([-1], dtype=torch.int8),
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned", "mmap", "torch-pageable"])
+def test_indexes(kind):
+    weights, variable = made(kind)
+    weights.customInit(lambda rows: torch.arange(40.0).view(10, 4))
+    whole = weights.getNumpyVersion()
+    for name, index in INDEXES.items():
+        weights.beforeForwardPass(index)
+        expected = whole[np.array(index, dtype=np.int64) if isinstance(index, list) else index]
+        assert np.array_equal(variable.weight.detach().numpy(), expected.reshape(-1, 4)), name
+        variable.weight.data = variable.weight.data + 100
+        weights.afterOptimizerStep(index)
+        want = whole.copy()
+        want[np.array(index, dtype=np.int64) if isinstance(index, list) else index] += 100
+        assert np.array_equal(weights.getNumpyVersion(), want), name
+        weights.customInit(lambda rows: torch.arange(40.0).view(10, 4))
+    weights.beforeForwardPass([1, 2], torch.tensor([[3], [1]], dtype=torch.uint8))
+    assert variable.weight[:, 0].tolist() == [4, 8, 12, 4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_repeated_row_the_last_stays(kind):
+    weights, variable = made(kind)
+    ids = np.array([3, 5, 3, 3, 5, 1])
+    weights.beforeForwardPass(ids)
+    values = torch.arange(24.0).view(6, 4)
+    variable.weight.data = values.to(variable.weight.device)
+    weights.afterOptimizerStep(ids)
+    expected = np.zeros((10, 4), dtype=np.float32)
+    expected[ids] = values.numpy()
+    assert np.array_equal(weights.getNumpyVersion(), expected)
+
+
+def test_of_repeated_state_the_last_stays():
+    model = OneVariable()
+    optimizer = torch.optim.Adam(model.parameters())
+    state = SpeedTorch.OptimizerFactory(optimizer, 10, 4, model, "table")
+    state.optInit()
+    model.table.weight.data = torch.zeros(3, 4)
+    model.table.weight.grad = torch.tensor([[1.0], [2.0], [3.0]]).expand(3, 4).clone()
+    optimizer.step()
+    state.afterOptimizerStep([6, 6, 2])
+    assert state.getTorchVar()[0][[6, 2, 0], 0].tolist() == pytest.approx([0.2, 0.3, 0.0])
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_were_never_initialised(kind):
+    model = OneVariable()
+    weights = KINDS[kind].model(model.table, 10, 4, **KINDS[kind].options)
+    for use in (
+        lambda: weights.beforeForwardPass([1]),
+        lambda: weights.afterOptimizerStep([1]),
+        lambda: getattr(weights, KINDS[kind].rows),
+        lambda: weights.saveCupy("x.npy"),
+    ):
+        with pytest.raises(InvalidValueError, match=r"Factory(MM)? has no rows yet; call zerosInit\(\), uniform"):
+            use()
+    state = KINDS[kind].optimizer(torch.optim.Adam(model.parameters()), 10, 4, model, "table", **KINDS[kind].options)
+    with pytest.raises(InvalidValueError, match=r"has no rows yet; call optInit\(\) first"):
+        state.beforeForwardPass([1])
+
+
+def test_bad_calls_write_nothing():
+    weights, variable = made()
+    weights.beforeForwardPass([1, 2])
+    variable.weight.data += 1
+    for index, error, message in (
+        ([1, 10], RowIndexError, r"index\[1\] is 10"),
+        ([1, -11], RowIndexError, r"index\[1\] is -11"),
+        ([1, 2, 3], InvalidValueError, r"have shape \(2, 4\) but the indexes ask for \(3, 4\)"),
+        ([1.0, 2.0], InvalidTypeError, "float64"),
+        (np.array([True] * 10), InvalidTypeError, "boolean"),
+        ([[1], [2, 3]], InvalidValueError, "ragged"),
+    ):
+        with pytest.raises(error, match=message) as caught:
+            weights.afterOptimizerStep(index)
+        assert "\n" not in str(caught.value)
+        assert not weights.CUPYcorpus.any()
+    for low, high in ((1, 0), (float("nan"), 1)):
+        with pytest.raises(InvalidValueError, match="low is"):
+            weights.uniformDistributionInit(low, high)
+    with pytest.raises(InvalidValueError, match="stdDev is -1"):
+        weights.normalDistributionInit(0, -1)
+    fresh = SpeedTorch.ModelFactory(variable, 10, 4, datatype="int32")
+    with pytest.raises(InvalidTypeError, match="floating"):
+        fresh.uniformDistributionInit(0, 1)
+    with pytest.raises(InvalidValueError, match="no rows yet"):
+        fresh.beforeForwardPass([0])
+
+
+def test_bad_state_writes_nothing():
+    model = OneVariable(rows=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = SpeedTorch.OptimizerFactory(optimizer, 10, 4, model, "table")
+    state.optInit()
+    assert state.optVarList == []
+    state.beforeForwardPass([1, 2, 3])
+    optimizer.param_groups[0]["momentum"] = 0.9
+    model.table.weight.grad = torch.ones(3, 4)
+    optimizer.step()
+    with pytest.raises(OptimizerError, match="made state 'momentum_buffer' that it did not make in a trial"):
+        state.afterOptimizerStep([1, 2, 3])
+    state = SpeedTorch.OptimizerFactory(optimizer, 10, 4, model, "table")
+    state.optInit()
+    with pytest.raises(InvalidValueError, match=r"have shape \(3, 4\) but the indexes ask for \(2, 4\)"):
+        state.afterOptimizerStep([1, 2])
+    assert not state.CUPYcorpi[0].any()
+    with pytest.raises(InvalidValueError, match=r"there are 3 arrays but SGD keeps \['momentum_buffer'\]"):
+        state.CUPYcorpi = np.zeros((3, 10, 4))
+    with pytest.raises(InvalidValueError, match=r"has shape \(9, 4\) but must be \(10, 4\)"):
+        state.CUPYcorpi = np.zeros((1, 9, 4))
+
+
+def test_bad_arguments():
+    model = OneVariable()
+    adam = torch.optim.Adam(model.parameters())
+    for call, error, message in (
+        (lambda: SpeedTorch.ModelFactory(nn.ReLU(), 5, 4), InvalidTypeError, "ReLU without a weight"),
+        (lambda: SpeedTorch.ModelFactory(st.Embedding(5, 4), 5, 4), InvalidTypeError, "moves its rows by itself"),
+        (lambda: SpeedTorch.ModelFactory(model.table, -5, 4), InvalidValueError, "total_classes is -5"),
+        (lambda: SpeedTorch.ModelFactory(model.table, 5, "4"), InvalidTypeError, "embed_dimension is '4'"),
+        (lambda: SpeedTorch.OptimizerFactory(adam, 5, 4, model, "tabel"), InvalidValueError, "did you mean 'table'"),
+        (lambda: SpeedTorch.OptimizerFactory(adam, 5, 4, OneVariable(), "table"), InvalidValueError, "does not train"),
+        (lambda: SpeedTorch.OptimizerFactory(model, 5, 4, model, "table"), InvalidTypeError, "is a OneVariable but"),
+        (
+            lambda: SpeedTorch.OptimizerFactory(torch.optim.Adafactor(model.parameters()), 5, 4, model, "table"),
+            OptimizerError,
+            "not row by row",
+        ),
+        (
+            lambda: SpeedTorch.PytorchModelFactory(model.table, 5, 4, deviceType="gpu").zerosInit(),
+            InvalidValueError,
+            "deviceType is 'gpu' but must be 'cuda' or 'cpu'",
+        ),
+        (
+            lambda: SpeedTorch.PytorchModelFactory(model.table, 5, 4, pinType=True).zerosInit(),
+            InvalidValueError,
+            "pass deviceType='cpu'",
+        ),
+        (lambda: SpeedTorch.COM(-1), InvalidValueError, "total_classes is -1"),
+    ):
+        with pytest.raises(error, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
+def test_one_warning_a_process(monkeypatch):
+    monkeypatch.setattr(place, "_warned", False)
+    variable = nn.Embedding(1, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        SpeedTorch.PytorchModelFactory(variable, 5, 4, deviceType="cpu").zerosInit()
+        assert caught == []
+        SpeedTorch.ModelFactory(variable, 5, 4).zerosInit()
+        SpeedTorch.ModelFactory(variable, 5, 4, CPUPinn=True).zerosInit()
+        SpeedTorch.GPUPytorchModelFactory(variable, 5, 4).zerosInit()
+    (warning,) = caught
+    assert warning.category is RuntimeWarning
+    assert "ask for CUDA" in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_the_state_of_a_variable_by_either_name_and_among_many():
+    model = SkipGram()
+    optimizer = torch.optim.Adamax(model.parameters())
+    for name, key in (("u_embeddings", 0), ("v_embeddings.weight", 1)):
+        state = SpeedTorch.OptimizerFactory(optimizer, WORDS, 8, model, name)
+        assert state.optimizerKey == key
+        assert state.optVarList == ["exp_avg", "exp_inf"]
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_save_and_load(kind, tmp_path):
+    switcher, _ = made(kind)
+    switcher.uniformDistributionInit(-1, 1)
+    switcher.saveCupy("rows")
+    switcher.saveTorch(tmp_path / "rows.pt")
+    assert np.array_equal(np.load("rows.npy"), switcher.getNumpyVersion())
+    assert torch.equal(torch.load("rows.pt", weights_only=True), switcher.getTorchVar())
+    for load, name in (("loadCupy", "rows.npy"), ("loadTorch", "rows.pt")):
+        other = KINDS[kind].model(nn.Embedding(1, 4), 10, 4, **KINDS[kind].options)
+        getattr(other, load)(name)
+        assert np.array_equal(other.getNumpyVersion(), switcher.getNumpyVersion())
+
+
+def test_old_files_load():
+    array = np.random.default_rng(0).normal(size=(10, 4))
+    np.save("old.npy", array)  # as cupy.save does it
+    np.save("order.npy", np.asfortranarray(array))
+    np.save("swapped.npy", array.astype(">f4"))
+    torch.save(torch.from_numpy(array), "old.pt")
+    torch.save(torch.from_numpy(array), "older.pt", _use_new_zipfile_serialization=False)
+    for name in ("old.npy", "order.npy", "swapped.npy", "old.pt", "older.pt"):
+        switcher, _ = made()
+        (switcher.loadCupy if name.endswith("npy") else switcher.loadTorch)(name)
+        assert np.array_equal(switcher.CUPYcorpus, array.astype(np.float32)), name
+
+
+class Sneaky:
+    def __reduce__(self):
+        return print, ("this ran",)
+
+
+def test_files_that_do_not_load(tmp_path, capsys):
+    switcher, _ = made()
+    np.save("objects.npy", np.array([Sneaky()], dtype=object), allow_pickle=True)
+    np.savez("archive.npz", np.zeros(3))
+    np.save("other.npy", np.zeros((9, 4)))
+    np.save("whole.npy", np.zeros((10, 4), dtype=np.int64))
+    (tmp_path / "text.npy").write_text("no array")
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "whole.npy").read_bytes()[:150])
+    torch.save(Sneaky(), "sneaky.pt")
+    torch.save({"a": torch.zeros(2)}, "dict.pt")
+    (tmp_path / "text.pt").write_text("no tensor")
+    for name, error in (
+        ("nowhere.npy", StorageError),
+        ("objects.npy", StorageError),
+        ("archive.npz", StorageError),
+        ("text.npy", StorageError),
+        ("cut.npy", StorageError),
+        ("other.npy", InvalidValueError),
+        ("whole.npy", InvalidTypeError),
+        ("nowhere.pt", StorageError),
+        ("sneaky.pt", StorageError),
+        ("dict.pt", StorageError),
+        ("text.pt", StorageError),
+    ):
+        with pytest.raises(error) as caught:
+            (switcher.loadTorch if name.endswith("pt") else switcher.loadCupy)(name)
+        assert "\n" not in str(caught.value), name
+    with pytest.raises(StorageError, match="choose a folder"):
+        switcher.saveCupy(tmp_path / "no" / "folder.npy")
+    assert capsys.readouterr().out == ""
+
+
+def test_files_of_mapped_rows(tmp_path):
+    switcher, variable = made("mmap")
+    assert list(tmp_path.iterdir()) == []
+    kept = SpeedTorch.ModelFactoryMM(variable, 10, 4, path=tmp_path / "kept.npy")
+    kept.uniformDistributionInit(0, 1)
+    kept.beforeForwardPass([3])
+    variable.weight.data += 5
+    kept.afterOptimizerStep([3])
+    expected = kept.getNumpyVersion()
+    del kept
+    gc.collect()
+    assert np.array_equal(np.load("kept.npy"), expected)
+    with pytest.raises(StorageError, match="exists"):
+        SpeedTorch.ModelFactoryMM(variable, 10, 4, path=tmp_path / "kept.npy").zerosInit()
+    with pytest.raises(StorageError, match="folder"):
+        SpeedTorch.ModelFactoryMM(variable, 10, 4, diskname="nowhere/variable").zerosInit()
+    del switcher

@@ -1,0 +1,217 @@
+"""SpeedTorch's data gadgets and matrices of co-occurrences: any index, beside what NumPy does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import speedtransfer.speedtorch as SpeedTorch
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError, StorageError
+from speedtransfer.speedtorch import place
+
+GADGETS = {
+    "device": lambda path: SpeedTorch.DataGadget(path),
+    "pinned": lambda path: SpeedTorch.DataGadget(path, CPUPinn=True),
+    "mmap": lambda path: SpeedTorch.DataGadgetMM(path),
+}
+
+
+@pytest.fixture(autouse=True)
+def _warned(monkeypatch, tmp_path):
+    monkeypatch.setattr(place, "_warned", True)
+    monkeypatch.chdir(tmp_path)
+
+
+def opened(array, kind="device"):
+    np.save("data.npy", array)
+    gadget = GADGETS[kind]("data.npy")
+    gadget.gadgetInit()
+    return gadget
+
+
+ROWS = [
+    3,
+    -1,
+    np.int64(2),
+    [0, 5, 5],
+    [[1, 2], [3, 4]],
+    np.array([[5], [-6]]),
+    torch.tensor([1, 0], dtype=torch.int32),
+    slice(1, 5),
+    slice(None, None, -2),
+    [],
+]
+PARTS = [
+    (slice(0, 3), slice(1, None)),
+    (slice(None, None, -1), slice(None, None, -2)),
+    (2, 1),
+    ([0, 1, 1], [2, 0, 0]),
+    (torch.tensor([[0], [5]]), np.array([1, 2])),
+    (slice(2, 4), [0, 0]),
+    (Ellipsis, 0),
+    np.array([True, False] * 3),
+    torch.tensor([False, True] * 3),
+    [True, False, False, False, False, True],
+    Ellipsis,
+]
+
+
+def numpys(index):
+    if isinstance(index, tuple):
+        return tuple(numpys(part) for part in index)
+    if isinstance(index, list) and not index:
+        return np.zeros(0, dtype=np.int64)
+    return index.numpy() if isinstance(index, torch.Tensor) else index
+
+
+@pytest.mark.parametrize("kind", GADGETS)
+@pytest.mark.parametrize("shape", [(6, 3), (6, 3, 2), (6,)], ids=str)
+def test_any_index_is_numpys(kind, shape):
+    array = np.arange(float(np.prod(shape)), dtype=np.float32).reshape(shape)
+    gadget = opened(array, kind)
+    indexes = ROWS + (PARTS if len(shape) > 1 else [part for part in PARTS if not isinstance(part, tuple)])
+    for index in indexes:
+        expected = array[numpys(index)]
+        found = gadget.getData(index)
+        assert isinstance(found, torch.Tensor)
+        assert np.array_equal(found.numpy(), expected), index
+        values = np.random.default_rng(0).normal(size=np.shape(expected)).astype(np.float32)
+        array[numpys(index)] = values  # the last one of a repeated place stays here, too
+        gadget.insertData(torch.from_numpy(values), index)
+        assert np.array_equal(gadget.getNumpyVersion(), array), index
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float16", "float64", "int8", "int64", "uint8", "uint16", "uint32", "uint64", "bool"]
+)
+def test_dtypes(dtype):
+    array = np.array([[0, 1], [1, 0], [1, 1]]).astype(dtype)
+    gadget = opened(array)
+    assert gadget.CUPYcorpus.dtype == array.dtype
+    assert np.array_equal(gadget.getData([2, 0]).numpy(), array[[2, 0]])
+    gadget.insertData(np.ones((1, 2), dtype=dtype), [0])
+    assert np.array_equal(gadget.getNumpyVersion()[0], np.ones(2, dtype=dtype))
+    gadget.saveCupy("again.npy")
+    assert np.load("again.npy").dtype == array.dtype
+    assert np.array_equal(np.load("again.npy"), gadget.getNumpyVersion())
+
+
+def test_arrays_in_memory_are_copied():
+    for source in (np.ones((3, 2), dtype=np.float32), torch.ones(3, 2), [[1.0, 1.0]] * 3, nn_parameter()):
+        gadget = SpeedTorch.DataGadget(source)
+        gadget.gadgetInit()
+        gadget.insertData(torch.zeros(2), 1)
+        assert gadget.getNumpyVersion().tolist() == [[1, 1], [0, 0], [1, 1]]
+        assert float(torch.as_tensor(source).detach().sum()) == 6
+
+
+def nn_parameter():
+    return torch.nn.Parameter(torch.ones(3, 2))
+
+
+def test_what_is_read_is_a_copy_and_the_corpus_is_none():
+    gadget = opened(np.zeros((4, 2), dtype=np.float32))
+    gadget.getData([1]).fill_(7)
+    assert not gadget.CUPYcorpus.any()
+    gadget.CUPYcorpus[2] = 7
+    assert gadget.getData(2).tolist() == [7, 7]
+    gadget.insertData(gadget.getTorchVar()[2:4], slice(1, 3))  # from one place of the table to another
+    assert gadget.getNumpyVersion()[:, 0].tolist() == [0, 7, 0, 0]
+    assert gadget.getCupyVar() is not gadget.getNumpyVersion()
+
+
+def test_another_file_may_have_another_shape():
+    gadget = opened(np.zeros((4, 2), dtype=np.float32))
+    np.save("more.npy", np.ones((7, 3), dtype=np.int16))
+    gadget.loadCupy("more.npy")
+    assert gadget.CUPYcorpus.shape == (7, 3)
+    gadget.CUPYcorpus = np.zeros(3)
+    assert gadget.getData(slice(None)).shape == (3,)
+    gadget.saveTorch("data.pt")
+    gadget.loadTorch("data.pt")
+    assert gadget.getNumpyVersion().shape == (3,)
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (4, 2, 2), (5,)], ids=str)
+def test_what_is_inserted_into_a_mapped_file_goes_there(shape):
+    gadget = opened(np.zeros(shape, dtype=np.float32), "mmap")
+    gadget.insertData(torch.ones(shape[1:]), 2)
+    gadget.insertData(torch.ones(()), (0,) * len(shape))
+    del gadget
+    assert np.load("data.npy").reshape(shape[0], -1)[:, 0].tolist() == [1, 0, 1, 0, 0, 0][: shape[0]]
+
+
+@pytest.mark.parametrize("kind", GADGETS)
+def test_bad_calls_write_nothing(kind):
+    gadget = opened(np.zeros((6, 3), dtype=np.float32), kind)
+    ones = torch.ones
+    for data, index, error in (
+        (ones(2, 3), [0, 6], RowIndexError),
+        (ones(3), -7, RowIndexError),
+        (ones(1), (0, 3), RowIndexError),
+        (ones(1), (0, 0, 0), RowIndexError),
+        (ones(5), np.array([True] * 5), RowIndexError),
+        (ones(3), [0.0], InvalidTypeError),
+        (ones(2, 3), [0], InvalidValueError),
+        (ones(2, 2), ([0, 1], [0, 1]), InvalidValueError),
+        (ones(3, dtype=torch.int64), 0, InvalidTypeError),
+        (ones((), dtype=torch.int64), (0, 0), InvalidTypeError),
+        ("text", 0, InvalidTypeError),
+        ([[1.0], [2.0, 3.0]], 0, InvalidTypeError),
+    ):
+        with pytest.raises(error) as caught:
+            gadget.insertData(data, index)
+        assert "\n" not in str(caught.value)
+        assert not gadget.CUPYmemmap.any() if kind == "mmap" else not gadget.CUPYcorpus.any()
+
+
+def test_gadgets_that_cannot_be():
+    with pytest.raises(InvalidValueError, match=r"DataGadget has no rows yet; call gadgetInit\(\) first"):
+        SpeedTorch.DataGadget("data.npy").getData(0)
+    for source, error in (
+        ("nowhere.npy", StorageError),
+        (np.zeros(()), InvalidValueError),
+        (np.zeros(3, dtype=complex), InvalidTypeError),
+        (None, InvalidTypeError),
+    ):
+        with pytest.raises(error):
+            SpeedTorch.DataGadget(source).gadgetInit()
+    with pytest.raises(InvalidTypeError, match="use DataGadget"):
+        SpeedTorch.DataGadgetMM(np.zeros((2, 2))).gadgetInit()
+    np.save("order.npy", np.asfortranarray(np.zeros((3, 2))))
+    with pytest.raises(InvalidValueError, match="Fortran"):
+        SpeedTorch.DataGadgetMM("order.npy").gadgetInit()
+
+
+MATRICES = {
+    "COM": ({"datatype": "uint32"}, "CUPYCom", "uint32"),
+    "COMMM": ({}, "CUPYmemmap", "uint32"),
+    "GPUPytorchCOM": ({}, "pytorchGPUVar", "int32"),
+    "CPUPytorchCOM": ({}, "pytorchCPUVar", "int32"),
+    "PytorchCOM": ({"deviceType": "cpu"}, "pytorchGPUVar", "int32"),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_matrices(name, tmp_path):
+    options, attribute, dtype = MATRICES[name]
+    matrix = getattr(SpeedTorch, name)(5, **options)
+    with pytest.raises(InvalidValueError, match=r"call comInit\(\) first"):
+        matrix.getData((0, 0))
+    matrix.comInit()
+    rows, columns = np.array([0, 4, 0]), np.array([1, 2, 1])
+    matrix.insertData(np.array([3, 4, 5], dtype=dtype), (rows, columns))
+    expected = np.zeros((5, 5), dtype=dtype)
+    expected[rows, columns] = [3, 4, 5]
+    assert np.array_equal(matrix.getNumpyVersion(), expected)
+    assert np.array_equal(np.asarray(getattr(matrix, attribute)), expected)
+    assert np.array_equal(matrix.getData((slice(0, 2), slice(1, 4))).numpy(), expected[0:2, 1:4])
+    matrix.saveCupy("matrix.npy")
+    matrix.comInit()
+    assert not matrix.getNumpyVersion().any()
+    matrix.loadCupy("matrix.npy")
+    assert np.array_equal(matrix.getNumpyVersion(), expected)
+    with pytest.raises(InvalidValueError, match="total_classes is 5"):
+        matrix._set(np.zeros((4, 4), dtype=dtype))
+    assert [path.name for path in tmp_path.iterdir()] == ["matrix.npy"]
