@@ -37,7 +37,6 @@ _NO_TRAINING = (
     "!speedtransfer/__main__.py",
     "!speedtransfer/benchmark/**/*.py",
     "!speedtransfer/checkpoint/**/*.py",
-    "!speedtransfer/speedtorch.py",
     *(
         f"!speedtransfer/word2vec/{name}.py"
         for name in (
