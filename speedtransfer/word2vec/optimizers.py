@@ -33,8 +33,8 @@ FALLBACK_LR = 0.01  # for an optimizer that is not in the table
 # stands for many, is a sum over hundreds of pairs. Without a limit the steps of word2vec.c, 0.025, blow up on blocks.
 DEFAULT_CLIP = {"asgd": 5.0, "sgd": 5.0}
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
-    # Adagrad's first step of a row is the learning rate in each number, however small the gradient: without a brake a rare word
-    # jumps farther than it is long. With 1e-10 WS-353 was 0.03 and the analogies 0.03 worse. An initial accumulator of 1
+    # Adagrad's first step of a row is the learning rate in each number, however small the gradient: without a brake rare words
+    # jump farther than they are long. With 1e-10 WS-353 was 0.03 and the analogies 0.03 worse. An initial accumulator of 1
     # does the same, but would have to be written into every row of the table.
     "adagrad": {"eps": 1.0},
     # torch's AdamW decays by 0.01 unless told otherwise: with learning rates this large that would shrink frequent words,
