@@ -1,12 +1,14 @@
 """Run the notebooks and write their outputs into them, in place: `make notebooks`.
 
-Every notebook runs from a fresh kernel in an empty folder, so that it cannot lean on what an earlier run has left there. What
-is written is small and steady: no times of cells, no versions of the kernel, cells numbered from 1.
+Every notebook runs from a fresh kernel in an empty folder, so that it cannot lean on what an earlier run has left there, and
+without the user's settings of IPython, Jupyter and matplotlib. What is written is small and steady: no times of cells, no
+versions of the kernel, cells numbered from 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import tempfile
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
@@ -23,9 +25,10 @@ MOST_BYTES = 150_000  # of a notebook with its outputs: a repository keeps every
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 KERNEL_ARGUMENTS = ["--IPKernelApp.log_level=ERROR", "--InteractiveShell.colors=nocolor"]
 
-_PLACES = {
-    f"{str(place).rstrip('/')}/" for place in (Path.home(), ROOT, tempfile.gettempdir(), "/tmp", "/home", "/root")
-}
+_DISK = "/var/tmp"  # where a large table goes to: the system's temporary folder is memory itself on some systems
+_WORK = _DISK if os.access(_DISK, os.W_OK) else tempfile.gettempdir()
+_FOLDERS = (Path.home(), ROOT, tempfile.gettempdir(), _DISK, "/tmp", "/home", "/root")
+_PLACES = {f"{str(folder).rstrip('/')}/" for folder in _FOLDERS} - {"/"}  # a home may be the root, which says nothing
 
 
 def notebooks() -> list[Path]:
@@ -40,25 +43,27 @@ def execute(path: Path, small: bool, timeout_s: int) -> nbformat.NotebookNode:
     ----------
     path : Path
     small : bool
-        At the sizes of the tests.
+        At the sizes of the tests, and with the data that come along or are made up.
     timeout_s : int
         Longest time of a cell.
 
     Raises
     ------
-    CellExecutionError, CellTimeoutError
-        A cell raises, or takes too long.
+    CellExecutionError, CellTimeoutError, DeadKernelError
+        A cell raises, takes too long, or ends the kernel.
     """
     notebook = nbformat.read(path, as_version=4)
-    with tempfile.TemporaryDirectory(prefix="speedtransfer-notebook-") as folder:
-        work, settings = Path(folder, "work"), Path(folder, "ipython")
-        work.mkdir()
+    with tempfile.TemporaryDirectory(prefix="speedtransfer-notebook-", dir=_WORK) as folder:
+        work, ipython, runtime = (Path(folder, name) for name in ("work", "ipython", "runtime"))
+        for each in (work, ipython, runtime):
+            each.mkdir()
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # Not the user's own settings and startup files of IPython.
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "IPYTHONDIR": str(settings)}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        env |= {"IPYTHONDIR": str(ipython), "JUPYTER_RUNTIME_DIR": str(runtime)}
         env.pop("SPEEDTRANSFER_SMALL", None)
         if small:
             env["SPEEDTRANSFER_SMALL"] = "1"
+            env.pop("SPEEDTRANSFER_DATA", None)  # the same run on every machine
         client = NotebookClient(
             notebook,
             timeout=timeout_s,
@@ -71,6 +76,15 @@ def execute(path: Path, small: bool, timeout_s: int) -> nbformat.NotebookNode:
         )
         client.execute(env=env)
     return clean(notebook)
+
+
+def list_fonts(folder: str) -> None:
+    """Have matplotlib keep its files in `folder`, its list of fonts among them, in this process and in kernels from now on.
+
+    The list is made here and now: a kernel without one would make it in every run, and say so on standard error.
+    """
+    os.environ["MPLCONFIGDIR"] = folder
+    importlib.import_module("matplotlib.font_manager")
 
 
 def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
@@ -114,10 +128,10 @@ def text_of(notebook: nbformat.NotebookNode) -> str:
 
 
 def main() -> int:
-    """Run the notebooks named on the command line, or all; return the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebook", nargs="*", type=Path, help="default: all of this folder")
-    parser.add_argument("--small", action="store_true", help="at the sizes of the tests")
+    parser.add_argument("--small", action="store_true", help="at the sizes of the tests, without data of your own")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write there instead of in place")
     parser.add_argument(
         "--timeout", type=int, default=600, metavar="SECONDS", help="longest time of a cell (%(default)s)"
@@ -125,11 +139,25 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.small and arguments.output is None:
         parser.error("--small without --output would replace the outputs that readers see; pass a folder")
-    for path in arguments.notebook or notebooks():
+    if arguments.output is not None:
+        try:
+            arguments.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--output cannot be made ({error}); pass another folder")
+    paths = arguments.notebook or notebooks()
+    with tempfile.TemporaryDirectory(prefix="speedtransfer-matplotlib-") as folder:
+        if any("matplotlib" in path.read_text(encoding="utf-8") for path in paths):
+            list_fonts(folder)
+        return run(paths, arguments)
+
+
+def run(paths: list[Path], arguments: argparse.Namespace) -> int:
+    """Run the notebooks at `paths` and write them, up to the first that must not be shown; return the exit code."""
+    for path in paths:
         started = time.perf_counter()
         try:
             notebook = execute(path, arguments.small, arguments.timeout)
-        except CellExecutionError as error:
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             print(f"{path.name}: {error}", file=sys.stderr)
             return 1
         found = faults(notebook)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -91,19 +92,46 @@ def test_outputs_are_written_in_place_and_clean(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "messages"),
+    ("code", "timeout_s", "messages"),
     [
-        ("1 / 0", ["ZeroDivisionError"]),
-        ("import os, sys\nprint(os.getcwd(), file=sys.stderr)", ["has an error or a warning", "path of this machine"]),
+        ("1 / 0", 60, ["ZeroDivisionError"]),
+        (
+            "import os, sys\nprint(os.getcwd(), file=sys.stderr)",
+            60,
+            ["has an error or a warning", "path of this machine"],
+        ),
+        ("while True: pass", 1, ["timed out"]),
+        ("import os\nos._exit(1)", 60, ["Kernel died"]),
     ],
 )
-def test_a_notebook_that_must_not_be_shown_stays_as_it_is(code, messages, tmp_path):
+def test_a_notebook_that_must_not_be_shown_stays_as_it_is(code, timeout_s, messages, tmp_path):
     path = write(tmp_path / "one.ipynb", new_code_cell(code))
     before = path.read_bytes()
-    done = run(path)
+    done = run("--timeout", timeout_s, path)
     assert done.returncode == 1
     assert all(message in done.stderr for message in ["one.ipynb", *messages])
     assert path.read_bytes() == before
+
+
+def test_small_takes_no_data_and_the_folder_is_made(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEEDTRANSFER_DATA", str(tmp_path))
+    code = "import os\n[os.environ.get(f'SPEEDTRANSFER_{name}') for name in ('SMALL', 'DATA')]"
+    path = write(tmp_path / "one.ipynb", new_code_cell(code))
+    done = run("--small", "--output", tmp_path / "a" / "b", path)
+    assert done.returncode == 0, done.stderr
+    assert read(tmp_path / "a" / "b" / "one.ipynb").cells[0].outputs[0].data["text/plain"] == "['1', None]"
+
+
+def test_an_output_that_is_no_folder(tmp_path):
+    path = write(tmp_path / "one.ipynb", new_code_cell("1"))
+    done = run("--output", path, path)
+    assert done.returncode == 2
+    assert "--output" in done.stderr
+
+
+def test_a_home_that_is_the_root_makes_no_slash_a_fault(monkeypatch):
+    monkeypatch.setenv("HOME", "/")
+    assert "/" not in runpy.run_path(str(FOLDER / "execute.py"))["_PLACES"]
 
 
 def test_small_outputs_replace_nothing():
@@ -122,6 +150,8 @@ def test_small_outputs_replace_nothing():
         ([new_output("error", ename="ValueError", evalue="no", traceback=[])], 1, "error"),
         ([new_output("execute_result", {"text/plain": f"'{Path.home() / 'rows.npy'}'"})], 1, "path"),
         ([new_output("stream", name="stdout", text="/tmp/rows.npy")], 1, "path"),
+        ([new_output("stream", name="stdout", text="/var/tmp/rows.npy")], 1, "path"),
+        ([new_output("stream", name="stdout", text="3 MB/s and 1/2")], 1, None),
         ([new_output("display_data", {"image/png": "/tmp/", "text/plain": "<Figure>"})], 1, None),
     ],
 )
