@@ -11,7 +11,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "speedtransfer/version.py")
 FAST = ["numba>=0.60"]  # rows on the host at one and a half to four times the speed of torch's own copies
 PLOT = ["matplotlib>=3.8"]
 TENSORBOARD = ["tensorboard>=2.15"]
-NOTEBOOKS = ["ipykernel>=6.29", "nbclient>=0.10"]
+NOTEBOOKS = ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.9", "pillow>=10"]
 DOCS = ["furo>=2024.8", "myst-nb>=1.2", "sphinx>=8"]
 DEV = [
     "gensim>=4.3",  # the reader whose word2vec formats ours must satisfy
