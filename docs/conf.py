@@ -1,6 +1,5 @@
 """Sphinx configuration: ``make docs``, or ``python -m sphinx -W --keep-going -n docs docs/_build``. Needs no network."""
 
-import importlib.util
 import inspect
 import sys
 from pathlib import Path
@@ -25,8 +24,6 @@ release = version = __version__
 copyright = author
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "notebooks/README.md"]
-if importlib.util.find_spec("speedtransfer.speedtorch") is None:
-    exclude_patterns.append("api/speedtorch.md")
 
 # --- pages --------------------------------------------------------------------------------------------------------------
 

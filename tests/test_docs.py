@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -15,13 +14,12 @@ import torch
 import typer
 
 import speedtransfer
-from speedtransfer import errors, word2vec
+from speedtransfer import errors, speedtorch, word2vec
 from speedtransfer.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
-SPEEDTORCH = importlib.util.find_spec("speedtransfer.speedtorch") is not None
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -63,10 +61,7 @@ def test_every_public_name_is_in_the_api(site):
     raised = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
     wanted |= {f"speedtransfer.errors.{kind.__name__}" for kind in raised}
     wanted |= {f"speedtransfer.Table.{name}" for name in ("gather", "scatter", "torch", "engine", "uniform_", "stats")}
-    if SPEEDTORCH:
-        from speedtransfer import speedtorch
-
-        wanted |= {f"speedtransfer.speedtorch.{name}" for name in speedtorch.__all__}
+    wanted |= {f"speedtransfer.speedtorch.{name}" for name in speedtorch.__all__}
     assert wanted <= described, sorted(wanted - described)
 
 
@@ -76,6 +71,7 @@ def test_figures_and_tables_are_filled_in(site):
     assert "transfer.png" in text["benchmarks"]
     assert "idle.png" in text["optimizers"]
     assert "gensim" in text["word2vec"]
+    assert "speedtorch_loop" in text["migration"]
     for flag in ("--shared-negatives", "--checkpoint-every", "--restrict", "--max-words"):
         assert flag in text["word2vec"]
     for marker in re.findall(r"^<!-- (?:table|README\.md): .*-->$", "\n".join(PAGES.values()), re.MULTILINE):
@@ -86,8 +82,6 @@ def test_figures_and_tables_are_filled_in(site):
 def test_python(page, number, tmp_path, monkeypatch):
     code = blocks(page, "python")[number]
     old_names = "speedtransfer.speedtorch" in code
-    if old_names and not SPEEDTORCH:
-        pytest.skip("there is no speedtransfer.speedtorch yet")
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng(), warnings.catch_warnings():
         if old_names and not torch.cuda.is_available():
