@@ -13,7 +13,7 @@ EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 .PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale speedtorch-loop gpu gpu-status clean
 
 help:
-	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (one to three minutes)"
+	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (a few minutes)"
 	@echo "make test        the whole test suite; no GPU needed"
 	@echo "make test-slow   the long sweeps as well"
 	@echo "make lint        ruff and mypy"
@@ -22,8 +22,8 @@ help:
 	@echo "make bench       benchmarks on this machine, results into bench/results/<device>/"
 	@echo "make idle DATA=FOLDER  loss curves with dense, exact and lazy idle rows; see bench/idle.py for the data"
 	@echo "make word2vec DATA=FOLDER  speed and quality beside gensim; see bench/word2vec.py for the data"
-	@echo "make word2vec-scale  word2vec steps on up to 50 million words in files (19 GB of disk)"
-	@echo "make speedtorch-loop  SpeedTorch's word2vec example by its names, by the drop-in and in plain torch (7 GB of memory)"
+	@echo "make word2vec-scale  word2vec steps on up to 50 million words in files (20 GB of disk)"
+	@echo "make speedtorch-loop  SpeedTorch's word2vec example by its names, by the drop-in and in plain torch (7 GB of host memory)"
 	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/"
 	@echo "make gpu-status  which GPU results exist, from which commit, which are stale"
 
