@@ -269,6 +269,47 @@ def test_the_other_order_and_a_gradient_of_another_batch():
     variable(torch.zeros(1, dtype=torch.int64)).sum().backward()
 
 
+def test_the_dtype_of_the_model_factory_is_that_of_the_state_too():
+    model = OneVariable()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model.table.weight.grad = torch.zeros(1, 4)
+    weights = SpeedTorch.ModelFactory(model.table, 10, 4, datatype="float64")
+    state = SpeedTorch.OptimizerFactory(optimizer, 10, 4, model, "table")
+    weights.normalDistributionInit(0, 1)
+    state.optInit()
+    before = weights.getNumpyVersion()
+    for _ in range(3):
+        weights.beforeForwardPass([2])
+        state.beforeForwardPass([2])
+        model.table(torch.zeros(1, dtype=torch.int64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        weights.afterOptimizerStep([2])
+        state.afterOptimizerStep([2])
+        assert optimizer.state[model.table.weight]["exp_avg"].dtype == torch.float64
+    assert weights.getNumpyVersion()[2] - before[2] == pytest.approx(-0.3, rel=1e-3)
+
+
+@pytest.mark.parametrize("counts", [(5, 9), (1, 9), (9, 1)])
+def test_a_loss_that_is_still_held(counts):
+    weights, variable = made()
+    for count in counts:
+        weights.beforeForwardPass(range(count))
+        loss = variable(torch.arange(count)).sum()
+        assert loss.grad_fn is not None
+        loss.backward()
+        assert variable.weight.grad.shape == (count, 4)
+
+
+def test_a_batch_that_was_fetched_in_inference_mode_can_be_trained():
+    weights, variable = made()
+    with torch.inference_mode():
+        weights.beforeForwardPass([1, 2])
+    assert not variable.weight.is_inference()
+    variable(torch.arange(2)).sum().backward()
+    assert variable.weight.grad.eq(1).all()
+
+
 # --- variables --------------------------------------------------------------------------------------------------------
 
 

@@ -159,11 +159,17 @@ class Models(Held):
         """
         rows = self._rows
         index = rows.index(*[part for part in (retrievedPosIndexes, retrievedNegIndexes) if part is not None])
-        values = rows.read(index, ["weight"])["weight"].view(len(index.flat), self.embed_dimension)
-        weight = self._variable()
-        if weight.grad is not None and weight.grad.shape != values.shape:
-            weight.grad = None  # of the rows of another batch
-        weight.data = values
+        with torch.inference_mode(False):  # an inference tensor could never be trained
+            values = rows.read(index, ["weight"])["weight"].view(len(index.flat), self.embed_dimension)
+            weight = self._variable()
+            if weight.shape != values.shape:
+                # A loss that is still held keeps autograd's notion of the old shape alive, which another dtype ends.
+                other = torch.float32 if values.dtype == torch.float64 else torch.float64
+                weight.data = values.new_empty(0, dtype=other)
+            weight.data = values
+            grad = weight.grad
+            if grad is not None and (grad.shape, grad.dtype, grad.device) != (values.shape, values.dtype, values.device):
+                weight.grad = None  # of the rows of another batch
 
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put the rows of the model's variable back where `beforeForwardPass` with the same indexes got them from.

@@ -63,6 +63,10 @@ class Optimizers(Held):
     def _is_like_weights(self, spec: PlaneSpec) -> bool:
         return spec.tail == (self.embed_dimension,) and spec.dtype == self._like.dtype
 
+    def _dtype_of(self, name: str) -> torch.dtype:
+        # A model factory of another dtype may have given the variable that since the trial.
+        return self._param.dtype if self._is_like_weights(self._specs[name]) else self._specs[name].dtype
+
     def _variable(self) -> Tensor:
         return self._param
 
@@ -151,7 +155,7 @@ class Optimizers(Held):
             state.update(self._first_state())
         names = [name for name in self.optVarList if name in leaves(state)]
         found = rows.read(index, [_plane(name) for name in names])
-        put(state, {name: found[_plane(name)].to(self._specs[name].dtype) for name in names})
+        put(state, {name: found[_plane(name)].to(self._dtype_of(name)) for name in names})
 
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put the optimizer's state back where `beforeForwardPass` with the same indexes got it from.
