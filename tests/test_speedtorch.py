@@ -379,7 +379,15 @@ INDEXES = {
     "from the end": [-1, -10, 3],
     "int8 from the end": torch.tensor([-1], dtype=torch.int8),
     "none": [],
+    "mask": np.arange(10) % 3 == 0,
+    "mask tensor": torch.arange(10) > 6,
+    "mask list": [True] + [False] * 8 + [True],
 }
+
+
+def listed(index):
+    """An index as NumPy takes it: it makes floats of an empty list."""
+    return np.array(index, dtype=None if index else np.int64) if isinstance(index, list) else index
 
 
 @pytest.mark.parametrize("kind", ["device", "pinned", "mmap", "torch-pageable"])
@@ -389,12 +397,12 @@ def test_indexes(kind):
     whole = weights.getNumpyVersion()
     for name, index in INDEXES.items():
         weights.beforeForwardPass(index)
-        expected = whole[np.array(index, dtype=np.int64) if isinstance(index, list) else index]
+        expected = whole[listed(index)]
         assert np.array_equal(variable.weight.detach().numpy(), expected.reshape(-1, 4)), name
         variable.weight.data = variable.weight.data + 100
         weights.afterOptimizerStep(index)
         want = whole.copy()
-        want[np.array(index, dtype=np.int64) if isinstance(index, list) else index] += 100
+        want[listed(index)] += 100
         assert np.array_equal(weights.getNumpyVersion(), want), name
         weights.customInit(lambda rows: torch.arange(40.0).view(10, 4))
     weights.beforeForwardPass([1, 2], torch.tensor([[3], [1]], dtype=torch.uint8))
@@ -455,7 +463,9 @@ def test_bad_calls_write_nothing():
         ([1, -11], RowIndexError, r"index\[1\] is -11"),
         ([1, 2, 3], InvalidValueError, r"have shape \(2, 4\) but the indexes ask for \(3, 4\)"),
         ([1.0, 2.0], InvalidTypeError, "float64"),
-        (np.array([True] * 10), InvalidTypeError, "boolean"),
+        (np.array([True] * 9), InvalidValueError, r"boolean mask of shape \(9,\) but there are 10 rows"),
+        (torch.arange(10).lt(2).byte(), InvalidTypeError, r"pass index.bool\(\) or index.long\(\)"),
+        ([torch.empty((), device="meta")] * 2, InvalidTypeError, "pass one tensor, as of torch.stack"),
         ([[1], [2, 3]], InvalidValueError, "ragged"),
     ):
         with pytest.raises(error, match=message) as caught:
@@ -595,7 +605,7 @@ def test_files_that_do_not_load(tmp_path, capsys):
     np.save("objects.npy", np.array([Sneaky()], dtype=object), allow_pickle=True)
     np.savez("archive.npz", np.zeros(3))
     np.save("other.npy", np.zeros((9, 4)))
-    np.save("whole.npy", np.zeros((10, 4), dtype=np.int64))
+    np.save("whole.npy", np.zeros((10, 4), dtype=np.complex64))
     (tmp_path / "text.npy").write_text("no array")
     (tmp_path / "cut.npy").write_bytes((tmp_path / "whole.npy").read_bytes()[:150])
     torch.save(Sneaky(), "sneaky.pt")
@@ -627,6 +637,7 @@ def test_files_of_mapped_rows(tmp_path):
     assert list(tmp_path.iterdir()) == []
     kept = SpeedTorch.ModelFactoryMM(variable, 10, 4, path=tmp_path / "kept.npy")
     kept.uniformDistributionInit(0, 1)
+    kept.saveCupy("kept")  # which is the file itself, and stays so
     kept.beforeForwardPass([3])
     variable.weight.data += 5
     kept.afterOptimizerStep([3])

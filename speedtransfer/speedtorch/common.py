@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.speedtorch.files import read_npy, read_torch, write_npy, write_torch
+from speedtransfer.speedtorch.files import npy_path, read_npy, read_torch, write_npy, write_torch
 from speedtransfer.speedtorch.place import Place
 from speedtransfer.speedtorch.rows import Rows
 from speedtransfer.speedtorch.values import tensor_from
@@ -39,6 +39,7 @@ class Held(ABC):
     def _rows(self) -> Rows:
         if self._held is None:
             raise InvalidValueError(f"{type(self).__name__} has no rows yet; call {self._begin_by} first")
+        self._held.settle()
         return self._held
 
     def _one_or_all(self, arrays: list[Any]) -> Any:
@@ -51,6 +52,7 @@ class Held(ABC):
         return self._one_or_all([self._rows.array(name) for name in self._rows.columns])
 
     def _get_tensor(self) -> Any:
+        self._rows.lend()
         return self._one_or_all(self._whole())
 
     def _set(self, value: Any) -> None:
@@ -78,12 +80,19 @@ class Held(ABC):
     def saveCupy(self, saveFileName: PathLike) -> None:
         """Write all rows to a ``.npy`` file, chunk by chunk; the states of an optimizer as one array of all.
 
+        A file that rows are mapped from stays what it is, and has every change.
+
         Raises
         ------
         StorageError, InvalidTypeError
             The file cannot be written; NumPy has no such dtype.
         """
-        write_npy(saveFileName, self._whole(), self._several)
+        rows, target = self._rows, npy_path(saveFileName)
+        own = rows.path
+        if own is not None and own.exists() and target.exists() and target.samefile(own):
+            rows.table.flush()  # it has every change, and a new file in its place would get no more of them
+            return
+        write_npy(target, self._whole(), self._several)
 
     def loadCupy(self, loadFileName: PathLike) -> None:
         """Read all rows from a ``.npy`` file of `saveCupy`, cupy.save or numpy.save.

@@ -21,7 +21,7 @@ from speedtransfer.optim.trial import Trial, without_gradients
 from speedtransfer.speedtorch.common import Held
 from speedtransfer.speedtorch.models import all_weights
 from speedtransfer.speedtorch.rows import Column, Index, Rows
-from speedtransfer.speedtorch.values import dtype_of, filled, stored_as, stored_dtype
+from speedtransfer.speedtorch.values import check_values, dtype_of, filled, stored_dtype
 from speedtransfer.tables.fill import copy_plane
 
 
@@ -118,13 +118,11 @@ class Optimizers(Held):
                     f"the array of {name!r} has shape {tuple(tensor.shape)} but must be {shape}; load another file, or make "
                     "the factory for this shape"
                 )
-            stored_as(column.dtype, tensor[:0], f"the array of {name!r}")
+            check_values(column.dtype, tensor, f"the array of {name!r}")
         if self._held is None:
             self.optInit()
-        for name, tensor, column in zip(self.optVarList, tensors, columns, strict=True):
+        for name, tensor in zip(self.optVarList, tensors, strict=True):
             plane = self._rows.table.plane(_plane(name))
-            if stored_dtype(column.dtype) != column.dtype:
-                tensor = tensor.view(plane.dtype)
             copy_plane(plane, tensor.reshape(plane.shape))
             filled(plane)
         self._shown, self._copies = True, []
