@@ -8,6 +8,7 @@ import inspect
 import subprocess
 import sys
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -234,6 +235,71 @@ def test_state_that_is_loaded_without_the_optimizers_own_counts():
     assert (kept["step"], kept["mu_product"]) == (0, 1)
 
 
+def test_one_state_of_an_optimizer_is_set():
+    model = OneVariable()
+    optimizer = torch.optim.Adam(model.parameters())
+    state = SpeedTorch.OptimizerFactory(optimizer, 6, 4, model, "table")
+    state.optInit()
+    state.CUPYcorpi[1] = np.full((6, 4), 3.0)
+    state.CUPYcorpi[0][2] = 5
+    state.CUPYcorpi[0] += 1
+    state.getTorchVar()[-2:-1] = [state.getTorchVar()[0] * 2]
+    assert [plane[:, 0].tolist() for plane in state.getNumpyVersion()] == [[2, 2, 12, 2, 2, 2], [3] * 6]
+    with pytest.raises(InvalidValueError, match=r"array of 'exp_avg_sq' has shape \(5, 4\) but must be \(6, 4\)"):
+        state.CUPYcorpi[1] = np.zeros((5, 4))
+    with pytest.raises(InvalidValueError, match=r"there are 1 arrays but Adam keeps \['exp_avg', 'exp_avg_sq'\]"):
+        state.CUPYcorpi[:] = [np.zeros((6, 4))]
+    state.beforeForwardPass([2])
+    assert optimizer.state[model.table.weight]["exp_avg"].eq(12).all()
+
+
+def test_state_follows_hyperparameters_that_are_changed_or_loaded():
+    model = OneVariable()
+    optimizer = torch.optim.Rprop(model.parameters(), lr=0.5)
+    state = SpeedTorch.OptimizerFactory(optimizer, 5, 4, model, "table")
+    optimizer.param_groups[0]["lr"] = 0.25
+    state.optInit()
+    assert (state.CUPYcorpi[1] == 0.25).all()
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.125
+    optimizer.load_state_dict(saved)  # with groups of its own
+    state.optInit()
+    assert (state.CUPYcorpi[1] == 0.125).all()
+    state.beforeForwardPass([0])
+    assert optimizer.state[model.table.weight]["step_size"].eq(0.125).all()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = SpeedTorch.OptimizerFactory(sgd, 5, 4, model, "table")
+    sgd.param_groups[0]["momentum"] = 0.9
+    state.CUPYcorpi = np.ones((1, 5, 4))
+    assert state.optVarList == ["momentum_buffer"]
+
+
+def test_factories_are_made_whatever_the_default_device():
+    model = OneVariable()
+    optimizer = torch.optim.Adam(model.parameters())
+    with torch.device("meta"):
+        state = SpeedTorch.OptimizerFactory(optimizer, 5, 4, model, "table")
+    assert state.optVarList == ["exp_avg", "exp_avg_sq"]
+
+
+@pytest.mark.parametrize("use", ["saveCupy", "saveTorch", "getNumpyVersion", "getTorchVar", "getCupyVar"])
+def test_copies_of_weights_are_made_before_they_are_seen(use):
+    model = OneVariable()
+    weights, state = KINDS["device"].switchers(torch.optim.ASGD(model.parameters()), model, "table", 5, 4)
+    state.optInit()
+    call = getattr(state, use)
+    arguments = ["state.file"] if use.startswith("save") else []
+    with pytest.raises(OptimizerError, match="starts as a copy of the weights, which are not there"):
+        call(*arguments)
+    weights.normalDistributionInit(0, 1)
+    call(*arguments)
+    assert np.array_equal(state.getNumpyVersion()[0], weights.getNumpyVersion())
+    other = SpeedTorch.OptimizerFactory(torch.optim.ASGD(model.parameters()), 6, 4, model, "table")
+    other.optInit()
+    with pytest.raises(OptimizerError, match=r"'ax' has shape \(6, 4\) but .* which have \(5, 4\); make both"):
+        other.beforeForwardPass([5])
+
+
 def test_state_starts_as_the_optimizer_starts_it():
     model = OneVariable()
     weights = SpeedTorch.ModelFactory(model.table, 5, 4)
@@ -343,6 +409,20 @@ def test_first_values_and_names_of_the_rows(kind):
     assert switcher.getTorchVar().eq(1).all()
     switcher.getTorchVar()[3] = 2
     assert switcher.getCupyVar()[3, 0] == 2  # one memory
+
+
+@pytest.mark.parametrize("kind", ["device", "mmap", "torch-gpu"])
+def test_rows_are_freed(kind):
+    switcher, _ = made(kind)
+    name = KINDS[kind].rows
+    for free in (lambda: delattr(switcher, name), lambda: setattr(switcher, name, None)):
+        table = weakref.ref(switcher._held.table)
+        assert hasattr(switcher, name)
+        free()
+        gc.collect()
+        assert table() is None
+        assert not hasattr(switcher, name)
+        switcher.zerosInit()
 
 
 def test_custom_init_sees_all_rows():

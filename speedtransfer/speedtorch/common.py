@@ -17,6 +17,10 @@ from speedtransfer.speedtorch.values import tensor_from
 from speedtransfer.tables.types import PathLike
 
 
+class NoRowsError(InvalidValueError, AttributeError):
+    """Rows are asked for that have not been made; until then there is no attribute of them, for hasattr()."""
+
+
 class Held(ABC):
     """Rows in one memory.
 
@@ -38,7 +42,7 @@ class Held(ABC):
     @property
     def _rows(self) -> Rows:
         if self._held is None:
-            raise InvalidValueError(f"{type(self).__name__} has no rows yet; call {self._begin_by} first")
+            raise NoRowsError(f"{type(self).__name__} has no rows yet; call {self._begin_by} first")
         self._held.settle()
         return self._held
 
@@ -63,18 +67,18 @@ class Held(ABC):
     def getCupyVar(self) -> Any:
         """Return all rows over their memory: a CuPy array where CUDA reaches it, else a NumPy array, which is used alike.
 
-        An optimizer's switcher returns a tuple, one array for each name in `optVarList`.
+        An optimizer's switcher returns a list, one array for each name in `optVarList`; an item that is set is loaded.
         """
         return self._get_array()
 
     getCupyMM = getCupyVar  # noqa: N815
 
     def getTorchVar(self) -> Any:
-        """Return all rows as a tensor over their memory, on the CPU unless that is the device's; a tuple as `getCupyVar`."""
+        """Return all rows as a tensor over their memory, on the CPU unless that is the device's; a list as `getCupyVar`."""
         return self._get_tensor()
 
     def getNumpyVersion(self) -> Any:
-        """Return a copy of all rows as a NumPy array; a tuple as `getCupyVar`."""
+        """Return a copy of all rows as a NumPy array; of an optimizer's switcher a tuple of them."""
         return self._one_or_all([self._rows.numpy(name) for name in self._rows.columns])
 
     def saveCupy(self, saveFileName: PathLike) -> None:
@@ -128,12 +132,18 @@ class Held(ABC):
 
 
 def view_of(get: str, doc: str) -> property:
-    """Return a property that shows all rows, `get` of :class:`Held`, and takes others in their place."""
+    """Return a property that shows all rows, `get` of :class:`Held`, takes others in their place, and frees them."""
 
     def read(self: Held) -> Any:
         return getattr(self, get)()
 
     def write(self: Held, value: Any) -> None:
-        self._set(value)
+        if value is None:
+            delete(self)
+        else:
+            self._set(value)
 
-    return property(read, write, doc=doc)
+    def delete(self: Held) -> None:
+        self._held = None
+
+    return property(read, write, delete, doc)
