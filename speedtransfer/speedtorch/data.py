@@ -16,7 +16,7 @@ from speedtransfer.speedtorch.common import Held
 from speedtransfer.speedtorch.files import read_npy
 from speedtransfer.speedtorch.index import names_rows
 from speedtransfer.speedtorch.rows import Column, Rows
-from speedtransfer.speedtorch.values import check_values, dtype_of, filled, stored_as, stored_dtype, tensor_from
+from speedtransfer.speedtorch.values import dtype_of, filled, stored_as, stored_dtype, tensor_from, to_copy
 from speedtransfer.tables import Table
 from speedtransfer.tables.fill import copy_plane
 from speedtransfer.tables.types import PathLike
@@ -151,9 +151,9 @@ class Matrices(Indexed):
             raise InvalidValueError(
                 f"the array has shape {tuple(tensor.shape)} but total_classes is {self.total_classes}; load a square one of it"
             )
-        check_values(self._column.dtype, tensor, "the array")
+        source = to_copy(self._column.dtype, tensor, "the array")
         held = self._zeros() if self._held is None else self._rows
-        copy_plane(held.table.torch(), tensor)
+        copy_plane(held.table.torch(), source)
         filled(held.table.torch())
         self._held = held
 

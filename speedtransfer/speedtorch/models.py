@@ -17,7 +17,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.optim import find_handle
 from speedtransfer.speedtorch.common import Held
 from speedtransfer.speedtorch.rows import Column, Rows
-from speedtransfer.speedtorch.values import check_values, dtype_of, filled, stored_dtype
+from speedtransfer.speedtorch.values import dtype_of, filled, stored_dtype, to_copy
 from speedtransfer.tables import Table
 from speedtransfer.tables.fill import copy_plane
 
@@ -112,10 +112,10 @@ class Models(Held):
                 f"the array has shape {tuple(tensor.shape)} but total_classes and embed_dimension say {shape}; load another "
                 "file, or make the factory for this shape"
             )
-        check_values(self._column.dtype, tensor, "the array")
+        source = to_copy(self._column.dtype, tensor, "the array")
 
         def copy(table: Table) -> None:
-            copy_plane(table.torch(), tensor)
+            copy_plane(table.torch(), source)
             filled(table.torch())
 
         self._begin(copy)

@@ -23,7 +23,7 @@ from speedtransfer.speedtorch.common import Held
 from speedtransfer.speedtorch.models import all_weights
 from speedtransfer.speedtorch.parameters import find_parameter, place_in
 from speedtransfer.speedtorch.rows import Column, Index, Rows
-from speedtransfer.speedtorch.values import check_values, dtype_of, filled, stored_dtype, tensor_from
+from speedtransfer.speedtorch.values import dtype_of, filled, stored_dtype, tensor_from, to_copy
 from speedtransfer.tables.fill import copy_plane
 
 
@@ -168,6 +168,7 @@ class Optimizers(Held):
             raise InvalidValueError(
                 f"there are {len(tensors)} arrays but {type(self.given_optimizer).__name__} keeps {names}; pass one for each"
             )
+        sources = []
         for name, tensor in zip(names, tensors, strict=True):
             column = self._columns[_plane(name)]
             shape = (self.total_classes, *column.tail)
@@ -176,12 +177,12 @@ class Optimizers(Held):
                     f"the array of {name!r} has shape {tuple(tensor.shape)} but must be {shape}; load another file, or make "
                     "the factory for this shape"
                 )
-            check_values(column.dtype, tensor, f"the array of {name!r}")
+            sources.append(to_copy(column.dtype, tensor, f"the array of {name!r}"))
         rows = self._held or self._make()
         rows.settle()
-        for name, tensor in zip(names, tensors, strict=True):
+        for name, source in zip(names, sources, strict=True):
             plane = rows.table.plane(_plane(name))
-            copy_plane(plane, tensor.reshape(plane.shape))
+            copy_plane(plane, source.reshape(plane.shape))
             filled(plane)
         self._shown, self._copies = True, [name for name in self._copies if name not in names]
 

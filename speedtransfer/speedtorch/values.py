@@ -43,13 +43,23 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return check_dtype(BITS.get(dtype, dtype))
 
 
-def check_values(dtype: torch.dtype, tensor: Tensor, what: str) -> None:
-    """Raise unless rows of `dtype` can hold the values: floats round them, integers take no floats and nothing too large.
+def to_copy(dtype: torch.dtype, tensor: Tensor, what: str) -> Tensor:
+    """Return over the memory of `tensor` what to copy to a plane of values of `dtype`.
 
-    Copied to the plane, bit by bit where it is of their own dtype, they are then what the table stores.
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError
+        Rows of `dtype` cannot hold the values: floats round them, integers take no floats and nothing too large.
     """
+    if tensor.dtype == dtype:
+        return tensor.view(stored_dtype(dtype))
+    _check_values(dtype, tensor, what)
+    return tensor
+
+
+def _check_values(dtype: torch.dtype, tensor: Tensor, what: str) -> None:
     given = tensor.dtype
-    if given == dtype or (dtype.is_floating_point and not given.is_complex):
+    if dtype.is_floating_point and not given.is_complex:
         return
     if given.is_floating_point or given.is_complex:
         raise InvalidTypeError(f"{what} has dtype {given} but the rows hold {dtype}; pass it .to({dtype})")
@@ -77,9 +87,7 @@ def _limits(dtype: torch.dtype) -> tuple[int, int]:
 
 def stored_as(dtype: torch.dtype, tensor: Tensor, what: str) -> Tensor:
     """Return `tensor` as a table stores values of `dtype`: over its memory where it is of that, else converted."""
-    check_values(dtype, tensor, what)
-    stored = stored_dtype(dtype)
-    return tensor.view(stored) if tensor.dtype == dtype else tensor.to(stored)
+    return to_copy(dtype, tensor, what).to(stored_dtype(dtype))
 
 
 def tensor_from(value: Any, what: str) -> Tensor:
