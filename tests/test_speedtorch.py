@@ -8,6 +8,7 @@ import inspect
 import subprocess
 import sys
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -234,6 +235,71 @@ def test_state_that_is_loaded_without_the_optimizers_own_counts():
     assert (kept["step"], kept["mu_product"]) == (0, 1)
 
 
+def test_one_state_of_an_optimizer_is_set():
+    model = OneVariable()
+    optimizer = torch.optim.Adam(model.parameters())
+    state = SpeedTorch.OptimizerFactory(optimizer, 6, 4, model, "table")
+    state.optInit()
+    state.CUPYcorpi[1] = np.full((6, 4), 3.0)
+    state.CUPYcorpi[0][2] = 5
+    state.CUPYcorpi[0] += 1
+    state.getTorchVar()[-2:-1] = [state.getTorchVar()[0] * 2]
+    assert [plane[:, 0].tolist() for plane in state.getNumpyVersion()] == [[2, 2, 12, 2, 2, 2], [3] * 6]
+    with pytest.raises(InvalidValueError, match=r"array of 'exp_avg_sq' has shape \(5, 4\) but must be \(6, 4\)"):
+        state.CUPYcorpi[1] = np.zeros((5, 4))
+    with pytest.raises(InvalidValueError, match=r"there are 1 arrays but Adam keeps \['exp_avg', 'exp_avg_sq'\]"):
+        state.CUPYcorpi[:] = [np.zeros((6, 4))]
+    state.beforeForwardPass([2])
+    assert optimizer.state[model.table.weight]["exp_avg"].eq(12).all()
+
+
+def test_state_follows_hyperparameters_that_are_changed_or_loaded():
+    model = OneVariable()
+    optimizer = torch.optim.Rprop(model.parameters(), lr=0.5)
+    state = SpeedTorch.OptimizerFactory(optimizer, 5, 4, model, "table")
+    optimizer.param_groups[0]["lr"] = 0.25
+    state.optInit()
+    assert (state.CUPYcorpi[1] == 0.25).all()
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.125
+    optimizer.load_state_dict(saved)  # with groups of its own
+    state.optInit()
+    assert (state.CUPYcorpi[1] == 0.125).all()
+    state.beforeForwardPass([0])
+    assert optimizer.state[model.table.weight]["step_size"].eq(0.125).all()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = SpeedTorch.OptimizerFactory(sgd, 5, 4, model, "table")
+    sgd.param_groups[0]["momentum"] = 0.9
+    state.CUPYcorpi = np.ones((1, 5, 4))
+    assert state.optVarList == ["momentum_buffer"]
+
+
+def test_factories_are_made_whatever_the_default_device():
+    model = OneVariable()
+    optimizer = torch.optim.Adam(model.parameters())
+    with torch.device("meta"):
+        state = SpeedTorch.OptimizerFactory(optimizer, 5, 4, model, "table")
+    assert state.optVarList == ["exp_avg", "exp_avg_sq"]
+
+
+@pytest.mark.parametrize("use", ["saveCupy", "saveTorch", "getNumpyVersion", "getTorchVar", "getCupyVar"])
+def test_copies_of_weights_are_made_before_they_are_seen(use):
+    model = OneVariable()
+    weights, state = KINDS["device"].switchers(torch.optim.ASGD(model.parameters()), model, "table", 5, 4)
+    state.optInit()
+    call = getattr(state, use)
+    arguments = ["state.file"] if use.startswith("save") else []
+    with pytest.raises(OptimizerError, match="starts as a copy of the weights, which are not there"):
+        call(*arguments)
+    weights.normalDistributionInit(0, 1)
+    call(*arguments)
+    assert np.array_equal(state.getNumpyVersion()[0], weights.getNumpyVersion())
+    other = SpeedTorch.OptimizerFactory(torch.optim.ASGD(model.parameters()), 6, 4, model, "table")
+    other.optInit()
+    with pytest.raises(OptimizerError, match=r"'ax' has shape \(6, 4\) but .* which have \(5, 4\); make both"):
+        other.beforeForwardPass([5])
+
+
 def test_state_starts_as_the_optimizer_starts_it():
     model = OneVariable()
     weights = SpeedTorch.ModelFactory(model.table, 5, 4)
@@ -267,6 +333,47 @@ def test_the_other_order_and_a_gradient_of_another_batch():
     assert variable.weight.grad is None
     assert isinstance(variable.weight, nn.Parameter)
     variable(torch.zeros(1, dtype=torch.int64)).sum().backward()
+
+
+def test_the_dtype_of_the_model_factory_is_that_of_the_state_too():
+    model = OneVariable()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model.table.weight.grad = torch.zeros(1, 4)
+    weights = SpeedTorch.ModelFactory(model.table, 10, 4, datatype="float64")
+    state = SpeedTorch.OptimizerFactory(optimizer, 10, 4, model, "table")
+    weights.normalDistributionInit(0, 1)
+    state.optInit()
+    before = weights.getNumpyVersion()
+    for _ in range(3):
+        weights.beforeForwardPass([2])
+        state.beforeForwardPass([2])
+        model.table(torch.zeros(1, dtype=torch.int64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        weights.afterOptimizerStep([2])
+        state.afterOptimizerStep([2])
+        assert optimizer.state[model.table.weight]["exp_avg"].dtype == torch.float64
+    assert weights.getNumpyVersion()[2] - before[2] == pytest.approx(-0.3, rel=1e-3)
+
+
+@pytest.mark.parametrize("counts", [(5, 9), (1, 9), (9, 1)])
+def test_a_loss_that_is_still_held(counts):
+    weights, variable = made()
+    for count in counts:
+        weights.beforeForwardPass(range(count))
+        loss = variable(torch.arange(count)).sum()
+        assert loss.grad_fn is not None
+        loss.backward()
+        assert variable.weight.grad.shape == (count, 4)
+
+
+def test_a_batch_that_was_fetched_in_inference_mode_can_be_trained():
+    weights, variable = made()
+    with torch.inference_mode():
+        weights.beforeForwardPass([1, 2])
+    assert not variable.weight.is_inference()
+    variable(torch.arange(2)).sum().backward()
+    assert variable.weight.grad.eq(1).all()
 
 
 # --- variables --------------------------------------------------------------------------------------------------------
@@ -304,6 +411,20 @@ def test_first_values_and_names_of_the_rows(kind):
     assert switcher.getCupyVar()[3, 0] == 2  # one memory
 
 
+@pytest.mark.parametrize("kind", ["device", "mmap", "torch-gpu"])
+def test_rows_are_freed(kind):
+    switcher, _ = made(kind)
+    name = KINDS[kind].rows
+    for free in (lambda: delattr(switcher, name), lambda: setattr(switcher, name, None)):
+        table = weakref.ref(switcher._held.table)
+        assert hasattr(switcher, name)
+        free()
+        gc.collect()
+        assert table() is None
+        assert not hasattr(switcher, name)
+        switcher.zerosInit()
+
+
 def test_custom_init_sees_all_rows():
     switcher, _ = made(rows=300, dim=16)
     torch.manual_seed(0)
@@ -338,7 +459,15 @@ INDEXES = {
     "from the end": [-1, -10, 3],
     "int8 from the end": torch.tensor([-1], dtype=torch.int8),
     "none": [],
+    "mask": np.arange(10) % 3 == 0,
+    "mask tensor": torch.arange(10) > 6,
+    "mask list": [True] + [False] * 8 + [True],
 }
+
+
+def listed(index):
+    """An index as NumPy takes it: it makes floats of an empty list."""
+    return np.array(index, dtype=None if index else np.int64) if isinstance(index, list) else index
 
 
 @pytest.mark.parametrize("kind", ["device", "pinned", "mmap", "torch-pageable"])
@@ -348,12 +477,12 @@ def test_indexes(kind):
     whole = weights.getNumpyVersion()
     for name, index in INDEXES.items():
         weights.beforeForwardPass(index)
-        expected = whole[np.array(index, dtype=np.int64) if isinstance(index, list) else index]
+        expected = whole[listed(index)]
         assert np.array_equal(variable.weight.detach().numpy(), expected.reshape(-1, 4)), name
         variable.weight.data = variable.weight.data + 100
         weights.afterOptimizerStep(index)
         want = whole.copy()
-        want[np.array(index, dtype=np.int64) if isinstance(index, list) else index] += 100
+        want[listed(index)] += 100
         assert np.array_equal(weights.getNumpyVersion(), want), name
         weights.customInit(lambda rows: torch.arange(40.0).view(10, 4))
     weights.beforeForwardPass([1, 2], torch.tensor([[3], [1]], dtype=torch.uint8))
@@ -414,7 +543,9 @@ def test_bad_calls_write_nothing():
         ([1, -11], RowIndexError, r"index\[1\] is -11"),
         ([1, 2, 3], InvalidValueError, r"have shape \(2, 4\) but the indexes ask for \(3, 4\)"),
         ([1.0, 2.0], InvalidTypeError, "float64"),
-        (np.array([True] * 10), InvalidTypeError, "boolean"),
+        (np.array([True] * 9), InvalidValueError, r"boolean mask of shape \(9,\) but there are 10 rows"),
+        (torch.arange(10).lt(2).byte(), InvalidTypeError, r"pass index.bool\(\) or index.long\(\)"),
+        ([torch.empty((), device="meta")] * 2, InvalidTypeError, "pass one tensor, as of torch.stack"),
         ([[1], [2, 3]], InvalidValueError, "ragged"),
     ):
         with pytest.raises(error, match=message) as caught:
@@ -554,7 +685,7 @@ def test_files_that_do_not_load(tmp_path, capsys):
     np.save("objects.npy", np.array([Sneaky()], dtype=object), allow_pickle=True)
     np.savez("archive.npz", np.zeros(3))
     np.save("other.npy", np.zeros((9, 4)))
-    np.save("whole.npy", np.zeros((10, 4), dtype=np.int64))
+    np.save("whole.npy", np.zeros((10, 4), dtype=np.complex64))
     (tmp_path / "text.npy").write_text("no array")
     (tmp_path / "cut.npy").write_bytes((tmp_path / "whole.npy").read_bytes()[:150])
     torch.save(Sneaky(), "sneaky.pt")
@@ -586,6 +717,7 @@ def test_files_of_mapped_rows(tmp_path):
     assert list(tmp_path.iterdir()) == []
     kept = SpeedTorch.ModelFactoryMM(variable, 10, 4, path=tmp_path / "kept.npy")
     kept.uniformDistributionInit(0, 1)
+    kept.saveCupy("kept")  # which is the file itself, and stays so
     kept.beforeForwardPass([3])
     variable.weight.data += 5
     kept.afterOptimizerStep([3])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -46,6 +48,12 @@ PARTS = [
     (slice(0, 3), slice(1, None)),
     (slice(None, None, -1), slice(None, None, -2)),
     (2, 1),
+    (np.int64(2), slice(None)),
+    (0, None, 1),
+    (slice(1, -1, 2), -1),
+    (slice(5, 1), slice(1, 1)),
+    (-1, Ellipsis),
+    (),
     ([0, 1, 1], [2, 0, 0]),
     (torch.tensor([[0], [5]]), np.array([1, 2])),
     (slice(2, 4), [0, 0]),
@@ -53,6 +61,7 @@ PARTS = [
     np.array([True, False] * 3),
     torch.tensor([False, True] * 3),
     [True, False, False, False, False, True],
+    [np.bool_(True), np.bool_(False), np.bool_(False), np.bool_(True), np.bool_(False), np.bool_(True)],
     Ellipsis,
 ]
 
@@ -155,8 +164,12 @@ def test_bad_calls_write_nothing(kind):
         (ones(3), [0.0], InvalidTypeError),
         (ones(2, 3), [0], InvalidValueError),
         (ones(2, 2), ([0, 1], [0, 1]), InvalidValueError),
-        (ones(3, dtype=torch.int64), 0, InvalidTypeError),
-        (ones((), dtype=torch.int64), (0, 0), InvalidTypeError),
+        (ones(3, dtype=torch.complex64), 0, InvalidTypeError),
+        (ones((), dtype=torch.complex64), (0, 0), InvalidTypeError),
+        ([torch.empty((), device="meta")] * 3, 0, InvalidTypeError),  # no more NumPy's than one on CUDA
+        (ones(3), [torch.empty((), device="meta")], InvalidTypeError),
+        (ones(3), ([torch.empty((), device="meta")], 0), InvalidTypeError),
+        (ones(3), torch.tensor([0, 1, 0, 0, 0, 1], dtype=torch.uint8), InvalidTypeError),
         ("text", 0, InvalidTypeError),
         ([[1.0], [2.0, 3.0]], 0, InvalidTypeError),
     ):
@@ -179,9 +192,106 @@ def test_gadgets_that_cannot_be():
             SpeedTorch.DataGadget(source).gadgetInit()
     with pytest.raises(InvalidTypeError, match="use DataGadget"):
         SpeedTorch.DataGadgetMM(np.zeros((2, 2))).gadgetInit()
+    with pytest.raises(
+        InvalidTypeError, match=r"takes no array but a .npy file; pass fileName or loadCupy\(\) its path"
+    ):
+        opened(np.zeros((2, 2)), "mmap").CUPYmemmap = np.zeros((2, 2))
     np.save("order.npy", np.asfortranarray(np.zeros((3, 2))))
     with pytest.raises(InvalidValueError, match="Fortran"):
         SpeedTorch.DataGadgetMM("order.npy").gadgetInit()
+
+
+class Foreign:
+    """An array of another library, as CuPy's: with a dtype, and no NumPy array."""
+
+    def __init__(self, array):
+        self.array, self.dtype = array, array.dtype
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+def test_masks_of_other_libraries():
+    array = np.arange(18.0, dtype=np.float32).reshape(6, 3)
+    gadget = opened(array)
+    mask = array[:, 0] > 6
+    assert np.array_equal(gadget.getData(Foreign(mask)).numpy(), array[mask])
+    assert np.array_equal(gadget.getData(Foreign(np.array([4, -1]))).numpy(), array[[4, -1]])
+
+
+def test_slices_cost_no_more_than_their_values():
+    gadget = SpeedTorch.DataGadget(np.zeros((2000, 500), dtype=np.uint8))
+    gadget.gadgetInit()
+    tracemalloc.start()  # NumPy's memory: places of eight bytes would be 8 MB
+    gadget.insertData(1, (slice(None), slice(1, None)))
+    gadget.getData((slice(1, None), Ellipsis))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
+    assert gadget.getNumpyVersion().sum() == 2000 * 499
+
+
+def test_slices_from_one_place_to_another():
+    array = np.arange(20.0, dtype=np.float32).reshape(10, 2)
+    gadget = opened(array)
+    gadget.insertData(gadget.getTorchVar()[:8, :], (slice(1, 9), slice(None)))
+    array[1:9] = array[:8].copy()
+    assert np.array_equal(gadget.getNumpyVersion(), array)
+
+
+def test_integers_are_taken_where_they_fit():
+    for dtype, value, given in (
+        ("float32", 7, torch.int64),
+        ("float32", 2**63, torch.uint64),
+        ("int8", -128, torch.int64),
+        ("uint8", 255, torch.uint32),
+        ("uint32", 2**32 - 1, torch.int64),
+        ("uint64", 2**63 - 1, torch.int64),
+        ("int32", True, torch.bool),
+        ("bool", 1, torch.int64),
+    ):
+        for index in (0, (0, slice(None))):
+            gadget = opened(np.zeros((2, 1), dtype=dtype))
+            gadget.insertData(torch.tensor([value], dtype=given), index)
+            assert gadget.getNumpyVersion()[0, 0] == np.array(value).astype(dtype), (dtype, given)
+    for dtype, value, given in (
+        ("int8", 128, torch.int64),
+        ("uint8", -1, torch.int8),
+        ("uint32", 2**32, torch.int64),
+        ("int64", 2**63, torch.uint64),
+        ("uint64", -1, torch.int32),
+        ("bool", 2, torch.int64),
+    ):
+        gadget = opened(np.zeros((2, 1), dtype=dtype))
+        with pytest.raises(InvalidValueError, match=f"has the value {value} but the rows hold torch.{dtype}; clamp it"):
+            gadget.insertData(torch.tensor([value], dtype=given), 0)
+        assert not gadget.getNumpyVersion().any()
+    with pytest.raises(InvalidTypeError, match="float32 but the rows hold"):
+        opened(np.zeros((2, 1), dtype=np.int32)).insertData(torch.ones(1), 0)
+    matrix = SpeedTorch.COM(2)
+    matrix.comInit()
+    matrix.CUPYCom = np.array([[1, 2], [3, 2**32 - 1]])
+    assert matrix.getNumpyVersion().tolist() == [[1, 2], [3, 2**32 - 1]]
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (6,)], ids=str)
+def test_saving_to_the_mapped_file_leaves_it_mapped(shape):
+    gadget = opened(np.zeros(shape, dtype=np.float32), "mmap")
+    for value in (1.0, 2.0):
+        gadget.insertData(value, slice(None))
+        gadget.saveCupy("data")
+        assert (np.load("data.npy") == value).all()
+    gadget.saveCupy("other.npy")
+    gadget.insertData(3.0, slice(None))
+    assert (np.load("data.npy") == 3).all()
+    assert (np.load("other.npy") == 2).all()
+
+
+def test_data_without_values():
+    gadget = SpeedTorch.DataGadget(np.zeros((3, 0)))
+    gadget.gadgetInit()
+    gadget.saveCupy("empty.npy")
+    assert np.load("empty.npy").shape == (3, 0)
 
 
 MATRICES = {

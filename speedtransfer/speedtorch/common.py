@@ -10,11 +10,15 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.speedtorch.files import read_npy, read_torch, write_npy, write_torch
+from speedtransfer.speedtorch.files import npy_path, read_npy, read_torch, write_npy, write_torch
 from speedtransfer.speedtorch.place import Place
 from speedtransfer.speedtorch.rows import Rows
 from speedtransfer.speedtorch.values import tensor_from
 from speedtransfer.tables.types import PathLike
+
+
+class NoRowsError(InvalidValueError, AttributeError):
+    """Rows are asked for that have not been made; until then there is no attribute of them, for hasattr()."""
 
 
 class Held(ABC):
@@ -38,7 +42,8 @@ class Held(ABC):
     @property
     def _rows(self) -> Rows:
         if self._held is None:
-            raise InvalidValueError(f"{type(self).__name__} has no rows yet; call {self._begin_by} first")
+            raise NoRowsError(f"{type(self).__name__} has no rows yet; call {self._begin_by} first")
+        self._held.settle()
         return self._held
 
     def _one_or_all(self, arrays: list[Any]) -> Any:
@@ -51,6 +56,7 @@ class Held(ABC):
         return self._one_or_all([self._rows.array(name) for name in self._rows.columns])
 
     def _get_tensor(self) -> Any:
+        self._rows.lend()
         return self._one_or_all(self._whole())
 
     def _set(self, value: Any) -> None:
@@ -61,29 +67,36 @@ class Held(ABC):
     def getCupyVar(self) -> Any:
         """Return all rows over their memory: a CuPy array where CUDA reaches it, else a NumPy array, which is used alike.
 
-        An optimizer's switcher returns a tuple, one array for each name in `optVarList`.
+        An optimizer's switcher returns a list, one array for each name in `optVarList`; an item that is set is loaded.
         """
         return self._get_array()
 
     getCupyMM = getCupyVar  # noqa: N815
 
     def getTorchVar(self) -> Any:
-        """Return all rows as a tensor over their memory, on the CPU unless that is the device's; a tuple as `getCupyVar`."""
+        """Return all rows as a tensor over their memory, on the CPU unless that is the device's; a list as `getCupyVar`."""
         return self._get_tensor()
 
     def getNumpyVersion(self) -> Any:
-        """Return a copy of all rows as a NumPy array; a tuple as `getCupyVar`."""
+        """Return a copy of all rows as a NumPy array; of an optimizer's switcher a tuple of them."""
         return self._one_or_all([self._rows.numpy(name) for name in self._rows.columns])
 
     def saveCupy(self, saveFileName: PathLike) -> None:
         """Write all rows to a ``.npy`` file, chunk by chunk; the states of an optimizer as one array of all.
+
+        A file that rows are mapped from stays what it is, and has every change.
 
         Raises
         ------
         StorageError, InvalidTypeError
             The file cannot be written; NumPy has no such dtype.
         """
-        write_npy(saveFileName, self._whole(), self._several)
+        rows, target = self._rows, npy_path(saveFileName)
+        own = rows.path
+        if own is not None and own.exists() and target.exists() and target.samefile(own):
+            rows.table.flush()  # it has every change, and a new file in its place would get no more of them
+            return
+        write_npy(target, self._whole(), self._several)
 
     def loadCupy(self, loadFileName: PathLike) -> None:
         """Read all rows from a ``.npy`` file of `saveCupy`, cupy.save or numpy.save.
@@ -119,12 +132,18 @@ class Held(ABC):
 
 
 def view_of(get: str, doc: str) -> property:
-    """Return a property that shows all rows, `get` of :class:`Held`, and takes others in their place."""
+    """Return a property that shows all rows, `get` of :class:`Held`, takes others in their place, and frees them."""
 
     def read(self: Held) -> Any:
         return getattr(self, get)()
 
     def write(self: Held, value: Any) -> None:
-        self._set(value)
+        if value is None:
+            delete(self)
+        else:
+            self._set(value)
 
-    return property(read, write, doc=doc)
+    def delete(self: Held) -> None:
+        self._held = None
+
+    return property(read, write, delete, doc)

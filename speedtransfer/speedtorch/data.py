@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.speedtorch.common import Held
 from speedtransfer.speedtorch.files import read_npy
+from speedtransfer.speedtorch.index import names_rows
 from speedtransfer.speedtorch.rows import Column, Rows
-from speedtransfer.speedtorch.values import dtype_of, filled, stored_as, stored_dtype, tensor_from
+from speedtransfer.speedtorch.values import dtype_of, filled, stored_as, stored_dtype, tensor_from, to_copy
 from speedtransfer.tables import Table
 from speedtransfer.tables.fill import copy_plane
 from speedtransfer.tables.types import PathLike
@@ -43,7 +44,7 @@ class Indexed(Held):
             Something that is not there; no integers; no data yet.
         """
         rows = self._rows
-        if not _names_rows(indexes):
+        if not names_rows(indexes):
             return rows.pick("weight", indexes)
         return rows.read(rows.index(indexes), ["weight"])["weight"]
 
@@ -53,7 +54,8 @@ class Indexed(Held):
         Parameters
         ----------
         dataObject : tensor or array
-            On any device, of a shape that broadcasts to that of ``getData(indexes)``. Floats are rounded to the data's dtype.
+            On any device, of a shape that broadcasts to that of ``getData(indexes)``. Floats are rounded
+            to the data's dtype, and integers have to fit it.
         indexes : int, slice, list, array or tensor, or tuple of these
 
         Raises
@@ -62,7 +64,7 @@ class Indexed(Held):
             As `getData`, and another shape or dtype. Nothing has been written then.
         """
         rows = self._rows
-        if not _names_rows(indexes):
+        if not names_rows(indexes):
             rows.put("weight", indexes, dataObject)
             return
         index = rows.index(indexes)
@@ -115,11 +117,11 @@ class MappedGadgets(Gadgets):
             table = Table.load(loadFileName, "mmap", device)
         else:
             table = Table.from_array(plane, "pageable", device=device, copy=False)
-        self._held = Rows(table, {"weight": column})
+        self._held = Rows(table, {"weight": column}, Path(loadFileName))
 
     def _take(self, tensors: list[Tensor]) -> None:
         raise InvalidTypeError(
-            "fileName is no file, which a memory-mapped gadget needs; pass a path, or use DataGadget"
+            "a memory-mapped gadget takes no array but a .npy file; pass fileName or loadCupy() its path, or use DataGadget"
         )
 
 
@@ -141,7 +143,7 @@ class Matrices(Indexed):
         if self._held is None:
             self._held = self._zeros()
         else:
-            self._held.table.zero_()
+            self._rows.table.zero_()
 
     def _take(self, tensors: list[Tensor]) -> None:
         (tensor,) = tensors
@@ -149,9 +151,9 @@ class Matrices(Indexed):
             raise InvalidValueError(
                 f"the array has shape {tuple(tensor.shape)} but total_classes is {self.total_classes}; load a square one of it"
             )
-        plane = stored_as(self._column.dtype, tensor, "the array")
-        held = self._held or self._zeros()
-        copy_plane(held.table.torch(), plane)
+        source = to_copy(self._column.dtype, tensor, "the array")
+        held = self._zeros() if self._held is None else self._rows
+        copy_plane(held.table.torch(), source)
         filled(held.table.torch())
         self._held = held
 
@@ -162,20 +164,3 @@ def _as_plane(tensor: Tensor) -> tuple[Column, Tensor]:
         raise InvalidValueError("the data are a single number but need rows; pass an array of one dimension or more")
     column = Column(tuple(tensor.shape[1:]), dtype_of(tensor.dtype, "the dtype of the data"))
     return column, stored_as(column.dtype, tensor, "the data").reshape(len(tensor), math.prod(column.tail))
-
-
-def _names_rows(indexes: Any) -> bool:
-    if indexes is None or indexes is Ellipsis or isinstance(indexes, (tuple, bool, np.bool_)):
-        return False
-    if isinstance(indexes, (Tensor, np.ndarray)):
-        return str(indexes.dtype).removeprefix("torch.") != "bool"
-    return not (
-        isinstance(indexes, list) and any(isinstance(one, (bool, list)) for one in indexes) and _is_mask(indexes)
-    )
-
-
-def _is_mask(indexes: list[Any]) -> bool:
-    try:
-        return np.asarray(indexes).dtype.kind == "b"
-    except ValueError:
-        return False

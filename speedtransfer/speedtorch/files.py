@@ -19,8 +19,14 @@ from speedtransfer.tables.fill import row_chunks
 from speedtransfer.tables.types import PathLike
 
 
-def write_npy(path: PathLike, tensors: list[Tensor], stacked: bool) -> None:
-    """Write a tensor, or several as one array with a dimension more, chunk by chunk; ``.npy`` is added as NumPy does.
+def npy_path(path: PathLike) -> Path:
+    """Return `path` with ``.npy`` added as NumPy does."""
+    name = os.fspath(path)
+    return Path(name if name.endswith(".npy") else f"{name}.npy")
+
+
+def write_npy(path: Path, tensors: list[Tensor], stacked: bool) -> None:
+    """Write a tensor, or several as one array with a dimension more, chunk by chunk.
 
     Raises
     ------
@@ -29,8 +35,6 @@ def write_npy(path: PathLike, tensors: list[Tensor], stacked: bool) -> None:
     InvalidTypeError
         NumPy has no such dtype, or the tensors differ in shape or dtype.
     """
-    name = os.fspath(path)
-    target = Path(name if name.endswith(".npy") else f"{name}.npy")
     kinds = {(tuple(tensor.shape), tensor.dtype) for tensor in tensors}
     if len(kinds) != 1:
         raise InvalidTypeError(
@@ -41,12 +45,13 @@ def write_npy(path: PathLike, tensors: list[Tensor], stacked: bool) -> None:
         raise InvalidTypeError("NumPy has no bfloat16 and so no .npy file of it; use saveTorch, or another datatype")
     kind = np.dtype(str(dtype).removeprefix("torch."))
     fields = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False}
-    with atomic(target) as file:
+    with atomic(path) as file:
         np.lib.format.write_array_header_1_0(file, {**fields, "shape": (len(tensors), *shape) if stacked else shape})
         for tensor in tensors:
             for rows in row_chunks(len(tensor), tensor[:1].numel() * tensor.element_size()):
                 read_ahead(tensor[rows])
-                file.write(tensor[rows].cpu().contiguous().view(torch.uint8).numpy().data.cast("B"))
+                if tensor[rows].numel():
+                    file.write(tensor[rows].cpu().contiguous().view(torch.uint8).numpy().data.cast("B"))
 
 
 def read_npy(path: PathLike, writable: bool = False) -> np.ndarray:

@@ -17,7 +17,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.optim import find_handle
 from speedtransfer.speedtorch.common import Held
 from speedtransfer.speedtorch.rows import Column, Rows
-from speedtransfer.speedtorch.values import dtype_of, filled, stored_as, stored_dtype
+from speedtransfer.speedtorch.values import dtype_of, filled, stored_dtype, to_copy
 from speedtransfer.tables import Table
 from speedtransfer.tables.fill import copy_plane
 
@@ -29,7 +29,7 @@ def all_weights(param: Tensor) -> Tensor | None:
     """Return all rows of the variable that a switcher has for `param`, if there is one and it has been initialised."""
     reference = _switchers.get(param)
     switcher = None if reference is None else reference()
-    return None if switcher is None or switcher._held is None else switcher._held.whole("weight")
+    return None if switcher is None or switcher._held is None else switcher._rows.whole("weight")
 
 
 class Models(Held):
@@ -64,7 +64,7 @@ class Models(Held):
     def _begin(self, first_values: Callable[[Table], Any]) -> None:
         """Make the table, or take the one there is, and have its weights filled."""
         if self._held is not None:
-            first_values(self._held.table)
+            first_values(self._rows.table)
             return
         dtype = stored_dtype(self._column.dtype)
         table = self._place().table(self.total_classes, self.embed_dimension, dtype)
@@ -112,8 +112,7 @@ class Models(Held):
                 f"the array has shape {tuple(tensor.shape)} but total_classes and embed_dimension say {shape}; load another "
                 "file, or make the factory for this shape"
             )
-        bits = stored_as(self._column.dtype, tensor[:0], "the array").dtype  # raises where it cannot be
-        source = tensor if tensor.is_floating_point() else tensor.view(bits)  # floats are converted chunk by chunk
+        source = to_copy(self._column.dtype, tensor, "the array")
 
         def copy(table: Table) -> None:
             copy_plane(table.torch(), source)
@@ -149,8 +148,8 @@ class Models(Held):
         Parameters
         ----------
         retrievedPosIndexes, retrievedNegIndexes : tensor, array, list or slice
-            Row numbers of any shape and integer dtype, on any device; a negative one counts from the end. A row that is named
-            several times comes as often, each one a copy of its own.
+            Row numbers of any shape and integer dtype, on any device, or a mask of all rows; a negative number counts from the
+            end. A row that is named several times comes as often, each one a copy of its own.
 
         Raises
         ------
@@ -159,11 +158,21 @@ class Models(Held):
         """
         rows = self._rows
         index = rows.index(*[part for part in (retrievedPosIndexes, retrievedNegIndexes) if part is not None])
-        values = rows.read(index, ["weight"])["weight"].view(len(index.flat), self.embed_dimension)
-        weight = self._variable()
-        if weight.grad is not None and weight.grad.shape != values.shape:
-            weight.grad = None  # of the rows of another batch
-        weight.data = values
+        with torch.inference_mode(False):  # an inference tensor could never be trained
+            values = rows.read(index, ["weight"])["weight"].view(len(index.flat), self.embed_dimension)
+            weight = self._variable()
+            if weight.shape != values.shape:
+                # A loss that is still held keeps autograd's notion of the old shape alive, which another dtype ends.
+                other = torch.float32 if values.dtype == torch.float64 else torch.float64
+                weight.data = values.new_empty(0, dtype=other)
+            weight.data = values
+            grad = weight.grad
+            if grad is not None and (grad.shape, grad.dtype, grad.device) != (
+                values.shape,
+                values.dtype,
+                values.device,
+            ):
+                weight.grad = None  # of the rows of another batch
 
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put the rows of the model's variable back where `beforeForwardPass` with the same indexes got them from.

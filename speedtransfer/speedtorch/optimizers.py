@@ -8,21 +8,34 @@ updates row by row will do.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, check_size, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, check_size
 from speedtransfer.optim import PlaneSpec, probe
 from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.trial import Trial, without_gradients
 from speedtransfer.speedtorch.common import Held
 from speedtransfer.speedtorch.models import all_weights
+from speedtransfer.speedtorch.parameters import find_parameter, place_in
 from speedtransfer.speedtorch.rows import Column, Index, Rows
-from speedtransfer.speedtorch.values import dtype_of, filled, stored_as, stored_dtype
+from speedtransfer.speedtorch.values import dtype_of, filled, stored_dtype, tensor_from, to_copy
 from speedtransfer.tables.fill import copy_plane
+
+
+class States(list[Any]):
+    """Arrays or tensors over the states of an optimizer; to set an item is to load it."""
+
+    def __init__(self, arrays: Iterable[Any], load: Callable[[Any, Any], None]) -> None:
+        super().__init__(arrays)
+        self._load = load
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        self._load(at, value)
 
 
 class Optimizers(Held):
@@ -47,21 +60,40 @@ class Optimizers(Held):
         self.total_classes = check_size(total_classes, "total_classes")
         self.embed_dimension = check_size(embed_dimension, "embed_dimension")
         self.dtype = self.datatype = dtype
-        wanted = dtype_of(dtype, "dtype")
-        self._param = _find_parameter(model, variable_name)
+        self._wanted = dtype_of(dtype, "dtype")
+        self._param = find_parameter(model, variable_name)
+        self._try()
+
+    def _try(self) -> None:
+        """Find what the optimizer keeps for a row, with the variable and the hyperparameters as they are now."""
         self._like = self._param.detach().new_empty(0, self.embed_dimension)
-        self.optimizerKey, group = _place_in(given_optimizer, self._param, variable_name)
-        self._trained_by, self._hyper = _stand_in(given_optimizer, group, self._like)
-        self._specs: dict[str, PlaneSpec] = probe(self._trained_by, self._hyper, self._like)
+        trained_by, hyper = self._stand_in()
+        with torch.device("cpu"):  # whatever the default device: where it matters a trial names it
+            self._specs: dict[str, PlaneSpec] = probe(trained_by, hyper, self._like)
         self.optVarList = list(self._specs)
         self._columns = {
-            _plane(name): Column(spec.tail, wanted if self._is_like_weights(spec) else spec.dtype)
+            _plane(name): Column(spec.tail, self._wanted if self._is_like_weights(spec) else spec.dtype)
             for name, spec in self._specs.items()
         }
-        self._shown = False  # views have been handed out, through which state may have been set by hand
+
+    def _stand_in(self) -> tuple[Optimizer, dict[str, Any]]:
+        """Return the optimizer to try and the group of the variable, which load_state_dict replaces.
+
+        A trial has dense gradients, and what SparseAdam keeps is what Adam keeps.
+        """
+        optimizer = self.given_optimizer
+        self.optimizerKey, group = place_in(optimizer, self._param, self.variable_name)
+        if not isinstance(optimizer, torch.optim.SparseAdam):
+            return optimizer, group
+        adam = torch.optim.Adam([nn.Parameter(self._like)], **{key: group[key] for key in ("lr", "betas", "eps")})
+        return adam, adam.param_groups[0]
 
     def _is_like_weights(self, spec: PlaneSpec) -> bool:
         return spec.tail == (self.embed_dimension,) and spec.dtype == self._like.dtype
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        # A model factory of another dtype may have given the variable that since the trial.
+        return self._param.dtype if self._is_like_weights(self._specs[name]) else self._specs[name].dtype
 
     def _variable(self) -> Tensor:
         return self._param
@@ -71,14 +103,27 @@ class Optimizers(Held):
 
         Copies of the weights (ASGD's averages, slow weights) are made when the first rows are asked for.
         """
+        self._try()
+        self._make()
+
+    def _make(self) -> Rows:
         table = self._place().table(self.total_classes, 0, torch.float32)
         for name, spec in self._specs.items():
             column = self._columns[_plane(name)]
             table.add_plane(_plane(name), _width(column.tail), stored_dtype(column.dtype), spec.start or 0)
-        self._held, self._shown = Rows(table, self._columns), False
+        self._held = rows = Rows(table, self._columns)
+        self._shown = False  # views have been handed out, through which state may have been set by hand
         self._copies = [name for name, spec in self._specs.items() if spec.start is None]
+        return rows
 
-    def _copy_weights(self) -> None:
+    @property
+    def _rows(self) -> Rows:
+        rows = super()._rows
+        if self._copies:
+            self._copy_weights(rows)
+        return rows
+
+    def _copy_weights(self, rows: Rows) -> None:
         """Begin the states that start as a copy of the weights."""
         weights = all_weights(self._param)
         if weights is None:
@@ -87,43 +132,59 @@ class Optimizers(Held):
                 f"are not there; make and initialise a model factory for {self.variable_name!r} first"
             )
         for name in self._copies:
-            plane = self._rows.table.plane(_plane(name))
+            plane = rows.table.plane(_plane(name))
+            if plane.shape != weights.shape:
+                raise OptimizerError(
+                    f"state {name!r} has shape {tuple(plane.shape)} but starts as a copy of the weights, which have "
+                    f"{tuple(weights.shape)}; make both factories for one shape"
+                )
             copy_plane(plane, weights)
             filled(plane)
         self._copies = []
 
     def _get_array(self) -> Any:
+        shown = States(super()._get_array(), self._set_item)
         self._shown = True
-        return super()._get_array()
+        return shown
 
     def _get_tensor(self) -> Any:
+        shown = States(super()._get_tensor(), self._set_item)
         self._shown = True
-        return super()._get_tensor()
+        return shown
+
+    def _set_item(self, at: Any, value: Any) -> None:
+        names = self.optVarList[at]
+        if isinstance(names, str):
+            names, value = [names], [value]
+        self._load(names, [tensor_from(one, "the array") for one in value])
 
     def _take(self, tensors: list[Tensor]) -> None:
-        columns = list(self._columns.values())
-        if len(tensors) != len(columns):
+        if self._held is None:
+            self._try()
+        self._load(self.optVarList, tensors)
+
+    def _load(self, names: list[str], tensors: list[Tensor]) -> None:
+        if len(tensors) != len(names):
             raise InvalidValueError(
-                f"there are {len(tensors)} arrays but {type(self.given_optimizer).__name__} keeps {self.optVarList}; pass one "
-                "for each"
+                f"there are {len(tensors)} arrays but {type(self.given_optimizer).__name__} keeps {names}; pass one for each"
             )
-        for name, tensor, column in zip(self.optVarList, tensors, columns, strict=True):
+        sources = []
+        for name, tensor in zip(names, tensors, strict=True):
+            column = self._columns[_plane(name)]
             shape = (self.total_classes, *column.tail)
             if tuple(tensor.shape) != shape:
                 raise InvalidValueError(
                     f"the array of {name!r} has shape {tuple(tensor.shape)} but must be {shape}; load another file, or make "
                     "the factory for this shape"
                 )
-            stored_as(column.dtype, tensor[:0], f"the array of {name!r}")
-        if self._held is None:
-            self.optInit()
-        for name, tensor, column in zip(self.optVarList, tensors, columns, strict=True):
-            plane = self._rows.table.plane(_plane(name))
-            if stored_dtype(column.dtype) != column.dtype:
-                tensor = tensor.view(plane.dtype)
-            copy_plane(plane, tensor.reshape(plane.shape))
+            sources.append(to_copy(column.dtype, tensor, f"the array of {name!r}"))
+        rows = self._held or self._make()
+        rows.settle()
+        for name, source in zip(names, sources, strict=True):
+            plane = rows.table.plane(_plane(name))
+            copy_plane(plane, source.reshape(plane.shape))
             filled(plane)
-        self._shown, self._copies = True, []
+        self._shown, self._copies = True, [name for name in self._copies if name not in names]
 
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put the state of a batch's rows into the optimizer. What all rows share (the number of steps) stays there.
@@ -141,8 +202,6 @@ class Optimizers(Held):
             A state starts as a copy of the weights, and there is no model factory with them.
         """
         rows, index = self._rows, self._index(retrievedPosIndexes, retrievedNegIndexes)
-        if self._copies:
-            self._copy_weights()
         state = self.given_optimizer.state.get(self._param)
         if not state:
             if not self._shown:
@@ -151,7 +210,7 @@ class Optimizers(Held):
             state.update(self._first_state())
         names = [name for name in self.optVarList if name in leaves(state)]
         found = rows.read(index, [_plane(name) for name in names])
-        put(state, {name: found[_plane(name)].to(self._specs[name].dtype) for name in names})
+        put(state, {name: found[_plane(name)].to(self._dtype_of(name)) for name in names})
 
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put the optimizer's state back where `beforeForwardPass` with the same indexes got it from.
@@ -181,9 +240,10 @@ class Optimizers(Held):
 
     def _first_state(self) -> dict[str, Any]:
         """Return the state that the optimizer begins with, of some rows."""
-        with torch.inference_mode(False), without_gradients(self._trained_by):
+        optimizer, hyper = self._stand_in()
+        with torch.inference_mode(False), without_gradients(optimizer):
             weights = self._like.new_zeros(1, self.embed_dimension)
-            trial = Trial(self._trained_by, self._hyper, weights)
+            trial = Trial(optimizer, hyper, weights)
             trial.step(torch.zeros_like(weights))
             late = {name for name, spec in self._specs.items() if spec.late}
             return {key: cloned(value) for key, value in trial.first.items() if key not in late}
@@ -195,35 +255,3 @@ def _plane(state: str) -> str:
 
 def _width(tail: tuple[int, ...]) -> int:
     return int(torch.Size(tail).numel())
-
-
-def _find_parameter(model: nn.Module, variable_name: str) -> nn.Parameter:
-    named = dict(model.named_parameters(remove_duplicate=False))
-    for name in (variable_name, f"{variable_name}.weight"):
-        if name in named:
-            return named[name]
-    names = [name.removesuffix(".weight") for name in named]
-    raise InvalidValueError(
-        f"variable_name is {variable_name!r} but the model has no such parameter{suggest(variable_name, names or ['none'])}"
-    )
-
-
-def _place_in(optimizer: Optimizer, param: nn.Parameter, name: str) -> tuple[int, dict[str, Any]]:
-    """Return the number of `param` in the optimizer's state dict, and its group."""
-    number = 0
-    for group in optimizer.param_groups:
-        for other in group["params"]:
-            if other is param:
-                return number, group
-            number += 1
-    raise InvalidValueError(
-        f"variable_name is {name!r}, whose parameter given_optimizer does not train; make the optimizer with it"
-    )
-
-
-def _stand_in(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> tuple[Optimizer, dict[str, Any]]:
-    """Return the optimizer to try and its group: a trial has dense gradients, and what SparseAdam keeps is what Adam keeps."""
-    if not isinstance(optimizer, torch.optim.SparseAdam):
-        return optimizer, group
-    adam = torch.optim.Adam([nn.Parameter(like)], **{key: group[key] for key in ("lr", "betas", "eps")})
-    return adam, adam.param_groups[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from speedtransfer.device import mapped_view, to_cupy
-from speedtransfer.errors import InvalidValueError, RowIndexError
-from speedtransfer.speedtorch.values import BITS, filled, host_array, stored_as, tensor_from
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.speedtorch.index import for_numpy, is_basic, row_numbers, unfit, unreadable
+from speedtransfer.speedtorch.values import BITS, filled, host_array, stored_as, tensor_from, wait_for
 from speedtransfer.tables import Table, as_index, unique_rows
 from speedtransfer.tables.rows import as_rows, overlap
 
@@ -33,17 +35,32 @@ class Index(NamedTuple):
 
 
 class Rows:
-    """Planes of `table` with the shapes and dtypes of `columns`, which names them."""
+    """Planes of `table` with the shapes and dtypes of `columns`, which names them; `path` is the file that they are in."""
 
-    def __init__(self, table: Table, columns: Mapping[str, Column]) -> None:
+    def __init__(self, table: Table, columns: Mapping[str, Column], path: Path | None = None) -> None:
         self.table = table
         self.columns = dict(columns)
+        self.path = path or table.path
         self._planes = {name: table.plane(name) for name in columns}
+        self._lent = False
+        self._array: Any = None
+
+    def lend(self) -> None:
+        """Know from now on that others may be at work on page-locked rows by a view of them."""
+        self._lent = self.table.memory == "pinned" and self.table.device.type == "cuda"
+
+    def settle(self) -> None:
+        """Wait until rows that were lent are as everybody left them: engines and CuPy's kernels know nothing of each other."""
+        if self._lent:
+            torch.cuda.current_stream(self.table.device).synchronize()
+            if self._array is not None:
+                wait_for(self._array)
+            self.table.wait()
 
     def index(self, *parts: Any) -> Index:
         """Return the rows that the `parts` name, one after the other: in the shape of a single one, flat where there are more.
 
-        A part is a slice or what a table takes; a negative number counts from the end.
+        A part is a slice, a mask of all rows, or what a table takes; a negative number counts from the end.
 
         Raises
         ------
@@ -51,7 +68,7 @@ class Rows:
             As :meth:`speedtransfer.Table.gather`.
         """
         num_rows, device = self.table.num_rows, self.table.device
-        found = [Index(*as_index(_from_the_end(part, num_rows), num_rows, device)) for part in parts]
+        found = [Index(*as_index(row_numbers(part, num_rows), num_rows, device)) for part in parts]
         if len(found) == 1:
             return found[0]
         where = found[0].flat.device if len({one.flat.device for one in found}) == 1 else device
@@ -61,6 +78,7 @@ class Rows:
     def read(self, index: Index, names: list[str]) -> dict[str, Tensor]:
         """Return rows of planes, ``(*index.shape, *tail)`` on the compute device: a copy for each time one is named."""
         rows = self.table.gather(index.flat, names, check=not index.checked)
+        self.settle()
         return {name: self._shown(name, rows[name], index.shape) for name in names}
 
     def write(self, index: Index, values: Mapping[str, Any]) -> None:
@@ -80,6 +98,7 @@ class Rows:
         own = self._planes.values()  # somebody may copy rows from one place of a table to another
         rows = {n: v.clone() if any(overlap(v, plane) for plane in own) else v for n, v in rows.items()}
         self.table.scatter(flat, rows, check=False)
+        self.settle()
 
     def whole(self, name: str) -> Tensor:
         """Return all rows of a plane, ``(num_rows, *tail)``, over its memory."""
@@ -91,7 +110,8 @@ class Rows:
         if plane.is_cuda:
             array = to_cupy(plane)
         elif self.table.memory == "pinned" and self.table.device.type == "cuda":
-            array = to_cupy(mapped_view(plane, self.table.device))
+            array = self._array = to_cupy(mapped_view(plane, self.table.device))
+            self.lend()
         else:
             array = host_array(plane)
         if column.dtype in BITS:
@@ -101,25 +121,33 @@ class Rows:
     def numpy(self, name: str) -> np.ndarray:
         """Return a copy of all rows on the host."""
         column = self.columns[name]
-        array = host_array(self.table.plane(name).cpu()).copy()
+        array = host_array(self.table.plane(name).to("cpu", copy=True))
         if column.dtype in BITS:
             array = array.view(str(column.dtype).removeprefix("torch."))
         return array.reshape(len(array), *column.tail)
 
     def pick(self, name: str, index: Any) -> Tensor:
-        """Return the values that any index of NumPy's names, tuples of slices among them, on the compute device."""
-        places = torch.from_numpy(self._places(name, index))
-        plane = self.whole(name).reshape(-1)
-        return plane[places.to(plane.device)].to(self.table.device)
+        """Return a copy of the values that any index of NumPy's names, tuples of slices among them, on the compute device."""
+        # As they are stored: there is no indexing of unsigned integers on CUDA.
+        plane = self.table.plane(name)
+        if is_basic(index):
+            found = self._part(name, index).to(self.table.device, copy=True)
+        else:
+            places = torch.from_numpy(self._places(name, index))
+            found = plane.view(-1)[places.to(plane.device)].to(self.table.device)
+        return found.view(self.columns[name].dtype)
 
     def put(self, name: str, index: Any, value: Any) -> None:
         """Set the values that any index of NumPy's names; of one named twice the last value stays."""
-        places = torch.from_numpy(self._places(name, index))
-        values = stored_as(self.columns[name].dtype, _broadcast(value, tuple(places.shape)), "dataObject")
-        found = unique_rows(places.reshape(-1))
-        values = values.reshape(-1)[last_places(found.inverse, len(found.ids)).to(values.device)]
-        plane = self.table.plane(name).view(-1)
-        plane.index_copy_(0, found.ids.to(plane.device), values.to(plane.device))
+        plane, basic = self.table.plane(name).view(-1), is_basic(index)
+        where = self._part(name, index) if basic else torch.from_numpy(self._places(name, index))
+        values = stored_as(self.columns[name].dtype, _broadcast(value, tuple(where.shape)), "dataObject")
+        if basic:
+            where.copy_(values.clone() if overlap(values, plane) else values)
+        else:
+            found = unique_rows(where.reshape(-1))
+            values = values.reshape(-1)[last_places(found.inverse, len(found.ids)).to(values.device)]
+            plane.index_copy_(0, found.ids.to(plane.device), values.to(plane.device))
         filled(plane)
 
     def broadcast(self, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
@@ -143,10 +171,18 @@ class Rows:
         bits = values.view(column.dtype) if column.dtype in BITS else values
         return bits.view((*shape, *column.tail))
 
+    def _part(self, name: str, index: Any) -> Tensor:
+        """Return a view of what numbers and slices name, as it is stored."""
+        shape = (self.table.num_rows, *self.columns[name].tail)
+        try:
+            return self.table.plane(name).view(shape)[index]
+        except IndexError as error:
+            raise unfit(shape, error) from None
+
     def _places(self, name: str, index: Any) -> np.ndarray:
         """Return where in the flat plane the values are that `index` names, in the shape that NumPy gives them."""
         shape = (self.table.num_rows, *self.columns[name].tail)
-        index = tuple(map(_for_numpy, index)) if isinstance(index, tuple) else _for_numpy(index)
+        index = tuple(map(for_numpy, index)) if isinstance(index, tuple) else for_numpy(index)
         places, stride = np.zeros((), dtype=np.int64), math.prod(shape)
         try:
             for axis, size in enumerate(shape):  # of views that take no memory: what is named costs, not what there is
@@ -154,7 +190,9 @@ class Rows:
                 along = np.arange(size).reshape([-1 if other == axis else 1 for other in range(len(shape))])
                 places = places + stride * np.broadcast_to(along, shape)[index]
         except IndexError as error:
-            raise RowIndexError(f"indexes do not fit data of shape {shape}: {error}; pass others") from None
+            raise unfit(shape, error) from None
+        except TypeError as error:
+            raise unreadable(error) from None
         return np.ascontiguousarray(places, dtype=np.int64).reshape(np.shape(places))
 
 
@@ -172,32 +210,3 @@ def _broadcast(value: Any, shape: tuple[int, ...]) -> Tensor:
         raise InvalidValueError(
             f"dataObject has shape {tuple(tensor.shape)} but indexes name values of shape {shape}; reshape it"
         ) from None
-
-
-def _for_numpy(index: Any) -> Any:
-    if hasattr(index, "__cuda_array_interface__") and not isinstance(index, Tensor):
-        index = torch.as_tensor(index, device="cuda")
-    return index.detach().cpu().numpy() if isinstance(index, Tensor) else index
-
-
-def _from_the_end(index: Any, num_rows: int) -> Any:
-    """Return `index` with its negative numbers counted from the end, as far as that leads to a row."""
-    if isinstance(index, slice):
-        return np.arange(*index.indices(num_rows))
-    if not isinstance(index, Tensor):
-        if hasattr(index, "__cuda_array_interface__"):
-            index = torch.as_tensor(index, device="cuda")
-        else:
-            try:
-                array = np.asarray(index)
-            except ValueError:  # a ragged list, of which the table speaks
-                return index
-            if array.dtype.kind != "i" or not array.size or array.min() >= 0:
-                return index
-            index = torch.from_numpy(array.astype(np.int64))
-    if not index.dtype.is_signed or index.dtype.is_floating_point or index.dtype.is_complex:
-        return index
-    if index.device.type == "cpu" and (not index.numel() or int(index.min()) >= 0):
-        return index
-    index = index.detach().long()
-    return torch.where((index < 0) & (index >= -num_rows), index + num_rows, index)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidTypeError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables.planes import check_dtype
 from speedtransfer.tables.rows import tensor_of
 
@@ -43,13 +43,51 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return check_dtype(BITS.get(dtype, dtype))
 
 
+def to_copy(dtype: torch.dtype, tensor: Tensor, what: str) -> Tensor:
+    """Return over the memory of `tensor` what to copy to a plane of values of `dtype`.
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError
+        Rows of `dtype` cannot hold the values: floats round them, integers take no floats and nothing too large.
+    """
+    if tensor.dtype == dtype:
+        return tensor.view(stored_dtype(dtype))
+    _check_values(dtype, tensor, what)
+    return tensor
+
+
+def _check_values(dtype: torch.dtype, tensor: Tensor, what: str) -> None:
+    given = tensor.dtype
+    if dtype.is_floating_point and not given.is_complex:
+        return
+    if given.is_floating_point or given.is_complex:
+        raise InvalidTypeError(f"{what} has dtype {given} but the rows hold {dtype}; pass it .to({dtype})")
+    low, high = _limits(dtype)
+    if not tensor.numel() or (low <= _limits(given)[0] and _limits(given)[1] <= high):
+        return
+    wide = tensor.long()  # torch compares few unsigned integers
+    least, most = int(wide.min()), int(wide.max())
+    if given == torch.uint64:
+        low = 0  # a larger one than int64 has
+    if least < low or most > high:
+        value = least if least < low else most
+        raise InvalidValueError(
+            f"{what} has the value {value % 2**64 if given == torch.uint64 else value} but the rows hold {dtype}; clamp it, "
+            "or choose a wider datatype"
+        )
+
+
+def _limits(dtype: torch.dtype) -> tuple[int, int]:
+    if dtype == torch.bool:
+        return 0, 1
+    info = torch.iinfo(dtype)
+    return int(info.min), int(info.max)
+
+
 def stored_as(dtype: torch.dtype, tensor: Tensor, what: str) -> Tensor:
-    """Return `tensor` as a table stores values of `dtype`; floats are rounded, all else must be of it already."""
-    if tensor.dtype != dtype:
-        if not (dtype.is_floating_point and tensor.dtype.is_floating_point):
-            raise InvalidTypeError(f"{what} has dtype {tensor.dtype} but the rows hold {dtype}; pass it .to({dtype})")
-        tensor = tensor.to(dtype)
-    return tensor.view(BITS[dtype]) if dtype in BITS else tensor
+    """Return `tensor` as a table stores values of `dtype`: over its memory where it is of that, else converted."""
+    return to_copy(dtype, tensor, what).to(stored_dtype(dtype))
 
 
 def tensor_from(value: Any, what: str) -> Tensor:
@@ -57,16 +95,31 @@ def tensor_from(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach()
     if hasattr(value, "__cuda_array_interface__"):
-        return torch.as_tensor(value, device="cuda")
+        return from_cuda(value)
     try:
         array = np.asarray(value)
-    except ValueError:
+    except (TypeError, ValueError):
         array = np.asarray(None)
     dtype = getattr(torch, array.dtype.name, None)
     if dtype in BITS:
         native = np.require(array, array.dtype.newbyteorder("="), ["C", "W", "A"])
         return torch.from_numpy(native.view(np.dtype(str(BITS[dtype]).removeprefix("torch.")))).view(dtype)
     return tensor_of(array, what)
+
+
+def from_cuda(array: Any) -> Tensor:
+    """Return a tensor over the memory of a CuPy array, or a copy where it runs backwards, once that is filled."""
+    if min(array.__cuda_array_interface__.get("strides") or (0,)) < 0:  # no tensor has such
+        array = array.copy()
+    wait_for(array)
+    return torch.as_tensor(array, device="cuda")
+
+
+def wait_for(array: Any) -> None:
+    """Wait for what CuPy's current stream, which its arrays name, was given so far."""
+    pointer = array.__cuda_array_interface__.get("stream")
+    if pointer is not None:  # 1 is the default stream, which torch has by another number
+        (torch.cuda.ExternalStream(pointer) if pointer > 1 else torch.cuda.default_stream()).synchronize()
 
 
 def host_array(plane: Tensor) -> np.ndarray:
