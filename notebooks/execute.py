@@ -145,6 +145,8 @@ def main() -> int:
         except OSError as error:
             parser.error(f"--output cannot be made ({error}); pass another folder")
     paths = arguments.notebook or notebooks()
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        parser.error(f"there is no file {missing[0]!r}; pass the path of a notebook, or none for all")
     with tempfile.TemporaryDirectory(prefix="speedtransfer-matplotlib-") as folder:
         if any("matplotlib" in path.read_text(encoding="utf-8") for path in paths):
             list_fonts(folder)

@@ -141,6 +141,12 @@ def test_small_takes_no_data_and_the_folder_is_made(tmp_path, monkeypatch):
     assert read(tmp_path / "a" / "b" / "one.ipynb").cells[0].outputs[0].data["text/plain"] == "['1', None]"
 
 
+def test_a_notebook_that_is_not_there(tmp_path):
+    done = run(tmp_path / "none.ipynb")
+    assert done.returncode == 2
+    assert "none.ipynb'; pass" in done.stderr
+
+
 def test_an_output_that_is_no_folder(tmp_path):
     path = write(tmp_path / "one.ipynb", new_code_cell("1"))
     done = run("--output", path, path)
