@@ -42,9 +42,13 @@ def test_hooks_on_the_weight_see_the_gradient_of_the_whole_table() -> None:
     opts, done = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (ours, dense)], []
     for module, opt in zip((ours, dense), opts, strict=True):
         module.weight.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
-        module.weight.register_post_accumulate_grad_hook(
-            lambda weight, opt=opt: (done.append(weight.grad.shape), opt.step(), opt.zero_grad())
-        )
+
+        def step(weight: torch.nn.Parameter, opt: torch.optim.Optimizer = opt) -> None:
+            done.append(weight.grad.shape)
+            opt.step()
+            opt.zero_grad()
+
+        module.weight.register_post_accumulate_grad_hook(step)
         module(IDS).sum().backward()
     assert done == [(12, 5)] * 2
     assert torch.equal(ours.table.torch(), dense.weight.detach())

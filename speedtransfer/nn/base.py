@@ -53,6 +53,38 @@ def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def make_handle(
+    weight: Tensor | None,
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    requires_grad: bool,
+    memory: str = "auto",
+    path: str | os.PathLike[str] | None = None,
+    idle: str = "lazy",
+    storage_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
+) -> Handle:
+    """Make a table of `shape` and its handle: with the values of `weight`, or of zeros."""
+    if idle not in IDLE:
+        raise InvalidValueError(f"idle is {idle!r}, which is no way to treat idle rows{suggest(str(idle), IDLE)}")
+    if weight is not None:
+        # With storage_dtype rows are float32, whatever floats they were given as.
+        dtype = torch.float32 if storage_dtype is not None and weight.is_floating_point() else weight.dtype
+    assert dtype is not None
+    check_dtypes(dtype, storage_dtype, state_dtype)
+    stored = dtype if storage_dtype is None else storage_dtype
+    if weight is not None and weight.dtype == stored:
+        table, given = Table.from_array(weight, memory=memory, path=path, device=device, copy=False), None
+    else:
+        table, given = Table(*shape, dtype=stored, memory=memory, path=path, device=device), weight
+    install()
+    store = RowStore(table, storage_dtype, state_dtype)
+    if given is not None:
+        store.load("weight", given)
+    return Handle(table, requires_grad, idle, store)
+
+
 class TableModule(nn.Module):
     """A module whose weight is a table. `weight` reads and writes as the whole table (`nn.weight`)."""
 
@@ -87,39 +119,68 @@ class TableModule(nn.Module):
             )
             self.padding_idx %= rows
         self.idle = idle
-        device = torch.get_default_device() if device is None else device
+        device = torch.get_default_device() if device is None else torch.device(device)
         if weight is None:
             dtype = torch.get_default_dtype() if dtype is None else dtype
+        elif tuple(weight.shape) != shape:
+            raise InvalidValueError(
+                f"the weight given has shape {tuple(weight.shape)} but num_embeddings and embedding_dim say {shape}; "
+                "pass a weight of that shape"
+            )
         else:
-            if tuple(weight.shape) != shape:
-                raise InvalidValueError(
-                    f"the weight given has shape {tuple(weight.shape)} but num_embeddings and embedding_dim say {shape}; "
-                    "pass a weight of that shape"
-                )
-            # With storage_dtype rows are float32, whatever floats they were given as.
-            dtype = torch.float32 if storage_dtype is not None and weight.is_floating_point() else weight.dtype
-        check_dtypes(dtype, storage_dtype, state_dtype)
-        stored = dtype if storage_dtype is None else storage_dtype
-        if weight is not None and weight.dtype == stored:
-            table, given = Table.from_array(weight, memory=memory, path=path, device=device, copy=False), None
-        else:
-            table, given = Table(*shape, dtype=stored, memory=memory, path=path, device=device), weight
-        install()
-        store = RowStore(table, storage_dtype, state_dtype)
-        self._handle = Handle(table, requires_grad=not freeze, idle=idle, rows=store)
+            dtype = weight.dtype
+        options = {
+            "memory": memory,
+            "path": path,
+            "idle": idle,
+            "storage_dtype": storage_dtype,
+            "state_dtype": state_dtype,
+        }
+        if device.type == "meta":
+            self._wait(nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=not freeze), options)
+            return
+        self._handle = make_handle(weight, shape, device, dtype, requires_grad=not freeze, **options)
         self.register_parameter("weight", table_weight(self._handle))
-        if given is not None:
-            store.load("weight", given)
+        weight_now = self._parameters["weight"]
+        if weight_now is not None and weight_now.is_meta:  # accelerate's init_empty_weights
+            self._wait(weight_now, options)
         elif weight is None:
             self.reset_parameters()
+
+    # --- on the meta device: no rows yet --------------------------------------------------------------------------------
+
+    def _wait(self, weight: nn.Parameter, options: dict[str, Any]) -> None:
+        """Be a module of torch.nn with a weight on the meta device, until one with values comes in its place."""
+        self.__dict__.pop("_handle", None)
+        self._parameters["weight"] = weight
+        self._options = options
+
+    def _is_waiting(self) -> bool:
+        return "_handle" not in self.__dict__ and "_options" in self.__dict__
+
+    def _end_wait(self, weight: Tensor | None, device: torch.device, dtype: torch.dtype, param: nn.Parameter) -> None:
+        """Make the table, of the values of `weight`, and `param` its weight."""
+        shape = (self.num_embeddings, self.embedding_dim) if weight is None else tuple(weight.shape)
+        handle = make_handle(weight, shape, device, dtype, requires_grad=param.requires_grad, **self._options)
+        del self._options
+        self._handle = handle
+        self._parameters["weight"] = table_weight(handle, param)
 
     @property
     def table(self) -> Table:
         """The table with all the rows as they are stored: of int8 the codes, in plane "weight", and their scales."""
+        if self._is_waiting():
+            raise InvalidValueError(
+                "this module is on the meta device and has no rows yet; give it some: to_empty(device=...), "
+                "load_state_dict(..., assign=True), or weight = nn.Parameter(rows)"
+            )
         return self._handle.table
 
     def reset_parameters(self) -> None:
         """Draw the weights from N(0, 1), the padding row zero: with one seed the numbers of ``torch.nn``."""
+        if not self._has_rows():
+            super().reset_parameters()  # type: ignore[misc]
+            return
         self._handle.rows.normal_()
         if self.padding_idx is not None:
             self.table.torch()[self.padding_idx] = 0
@@ -142,8 +203,8 @@ class TableModule(nn.Module):
 
     def _has_rows(self) -> bool:
         """Tell whether the weight is that of the table, and not what functional_call or a parametrization put in its place."""
-        weight = self._parameters.get("weight")
-        return weight is not None and weight is self._handle.param_or_none()
+        weight, handle = self._parameters.get("weight"), self.__dict__.get("_handle")
+        return weight is not None and handle is not None and weight is handle.param_or_none()
 
     def _wants_grad(self) -> bool:
         """Tell whether a lookup now wants gradients."""
@@ -157,6 +218,11 @@ class TableModule(nn.Module):
     # --- nn.Module ----------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
+        if self._is_waiting():
+            return self._apply_waiting(fn, recurse)
+        if not self._has_rows():
+            super()._apply(fn, recurse)
+            return self
         path, dtype = self.table.path, self._handle.rows.dtype
         if path is not None and fn(torch.empty(0, dtype=dtype, device=self.table.device)).dtype != dtype:
             raise InvalidValueError(
@@ -187,14 +253,34 @@ class TableModule(nn.Module):
             handle.moved()
         return self
 
+    def _apply_waiting(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> TableModule:
+        weight = self._parameters["weight"]
+        assert weight is not None
+        sample = fn(torch.empty(0, weight.shape[1], dtype=weight.dtype, device="meta"))
+        if sample.is_meta:
+            super()._apply(fn, recurse)
+            return self
+        self._parameters["weight"] = None  # which would be made in full on the device
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters["weight"] = weight
+        param = nn.Parameter(torch.empty(0, dtype=sample.dtype, device=sample.device), weight.requires_grad)
+        self._end_wait(None, sample.device, sample.dtype, param)
+        return self
+
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and "_handle" in self.__dict__:
             self._handle.recover()  # of a step that failed it would be the active rows
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight" and "_handle" in self.__dict__ and isinstance(value, nn.Parameter):
-            self._take_weight(value)
+        if name == "weight" and isinstance(value, nn.Parameter):
+            if self._is_waiting():
+                if not value.is_meta:
+                    self._end_wait(value.detach(), value.device, value.dtype, value)
+            elif "_handle" in self.__dict__ and not value.is_meta:
+                self._take_weight(value)
         super().__setattr__(name, value)
 
     def _take_weight(self, param: nn.Parameter) -> None:
