@@ -2,7 +2,7 @@
 
 from speedtransfer import word2vec
 from speedtransfer.checkpoint import load_checkpoint, save_checkpoint
-from speedtransfer.nn import ActiveRows, Embedding, EmbeddingBag, replace_embeddings
+from speedtransfer.nn import ActiveRows, Embedding, EmbeddingBag, replace_embeddings, summary
 from speedtransfer.tables import Table, TableStats
 from speedtransfer.version import __version__
 
@@ -16,5 +16,6 @@ __all__ = [
     "load_checkpoint",
     "replace_embeddings",
     "save_checkpoint",
+    "summary",
     "word2vec",
 ]
