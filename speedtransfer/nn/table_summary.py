@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from speedtransfer.errors import InvalidTypeError, format_bytes
 from speedtransfer.nn.base import TableModule
+from speedtransfer.nn.export import is_table
 from speedtransfer.optim import Handle
 
 _COLUMNS = ("table", "rows", "dim", "dtype", "idle", "memory", "planes", "size", "optimizer")
@@ -119,7 +120,7 @@ def summary(model: nn.Module, opt: Optimizer | Iterable[Optimizer] | None = None
     names: dict[Handle, list[str]] = {}
     modules: dict[Handle, TableModule] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, TableModule):
+        if is_table(module):
             names.setdefault(module._handle, []).append(name or type(module).__name__)
             modules.setdefault(module._handle, module)
     optimizers = None if opt is None else _optimizers(opt)
