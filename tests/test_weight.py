@@ -7,13 +7,13 @@ import functools
 import pytest
 import torch
 from lazy_oracle import one_thread  # noqa: F401
-from weight_cases import READ, WRITE, Case
-from weight_cases_training import GRAD, SWAP, TRAIN
+from weight_cases import WRITE, Case
+from weight_cases_training import CASES as ALL
 from weight_world import EXACT, LAZY, REPLACED, Kind, World, assert_equal, dense
 
 from speedtransfer.errors import SpeedtransferError
 
-CASES = {case.id: case for group in (READ, WRITE, GRAD, SWAP, TRAIN) for case in group}
+CASES = {case.id: case for case in ALL}
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 # (kind, dtype, moment, with gradients): every group in float64 with each kind; float32 where numbers are all that may differ.

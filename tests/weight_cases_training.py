@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from weight_cases import parse
+from weight_cases import READ, WRITE, parse
 
 # Between backward and step.
 GRAD = parse(
@@ -885,3 +885,5 @@ with torch.no_grad():
 frozen
 """,
 )
+
+CASES = [*READ, *WRITE, *GRAD, *SWAP, *TRAIN]
