@@ -76,7 +76,7 @@ emb.weight[mask], emb.weight[emb.weight[:, 0] > 0]
 
 torch.index_select(emb.weight, 0, index), emb.weight.index_select(0, index), emb.weight.gather(0, index[:, None])
 
-emb.weight.tolist() if not emb.weight.requires_grad else emb.weight.detach().tolist()
+emb.weight.tolist(), emb.weight[3].tolist()
 
 [float(row.sum()) for row in emb.weight], sum(row[0] for row in emb.weight)
 

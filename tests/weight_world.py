@@ -94,7 +94,8 @@ class World:
     dtype : torch.dtype
         Of everything.
     moment : {"fresh", "trained", "between"}
-        When the case runs: before the first step, after three steps, or after three steps and a backward.
+        When cases run: before the first step, after some steps, or after these and a backward. One world serves one case after
+        another as long as these leave the modules and the optimizer in place.
     """
 
     def __init__(self, kind: Kind, dtype: torch.dtype, moment: str) -> None:
@@ -129,11 +130,10 @@ class World:
                 ).coalesce(),
             }
             self.names["opt"] = self.names["make_opt"](model.parameters())
+            self._names, self._values = dict(self.names), copy.deepcopy(model.state_dict())
             if moment != "fresh":
                 for shift in (0, 20, 5):
                     self.step(shift)
-            if moment == "between":
-                self.loss(9).backward()
 
     def loss(self, shift: int = 0) -> Tensor:
         """Return a loss of eight rows of each embedding, different ones for another `shift`, and of `query`."""
@@ -151,32 +151,46 @@ class World:
         opt.step()
         self.seen.append(("loss", value.detach().clone()))
 
-    def run(self, case: Case, grad: bool) -> None:
-        """Run `case`, with or without gradients, then train on."""
+    def reset(self) -> None:
+        """Give every parameter its first value; the optimizer goes on."""
+        self.names = dict(self._names)
+        self.names["opt"].zero_grad()
+        self.names["model"].load_state_dict(self._values)
+
+    def run(self, case: Case, grad: bool, steps: int) -> list[tuple[str, Any]]:
+        """Run `case`, with or without gradients, then train on for some steps, and return what is seen."""
+        self.seen = []
         with defaults(self.dtype):
             torch.manual_seed(17)
+            self.see("before")
+            if self.moment == "between":
+                self.loss(9).backward()
             with torch.set_grad_enabled(grad):
                 result = run_code(case, self.names)
-                self.seen.append(("result", snapshot(result)))
+                # Of a view of a leaf torch says that it wants gradients even where it was made without any.
+                self.seen.append(("result", snapshot(result, grad)))
             self.see("after the case")
-            self.finish(result)
-            self.see("after the next step")
-            self.step(3)
-            self.step(14)
-            self.see("after three steps")
+            self.use(result)
+            if steps:
+                self.names["opt"].step()
+                self.names["opt"].zero_grad()
+                self.see("after the next step")
+                for shift in range(1, steps):
+                    self.step(3 * shift)
+                self.see("at the end")
+        return self.seen
 
-    def finish(self, result: Any) -> None:
-        """Make a step, with a loss of all results that want gradients, and with what is pending between backward and step."""
-        opt = self.names["opt"]
+    def use(self, result: Any) -> None:
+        """Go back from all results that want gradients and, where there is no gradient yet, from rows that are looked up."""
         wanting = [it for it in tensors(result) if it.requires_grad and it.is_floating_point()]
         used = sum((it * torch.linspace(-1, 1, it.numel()).view(it.shape)).sum() for it in wanting)
         if self.moment != "between":
-            opt.zero_grad()
+            self.names["opt"].zero_grad()
             used = used + self.loss(2)
         if isinstance(used, Tensor):
             used.backward()
-        opt.step()
-        opt.zero_grad()
+        for name, param in self.names["model"].named_parameters():
+            self.seen.append((f"gradient of {name}", snapshot(param.grad)))
 
     def see(self, when: str) -> None:
         """Note all values of the model, and of the optimizer's state."""
@@ -208,16 +222,16 @@ def tensors(value: Any) -> list[Tensor]:
     return [it for part in value for it in tensors(part)] if isinstance(value, list | tuple) else []
 
 
-def snapshot(value: Any) -> Any:
-    """Return a copy of a nested value as it is now."""
+def snapshot(value: Any, grad: bool = False) -> Any:
+    """Return a copy of a nested value as it is now; with `grad` tensors want gradients where they did."""
     if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
+        return value.detach().clone().requires_grad_(grad and value.requires_grad)
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
-        return {key: snapshot(part) for key, part in value.items()}
+        return {key: snapshot(part, grad) for key, part in value.items()}
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        return [snapshot(part) for part in value]
+        return [snapshot(part, grad) for part in value]
     return type(value) if isinstance(value, nn.Module) else value
 
 
