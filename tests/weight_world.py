@@ -52,7 +52,7 @@ class Kind:
         if self.name in ("torch", "replaced"):
             model = Model(nn.Embedding)
             if self.name == "replaced":
-                speedtransfer.replace_embeddings(model, min_rows=0)
+                speedtransfer.replace_embeddings(model, min_rows=0, idle="exact")
             return model
         return Model(lambda rows, dim: speedtransfer.Embedding(rows, dim, idle=self.name))
 
