@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.base import TableModule, uncompiled
 from speedtransfer.nn.lookup import lookup
+from speedtransfer.nn.weight import in_transform
 
 
 class Embedding(TableModule, nn.Embedding):
@@ -85,7 +86,7 @@ class Embedding(TableModule, nn.Embedding):
         RowIndexError, InvalidTypeError
             An id out of range (negative counts as such), or no integer.
         """
-        if not self._has_rows():
+        if not self._has_rows() or in_transform():
             return super().forward(input)
         training, table = self._wants_grad(), self.table
         # Without training each id could have its own row; across a bus one for all that share it is faster.

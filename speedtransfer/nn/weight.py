@@ -119,6 +119,7 @@ def _handle_of(weight: Any) -> Handle:
 # --- functions that are called with the weight ----------------------------------------------------------------------------
 
 
+@torch.compiler.disable  # which rows there are, and what they have still to catch up with, is known only when it runs
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` with the whole table in place of each weight among its arguments."""
     if func in _ASIDE:
@@ -229,6 +230,11 @@ def _refused(remedy: str) -> Callable[..., Any]:
     return refuse
 
 
+def in_transform() -> bool:
+    """Tell whether torch.func transforms what runs: its tensors have no memory in which ids could be looked at."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 # --- lookups ----------------------------------------------------------------------------------------------------------------
 
 
@@ -241,7 +247,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    if not isinstance(weight, TableWeight | _WeightData):
+    if not isinstance(weight, TableWeight | _WeightData) or in_transform():
         return NotImplemented
     handle = _handle_of(weight)
     if padding_idx is not None and padding_idx < 0:
@@ -265,7 +271,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    if not isinstance(weight, TableWeight | _WeightData):
+    if not isinstance(weight, TableWeight | _WeightData) or in_transform():
         return NotImplemented
     handle = _handle_of(weight)
     if padding_idx is not None and padding_idx < 0:
@@ -285,7 +291,7 @@ def _rows_at(weight: Any, index: Any) -> Any:
     rows = rows or (isinstance(first, list) and bool(first) and all(type(i) is int for i in first))
     if rest and rows and not all(isinstance(part, slice) for part in rest):
         return NotImplemented  # indices broadcast with one another
-    if not isinstance(weight, TableWeight | _WeightData) or not (rows or number):
+    if not isinstance(weight, TableWeight | _WeightData) or not (rows or number) or in_transform():
         return NotImplemented
     handle = _handle_of(weight)
     trains = isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad
