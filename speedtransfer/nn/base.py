@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn.active import ActiveRows, activate
-from speedtransfer.nn.weight import table_weight
+from speedtransfer.nn.weight import table_weight, take_weight
 from speedtransfer.optim import Handle, RowStore, find_handle, install
 from speedtransfer.optim.codecs import check_dtypes
 from speedtransfer.tables import Table
@@ -292,11 +292,7 @@ class TableModule(nn.Module):
             self._handle = other
             return
         with torch.no_grad():
-            values = param.detach()
-            self._handle.set_whole(values)
-            self._handle.drop_state("another weight was assigned to the module")
-            self._handle.clear()
-            table_weight(self._handle, param)
+            take_weight(self._handle, param)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -98,6 +98,11 @@ def table_weight(handle: Handle, param: nn.Parameter | None = None) -> nn.Parame
     return handle.new_param(TableWeight) if param is None else handle.bind(param, TableWeight)
 
 
+def take_weight(handle: Handle, param: nn.Parameter) -> None:
+    """Make an ordinary parameter the weight of `handle`, with its values."""
+    handle.take_param(param, TableWeight)
+
+
 def _weight_of(handle: Handle) -> nn.Parameter:
     return handle.param_or_none() or handle.new_param(TableWeight)
 
@@ -182,7 +187,7 @@ def _data(weight: Any) -> Tensor:
     with as_tensor():
         data = torch.Tensor.detach(weight).as_subclass(_WeightData)
     data.handle = handle
-    return data
+    return handle.give(data)
 
 
 def _set_data(weight: Any, values: Tensor) -> None:

@@ -76,6 +76,7 @@ class Handle:
         self._shown: weakref.ref[RowGradient] | None = None
         # Leaves of autograd that deposit here, with the rows they hold (None: all), while they live.
         self._leaves: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
+        self._given: list[weakref.ref[Tensor]] = []  # tensors over the table that others may hold, and write to
         self._whole: tuple[weakref.ref[Tensor], int] | None = None  # the leaf over the whole table, and its version
         # Not the parameter itself, which holds this object: a cycle would keep the table until the next gc.
         self._param: Callable[[], nn.Parameter | None] = lambda: None
@@ -103,14 +104,17 @@ class Handle:
         """Return the parameter, if it still lives."""
         return self._param()
 
-    def bind(self, param: nn.Parameter, kind: type[nn.Parameter]) -> nn.Parameter:
+    def bind(self, param: nn.Parameter, kind: type[nn.Parameter], parted: bool = False) -> nn.Parameter:
         """Make `param` the parameter of this handle, a `kind` between steps, and return it.
 
         It stays the object that it is, so optimizers and modules that hold it go on to work; its values must be in the table.
+        `parted`: the memory of the table has become another, and the parameter so far keeps the old one.
         """
         old = self._param()
         if old is not None and old is not param:
             old.__dict__.pop(_KEY, None)
+            if parted:
+                old.__class__ = nn.Parameter  # with the memory that was the table's
         with as_tensor():
             given, param.grad = param.grad, None
             self.requires_grad = param.requires_grad
@@ -183,7 +187,7 @@ class Handle:
         self.recover()
         values = self.rows.whole("weight").detach()
         if self.aliased:
-            return values
+            return self.give(values)
         try:
             moved = values.to(self.table.device, self.rows.dtype)
             return moved.clone() if moved is values else moved
@@ -192,6 +196,13 @@ class Handle:
                 f"{self} is used as a whole, but its {self.table.num_rows} rows do not fit on {self.table.device}; use the "
                 "rows that are needed (emb(ids)), or emb.table.torch(), where the rows live"
             ) from error
+
+    def give(self, alias: Tensor) -> Tensor:
+        """Remember a tensor that reads and writes as the table, and return it."""
+        if len(self._given) > 16:
+            self._given = [reference for reference in self._given if reference() is not None]
+        self._given.append(weakref.ref(alias))
+        return alias
 
     def whole_leaf(self) -> Tensor:
         """Return all rows as a leaf of autograd; backward deposits the gradient of all of them."""
@@ -220,6 +231,20 @@ class Handle:
         self.table.wait()
         self.rows.load("weight", values.detach())
 
+    def take_param(self, param: nn.Parameter, kind: type[nn.Parameter]) -> None:
+        """Make an ordinary parameter the weight, with its values. The one so far is an ordinary one again, or of no use."""
+        values = param.detach()
+        self.drop_state("another weight was assigned to the module")
+        self.clear()
+        parted = self._can_take(values) and len(values) == self.table.num_rows and values.dtype == self.rows.dtype
+        old = self._param()
+        if old is not None and parted:
+            self._param = lambda: None  # it keeps its memory
+        self.set_whole(values)
+        if old is not None:
+            self._param = weakref.ref(old)
+        self.bind(param, kind, parted)
+
     def set_whole(self, values: Tensor) -> None:
         """Set all rows to `values`, ``(any, dim)``: of another number of rows they make a new table, without state.
 
@@ -237,12 +262,36 @@ class Handle:
                 f"{self} is the file {str(table.path)!r} of {table.num_rows} rows of {rows.dtype}, which cannot become "
                 f"{tuple(values.shape)} of {values.dtype}; make a new module with another path"
             )
+        values = values.detach()
+        if not resized and not retyped and self._can_take(values):
+            self.settle()
+            table.take("weight", values)  # as torch: what held the memory so far keeps it, and `values` is the weight now
+            self.show()
+            return
+        self._part_with_given()
         if resized or retyped:
             dtype = values.dtype if rows.storage_dtype is None else rows.storage_dtype
             made = Table(len(values), table.dim, dtype, table.memory, device=table.device)
             reason = f"the table got {len(values)} rows" if resized else f"the table became {values.dtype}"
             self.replace(RowStore(made, rows.storage_dtype, rows.state_dtype), reason)
         self.store(values)
+
+    def _can_take(self, values: Tensor) -> bool:
+        """Tell whether the memory of `values` can become that of the table."""
+        ordinary = values.is_contiguous() and not values.is_inference() and type(values) is Tensor
+        own = self.table.memory == "pageable" and values.device.type == "cpu"
+        own = own or (self.table.memory == "device" and values.device == self.table.device)
+        return self.aliased and ordinary and own
+
+    def _part_with_given(self) -> None:
+        """Let tensors over the table keep the values that they have: others are about to be written there."""
+        alive = [tensor for tensor in (reference() for reference in self._given) if tensor is not None]
+        if alive:
+            kept = self.whole().clone()
+            for tensor in alive:
+                tensor.__class__ = Tensor
+                tensor.data = kept
+        self._given = []
 
     def follow(self, leaf: Tensor, ids: Tensor | None) -> None:
         """Remember a leaf of autograd that deposits the gradient of the rows `ids` (None: all) here."""
@@ -401,6 +450,8 @@ class Handle:
             self.grad = self.grad[self.ids]
             self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
         self._touched = None
+        # NumPy and others write without a trace to the memory that they were given.
+        again = again or any(reference() is not None for reference in self._given)
         if again or self.active is None or self._version != self.table.version:
             self.state_rows = self.read(self.ids)
             self.active, self._version = self.state_rows.pop("weight"), self.table.version
