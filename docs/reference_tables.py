@@ -93,14 +93,20 @@ def _rates() -> str:
     return _table(("optimizer", "lr", "lr for CBOW and n-grams", "also"), rows)
 
 
+def _remarks(case: Any) -> str:
+    """Return what to say of a case beside its code."""
+    refused = f"**Raises**: {case.refused}." if case.refused else ""
+    of_copies = f"**Raises where rows are copied**: {case.refused_of_copies}." if case.refused_of_copies else ""
+    return ". ".join(part for part in (case.title, f"{refused} {of_copies}".strip()) if part)
+
+
 def _weight(group: str) -> str:
-    """Return the cases of tests/test_weight.py: those without a title as lines of code, the others as a table."""
+    """Return the cases of tests/test_weight.py: those that need no word as lines of code, the others as a table."""
     if str(ROOT / "tests") not in sys.path:
         sys.path.append(str(ROOT / "tests"))
     cases = [case for case in importlib.import_module("weight_cases_training").CASES if case.group == group]
-    plain = [case.code for case in cases if not case.title]
-    refused = "{}; **refused**: {}".format
-    rows = [(refused(c.title, c.differs) if c.differs else c.title, c.code) for c in cases if c.title]
+    plain = [case.code for case in cases if not _remarks(case)]
+    rows = [(_remarks(case), case.code) for case in cases if _remarks(case)]
     lines = ["```python", *("\n".join(plain).splitlines()), "```", ""] if plain else []
     lines += ["::::{list-table}", ":widths: 30 70", ""]
     for title, code in rows:
