@@ -33,7 +33,7 @@ class Lag:
 
     def __init__(self, rule: Rule, store: RowStore) -> None:
         store.add(LAST_STEP, (1,), torch.int32, 0)
-        self._history = History(rule, store.dtype, store.table.device)
+        self._history = History(rule, store.dtype)
         self._before: Any = None  # what the rule must know of the state before a step
         self.lock = threading.RLock()  # other threads may read rows (evaluation) while steps are made
 
@@ -46,7 +46,6 @@ class Lag:
         with self.lock:
             rows = store.read(ids, ["weight", *planes, LAST_STEP])
             last = rows.pop(LAST_STEP)
-            self._history.to(last.device)
             catch_up(self._history, rows, last)
         return rows
 
