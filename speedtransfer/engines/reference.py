@@ -87,7 +87,7 @@ def widest_word(*tensors: Tensor) -> torch.dtype:
     for tensor in tensors:
         if tensor.stride(1) != 1:
             return tensors[0].dtype
-        bits |= (tensor.stride(0) | tensor.shape[1] | tensor.storage_offset()) * size | tensor.data_ptr()
+        bits |= (tensor.stride(0) | tensor.shape[1] | int(tensor.storage_offset())) * size | tensor.data_ptr()
     for dtype, wide in _WORDS:
         if wide % size == 0 and bits % wide == 0:
             return dtype

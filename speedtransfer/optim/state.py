@@ -120,7 +120,7 @@ class RowState:
         assert ids is not None
         state = optimizer.state.get(self.handle.param)
         if self._lag is not None:
-            self._lag.begin(optimizer, group, state or {})
+            self._lag.begin(group, state or {}, self.handle.rows, self._planes())
         if not state:  # the optimizer makes its own first state, for all keys or none
             if not self._fresh:
                 self._settle_for_good()

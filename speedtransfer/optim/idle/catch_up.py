@@ -8,7 +8,7 @@ from torch import Tensor
 
 from speedtransfer.engines.host import compiled_copies, run_on_threads
 from speedtransfer.optim.idle.history import History, Missed
-from speedtransfer.optim.idle.rules import Rule
+from speedtransfer.optim.idle.rule import Rule
 
 _CHUNK_VALUES = 1 << 17  # on the CPU: so few that what is computed on the way stays in its cache
 _TINY = 1e-30

@@ -32,7 +32,7 @@ from torch import Tensor
 from speedtransfer.engines.host import compiled_copies
 from speedtransfer.optim.idle import sums
 from speedtransfer.optim.idle.mirror import Mirror
-from speedtransfer.optim.idle.rules import IdleStep, Rule
+from speedtransfer.optim.idle.rule import IdleStep, Rule
 from speedtransfer.optim.idle.sums import BLOCK, NODES, OWN, STEP, SUMS, Floats
 
 _CAPACITY = 256
