@@ -49,6 +49,9 @@ class Replay:
     def __init__(self, rule: Rule, now: int = 0) -> None:
         assert rule.replay is not None
         self.kind = rule.replay
+        # The largest second moments stay as they are while amsgrad is off.
+        idle = ("max_exp_avg_sq",) if rule.denominator != "max_exp_avg_sq" else ()
+        self._planes = tuple(name for name in PLANES[self.kind] if name not in idle)
         self.now = self.base = now  # no row was last touched before step `base`
         self._allocate(_CAPACITY)
 
@@ -88,7 +91,7 @@ class Replay:
         """
         if not self.length or not len(last):
             return
-        names = ("weight", *(name for name in PLANES[self.kind] if name in rows))
+        names = ("weight", *(name for name in self._planes if name in rows))
         if not self._catch_up_compiled(rows, names, last):
             self._catch_up(rows, names, last)
 
