@@ -94,6 +94,11 @@ class RowState:
             optimizer.state.pop(self.handle.param, None)
         self._mapping, self.in_step = None, False
 
+    @property
+    def lags(self) -> bool:
+        """Whether there may be rows with steps to come."""
+        return bool(self._lag)
+
     def current(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the rows `ids` (n,) as they are after all steps so far: weights, and where these lagged the state too."""
         store = self.handle.rows

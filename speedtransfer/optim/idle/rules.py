@@ -11,6 +11,9 @@ Hyperparameters are taken as torch's kernels take them: rounded to the dtype of 
 from __future__ import annotations
 
 import math
+import sys
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -211,9 +214,47 @@ RULES: dict[type[Optimizer], Callable[[torch.dtype], Rule]] = {
 }
 
 
-def has_rule(optimizer: Optimizer) -> bool:
-    """Tell whether it is known what `optimizer` does to a row without a gradient."""
-    return type(optimizer) in RULES
+_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # the optimizers that `choose_rule` has warned of
+
+
+def choose_rule(idle: str, optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> Rule | None:
+    """Return the rule by which `optimizer` shall treat idle rows; None: it leaves them as they are.
+
+    Parameters
+    ----------
+    idle : {"auto", "exact", "lazy"}
+        With "auto" an optimizer without a rule gets a warning, once.
+
+    Raises
+    ------
+    OptimizerError
+        `idle` is "exact" and there is no rule.
+    """
+    if idle == "lazy":
+        return None
+    if idle == "exact" or type(optimizer) in RULES:
+        return rule_for(optimizer, group, dtype)
+    if optimizer not in _warned:
+        _warned.add(optimizer)
+        name = type(optimizer).__name__
+        warnings.warn(
+            f"it is not known what {name} does to rows that a batch does not touch, so those stay as they are: results differ "
+            f"from training a dense torch.nn.Embedding where {name} has momentum or weight decay or adapts its steps. Pass "
+            "idle='lazy' to the embedding if that is what you want, or use an optimizer of torch.optim, such as AdamW",
+            stacklevel=_stack_level(),
+        )
+    return None
+
+
+def _stack_level() -> int:
+    """Return the level of the first frame outside of this package and torch: where the user's step is."""
+    frame, level = sys._getframe(2), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "speedtransfer",
+        "torch",
+    ):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def rule_for(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> Rule:
