@@ -56,7 +56,7 @@ class Exact:
         self, case: OptimizerCase, dtype: torch.dtype = torch.float32, rows: int = 60, dim: int = 8, **options: Any
     ):
         torch.manual_seed(3)
-        self.ours = speedtransfer.Embedding(rows, dim, dtype=dtype, idle="exact", **options)
+        self.ours = speedtransfer.Embedding(rows, dim, dtype=dtype, **{"idle": "exact", **options})
         torch.manual_seed(3)
         self.dense = nn.Embedding(rows, dim, dtype=dtype)
         self.modules = self.ours, self.dense

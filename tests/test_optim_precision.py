@@ -139,7 +139,7 @@ def test_the_second_moment_decays_in_8_bits() -> None:
 def trained(seed: int = 3, steps: int = 12, order: bool = False, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     emb = speedtransfer.Embedding.from_pretrained(
-        torch.randn(40, 24, generator=torch.Generator().manual_seed(0)), freeze=False, **options
+        torch.randn(40, 24, generator=torch.Generator().manual_seed(0)), freeze=False, idle="lazy", **options
     )
     opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(1)
@@ -175,7 +175,7 @@ def test_a_run_goes_on_from_its_state_dicts(storage: torch.dtype, state: torch.d
     options = {"storage_dtype": storage, "state_dtype": state}
     emb, opt = trained(**options)
     torch.manual_seed(99)
-    other = speedtransfer.Embedding(40, 24, **options)
+    other = LAZY.Embedding(40, 24, **options)
     second = torch.optim.AdamW(other.parameters(), lr=0.01)
     other.load_state_dict(copy.deepcopy(emb.state_dict()))
     second.load_state_dict(copy.deepcopy(opt.state_dict()))
@@ -196,7 +196,7 @@ def test_a_run_goes_on_from_its_state_dicts(storage: torch.dtype, state: torch.d
 @pytest.mark.parametrize("case", BASE, ids=str)
 def test_every_optimizer_steps_and_its_state_crosses_over(case: OptimizerCase) -> None:
     torch.manual_seed(0)
-    emb = speedtransfer.Embedding(20, 8, storage_dtype=torch.int8, state_dtype=torch.uint8)
+    emb = LAZY.Embedding(20, 8, storage_dtype=torch.int8, state_dtype=torch.uint8)
     dense = nn.Embedding.from_pretrained(emb.state_dict()["weight"], freeze=False)
     opt, other = case.make(emb.parameters()), case.make(dense.parameters())
     for module, optimizer in ((emb, opt), (dense, other)):

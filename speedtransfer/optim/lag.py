@@ -32,13 +32,13 @@ class Lag:
     rule : Rule
         What a step does to rows that it does not touch.
     store : RowStore
-        Gets the plane `LAST_STEP`.
+        Gets the plane `LAST_STEP` with the first step that idle rows notice; plain SGD makes none.
     """
 
     def __init__(self, rule: Rule, store: RowStore) -> None:
-        store.add(LAST_STEP, (1,), torch.int32, 0)
         self._rule, self._dtype = rule, store.dtype
         self._history = self._new_history(0)
+        self._has_plane = False
         self._before: Any = None  # what the rule must know of the state before a step
         self.lock = threading.RLock()  # other threads may read rows (evaluation) while steps are made
 
@@ -83,6 +83,12 @@ class Lag:
     def _stamp(ids: Tensor, step: int) -> Tensor:
         return torch.full((len(ids), 1), step, dtype=torch.int32, device=ids.device)
 
+    def drop(self, store: RowStore) -> None:
+        """Remove the plane."""
+        if self._has_plane:
+            store.drop(LAST_STEP)
+            self._has_plane = False
+
     def begin(self, group: dict[str, Any], state: dict[str, Any], store: RowStore, planes: Sequence[str]) -> None:
         """Note what matters of the `state` before a step; raise `OptimizerError` where its idle rows have no rule.
 
@@ -111,7 +117,11 @@ class Lag:
             step = self._rule.numbers(group, state) if coupled else self._rule.step(group, state, self._before)
         counts = step is not None and not (isinstance(step, IdleStep) and step.is_nothing)
         with self.lock:  # the record last: where the write fails there was no step
-            store.write(ids, {**rows, LAST_STEP: self._stamp(ids, self._history.now + counts)})
+            if counts and not self._has_plane:
+                store.add(LAST_STEP, (1,), torch.int32, 0)
+                self._has_plane = True
+            stamp = {LAST_STEP: self._stamp(ids, self._history.now + counts)} if self._has_plane else {}
+            store.write(ids, {**rows, **stamp})
             if counts:
                 self._history.record(step)  # type: ignore[arg-type]  # a history of the form that the rule has
 

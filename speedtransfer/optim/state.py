@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.handle import Handle
 from speedtransfer.optim.idle import Rule
-from speedtransfer.optim.lag import LAST_STEP, Lag
+from speedtransfer.optim.lag import Lag
 from speedtransfer.optim.lazy import STEPS
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.probe import PlaneSpec, probe
@@ -87,7 +87,7 @@ class RowState:
             self._remove(name)
         if self._lag is not None:
             self.handle.table.settle_with(None)
-            self.handle.rows.drop(LAST_STEP)
+            self._lag.drop(self.handle.rows)
             self._lag = None
         optimizer = self.optimizer()
         if optimizer is not None:
