@@ -51,7 +51,7 @@ setup(
     extras_require={
         "cuda12": ["cupy-cuda12x>=13"],
         "cuda13": ["cupy-cuda13x>=13.6"],
-        "fast": [],  # numba, which now comes by itself
+        "fast": [],  # it brought numba, which now comes by itself
         "plot": PLOT,
         "tensorboard": TENSORBOARD,
         "notebooks": NOTEBOOKS + PLOT,

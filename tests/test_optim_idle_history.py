@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import sys
@@ -16,6 +17,7 @@ from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from optimizer_cases import OptimizerCase
 
 from speedtransfer.optim.idle import History, IdleStep, Rule, catch_up, rule_for
+from speedtransfer.optim.idle.rule import StepCount
 
 catch_up_module = sys.modules["speedtransfer.optim.idle.catch_up"]  # the function hides it
 
@@ -327,3 +329,35 @@ def test_memory_of_a_long_history() -> None:
     while len(history._lines) <= 1 << 16:
         history._grow()
     assert history.memory_bytes < 2e7
+
+
+def test_counts_of_steps_are_read_when_they_must_be() -> None:
+    """A count is one more after a step; what else has happened to it is noticed."""
+    count, reader = torch.tensor(3.0), StepCount()
+    assert reader.read(count) == 3
+    for expected in (4, 5):
+        count += 1
+        assert reader.read(count) == expected
+    assert reader.read(count) == 5
+    count += 1
+    count -= 1  # a step that GradScaler takes back
+    assert reader.read(count) == 5
+    assert reader.read(torch.tensor(90.0)) == 90  # a state that was loaded
+    assert reader.read(7) == 7
+    count += 1
+    assert copy.deepcopy(reader).read(count) == reader.read(count) == 6
+    with torch.inference_mode():
+        assert reader.read(torch.tensor(2.0)) == 2
+
+
+@pytest.mark.parametrize("kwargs", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_optimizers_count_in_place_once_a_step(kwargs: dict[str, bool]) -> None:
+    param = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer, reader = torch.optim.AdamW([param], **kwargs), StepCount()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number in range(8):
+        optimizer.zero_grad()
+        (scaler.scale(param.sum()) * (math.inf if number in (3, 4) else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert reader.read(optimizer.state[param]["step"]) == float(optimizer.state[param]["step"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 @dataclass
@@ -43,6 +45,35 @@ Numbers = tuple[float, float, float, float, float, float, float, float]
 """The numbers of a step with coupled weight decay, as `replay` lists them for each kind of optimizer."""
 
 
+class StepCount:
+    """Reads the number of steps that an optimizer has counted: of a count on a device mostly without waiting for it.
+
+    An optimizer adds one in place at each step, and a tensor tells how often it was changed. So one that was changed once
+    since it was read is one more. Changed more often (a step that GradScaler takes back) or another tensor, it is read again.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[weakref.ref[Tensor], int, float] | None = None
+
+    def read(self, count: Any) -> float:
+        """Return the value of `count`, a number or tensor."""
+        if not isinstance(count, Tensor) or count.is_inference():
+            return float(count)
+        known, version = self._known, count._version
+        if known is not None and known[0]() is count and version == known[1] + 1:
+            value = known[2] + 1
+        elif known is not None and known[0]() is count and version == known[1]:
+            value = known[2]
+        else:
+            value = float(count)
+        self._known = weakref.ref(count), version, value
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies read for themselves."""
+        return {"_known": None}
+
+
 class Rule:
     """What an optimizer does to idle rows.
 
@@ -71,6 +102,7 @@ class Rule:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.coupled = False
+        self.count = StepCount()
 
     def form(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[bool, str | None]:
         """Return what `coupled` and `denominator` must be for the hyperparameters `group` and the optimizer's `state`.

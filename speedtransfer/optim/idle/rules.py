@@ -95,7 +95,7 @@ class _Adagrad(Rule):
 
     def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
         lr, decay, lr_decay, eps = _numbers(group, "lr", "weight_decay", "lr_decay", "eps")
-        return decay, lr / (1 + (float(state["step"]) - 1) * lr_decay), eps, 0.0, 0.0, 0.0, 0.0, 0.0
+        return decay, lr / (1 + (self.count.read(state["step"]) - 1) * lr_decay), eps, 0.0, 0.0, 0.0, 0.0, 0.0
 
 
 class _Rprop(Rule):
@@ -124,7 +124,7 @@ class _Adam(Rule):
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
         lr, decay, eps = _numbers(group, "lr", "weight_decay", "eps")
         first, second = (float(beta) for beta in group["betas"])
-        scale, root, eps = self._term(group, state, float(state["step"]), lr, first, second, eps)
+        scale, root, eps = self._term(group, state, self.count.read(state["step"]), lr, first, second, eps)
         return IdleStep(
             decay=self._rounded(1 - lr * decay),
             factors=(self._moved_by(1 - first), self._rounded(second)),
@@ -136,7 +136,7 @@ class _Adam(Rule):
     def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
         lr, decay, eps = _numbers(group, "lr", "weight_decay", "eps")
         first, second = (float(beta) for beta in group["betas"])
-        scale, root, eps = self._term(group, state, float(state["step"]), lr, first, second, eps)
+        scale, root, eps = self._term(group, state, self.count.read(state["step"]), lr, first, second, eps)
         return decay, 1 - first, second, 1 - second, root, eps, scale, self._gradient_scale(group, state, lr)
 
     def _term(
@@ -163,7 +163,7 @@ class _NAdam(_Adam):
         return scale, 1 / math.sqrt(1 - second**t), eps
 
     def _gradient_scale(self, group: dict[str, Any], state: dict[str, Any], lr: float) -> float:
-        first, t = float(group["betas"][0]), float(state["step"])
+        first, t = float(group["betas"][0]), self.count.read(state["step"])
         now = first * (1 - 0.5 * 0.96 ** (t * float(group["momentum_decay"])))
         return lr * (1 - now) / (1 - float(state["mu_product"]))
 
