@@ -8,7 +8,6 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "speedtransfer/version.py").read_text()).group(1)
 
-FAST = ["numba>=0.60"]  # rows on the host at one and a half to four times the speed of torch's own copies
 PLOT = ["matplotlib>=3.8"]
 TENSORBOARD = ["tensorboard>=2.15"]
 NOTEBOOKS = ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.9", "pillow>=10"]
@@ -40,6 +39,7 @@ setup(
         "speedtransfer.word2vec": ["corpora/*"],
     },
     install_requires=[
+        "numba>=0.60",  # compiled loops on the host; everything runs without it too, slower
         "numpy>=2",
         "rich>=13",
         "safetensors>=0.4.3",
@@ -51,12 +51,12 @@ setup(
     extras_require={
         "cuda12": ["cupy-cuda12x>=13"],
         "cuda13": ["cupy-cuda13x>=13.6"],
-        "fast": FAST,
+        "fast": [],  # it brought numba, which now comes by itself
         "plot": PLOT,
         "tensorboard": TENSORBOARD,
-        "notebooks": NOTEBOOKS + FAST + PLOT,
+        "notebooks": NOTEBOOKS + PLOT,
         "docs": DOCS,
-        "dev": DEV + FAST + PLOT + TENSORBOARD + NOTEBOOKS + DOCS,
+        "dev": DEV + PLOT + TENSORBOARD + NOTEBOOKS + DOCS,
     },
     entry_points={"console_scripts": ["speedtransfer=speedtransfer.cli:main"]},
 )

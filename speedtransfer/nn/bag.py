@@ -37,7 +37,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         *,
         memory: str = "auto",
         path: str | os.PathLike[str] | None = None,
-        idle: str = "lazy",
+        idle: str = "auto",
         storage_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> None:
@@ -83,7 +83,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         *,
         memory: str = "auto",
         path: str | os.PathLike[str] | None = None,
-        idle: str = "lazy",
+        idle: str = "auto",
         storage_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> EmbeddingBag:

@@ -19,7 +19,7 @@ from speedtransfer.optim import Handle, RowStore, find_handle, install
 from speedtransfer.optim.codecs import check_dtypes
 from speedtransfer.tables import Table
 
-IDLE = ("lazy", "exact")
+IDLE = ("auto", "exact", "lazy")
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -32,11 +32,12 @@ class Embedding(TableModule, nn.Embedding):
         Where the rows live.
     path : path-like, optional
         The new file of a "mmap" table.
-    idle : {"lazy", "exact"}
-        What happens to a row that a step does not touch. "lazy": nothing, as with ``torch.optim.SparseAdam``. "exact": what
-        the optimizer does to a row whose gradient is zero (momentum, decay), so that training equals that of a dense
-        ``torch.nn.Embedding`` to rounding; the row receives it before it is read next. For the optimizers of
-        ``torch.optim`` that are row by row, without coupled weight decay in the adaptive ones.
+    idle : {"auto", "exact", "lazy"}
+        What happens to a row that a step does not touch. "exact": what the optimizer does to a row whose gradient is zero
+        (momentum, decay), so that training equals that of a dense ``torch.nn.Embedding`` to rounding; the row receives it
+        before it is read next. For the optimizers of ``torch.optim`` that are row by row; others raise at their first step.
+        "lazy": nothing, as with ``torch.optim.SparseAdam``. "auto": "exact" with those optimizers; with others "lazy" and a
+        warning.
     storage_dtype : {torch.float32, torch.bfloat16, torch.float16, torch.int8}, optional
         What the table holds of rows that are float32 everywhere else: lookups, gradients, steps. int8 has a float32 scale for
         each row, and such a "mmap" table its scales in memory of its own: the file alone is no copy of the rows.
@@ -67,7 +68,7 @@ class Embedding(TableModule, nn.Embedding):
         *,
         memory: str = "auto",
         path: str | os.PathLike[str] | None = None,
-        idle: str = "lazy",
+        idle: str = "auto",
         storage_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> None:
@@ -91,7 +92,7 @@ class Embedding(TableModule, nn.Embedding):
         training, table = self._wants_grad(), self.table
         # Without training each id could have its own row; across a bus one for all that share it is faster.
         here = table.device.type == "cpu" or table.memory == "device"
-        if here and not training and self.max_norm is None and self.idle == "lazy":
+        if here and not training and self.max_norm is None and not self._handle.lags:
             return self._handle.rows.lookup(input)
         active = self.activate(input)
         return lookup(active, active.groups.found, self.scale_grad_by_freq)
@@ -109,7 +110,7 @@ class Embedding(TableModule, nn.Embedding):
         *,
         memory: str = "auto",
         path: str | os.PathLike[str] | None = None,
-        idle: str = "lazy",
+        idle: str = "auto",
         storage_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> Embedding:

@@ -49,7 +49,7 @@ class Handle:
     table : Table
     requires_grad : bool
         Whether the rows are trained.
-    idle : {"lazy", "exact"}
+    idle : {"auto", "exact", "lazy"}
         What becomes of rows that a step does not touch.
     rows : RowStore, optional
         The way to the rows of `table`; by default they are stored as they are computed with.
@@ -176,6 +176,11 @@ class Handle:
     def read(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the rows `ids` (n,), known to be good, as the next step will find them: "weight", and maybe state."""
         return self.rows.read(ids, ["weight"]) if self.state is None else self.state.current(ids)
+
+    @property
+    def lags(self) -> bool:
+        """Whether there may be rows with steps to come, so that reading the table itself is not enough."""
+        return self.state is not None and self.state.lags
 
     def settle(self, ids: Tensor | None = None) -> None:
         """Bring the rows `ids` (n,), none twice, of the table up to date (exact idle rows lag behind); None: all of them."""

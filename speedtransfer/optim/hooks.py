@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from speedtransfer.optim import backward, state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
-from speedtransfer.optim.idle import rule_for
+from speedtransfer.optim.idle import choose_rule
 from speedtransfer.optim.probe import PlaneSpec, probe
 from speedtransfer.optim.state import RowState
 
@@ -78,7 +78,7 @@ def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> N
 
 def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], specs: dict[str, PlaneSpec]) -> None:
     """Make planes of state for `optimizer`, in place of those that the table has."""
-    rule = rule_for(optimizer, group, handle.rows.dtype) if handle.idle == "exact" else None  # may refuse too
+    rule = choose_rule(handle.idle, optimizer, group, handle.rows.dtype)  # may refuse too
     handle.drop_state(f"a new {type(optimizer).__name__} took it over")
     handle.state = RowState(handle, optimizer, specs, rule)
     state_dicts.watch(optimizer)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.handle import Handle
 from speedtransfer.optim.idle import Rule
-from speedtransfer.optim.lag import LAST_STEP, Lag
+from speedtransfer.optim.lag import Lag
 from speedtransfer.optim.lazy import STEPS
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.probe import PlaneSpec, probe
@@ -91,12 +91,17 @@ class RowState:
             self._remove(name)
         if self._lag is not None:
             self.handle.table.settle_with(None)
-            self.handle.rows.drop(LAST_STEP)
+            self._lag.drop(self.handle.rows)
             self._lag = None
         optimizer = self.optimizer()
         if optimizer is not None:
             optimizer.state.pop(self.handle.param, None)
         self._mapping, self.in_step, self._step = None, False, None
+
+    @property
+    def lags(self) -> bool:
+        """Whether there may be rows with steps to come."""
+        return bool(self._lag)
 
     def current(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the rows `ids` (n,) as they are after all steps so far: weights, and where these lagged the state too."""
@@ -132,7 +137,7 @@ class RowState:
         assert ids is not None
         state = optimizer.state.get(self.handle.param)
         if self._lag is not None:
-            self._lag.begin(optimizer, group, state or {})
+            self._lag.begin(group, state or {}, self.handle.rows, self._planes())
         if not state:  # the optimizer makes its own first state, for all keys or none
             if not self._fresh:
                 self._settle_for_good()
