@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim import state_dicts
+from speedtransfer.optim import replicas, state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
 from speedtransfer.optim.idle import rule_for
 from speedtransfer.optim.probe import PlaneSpec, probe
@@ -26,6 +26,7 @@ def install() -> None:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
         state_dicts.install()
+        replicas.install()
         _installed = True
 
 
@@ -58,6 +59,7 @@ def _load(optimizer: Optimizer) -> None:
         handle.check_gradient()
         if handle.ids is None or handle.param.grad is None:
             continue
+        replicas.check_not_replicated(handle)
         if handle.state is None or handle.state.optimizer() is not optimizer:
             _take_over(handle, optimizer, group)
         state: RowState = handle.state
