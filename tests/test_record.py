@@ -599,3 +599,5 @@ def test_make_picks_the_cuda_extra_of_the_driver(tmp_path, cuda, extras):
     argv = ["make", "-n", "VENV=does-not-exist", "does-not-exist/.ready"]
     done = subprocess.run(argv, cwd=SCRIPT.parents[1], env=environment, capture_output=True, text=True, check=True)
     assert f'".[{extras}]"' in done.stdout
+    # A build of torch that this driver can run; the package index has one for CUDA 13.
+    assert ("/whl/cu126" in done.stdout) == ("cuda12" in extras)
