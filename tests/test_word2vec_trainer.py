@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 import threading
 
@@ -415,3 +416,45 @@ def test_vectors_that_are_not_finite_are_not_returned(corpus):
 def test_bad_things_beside_training(corpus, changes, kind, message):
     with pytest.raises(kind, match=message):
         quietly(corpus, **changes)
+
+
+# --- runs that train nothing ------------------------------------------------------------------------------------------
+
+
+def test_few_steps_are_told(corpus, caplog):
+    quietly(corpus, epochs=1, block_words=2048)
+    (told,) = caplog.messages
+    assert told.startswith(
+        "this run has 6 steps, too few to train much (fewer than 100); pass a smaller block_words, such as "
+    )
+    caplog.clear()
+    quietly(corpus, epochs=1, block_words=int(re.search(r"such as (\d+)", told)[1]))
+    assert not any("too few" in message for message in caplog.messages), "the advice is enough"
+
+
+def test_a_loss_that_rose_is_told(corpus, caplog):
+    quietly(corpus, optimizer="sgd", lr=300.0, epochs=4, block_words=64)
+    assert any("above the 4.159 that it began with; pass a smaller lr than 300" in text for text in caplog.messages)
+
+
+def test_a_loss_of_vectors_that_know_nothing_is_told(corpus, caplog):
+    quietly(corpus, lr=1e-9, epochs=2, block_words=64)
+    assert caplog.messages == [
+        "the loss ended at 4.159 and that of vectors which know nothing is 4.159: little was learnt; pass more epochs than 2, "
+        "a smaller block_words, or a larger lr than 1e-09"
+    ]
+
+
+def test_a_run_that_learns_is_left_alone(corpus, caplog):
+    quietly(corpus, epochs=10, block_words=128, lr=0.05)
+    assert caplog.messages == []
+
+
+def test_what_is_told_of_the_loss_survives_a_break(corpus, tmp_path, caplog):
+    settings = {**QUICK, "lr": 1e-9, "epochs": 4, "block_words": 64}
+    stopped = Trainer(corpus, Settings(**settings))
+    for _ in range(150):
+        stopped.train_step()
+    resumed = Trainer(corpus, Settings(**settings))
+    resumed.load_state(json.loads(json.dumps(stopped.state())))
+    assert resumed.state() == stopped.state()

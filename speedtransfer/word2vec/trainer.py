@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 import time
@@ -14,6 +15,7 @@ from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.gradients import leave_a_core
 from speedtransfer.word2vec.model import Word2Vec
 from speedtransfer.word2vec.optimizers import make_optimizer, set_lr
+from speedtransfer.word2vec.outcome import Losses, warning_of_few_steps, warning_of_loss
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.sampler import Block, Sampler
 from speedtransfer.word2vec.settings import Settings
@@ -22,6 +24,8 @@ from speedtransfer.word2vec.vectors import Vectors
 
 LOSS_EVERY = 16  # steps: the loss costs two more passes over all scores
 LOSS_MEMORY = 0.95  # of the running mean, from one measurement to the next
+
+log = logging.getLogger(__name__)
 
 
 class Watcher(Protocol):
@@ -104,6 +108,7 @@ class Trainer:
         self._blocks: Iterator[Block] | None = None
         self._corpus_words, self._has_learned = 0, False
         self._loss_sum = self._pair_sum = 0.0
+        self._losses = Losses()
         self._moved_before = (0, 0)
 
     @property
@@ -173,6 +178,8 @@ class Trainer:
             raise self._blown_up(f"the loss is {loss}")
         self._loss_sum = LOSS_MEMORY * self._loss_sum + loss
         self._pair_sum = LOSS_MEMORY * self._pair_sum + num_pairs
+        if num_pairs:
+            self._losses.note(loss / num_pairs)
 
     def _check_vectors(self) -> None:
         """Raise `InvalidValueError` where rows are not finite: the loss, measured now and then, may not have told."""
@@ -205,6 +212,7 @@ class Trainer:
             self._blocks = None  # nobody prepares the next one
 
     def _run(self, progress: TrainingProgress, watchers: Sequence[Watcher]) -> None:
+        _warn(warning_of_few_steps(self.num_steps, self.settings))
         with StopOnSignal() as stop, leave_a_core(self.sampler.device):
             while self.step < self.num_steps and stop.requested is None:
                 started = time.perf_counter()
@@ -226,6 +234,8 @@ class Trainer:
                 )
             elif not self._has_learned:
                 raise InvalidValueError(self._why_no_pair())
+            else:
+                _warn(warning_of_loss(self._losses, self.settings))
             for watcher in watchers:
                 watcher.finish(self)
             self.stop_signal = stop.requested
@@ -249,6 +259,7 @@ class Trainer:
             "elapsed_s": self.elapsed_s,
             "loss_sum": self._loss_sum,
             "pair_sum": self._pair_sum,
+            "losses": self._losses.state(),
             "corpus_words": self._corpus_words,
             "has_learned": self._has_learned,
             "moved_bytes": list(self.moved_bytes),
@@ -259,6 +270,7 @@ class Trainer:
         """Go on from `state`; model and optimizer have been loaded already."""
         self.step, self.elapsed_s = state["step"], state["elapsed_s"]
         self._loss_sum, self._pair_sum = state["loss_sum"], state["pair_sum"]
+        self._losses.load_state(state.get("losses", self._losses.state()))
         self._corpus_words, self._has_learned = state["corpus_words"], state["has_learned"]
         self.evaluation = state["evaluation"]
         for table in (self.model.input.table, self.model.output.table):
@@ -277,3 +289,8 @@ class Trainer:
         """
         vocabulary, some = self.corpus.vocabulary, slice(num_words)
         return Vectors(vocabulary.words[some], self.model.word_vectors(num_words), vocabulary.counts[some])
+
+
+def _warn(message: str) -> None:
+    if message:
+        log.warning(message)
