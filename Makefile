@@ -4,9 +4,11 @@ VENV ?= .venv
 # The interpreter that runs everything; set PY=python3 to use one that already has the packages (a shared GPU machine).
 PY ?= $(VENV)/bin/python
 ENV := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
-# The CUDA extra follows the driver; without one that CuPy supports there is none, and everything runs on the CPU.
+# The CUDA extra follows the driver; without one that CuPy supports there is none, and everything runs on the CPU. torch's own
+# package is built for CUDA 13, which a CUDA 12 driver cannot run: TORCH_INDEX then names where a build for CUDA 12 is looked for.
 CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
 CUDA_EXTRA := $(if $(CUDA_MAJOR),$(shell [ $(CUDA_MAJOR) -ge 13 ] && echo cuda13 || { [ $(CUDA_MAJOR) -eq 12 ] && echo cuda12; }))
+TORCH_INDEX ?= $(if $(filter cuda12,$(CUDA_EXTRA)),https://download.pytorch.org/whl/cu126)
 comma := ,
 EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 
@@ -29,7 +31,8 @@ help:
 
 $(VENV)/.ready: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --config-settings editable_mode=compat -e ".[$(EXTRAS)]"
 	@touch $@
 
 demo: $(ENV)
@@ -83,4 +86,4 @@ gpu-status: $(ENV)
 	$(PY) bench/record.py status
 
 clean:
-	rm -rf $(VENV) docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) docs/_build docs/jupyter_execute build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

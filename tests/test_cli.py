@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import speedtransfer
 from speedtransfer.cli import main
 from speedtransfer.device import cuda_status
 
@@ -32,6 +33,10 @@ def test_info_says_what_there_is(run):
     assert "host memory" in out
     if not cuda_status().available:
         assert cuda_status().reason.split(";")[0] in " ".join(out.split())
+
+
+def test_version(run):
+    assert run("--version") == (0, f"speedtransfer {speedtransfer.__version__}\n", "")
 
 
 def test_runs_as_a_module_and_fails_in_one_line():

@@ -56,7 +56,9 @@ class TestStatus:
     def test_torch_sees_no_device(self, monkeypatch, driver, expected):
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        assert expected in device._missing(driver, "14.2")[0]
+        reason = device._missing(driver, "14.2")[0]
+        assert expected in reason
+        assert ("install a torch built for CUDA 12, which" in reason) == (driver == "12.2")
 
     @pytest.fixture
     def torch_with_cuda(self, monkeypatch):
@@ -65,8 +67,12 @@ class TestStatus:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A Device")
 
-    @pytest.mark.parametrize(("driver", "extra"), [("12.8", "cuda12x"), ("13.0", "cuda13x")])
-    def test_no_cupy(self, monkeypatch, torch_with_cuda, driver, extra):
+    @pytest.mark.parametrize(
+        ("built_for", "driver", "extra"),
+        [("12.6", "12.8", "cuda12x"), ("12.6", "13.0", "cuda12x"), ("13.0", "13.0", "cuda13x")],
+    )
+    def test_no_cupy(self, monkeypatch, torch_with_cuda, built_for, driver, extra):
+        monkeypatch.setattr(torch.version, "cuda", built_for)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         reason, devices = device._missing(driver, None)
         assert reason == f"CuPy is not installed; pip install cupy-{extra}"

@@ -120,6 +120,8 @@ def test_commands_exist(page, argv):
         check_target(arguments)
     elif program == "python":
         check_flags(arguments[0], arguments[1:])
+    elif argv[:3] == ["pip", "install", "torch"]:
+        assert argv[3:] == ["--index-url", "https://download.pytorch.org/whl/cpu"]
     else:
         assert argv[:3] == ["pip", "install", "-e"]
         extras = set(re.findall(r'^ {8}"(\w+)":', (ROOT / "setup.py").read_text(), re.MULTILINE))

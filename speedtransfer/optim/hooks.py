@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from speedtransfer.optim import backward, state_dicts
+from speedtransfer.optim import backward, replicas, state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
 from speedtransfer.optim.idle import choose_rule
 from speedtransfer.optim.probe import PlaneSpec, probe
@@ -28,6 +28,7 @@ def install() -> None:
         register_optimizer_step_post_hook(_after_step)
         state_dicts.install()
         backward.install()
+        replicas.install()
         _installed = True
 
 
@@ -62,6 +63,7 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> None:
         handle.recover()
         if handle.grad is None:
             continue
+        replicas.check_not_replicated(handle)
         if handle.state is None or handle.state.optimizer() is not optimizer:
             _take_over(handle, optimizer, group)
         _run_first(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import weakref
@@ -20,6 +21,7 @@ from speedtransfer.optim.lag import Lag
 from speedtransfer.optim.lazy import STEPS
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.probe import PlaneSpec, probe
+from speedtransfer.optim.store import RowStore
 
 
 class RowState:
@@ -46,6 +48,8 @@ class RowState:
         self._first = True  # there was no state in it
         self._fresh = True  # no row has been stored yet
         self._lag: Lag | None = None
+        self._orphaned: RowStore | None = None  # the way to the rows once the handle is gone
+        self._at_end: weakref.finalize | None = None
         self._add({name: spec for name, spec in specs.items() if not spec.late})
         if rule is not None:
             try:
@@ -54,6 +58,9 @@ class RowState:
                 self.drop()
                 raise
             handle.table.settle_with(self.settle)
+            # The table may outlive the handle: whoever reads it then still wants the steps that rows have missed.
+            self._at_end = weakref.finalize(handle, _outlive, weakref.ref(self), handle.rows)
+            self._at_end.atexit = False
 
     @property
     def handle(self) -> Handle:
@@ -93,6 +100,8 @@ class RowState:
             self.handle.table.settle_with(None)
             self._lag.drop(self.handle.rows)
             self._lag = None
+        if self._at_end is not None:
+            self._at_end.detach()  # it holds the table
         optimizer = self.optimizer()
         if optimizer is not None:
             optimizer.state.pop(self.handle.param, None)
@@ -112,7 +121,13 @@ class RowState:
     def settle(self, ids: Tensor | None = None) -> None:
         """Bring the rows `ids` (n,), none twice, of the table up to date; None: all of them."""
         if self._lag is not None:
-            self._lag.settle(self.handle.rows, ids, self._planes())
+            store = self.handle.rows if self._orphaned is None else self._orphaned
+            self._lag.settle(store, ids, self._planes())
+
+    def outlive(self, store: RowStore) -> None:
+        """Go on without the handle, whose `store` this is: the table still brings its rows up to date."""
+        self._orphaned = copy.copy(store)
+        self._orphaned.table = weakref.proxy(store.table)  # which holds this object: see above
 
     def _settle_for_good(self) -> None:
         """Bring every row up to date by the state that is about to go."""
@@ -280,6 +295,12 @@ class RowState:
                 f"{spec.tail} {spec.dtype} a row; use an optimizer whose state keeps its shape"
             )
         return values.view(torch.uint8) if spec.dtype == torch.bool else values
+
+
+def _outlive(state: weakref.ref[RowState], store: RowStore) -> None:
+    alive = state()
+    if alive is not None:
+        alive.outlive(store)
 
 
 def _plane_name(state_name: str) -> str:

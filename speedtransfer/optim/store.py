@@ -75,7 +75,7 @@ class RowStore:
             return self.table.gather(index)
         rows = self.table.gather(index, self._raw(["weight"]))
         flat = {s: part.reshape(-1, part.shape[-1]) for s, part in self._parts_of("weight", rows).items()}
-        return self.decode("weight", flat).view(rows["weight"].shape)
+        return self.decode("weight", flat).resize_(rows["weight"].shape)  # no view: see `buffers.empty`
 
     # --- planes -------------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,8 @@ class RowStore:
         """Return the values, ``(n, *tail)``, of raw rows, each part ``(n, width)``."""
         codec, tail = self._codecs[name], self._tails[name]
         rows = parts[""] if codec.name == "plain" else decode_rows(codec, parts)
-        return rows.view(len(rows), *tail)
+        # No view where none is needed: see `buffers.empty`.
+        return rows if rows.shape[1:] == tail else rows.view(len(rows), *tail)
 
     def encode(self, name: str, values: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Return the raw rows of values that are loaded, ``(n, *tail)``, for the rows `ids` (n,).
