@@ -517,11 +517,11 @@ def test_a_cpu_has_a_bar_for_steps(record, store, tree, capsys):
 
 @pytest.mark.skipif(cuda_status().available, reason="there is a CUDA device")
 @pytest.mark.parametrize("options", [[], ["--only", "step"]])
-def test_gpu_without_cuda_refuses_in_one_line(options):
-    done = subprocess.run([sys.executable, str(SCRIPT), "gpu", *options], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+def test_gpu_without_cuda_refuses_in_one_line(record, capsys, options):
+    assert record.main(["gpu", *options]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
     assert line == f"error: the GPU tests and benchmarks need CUDA, but {cuda_status().reason}"
 
 
