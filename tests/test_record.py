@@ -356,7 +356,7 @@ def test_every_part_goes_into_the_archive(record, store, tree, gpu, monkeypatch,
 
 def test_a_suite(record, store, tree, gpu, capfd):
     """Of this package, on this machine, in a process of its own."""
-    assert record.record(["tax"], True, 100, 100, tree) == 0
+    assert record.record(["tax"], True, 500, 500, tree) == 0
     found = store.read(store.path_of(tree, gpu["device"], "tax", ".quick"))
     assert not store.path_of(tree, gpu["device"], "tax").exists()
     assert (found["suite"], found["quick"], found["complete"], found["failures"]) == ("tax", True, True, {})
