@@ -16,7 +16,7 @@ EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 
 help:
 	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (a few minutes)"
-	@echo "make test        the whole test suite; no GPU needed"
+	@echo "make test        the test suite, on all cores; no GPU needed"
 	@echo "make test-slow   the long sweeps as well"
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation site, into docs/_build"
@@ -38,11 +38,19 @@ $(VENV)/.ready: setup.py constraints.txt
 demo: $(ENV)
 	$(PY) -m speedtransfer word2vec demo -o demo
 
+# Tests run in WORKERS processes: one a core, four at most, as each takes up to 1 GB. WORKERS=0: in one process, for -s and --pdb.
+WORKERS ?= logical
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal -m "$(1)" $(ARGS)
+# The tests of a device start processes themselves (tests/gpu/processes.py), so they come after the others and without workers.
+GPU_TESTS = $(if $(CUDA_MAJOR),$(PY) -m pytest tests/gpu -m "$(1)" $(ARGS))
+
 test: $(ENV)
-	$(PY) -m pytest -m "not slow"
+	$(call PYTEST,not slow and not gpu)
+	$(call GPU_TESTS,not slow and gpu)
 
 test-slow: $(ENV)
-	$(PY) -m pytest
+	$(call PYTEST,not gpu)
+	$(call GPU_TESTS,gpu)
 
 lint: $(ENV)
 	$(PY) -m ruff check .

@@ -22,6 +22,7 @@ DEV = [
     "pytest>=8",
     "pytest-benchmark>=4",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "ruff>=0.6",
 ]
 

@@ -70,7 +70,7 @@ def test_resuming_in_another_process(tmp_path: Path) -> None:
     whole.save(tmp_path)
     argv = [sys.executable, str(TESTS / "checkpoint_cases.py"), str(tmp_path), "nadam"]
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    result = subprocess.run(argv, capture_output=True, text=True, check=True, env=environment, timeout=120)
+    result = subprocess.run(argv, capture_output=True, text=True, check=True, env=environment, timeout=300)
     whole.epochs(2)
     assert result.stdout.strip() == whole.digest()
 

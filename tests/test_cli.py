@@ -41,7 +41,7 @@ def test_version(run):
 
 def test_runs_as_a_module_and_fails_in_one_line():
     argv = [sys.executable, "-W", "error", "-m", "speedtransfer", "word2vec", "nearest", "missing.bin", "word"]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=300)
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "missing.bin" in result.stderr

@@ -40,7 +40,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     strict = ["-W", "--keep-going", "-n", "-q"]
     argv = [sys.executable, "-m", "sphinx", *strict, "-d", str(folder / "doctrees"), str(DOCS), str(folder / "html")]
-    result = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=240)
+    result = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr
     return folder / "html"
 

@@ -396,7 +396,7 @@ def test_every_part_goes_into_the_archive(record, store, tree, gpu, monkeypatch,
 
 def test_a_suite(record, store, tree, gpu, capfd):
     """Of this package, on this machine, in a process of its own."""
-    assert record.record(["tax"], True, 100, 100, tree) == 0
+    assert record.record(["tax"], True, 500, 500, tree) == 0
     found = store.read(store.path_of(tree, gpu["device"], "tax", ".quick"))
     assert not store.path_of(tree, gpu["device"], "tax").exists()
     assert (found["suite"], found["quick"], found["complete"], found["failures"]) == ("tax", True, True, {})
@@ -557,11 +557,11 @@ def test_a_cpu_has_a_bar_for_steps(record, store, tree, capsys):
 
 @pytest.mark.skipif(cuda_status().available, reason="there is a CUDA device")
 @pytest.mark.parametrize("options", [[], ["--only", "step"]])
-def test_gpu_without_cuda_refuses_in_one_line(options):
-    done = subprocess.run([sys.executable, str(SCRIPT), "gpu", *options], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+def test_gpu_without_cuda_refuses_in_one_line(record, capsys, options):
+    assert record.main(["gpu", *options]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
     assert line == f"error: the GPU tests and benchmarks need CUDA, but {cuda_status().reason}"
 
 
