@@ -60,6 +60,7 @@ class TableModule(nn.Module):
     padding_idx: int | None
     max_norm: float | None
     norm_type: float
+    sparse: bool
     idle: str
 
     def _set_up(
@@ -106,11 +107,16 @@ class TableModule(nn.Module):
         install()
         store = RowStore(table, storage_dtype, state_dtype)
         self._handle = Handle(table, requires_grad=not freeze, idle=idle, rows=store)
+        self._describe()
         self.register_parameter("weight", self._handle.param)
         if given is not None:
             store.load("weight", given)
         elif weight is None:
             self.reset_parameters()
+
+    def _describe(self) -> None:
+        """Tell the handle what a step must know of this module."""
+        self._handle.sparse, self._handle.padding_idx = bool(self.sparse), self.padding_idx
 
     @property
     def table(self) -> Table:
@@ -187,6 +193,7 @@ class TableModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._describe()
         install()  # unpickled in a process that has made no module yet
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

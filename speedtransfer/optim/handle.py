@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.optim.lazy import sparse_gradient
 from speedtransfer.optim.store import RowStore
 from speedtransfer.tables import Table, unique_rows
 
@@ -52,6 +53,8 @@ class Handle:
     ) -> None:
         self.rows = RowStore(table) if rows is None else rows
         self.idle = idle
+        self.sparse = False  # the module was made with sparse=True: optimizers that tell may get sparse gradients
+        self.padding_idx: int | None = None  # that of the module: a row which sparse gradients never name
         self.ids: Tensor | None = None  # active rows, sorted; None: idle
         self.state: Any = None  # optim.state.RowState of the optimizer that trains the rows
         # State of the active rows, by plane, where reading the weights took it along.
@@ -60,6 +63,7 @@ class Handle:
         self.lost: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._version = -1  # of the table when param.data was read
         self._grad: tuple[weakref.ref[Tensor], int] | None = None  # the gradient as this class left it
+        self._dense_grad: Tensor | None = None  # that of the active rows where param.grad is sparse, within a step
         self._leaf: Tensor | None = (
             None  # shares memory with param.data and the version counter with the leaf of autograd
         )
@@ -125,7 +129,7 @@ class Handle:
 
     def clear(self) -> None:
         """Make the parameter idle: no rows, no gradient."""
-        self.ids = self._grad = self._leaf = None
+        self.ids = self._grad = self._leaf = self._dense_grad = None
         self.state_rows = {}
         self.param.grad = None
         self.param.data = self._no_rows()
@@ -148,6 +152,7 @@ class Handle:
             Their state, as of then.
         """
         self.check_gradient()
+        self.make_dense()  # a step that failed has left it sparse
         if self._discarded():
             self.clear()
         grad = grad.detach()
@@ -166,6 +171,23 @@ class Handle:
         self._grad = weakref.ref(grad), grad._version
         for hook in list((self.param._post_accumulate_grad_hooks or {}).values()):
             hook(self.param)
+
+    def make_sparse(self) -> None:
+        """Let the gradient of the active rows be a sparse one, for a step: of all rows but that of padding, as in torch."""
+        grad = self.param.grad
+        assert grad is not None
+        assert self.ids is not None
+        self._dense_grad, rows = grad, None
+        if self.padding_idx is not None:
+            rows = (self.ids != self.padding_idx).nonzero().flatten()
+            grad = grad[rows] if len(rows) < len(grad) else grad
+        self.param.grad = sparse_gradient(grad, rows, len(self.ids))
+
+    def make_dense(self) -> None:
+        """Undo `make_sparse`."""
+        if self._dense_grad is not None and self.param.grad is not None:
+            self.param.grad = self._dense_grad
+        self._dense_grad = None
 
     def _merge(self, ids: Tensor, grad: Tensor) -> Tensor:
         """Take `ids` into the active rows and return the summed gradient."""

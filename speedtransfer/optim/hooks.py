@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
-from speedtransfer.optim.idle import rule_for
-from speedtransfer.optim.probe import PlaneSpec, probe
+from speedtransfer.optim.idle import Rule, rule_for
+from speedtransfer.optim.probe import Findings, probe
 from speedtransfer.optim.state import RowState
 
 _installed = False
@@ -60,6 +60,7 @@ def _load(optimizer: Optimizer) -> None:
             continue
         if handle.state is None or handle.state.optimizer() is not optimizer:
             _take_over(handle, optimizer, group)
+        handle.make_dense()
         state: RowState = handle.state
         handle.refresh(again=state.in_step)  # a step that failed has left its marks on the rows
         state.load(optimizer, group)
@@ -72,16 +73,36 @@ def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> N
             f"this {type(optimizer).__name__} trained the table before and its row state is gone: {handle.lost[optimizer]}; "
             "train a table with one optimizer at a time, or make a new one"
         )
-    specs = probe(optimizer, group, handle.param)  # may refuse, and then nothing has changed
+    specs = probe(optimizer, group, handle.param, handle.sparse)  # may refuse, and then nothing has changed
     give_state(handle, optimizer, group, specs)
 
 
-def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], specs: dict[str, PlaneSpec]) -> None:
+def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], specs: Findings) -> None:
     """Make planes of state for `optimizer`, in place of those that the table has."""
-    rule = rule_for(optimizer, group, handle.rows.dtype) if handle.idle == "exact" else None  # may refuse too
+    rule, sparse = way_to_step(handle, optimizer, group, specs)  # may refuse too
     handle.drop_state(f"a new {type(optimizer).__name__} took it over")
-    handle.state = RowState(handle, optimizer, specs, rule)
+    handle.state = RowState(handle, optimizer, specs, rule, sparse)
     state_dicts.watch(optimizer)
+
+
+def way_to_step(
+    handle: Handle, optimizer: Optimizer, group: dict[str, Any], specs: Findings
+) -> tuple[Rule | None, bool]:
+    """Return the rule for idle rows, if they need one, and whether steps get sparse gradients.
+
+    Raises
+    ------
+    OptimizerError
+        ``idle="exact"``, and what the optimizer does to idle rows is not known.
+    """
+    if handle.idle != "exact" or specs.gradient == "sparse":  # which leave idle rows alone in torch, too
+        return None, specs.gradient == "sparse"
+    try:
+        return rule_for(optimizer, group, handle.rows.dtype), False
+    except OptimizerError:
+        if specs.gradient == "either":
+            return None, True
+        raise
 
 
 @torch.no_grad()

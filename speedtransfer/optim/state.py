@@ -30,11 +30,17 @@ class RowState:
     """
 
     def __init__(
-        self, handle: Handle, optimizer: Optimizer, specs: dict[str, PlaneSpec], rule: Rule | None = None
+        self,
+        handle: Handle,
+        optimizer: Optimizer,
+        specs: dict[str, PlaneSpec],
+        rule: Rule | None = None,
+        sparse: bool = False,
     ) -> None:
         self._handle = weakref.ref(handle)  # which holds this object: a cycle would keep the table until the next gc
         self.optimizer = weakref.ref(optimizer)
         self.in_step = False  # from load to store; still True at the next load: the step between failed
+        self._sparse = sparse  # a step finds a sparse gradient over the active rows
         self._specs: dict[str, PlaneSpec] = {}
         self._views: dict[str, Any] = {}  # views of whole planes, or what stands for those that have none
         self._shared: set[str] = set()  # tensors of state that are known to follow no rows
@@ -129,6 +135,8 @@ class RowState:
             self._adopt(state, optimizer)
             if self._views:
                 put(state, self._rows_of_state(ids))
+        if self._sparse:
+            self.handle.make_sparse()
         self._mapping, self._first, self.in_step = optimizer.state, not state, True
 
     def _rows_of_state(self, ids: Tensor) -> dict[str, Tensor]:
@@ -181,7 +189,7 @@ class RowState:
         if unknown <= self._shared:
             return
         group = next(g for g in optimizer.param_groups if any(p is self.handle.param for p in g["params"]))
-        findings = probe(optimizer, group, self.handle.param)
+        findings = probe(optimizer, group, self.handle.param, self.handle.sparse)
         self._add({name: spec for name, spec in findings.items() if name in unknown})
         late = unknown - self._views.keys() - self._shared - findings.shared
         if late:

@@ -92,7 +92,7 @@ class Rule:
         return IdleStep(factors=(1.0,) * len(self.factors))
 
     def _rounded(self, value: float) -> float:
-        return float(torch.tensor(value, dtype=self.dtype)) if self.dtype != torch.float64 else value
+        return float(torch.tensor(value, dtype=self.dtype, device="cpu")) if self.dtype != torch.float64 else value
 
     def _moved_by(self, weight: float) -> float:
         """Return the factor by which ``lerp(0, weight)`` multiplies."""
@@ -130,7 +130,7 @@ class _Asgd(Rule):
         eta, mu = before
         lr, lambd, decay = _numbers(group, "lr", "lambd", "weight_decay")
         eta = (
-            float(torch.tensor(lr)) if math.isnan(eta) else eta
+            float(torch.tensor(lr, device="cpu")) if math.isnan(eta) else eta
         )  # a tensor of the default dtype, whatever the rows are
         kept = self._rounded(1 - lambd * eta) - eta * self._rounded(decay)
         return IdleStep(mix=(kept, 0.0, mu * kept, 1 - mu))
