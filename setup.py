@@ -13,6 +13,12 @@ PLOT = ["matplotlib>=3.8"]
 TENSORBOARD = ["tensorboard>=2.15"]
 NOTEBOOKS = ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.9", "pillow>=10"]
 DOCS = ["furo>=2024.8", "myst-nb>=1.2", "sphinx>=8"]
+OPTIMIZERS = [
+    "lion-pytorch",
+    "pytorch-optimizer>=4",
+    "schedulefree>=1.4",
+    "torch-optimizer",
+]  # swept by `make optimizers`
 DEV = [
     "gensim>=4.3",  # the reader whose word2vec formats ours must satisfy
     "hypothesis>=6.100",
@@ -56,6 +62,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "notebooks": NOTEBOOKS + FAST + PLOT,
         "docs": DOCS,
+        "optimizers": OPTIMIZERS,
         "dev": DEV + FAST + PLOT + TENSORBOARD + NOTEBOOKS + DOCS,
     },
     entry_points={"console_scripts": ["speedtransfer=speedtransfer.cli:main"]},

@@ -36,20 +36,24 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if not callable(closure):  # none, or an argument of another meaning
         _load(optimizer)
         return None
-    # The closure runs forward and backward inside the step: rows are known only after it.
-    wrapped = _then_load(closure, optimizer)
+    wrapped = _Closure(closure, optimizer)
     if "closure" in kwargs:
         return args, {**kwargs, "closure": wrapped}
     return (args[0], wrapped, *args[2:]), kwargs
 
 
-def _then_load(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-    def wrapped() -> Any:
-        loss = closure()
-        _load(optimizer)
-        return loss
+class _Closure:
+    """A closure, which runs forward and backward inside the step: rows are known, and loaded, only after it."""
 
-    return wrapped
+    def __init__(self, closure: Callable[[], Any], optimizer: Optimizer) -> None:
+        self._closure, self._optimizer = closure, optimizer
+        self.called = False
+
+    def __call__(self) -> Any:
+        self.called = True
+        loss = self._closure()
+        _load(self._optimizer)
+        return loss
 
 
 @torch.no_grad()
@@ -108,6 +112,12 @@ def way_to_step(
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any_handles():
+        ignored = any(isinstance(value, _Closure) and not value.called for value in (*args, *kwargs.values()))
         for handle, group in state_dicts.handles_of(optimizer):
+            if ignored and handle.ids is not None and handle.param.grad is not None:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} did not call the closure that its step was given, so that the rows of a "
+                    "table, which are loaded after it, did not take the step; call step() without a closure"
+                )
             if handle.state is not None and handle.state.in_step and handle.state.optimizer() is optimizer:
                 handle.state.store(optimizer, group)
