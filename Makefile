@@ -12,7 +12,7 @@ TORCH_INDEX ?= $(if $(filter cuda12,$(CUDA_EXTRA)),https://download.pytorch.org/
 comma := ,
 EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 
-.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale speedtorch-loop gpu gpu-status clean
+.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale speedtorch-loop optimizers gpu gpu-status clean
 
 help:
 	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (a few minutes)"
@@ -26,6 +26,7 @@ help:
 	@echo "make word2vec DATA=FOLDER  speed and quality beside gensim; see bench/word2vec.py for the data"
 	@echo "make word2vec-scale  word2vec steps on up to 50 million words in files (20 GB of disk)"
 	@echo "make speedtorch-loop  SpeedTorch's word2vec example by its names, by the drop-in and in plain torch (7 GB of host memory)"
+	@echo "make optimizers  train a small table by every optimizer of four packages, beside an oracle (minutes)"
 	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/"
 	@echo "make gpu-status  which GPU results exist, from which commit, which are stale"
 
@@ -86,6 +87,11 @@ word2vec-scale: $(ENV)
 
 speedtorch-loop: $(ENV)
 	$(PY) bench/speedtorch_loop.py $(ARGS) && $(PY) bench/readme.py
+
+# ARGS="AdamP Lion": those classes alone. A sweep of all writes docs/optimizer_sweep.json.
+optimizers: $(ENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[optimizers]"
+	$(PY) tests/sweep_optimizers.py $(ARGS)
 
 gpu: $(ENV)
 	$(call RECORD,gpu)

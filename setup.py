@@ -12,6 +12,12 @@ PLOT = ["matplotlib>=3.8"]
 TENSORBOARD = ["tensorboard>=2.15"]
 NOTEBOOKS = ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.9", "pillow>=10"]
 DOCS = ["furo>=2024.8", "myst-nb>=1.2", "sphinx>=8"]
+OPTIMIZERS = [
+    "lion-pytorch",
+    "pytorch-optimizer>=4",
+    "schedulefree>=1.4",
+    "torch-optimizer",
+]  # swept by `make optimizers`
 DEV = [
     "gensim>=4.3",  # the reader whose word2vec formats ours must satisfy
     "hypothesis>=6.100",
@@ -76,6 +82,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "notebooks": NOTEBOOKS + PLOT,
         "docs": DOCS,
+        "optimizers": OPTIMIZERS,
         "dev": DEV + PLOT + TENSORBOARD + NOTEBOOKS + DOCS,
     },
     entry_points={"console_scripts": ["speedtransfer=speedtransfer.cli:main"]},

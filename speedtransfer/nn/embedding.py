@@ -25,7 +25,8 @@ class Embedding(TableModule, nn.Embedding):
     num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, _weight, _freeze, dtype
         As in ``torch.nn.Embedding``.
     sparse : bool
-        Accepted and kept; gradients are dense over the active rows either way.
+        Whether an optimizer finds sparse gradients, as with ``torch.nn``: only where that makes a difference, and dense ones
+        where it refuses sparse ones. Outside of its step they are dense over the active rows.
     device : torch.device, optional
         The compute device, as for any module; ``.to()`` moves it.
     memory : {"auto", "pinned", "pageable", "mmap", "device"}

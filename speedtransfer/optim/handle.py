@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidValueError, OptimizerError
+from speedtransfer.optim.lazy import sparse_gradient
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.store import RowStore
 from speedtransfer.tables import Table, unique_rows
@@ -62,6 +63,8 @@ class Handle:
         self.idle = idle
         self.requires_grad = requires_grad and self.rows.dtype.is_floating_point
         self.name: str | None = None  # of the module, where somebody has told
+        self.sparse = False  # the module was made with sparse=True: optimizers that tell may get sparse gradients
+        self.padding_idx: int | None = None  # that of the module: a row which sparse gradients never name
         self.state: Any = None  # optim.state.RowState of the optimizer that trains the rows
         # Optimizers whose state of these rows is gone, and why.
         self.lost: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -131,6 +134,11 @@ class Handle:
             return self.bind(nn.Parameter(self._standing(), requires_grad=self.requires_grad), kind)
 
     @property
+    def follows_idle_rows(self) -> bool:
+        """Whether idle rows receive the steps that they miss."""
+        return self.state is not None and self.state.follows_idle_rows
+
+    @property
     def aliased(self) -> bool:
         """Whether a tensor on the compute device can be over the memory of the table."""
         return self.rows.plain and (self.table.memory == "device" or self.table.device.type == "cpu")
@@ -153,18 +161,30 @@ class Handle:
             param.requires_grad_(self.requires_grad)
             param.__class__ = self._kind
 
-    def enter(self) -> None:
-        """Let the parameter hold the active rows and their gradient, for a step."""
+    def enter(self, sparse: bool = False) -> None:
+        """Let the parameter hold the active rows and their gradient, maybe as a sparse one, for a step."""
         param = self.param
         assert self.active is not None
         param.__class__ = nn.Parameter
         param.grad = None
         param.data = self.active
-        param.grad = self.grad
+        param.grad = self._sparse_gradient() if sparse else self.grad
+
+    def _sparse_gradient(self) -> Tensor:
+        """Return the gradient as a sparse one of the active rows, without that of padding, which torch leaves out too."""
+        assert self.ids is not None
+        assert self.grad is not None
+        grad, rows = self.grad, None
+        if self.padding_idx is not None:
+            rows = (self.ids != self.padding_idx).nonzero().flatten()
+            grad = grad[rows] if len(rows) < len(grad) else grad
+        return sparse_gradient(grad, rows, len(self.ids))
 
     def leave(self) -> None:
         """End a step: the parameter stands for the whole table again. The gradient stays until somebody clears it."""
-        self.grad = self.param.grad
+        grad = self.param.grad
+        if grad is None or not grad.is_sparse:
+            self.grad = grad
         self._grad_version = -1 if self.grad is None else self.grad._version
         if self.grad is None:
             self.ids = None
@@ -364,7 +384,7 @@ class Handle:
         if grad.is_sparse:
             grad = grad.coalesce()
             return grad.indices()[0], grad.values()
-        if self.idle == "exact":  # an idle row and one with a gradient of zero go the same way
+        if self.follows_idle_rows:  # an idle row and one with a gradient of zero go the same way
             return torch.arange(len(grad), device=grad.device), grad
         ids = (grad != 0).any(dim=1).nonzero().flatten()
         return ids, grad if len(ids) == len(grad) else grad[ids]
@@ -447,7 +467,7 @@ class Handle:
         """Read the active rows `again`, or if the table has changed since: a step must not undo what was written meanwhile."""
         if self.ids is None:
             return
-        if self._touched is not None and self.idle != "exact":
+        if self._touched is not None and not self.follows_idle_rows:
             assert self.grad is not None
             touched = (self.grad != 0).any(dim=1)
             touched[self._touched] = True

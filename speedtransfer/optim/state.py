@@ -35,12 +35,18 @@ class RowState:
     """
 
     def __init__(
-        self, handle: Handle, optimizer: Optimizer, specs: dict[str, PlaneSpec], rule: Rule | None = None
+        self,
+        handle: Handle,
+        optimizer: Optimizer,
+        specs: dict[str, PlaneSpec],
+        rule: Rule | None = None,
+        sparse: bool = False,
     ) -> None:
         self._handle = weakref.ref(handle)  # which holds this object: a cycle would keep the table until the next gc
         self.optimizer = weakref.ref(optimizer)
         self.in_step = False  # from load to store; still True at the next load: the step between failed
         self._step: tuple[FrameType, int] | None = None  # the frame that is in the step, and its thread
+        self._sparse = sparse  # a step finds a sparse gradient over the active rows
         self._specs: dict[str, PlaneSpec] = {}
         self._views: dict[str, Any] = {}  # views of whole planes, or what stands for those that have none
         self._shared: set[str] = set()  # tensors of state that are known to follow no rows
@@ -165,7 +171,12 @@ class RowState:
         self._step = None if frame is None else (frame, threading.get_ident())
         self.in_step = True
         self.handle.refresh()  # where a probe has hidden the gradient meanwhile
-        self.handle.enter()
+        self.handle.enter(self._sparse)
+
+    @property
+    def follows_idle_rows(self) -> bool:
+        """Whether idle rows receive the steps that they miss."""
+        return self._lag is not None
 
     def stepping(self) -> bool:
         """Tell whether the step that `load` has begun still runs; it may have failed, of which nobody tells."""
@@ -230,7 +241,7 @@ class RowState:
         if unknown <= self._shared:
             return
         group = next(g for g in optimizer.param_groups if any(p is self.handle.param for p in g["params"]))
-        findings = probe(optimizer, group, self.handle.param)
+        findings = probe(optimizer, group, self.handle.param, self.handle.sparse)
         self._add({name: spec for name, spec in findings.items() if name in unknown})
         late = unknown - self._views.keys() - self._shared - findings.shared
         if late:

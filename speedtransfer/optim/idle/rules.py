@@ -56,7 +56,7 @@ class _Asgd(Rule):
         eta, mu = before
         lr, lambd, decay = _numbers(group, "lr", "lambd", "weight_decay")
         eta = (
-            float(torch.tensor(lr)) if math.isnan(eta) else eta
+            float(torch.tensor(lr, device="cpu")) if math.isnan(eta) else eta
         )  # a tensor of the default dtype, whatever the rows are
         kept = self._rounded(1 - lambd * eta) - eta * self._rounded(decay)
         return IdleStep(mix=(kept, 0.0, mu * kept, 1 - mu))
@@ -244,6 +244,11 @@ def choose_rule(idle: str, optimizer: Optimizer, group: dict[str, Any], dtype: t
             stacklevel=_stack_level(),
         )
     return None
+
+
+def has_rule(optimizer: Optimizer) -> bool:
+    """Tell whether it is known what `optimizer` does to idle rows."""
+    return type(optimizer) in RULES
 
 
 def _stack_level() -> int:
