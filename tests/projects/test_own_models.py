@@ -1,4 +1,4 @@
-"""Models of our own, written as public projects write theirs, and trained as they are: what the other files do, without a package."""
+"""Models of our own, written and trained as public projects do: what the other files check, without a package."""
 
 from __future__ import annotations
 
