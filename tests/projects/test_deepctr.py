@@ -23,7 +23,7 @@ def fit(model, way, optimizer, x, y, epochs=3) -> Outcome:
     model.compile(optimizer, "binary_crossentropy", metrics=["binary_crossentropy", "auc"])
     torch.manual_seed(5)
     history = model.fit(x, y, batch_size=64, epochs=epochs, verbose=2, validation_split=0.2)
-    return Outcome({**history.history, "predictions": model.predict(x, 256)}, model)
+    return Outcome(history.history, {"predictions": model.predict(x, 256)}, model)
 
 
 def deepfm(way: str, optimizer: str = "adam", **options) -> Outcome:

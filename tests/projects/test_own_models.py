@@ -64,7 +64,7 @@ def train_clicks(way: str, case: str, epochs: int = 3) -> Outcome:
     model.eval()
     with torch.no_grad():
         auc = area(model(fields[500:], numbers[500:]), clicked[500:])
-    return Outcome({"losses": losses, "AUC": auc}, model)
+    return Outcome({"losses": losses, "AUC": auc}, {}, model)
 
 
 def train_pairs(way: str, case: str, epochs: int = 3) -> Outcome:
@@ -86,7 +86,7 @@ def train_pairs(way: str, case: str, epochs: int = 3) -> Outcome:
     chosen = torch.zeros(USERS, ITEMS, dtype=torch.bool)
     chosen[users, items] = True
     recall = chosen.gather(1, scores.topk(10).indices).double().mean().item()
-    return Outcome({"losses": losses, "recall": recall, "scores": scores[0]}, model)
+    return Outcome({"losses": losses, "recall": recall}, {"scores": scores}, model)
 
 
 def train_sequences(way: str, case: str, epochs: int = 4) -> Outcome:
@@ -107,7 +107,7 @@ def train_sequences(way: str, case: str, epochs: int = 4) -> Outcome:
     with torch.no_grad():
         scores = model.scores(history)
     ranks = (scores > scores.gather(1, target[:, None] - 1)).sum(1)
-    return Outcome({"losses": losses, "MRR": (1 / (1.0 + ranks)).mean().item()}, model)
+    return Outcome({"losses": losses, "MRR": (1 / (1.0 + ranks)).mean().item()}, {}, model)
 
 
 TRAINERS = {

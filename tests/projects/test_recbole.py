@@ -96,7 +96,7 @@ def train(way: str, name: str) -> Outcome:
     trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
     best, result = trainer.fit(train_data, valid_data, saved=True, show_progress=False)
     tested = trainer.evaluate(test_data, load_best_model=True, show_progress=False)
-    return Outcome({"losses": trainer.train_loss_dict, "best": best, "valid": result, "test": tested}, model)
+    return Outcome({"losses": trainer.train_loss_dict, "best": best, "valid": result, "test": tested}, {}, model)
 
 
 @pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
