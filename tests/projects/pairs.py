@@ -15,6 +15,7 @@ from torch import nn
 import speedtransfer
 from speedtransfer.nn.base import TableModule
 
+TORCH = (nn.Embedding, nn.EmbeddingBag)
 OPTIONS: dict[str, Any] = {"idle": "exact"}
 WAYS = ("replace", "swap")
 DENSE = "dense"
@@ -56,14 +57,14 @@ def classes(way: str, *projects: str) -> Iterator[None]:
     if way != "swap":
         yield
         return
-    originals = {nn.Embedding: Embedding, nn.EmbeddingBag: EmbeddingBag}
+    ours = dict(zip(TORCH, (Embedding, EmbeddingBag), strict=True))
     names = [name for name in sys.modules if name.split(".")[0] in projects or name in projects]
     undo: list[tuple[Any, str, Any]] = []
     for holder in (nn, *(sys.modules[name] for name in names)):
         for key, value in list(vars(holder).items()):
-            if isinstance(value, type) and value in originals:
+            if isinstance(value, type) and value in ours:
                 undo.append((holder, key, value))
-                setattr(holder, key, originals[value])
+                setattr(holder, key, ours[value])
     try:
         yield
     finally:
@@ -76,7 +77,7 @@ def hand_over(model: nn.Module, way: str, **options: Any) -> nn.Module:
     if way == "replace":
         speedtransfer.replace_embeddings(model, min_rows=0, **{**OPTIONS, **options})
     tables = [module for module in model.modules() if isinstance(module, TableModule)]
-    dense = [module for module in model.modules() if type(module) in (nn.Embedding, nn.EmbeddingBag)]
+    dense = [module for module in model.modules() if type(module) in TORCH]
     assert bool(tables) == (way != DENSE), f"{way}: {len(tables)} tables"
     assert way == DENSE or not dense, f"{way}: left as they were: {dense}"
     return model

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def walks(monkeypatch):
     """Node2Vec takes its walks from pyg-lib: plain ones of our own where that is not installed."""
-    node2vec = pytest.importorskip("torch_geometric.nn.models.node2vec", reason="torch-geometric is not installed: make projects")
+    node2vec = pytest.importorskip(
+        "torch_geometric.nn.models.node2vec", reason="torch-geometric is not installed: make projects"
+    )
     if not node2vec.WITH_PYG_LIB:
         monkeypatch.setattr(node2vec, "WITH_PYG_LIB", True)
         monkeypatch.setattr(torch.ops, "pyg", types.SimpleNamespace(random_walk=random_walk), raising=False)
@@ -56,7 +58,9 @@ def node2vec(way: str, optimizer: str, sparse: bool) -> Outcome:
         vectors = model()
     label = torch.arange(ITEMS) < ITEMS // 2
     accuracy = model.test(vectors[::2], label[::2], vectors[1::2], label[1::2], max_iter=150)
-    return Outcome({"losses": losses, "accuracy": accuracy}, {"vectors": vectors, "some": model(torch.arange(5))}, model)
+    return Outcome(
+        {"losses": losses, "accuracy": accuracy}, {"vectors": vectors, "some": model(torch.arange(5))}, model
+    )
 
 
 @pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
@@ -74,7 +78,9 @@ def knowledge_graph(way: str, name: str) -> Outcome:
         model = getattr(kge, name)(num_nodes=ITEMS, num_relations=5, hidden_channels=8)
     hand_over(model, way)
     head, relation, tail = (torch.tensor(part) for part in triples())
-    loader = model.loader(head_index=head[:350], rel_type=relation[:350], tail_index=tail[:350], batch_size=50, shuffle=True)
+    loader = model.loader(
+        head_index=head[:350], rel_type=relation[:350], tail_index=tail[:350], batch_size=50, shuffle=True
+    )
     optimizer = {
         "TransE": lambda: torch.optim.Adam(model.parameters(), lr=0.01),
         "ComplEx": lambda: torch.optim.Adagrad(model.parameters(), lr=0.01, weight_decay=1e-6),

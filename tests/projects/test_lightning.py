@@ -86,7 +86,6 @@ def early_stopping(way: str) -> Outcome:
     return fit(way, callbacks=[callbacks.EarlyStopping("val_loss", patience=1)], max_epochs=5)
 
 
-
 def stochastic_averages(way: str) -> Outcome:
     return fit(way, callbacks=[callbacks.StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1)], max_epochs=4)
 
@@ -148,7 +147,10 @@ def test_resumed(way, tmp_path):
     whole = fit(DENSE, max_epochs=4)
     files = {}
     for which in (DENSE, way):
-        module, runner = Module(which), trainer(max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path / which)
+        module, runner = (
+            Module(which),
+            trainer(max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path / which),
+        )
         runner.fit(module, loader(), loader(seed=1))
         files[which] = tmp_path / f"{which}.ckpt"
         runner.save_checkpoint(files[which])
@@ -176,7 +178,9 @@ def test_loaded_from_checkpoint(way, tmp_path):
 @pytest.mark.parametrize("way", WAYS)
 def test_summary(way):
     """The summary counts the rows, and reads the shapes of what goes in and out."""
-    ours, dense = (lightning.pytorch.utilities.model_summary.ModelSummary(Module(which), max_depth=-1) for which in (way, DENSE))
+    ours, dense = (
+        lightning.pytorch.utilities.model_summary.ModelSummary(Module(which), max_depth=-1) for which in (way, DENSE)
+    )
     for field in ("total_parameters", "trainable_parameters", "param_nums", "model_size", "layer_names"):
         assert getattr(ours, field) == getattr(dense, field), field
 

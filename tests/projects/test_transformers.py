@@ -154,7 +154,9 @@ RUNS = {
     for run in (gpt2_tied, gpt2_untied, gpt2_momentum, bert_classifier, checkpointed, frozen, penalised, tied_again)
 }
 RUNS |= {
-    f"resized {'tied' if tied else 'untied'} {size}": (resized, tied, size) for tied in (True, False) for size in (120, 91)
+    f"resized {'tied' if tied else 'untied'} {size}": (resized, tied, size)
+    for tied in (True, False)
+    for size in (120, 91)
 }
 
 
