@@ -161,22 +161,54 @@ def test_extra_repr() -> None:
     assert repr(ours) == f"Embedding({ours.extra_repr()})"
 
 
-def test_the_weight_cannot_be_replaced_or_tied() -> None:
-    emb, linear = speedtransfer.Embedding(6, 3), nn.Linear(3, 6, bias=False)
-    with pytest.raises(TypeError, match="cannot be replaced or tied; write the rows with"):
-        emb.weight = nn.Parameter(torch.zeros(6, 3))
-    with pytest.raises(TypeError, match="cannot be replaced or tied"):
-        emb.weight = linear.weight
-    emb.weight = emb.weight
+@pytest.mark.parametrize("direction", ["head takes the table's", "embedding takes the head's"])
+def test_tied_weights_are_one(direction: str) -> None:
+    torch.manual_seed(0)
+    emb, head = speedtransfer.Embedding(6, 3), nn.Linear(3, 6, bias=False)
+    torch.manual_seed(0)
+    dense, dense_head = nn.Embedding(6, 3), nn.Linear(3, 6, bias=False)
+    opts = []
+    for module, linear in ((emb, head), (dense, dense_head)):
+        if direction.startswith("head"):
+            linear.weight = module.weight
+            opts.append(torch.optim.AdamW([*module.parameters()], lr=0.1))
+        else:
+            opts.append(torch.optim.AdamW([*linear.parameters()], lr=0.1))  # made before the two are one
+            module.weight = linear.weight
+        assert module.weight is linear.weight
+    assert torch.equal(emb.weight, dense.weight)
+    ids = torch.tensor([1, 4, 4])
+    for _ in range(4):
+        for module, linear, opt in zip((emb, dense), (head, dense_head), opts, strict=True):
+            opt.zero_grad()
+            F.cross_entropy(linear(module(ids)), ids).backward()
+            opt.step()
+    torch.testing.assert_close(emb.weight, dense.weight, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(emb.table.torch(), head.weight.detach(), rtol=0, atol=0)
 
 
-def test_weights_passed_in_from_outside_are_refused() -> None:
-    """``functional_call`` swaps parameters; rows that are not there cannot be swapped, and going on would be wrong."""
-    emb = speedtransfer.Embedding(6, 3)
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad), pytest.raises(TypeError, match="functional_call"):
-            torch.func.functional_call(emb, {"weight": torch.zeros(6, 3)}, torch.tensor([1]))
-    assert emb(torch.tensor([1])).shape == (1, 3)
+def test_an_assigned_parameter_becomes_the_weight() -> None:
+    emb, values = speedtransfer.Embedding(6, 3), torch.rand(6, 3)
+    old, given = emb.weight, nn.Parameter(values.clone())
+    emb.weight = given
+    assert emb.weight is given
+    assert torch.equal(emb.table.torch(), values)
+    with pytest.raises(ValueError, match="until another was assigned in its place"):
+        old.sum()
+
+
+def test_weights_passed_in_from_outside_are_used() -> None:
+    """``functional_call`` swaps parameters: the module computes with what it is given, as torch does."""
+    emb, given = speedtransfer.Embedding(6, 3), torch.rand(6, 3, requires_grad=True)
+    before = emb.table.torch().clone()
+    out = torch.func.functional_call(emb, {"weight": given}, torch.tensor([1]))
+    assert torch.equal(out, given[[1]])
+    out.sum().backward()
+    assert given.grad.sum() == 3
+    assert emb.weight.grad is None
+    with pytest.raises(TypeError, match="functional_call"):
+        nn.utils.parametrize.register_parametrization(emb, "weight", nn.Identity()).activate([1])
+    assert torch.equal(emb(torch.tensor([1])), before[[1]])
 
 
 def test_freezing() -> None:
@@ -217,4 +249,4 @@ def test_wrong_gradients_by_hand(grad: Tensor, error: type[Exception], words: st
     assert emb.weight.grad is None
     active.add_grad(torch.ones(2, 5))
     active.add_grad(torch.ones(2, 5))
-    assert torch.equal(emb.weight.grad, torch.full((2, 5), 2.0))
+    assert torch.equal(emb.weight.grad.rows, torch.full((2, 5), 2.0))

@@ -31,7 +31,7 @@ def encode_model(model: nn.Module, keep: Keep) -> dict[str, Any]:
     for key, value in state.items():
         if key in tables:
             handle = tables[key]
-            handle.check_unwritten()
+            handle.recover()
             if id(handle) in seen:  # a module in two places
                 entries[key] = {"$": "same", "v": seen[id(handle)]}
                 continue

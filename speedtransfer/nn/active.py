@@ -40,6 +40,7 @@ class ActiveRows:
         # Not self: the cycle would keep the rows alive.
         handle, ids, version, state_rows = self._handle, self.ids, self._version, self._state_rows
 
+        @torch.compiler.disable
         def deposit(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             assert grad is not None
@@ -47,6 +48,7 @@ class ActiveRows:
 
         self.rows.requires_grad_()
         self.rows.register_post_accumulate_grad_hook(deposit)
+        handle.follow(self.rows, ids)
 
     def add_grad(self, grad: Tensor) -> None:
         """Deposit a gradient written by hand for ``optimizer.step()``, without autograd.
@@ -78,6 +80,7 @@ def activate(
 
     Rows longer than `max_norm` are shortened first, in the table too.
     """
+    handle.recover()
     table = handle.table
     with torch.no_grad():
         if isinstance(ids, UniqueRows):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtransfer.nn.base import TableModule, uncompiled
 from speedtransfer.nn.embedding import check_pretrained
+from speedtransfer.nn.lookup import bag_lookup
 
 
 class EmbeddingBag(TableModule, nn.EmbeddingBag):
@@ -60,22 +60,11 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         per_sample_weights : Tensor, optional
             A weight for each id (mode "sum" only).
         """
-        active = self.activate(input)
-        padding, last = active.groups.found, self.include_last_offset
-        if last and self.padding_idx is not None and padding < 0 and offsets is not None and offsets.dim() == 1:
-            offsets, last = (
-                offsets[:-1],
-                False,
-            )  # with a padding row, torch lets the last bag reach to the end of `input`
-        return F.embedding_bag(
-            active.inverse,
-            active.rows,
-            offsets,
-            scale_grad_by_freq=self.scale_grad_by_freq,
-            mode=self.mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=last,
-            padding_idx=padding if padding >= 0 else None,
+        if not self._has_rows():
+            return super().forward(input, offsets, per_sample_weights)
+        active, mode, padded = self.activate(input), self.mode, self.padding_idx is not None
+        return bag_lookup(
+            active, offsets, per_sample_weights, mode, self.scale_grad_by_freq, self.include_last_offset, padded
         )
 
     @classmethod

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn.active import ActiveRows, activate
-from speedtransfer.optim import Handle, RowStore, install
+from speedtransfer.nn.weight import table_weight
+from speedtransfer.optim import Handle, RowStore, find_handle, install
 from speedtransfer.optim.codecs import check_dtypes
 from speedtransfer.tables import Table
 
@@ -52,8 +53,40 @@ def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def make_handle(
+    weight: Tensor | None,
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    requires_grad: bool,
+    memory: str = "auto",
+    path: str | os.PathLike[str] | None = None,
+    idle: str = "lazy",
+    storage_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
+) -> Handle:
+    """Make a table of `shape` and its handle: with the values of `weight`, or of zeros."""
+    if idle not in IDLE:
+        raise InvalidValueError(f"idle is {idle!r}, which is no way to treat idle rows{suggest(str(idle), IDLE)}")
+    if weight is not None:
+        # With storage_dtype rows are float32, whatever floats they were given as.
+        dtype = torch.float32 if storage_dtype is not None and weight.is_floating_point() else weight.dtype
+    assert dtype is not None
+    check_dtypes(dtype, storage_dtype, state_dtype)
+    stored = dtype if storage_dtype is None else storage_dtype
+    if weight is not None and weight.dtype == stored:
+        table, given = Table.from_array(weight, memory=memory, path=path, device=device, copy=False), None
+    else:
+        table, given = Table(*shape, dtype=stored, memory=memory, path=path, device=device), weight
+    install()
+    store = RowStore(table, storage_dtype, state_dtype)
+    if given is not None:
+        store.load("weight", given)
+    return Handle(table, requires_grad, idle, store)
+
+
 class TableModule(nn.Module):
-    """A module whose weight is a table. `weight` is the parameter that optimizers see (`optim.Handle`)."""
+    """A module whose weight is a table. `weight` reads and writes as the whole table (`nn.weight`)."""
 
     num_embeddings: int
     embedding_dim: int
@@ -86,39 +119,68 @@ class TableModule(nn.Module):
             )
             self.padding_idx %= rows
         self.idle = idle
-        device = torch.get_default_device() if device is None else device
+        device = torch.get_default_device() if device is None else torch.device(device)
         if weight is None:
             dtype = torch.get_default_dtype() if dtype is None else dtype
+        elif tuple(weight.shape) != shape:
+            raise InvalidValueError(
+                f"the weight given has shape {tuple(weight.shape)} but num_embeddings and embedding_dim say {shape}; "
+                "pass a weight of that shape"
+            )
         else:
-            if tuple(weight.shape) != shape:
-                raise InvalidValueError(
-                    f"the weight given has shape {tuple(weight.shape)} but num_embeddings and embedding_dim say {shape}; "
-                    "pass a weight of that shape"
-                )
-            # With storage_dtype rows are float32, whatever floats they were given as.
-            dtype = torch.float32 if storage_dtype is not None and weight.is_floating_point() else weight.dtype
-        check_dtypes(dtype, storage_dtype, state_dtype)
-        stored = dtype if storage_dtype is None else storage_dtype
-        if weight is not None and weight.dtype == stored:
-            table, given = Table.from_array(weight, memory=memory, path=path, device=device, copy=False), None
-        else:
-            table, given = Table(*shape, dtype=stored, memory=memory, path=path, device=device), weight
-        install()
-        store = RowStore(table, storage_dtype, state_dtype)
-        self._handle = Handle(table, requires_grad=not freeze, idle=idle, rows=store)
-        self.register_parameter("weight", self._handle.param)
-        if given is not None:
-            store.load("weight", given)
+            dtype = weight.dtype
+        options = {
+            "memory": memory,
+            "path": path,
+            "idle": idle,
+            "storage_dtype": storage_dtype,
+            "state_dtype": state_dtype,
+        }
+        if device.type == "meta":
+            self._wait(nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=not freeze), options)
+            return
+        self._handle = make_handle(weight, shape, device, dtype, requires_grad=not freeze, **options)
+        self.register_parameter("weight", table_weight(self._handle))
+        weight_now = self._parameters["weight"]
+        if weight_now is not None and weight_now.is_meta:  # accelerate's init_empty_weights
+            self._wait(weight_now, options)
         elif weight is None:
             self.reset_parameters()
+
+    # --- on the meta device: no rows yet --------------------------------------------------------------------------------
+
+    def _wait(self, weight: nn.Parameter, options: dict[str, Any]) -> None:
+        """Be a module of torch.nn with a weight on the meta device, until one with values comes in its place."""
+        self.__dict__.pop("_handle", None)
+        self._parameters["weight"] = weight
+        self._options = options
+
+    def _is_waiting(self) -> bool:
+        return "_handle" not in self.__dict__ and "_options" in self.__dict__
+
+    def _end_wait(self, weight: Tensor | None, device: torch.device, dtype: torch.dtype, param: nn.Parameter) -> None:
+        """Make the table, of the values of `weight`, and `param` its weight."""
+        shape = (self.num_embeddings, self.embedding_dim) if weight is None else tuple(weight.shape)
+        handle = make_handle(weight, shape, device, dtype, requires_grad=param.requires_grad, **self._options)
+        del self._options
+        self._handle = handle
+        self._parameters["weight"] = table_weight(handle, param)
 
     @property
     def table(self) -> Table:
         """The table with all the rows as they are stored: of int8 the codes, in plane "weight", and their scales."""
+        if self._is_waiting():
+            raise InvalidValueError(
+                "this module is on the meta device and has no rows yet; give it some: to_empty(device=...), "
+                "load_state_dict(..., assign=True), or weight = nn.Parameter(rows)"
+            )
         return self._handle.table
 
     def reset_parameters(self) -> None:
         """Draw the weights from N(0, 1), the padding row zero: with one seed the numbers of ``torch.nn``."""
+        if not self._has_rows():
+            super().reset_parameters()  # type: ignore[misc]
+            return
         self._handle.rows.normal_()
         if self.padding_idx is not None:
             self.table.torch()[self.padding_idx] = 0
@@ -133,68 +195,130 @@ class TableModule(nn.Module):
             Row numbers, any integer dtype, shape and device. Or what `tables.unique_rows` has found among some on the CPU,
             where it looked for `padding_idx`, if there is one.
         """
-        training = self._training_rows()
+        training = self._wants_grad()
         active = activate(self._handle, ids, self.max_norm, self.norm_type, self.padding_idx)
         if training:
             active.track_grad()
         return active
 
-    def _training_rows(self) -> bool:
+    def _has_rows(self) -> bool:
+        """Tell whether the weight is that of the table, and not what functional_call or a parametrization put in its place."""
+        weight, handle = self._parameters.get("weight"), self.__dict__.get("_handle")
+        return weight is not None and handle is not None and weight is handle.param_or_none()
+
+    def _wants_grad(self) -> bool:
         """Tell whether a lookup now wants gradients."""
-        weight = self._handle.param
-        if self._parameters.get("weight") is not weight:
+        if not self._has_rows():
             raise InvalidTypeError(
-                f"weight of {type(self).__name__} was swapped from outside (functional_call, a parametrization) but rows are "
-                "looked up in its table; write them there with emb.table[ids] = rows, or use torch.nn for this module"
+                f"weight of {type(self).__name__} was swapped from outside (functional_call, a parametrization), so there are "
+                "no rows of the table to activate; call the module instead, which computes with what was swapped in"
             )
-        training = torch.is_grad_enabled() and weight.requires_grad
-        if training or self._handle.state is None:  # another thread may evaluate while this one makes a step
-            self._handle.check_unwritten()
-        return training
+        return torch.is_grad_enabled() and self._handle.requires_grad
 
     # --- nn.Module ----------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
+        if self._is_waiting():
+            return self._apply_waiting(fn, recurse)
+        if not self._has_rows():
+            super()._apply(fn, recurse)
+            return self
         path, dtype = self.table.path, self._handle.rows.dtype
         if path is not None and fn(torch.empty(0, dtype=dtype, device=self.table.device)).dtype != dtype:
             raise InvalidValueError(
                 f"the file {str(path)!r} holds {dtype} and cannot change its dtype; save the table, or make a new module with "
                 "dtype= and another path"
             )
-        super()._apply(fn, recurse)
-        handle, weight = self._handle, self._parameters["weight"]
-        assert weight is not None
-        if weight is not handle.param:  # torch.__future__.set_overwrite_module_params_on_conversion
-            handle.bind(weight)
-        if weight.dtype != handle.rows.dtype:
-            handle.convert(weight.dtype)
-        if weight.device != handle.table.device:
+        handle = self._handle
+        with torch.no_grad(), torch.inference_mode(False):
+            sample = fn(torch.empty(0, handle.table.dim, dtype=dtype, device=handle.table.device))
+        if sample.is_shared() and sample.device.type == "cpu":
+            raise InvalidTypeError(
+                f"{handle} is the weight of a table, which cannot be shared by forked processes (share_memory); make the model "
+                "in each process, or train it in one"
+            )
+        # The weight goes its own way: to convert it as torch does would make a copy of the whole.
+        weight, self._parameters["weight"] = self._parameters["weight"], None
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters["weight"] = weight
+        if sample.dtype != handle.rows.dtype:
+            handle.convert(sample.dtype)
+        if sample.device != handle.table.device:
             # Planes of state on the device move along, and the optimizer's views of them do not.
             if handle.table.memory == "device":
-                handle.drop_state(f"the table moved to {weight.device}")
-            handle.table.to(weight.device)
-            if handle.ids is not None:
-                handle.ids = handle.ids.to(weight.device)
+                handle.drop_state(f"the table moved to {sample.device}")
+            handle.table.to(sample.device)
+            handle.moved()
         return self
 
+    def _apply_waiting(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> TableModule:
+        weight = self._parameters["weight"]
+        assert weight is not None
+        sample = fn(torch.empty(0, weight.shape[1], dtype=weight.dtype, device="meta"))
+        if sample.is_meta:
+            super()._apply(fn, recurse)
+            return self
+        self._parameters["weight"] = None  # which would be made in full on the device
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters["weight"] = weight
+        param = nn.Parameter(torch.empty(0, dtype=sample.dtype, device=sample.device), weight.requires_grad)
+        self._end_wait(None, sample.device, sample.dtype, param)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and "_handle" in self.__dict__:
+            self._handle.recover()  # of a step that failed it would be the active rows
+        return super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight" and "_handle" in self.__dict__ and value is not self._handle.param:
-            raise InvalidTypeError(
-                f"weight of {type(self).__name__} is a handle on the active rows and cannot be replaced or tied; "
-                "write the rows with emb.table[ids] = rows, or the whole with load_state_dict or from_pretrained"
-            )
+        if name == "weight" and isinstance(value, nn.Parameter):
+            if self._is_waiting():
+                if not value.is_meta:
+                    self._end_wait(value.detach(), value.device, value.dtype, value)
+            elif "_handle" in self.__dict__ and not value.is_meta:
+                self._take_weight(value)
         super().__setattr__(name, value)
+
+    def _take_weight(self, param: nn.Parameter) -> None:
+        """Make `param` the weight: it stays the object that it is, so modules that share it go on to share it."""
+        other = find_handle(param)
+        if other is self._handle:
+            return
+        if other is not None:  # two embeddings become one table
+            self._handle = other
+            return
+        with torch.no_grad():
+            values = param.detach()
+            self._handle.set_whole(values)
+            self._handle.drop_state("another weight was assigned to the module")
+            self._handle.clear()
+            table_weight(self._handle, param)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         install()  # unpickled in a process that has made no module yet
+        if self._parameters.get("weight") is not None and find_handle(self._parameters["weight"]) is None:
+            self._parameters["weight"] = table_weight(self._handle)  # pickled by an older version
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save the whole plane under the name that ``torch.nn`` uses: a view, or of int8 the values, in float32."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
         met = _stand_ins.get()
+        if not self._has_rows():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            return
+        weight, self._parameters["weight"] = self._parameters["weight"], self._stand_in()  # type: ignore[assignment]
+        try:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+        finally:
+            self._parameters["weight"] = weight
+        self._handle.name = prefix[:-1]
         if met is None:
-            destination[prefix + "weight"] = self._handle.rows.whole("weight")
+            self._handle.recover()
+            destination[prefix + "weight"] = weight if keep_vars else self._handle.rows.whole("weight")
         else:
             destination[prefix + "weight"] = self._stand_in()
             met.append((destination[prefix + "weight"], self._handle))
@@ -204,7 +328,11 @@ class TableModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         """Load the whole plane as ``torch.nn`` loads a weight; ``assign=True`` copies too: the table keeps its memory."""
-        met, rows = _stand_ins.get(), self._handle.rows
+        if not self._has_rows():
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+            return
+        met, rows, weight = _stand_ins.get(), self._handle.rows, self._parameters["weight"]
+        self._handle.recover()
         whole = nn.Parameter(self.table.torch() if met is None else self._stand_in(), requires_grad=False)
         if met is None and not rows.plain:  # torch.nn checks names and shapes, and then calls this
             vars(whole)["copy_"] = lambda values: rows.load("weight", values)
@@ -216,7 +344,7 @@ class TableModule(nn.Module):
             if met is not None and prefix + "weight" in state_dict:
                 met.append((state_dict[prefix + "weight"], self._handle))
         finally:
-            self._parameters["weight"] = self._handle.param
+            self._parameters["weight"] = weight
 
     def extra_repr(self) -> str:
         """Say what torch.nn says, and where the rows live."""

@@ -85,7 +85,9 @@ class Embedding(TableModule, nn.Embedding):
         RowIndexError, InvalidTypeError
             An id out of range (negative counts as such), or no integer.
         """
-        training, table = self._training_rows(), self.table
+        if not self._has_rows():
+            return super().forward(input)
+        training, table = self._wants_grad(), self.table
         # Without training each id could have its own row; across a bus one for all that share it is faster.
         here = table.device.type == "cpu" or table.memory == "device"
         if here and not training and self.max_norm is None and self.idle == "lazy":

@@ -1,4 +1,4 @@
-"""``F.embedding`` of active rows, without the cost of fresh memory on the CPU."""
+"""``F.embedding`` and ``F.embedding_bag`` of active rows, without the cost of fresh memory on the CPU."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class _Lookup(torch.autograd.Function):
         return out
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         _, inverse, order, starts, _ = ctx.groups
         grad = grads[0]
@@ -59,3 +60,35 @@ def lookup(active: ActiveRows, padding: int = -1, scale_grad_by_freq: bool = Fal
     if rows.device.type == "cpu" and not scale_grad_by_freq and rows.dtype in (torch.float32, torch.float64):
         return _Lookup.apply(rows, active.groups, padding).view(*inverse.shape, rows.shape[1])
     return F.embedding(inverse, rows, padding if padding >= 0 else None, scale_grad_by_freq=scale_grad_by_freq)
+
+
+def bag_lookup(
+    active: ActiveRows,
+    offsets: Tensor | None,
+    per_sample_weights: Tensor | None,
+    mode: str,
+    scale_grad_by_freq: bool,
+    include_last_offset: bool,
+    has_padding: bool,
+) -> Tensor:
+    """Return the sum, mean or max of the rows of each bag of the ids that `active` was made of, ``(bags, dim)``.
+
+    Parameters
+    ----------
+    has_padding : bool
+        Whether there is a padding row, be it among the ids or not.
+    """
+    padding = active.groups.found
+    if include_last_offset and padding < 0 and offsets is not None and offsets.dim() == 1 and has_padding:
+        # With a padding row, torch lets the last bag reach to the end of the ids.
+        offsets, include_last_offset = offsets[:-1], False
+    return F.embedding_bag(
+        active.inverse,
+        active.rows,
+        offsets,
+        scale_grad_by_freq=scale_grad_by_freq,
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+        padding_idx=padding if padding >= 0 else None,
+    )

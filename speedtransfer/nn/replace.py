@@ -1,96 +1,180 @@
-"""Tables for the embeddings of a model that exists."""
+"""Tables for the embeddings of a model that exists: its modules and parameters stay the objects that they are."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.nn.bag import EmbeddingBag
-from speedtransfer.nn.base import TableModule
+from speedtransfer.nn.base import TableModule, make_handle
 from speedtransfer.nn.embedding import Embedding
+from speedtransfer.nn.weight import table_weight
+from speedtransfer.optim import Handle, find_handle
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+Names = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 
-def replace_embeddings(model: nn.Module, min_rows: int = 0, **options: Any) -> list[str]:
-    """Swap the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules inside `model` for ours, weights included.
+class Replaced(list[str]):
+    """The names of the modules that have tables now.
 
-    Make the optimizer after this: one made before holds the parameters that were swapped out.
+    Attributes
+    ----------
+    left : dict of str to str
+        The embeddings left as they were, by name, and why.
+    notes : dict of str to str
+        What to know of some of those replaced.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
+
+    def __str__(self) -> str:
+        lines = [f"{name or 'the model'}: a table{'; ' + self.notes[name] if name in self.notes else ''}" for name in self]
+        lines += [f"{name or 'the model'}: left as it is, {reason}" for name, reason in self.left.items()]
+        return "\n".join(lines) or "the model has no nn.Embedding and no nn.EmbeddingBag"
+
+
+def replace_embeddings(
+    model: nn.Module, min_rows: int = 10_000, names: Names | None = None, strict: bool = False, **options: Any
+) -> Replaced:
+    """Give the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules inside `model` tables, with the weights that they have.
+
+    The modules and their parameters stay the same objects: subclasses keep their own code, hooks stay, and heads that share a
+    weight, optimizers and lists of parameters made before go on to work.
 
     Parameters
     ----------
     model : nn.Module
-        Changed in place.
+        Changed in place; it may be an embedding itself.
     min_rows : int
         Leave embeddings with fewer rows alone: where a batch touches most rows a dense one is faster.
+    names : str, sequence of str, or callable, optional
+        Which modules: patterns such as ``"encoder.*"`` for the names in ``model.named_modules()``, or a function of name and
+        module that says whether to replace it. By default all.
+    strict : bool
+        Raise where an embedding that was asked for cannot be replaced, instead of leaving it as it is.
     **options
         Passed on: `memory`, `idle`, `storage_dtype`, `state_dtype`.
 
     Returns
     -------
-    list of str
-        Names of the modules swapped. A module used in several places is swapped once and appears under each name.
+    Replaced
+        A list of the names of the modules replaced. A module used in several places appears under each name. Its `left` says
+        which embeddings were not, and why; ``print`` shows both.
 
     Raises
     ------
     InvalidValueError
-        An embedding is the model itself, has code or hooks of its own, or shares its weight with another module (tied
-        weights need every row at once). The model is then as it was.
+        With `strict`, an embedding cannot be replaced. The model is then as it was.
+    HostMemoryError
+        There is no room for a table. The model is then as it was.
     """
     check_size(min_rows, "min_rows")
-    found = {
-        name: module
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        and not isinstance(module, TableModule)
-        and module.num_embeddings >= min_rows
-    }
-    users: dict[int, set[int]] = {}
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
-            users.setdefault(id(param), set()).add(id(module))
+    report, found = Replaced(), {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or isinstance(module, TableModule):
+            continue
+        if not _wanted(name, module, names):
+            report.left[name] = "not among the names asked for"
+        elif module.num_embeddings < min_rows:
+            report.left[name] = f"it has {module.num_embeddings} rows, fewer than min_rows={min_rows}"
+        elif problem := _problem(module):
+            if strict:
+                raise InvalidValueError(f"embedding {name!r} {problem}")
+            report.left[name] = f"it {problem}"
+        else:
+            found[name] = module
+    # All tables are made, one for each weight, before the first module is changed: an error leaves the model as it was.
+    handles: dict[int, Handle] = {}
     for name, module in found.items():
-        _check_replaceable(name, module, shared=len(users.get(id(module.weight), ())) > 1)
-    # All of them are made, each once, before the first is swapped: an error leaves the model as it was.
-    made = {key: _table_module(module, options) for key, module in {id(m): m for m in found.values()}.items()}
+        weight = module.weight
+        if id(weight) not in handles and not weight.is_meta:
+            handles[id(weight)] = find_handle(weight) or _handle(weight, options)
+            handles[id(weight)].name = name
+    users = _users(model)
     for name, module in found.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, made[id(module)])
-    return list(found)
+        others = sorted(users.get(id(module.weight), set()) - {n for n, m in found.items() if m is module})
+        if others:
+            report.notes[name] = f"shared with {', '.join(map(repr, others))}, so a step there touches every row"
+        if not isinstance(module, TableModule):  # not seen under another name
+            _give_table(module, handles.get(id(module.weight)), options)
+        report.append(name)
+    return report
 
 
-def _check_replaceable(name: str, module: nn.Module, shared: bool) -> None:
-    if name == "":
-        problem = "is the model itself, which cannot be swapped in place; use Embedding.from_pretrained(model.weight)"
-    elif type(module) not in (nn.Embedding, nn.EmbeddingBag):
-        problem = f"is a {type(module).__name__}, whose own code would be lost; swap it by hand, or raise min_rows"
-    elif shared:
-        problem = "shares its weight with another module, which needs all rows at once; untie it, or raise min_rows"
-    elif any(getattr(module, hooks) for hooks in _HOOKS):
-        problem = "has hooks, which would be lost; remove them and register them anew afterwards"
-    else:
+def _wanted(name: str, module: nn.Module, names: Names | None) -> bool:
+    if names is None:
+        return True
+    if callable(names):
+        return names(name, module)
+    return any(fnmatchcase(name, pattern) for pattern in ([names] if isinstance(names, str) else names))
+
+
+def _problem(module: nn.Embedding | nn.EmbeddingBag) -> str | None:
+    """Return why a module cannot have a table, if it cannot."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "has a weight that something computes (a parametrization); remove that, and register it again afterwards"
+    if type(weight.data) is not Tensor or type(weight) not in (nn.Parameter, Tensor) and find_handle(weight) is None:
+        return f"has a weight of type {type(weight).__name__} over {type(weight.data).__name__}; replace it before sharding it"
+    if weight.layout != torch.strided or weight.dim() != 2:
+        return f"has a weight of layout {weight.layout} and shape {tuple(weight.shape)}; a table is dense and 2-D"
+    if type(module).__module__.startswith("torch.ao.") or isinstance(module, torch.jit.ScriptModule):
+        return f"is a {type(module).__name__}, whose rows are not trained by an optimizer"
+    return None
+
+
+def _users(model: nn.Module) -> dict[int, set[str]]:
+    """Return the names of the modules that have each parameter."""
+    users: dict[int, set[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for param in module._parameters.values():
+            if param is not None:
+                users.setdefault(id(param), set()).add(name)
+    return users
+
+
+def _handle(weight: nn.Parameter, options: dict[str, Any]) -> Handle:
+    shape = tuple(weight.shape)
+    return make_handle(weight.detach(), shape, weight.device, weight.dtype, weight.requires_grad, **options)
+
+
+def _give_table(module: Any, handle: Handle | None, options: dict[str, Any]) -> None:
+    weight = module.weight
+    module.__class__ = _table_class(type(module))
+    module.idle = options.get("idle", "lazy")
+    if handle is None:
+        module._wait(weight, {**options})
         return
-    raise InvalidValueError(f"embedding {name!r} {problem}" if name else f"the embedding {problem}")
+    module.__dict__["_handle"] = handle
+    if find_handle(weight) is None:
+        table_weight(handle, weight)
 
 
-def _table_module(module: nn.Embedding | nn.EmbeddingBag, options: dict[str, Any]) -> TableModule:
-    shared = {
-        "padding_idx": module.padding_idx,
-        "max_norm": module.max_norm,
-        "norm_type": module.norm_type,
-        "scale_grad_by_freq": module.scale_grad_by_freq,
-        "sparse": module.sparse,
-        "freeze": not module.weight.requires_grad,
-        **options,
-    }
-    weight = module.weight.detach()
-    new: TableModule
-    if isinstance(module, nn.EmbeddingBag):
-        new = EmbeddingBag.from_pretrained(
-            weight, mode=module.mode, include_last_offset=module.include_last_offset, **shared
-        )
-    else:
-        new = Embedding.from_pretrained(weight, **shared)
-    return new.train(module.training)
+@functools.cache
+def _table_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of a `kind` of embedding with a table: its own code, before ours, before that of torch."""
+    ours = EmbeddingBag if issubclass(kind, nn.EmbeddingBag) else Embedding
+    if kind in (nn.Embedding, nn.EmbeddingBag):
+        return ours
+    body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": _reduce, "_without_table": kind}
+    return type(kind.__name__, (kind, ours), body)
+
+
+def _reduce(module: Any, protocol: Any) -> Any:
+    """Pickle a module whose class was made here."""
+    made: Any = object.__reduce_ex__(module, 2)
+    return _bare, (module._without_table,), made[2]
+
+
+def _bare(kind: type[nn.Module]) -> nn.Module:
+    made = _table_class(kind)
+    return made.__new__(made)

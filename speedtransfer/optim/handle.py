@@ -1,27 +1,28 @@
-"""The parameter that an optimizer sees in place of a table: the active rows and their gradient, for the time of one step."""
+"""What ties a parameter to a table: the active rows with their gradient, and the parameter that holds them during a step."""
 
 from __future__ import annotations
 
-import copy
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidValueError, OptimizerError
+from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.store import RowStore
 from speedtransfer.tables import Table, unique_rows
 
-# Parameter -> weak reference to its handle. The handle holds the parameter, so a strong one would keep both for ever.
-_handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_KEY = "_speedtransfer_handle"  # in the __dict__ of a parameter
+_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
-def find_handle(param: Tensor) -> Handle | None:
+def find_handle(param: Any) -> Handle | None:
     """Return the handle that `param` belongs to, or None for an ordinary parameter."""
-    reference = _handles.get(param)
-    return None if reference is None else reference()
+    handle: Handle | None = getattr(param, "__dict__", {}).get(_KEY)
+    return handle if handle is not None and handle.param_or_none() is param else None
 
 
 def any_handles() -> bool:
@@ -29,12 +30,19 @@ def any_handles() -> bool:
     return len(_handles) > 0
 
 
-class Handle:
-    """Ties `param` to a table.
+@contextmanager
+def as_tensor() -> Iterator[None]:
+    """Within, the parameter of a table is the tensor that torch sees, and not the whole table."""
+    with torch._C.DisableTorchFunctionSubclass():
+        yield
 
-    Between backward and step ``param.data`` is the ``(active, dim)`` rows that backward touched and ``param.grad`` their
-    gradient; at any other time `param` is ``(0, dim)`` without gradient. The parameter never enters autograd, so clipping,
-    unscaling, parameter groups and schedulers see an ordinary dense parameter.
+
+class Handle:
+    """Ties a parameter to a table.
+
+    Outside of a step the parameter stands for the whole table (`kind` says how), and the active rows and their gradient are
+    kept here. In the step of an optimizer it is an ordinary ``nn.Parameter``: its data the ``(active, dim)`` rows, its grad
+    their gradient. It never enters autograd.
 
     Parameters
     ----------
@@ -52,24 +60,113 @@ class Handle:
     ) -> None:
         self.rows = RowStore(table) if rows is None else rows
         self.idle = idle
-        self.ids: Tensor | None = None  # active rows, sorted; None: idle
+        self.requires_grad = requires_grad and self.rows.dtype.is_floating_point
+        self.name: str | None = None  # of the module, where somebody has told
         self.state: Any = None  # optim.state.RowState of the optimizer that trains the rows
-        # State of the active rows, by plane, where reading the weights took it along.
-        self.state_rows: dict[str, Tensor] = {}
         # Optimizers whose state of these rows is gone, and why.
         self.lost: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._version = -1  # of the table when param.data was read
-        self._grad: tuple[weakref.ref[Tensor], int] | None = None  # the gradient as this class left it
-        self._leaf: Tensor | None = (
-            None  # shares memory with param.data and the version counter with the leaf of autograd
-        )
-        self._noticed: int | None = None  # version of the table when a lost write was noticed
-        self.bind(nn.Parameter(self._no_rows(), requires_grad=requires_grad and self.rows.dtype.is_floating_point))
+        self.ids: Tensor | None = None  # active rows, sorted; None: there is no gradient
+        self.grad: Tensor | None = None  # theirs, (active, dim)
+        self.active: Tensor | None = None  # the rows themselves, as they were when the table's version was `_version`
+        # State of the active rows, by plane, where reading the weights took it along.
+        self.state_rows: dict[str, Tensor] = {}
+        self._version = -1
+        self._grad_version = 0  # of `grad` as this class left it
+        self._shown: weakref.ref[RowGradient] | None = None
+        # Leaves of autograd that deposit here, with the rows they hold (None: all), while they live.
+        self._leaves: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
+        self._whole: tuple[weakref.ref[Tensor], int] | None = None  # the leaf over the whole table, and its version
+        # Not the parameter itself, which holds this object: a cycle would keep the table until the next gc.
+        self._param: Callable[[], nn.Parameter | None] = lambda: None
+        self._kind: type[nn.Parameter] = nn.Parameter
+        _handles.add(self)
 
     @property
     def table(self) -> Table:
         """The table with all the rows."""
         return self.rows.table
+
+    def __str__(self) -> str:
+        return "weight" if self.name is None else f"{self.name}.weight" if self.name else "weight"
+
+    # --- the parameter ------------------------------------------------------------------------------------------------
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter."""
+        param = self._param()
+        assert param is not None
+        return param
+
+    def param_or_none(self) -> nn.Parameter | None:
+        """Return the parameter, if it still lives."""
+        return self._param()
+
+    def bind(self, param: nn.Parameter, kind: type[nn.Parameter]) -> nn.Parameter:
+        """Make `param` the parameter of this handle, a `kind` between steps, and return it.
+
+        It stays the object that it is, so optimizers and modules that hold it go on to work; its values must be in the table.
+        """
+        old = self._param()
+        if old is not None and old is not param:
+            old.__dict__.pop(_KEY, None)
+        with as_tensor():
+            given, param.grad = param.grad, None
+            self.requires_grad = param.requires_grad
+        self._param, self._kind = weakref.ref(param), kind
+        param.__dict__[_KEY] = self
+        self.show()
+        if given is not None:
+            self.assign_gradient(given)
+        return param
+
+    def new_param(self, kind: type[nn.Parameter]) -> nn.Parameter:
+        """Make a parameter for this handle."""
+        with torch.inference_mode(False):
+            return self.bind(nn.Parameter(self._standing(), requires_grad=self.requires_grad), kind)
+
+    @property
+    def aliased(self) -> bool:
+        """Whether a tensor on the compute device can be over the memory of the table."""
+        return self.rows.plain and (self.table.memory == "device" or self.table.device.type == "cpu")
+
+    def _standing(self) -> Tensor:
+        """Return what the parameter holds between steps: the memory of the table, or one number in the shape of the table."""
+        with torch.inference_mode(False):  # an inference tensor could never hold a gradient
+            if self.aliased:
+                return self.table.stored("weight").detach()
+            one = torch.zeros((), dtype=self.rows.dtype, device=self.table.device)
+            return one.expand(self.table.num_rows, self.table.dim)
+
+    def show(self) -> None:
+        """Let the parameter stand for the whole table."""
+        param = self._param()
+        if param is not None:
+            param.__class__ = nn.Parameter
+            param.grad = None
+            param.data = self._standing()
+            param.requires_grad_(self.requires_grad)
+            param.__class__ = self._kind
+
+    def enter(self) -> None:
+        """Let the parameter hold the active rows and their gradient, for a step."""
+        param = self.param
+        assert self.active is not None
+        param.__class__ = nn.Parameter
+        param.grad = None
+        param.data = self.active
+        param.grad = self.grad
+
+    def leave(self) -> None:
+        """End a step: the parameter stands for the whole table again. The gradient stays until somebody clears it."""
+        self.grad = self.param.grad
+        self._grad_version = -1 if self.grad is None else self.grad._version
+        if self.grad is None:
+            self.ids = None
+        self.active, self.state_rows = None, {}
+        self.show()
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
 
     def read(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the rows `ids` (n,), known to be good, as the next step will find them: "weight", and maybe state."""
@@ -80,59 +177,92 @@ class Handle:
         if self.state is not None:
             self.state.settle(ids)
 
-    def bind(self, param: nn.Parameter) -> None:
-        """Make `param` the parameter of this handle."""
-        self.param = param
-        self._idle_version = param._version
-        _handles[param] = weakref.ref(self)
-
-    def _no_rows(self) -> Tensor:
-        with torch.inference_mode(False):  # an inference tensor could never hold a gradient
-            return torch.empty(0, self.table.dim, dtype=self.rows.dtype, device=self.table.device)
-
-    def check_unwritten(self) -> None:
-        """Raise where somebody wrote to the idle parameter: it holds no rows, and the write went nowhere.
-
-        In-place writes through ``param.data`` leave no trace; those on the parameter and an assigned ``param.data`` do. The
-        error stands until the rows are written through the table.
-        """
-        if self.ids is not None or (self.param._version == self._idle_version and len(self.param) == 0):
-            return
-        if self._noticed is None:
-            self._noticed = self.table.version
-        if self._noticed != self.table.version:
-            self._noticed = None
-            self.clear()
-            return
-        raise InvalidValueError(
-            "weight was written (by nn.init, or as weight.data = ...) while it held no rows, so nothing changed; write "
-            "the rows through the table: emb.table.uniform_(a, b), .normal_(mean, std), .init_(fn), or emb.table[ids] = rows"
-        )
-
-    def check_gradient(self) -> None:
-        """Raise where the idle parameter has got a gradient: the loss uses it, not the rows, and part of it would be lost."""
-        if self.ids is None and self.param.grad is not None:
-            self.param.grad = None
+    def whole(self) -> Tensor:
+        """Return all rows, up to date, on the compute device: the memory of the table where `aliased`, else a copy."""
+        self.recover()
+        values = self.rows.whole("weight").detach()
+        if self.aliased:
+            return values
+        try:
+            moved = values.to(self.table.device, self.rows.dtype)
+            return moved.clone() if moved is values else moved
+        except torch.OutOfMemoryError as error:
             raise InvalidValueError(
-                "weight got a gradient of its own while it held no rows: the loss uses the parameter (a penalty over "
-                "model.parameters(), for instance); leave tables out there and use the rows: emb(ids), emb.activate(ids).rows"
+                f"{self} is used as a whole, but its {self.table.num_rows} rows do not fit on {self.table.device}; use the "
+                "rows that are needed (emb(ids)), or emb.table.torch(), where the rows live"
+            ) from error
+
+    def whole_leaf(self) -> Tensor:
+        """Return all rows as a leaf of autograd; backward deposits the gradient of all of them."""
+        if self._whole is not None:
+            leaf = self._whole[0]()
+            if leaf is not None and self._whole[1] == self.table.version:
+                return leaf
+        with torch.inference_mode(False):
+            leaf = self.whole().detach().requires_grad_()
+        handle = self
+
+        @torch.compiler.disable
+        def deposit(leaf: Tensor) -> None:
+            grad, leaf.grad = leaf.grad, None
+            assert grad is not None
+            handle.deposit_dense(grad)
+
+        leaf.register_post_accumulate_grad_hook(deposit)
+        self._whole = weakref.ref(leaf), self.table.version
+        self.follow(leaf, None)
+        return leaf
+
+    def store(self, values: Tensor) -> None:
+        """Set all rows to `values`, ``(num_rows, dim)``, and keep the state of the optimizer."""
+        self.settle()
+        self.table.wait()
+        self.rows.load("weight", values.detach())
+
+    def set_whole(self, values: Tensor) -> None:
+        """Set all rows to `values`, ``(any, dim)``: of another number of rows they make a new table, without state.
+
+        Where rows are stored as they are computed, their dtype becomes that of `values`, as an assigned ``weight.data`` does.
+        """
+        table, rows = self.table, self.rows
+        if values.dim() != 2 or values.shape[1] != table.dim:
+            raise InvalidValueError(
+                f"{self} is {(table.num_rows, table.dim)} but the values assigned are {tuple(values.shape)}; pass rows of "
+                f"{table.dim} values, or make a new module of that width (from_pretrained)"
             )
+        resized, retyped = len(values) != table.num_rows, rows.storage_dtype is None and values.dtype != rows.dtype
+        if table.path is not None and (resized or retyped):
+            raise InvalidValueError(
+                f"{self} is the file {str(table.path)!r} of {table.num_rows} rows of {rows.dtype}, which cannot become "
+                f"{tuple(values.shape)} of {values.dtype}; make a new module with another path"
+            )
+        if resized or retyped:
+            dtype = values.dtype if rows.storage_dtype is None else rows.storage_dtype
+            made = Table(len(values), table.dim, dtype, table.memory, device=table.device)
+            reason = f"the table got {len(values)} rows" if resized else f"the table became {values.dtype}"
+            self.replace(RowStore(made, rows.storage_dtype, rows.state_dtype), reason)
+        self.store(values)
 
-    def mark_stepped(self) -> None:
-        """Tell autograd that a step wrote into rows that a graph may have saved: backward then raises, as in torch."""
-        if self._leaf is not None:
-            torch.autograd.graph.increment_version(self._leaf)
+    def follow(self, leaf: Tensor, ids: Tensor | None) -> None:
+        """Remember a leaf of autograd that deposits the gradient of the rows `ids` (None: all) here."""
+        if len(self._leaves) > 16:
+            self._leaves = [entry for entry in self._leaves if entry[0]() is not None]
+        self._leaves.append((weakref.ref(leaf), ids))
 
-    def clear(self) -> None:
-        """Make the parameter idle: no rows, no gradient."""
-        self.ids = self._grad = self._leaf = None
-        self.state_rows = {}
-        self.param.grad = None
-        self.param.data = self._no_rows()
-        self._idle_version = self.param._version
+    def leaves(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the leaves of autograd that a graph may still lead to, with their rows."""
+        found = [(reference(), ids) for reference, ids in self._leaves]
+        return [(leaf, ids) for leaf, ids in found if leaf is not None]
+
+    # --- the gradient -------------------------------------------------------------------------------------------------
 
     def deposit(
-        self, ids: Tensor, grad: Tensor, rows: Tensor, version: int, state_rows: dict[str, Tensor] | None = None
+        self,
+        ids: Tensor,
+        grad: Tensor,
+        rows: Tensor | None = None,
+        version: int = -1,
+        state_rows: dict[str, Tensor] | None = None,
     ) -> None:
         """Add the gradient of some rows to what the next step will apply.
 
@@ -142,62 +272,163 @@ class Handle:
             ``(n,)`` int64, sorted, no row twice.
         grad : Tensor
             ``(n, dim)``.
-        rows : Tensor
-            ``(n, dim)``, the rows as they were when the table's version was `version`.
+        rows : Tensor, optional
+            ``(n, dim)``, the rows as they were when the table's version was `version`; the step writes to this memory.
         state_rows : dict of str to Tensor, optional
             Their state, as of then.
         """
-        self.check_gradient()
+        self.recover()
         if self._discarded():
             self.clear()
         grad = grad.detach()
-        for hook in (self.param._backward_hooks or {}).values():  # the parameter is in no graph: its hooks fire here
-            changed = hook(grad)
-            grad = grad if changed is None else changed
+        param = self._param()
+        if param is not None and param._backward_hooks:
+            ids, grad = self._hooked(param, ids, grad)
+            rows = rows if rows is not None and len(rows) == len(ids) else None
         if self.ids is None:
-            if version != self.table.version:  # somebody wrote to the table between forward and backward
-                state_rows, version = self.read(ids), self.table.version
-                rows = state_rows.pop("weight")
-            self.ids, self._version, self._leaf, self.state_rows = ids, version, rows, state_rows or {}
-            self.param.data = rows.detach()
+            self.ids, self.active, self.state_rows, self._version = ids, rows, state_rows or {}, version
         else:
-            grad = self._merge(ids, grad)
-        self.param.grad = grad
-        self._grad = weakref.ref(grad), grad._version
-        for hook in list((self.param._post_accumulate_grad_hooks or {}).values()):
-            hook(self.param)
+            ids, grad = self._merged(ids, grad)
+            self.ids, self.active, self.state_rows = ids, None, {}
+        self.grad, self._grad_version = grad, grad._version
+        if param is not None:
+            with as_tensor():
+                hooks = list((param._post_accumulate_grad_hooks or {}).values())
+            for hook in hooks:
+                hook(param)
 
-    def _merge(self, ids: Tensor, grad: Tensor) -> Tensor:
-        """Take `ids` into the active rows and return the summed gradient."""
+    def deposit_dense(self, grad: Tensor) -> None:
+        """Add a gradient of all rows, ``(num_rows, dim)``. With lazy idle rows those without any stay idle."""
+        ids, rows = self._rows_of(grad.detach())
+        self.deposit(ids, rows)
+
+    def _rows_of(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the active rows of a dense gradient and their values."""
+        if isinstance(grad, RowGradient):
+            return grad.ids, grad.rows
+        if grad.is_sparse:
+            grad = grad.coalesce()
+            return grad.indices()[0], grad.values()
+        if self.idle == "exact":  # an idle row and one with a gradient of zero go the same way
+            return torch.arange(len(grad), device=grad.device), grad
+        ids = (grad != 0).any(dim=1).nonzero().flatten()
+        return ids, grad if len(ids) == len(grad) else grad[ids]
+
+    def _hooked(self, param: nn.Parameter, ids: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the hooks of the parameter make of a gradient: it is in no graph, so they run here."""
+        for hook in list(param._backward_hooks.values()):  # type: ignore[union-attr]
+            shown = RowGradient(self.table.num_rows, ids, grad)
+            changed = hook(shown)
+            if changed is not None:
+                self._check_gradient(changed)
+            ids, grad = self._rows_of(shown if changed is None else changed)
+        return ids, grad
+
+    def _merged(self, ids: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows and the sum of the gradient there is and another one."""
         assert self.ids is not None
-        assert self.param.grad is not None
-        if torch.equal(ids, self.ids):
-            return self.param.grad + grad
+        assert self.grad is not None
+        if ids.shape == self.ids.shape and torch.equal(ids, self.ids):
+            return ids, self.grad + grad
+        for first, second, rows, others in ((self.ids, ids, self.grad, grad), (ids, self.ids, grad, self.grad)):
+            if len(first) == self.table.num_rows:  # all rows are there
+                return first, rows.index_add(0, second, others)
         union, position, *_ = unique_rows(torch.cat([self.ids, ids]))
         total = grad.new_zeros(len(union), grad.shape[1])
-        total[position[: len(self.ids)]] = self.param.grad
+        total[position[: len(self.ids)]] = self.grad
         total[position[len(self.ids) :]] += grad  # ids holds no row twice
-        self.param.grad = None
-        self.ids, self._leaf = union, None
-        self.refresh(again=True)
-        return total
+        return union, total
 
     def _discarded(self) -> bool:
-        """Tell whether zero_grad (to None or to zero) or a hand has thrown away the gradient deposited before."""
-        grad = self.param.grad
+        """Tell whether the gradient deposited before has been set to zero."""
+        grad = self.grad
         if grad is None:
             return True
-        if self._grad is None or self._grad[0]() is not grad:
-            return False
         # Clipping and unscaling change a gradient in place too; only zero_grad(set_to_none=False) leaves nothing.
-        return grad._version != self._grad[1] and grad.numel() > 0 and not bool(grad.any())
+        return grad._version != self._grad_version and grad.numel() > 0 and not bool(grad.any())
+
+    def gradient(self) -> Tensor | None:
+        """Return the gradient of the whole table, or None."""
+        if self.grad is None:
+            return None
+        assert self.ids is not None
+        shown = None if self._shown is None else self._shown()
+        if shown is None or shown.rows is not self.grad:
+            shown = RowGradient(self.table.num_rows, self.ids, self.grad, self._densified)
+            self._shown = weakref.ref(shown)
+        return shown
+
+    def _densified(self, ids: Tensor, grad: Tensor) -> None:
+        """Take over a gradient that somebody has made dense to write to it."""
+        if self.grad is not None:
+            self.ids, self.grad, self.active, self.state_rows = ids, grad, None, {}
+            self._grad_version = grad._version
+
+    def assign_gradient(self, grad: Tensor | None) -> None:
+        """Make `grad` the gradient of the whole table; None: there is none."""
+        self.recover()
+        if grad is None or grad is self.gradient():
+            if grad is None:
+                self.clear()
+            return
+        self._check_gradient(grad)
+        self.ids, self.grad = self._rows_of(grad.detach())
+        self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
+
+    def _check_gradient(self, grad: Any) -> None:
+        shape = (self.table.num_rows, self.table.dim)
+        if not isinstance(grad, Tensor) or tuple(grad.shape) != shape:
+            what = tuple(grad.shape) if isinstance(grad, Tensor) else f"a {type(grad).__name__}"
+            raise InvalidValueError(f"the gradient of {self} is {what} but the table is {shape}; pass a tensor of that shape")
+
+    def clear(self) -> None:
+        """Forget the gradient and the active rows."""
+        self.ids = self.grad = self.active = None
+        self.state_rows = {}
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def refresh(self, again: bool = False) -> None:
+        """Read the active rows `again`, or if the table has changed since: a step must not undo what was written meanwhile."""
+        if self.ids is None:
+            return
+        if again or self.active is None or self._version != self.table.version:
+            self.state_rows = self.read(self.ids)
+            self.active, self._version = self.state_rows.pop("weight"), self.table.version
+
+    def mark_stepped(self) -> None:
+        """Tell autograd that a step wrote to rows that a graph may have saved: backward then raises, as in torch."""
+        for leaf, _ in self.leaves():
+            torch.autograd.graph.increment_version(leaf)
+        self._leaves.clear()
+
+    def recover(self) -> None:
+        """End a step that failed: the table it has not reached."""
+        if self.state is not None and self.state.in_step and not self.state.stepping():
+            optimizer = self.state.optimizer()
+            if optimizer is not None:
+                self.state.recover(optimizer)
 
     def convert(self, dtype: torch.dtype) -> None:
         """Convert the table to `dtype`. The state of its rows goes: an optimizer does not follow such a change either."""
-        reason = f"the table became {dtype}"
-        self.drop_state(reason)
+        self.drop_state(f"the table became {dtype}")
         self.rows = self.rows.astype(dtype)
         self.clear()
+        self.show()
+
+    def moved(self) -> None:
+        """Follow the table to another device."""
+        if self.ids is not None and self.grad is not None:
+            self.ids, self.grad = self.ids.to(self.table.device), self.grad.to(self.table.device)
+            self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
+        self.show()
+
+    def replace(self, rows: RowStore, reason: str) -> None:
+        """Let the rows be those of another table. The state of the rows goes, and the gradient."""
+        self.drop_state(reason)
+        self.rows = rows
+        self.clear()
+        self.show()
 
     def drop_state(self, reason: str) -> None:
         """Remove the state of the rows and remember, for the optimizer that had it, why."""
@@ -210,37 +441,35 @@ class Handle:
             self.state.drop()
             self.state = None
 
-    def refresh(self, again: bool = False) -> None:
-        """Read the active rows `again`, or if the table has changed since: a step must not undo what was written meanwhile."""
-        if self.ids is not None and (again or self._version != self.table.version):
-            self.state_rows = self.read(self.ids)
-            self.param.data, self._version = self.state_rows.pop("weight"), self.table.version
+    def check_not_lost(self, optimizer: Any) -> None:
+        """Raise where `optimizer` had state of these rows that is gone."""
+        if optimizer in self.lost:
+            raise OptimizerError(
+                f"this {type(optimizer).__name__} trained the table of {self} before and its row state is gone: "
+                f"{self.lost[optimizer]}; train a table with one optimizer at a time, or make a new one"
+            )
+
+    # --- copies -------------------------------------------------------------------------------------------------------
 
     def __reduce__(self) -> Any:
         """Pickle the rows, without their state, which is the optimizer's, and without a gradient, as torch does."""
         memory = "device" if self.table.memory == "device" else "auto"  # a file stays where it is, pinned may not exist
-        return _unpickle, (
-            self.table.torch(),
-            memory,
-            str(self.table.device),
-            self.param,
-            self.idle,
-            self.rows.pickled(),
-        )
+        arguments = self.table.torch(), memory, str(self.table.device), self.requires_grad, self.idle, self.rows.pickled()
+        return _unpickle, arguments
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         # Without the planes of state: a copy of the optimizer, if there is one, brings its own.
+        self.settle()
         rows = self.rows.copy()
-        duplicate = Handle(rows.table, idle=self.idle, rows=rows)
+        duplicate = Handle(rows.table, self.requires_grad, self.idle, rows)
+        duplicate.name = self.name
         memo[id(self)] = duplicate
-        duplicate.bind(copy.deepcopy(self.param, memo))
-        duplicate.clear()
         return duplicate
 
 
-def _unpickle(weight: Tensor, memory: str, device: str, param: nn.Parameter, idle: str, rows: dict[str, Any]) -> Handle:
+def _unpickle(
+    weight: Tensor, memory: str, device: str, param: nn.Parameter | bool, idle: str, rows: dict[str, Any]
+) -> Handle:
     table = Table.from_array(weight, memory, device=device, copy=False)
-    handle = Handle(table, param.requires_grad, idle, RowStore.unpickled(table, rows))
-    handle.bind(param)
-    handle.clear()
-    return handle
+    trained = param if isinstance(param, bool) else param.requires_grad
+    return Handle(table, trained, idle, RowStore.unpickled(table, rows))

@@ -1,16 +1,17 @@
-"""The two global hooks of torch.optim by which any optimizer trains rows: state in before its step, rows out after it."""
+"""The two global hooks of torch.optim by which any optimizer trains rows: rows and state in before its step, out after it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from speedtransfer.errors import OptimizerError
-from speedtransfer.optim import state_dicts
+from speedtransfer.optim import backward, state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
 from speedtransfer.optim.idle import rule_for
 from speedtransfer.optim.probe import PlaneSpec, probe
@@ -26,52 +27,51 @@ def install() -> None:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
         state_dicts.install()
+        backward.install()
         _installed = True
 
 
+@torch.compiler.disable
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any_handles():
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    frame = sys._getframe().f_back
     if not callable(closure):  # none, or an argument of another meaning
-        _load(optimizer)
+        _load(optimizer, frame)
         return None
     # The closure runs forward and backward inside the step: rows are known only after it.
-    wrapped = _then_load(closure, optimizer)
+    wrapped = _then_load(closure, optimizer, frame)
     if "closure" in kwargs:
         return args, {**kwargs, "closure": wrapped}
     return (args[0], wrapped, *args[2:]), kwargs
 
 
-def _then_load(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+def _then_load(closure: Callable[[], Any], optimizer: Optimizer, frame: FrameType | None) -> Callable[[], Any]:
     def wrapped() -> Any:
         loss = closure()
-        _load(optimizer)
+        _load(optimizer, frame)
         return loss
 
     return wrapped
 
 
 @torch.no_grad()
-def _load(optimizer: Optimizer) -> None:
+def _load(optimizer: Optimizer, frame: FrameType | None) -> None:
     for handle, group in state_dicts.handles_of(optimizer):
-        handle.check_gradient()
-        if handle.ids is None or handle.param.grad is None:
+        handle.recover()
+        if handle.grad is None:
             continue
         if handle.state is None or handle.state.optimizer() is not optimizer:
             _take_over(handle, optimizer, group)
-        state: RowState = handle.state
-        handle.refresh(again=state.in_step)  # a step that failed has left its marks on the rows
-        state.load(optimizer, group)
+        _run_first(optimizer)
+        handle.refresh()
+        handle.state.load(optimizer, group, frame)
 
 
 def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Let `optimizer` train the table from now on, with fresh state."""
-    if optimizer in handle.lost:
-        raise OptimizerError(
-            f"this {type(optimizer).__name__} trained the table before and its row state is gone: {handle.lost[optimizer]}; "
-            "train a table with one optimizer at a time, or make a new one"
-        )
+    handle.check_not_lost(optimizer)
     specs = probe(optimizer, group, handle.param)  # may refuse, and then nothing has changed
     give_state(handle, optimizer, group, specs)
 
@@ -84,6 +84,15 @@ def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], spec
     state_dicts.watch(optimizer)
 
 
+def _run_first(optimizer: Optimizer) -> None:
+    """Have rows written before hooks that others have registered on `optimizer`, which may look at them, run after a step."""
+    hooks = optimizer._optimizer_step_post_hooks
+    if next(iter(hooks.values()), None) is not _after_step:
+        handle = optimizer.register_step_post_hook(_after_step)
+        hooks.move_to_end(handle.id, last=False)
+
+
+@torch.compiler.disable
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any_handles():

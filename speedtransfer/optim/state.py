@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,6 +38,7 @@ class RowState:
         self._handle = weakref.ref(handle)  # which holds this object: a cycle would keep the table until the next gc
         self.optimizer = weakref.ref(optimizer)
         self.in_step = False  # from load to store; still True at the next load: the step between failed
+        self._step: tuple[FrameType, int] | None = None  # the frame that is in the step, and its thread
         self._specs: dict[str, PlaneSpec] = {}
         self._views: dict[str, Any] = {}  # views of whole planes, or what stands for those that have none
         self._shared: set[str] = set()  # tensors of state that are known to follow no rows
@@ -92,7 +96,7 @@ class RowState:
         optimizer = self.optimizer()
         if optimizer is not None:
             optimizer.state.pop(self.handle.param, None)
-        self._mapping, self.in_step = None, False
+        self._mapping, self.in_step, self._step = None, False, None
 
     def current(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the rows `ids` (n,) as they are after all steps so far: weights, and where these lagged the state too."""
@@ -113,9 +117,17 @@ class RowState:
     def _planes(self) -> list[str]:
         return [_plane_name(name) for name in self._views]
 
-    def load(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Put the active rows' state where the optimizer looks for it."""
-        self.recover(optimizer)
+    def load(self, optimizer: Optimizer, group: dict[str, Any], frame: FrameType | None) -> None:
+        """Put the active rows and their state where the optimizer looks for them.
+
+        Parameters
+        ----------
+        optimizer : Optimizer
+        group : dict
+            That of the parameter.
+        frame : FrameType
+            Of the function that runs the step.
+        """
         ids = self.handle.ids
         assert ids is not None
         state = optimizer.state.get(self.handle.param)
@@ -130,6 +142,17 @@ class RowState:
             if self._views:
                 put(state, self._rows_of_state(ids))
         self._mapping, self._first, self.in_step = optimizer.state, not state, True
+        self._step = None if frame is None else (frame, threading.get_ident())
+        self.handle.enter()
+
+    def stepping(self) -> bool:
+        """Tell whether the step that `load` has begun still runs; it may have failed, of which nobody tells."""
+        if self._step is None:
+            return False
+        begun, thread = self._step
+        if thread != threading.get_ident():
+            return begun in _running(sys._current_frames().get(thread))
+        return begun in _running(sys._getframe())
 
     def _rows_of_state(self, ids: Tensor) -> dict[str, Tensor]:
         rows = self.handle.state_rows  # maybe they came with the weights
@@ -141,7 +164,8 @@ class RowState:
         """Undo what a step that failed has left in the optimizer; the table it has not reached."""
         if not self.in_step:
             return
-        self.in_step = False
+        self.in_step, self._step = False, None
+        self.handle.leave()
         state = optimizer.state.get(self.handle.param)
         if state and optimizer.state is self._mapping:  # nobody has loaded another state since
             if self._first:
@@ -231,8 +255,8 @@ class RowState:
         handle.mark_stepped()
         if state:
             put(state, self._views)
-        self._mapping, self.in_step, self._fresh = None, False, False
-        handle.clear()
+        self._mapping, self.in_step, self._step, self._fresh = None, False, None, False
+        handle.leave()
         if self._lag is not None and self._lag.is_long:
             self.settle()
 
@@ -245,6 +269,14 @@ class RowState:
                 f"{spec.tail} {spec.dtype} a row; use an optimizer whose state keeps its shape"
             )
         return values.view(torch.uint8) if spec.dtype == torch.bool else values
+
+
+def _running(frame: FrameType | None) -> list[FrameType]:
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
 
 
 def _plane_name(state_name: str) -> str:

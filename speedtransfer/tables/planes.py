@@ -164,6 +164,10 @@ class Planes:
         self.wait()
         return self._planes[self._check_plane(name)]
 
+    def stored(self, name: str) -> Tensor:
+        """Return the whole of a plane as it is stored, whatever its rows still have to catch up with."""
+        return self._planes[self._check_plane(name)]
+
     def settle_with(self, settle: Callable[[Tensor | None], None] | None) -> None:
         """Have `settle` called with row numbers, or None for all rows, before these are read or written from outside.
 

@@ -1,0 +1,246 @@
+"""The gradient of a table as users see it: ``(num_rows, dim)``, stored for the active rows alone.
+
+Whatever leaves zeros where they are (norms, scaling, clipping, unscaling) acts on the active rows. Every other function sees
+the dense values. One that writes, or returns a view that may be written to, makes the gradient dense for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_map, tree_map_only
+
+aten = torch.ops.aten
+
+# Elementwise functions that map zero to zero, whatever their further arguments are.
+_ZERO_TO_ZERO = {
+    aten.abs,
+    aten.abs_,
+    aten.neg,
+    aten.neg_,
+    aten.sign,
+    aten.sgn,
+    aten.sqrt,
+    aten.square,
+    aten.isnan,
+    aten.isinf,
+    aten.nan_to_num,
+    aten.nan_to_num_,
+    aten.zero_,
+    aten.clone,
+    aten._to_copy,
+}
+_SCALED = {aten.mul, aten.mul_, aten.div, aten.div_}
+_CLAMPED = {aten.clamp, aten.clamp_}
+# Functions of lists: in the first list, gradients may be mixed with ordinary tensors.
+_LISTS = {
+    aten._foreach_mul,
+    aten._foreach_mul_,
+    aten._foreach_div,
+    aten._foreach_div_,
+    aten._foreach_neg,
+    aten._foreach_neg_,
+    aten._foreach_abs,
+    aten._foreach_abs_,
+    aten._foreach_zero_,
+    aten._amp_foreach_non_finite_check_and_unscale_,
+}
+
+
+class RowGradient(Tensor):
+    """The gradient of all rows, of which only some are not zero.
+
+    Attributes
+    ----------
+    ids : Tensor
+        ``(n,)`` int64, sorted: the active rows.
+    rows : Tensor
+        ``(n, dim)``, their gradient.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    _densified: Callable[[Tensor, Tensor], None] | None
+
+    @staticmethod
+    def __new__(
+        cls, num_rows: int, ids: Tensor, rows: Tensor, densified: Callable[[Tensor, Tensor], None] | None = None
+    ) -> RowGradient:
+        """Make the gradient of `num_rows` rows; `densified` is told the new ids and rows once it has become dense."""
+        shape = (num_rows, *rows.shape[1:])
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)
+        made.ids, made.rows, made._densified = ids, rows, densified
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Compute on the active rows where that gives what the dense gradient gives; else on dense values."""
+        result = _by_rows(func, args, kwargs or {})
+        return _densely(func, args, kwargs or {}) if result is NotImplemented else result
+
+    def like(self, rows: Tensor) -> RowGradient:
+        """Return a gradient of the same rows with other values."""
+        return RowGradient(self.shape[0], self.ids.to(rows.device), rows)
+
+    def dense(self) -> Tensor:
+        """Return the dense values, ``(num_rows, dim)``: a copy, or `rows` where every row is active."""
+        if len(self.ids) == self.shape[0]:
+            return self.rows
+        return self.rows.new_zeros(self.shape).index_copy_(0, self.ids, self.rows)
+
+    def make_dense(self) -> Tensor:
+        """Make every row active, with zeros where there was nothing, and return the values."""
+        if len(self.ids) != self.shape[0]:
+            self.rows = self.dense()
+            self.ids = torch.arange(self.shape[0], device=self.ids.device)
+            if self._densified is not None:
+                self._densified(self.ids, self.rows)
+        return self.rows
+
+    # What does not reach the dispatcher: functions that want memory.
+
+    def to_dense(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the dense values in memory of their own."""
+        return self.dense().clone()
+
+    def numpy(self, **kwargs: Any) -> Any:
+        """Return the dense values as an array over memory of its own, or `rows` where every row is active."""
+        return self.dense().numpy(**kwargs)
+
+    def tolist(self) -> Any:
+        """Return the dense values."""
+        return self.dense().tolist()
+
+    def data_ptr(self) -> int:
+        """Return where the dense values are, which makes them."""
+        return self.make_dense().data_ptr()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.dense().__array__(dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.to_dense())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.to_dense().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"{type(self).__name__}({len(self.ids)} of {self.shape[0]} rows, {self.rows!r})"
+
+
+if RowGradient not in _foreach_utils._foreach_supported_types:  # else clip_grad_norm_(foreach=True) refuses tables
+    _foreach_utils._foreach_supported_types.append(RowGradient)
+
+
+def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what `func` gives, computed on the active rows; NotImplemented where it needs all of them."""
+    name = func.overloadpacket
+    if name in _LISTS:
+        return _of_lists(func, args, kwargs)
+    if name is aten._foreach_norm and _order(args, kwargs) > 0:
+        return func(tree_map_only(RowGradient, lambda grad: grad.rows, args[0]), *args[1:], **kwargs)
+    if not args or not isinstance(args[0], RowGradient):
+        return _scaled(func, args) if name is aten.mul and len(args) == 2 else NotImplemented
+    grad, rest = args[0], args[1:]
+    if name in (aten.detach, aten.alias):
+        return RowGradient(grad.shape[0], grad.ids, grad.rows, grad._densified)
+    if name in _ZERO_TO_ZERO or (name in _CLAMPED and _keeps_zero(*rest, **kwargs)):
+        return _wrapped(grad, func(grad.rows, *rest, **kwargs))
+    if name in _SCALED:
+        return _scaled(func, args)
+    if name in (aten.add, aten.add_, aten.sub, aten.sub_) and isinstance(rest[0], RowGradient):
+        if rest[0].shape == grad.shape and torch.equal(rest[0].ids, grad.ids):
+            return _wrapped(grad, func(grad.rows, rest[0].rows, **kwargs))
+        return NotImplemented
+    if name in (aten.linalg_vector_norm, aten.norm) and _over_all(rest, kwargs) and _order(args, kwargs) > 0:
+        return func(grad.rows, *rest, **kwargs)
+    if func in (aten.sum.default, aten.any.default, aten.count_nonzero.default):
+        return func(grad.rows, *rest, **kwargs)
+    if func in (aten.max.default, aten.min.default):
+        if not grad.rows.numel():
+            return grad.rows.new_zeros(()) if grad.numel() else NotImplemented
+        extreme = func(grad.rows)
+        return extreme if len(grad.ids) == grad.shape[0] else func(torch.stack([extreme, torch.zeros_like(extreme)]))
+    return NotImplemented
+
+
+def _wrapped(grad: RowGradient, result: Any) -> Any:
+    return grad if result is grad.rows else grad.like(result)
+
+
+def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    return 2.0 if order is None else float(order)
+
+
+def _over_all(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a norm is one of all values: no `dim`."""
+    return len(rest) < 2 and kwargs.get("dim") is None
+
+
+def _keeps_zero(low: Any = None, high: Any = None, **kwargs: Any) -> bool:
+    low, high = kwargs.get("min", low), kwargs.get("max", high)
+    numbers = all(bound is None or isinstance(bound, int | float) for bound in (low, high))
+    return numbers and (low is None or low <= 0) and (high is None or high >= 0)
+
+
+def _scaled(func: Any, args: tuple[Any, ...]) -> Any:
+    """Multiply or divide by a number, or by a tensor of as many columns or rows."""
+    first, second = args[0], args[1]
+    if len(args) > 2 or (isinstance(first, RowGradient) and isinstance(second, RowGradient)):
+        return NotImplemented
+    grad, other = (first, second) if isinstance(first, RowGradient) else (second, first)
+    if isinstance(other, Tensor):
+        if other.dim() > 2 or torch.broadcast_shapes(other.shape, grad.shape) != grad.shape:
+            return NotImplemented
+        if other.dim() == 2 and other.shape[0] == grad.shape[0] != 1:
+            other = other[grad.ids.to(other.device)]  # a factor for each row: a mask of rows that stay
+        # Rows that are not here become NaN by 0 / 0 and 0 * inf. Of one factor for all, the loss has told already, and to look
+        # would make the host wait for a GPU.
+        if other.numel() > 1:
+            divides = func.overloadpacket in (aten.div, aten.div_)
+            if not bool(((other != 0) & ~other.isnan() if divides else other.isfinite()).all()):
+                return NotImplemented
+    elif func.overloadpacket in (aten.div, aten.div_) and other == 0:
+        return NotImplemented
+    result = func(grad.rows, other) if first is grad else func(other, grad.rows)
+    return _wrapped(grad, result)
+
+
+def _of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grads = args[0]
+    others = [a for a in tree_map(lambda x: x, args[1:]) if not isinstance(a, Tensor | int | float)]
+    flat = [item for other in others if isinstance(other, list | tuple) for item in other]
+    if any(isinstance(item, Tensor) and item.dim() for item in flat):
+        return NotImplemented  # a list of arrays beside it
+    results = func([g.rows if isinstance(g, RowGradient) else g for g in grads], *args[1:], **kwargs)
+    if results is None:
+        return None
+    return [_wrapped(g, r) if isinstance(g, RowGradient) else r for g, r in zip(grads, results, strict=True)]
+
+
+def _densely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `func` with dense values; what writes to a gradient, or returns a view of one, makes that one dense for good."""
+    schema = func._schema.arguments
+    aliased = any(result.alias_info is not None for result in func._schema.returns)
+    dense: dict[int, RowGradient] = {}
+
+    def values(grad: RowGradient, for_good: bool) -> Tensor:
+        made = grad.make_dense() if for_good else grad.dense()
+        dense[id(made)] = grad
+        return made
+
+    def filled(argument: Any, value: Any) -> Any:
+        info = argument.alias_info
+        for_good = info is not None and (info.is_write or aliased)
+        return tree_map_only(RowGradient, lambda grad: values(grad, for_good), value)
+
+    by_name = {argument.name: argument for argument in schema}
+    new_args = [filled(argument, value) for argument, value in zip(schema, args, strict=False)]
+    new_kwargs = {name: filled(by_name[name], value) for name, value in kwargs.items()}
+    result = func(*new_args, **new_kwargs)
+    return tree_map_only(Tensor, lambda tensor: dense.get(id(tensor), tensor), result)
