@@ -36,7 +36,7 @@ class DLRM(nn.Module):
 
 
 class FactorizationMachine(nn.Module):
-    """One table for the values of all fields, by offsets, as pytorch-fm has it: xavier on `.weight.data`; biases in a table."""
+    """One table for the values of all fields, by offsets, as pytorch-fm has it: xavier on `.weight.data`."""
 
     def __init__(self, dim: int = 8) -> None:
         super().__init__()

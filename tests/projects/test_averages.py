@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+
 from projects.pairs import WAYS, Outcome, compare
 from projects.two_towers import loader, make, scores
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 EPOCHS = 3
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from projects.data import FIELDS, ITEMS, clicks, sequences
 from projects.pairs import WAYS, Outcome, classes, compare, hand_over
 

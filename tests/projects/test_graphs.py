@@ -5,11 +5,11 @@ import types
 import numpy as np
 import pytest
 import torch
-from projects.data import ITEMS, edges, triples
-from projects.pairs import DENSE, OPTIONS, WAYS, Outcome, classes, compare, hand_over
 from torch import nn
 
 import speedtransfer
+from projects.data import ITEMS, edges, triples
+from projects.pairs import DENSE, OPTIONS, WAYS, Outcome, classes, compare, hand_over
 
 pytestmark = pytest.mark.slow
 
@@ -128,7 +128,7 @@ def pykeen_table(way: str) -> type:
 
 
 def pykeen(way: str, model: str, own: bool) -> Outcome:
-    """PyKEEN's training loop and evaluation; with `own`, the model's own embeddings, which hold an `nn.Embedding` each, are replaced."""
+    """PyKEEN's training loop and evaluation: of its own models (`own`), or of one with our representations."""
     from pykeen.evaluation import RankBasedEvaluator
     from pykeen.models import DistMult, ERModel, TransE
     from pykeen.nn.modules import DistMultInteraction, TransEInteraction

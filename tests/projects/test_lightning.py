@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+
 from projects.pairs import DENSE, TOLERANCE, WAYS, Outcome, assert_same, compare
 from projects.two_towers import loader, make, scores
 

@@ -27,8 +27,9 @@ SEQUENTIAL = {"SASRec", "GRU4Rec"}
 
 
 @pytest.fixture(autouse=True)
-def old_names(monkeypatch):
+def surroundings(monkeypatch, tmp_path):
     """What RecBole 1.2 takes for granted: names that numpy 2 has taken away, checkpoints that torch.load unpickles."""
+    monkeypatch.chdir(tmp_path)  # it writes logs where it is
     names = {"float_": np.float64, "complex_": np.complex128, "unicode_": np.str_}
     aliases = {name: vars(np)[name + "_"] for name in ("bool", "int", "object", "str")}
     for name, value in {**names, **aliases, "float": float, "complex": complex}.items():

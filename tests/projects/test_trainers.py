@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from projects.data import sequences
 from projects.pairs import DENSE, WAYS, Outcome, assert_same, classes, compare, hand_over
 from projects.two_towers import Net, columns, loader, make, scores
-from torch import nn
 
 pytestmark = pytest.mark.slow
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
+
 from projects.data import sequences
 from projects.pairs import DENSE, WAYS, Outcome, assert_same, classes, compare, hand_over
-from torch import nn
 
 pytest.importorskip("transformers", reason="transformers is not installed: make projects")
 

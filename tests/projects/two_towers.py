@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from projects.data import ITEMS, USERS, interactions
-from projects.pairs import classes, hand_over
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from projects.data import ITEMS, USERS, interactions
+from projects.pairs import classes, hand_over
 
 
 class Net(nn.Module):
