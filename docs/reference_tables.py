@@ -6,7 +6,9 @@ between the marks of that name in README.md (bench/readme.py writes it).
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from speedtransfer.word2vec.optimizers import DEFAULT_CLIP, DEFAULT_LR, DEFAULT_
 from speedtransfer.word2vec.settings import SETTINGS
 from speedtransfer.word2vec.signature import described
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
 MARK = re.compile(r"^<!-- (table|README\.md): (.+) -->$", re.MULTILINE)
 
 
@@ -90,6 +93,21 @@ def _rates() -> str:
     return _table(("optimizer", "lr", "lr for CBOW and n-grams", "also"), rows)
 
 
+def _weight(group: str) -> str:
+    """Return the cases of tests/test_weight.py: those without a title as lines of code, the others as a table."""
+    if str(ROOT / "tests") not in sys.path:
+        sys.path.append(str(ROOT / "tests"))
+    cases = [case for case in importlib.import_module("weight_cases_training").CASES if case.group == group]
+    plain = [case.code for case in cases if not case.title]
+    refused = "{}; **refused**: {}".format
+    rows = [(refused(c.title, c.differs) if c.differs else c.title, c.code) for c in cases if c.title]
+    lines = ["```python", *("\n".join(plain).splitlines()), "```", ""] if plain else []
+    lines += ["::::{list-table}", ":widths: 30 70", ""]
+    for title, code in rows:
+        lines += [f"* - {title}", "  - ```python", *(f"    {line}" for line in code.splitlines()), "    ```"]
+    return "\n".join([*lines, "::::"])
+
+
 def _suites() -> str:
     rows = (
         (f"`{suite.name}`", suite.title, ", ".join(f"`--{o.replace('_', '-')}`" for o in sorted(suite.options)))
@@ -103,6 +121,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rates": _rates,
     "suites": _suites,
     "bench": lambda: _options("bench"),
+    **{f"weight {group}": lambda group=group: _weight(group) for group in ("read", "write", "grad", "swap", "train")},
     **{
         f"word2vec {name}": lambda name=name: _options("word2vec", name)
         for name in ("train", "evaluate", "nearest", "analogy", "plot", "convert")

@@ -2,7 +2,7 @@
 
 from speedtransfer import word2vec
 from speedtransfer.checkpoint import load_checkpoint, save_checkpoint
-from speedtransfer.nn import ActiveRows, Embedding, EmbeddingBag, replace_embeddings
+from speedtransfer.nn import ActiveRows, Embedding, EmbeddingBag, replace_embeddings, summary, to_dense
 from speedtransfer.tables import Table, TableStats
 from speedtransfer.version import __version__
 
@@ -16,5 +16,7 @@ __all__ = [
     "load_checkpoint",
     "replace_embeddings",
     "save_checkpoint",
+    "summary",
+    "to_dense",
     "word2vec",
 ]

@@ -89,7 +89,7 @@ def test_from_pretrained_rounds_to_the_nearest(dtype: torch.dtype, given: torch.
 def test_replaced_embeddings(dtype: torch.dtype) -> None:
     model = nn.Sequential(dense(), nn.Linear(6, 2))
     weight = model[0].weight.detach().clone()
-    assert speedtransfer.replace_embeddings(model, storage_dtype=dtype, state_dtype=torch.uint8) == ["0"]
+    assert speedtransfer.replace_embeddings(model, min_rows=0, storage_dtype=dtype, state_dtype=torch.uint8) == ["0"]
     assert torch.equal(values(model[0]), quantised(weight, dtype))
     assert f"storage_dtype={dtype}, state_dtype=torch.uint8" in repr(model)
 

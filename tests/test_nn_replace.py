@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,11 @@ from lazy_oracle import (
 from torch import nn
 
 import speedtransfer
-from speedtransfer import replace_embeddings
+from speedtransfer.nn.replace import Replaced
+
+
+def replace_embeddings(model: nn.Module, min_rows: int = 0, **options: Any) -> Replaced:
+    return speedtransfer.replace_embeddings(model, min_rows, **options)
 
 
 class Model(nn.Module):
@@ -55,11 +61,16 @@ def test_every_argument_is_kept() -> None:
     given = nn.Embedding(9, 4, 2, 1.5, 1.0, True, True)
     bag = nn.EmbeddingBag(9, 4, 1.5, 1.0, False, "max", False, None, True, 3)
     model = nn.ModuleDict({"given": given, "bag": bag})
+    before = copy.deepcopy(model)
+    weights = [given.weight, bag.weight]
     replace_embeddings(model)
-    for old, new in ((given, model["given"]), (bag, model["bag"])):
+    for old, new in ((before["given"], given), (before["bag"], bag)):
         assert new.extra_repr() == old.extra_repr() + ", memory='pageable'"
         assert torch.equal(new.table.torch(), old.weight)
-    assert model["bag"].include_last_offset is True
+    assert bag.include_last_offset is True
+    assert model["given"] is given  # the objects are the same, so what holds them goes on to work
+    assert given.weight is weights[0]
+    assert bag.weight is weights[1]
 
 
 def test_min_rows_leaves_small_ones_alone() -> None:
@@ -108,22 +119,122 @@ def test_trains_equal_afterwards() -> None:
     torch.testing.assert_close(ours.head.weight, dense.head.weight, rtol=1e-5, atol=1e-6)
 
 
-def test_tied_weights_are_refused_and_the_model_is_left_whole() -> None:
-    model = nn.ModuleDict(
-        {"other": nn.Embedding(9, 4), "words": nn.Embedding(6, 4), "out": nn.Linear(4, 6, bias=False)}
-    )
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.words, self.out = Scaled(31, 4), nn.Linear(4, 31, bias=False)
+        self.out.weight = self.words.weight
+        self.words.register_forward_hook(lambda module, args, output: output + 1)
+        self.penalised = [self.words.weight]  # a list made in __init__, as DeepCTR-Torch's
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.out(self.words(ids))
+        return logits.logsumexp(-1).mean() + 1e-3 * sum(weight.square().sum() for weight in self.penalised)
+
+
+class Scaled(nn.Embedding):
+    """A subclass with code of its own, as Gemma's."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * 2
+
+
+@pytest.mark.parametrize("when", ["before the optimizer", "after the optimizer", "after some steps"])
+def test_subclasses_ties_hooks_lists_and_optimizers_made_before_go_on_to_work(when: str) -> None:
+    ours, dense = Tied(), Tied()
+    if when.startswith("before"):
+        replace_embeddings(ours, idle="exact")
+    opts = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (ours, dense)]
+    if when.endswith("optimizer"):
+        replace_embeddings(ours, idle="exact")
+    for step, ids in enumerate(batches(12)):
+        if step == 5:
+            report = replace_embeddings(ours, idle="exact")
+            assert report == (["words"] if when.endswith("steps") else [])
+        losses = []
+        for model, opt in zip((ours, dense), opts, strict=True):
+            opt.zero_grad()
+            losses.append(model(ids % 31))
+            losses[-1].backward()
+            opt.step()
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    assert isinstance(ours.words, speedtransfer.Embedding)
+    assert isinstance(ours.words, Scaled)
+    assert ours.out.weight is ours.words.weight is ours.penalised[0]
+    torch.testing.assert_close(ours.words.weight, dense.words.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_replaced_subclass_is_copied_and_pickled() -> None:
+    model = nn.ModuleDict({"words": Scaled(31, 4), "out": nn.Linear(4, 31, bias=False)})
     model["out"].weight = model["words"].weight
-    with pytest.raises(ValueError, match="'words' shares its weight with another module") as caught:
-        replace_embeddings(model)
-    assert "\n" not in str(caught.value)
-    assert type(model["other"]) is nn.Embedding  # nothing was swapped before the error
-    assert replace_embeddings(model, min_rows=9) == ["other"]  # the way out that the message names
+    replace_embeddings(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert type(other["words"]) is type(model["words"])
+        assert other["out"].weight is other["words"].weight is not model["words"].weight
+        assert torch.equal(other["words"](torch.tensor([3])), model["words"](torch.tensor([3])))
+        other["words"].weight.data[3] = 0
+        assert not other["words"](torch.tensor([3])).any()
+        assert model["words"](torch.tensor([3])).any()
 
 
 def test_a_model_that_is_itself_an_embedding() -> None:
     for model in (nn.Embedding(4, 2), nn.EmbeddingBag(4, 2)):
-        with pytest.raises(ValueError, match="is the model itself"):
-            replace_embeddings(model)
+        assert replace_embeddings(model) == [""]
+        assert model.table.num_rows == 4
+
+
+def test_the_report_says_what_was_left_and_why() -> None:
+    model = nn.ModuleDict({"a": Scaled(9, 4), "small": nn.Embedding(3, 4), "b": nn.Embedding(9, 4), "head": nn.Linear(4, 9)})
+    model["head"].weight = model["a"].weight
+    nn.utils.parametrize.register_parametrization(model["b"], "weight", nn.Identity())
+    report = replace_embeddings(model, min_rows=5)
+    assert report == ["a"]
+    assert "shared with 'head'" in report.notes["a"]
+    assert "fewer than min_rows=5" in report.left["small"]
+    assert "parametrization" in report.left["b"]
+    assert len(str(report).splitlines()) == 3
+    fresh = nn.ModuleDict({"a": nn.Embedding(9, 4), "b": model["b"]})
+    with pytest.raises(ValueError, match="embedding 'b' has a weight that something computes"):
+        replace_embeddings(fresh, strict=True)
+    assert type(fresh["a"]) is nn.Embedding
+    assert "no nn.Embedding" in str(replace_embeddings(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("names", ["parts.*", ["parts.0", "parts.1"], lambda name, module: module.num_embeddings < 40])
+def test_names(names: Any) -> None:
+    model = Model()
+    report = replace_embeddings(model, names=names)
+    assert report == ["parts.0", "parts.1"]
+    assert "not among the names" in report.left["words"]
+
+
+def test_two_modules_that_share_a_weight_share_a_table() -> None:
+    first, second = nn.Embedding(9, 4), nn.Embedding(9, 4)
+    second.weight = first.weight
+    replace_embeddings(nn.ModuleList([first, second]))
+    assert first.table is second.table
+    assert first.weight is second.weight
+
+
+def test_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = Model()
+    assert replace_embeddings(model, idle="exact") == ["words", "same_words", "parts.0", "parts.1"]
+    assert model.words(torch.zeros(2, 3, dtype=torch.int64)).is_meta
+    with pytest.raises(ValueError, match="on the meta device and has no rows yet"):
+        model.words.table.torch()
+    dense = Model()
+    model.to_empty(device="cpu").load_state_dict(dense.state_dict())
+    for ids in batches(2):
+        assert torch.equal(model(ids), dense(ids))
+    with torch.device("meta"):
+        assigned = speedtransfer.Embedding(41, 16)
+    assigned.load_state_dict(dense.words.state_dict(), assign=True)
+    assert torch.equal(assigned.table.torch(), dense.words.weight)
 
 
 def test_bad_min_rows() -> None:
@@ -135,23 +246,8 @@ def test_nothing_to_replace() -> None:
     assert replace_embeddings(nn.Linear(2, 2)) == []
 
 
-def test_embeddings_with_code_or_hooks_of_their_own_are_refused_and_the_model_is_left_whole() -> None:
-    class Shifted(nn.Embedding):
-        def forward(self, ids):
-            return super().forward(ids + 2)
-
-    hooked = nn.Embedding(9, 3)
-    hooked.register_forward_hook(lambda *_: None)
-    for odd, message in ((Shifted(9, 3), "is a Shifted"), (hooked, "has hooks")):
-        model = nn.ModuleDict({"plain": nn.Embedding(9, 3), "odd": odd})
-        with pytest.raises(ValueError, match=f"'odd' {message}"):
-            speedtransfer.replace_embeddings(model)
-        assert type(model["plain"]) is nn.Embedding
-        assert speedtransfer.replace_embeddings(nn.ModuleDict({"plain": model["plain"]})) == ["plain"]
-
-
 def test_a_failure_half_way_leaves_the_model_whole(tmp_path) -> None:
     model = nn.ModuleDict({"a": nn.Embedding(9, 3), "b": nn.Embedding(9, 3)})
     with pytest.raises(OSError, match="exists"):
-        speedtransfer.replace_embeddings(model, memory="mmap", path=tmp_path / "rows.npy")  # one file for two tables
+        replace_embeddings(model, memory="mmap", path=tmp_path / "rows.npy")  # one file for two tables
     assert type(model["a"]) is type(model["b"]) is nn.Embedding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -55,8 +56,8 @@ def assert_alike(ours: nn.Module, theirs: nn.Module, *args: Any, **kwargs: Any) 
 
 def twin(theirs: nn.Module) -> nn.Module:
     """Return one of our modules with the arguments and weights of `theirs`."""
-    holder = nn.ModuleDict({"it": theirs})
-    speedtransfer.replace_embeddings(holder, memory="device")  # "device" copies: the weights are not shared
+    holder = nn.ModuleDict({"it": copy.deepcopy(theirs)})
+    speedtransfer.replace_embeddings(holder, min_rows=0, strict=True)
     return holder["it"]
 
 

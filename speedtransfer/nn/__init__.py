@@ -3,6 +3,17 @@
 from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.bag import EmbeddingBag
 from speedtransfer.nn.embedding import Embedding
+from speedtransfer.nn.export import to_dense
 from speedtransfer.nn.replace import replace_embeddings
+from speedtransfer.nn.table_summary import Summary, TableSummary, summary
 
-__all__ = ["ActiveRows", "Embedding", "EmbeddingBag", "replace_embeddings"]
+__all__ = [
+    "ActiveRows",
+    "Embedding",
+    "EmbeddingBag",
+    "Summary",
+    "TableSummary",
+    "replace_embeddings",
+    "summary",
+    "to_dense",
+]

@@ -72,6 +72,7 @@ class Handle:
         self.state_rows: dict[str, Tensor] = {}
         self._version = -1
         self._grad_version = 0  # of `grad` as this class left it
+        self._touched: Tensor | None = None  # the active rows before somebody made the gradient dense
         self._shown: weakref.ref[RowGradient] | None = None
         # Leaves of autograd that deposit here, with the rows they hold (None: all), while they live.
         self._leaves: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
@@ -361,8 +362,8 @@ class Handle:
     def _densified(self, ids: Tensor, grad: Tensor) -> None:
         """Take over a gradient that somebody has made dense to write to it."""
         if self.grad is not None:
-            self.ids, self.grad, self.active, self.state_rows = ids, grad, None, {}
-            self._grad_version = grad._version
+            self._touched, self.ids, self.grad = self.ids, ids, grad
+            self.active, self.state_rows, self._grad_version = None, {}, grad._version
 
     def assign_gradient(self, grad: Tensor | None) -> None:
         """Make `grad` the gradient of the whole table; None: there is none."""
@@ -383,7 +384,7 @@ class Handle:
 
     def clear(self) -> None:
         """Forget the gradient and the active rows."""
-        self.ids = self.grad = self.active = None
+        self.ids = self.grad = self.active = self._touched = None
         self.state_rows = {}
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -392,6 +393,14 @@ class Handle:
         """Read the active rows `again`, or if the table has changed since: a step must not undo what was written meanwhile."""
         if self.ids is None:
             return
+        if self._touched is not None and self.idle != "exact":
+            assert self.grad is not None
+            touched = (self.grad != 0).any(dim=1)
+            touched[self._touched] = True
+            self.ids = touched.nonzero().flatten()
+            self.grad = self.grad[self.ids]
+            self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
+        self._touched = None
         if again or self.active is None or self._version != self.table.version:
             self.state_rows = self.read(self.ids)
             self.active, self._version = self.state_rows.pop("weight"), self.table.version

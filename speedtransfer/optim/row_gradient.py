@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _foreach_utils
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 
@@ -47,7 +47,18 @@ _LISTS = {
     aten._foreach_abs,
     aten._foreach_abs_,
     aten._foreach_zero_,
+    aten._foreach_clamp_min,
+    aten._foreach_clamp_min_,
+    aten._foreach_clamp_max,
+    aten._foreach_clamp_max_,
     aten._amp_foreach_non_finite_check_and_unscale_,
+}
+
+_LISTS_CLAMPED = {
+    aten._foreach_clamp_min: "min",
+    aten._foreach_clamp_min_: "min",
+    aten._foreach_clamp_max: "max",
+    aten._foreach_clamp_max_: "max",
 }
 
 
@@ -169,7 +180,10 @@ def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _wrapped(grad: RowGradient, result: Any) -> Any:
-    return grad if result is grad.rows else grad.like(result)
+    if result is not grad.rows:
+        return grad.like(result)
+    torch.autograd.graph.increment_version(result)  # which torch does not do below the dispatcher
+    return grad
 
 
 def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -213,12 +227,15 @@ def _scaled(func: Any, args: tuple[Any, ...]) -> Any:
 
 def _of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grads = args[0]
-    others = [a for a in tree_map(lambda x: x, args[1:]) if not isinstance(a, Tensor | int | float)]
-    flat = [item for other in others if isinstance(other, list | tuple) for item in other]
+    flat = [item for other in args[1:] if isinstance(other, list | tuple) for item in other]
     if any(isinstance(item, Tensor) and item.dim() for item in flat):
         return NotImplemented  # a list of arrays beside it
+    clamped = func.overloadpacket in _LISTS_CLAMPED
+    if clamped and not (isinstance(args[1], int | float) and _keeps_zero(**{_LISTS_CLAMPED[func.overloadpacket]: args[1]})):
+        return NotImplemented
     results = func([g.rows if isinstance(g, RowGradient) else g for g in grads], *args[1:], **kwargs)
-    if results is None:
+    if results is None:  # in place
+        torch.autograd.graph.increment_version([g.rows for g in grads if isinstance(g, RowGradient)])
         return None
     return [_wrapped(g, r) if isinstance(g, RowGradient) else r for g, r in zip(grads, results, strict=True)]
 
@@ -228,6 +245,7 @@ def _densely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     schema = func._schema.arguments
     aliased = any(result.alias_info is not None for result in func._schema.returns)
     dense: dict[int, RowGradient] = {}
+    written: list[RowGradient] = []
 
     def values(grad: RowGradient, for_good: bool) -> Tensor:
         made = grad.make_dense() if for_good else grad.dense()
@@ -237,10 +255,13 @@ def _densely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def filled(argument: Any, value: Any) -> Any:
         info = argument.alias_info
         for_good = info is not None and (info.is_write or aliased)
+        if info is not None and info.is_write:
+            written.extend(item for item in tree_leaves(value) if isinstance(item, RowGradient))
         return tree_map_only(RowGradient, lambda grad: values(grad, for_good), value)
 
     by_name = {argument.name: argument for argument in schema}
     new_args = [filled(argument, value) for argument, value in zip(schema, args, strict=False)]
     new_kwargs = {name: filled(by_name[name], value) for name, value in kwargs.items()}
     result = func(*new_args, **new_kwargs)
+    torch.autograd.graph.increment_version([grad.rows for grad in written])
     return tree_map_only(Tensor, lambda tensor: dense.get(id(tensor), tensor), result)

@@ -141,8 +141,10 @@ class RowState:
             self._adopt(state, optimizer)
             if self._views:
                 put(state, self._rows_of_state(ids))
-        self._mapping, self._first, self.in_step = optimizer.state, not state, True
+        self._mapping, self._first = optimizer.state, not state
         self._step = None if frame is None else (frame, threading.get_ident())
+        self.in_step = True
+        self.handle.refresh()  # where a probe has hidden the gradient meanwhile
         self.handle.enter()
 
     def stepping(self) -> bool:
@@ -151,8 +153,11 @@ class RowState:
             return False
         begun, thread = self._step
         if thread != threading.get_ident():
-            return begun in _running(sys._current_frames().get(thread))
-        return begun in _running(sys._getframe())
+            return thread in sys._current_frames()  # its own business, while it lives
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not begun:
+            frame = frame.f_back
+        return frame is begun
 
     def _rows_of_state(self, ids: Tensor) -> dict[str, Tensor]:
         rows = self.handle.state_rows  # maybe they came with the weights
@@ -255,7 +260,8 @@ class RowState:
         handle.mark_stepped()
         if state:
             put(state, self._views)
-        self._mapping, self.in_step, self._step, self._fresh = None, False, None, False
+        self.in_step = False
+        self._mapping, self._step, self._fresh = None, None, False
         handle.leave()
         if self._lag is not None and self._lag.is_long:
             self.settle()
@@ -269,14 +275,6 @@ class RowState:
                 f"{spec.tail} {spec.dtype} a row; use an optimizer whose state keeps its shape"
             )
         return values.view(torch.uint8) if spec.dtype == torch.bool else values
-
-
-def _running(frame: FrameType | None) -> list[FrameType]:
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
 
 
 def _plane_name(state_name: str) -> str:

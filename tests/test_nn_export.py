@@ -1,0 +1,179 @@
+"""``to_dense``: a copy with modules of torch.nn that exporters know."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import speedtransfer
+from speedtransfer import to_dense
+from speedtransfer.errors import HostMemoryError
+
+IDS = torch.tensor([[1, 7, 2], [0, 7, 19]])
+
+
+class Model(nn.Module):
+    def __init__(self, embedding=speedtransfer.Embedding, bag=speedtransfer.EmbeddingBag, **options) -> None:
+        super().__init__()
+        self.words = embedding(20, 4, padding_idx=0, **options)
+        self.again = self.words
+        self.bags = nn.Sequential(bag(20, 4, mode="sum", **options))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(ids).sum(1) + self.again(ids[:, 0]) + self.bags(ids))
+
+
+def trained(steps: int = 3, **options) -> Model:
+    torch.manual_seed(0)
+    model = Model(**options)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for shift in range(steps):
+        opt.zero_grad()
+        model((IDS + shift) % 20).square().sum().backward()
+        opt.step()
+    return model
+
+
+@pytest.mark.parametrize("options", [{"idle": "exact"}, {"idle": "lazy"}, {"storage_dtype": torch.int8}])
+def test_modules_and_rows(options) -> None:
+    model = trained(**options).eval()
+    dense = to_dense(model)
+    assert type(dense) is Model
+    assert type(dense.words) is nn.Embedding
+    assert type(dense.bags[0]) is nn.EmbeddingBag
+    assert dense.words is dense.again
+    assert (dense.words.padding_idx, dense.bags[0].mode, dense.training, dense.words.training) == (
+        0,
+        "sum",
+        False,
+        False,
+    )
+    assert vars(dense.words).keys() == vars(nn.Embedding(1, 1)).keys()
+    assert list(dense.state_dict()) == list(model.state_dict())
+    for name, value in model.state_dict().items():
+        assert torch.equal(dense.state_dict()[name], value), name
+    torch.testing.assert_close(dense(IDS), model(IDS))
+
+
+def test_nothing_is_shared() -> None:
+    model = trained()
+    before = copy.deepcopy(model.state_dict())
+    dense = to_dense(model)
+    with torch.no_grad():
+        for param in dense.parameters():
+            param.zero_()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_it_trains_on() -> None:
+    model, ids = trained(idle="exact"), (IDS + 1) % 20
+    dense = to_dense(model)
+    for each in (model, dense):
+        opt = torch.optim.SGD(each.parameters(), lr=0.1)
+        opt.zero_grad()
+        each(ids).square().sum().backward()
+        opt.step()
+    torch.testing.assert_close(dense(IDS), model(IDS))
+
+
+def test_a_model_that_is_an_embedding_or_has_none() -> None:
+    assert type(to_dense(speedtransfer.Embedding(3, 2))) is nn.Embedding
+    linear = nn.Linear(2, 2)
+    assert torch.equal(to_dense(linear).weight, linear.weight)
+
+
+def test_frozen_tables_stay_frozen() -> None:
+    model = Model()
+    model.words.weight.requires_grad_(False)
+    dense = to_dense(model)
+    assert not dense.words.weight.requires_grad
+    assert dense.bags[0].weight.requires_grad
+
+
+def test_hooks_go_along_and_see_the_copy() -> None:
+    model, seen = trained(), []
+    model.words.register_forward_hook(lambda module, args, output: seen.append(module))
+    model.words.note = "kept"
+    dense = to_dense(model)
+    dense(IDS)
+    assert seen == [dense.words, dense.words]
+    assert dense.words.note == "kept"
+
+
+class Scaled(speedtransfer.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.embedding_dim**0.5
+
+
+class ScaledByName(speedtransfer.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super(ScaledByName, self).forward(ids) * 2  # noqa: UP008 - the old way, which many models have
+
+
+@pytest.mark.parametrize("kind", [Scaled, ScaledByName])
+def test_subclasses_keep_their_forward(kind) -> None:
+    model = trained(embedding=kind, idle="exact")
+    dense = to_dense(model)
+    assert isinstance(dense.words, kind)
+    torch.testing.assert_close(dense(IDS), model(IDS))
+    assert torch.equal(dense.state_dict()["words.weight"], model.words.table.torch())
+    dense.words.weight.data.zero_()
+    assert not dense.words(IDS).any()
+    for again in (copy.deepcopy(dense), pickle.loads(pickle.dumps(dense)), to_dense(dense)):
+        assert isinstance(again.words, kind)
+        assert torch.equal(again(IDS), dense(IDS))
+    assert speedtransfer.summary(dense).tables == ()
+    opt = torch.optim.SGD(dense.parameters(), lr=1.0)
+    dense(IDS).sum().backward()
+    opt.step()
+    assert dense.words.weight[7].any()
+
+
+def test_replaced_models() -> None:
+    model = Model(nn.Embedding, nn.EmbeddingBag)
+    expected = model(IDS)
+    speedtransfer.replace_embeddings(model, min_rows=0)
+    dense = to_dense(model)
+    assert type(dense.words) is nn.Embedding
+    torch.testing.assert_close(dense(IDS), expected)
+
+
+def test_jit_and_quantization() -> None:
+    model = trained().eval()
+    dense, expected = to_dense(model), model(IDS)
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit and torch.ao are deprecated, and used
+        torch.testing.assert_close(torch.jit.script(dense)(IDS), expected)
+        torch.jit.save(torch.jit.trace(dense, (IDS,)), file)
+        file.seek(0)
+        torch.testing.assert_close(torch.jit.load(file)(IDS), expected)
+        quantization = torch.ao.quantization
+        settings = {nn.Embedding: quantization.float_qparams_weight_only_qconfig}
+        quantized = quantization.quantize_dynamic(dense, settings)
+        assert type(quantized.words) is torch.ao.nn.quantized.Embedding
+    torch.testing.assert_close(torch.fx.symbolic_trace(dense)(IDS), expected)
+    torch.testing.assert_close(torch.export.export(dense, (IDS,)).module()(IDS), expected)
+
+
+def test_what_does_not_fit(monkeypatch) -> None:
+    model = Model()
+    monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", str(3 * 20 * 4 * 4))
+    with pytest.raises(HostMemoryError, match=r"take 640 bytes.*'words', 320 bytes.*cpu has 320 bytes left"):
+        to_dense(model)
+    monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", str(4 * 20 * 4 * 4))
+    assert type(to_dense(model).words) is nn.Embedding
+
+
+def test_to_another_device() -> None:
+    dense = to_dense(Model(), device="meta")
+    assert {param.device.type for param in dense.parameters()} == {"meta"}
+    assert type(dense.words) is nn.Embedding

@@ -1,0 +1,98 @@
+"""``summary``: the tables of a model, what they take and who trains them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import speedtransfer
+from speedtransfer.errors import InvalidTypeError
+
+IDS = torch.tensor([1, 2, 3])
+
+
+@pytest.fixture
+def model() -> nn.ModuleDict:
+    made = nn.ModuleDict({"users": speedtransfer.Embedding(50, 4, idle="exact")})
+    made["bags"] = nn.Sequential(speedtransfer.EmbeddingBag(20, 4, idle="lazy", storage_dtype=torch.bfloat16))
+    made["again"] = made["users"]
+    made["head"] = nn.Linear(4, 2)
+    return made
+
+
+def test_fields(model: nn.ModuleDict) -> None:
+    found = speedtransfer.summary(model)
+    users, bags = found.tables
+    assert users.names == ("users", "again")
+    assert bags.names == ("bags.0",)
+    assert (users.rows, users.dim, users.dtype, users.idle) == (50, 4, torch.float32, "exact")
+    assert (bags.dtype, bags.idle, bags.memory) == (torch.bfloat16, "lazy", model["bags"][0].table.memory)
+    assert (users.planes, users.num_bytes, bags.num_bytes) == (("weight",), 50 * 4 * 4, 20 * 4 * 2)
+    assert (found.num_bytes, found.other_parameters, found.other_bytes) == (800 + 160, 10, 40)
+    assert users.optimizer == bags.optimizer == ""
+
+
+def test_owners(model: nn.ModuleDict) -> None:
+    users, bags = model["users"], model["bags"][0]
+    groups = [{"params": model["head"].parameters()}, {"params": [users.weight], "lr": 0.1}]
+    opt = torch.optim.AdamW(groups)
+    of_users, of_bags = speedtransfer.summary(model, opt).tables
+    assert of_users.optimizer == "AdamW group 1"
+    assert of_bags.optimizer == "no optimizer has this table"
+    bags.weight.requires_grad_(False)
+    sgd = torch.optim.SGD([users.weight])
+    of_users, of_bags = speedtransfer.summary(model, [opt, sgd]).tables
+    assert of_users.optimizer == "AdamW group 1 and SGD group 0"
+    assert of_bags.optimizer == "frozen"
+
+
+def test_without_an_optimizer_the_last_one_is_named(model: nn.ModuleDict) -> None:
+    opt = torch.optim.AdamW(model.parameters())
+    model["users"](IDS).sum().backward()
+    opt.step()
+    users, bags = speedtransfer.summary(model).tables
+    assert (users.optimizer, bags.optimizer) == ("AdamW group 0", "")
+    assert set(users.planes) > {"weight", "exp_avg", "exp_avg_sq"}
+    assert users.num_bytes == model["users"].table.nbytes
+
+
+def test_it_reads_no_row(model: nn.ModuleDict) -> None:
+    opt = torch.optim.AdamW(model.parameters())
+    for ids in (IDS, IDS + 10):
+        opt.zero_grad()
+        model["users"](ids).sum().backward()
+        opt.step()
+    table = model["users"].table
+    before, version = table.stats(), table.version
+    str(speedtransfer.summary(model, opt))
+    assert (table.stats(), table.version) == (before, version)
+
+
+def test_text(model: nn.ModuleDict, tmp_path) -> None:
+    model["file"] = speedtransfer.Embedding(10, 2, memory="mmap", path=tmp_path / "rows.npy")
+    text = str(speedtransfer.summary(model, torch.optim.SGD(model["users"].parameters())))
+    title, rule, *rows, total = text.splitlines()
+    assert title.split() == ["table", "rows", "dim", "dtype", "idle", "memory", "planes", "size", "optimizer"]
+    assert set(rule) == {"-", " "}
+    assert rows[0].startswith("users, again  50    4    float32   exact  ")
+    assert rows[0].endswith("800 bytes  SGD group 0")
+    assert "rows.npy" in rows[2]
+    assert total == "3 tables, 1.04 kB; 10 other parameters, 40 bytes"
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_a_model_without_tables() -> None:
+    found = speedtransfer.summary(nn.Linear(2, 2))
+    assert found.tables == ()
+    assert str(found) == "0 tables, 0 bytes; 6 other parameters, 24 bytes"
+
+
+def test_the_model_may_be_an_embedding() -> None:
+    assert speedtransfer.summary(speedtransfer.Embedding(3, 2)).tables[0].names == ("Embedding",)
+
+
+@pytest.mark.parametrize("opt", ["adam", 3, [1]])
+def test_what_is_no_optimizer(opt) -> None:
+    with pytest.raises(InvalidTypeError, match="no optimizer"):
+        speedtransfer.summary(nn.Linear(2, 2), opt)

@@ -1,0 +1,88 @@
+"""`emb.weight` as people use it, on ``torch.nn.Embedding`` and on ours: the same results, the same training after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lazy_oracle import one_thread  # noqa: F401
+from weight_cases import Case
+from weight_cases_training import CASES as ALL
+from weight_world import EXACT, LAZY, REPLACED, Kind, World, assert_equal, dense
+
+from speedtransfer.errors import SpeedtransferError
+
+CASES = {case.id: case for case in ALL}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+def name_of(kind: Kind, dtype: torch.dtype, moment: str, grad: bool) -> str:
+    return f"{kind.name}-{str(dtype)[-2:]}-{moment}{'' if grad else '-no_grad'}"
+
+
+# (kind, dtype, moment, with gradients)
+EVERYWHERE = [
+    (EXACT, torch.float64, "fresh", True),
+    (EXACT, torch.float64, "trained", True),
+    (LAZY, torch.float64, "trained", True),
+    (REPLACED, torch.float32, "trained", True),
+]
+BETWEEN = [
+    (EXACT, torch.float64, "between", True),
+    (LAZY, torch.float64, "between", True),
+    (REPLACED, torch.float32, "between", True),
+]
+WITHOUT_GRADIENTS = [(EXACT, torch.float64, "trained", False), (LAZY, torch.float32, "between", False)]
+SETTINGS = {
+    "read": EVERYWHERE + BETWEEN + WITHOUT_GRADIENTS,
+    "write": EVERYWHERE + BETWEEN,
+    "grad": BETWEEN,
+    "swap": [EVERYWHERE[0], EVERYWHERE[2], EVERYWHERE[3]],
+    "train": EVERYWHERE[1:],
+}
+RUNS = [
+    pytest.param(case, *setting, id=f"{name}-{name_of(*setting)}")
+    for name, case in CASES.items()
+    for setting in SETTINGS[case.group]
+]
+# Worlds of torch.nn and of ours that have served a case, and can serve another.
+used: dict[str, tuple[World, World]] = {}
+
+
+def compare(case: Case, kind: Kind, dtype: torch.dtype, moment: str, grad: bool) -> dict[str, Any]:
+    """Run a case on both and return what is seen with torch.nn."""
+    replaces = case.group in ("swap", "train")  # modules, optimizers, hooks
+    name = f"{kind.name} {name_of(kind, dtype, moment, grad)}"
+    pair = None if replaces else used.pop(name, None)
+    expected, ours = pair or (World(dense(kind), dtype, moment), World(kind, dtype, moment))
+    steps = 0 if moment == "fresh" and not replaces else 2
+    wanted = expected.run(case, grad, steps)
+    if case.differs and kind.name != "torch":
+        with pytest.raises(SpeedtransferError):
+            ours.run(case, grad, steps)
+        return dict(wanted)
+    seen = ours.run(case, grad, steps)
+    assert [name for name, _ in seen] == [name for name, _ in wanted]
+    for (what, value), (_, other) in zip(seen, wanted, strict=True):
+        assert_equal(value, other, 0.0 if kind.name == "torch" else TOLERANCE[dtype], what)
+    if not replaces:
+        for world in (expected, ours):
+            world.reset()
+        used[name] = expected, ours
+    return dict(wanted)
+
+
+@pytest.mark.parametrize(("case", "kind", "dtype", "moment", "grad"), RUNS)
+def test_as_torch(case: Case, kind: Kind, dtype: torch.dtype, moment: str, grad: bool) -> None:
+    compare(case, kind, dtype, moment, grad)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_twice(name: str) -> None:
+    """The comparison is a fair one: torch alone gives one outcome. And what is called a write changes the rows."""
+    case = CASES[name]
+    kind, *setting = SETTINGS[case.group][0 if case.group == "grad" else 1]
+    seen = compare(case, dense(kind), *setting)
+    if case.group == "write":
+        assert not torch.equal(seen["emb.weight before"], seen["emb.weight after the case"])

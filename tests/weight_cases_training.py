@@ -1,0 +1,889 @@
+"""What people do with the gradient of `emb.weight`, with the weight itself, and around a training loop: see weight_cases.py.
+
+`loss()` is a loss of rows of `emb` and `items` and of `query`; `step()` zeroes gradients, goes back from it, and steps `opt`.
+"""
+
+from __future__ import annotations
+
+from weight_cases import READ, WRITE, parse
+
+# Between backward and step.
+GRAD = parse(
+    "grad",
+    """
+emb.weight.grad.shape, emb.weight.grad.dtype, emb.weight.grad.device, emb.weight.grad.numel(), len(emb.weight.grad)
+
+emb.weight.grad.norm(), emb.weight.grad.norm(dim=1), torch.norm(emb.weight.grad, 1), emb.weight.grad.abs().max()
+
+emb.weight.grad[3], emb.weight.grad[ids], emb.weight.grad[index], emb.weight.grad[mask], emb.weight.grad[2:9, 1]
+
+emb.weight.grad.sum(0), emb.weight.grad.mean(), emb.weight.grad.std(), (emb.weight.grad != 0).any(1).nonzero()
+
+emb.weight.grad.isnan().any(), torch.isfinite(emb.weight.grad).all(), bool((emb.weight.grad > 0).any())
+
+emb.weight.grad.clone(), emb.weight.grad.detach().cpu().numpy(), emb.weight.grad.tolist(), emb.weight.grad.data[3]
+
+emb.weight.grad * 2, emb.weight.grad + emb.weight.detach(), emb.weight.grad.flatten(), emb.weight.grad.t() @ emb.weight.grad
+
+F.cosine_similarity(emb.weight.grad, emb.weight.detach()), torch.dot(emb.weight.grad.view(-1), full.view(-1))
+
+torch.cat([p.grad.flatten() for p in model.parameters()]), [p.grad.norm().item() for p in model.parameters()]
+
+torch.stack([torch.linalg.vector_norm(p.grad) for p in model.parameters()]).norm()
+
+{name: p.grad.abs().mean() for name, p in model.named_parameters() if p.grad is not None}
+
+emb.weight.grad.is_sparse, emb.weight.grad.layout, emb.weight.grad.requires_grad, emb.weight.grad is None
+
+emb.weight.grad is emb.weight.grad, [p.grad is None for p in model.parameters()]
+
+nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+nn.utils.clip_grad_norm_(emb.parameters(), 0.05, norm_type=1), nn.utils.clip_grad_norm_(items.weight, 1.0, norm_type="inf")
+
+nn.utils.clip_grad_value_(model.parameters(), 0.02)
+
+emb.weight.grad[3] = 0
+
+emb.weight.grad[mask] = 0.0
+
+emb.weight.grad[~mask] *= 0.5
+
+emb.weight.grad *= 0.5
+
+emb.weight.grad.mul_(mask[:, None])
+
+emb.weight.grad.data.mul_(0.1)
+
+emb.weight.grad.data[5] = 1.0
+
+emb.weight.grad.div_(2).clamp_(-0.1, 0.1)
+
+emb.weight.grad.zero_()
+
+emb.weight.grad[30].fill_(0.5)
+
+emb.weight.grad.add_(full, alpha=0.01)
+
+emb.weight.grad += 0.1 * emb.weight.detach()
+
+emb.weight.grad.copy_(full)
+
+emb.weight.grad.nan_to_num_(nan=0.0)
+
+emb.weight.grad.sign_()
+
+emb.weight.grad = None
+
+emb.weight.grad = full.clone()
+
+emb.weight.grad = torch.zeros_like(emb.weight)
+
+emb.weight.grad = emb.weight.grad * 0.5
+
+emb.weight.grad = F.normalize(emb.weight.grad, dim=1)
+
+emb.weight.grad.data = full.clone()
+
+# Frozen rows
+frozen = torch.tensor([0, 3, 9])
+emb.weight.grad.data[frozen] = 0
+emb.weight.grad.index_fill_(0, frozen, 0)
+
+# Every gradient scaled
+for p in model.parameters():
+    p.grad /= 2
+
+# Every gradient by torch._foreach
+torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
+
+# Gradient noise
+for p in model.parameters():
+    p.grad += 0.01 * torch.ones_like(p.grad)
+
+# Keep a gradient, zero it, put it back
+saved = [p.grad.clone() for p in model.parameters()]
+opt.zero_grad()
+loss().backward()
+for p, grad in zip(model.parameters(), saved):
+    p.grad.copy_(grad)
+
+# Conflicting gradients of two tasks
+first = emb.weight.grad.clone()
+opt.zero_grad()
+(2 * loss()).backward()
+emb.weight.grad -= first * (emb.weight.grad * first).sum() / first.norm() ** 2
+
+opt.zero_grad()
+emb.weight.grad is None
+
+opt.zero_grad(set_to_none=False)
+emb.weight.grad
+
+model.zero_grad()
+emb.weight.grad is None
+
+emb.zero_grad(set_to_none=False)
+emb.weight.grad.abs().sum()
+
+# A second backward adds
+loss().backward()
+emb.weight.grad
+
+# The whole table adds to rows
+emb.weight.pow(2).sum().backward()
+emb.weight.grad
+
+# Decoupled weight decay by hand
+with torch.no_grad():
+    emb.weight.mul_(1 - 0.01)
+opt.step()
+emb.weight.grad
+
+# A step by hand instead of the optimizer's
+with torch.no_grad():
+    for p in model.parameters():
+        p -= 0.1 * p.grad
+opt.zero_grad()
+emb.weight.detach()
+""",
+)
+
+# The parameter itself: put in place, tied, shared, frozen, copied, saved.
+SWAP = parse(
+    "swap",
+    """
+# A new parameter, then the optimizer
+emb.weight = nn.Parameter(full.clone())
+opt = make_opt(model.parameters())
+emb.weight
+
+# A new parameter, with the optimizer made before
+emb.weight = nn.Parameter(full.clone())
+step()
+emb.weight
+
+# from_numpy into a new parameter
+emb.weight = nn.Parameter(torch.from_numpy(full.numpy().copy()))
+opt = make_opt(model.parameters())
+
+# A new parameter, frozen
+emb.weight = nn.Parameter(full.clone(), requires_grad=False)
+opt = make_opt([p for p in model.parameters() if p.requires_grad])
+step()
+emb.weight
+
+# More rows by a new parameter
+emb.weight = nn.Parameter(torch.cat([emb.weight.data, rows]))
+emb.num_embeddings = len(emb.weight)
+opt = make_opt(model.parameters())
+emb(torch.tensor([40, 43])), emb.weight.shape
+
+# More rows by .data, before the optimizer
+emb.weight.data = torch.cat([emb.weight.data, rows])
+opt = make_opt(model.parameters())
+emb(torch.tensor([40, 43])), emb.weight.shape
+
+# More rows in a new module
+bigger = Embedding(44, 6)
+bigger.weight.data[:40] = emb.weight.data
+model.emb = emb = bigger
+opt = make_opt(model.parameters())
+emb.weight[:40]
+
+# Copy into another module
+twin = Embedding(40, 6)
+twin.weight.data.copy_(emb.weight.data)
+twin.load_state_dict(emb.state_dict())
+twin.weight
+
+# Copy from torch.nn and back
+dense = nn.Embedding(40, 6)
+emb.weight.data.copy_(dense.weight.data)
+step()
+dense.weight.data.copy_(emb.weight.data)
+dense.weight
+
+# Share one weight between two embeddings
+twin = Embedding(40, 6)
+twin.weight = emb.weight
+model.twin = twin
+(twin(ids).sum() + loss()).backward()
+opt.step()
+twin.weight is emb.weight, len(list(model.parameters())), twin(ids), emb(ids)
+
+# Share a module
+model.again = model.emb
+(model.again(ids).sum() + loss()).backward()
+opt.step()
+len(list(model.parameters())), model.again.weight
+
+# lm_head.weight = emb.weight
+lm_head = nn.Linear(6, 40, bias=False)
+lm_head.weight = emb.weight
+F.cross_entropy(lm_head(emb(ids[:, 0])), ids[:, 1]).backward()
+opt.step()
+lm_head.weight, lm_head(query)
+
+# emb.weight = lm_head.weight
+model.lm_head = nn.Linear(6, 40, bias=False)
+emb.weight = model.lm_head.weight
+opt = make_opt(model.parameters())
+for _ in range(3):
+    opt.zero_grad()
+    F.cross_entropy(model.lm_head(emb(ids[:, 0])), ids[:, 1]).backward()
+    opt.step()
+emb.weight is model.lm_head.weight, emb.weight, len(list(model.parameters()))
+
+# Freeze
+emb.weight.requires_grad_(False)
+step()
+emb.weight.requires_grad, emb.weight.grad
+
+# Freeze and thaw
+emb.weight.requires_grad = False
+step()
+emb.weight.requires_grad = True
+step()
+emb.weight
+
+# Freeze the model
+for p in model.parameters():
+    p.requires_grad = p is query
+step()
+[p.requires_grad for p in model.parameters()]
+
+# Penalty on a frozen table
+emb.requires_grad_(False)
+(emb.weight.pow(2).sum() + loss()).backward()
+emb.weight.grad
+
+# Parameter groups
+opt = make_opt([{"params": [emb.weight], "lr": 0.02}, {"params": [items.weight, query]}])
+step()
+
+# Parameter groups by name
+decay = [p for name, p in model.named_parameters() if "emb" in name]
+rest = [p for name, p in model.named_parameters() if "emb" not in name]
+opt = make_opt([{"params": decay, "lr": 0.02}, {"params": rest}])
+step()
+
+# Parameter groups by dimension
+opt = make_opt([{"params": [p for p in model.parameters() if p.ndim >= 2]}])
+step()
+len(opt.param_groups[0]["params"])
+
+# Parameters as a set
+ids_of = {id(p) for p in emb.parameters()}
+opt = make_opt([p for p in model.parameters() if id(p) not in ids_of] + list({emb.weight}))
+step()
+emb.weight in {emb.weight: 1}
+
+# Add a parameter group
+opt = make_opt([query, items.weight])
+opt.add_param_group({"params": [emb.weight], "lr": 0.02})
+step()
+
+# Two optimizers
+opt = make_opt([emb.weight])
+other = make_opt([items.weight, query])
+for _ in range(3):
+    opt.zero_grad()
+    other.zero_grad()
+    loss().backward()
+    opt.step()
+    other.step()
+
+# A subclass with its own reset_parameters
+class Scaled(Embedding):
+    def reset_parameters(self):
+        self.weight.data.normal_(0, 1.0 / self.embedding_dim)
+        if self.padding_idx is not None:
+            self.weight.data[self.padding_idx].fill_(0)
+model.emb = emb = Scaled(40, 6, padding_idx=1)
+opt = make_opt(model.parameters())
+emb.weight
+
+# A subclass with zeros
+class Zero(Embedding):
+    def reset_parameters(self):
+        self.weight.data.zero_()
+model.emb = emb = Zero(40, 6)
+opt = make_opt(model.parameters())
+emb.weight
+
+# A subclass with its own forward
+class Scaled(Embedding):
+    def forward(self, ids):
+        return super().forward(ids) * self.embedding_dim**0.5
+model.emb = emb = Scaled(40, 6)
+nn.init.normal_(emb.weight, std=0.1)
+opt = make_opt(model.parameters())
+
+# A subclass that looks up by hand
+class ByHand(Embedding):
+    def forward(self, ids):
+        return F.embedding(ids, self.weight, self.padding_idx)
+model.emb = emb = ByHand(40, 6, padding_idx=0)
+opt = make_opt(model.parameters())
+
+# Weights in __init__ of a model
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = Embedding(40, 6)
+        self.items = Embedding(30, 6, padding_idx=0)
+        nn.init.xavier_uniform_(self.emb.weight)
+        self.items.weight.data.uniform_(-0.05, 0.05)
+        self.items.weight.data[0] = 0
+        self.query = nn.Parameter(torch.zeros(3, 6))
+model = Model()
+emb, items, query = model.emb, model.items, model.query
+opt = make_opt(model.parameters())
+
+# from_pretrained
+model.emb = emb = Embedding.from_pretrained(full.clone(), freeze=False)
+opt = make_opt(model.parameters())
+emb.weight
+
+# _weight
+model.emb = emb = Embedding(40, 6, _weight=full.clone())
+opt = make_opt(model.parameters())
+emb.weight
+
+# The padding row of a whole-table use
+model.emb = emb = Embedding(40, 6, padding_idx=3)
+opt = make_opt(model.parameters())
+(query @ emb.weight.T).sum().backward()
+opt.step()
+emb.weight[3]
+
+# EmbeddingBag
+bag = EmbeddingBag(40, 6, mode="sum")
+nn.init.uniform_(bag.weight, -0.1, 0.1)
+model.bag = bag
+opt = make_opt(model.parameters())
+for _ in range(3):
+    opt.zero_grad()
+    (loss() + bag(ids).square().sum() + bag.weight.norm()).backward()
+    opt.step()
+bag.weight, bag(ids), (query @ bag.weight.T).shape, F.embedding_bag(ids, bag.weight)
+
+# EmbeddingBag with weights of samples
+bag = EmbeddingBag(40, 6, mode="sum")
+bag.weight.data = full.clone()
+model.bag = bag
+opt = make_opt(model.parameters())
+bag(ids, per_sample_weights=ids * bias[0]).sum().backward()
+bag.weight.grad[2] = 0
+opt.step()
+bag.weight
+
+# A deep copy
+copied = copy.deepcopy(model)
+copied.emb.weight.data.add_(1.0)
+copied.emb.weight, emb.weight, copied.emb.weight is emb.weight
+
+# A deep copy of the weight
+copied = copy.deepcopy(emb.weight)
+copied.data.zero_()
+copied, emb.weight, isinstance(copied, nn.Parameter)
+
+# Pickle
+copied = pickle.loads(pickle.dumps(emb))
+copied.weight.data[0] = 1.0
+copied.weight, emb.weight
+
+# Pickle the weight
+copied = pickle.loads(pickle.dumps(emb.weight))
+copied, emb.weight
+
+# torch.save and torch.load of a state dict
+file = io.BytesIO()
+torch.save(model.state_dict(), file)
+file.seek(0)
+emb.weight.data.zero_()
+model.load_state_dict(torch.load(file))
+
+# torch.save of the weight
+file = io.BytesIO()
+torch.save(emb.weight.data, file)
+file.seek(0)
+torch.load(file)
+
+# torch.save and torch.load of a module
+file = io.BytesIO()
+torch.save(emb, file)
+file.seek(0)
+torch.load(file, weights_only=False).weight
+
+# np.save
+file = io.BytesIO()
+np.save(file, emb.weight.detach().numpy())
+file.seek(0)
+np.load(file)
+
+# State of the optimizer
+opt.state[emb.weight] if emb.weight in opt.state else None
+
+# State of the optimizer, cleared
+opt.state.pop(emb.weight, None)
+opt.state.clear()
+opt = make_opt(model.parameters())
+
+# half and back
+model.half().double() if emb.weight.dtype == torch.float64 else model.double().float()
+opt = make_opt(model.parameters())
+emb.weight
+
+# functional_call
+swapped = torch.func.functional_call(model.emb, {"weight": full * 2}, (ids,))
+swapped.sum(), emb(ids)
+
+# functional_call with gradients
+inner = {"weight": (emb.weight * 2)}
+torch.func.functional_call(emb, inner, (ids,)).square().sum().backward()
+opt.step()
+emb.weight
+
+# weight_norm
+model.emb = emb = nn.utils.parametrizations.weight_norm(Embedding(40, 6))
+opt = make_opt(model.parameters())
+for _ in range(2):
+    step()
+emb.weight, sorted(name for name, _ in emb.named_parameters())
+
+# A parametrization
+class Double(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+nn.utils.parametrize.register_parametrization(emb, "weight", Double())
+opt = make_opt(model.parameters())
+step()
+nn.utils.parametrize.remove_parametrizations(emb, "weight")
+opt = make_opt(model.parameters())
+emb.weight
+
+# spectral_norm
+model.emb = emb = nn.utils.parametrizations.spectral_norm(Embedding(40, 6))
+emb.weight
+
+# Delete
+weight = emb.weight
+del emb.weight
+hasattr(emb, "weight"), list(emb.parameters())
+emb.weight = weight
+emb.weight is weight
+
+# register_parameter
+emb.register_parameter("weight", nn.Parameter(full.clone()))
+opt = make_opt(model.parameters())
+emb.weight, emb(ids)
+
+# A penalty list made in __init__
+penalised = [("emb", emb.weight), ("items", items.weight)]
+for _ in range(3):
+    opt.zero_grad()
+    (loss() + sum(0.1 * w.square().sum() for _, w in penalised)).backward()
+    opt.step()
+
+# A weight kept in a variable
+w = emb.weight
+step()
+w, (query @ w.T).sum()
+
+# A sequence of weights
+weights = nn.ParameterList([emb.weight, items.weight])
+step()
+weights[0], sum(w.numel() for w in weights)
+""",
+)
+
+# Loops: hooks, optimizers written by hand, averages, everything around a step.
+TRAIN = parse(
+    "train",
+    """
+# A hook that masks the gradient of frozen rows
+emb.weight.register_hook(lambda grad: grad * mask[:, None])
+step()
+
+# A hook that clips
+emb.weight.register_hook(lambda grad: grad.clamp(-0.05, 0.05))
+step()
+
+# A hook that looks
+seen = []
+handle = emb.weight.register_hook(lambda grad: seen.append(grad.clone()))
+step()
+handle.remove()
+step()
+seen
+
+# A hook that changes the gradient in place
+def zero_rows(grad):
+    grad = grad.clone()
+    grad[:5] = 0
+    return grad
+emb.weight.register_hook(zero_rows)
+step()
+
+# A hook after the gradient is there
+seen = []
+emb.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))
+step()
+seen
+
+# A step in the hook after the gradient is there
+each = {p: make_opt([p]) for p in model.parameters()}
+def step_now(p):
+    each[p].step()
+    each[p].zero_grad()
+for p in model.parameters():
+    p.register_post_accumulate_grad_hook(step_now)
+for _ in range(3):
+    loss().backward()
+opt = make_opt([nn.Parameter(torch.zeros(1))])
+
+torch.autograd.grad(loss(), emb.weight)
+
+torch.autograd.grad(loss(), [emb.weight, query]), emb.weight.grad
+
+torch.autograd.grad(emb(ids).sum(), list(model.parameters()), allow_unused=True)
+
+# autograd.grad by hand into .grad
+opt.zero_grad()
+for p, grad in zip(model.parameters(), torch.autograd.grad(loss(), list(model.parameters()))):
+    p.grad = grad
+opt.step()
+
+# A penalty on the gradient
+grad = torch.autograd.grad(loss(), emb.weight, create_graph=True)[0]
+(grad.square().sum() + loss()).backward()
+opt.step()
+
+loss().backward(inputs=[emb.weight])
+opt.step()
+query.grad
+
+loss().backward(inputs=[query])
+emb.weight.grad
+
+# SGD by hand
+for _ in range(3):
+    loss().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+    model.zero_grad()
+
+# SGD by hand, through .data
+for _ in range(3):
+    model.zero_grad()
+    loss().backward()
+    for p in model.parameters():
+        p.data.add_(p.grad.data, alpha=-0.1)
+
+# SGD by hand, assigned
+for _ in range(3):
+    loss().backward()
+    for p in model.parameters():
+        p.data = p.data - 0.1 * p.grad
+        p.grad = None
+
+# SGD with momentum by hand
+velocity = {p: torch.zeros_like(p) for p in model.parameters()}
+for _ in range(3):
+    model.zero_grad()
+    loss().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            velocity[p].mul_(0.9).add_(p.grad)
+            p.sub_(velocity[p], alpha=0.1)
+
+# Adam by hand
+mean = [torch.zeros_like(p) for p in model.parameters()]
+square = [torch.zeros_like(p) for p in model.parameters()]
+for t in range(1, 4):
+    model.zero_grad()
+    loss().backward()
+    for p, m, v in zip(model.parameters(), mean, square):
+        m.mul_(0.9).add_(p.grad, alpha=0.1)
+        v.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+        p.data.addcdiv_(m / (1 - 0.9**t), (v / (1 - 0.999**t)).sqrt() + 1e-8, value=-0.05)
+
+# An optimizer of four lines
+class Plain(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"])
+opt = Plain(model.parameters(), 0.1)
+step()
+
+# SAM
+for _ in range(3):
+    opt.zero_grad()
+    loss().backward()
+    moved = {}
+    with torch.no_grad():
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        for p in model.parameters():
+            moved[p] = 0.05 * p.grad / norm
+            p.add_(moved[p])
+    opt.zero_grad()
+    loss().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(moved[p])
+    opt.step()
+
+# SAM with the old weights kept
+for _ in range(3):
+    opt.zero_grad()
+    loss().backward()
+    kept = {p: p.data.clone() for p in model.parameters()}
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=0.05)
+    opt.zero_grad()
+    loss().backward()
+    for p in model.parameters():
+        p.data = kept[p]
+    opt.step()
+
+# Lookahead
+slow = [p.detach().clone() for p in model.parameters()]
+for _ in range(2):
+    for _ in range(3):
+        step()
+    with torch.no_grad():
+        for p, s in zip(model.parameters(), slow):
+            s.add_(p - s, alpha=0.5)
+            p.copy_(s)
+
+# EMA of parameters
+shadow = {name: p.data.clone() for name, p in model.named_parameters()}
+for _ in range(3):
+    step()
+    for name, p in model.named_parameters():
+        shadow[name] = 0.9 * shadow[name] + 0.1 * p.data
+shadow
+
+# EMA of a deep copy
+average = copy.deepcopy(model)
+for _ in range(3):
+    step()
+    with torch.no_grad():
+        for a, p in zip(average.parameters(), model.parameters()):
+            a.mul_(0.9).add_(p, alpha=0.1)
+average.emb.weight, average.emb(ids)
+
+# EMA of the state dict
+average = {name: value.clone() for name, value in model.state_dict().items()}
+for _ in range(3):
+    step()
+    for name, value in model.state_dict().items():
+        average[name].lerp_(value, 0.1)
+average
+
+# EMA put in for evaluation, and the weights put back
+shadow = {name: p.data.clone() * 0.5 for name, p in model.named_parameters()}
+backup = {}
+for name, p in model.named_parameters():
+    backup[name] = p.data
+    p.data = shadow[name]
+evaluated = emb(ids)
+for name, p in model.named_parameters():
+    p.data = backup[name]
+evaluated, emb(ids)
+
+# AveragedModel
+average = torch.optim.swa_utils.AveragedModel(model)
+for _ in range(3):
+    step()
+    average.update_parameters(model)
+average.module.emb.weight, list(average.state_dict().values())[1]
+
+# AveragedModel with EMA
+ema = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=ema)
+for _ in range(3):
+    step()
+    average.update_parameters(model)
+average.module.emb(ids)
+
+# A target network
+target = copy.deepcopy(model).requires_grad_(False)
+for _ in range(3):
+    step()
+    for t, p in zip(target.parameters(), model.parameters()):
+        t.data.copy_(0.9 * t.data + 0.1 * p.data)
+target.emb.weight, target.emb(ids)
+
+# A target network by state dict
+target = copy.deepcopy(model)
+step()
+target.load_state_dict(model.state_dict())
+target.emb.weight
+
+# Renormalise after each step (TransE)
+for _ in range(3):
+    step()
+    emb.weight.data = F.normalize(emb.weight.data, p=2, dim=-1)
+
+# Renormalise in place after each step
+for _ in range(3):
+    step()
+    with torch.no_grad():
+        emb.weight.div_(emb.weight.norm(dim=-1, keepdim=True))
+
+# Clamp after each step
+for _ in range(3):
+    step()
+    emb.weight.data.clamp_(-0.5, 0.5)
+
+# Zero a row after each step
+for _ in range(3):
+    step()
+    emb.weight.data[0].zero_()
+
+# A penalty over model.parameters() in a loop
+for _ in range(3):
+    opt.zero_grad()
+    (loss() + 0.01 * sum(p.square().sum() for p in model.parameters())).backward()
+    opt.step()
+
+# The whole table in a loop
+for _ in range(3):
+    opt.zero_grad()
+    (F.cross_entropy(emb(ids[:, 0]) @ emb.weight.T, ids[:, 1]) + loss()).backward()
+    opt.step()
+
+# LightGCN
+for _ in range(3):
+    nodes = torch.cat([emb.weight, items.weight])
+    users, things = torch.split((nodes + torch.sparse.mm(graph, nodes)) / 2, [40, 30])
+    score = (users[ids[0]] * things[ids[1] % 30]).sum(1)
+    opt.zero_grad()
+    (F.softplus(-score).mean() + 0.01 * emb(ids[0]).square().sum()).backward()
+    opt.step()
+
+# Two steps without zero_grad
+loss().backward()
+opt.step()
+opt.step()
+emb.weight.grad
+
+# Steps without a backward
+opt.step()
+opt.zero_grad()
+opt.step()
+
+# The gradient is there after a step
+opt.zero_grad()
+loss().backward()
+opt.step()
+emb.weight.grad
+
+# Gradients pile up over steps
+for _ in range(3):
+    loss().backward()
+    opt.step()
+emb.weight.grad
+
+# zero_grad(set_to_none=False)
+for _ in range(3):
+    opt.zero_grad(set_to_none=False)
+    loss().backward()
+    opt.step()
+emb.weight.grad
+
+# Accumulate over batches
+for _ in range(2):
+    opt.zero_grad()
+    for part in (ids[:1], ids[1:], (ids + 20) % 40):
+        emb(part).square().sum().backward()
+    opt.step()
+
+# Several forwards, one backward
+first, second = emb(ids), emb((ids + 10) % 40)
+opt.zero_grad()
+(first.sum() * second.mean()).backward()
+opt.step()
+first.detach(), second.detach()
+
+# A loss that is discarded
+emb(ids).sum()
+loss()
+step()
+
+# A backward whose gradient is discarded
+(100 * loss()).backward()
+opt.zero_grad()
+step()
+
+# Backward twice through one graph
+opt.zero_grad()
+value = loss()
+value.backward(retain_graph=True)
+value.backward()
+opt.step()
+emb.weight.grad
+
+# A closure
+def closure():
+    opt.zero_grad()
+    value = loss()
+    value.backward()
+    return value
+opt.step(closure).item()
+
+# A scheduler
+scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+for _ in range(3):
+    step()
+    scheduler.step()
+
+# Logging in a loop
+logged = []
+for _ in range(3):
+    opt.zero_grad()
+    loss().backward()
+    logged.append((emb.weight.norm().item(), emb.weight.grad.norm().item(), emb.weight.grad.abs().mean().item()))
+    opt.step()
+    logged.append([(name, p.mean().item()) for name, p in model.named_parameters()])
+logged
+
+# Early stopping: keep the best and go back
+best = copy.deepcopy(model.state_dict())
+step()
+model.load_state_dict(best)
+emb.weight
+
+# Gradients of the table by finite differences
+step()
+before = loss().item()
+emb.weight.data[ids[0, 0], 0] += 1e-3
+loss().item() - before
+
+# Resume the optimizer
+step()
+saved = copy.deepcopy(opt.state_dict())
+opt = make_opt(model.parameters())
+opt.load_state_dict(saved)
+step()
+
+# opt.step() under a profiler's no_grad
+opt.zero_grad()
+loss().backward()
+with torch.no_grad():
+    opt.step()
+    frozen = emb.weight.clone()
+frozen
+""",
+)
+
+CASES = [*READ, *WRITE, *GRAD, *SWAP, *TRAIN]

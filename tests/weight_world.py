@@ -1,0 +1,257 @@
+"""Runs the cases of weight_cases.py: the same model on ``torch.nn`` and on ours, and all that can be seen of it after."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import io
+import linecache
+import operator
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from weight_cases import Case
+
+import speedtransfer
+
+ROWS, ITEMS, DIM = 40, 30, 6
+LIBRARIES = {"copy": copy, "io": io, "operator": operator, "pickle": pickle, "np": np, "torch": torch, "nn": nn, "F": F}
+
+
+class Model(nn.Module):
+    """Two embeddings and a parameter."""
+
+    def __init__(self, embedding: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.emb = embedding(ROWS, DIM)
+        self.items = embedding(ITEMS, DIM)
+        self.query = nn.Parameter(torch.randn(3, DIM))
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Where the embeddings of a world come from, and which optimizer trains them.
+
+    Idle rows that are lazy equal dense ones under Adagrad: a gradient of zero changes neither its rows nor its state.
+    """
+
+    name: str
+    optimizer: type[torch.optim.Optimizer]
+    options: dict[str, Any]
+
+    def model(self) -> Model:
+        """Return the model: of torch.nn, of our modules, or of torch.nn with the embeddings replaced."""
+        if self.name in ("torch", "replaced"):
+            model = Model(nn.Embedding)
+            if self.name == "replaced":
+                speedtransfer.replace_embeddings(model, min_rows=0)
+            return model
+        return Model(lambda rows, dim: speedtransfer.Embedding(rows, dim, idle=self.name))
+
+    @property
+    def modules(self) -> Any:
+        """The package with the modules that cases make themselves."""
+        return nn if self.name == "torch" else speedtransfer
+
+
+ADAMW = (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1})
+ADAGRAD = (torch.optim.Adagrad, {"lr": 0.1})
+EXACT, REPLACED, LAZY = Kind("exact", *ADAMW), Kind("replaced", *ADAMW), Kind("lazy", *ADAGRAD)
+
+
+def dense(kind: Kind) -> Kind:
+    """Return the kind that another is compared with."""
+    return dataclasses.replace(kind, name="torch")
+
+
+@contextmanager
+def defaults(dtype: torch.dtype) -> Iterator[None]:
+    """One seed and one dtype, for a model and for the case; put back at the end."""
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+class World:
+    """The names that cases use, and what is to be seen after one.
+
+    Parameters
+    ----------
+    kind : Kind
+    dtype : torch.dtype
+        Of everything.
+    moment : {"fresh", "trained", "between"}
+        When cases run: before the first step, after some steps, or after these and a backward. One world serves one case after
+        another as long as these leave the modules and the optimizer in place.
+    """
+
+    def __init__(self, kind: Kind, dtype: torch.dtype, moment: str) -> None:
+        self.dtype, self.moment = dtype, moment
+        self.seen: list[tuple[str, Any]] = []
+        with defaults(dtype):
+            model = kind.model()
+            draw = torch.Generator().manual_seed(5)
+            self.target = torch.randn(2, 4, DIM, generator=draw)
+            edges = torch.randint(0, ROWS + ITEMS, (2, 60), generator=draw)
+            shape = (ROWS + ITEMS, ROWS + ITEMS)
+            self.names: dict[str, Any] = {
+                **LIBRARIES,
+                "Embedding": kind.modules.Embedding,
+                "EmbeddingBag": kind.modules.EmbeddingBag,
+                "model": model,
+                "emb": model.emb,
+                "items": model.items,
+                "query": model.query,
+                "make_opt": lambda params: kind.optimizer(params, **kind.options),
+                "step": self.step,
+                "loss": self.loss,
+                "ids": torch.tensor([[1, 7, 7, 12], [0, 39, 7, 3]]),
+                "index": torch.tensor([3, 12, 3, 30]),
+                "offsets": torch.tensor([0, 3, 5]),
+                "mask": torch.arange(ROWS) % 3 == 0,
+                "rows": torch.randn(4, DIM, generator=draw),
+                "full": torch.randn(ROWS, DIM, generator=draw),
+                "bias": torch.randn(ROWS, generator=draw),
+                "graph": torch.sparse_coo_tensor(
+                    edges, torch.full((60,), 0.2), shape, check_invariants=True
+                ).coalesce(),
+            }
+            self.names["opt"] = self.names["make_opt"](model.parameters())
+            self._names, self._values = dict(self.names), copy.deepcopy(model.state_dict())
+            if moment != "fresh":
+                for shift in (0, 20, 5):
+                    self.step(shift)
+
+    def loss(self, shift: int = 0) -> Tensor:
+        """Return a loss of eight rows of each embedding, different ones for another `shift`, and of `query`."""
+        emb, items, query, ids = (self.names[name] for name in ("emb", "items", "query", "ids"))
+        rows = emb((ids + shift) % ROWS)
+        others = items((ids * 3 + shift) % ITEMS)
+        return (rows.sin() * self.target).sum() + (rows * others).mean() + query.square().sum()
+
+    def step(self, shift: int = 0) -> None:
+        """Make a step of training."""
+        opt = self.names["opt"]
+        opt.zero_grad()
+        value = self.loss(shift)
+        value.backward()
+        opt.step()
+        self.seen.append(("loss", value.detach().clone()))
+
+    def reset(self) -> None:
+        """Give every parameter its first value; the optimizer goes on."""
+        self.names = dict(self._names)
+        self.names["opt"].zero_grad()
+        self.names["model"].load_state_dict(self._values)
+
+    def run(self, case: Case, grad: bool, steps: int) -> list[tuple[str, Any]]:
+        """Run `case`, with or without gradients, then train on for some steps, and return what is seen."""
+        self.seen = []
+        with defaults(self.dtype):
+            torch.manual_seed(17)
+            self.see("before")
+            if self.moment == "between":
+                self.loss(9).backward()
+            with torch.set_grad_enabled(grad):
+                result = run_code(case, self.names)
+                # Of a view of a leaf torch says that it wants gradients even where it was made without any.
+                self.seen.append(("result", snapshot(result, grad)))
+            self.see("after the case")
+            self.use(result)
+            if steps:
+                self.names["opt"].step()
+                self.names["opt"].zero_grad()
+                self.see("after the next step")
+                for shift in range(1, steps):
+                    self.step(3 * shift)
+                self.see("at the end")
+        return self.seen
+
+    def use(self, result: Any) -> None:
+        """Go back from all results that want gradients and, where there is no gradient yet, from rows that are looked up."""
+        wanting = [it for it in tensors(result) if it.requires_grad and it.is_floating_point()]
+        used = sum((it * torch.linspace(-1, 1, it.numel()).view(it.shape)).sum() for it in wanting)
+        if self.moment != "between":
+            self.names["opt"].zero_grad()
+            used = used + self.loss(2)
+        if isinstance(used, Tensor):
+            used.backward()
+        for name, param in self.names["model"].named_parameters():
+            self.seen.append((f"gradient of {name}", snapshot(param.grad)))
+
+    def see(self, when: str) -> None:
+        """Note all values of the model, and of the optimizer's state."""
+        for name, value in self.names["model"].state_dict().items():
+            self.seen.append((f"{name} {when}", value.detach().clone()))
+        for number, state in self.names["opt"].state_dict()["state"].items():
+            for name, value in state.items():
+                self.seen.append((f"state {number}.{name} {when}", snapshot(value)))
+
+
+def run_code(case: Case, names: dict[str, Any]) -> Any:
+    """Run the code of `case` and return the value of its last line, or None where that is a statement."""
+    file = f"<{case.id}>"
+    linecache.cache[file] = (len(case.code), None, [line + "\n" for line in case.code.splitlines()], file)
+    tree = ast.parse(case.code)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(tree, file, "exec"), names)
+        return None if last is None else eval(compile(ast.Expression(last.value), file, "eval"), names)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Return all tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [it for part in value for it in tensors(part)] if isinstance(value, list | tuple) else []
+
+
+def snapshot(value: Any, grad: bool = False) -> Any:
+    """Return a copy of a nested value as it is now; with `grad` tensors want gradients where they did."""
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(grad and value.requires_grad)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return {key: snapshot(part, grad) for key, part in value.items()}
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return [snapshot(part, grad) for part in value]
+    return type(value) if isinstance(value, nn.Module) else value
+
+
+def assert_equal(ours: Any, expected: Any, tolerance: float, what: str) -> None:
+    """Compare two nested values: kinds, shapes, dtypes, what wants gradients, and numbers."""
+    assert type(ours) is type(expected) or isinstance(ours, Tensor), f"{what}: {type(ours)} and not {type(expected)}"
+    if isinstance(expected, Tensor):
+        assert ours.requires_grad == expected.requires_grad, f"{what}: requires_grad is {ours.requires_grad}"
+        assert ours.is_sparse == expected.is_sparse, f"{what}: layout is {ours.layout}"
+    if isinstance(expected, Tensor | np.ndarray | float):
+        torch.testing.assert_close(
+            ours, expected, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda text: f"{what}: {text}"
+        )
+    elif isinstance(expected, dict):
+        assert list(ours) == list(expected), what
+        for key, value in expected.items():
+            assert_equal(ours[key], value, tolerance, f"{what}[{key!r}]")
+    elif isinstance(expected, list):
+        assert len(ours) == len(expected), f"{what}: {len(ours)} items and not {len(expected)}"
+        for number, value in enumerate(expected):
+            assert_equal(ours[number], value, tolerance, f"{what}[{number}]")
+    else:
+        assert ours == expected, f"{what}: {ours!r} and not {expected!r}"
