@@ -8,6 +8,7 @@ autograd whose gradient is deposited for all rows; lookups (``F.embedding``, ind
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,23 +52,43 @@ class TableWeight(nn.Parameter):
 
 
 class _WeightData(Tensor):
-    """``weight.data`` of a table that no tensor can be over: reads and writes as the weight does, without gradients."""
+    """``weight.data`` of a table that no tensor can be over: reads and writes as the weight does, without gradients.
+
+    It keeps the rows that it stood for once others are assigned to ``weight.data``.
+    """
 
     handle: Handle
+    kept: Tensor | None = None
+
+    def keep(self) -> None:
+        """Take a copy of the rows, where they live, and stand for that from now on."""
+        self.kept = self.handle.rows.whole("weight").detach().clone()
+
+    def rows(self) -> Tensor:
+        """Return the rows that this stands for, on the compute device."""
+        if self.kept is None:
+            return self.handle.whole()
+        moved = self.kept.to(self.handle.table.device)
+        return moved if moved is self.kept else moved.as_subclass(_CopiedRows)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _ASIDE:
+            args, kwargs = tree_map_only(
+                _WeightData, lambda data: data if data.kept is None else data.rows(), (args, kwargs)
+            )
         with torch.no_grad():
-            return _call(func, args, kwargs or {})
+            return _call(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return memo.setdefault(id(self), self.handle.whole().clone())
+        return memo.setdefault(id(self), self.rows().clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.handle.whole().__reduce_ex__(protocol)
+        return self.rows().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return repr(self.handle.whole())
+        return repr(self.rows())
 
 
 class _CopiedRows(Tensor):
@@ -131,6 +152,8 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     given: dict[int, tuple[Any, Tensor, Handle, int]] = {}
 
     def whole(weight: Any) -> Tensor:
+        if isinstance(weight, _WeightData) and weight.kept is not None:
+            return weight.rows()
         handle = _handle_of(weight)
         trains = torch.is_grad_enabled() and handle.requires_grad and not isinstance(weight, _WeightData)
         values = handle.whole_leaf() if trains else handle.whole()
@@ -182,6 +205,7 @@ def _data(weight: Any) -> Tensor:
     with as_tensor():
         data = torch.Tensor.detach(weight).as_subclass(_WeightData)
     data.handle = handle
+    handle.remember(data)
     return data
 
 
@@ -190,7 +214,11 @@ def _set_data(weight: Any, values: Tensor) -> None:
     if values is weight:
         return
     handle = _handle_of(weight)
-    if isinstance(values, TableWeight | _WeightData):
+    if isinstance(values, _WeightData):
+        if values.handle is handle and values.kept is None:
+            return
+        values = values.rows()
+    elif isinstance(values, TableWeight):
         values = _handle_of(values).whole()
     handle.set_whole(values)
 
@@ -211,7 +239,9 @@ def _full_like(weight: Any, fill_value: Any, **kwargs: Any) -> Any:
     handle = _handle_of(weight)
     with as_tensor():
         if handle.aliased or kwargs.get("device") is not None:
-            empty = fill_value == 0 and not kwargs.get("requires_grad", False)  # untouched pages of zeros take no memory
+            empty = fill_value == 0 and not kwargs.get(
+                "requires_grad", False
+            )  # untouched pages of zeros take no memory
             return torch.zeros_like(weight, **kwargs) if empty else torch.full_like(weight, fill_value, **kwargs)
         one = torch.full((1, 1), fill_value, dtype=kwargs.get("dtype") or weight.dtype, device=weight.device)
         return one.expand(weight.shape)
@@ -352,7 +382,9 @@ _METHODS = (
 ).split()
 _LIKE = "zeros_like ones_like empty_like rand_like randn_like randint_like".split()
 _NEW = "new_zeros new_ones new_empty new_full new_tensor new".split()
-_FUNCTIONS = "numel is_floating_point is_complex is_tensor is_signed is_inference is_same_size is_conj is_neg get_device".split()
+_FUNCTIONS = (
+    "numel is_floating_point is_complex is_tensor is_signed is_inference is_same_size is_conj is_neg get_device".split()
+)
 # What tells of the weight as a tensor, and needs no row.
 _ASIDE = {
     *(getattr(Tensor, name).__get__ for name in _DESCRIBED if hasattr(getattr(Tensor, name, None), "__get__")),

@@ -30,6 +30,11 @@ def any_handles() -> bool:
     return len(_handles) > 0
 
 
+def _storage(tensor: Tensor) -> int:
+    """Return where the memory of `tensor` begins."""
+    return tensor.untyped_storage().data_ptr()
+
+
 @contextmanager
 def as_tensor() -> Iterator[None]:
     """Within, the parameter of a table is the tensor that torch sees, and not the whole table."""
@@ -77,6 +82,8 @@ class Handle:
         # Leaves of autograd that deposit here, with the rows they hold (None: all), while they live.
         self._leaves: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
         self._whole: tuple[weakref.ref[Tensor], int] | None = None  # the leaf over the whole table, and its version
+        # What was given as `weight.data` of a table that no tensor can be over, while it lives.
+        self._given: list[weakref.ref[Any]] = []
         # Not the parameter itself, which holds this object: a cycle would keep the table until the next gc.
         self._param: Callable[[], nn.Parameter | None] = lambda: None
         self._kind: type[nn.Parameter] = nn.Parameter
@@ -237,12 +244,44 @@ class Handle:
                 f"{self} is the file {str(table.path)!r} of {table.num_rows} rows of {rows.dtype}, which cannot become "
                 f"{tuple(values.shape)} of {values.dtype}; make a new module with another path"
             )
+        for data in [found for reference in self._given if (found := reference()) is not None]:
+            data.keep()
+        self._given = []
         if resized or retyped:
             dtype = values.dtype if rows.storage_dtype is None else rows.storage_dtype
             made = Table(len(values), table.dim, dtype, table.memory, device=table.device)
             reason = f"the table got {len(values)} rows" if resized else f"the table became {values.dtype}"
             self.replace(RowStore(made, rows.storage_dtype, rows.state_dtype), reason)
+        elif self.aliased and _storage(values) != _storage(table.stored("weight")):
+            self._leave_memory()
         self.store(values)
+
+    def remember(self, data: Any) -> None:
+        """Have `data`, which stands for the rows as they are, keep them (`data.keep()`) before others are assigned."""
+        if len(self._given) > 16:
+            self._given = [reference for reference in self._given if reference() is not None]
+        self._given.append(weakref.ref(data))
+
+    def _leave_memory(self) -> None:
+        """Move the rows to new memory if something else is over theirs: what ``weight.data`` gave before keeps its values.
+
+        As in torch, where ``backup = p.data; p.data = average`` leaves `backup` as it was.
+        """
+        table = self.table
+        plane = table.stored("weight")
+        whole = None if self._whole is None else self._whole[0]()
+        # The plane, what it is a view of, the parameter, the leaf, and the storage asked here.
+        ours = 3 + plane._is_view() + (whole is not None and _storage(whole) == _storage(plane))
+        if torch._C._storage_Use_Count(plane.untyped_storage()._cdata) <= ours:
+            return
+        if table.memory not in ("pageable", "device"):
+            raise InvalidValueError(
+                f"{self} is assigned new data while a tensor is over the old ones (as weight.data, or in a state dict), which "
+                f"would change too, as memory={table.memory!r} cannot be another; copy what is to stay: weight.data.clone()"
+            )
+        self.settle()
+        table.move_weight(plane.clone())
+        self.show()
 
     def follow(self, leaf: Tensor, ids: Tensor | None) -> None:
         """Remember a leaf of autograd that deposits the gradient of the rows `ids` (None: all) here."""
@@ -380,7 +419,9 @@ class Handle:
         shape = (self.table.num_rows, self.table.dim)
         if not isinstance(grad, Tensor) or tuple(grad.shape) != shape:
             what = tuple(grad.shape) if isinstance(grad, Tensor) else f"a {type(grad).__name__}"
-            raise InvalidValueError(f"the gradient of {self} is {what} but the table is {shape}; pass a tensor of that shape")
+            raise InvalidValueError(
+                f"the gradient of {self} is {what} but the table is {shape}; pass a tensor of that shape"
+            )
 
     def clear(self) -> None:
         """Forget the gradient and the active rows."""
@@ -463,7 +504,14 @@ class Handle:
     def __reduce__(self) -> Any:
         """Pickle the rows, without their state, which is the optimizer's, and without a gradient, as torch does."""
         memory = "device" if self.table.memory == "device" else "auto"  # a file stays where it is, pinned may not exist
-        arguments = self.table.torch(), memory, str(self.table.device), self.requires_grad, self.idle, self.rows.pickled()
+        arguments = (
+            self.table.torch(),
+            memory,
+            str(self.table.device),
+            self.requires_grad,
+            self.idle,
+            self.rows.pickled(),
+        )
         return _unpickle, arguments
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:

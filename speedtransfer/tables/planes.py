@@ -157,6 +157,12 @@ class Planes:
             raise InvalidValueError("plane 'weight' is the table itself; delete the table instead")
         del self._planes[self._check_plane(name)]
 
+    def move_weight(self, memory: Tensor) -> None:
+        """Let `memory`, like the weight plane and holding its rows, be the plane from now on; views of the old one go stale."""
+        self.wait()
+        self._writes += self.version - memory._version + 1
+        self._planes["weight"] = memory
+
     def plane(self, name: str) -> Tensor:
         """Return the whole of a plane, ``(num_rows, width)``, without a copy; it lives where the memory is."""
         if self._settle is not None:
