@@ -1,0 +1,206 @@
+"""Lightning's Trainer as its tutorials use it: fit, checkpoints, resuming, clipping, accumulation, precision, averages."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from projects.pairs import DENSE, TOLERANCE, WAYS, Outcome, assert_same, compare
+from projects.two_towers import loader, make, scores
+
+lightning = pytest.importorskip("lightning", reason="Lightning is not installed: make projects")
+
+from lightning.pytorch import callbacks, seed_everything  # noqa: E402
+
+pytestmark = pytest.mark.slow
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Module(lightning.LightningModule):
+    """What the tutorials call LitModel."""
+
+    def __init__(self, way: str, optimizer: str = "AdamW", **options) -> None:
+        super().__init__()
+        self.net = make(way)
+        self.optimizer, self.options = optimizer, options or {"lr": 0.02}
+        self.losses: list[float] = []
+
+    def forward(self, users, items):
+        return self.net(users, items)
+
+    def training_step(self, batch, index):
+        users, items, rating = batch
+        loss = F.mse_loss(self.net(users, items).to(rating.dtype), rating)
+        self.log("loss", loss)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, index):
+        users, items, rating = batch
+        self.log("val_loss", F.mse_loss(self.net(users, items).to(rating.dtype), rating))
+
+    def configure_optimizers(self):
+        optimizer = getattr(torch.optim, self.optimizer)(self.parameters(), **self.options)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+def trainer(**options):
+    seed_everything(7, verbose=False)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return lightning.Trainer(**{"max_epochs": 3, "enable_checkpointing": False, **quiet, **options})
+
+
+def outcome(module, runner) -> Outcome:
+    metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
+    return Outcome({"losses": module.losses, **metrics}, {"scores": scores(module)}, module)
+
+
+def fit(way: str, optimizer: str = "AdamW", **options) -> Outcome:
+    module, runner = Module(way, optimizer), trainer(**options)
+    runner.fit(module, loader(), loader(seed=1))
+    return outcome(module, runner)
+
+
+def plain(way: str) -> Outcome:
+    return fit(way)
+
+
+def clipped(way: str) -> Outcome:
+    return fit(way, gradient_clip_val=0.1)
+
+
+def clipped_by_value(way: str) -> Outcome:
+    return fit(way, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+
+
+def accumulated(way: str) -> Outcome:
+    return fit(way, accumulate_grad_batches=3)
+
+
+def adagrad(way: str) -> Outcome:
+    return fit(way, "Adagrad")
+
+
+def early_stopping(way: str) -> Outcome:
+    return fit(way, callbacks=[callbacks.EarlyStopping("val_loss", patience=1)], max_epochs=5)
+
+
+def stochastic_averages(way: str) -> Outcome:
+    return fit(way, callbacks=[callbacks.StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1)], max_epochs=4)
+
+
+def moving_averages(way: str) -> Outcome:
+    return fit(way, callbacks=[callbacks.EMAWeightAveraging(decay=0.9)])
+
+
+def found_rate(way: str) -> Outcome:
+    """The learning rate finder trains and puts everything back."""
+    from lightning.pytorch.tuner import Tuner
+
+    module, runner = Module(way), trainer()
+    module.lr = 0.02
+    found = Tuner(runner).lr_find(module, loader(), num_training=20, update_attr=False)
+    losses = found.results["loss"]
+    runner.fit(module, loader(), loader(seed=1))
+    result = outcome(module, runner)
+    result.printed["found"] = losses
+    return result
+
+
+RUNS = (
+    plain,
+    clipped,
+    clipped_by_value,
+    accumulated,
+    adagrad,
+    early_stopping,
+    stochastic_averages,
+    moving_averages,
+    found_rate,
+)
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_lightning(run, way, double, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    compare(run, way, double)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
+@pytest.mark.parametrize("way", WAYS)
+def test_precision(way, precision):
+    ours, dense = (fit(which, precision=precision) for which in (way, DENSE))
+    if precision == "bf16-true":  # each step is rounded, in either way: from there on rounding is amplified
+        assert ours.model.net.user.weight.dtype == torch.bfloat16
+        assert ours.printed["losses"][:2] == dense.printed["losses"][:2]
+        assert ours.printed["losses"] == pytest.approx(dense.printed["losses"], abs=0.05)
+    else:
+        assert_same(ours, dense, TOLERANCE if precision == "64-true" else 1e-3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_resumed(way, tmp_path):
+    """Stopped after two epochs and resumed from the checkpoint: by ours from ours, and each from the other's."""
+    whole = fit(DENSE, max_epochs=4)
+    files = {}
+    for which in (DENSE, way):
+        module, runner = (
+            Module(which),
+            trainer(max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path / which),
+        )
+        runner.fit(module, loader(), loader(seed=1))
+        files[which] = tmp_path / f"{which}.ckpt"
+        runner.save_checkpoint(files[which])
+    for source, target in ((way, way), (DENSE, way), (way, DENSE)):
+        resumed = {}
+        for name, path in (("ours", files[source]), ("dense", files[DENSE])):
+            module = Module(target if name == "ours" else DENSE)
+            runner = trainer(max_epochs=4)
+            runner.fit(module, loader(), loader(seed=1), ckpt_path=path, weights_only=False)
+            resumed[name] = outcome(module, runner)
+        assert len(resumed["dense"].printed["losses"]) == len(whole.printed["losses"]) // 2
+        assert_same(resumed["ours"], resumed["dense"], None)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_loaded_from_checkpoint(way, tmp_path):
+    module, runner = Module(way), trainer()
+    runner.fit(module, loader())
+    runner.save_checkpoint(tmp_path / "last.ckpt")
+    for which in (way, DENSE):
+        loaded = Module.load_from_checkpoint(tmp_path / "last.ckpt", way=which, weights_only=False)
+        assert torch.equal(scores(loaded), scores(module))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_summary(way):
+    """The summary counts the rows, and reads the shapes of what goes in and out."""
+    ours, dense = (
+        lightning.pytorch.utilities.model_summary.ModelSummary(Module(which), max_depth=-1) for which in (way, DENSE)
+    )
+    for field in ("total_parameters", "trainable_parameters", "param_nums", "model_size", "layer_names"):
+        assert getattr(ours, field) == getattr(dense, field), field
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fabric(way):
+    outcomes = []
+    for which in (way, DENSE):
+        fabric = lightning.Fabric(accelerator="cpu", devices=1)
+        seed_everything(7, verbose=False)
+        model = make(which)
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+        losses = []
+        for users, items, rating in fabric.setup_dataloaders(loader()):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(users, items), rating)
+            fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        outcomes.append(Outcome({"losses": losses}, {}, model.module))
+    assert_same(*outcomes, None)

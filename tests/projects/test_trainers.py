@@ -1,0 +1,274 @@
+"""Accelerate, transformers' Trainer, skorch and fastai's optimizers, as their own tutorials use them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from projects.data import sequences
+from projects.pairs import DENSE, WAYS, Outcome, assert_same, classes, compare, hand_over
+from projects.two_towers import Net, columns, loader, make, scores
+
+pytestmark = pytest.mark.slow
+
+
+# --- Accelerate -----------------------------------------------------------------------------------------------------
+
+
+def accelerated(way: str, clip: bool, accumulate: int) -> Outcome:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    model = make(way)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, loader(), schedule)
+    losses = []
+    torch.manual_seed(1)
+    for _ in range(3):
+        for users, items, rating in batches:
+            with accelerator.accumulate(model):
+                loss = F.mse_loss(model(users, items), rating)
+                accelerator.backward(loss)
+                if clip and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    model = accelerator.unwrap_model(model)
+    return Outcome({"losses": losses}, {"scores": scores(model)}, model)
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("clip", "accumulate"), [(False, 1), (True, 1), (True, 3)])
+def test_accelerate(clip, accumulate, way, double):
+    pytest.importorskip("accelerate", reason="Accelerate is not installed: make projects")
+    compare(accelerated, way, double, clip, accumulate)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_accelerate_state(way, tmp_path):
+    """`save_state` in the middle, `load_state` into a new run: the numbers of a run that never stopped."""
+    pytest.importorskip("accelerate", reason="Accelerate is not installed: make projects")
+    from accelerate import Accelerator
+
+    def run(stop: bool) -> list[float]:
+        accelerator = Accelerator(cpu=True)
+        model = make(way)
+        model.layers[2] = nn.Identity()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+        losses = []
+        for epoch in range(2):
+            for users, items, rating in loader(seed=epoch):
+                loss = F.mse_loss(model(users, items), rating)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            if stop and epoch == 0:
+                accelerator.save_state(tmp_path)
+                model = make(way, seed=9)
+                model.layers[2] = nn.Identity()
+                accelerator = Accelerator(cpu=True)
+                model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+                accelerator.load_state(tmp_path, load_kwargs={"weights_only": False})
+        return losses
+
+    assert run(stop=True) == pytest.approx(run(stop=False), abs=1e-5)
+
+
+# --- transformers' Trainer --------------------------------------------------------------------------------------------
+
+
+def trained_by_trainer(way: str, folder: str, resume: bool, **options) -> Outcome:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    ids = torch.tensor(sequences(12)[0])
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    config = GPT2Config(vocab_size=97, n_positions=24, n_embd=16, n_layer=1, n_head=2)
+    arguments = {
+        "output_dir": f"{folder}/{way}",
+        "num_train_epochs": 3,
+        "per_device_train_batch_size": 16,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "epoch",
+        "eval_strategy": "epoch",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 3,
+        **options,
+    }
+
+    def new():
+        torch.manual_seed(0)
+        with classes(way, "transformers"):
+            model = hand_over(GPT2LMHeadModel(config), way)
+        settings = TrainingArguments(**arguments)
+        return Trainer(model=model, args=settings, train_dataset=data, eval_dataset=data[:20])
+
+    trainer = new()
+    trainer.train()
+    if resume:
+        from transformers.trainer_utils import get_last_checkpoint
+
+        whole = trainer
+        folders = sorted((int(path.name.split("-")[1]), path) for path in _checkpoints(arguments["output_dir"]))
+        assert get_last_checkpoint(arguments["output_dir"])
+        trainer = new()
+        trainer.train(resume_from_checkpoint=str(folders[0][1]))
+        for ours, before in zip(trainer.model.parameters(), whole.model.parameters(), strict=True):
+            torch.testing.assert_close(ours.detach(), before.detach(), rtol=0, atol=1e-5)
+    history = [
+        value for entry in trainer.state.log_history for key, value in entry.items() if key in ("loss", "eval_loss")
+    ]
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    return Outcome(
+        {"history": history, "norms": norms}, {"logits": trainer.predict(data[:8]).predictions}, trainer.model
+    )
+
+
+def _checkpoints(folder: str):
+    from pathlib import Path
+
+    return Path(folder).glob("checkpoint-*")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("resume", "options"),
+    [
+        (False, {}),
+        (True, {}),
+        (
+            False,
+            {
+                "gradient_accumulation_steps": 2,
+                "max_grad_norm": 0.5,
+                "weight_decay": 0.1,
+                "lr_scheduler_type": "cosine",
+            },
+        ),
+        (False, {"gradient_checkpointing": True, "optim": "adafactor"}),
+        (False, {"bf16": True}),
+        (False, {"optim": "adagrad"}),
+    ],
+    ids=["defaults", "resumed", "accumulated", "adafactor", "bf16", "adagrad"],
+)
+def test_trainer(resume, options, way, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed: make projects")
+    pytest.importorskip("accelerate", reason="Accelerate is not installed: make projects")
+    if options.get("optim") == "adafactor":  # not row by row: refused by name, nothing else
+        with pytest.raises(RuntimeError, match="Adafactor"):
+            trained_by_trainer(way, str(tmp_path), resume, **options)
+        return
+    ours, dense = (trained_by_trainer(which, str(tmp_path), resume, **options) for which in (way, DENSE))
+    assert_same(ours, dense, 2e-3 if "bf16" in options else None)
+
+
+# --- skorch -----------------------------------------------------------------------------------------------------------
+
+
+class Rating(Net):
+    """One input of two columns, as scikit-learn has its X."""
+
+    def forward(self, x):
+        return super().forward(x[:, 0], x[:, 1])
+
+
+def skorched(way: str, optimizer: str) -> Outcome:
+    from skorch import NeuralNetRegressor
+    from skorch.callbacks import GradientNormClipping, LRScheduler
+
+    torch.manual_seed(0)
+    with classes(way):
+        module = hand_over(Rating(), way)
+    users, items, rating = columns()
+    net = NeuralNetRegressor(
+        module,
+        optimizer=getattr(torch.optim, optimizer),
+        lr=0.05,
+        max_epochs=3,
+        batch_size=64,
+        iterator_train__shuffle=True,
+        callbacks=[GradientNormClipping(0.5), LRScheduler("StepLR", step_size=2)],
+        verbose=0,
+    )
+    torch.manual_seed(1)
+    x = torch.stack([users, items], 1).numpy()
+    net.fit(x, rating.numpy())
+    losses = [row[key] for row in net.history for key in ("train_loss", "valid_loss")]
+    return Outcome({"losses": losses}, {"scores": net.predict(x[:50])}, net.module_)
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_skorch(optimizer, way, double):
+    pytest.importorskip("skorch", reason="skorch is not installed: make projects")
+    compare(skorched, way, double, optimizer)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_skorch_search(way):
+    """scikit-learn's grid search clones the net and its module for each candidate, and pickles what it found."""
+    pytest.importorskip("skorch", reason="skorch is not installed: make projects")
+    import pickle
+
+    from sklearn.model_selection import GridSearchCV
+    from skorch import NeuralNetRegressor
+
+    users, items, rating = columns()
+    x = torch.stack([users, items], 1).numpy()
+    found = []
+    for which in (way, DENSE):
+        torch.manual_seed(0)
+        with classes(which):
+            module = hand_over(Rating(), which)
+        net = NeuralNetRegressor(module, optimizer=torch.optim.Adam, max_epochs=2, verbose=0, train_split=None)
+        search = GridSearchCV(net, {"lr": [0.01, 0.1]}, cv=2, scoring="neg_mean_squared_error", refit=True)
+        torch.manual_seed(1)
+        search.fit(x, rating.numpy())
+        best = pickle.loads(pickle.dumps(search.best_estimator_))
+        found.append(Outcome({"score": search.cv_results_["mean_test_score"]}, {"scores": best.predict(x[:50])}))
+    assert_same(*found, None)
+
+
+# --- fastai -----------------------------------------------------------------------------------------------------------
+
+
+def fastai(way: str, optimizer: str) -> Outcome:
+    """fastai's optimizers are no `torch.optim.Optimizer`: they write `p.data` by hand, and zero `p.grad` in place."""
+    import fastai.optimizer as fast
+
+    model = make(way)
+    opt = {
+        "SGD": lambda: fast.SGD(model.parameters(), lr=0.1),
+        "momentum": lambda: fast.SGD(model.parameters(), lr=0.05, mom=0.9, wd=0.01),
+        "RMSProp": lambda: fast.RMSProp(model.parameters(), lr=0.01),
+        "Adam": lambda: fast.Adam(model.parameters(), lr=0.02, wd=0.01),
+        "wrapped": lambda: fast.OptimWrapper(model.parameters(), torch.optim.AdamW, lr=0.02),
+    }[optimizer]()
+    losses = []
+    torch.manual_seed(1)
+    for epoch in range(2):
+        for users, items, rating in loader(seed=epoch):
+            loss = F.mse_loss(model(users, items), rating)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+    return Outcome({"losses": losses}, {"scores": scores(model)}, model)
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("optimizer", ["SGD", "momentum", "RMSProp", "Adam", "wrapped"])
+def test_fastai(optimizer, way, double):
+    pytest.importorskip("fastai.optimizer", reason="fastai is not installed: make projects")
+    compare(fastai, way, double, optimizer)

@@ -1,0 +1,209 @@
+"""Models of transformers as they are: tied and untied heads, resizing, saving, half precision, checkpointed activations."""
+
+import pytest
+import torch
+from torch import nn
+
+from projects.data import sequences
+from projects.pairs import DENSE, WAYS, Outcome, assert_same, classes, compare, hand_over
+
+pytest.importorskip("transformers", reason="transformers is not installed: make projects")
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY = 97
+SMALL = {"vocab_size": VOCABULARY, "n_positions": 24, "n_embd": 16, "n_layer": 2, "n_head": 2}
+
+
+def tokens() -> torch.Tensor:
+    return torch.tensor(sequences(12)[0])
+
+
+def gpt2(way: str, tied: bool) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    with classes(way, "transformers"):
+        model = GPT2LMHeadModel(GPT2Config(**SMALL, tie_word_embeddings=tied))
+    return hand_over(model, way)
+
+
+def bert(way: str) -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    with classes(way, "transformers"):
+        model = BertForSequenceClassification(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=24, **sizes))
+    return hand_over(model, way)
+
+
+def train(model: nn.Module, steps: int = 6, optimizer: type = torch.optim.AdamW, **options) -> list[float]:
+    """Train as the course of transformers does; return the losses."""
+    options = options or {"lr": 1e-2, "weight_decay": 0.01}
+    opt = optimizer(model.parameters(), **options)
+    ids, losses = tokens(), []
+    torch.manual_seed(1)
+    model.train()
+    for step in range(steps):
+        batch = ids[step % 3 :: 3]
+        labels = batch if hasattr(model, "lm_head") else batch[:, -1] % 2
+        loss = model(input_ids=batch, attention_mask=(batch != 0).long(), labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    return losses
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=tokens()[:8]).logits
+
+
+def outcome(model: nn.Module, losses: list[float], **more) -> Outcome:
+    return Outcome({"losses": losses}, {"logits": logits(model), **more}, model)
+
+
+def gpt2_tied(way: str) -> Outcome:
+    model = gpt2(way, tied=True)
+    losses = train(model)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert model.get_input_embeddings() is model.transformer.wte
+    words = model.generate(tokens()[:4], max_new_tokens=6, do_sample=False, pad_token_id=0)
+    return outcome(model, losses, words=words, count=[model.num_parameters()])
+
+
+def gpt2_untied(way: str) -> Outcome:
+    model = gpt2(way, tied=False)
+    return outcome(model, train(model), count=[model.num_parameters(exclude_embeddings=True)])
+
+
+def gpt2_momentum(way: str) -> Outcome:
+    model = gpt2(way, tied=False)
+    return outcome(model, train(model, optimizer=torch.optim.SGD, lr=0.1, momentum=0.9))
+
+
+def bert_classifier(way: str) -> Outcome:
+    model = bert(way)
+    return outcome(model, train(model))
+
+
+def checkpointed(way: str) -> Outcome:
+    model = gpt2(way, tied=True)
+    model.gradient_checkpointing_enable()
+    return outcome(model, train(model))
+
+
+def frozen(way: str) -> Outcome:
+    """The word table is frozen, as in fine-tuning."""
+    model = bert(way)
+    model.get_input_embeddings().requires_grad_(False)
+    return outcome(model, train(model))
+
+
+def penalised(way: str) -> Outcome:
+    """Parameters in groups by name, with and without decay."""
+    model = gpt2(way, tied=True)
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for name, p in named if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for name, p in named if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    opt = torch.optim.AdamW(groups, lr=1e-2)
+    losses = []
+    for step in range(4):
+        opt.zero_grad()
+        batch = tokens()[step::4]
+        loss = model(input_ids=batch, labels=batch).loss + 1e-3 * sum(p.square().sum() for p in model.parameters())
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return outcome(model.eval(), losses)
+
+
+def resized(way: str, tied: bool, size: int) -> Outcome:
+    """Trained, resized (rows stay, new ones as transformers starts them), trained on."""
+    model = gpt2(way, tied)
+    losses = train(model, 3)
+    before = model.get_input_embeddings().weight.detach().clone()
+    torch.manual_seed(2)
+    model.resize_token_embeddings(size)
+    kept = min(size, VOCABULARY)
+    assert model.get_input_embeddings().num_embeddings == size
+    assert torch.equal(model.get_input_embeddings().weight[:kept].detach(), before[:kept])
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    start = model.get_input_embeddings().weight.detach().clone()
+    return outcome(model, losses + train(model, 3), start=start)
+
+
+def tied_again(way: str) -> Outcome:
+    """The words' table is exchanged for another, and the head tied to it."""
+    model = gpt2(way, tied=True)
+    with classes(way, "transformers"):
+        other = nn.Embedding(VOCABULARY, SMALL["n_embd"])
+    model.set_input_embeddings(other)
+    model.tie_weights()
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    return outcome(model, train(model))
+
+
+RUNS = {
+    run.__name__: (run,)
+    for run in (gpt2_tied, gpt2_untied, gpt2_momentum, bert_classifier, checkpointed, frozen, penalised, tied_again)
+}
+RUNS |= {
+    f"resized {'tied' if tied else 'untied'} {size}": (resized, tied, size)
+    for tied in (True, False)
+    for size in (120, 91)
+}
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("run", RUNS)
+def test_transformers(run, way, double):
+    compare(RUNS[run][0], way, double, *RUNS[run][1:])
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("way", WAYS)
+def test_saved_and_loaded(way, tied, tmp_path):
+    from transformers import GPT2LMHeadModel
+
+    models = {which: gpt2(which, tied) for which in (way, DENSE)}
+    losses = {which: train(model) for which, model in models.items()}
+    for which, model in models.items():
+        model.save_pretrained(tmp_path / which)
+    assert sorted(path.name for path in (tmp_path / way).iterdir()) == sorted(
+        path.name for path in (tmp_path / DENSE).iterdir()
+    )
+    expected = Outcome({"losses": losses[DENSE]}, {"logits": logits(models[DENSE])}, models[DENSE])
+    for loaded_as in (DENSE, way):
+        with classes(loaded_as, "transformers"):
+            model = GPT2LMHeadModel.from_pretrained(tmp_path / way)
+        hand_over(model, loaded_as)
+        assert (model.lm_head.weight is model.transformer.wte.weight) == tied
+        ours = Outcome({"losses": losses[way]}, {"logits": logits(model)}, model)
+        assert_same(ours, expected, None)
+        if tied:
+            assert "lm_head.weight" in model.state_dict()
+        more = train(model, 2)
+        fresh = GPT2LMHeadModel.from_pretrained(tmp_path / DENSE)
+        assert_same(Outcome({"losses": more}, {}, model), Outcome({"losses": train(fresh, 2)}, {}, fresh), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_half(way, dtype):
+    """`model.half()` and on: plain SGD rounds its steps once, in both."""
+    outcomes = []
+    for which in (way, DENSE):
+        model = gpt2(which, tied=True).to(dtype) if dtype == torch.bfloat16 else gpt2(which, tied=True).half()
+        assert model.get_input_embeddings().weight.dtype == dtype == model.lm_head.weight.dtype
+        losses = train(model, optimizer=torch.optim.SGD, lr=0.1)
+        outcomes.append(Outcome({"losses": losses}, {"logits": logits(model)}, model))
+    ours, dense = outcomes
+    assert_same(ours, dense, 2 * torch.finfo(dtype).eps)

@@ -1,0 +1,58 @@
+"""A model that each framework's test trains, users by items, and its data as a `Dataset` of (user, item, rating)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from projects.data import ITEMS, USERS, interactions
+from projects.pairs import classes, hand_over
+
+
+class Net(nn.Module):
+    """Ratings from the rows of a user and an item; `weight` starts as its author likes it."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.user = nn.Embedding(USERS, dim)
+        self.item = nn.Embedding(ITEMS, dim)
+        self.layers = nn.Sequential(nn.Linear(2 * dim, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+        for table in (self.user, self.item):
+            nn.init.normal_(table.weight, std=0.3)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        user, item = self.user(users), self.item(items)
+        return self.layers(torch.cat([user, item], 1)).squeeze(1) + (user * item).sum(1)
+
+
+def make(way: str, seed: int = 0) -> Net:
+    """Return the model, the same rows for each way."""
+    torch.manual_seed(seed)
+    with classes(way):
+        model = Net()
+    hand_over(model, way)
+    return model
+
+
+def columns() -> tuple[Tensor, Tensor, Tensor]:
+    data = interactions()
+    rating = torch.tensor(data.rating).to(torch.get_default_dtype())
+    return torch.tensor(data.user), torch.tensor(data.item), rating - 3
+
+
+def loader(batch_size: int = 64, seed: int = 0) -> DataLoader:
+    """Return shuffled batches, in one order for each seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(TensorDataset(*columns()), batch_size=batch_size, shuffle=True, generator=generator)
+
+
+@torch.no_grad()
+def scores(model: nn.Module) -> Tensor:
+    """Return what the model answers for all users and one item each."""
+    training = model.training
+    model.eval()
+    users = torch.arange(USERS)
+    answer = model(users, users % ITEMS)
+    model.train(training)
+    return answer
