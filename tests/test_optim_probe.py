@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+
 import pytest
 import torch
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
