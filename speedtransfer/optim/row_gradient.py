@@ -94,7 +94,9 @@ class RowGradient(Tensor):
             args[0].make_dense().copy_(args[1])
             torch.autograd.graph.increment_version(args[0].rows)
             return None
-        return super().__torch_function__(func, types, args, kwargs or {})
+        # The default would make results that are dense values a RowGradient of no rows.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
