@@ -161,6 +161,7 @@ emb.weight
 # A new parameter, with the optimizer made before
 emb.weight = nn.Parameter(full.clone())
 step()
+opt = make_opt(model.parameters())
 emb.weight
 
 # from_numpy into a new parameter
