@@ -4,17 +4,19 @@ VENV ?= .venv
 # The interpreter that runs everything; set PY=python3 to use one that already has the packages (a shared GPU machine).
 PY ?= $(VENV)/bin/python
 ENV := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
-# The CUDA extra follows the driver; without one that CuPy supports there is none, and everything runs on the CPU.
+# The CUDA extra follows the driver; without one that CuPy supports there is none, and everything runs on the CPU. torch's own
+# package is built for CUDA 13, which a CUDA 12 driver cannot run: TORCH_INDEX then names where a build for CUDA 12 is looked for.
 CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
 CUDA_EXTRA := $(if $(CUDA_MAJOR),$(shell [ $(CUDA_MAJOR) -ge 13 ] && echo cuda13 || { [ $(CUDA_MAJOR) -eq 12 ] && echo cuda12; }))
+TORCH_INDEX ?= $(if $(filter cuda12,$(CUDA_EXTRA)),https://download.pytorch.org/whl/cu126)
 comma := ,
 EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 
-.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale speedtorch-loop gpu gpu-status clean
+.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale speedtorch-loop optimizers gpu gpu-status clean
 
 help:
 	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (a few minutes)"
-	@echo "make test        the whole test suite; no GPU needed"
+	@echo "make test        the test suite, on all cores; no GPU needed"
 	@echo "make test-slow   the long sweeps as well"
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation site, into docs/_build"
@@ -24,22 +26,32 @@ help:
 	@echo "make word2vec DATA=FOLDER  speed and quality beside gensim; see bench/word2vec.py for the data"
 	@echo "make word2vec-scale  word2vec steps on up to 50 million words in files (20 GB of disk)"
 	@echo "make speedtorch-loop  SpeedTorch's word2vec example by its names, by the drop-in and in plain torch (7 GB of host memory)"
+	@echo "make optimizers  train a small table by every optimizer of four packages, beside an oracle (minutes)"
 	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/"
 	@echo "make gpu-status  which GPU results exist, from which commit, which are stale"
 
 $(VENV)/.ready: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --config-settings editable_mode=compat -e ".[$(EXTRAS)]"
 	@touch $@
 
 demo: $(ENV)
 	$(PY) -m speedtransfer word2vec demo -o demo
 
+# Tests run in WORKERS processes: one a core, four at most, as each takes up to 1 GB. WORKERS=0: in one process, for -s and --pdb.
+WORKERS ?= logical
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal -m "$(1)" $(ARGS)
+# The tests of a device start processes themselves (tests/gpu/processes.py), so they come after the others and without workers.
+GPU_TESTS = $(if $(CUDA_MAJOR),$(PY) -m pytest tests/gpu -m "$(1)" $(ARGS))
+
 test: $(ENV)
-	$(PY) -m pytest -m "not slow"
+	$(call PYTEST,not slow and not gpu)
+	$(call GPU_TESTS,not slow and gpu)
 
 test-slow: $(ENV)
-	$(PY) -m pytest
+	$(call PYTEST,not gpu)
+	$(call GPU_TESTS,gpu)
 
 lint: $(ENV)
 	$(PY) -m ruff check .
@@ -76,6 +88,11 @@ word2vec-scale: $(ENV)
 speedtorch-loop: $(ENV)
 	$(PY) bench/speedtorch_loop.py $(ARGS) && $(PY) bench/readme.py
 
+# ARGS="AdamP Lion": those classes alone. A sweep of all writes docs/optimizer_sweep.json.
+optimizers: $(ENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[optimizers]"
+	$(PY) tests/sweep_optimizers.py $(ARGS)
+
 gpu: $(ENV)
 	$(call RECORD,gpu)
 
@@ -83,4 +100,4 @@ gpu-status: $(ENV)
 	$(PY) bench/record.py status
 
 clean:
-	rm -rf $(VENV) docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) docs/_build docs/jupyter_execute build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -8,11 +8,16 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "speedtransfer/version.py").read_text()).group(1)
 
-FAST = ["numba>=0.60"]  # rows on the host at one and a half to four times the speed of torch's own copies
 PLOT = ["matplotlib>=3.8"]
 TENSORBOARD = ["tensorboard>=2.15"]
 NOTEBOOKS = ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.9", "pillow>=10"]
 DOCS = ["furo>=2024.8", "myst-nb>=1.2", "sphinx>=8"]
+OPTIMIZERS = [
+    "lion-pytorch",
+    "pytorch-optimizer>=4",
+    "schedulefree>=1.4",
+    "torch-optimizer",
+]  # swept by `make optimizers`
 DEV = [
     "gensim>=4.3",  # the reader whose word2vec formats ours must satisfy
     "hypothesis>=6.100",
@@ -23,6 +28,7 @@ DEV = [
     "pytest>=8",
     "pytest-benchmark>=4",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "ruff>=0.6",
 ]
 
@@ -32,6 +38,25 @@ setup(
     description="Embedding tables larger than GPU memory, trained with any row-by-row torch.optim optimizer",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    author="speedtransfer developers",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: MacOS",
+        "Operating System :: Microsoft :: Windows",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     packages=find_packages(include=["speedtransfer", "speedtransfer.*"]),
     package_data={
@@ -40,23 +65,25 @@ setup(
         "speedtransfer.word2vec": ["corpora/*"],
     },
     install_requires=[
+        "numba>=0.60",  # compiled loops on the host; everything runs without it too, slower
         "numpy>=2",
         "rich>=13",
         "safetensors>=0.4.3",
         "tomli>=2; python_version < '3.11'",
         "torch>=2.4",
-        "typer>=0.12",
+        "typer>=0.12.4",  # earlier ones do not know `Path | None`
         "typing_extensions>=4.6",
     ],
     extras_require={
         "cuda12": ["cupy-cuda12x>=13"],
         "cuda13": ["cupy-cuda13x>=13.6"],
-        "fast": FAST,
+        "fast": [],  # it brought numba, which now comes by itself
         "plot": PLOT,
         "tensorboard": TENSORBOARD,
-        "notebooks": NOTEBOOKS + FAST + PLOT,
+        "notebooks": NOTEBOOKS + PLOT,
         "docs": DOCS,
-        "dev": DEV + FAST + PLOT + TENSORBOARD + NOTEBOOKS + DOCS,
+        "optimizers": OPTIMIZERS,
+        "dev": DEV + PLOT + TENSORBOARD + NOTEBOOKS + DOCS,
     },
     entry_points={"console_scripts": ["speedtransfer=speedtransfer.cli:main"]},
 )

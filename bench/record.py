@@ -20,7 +20,7 @@ import tarfile
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +84,30 @@ def header(root: Path, part: str) -> dict[str, Any]:
     return {"part": part, "environment": facts, "digest": digest(root, part), "complete": False}
 
 
+@contextlib.contextmanager
+def listening_to_interrupts() -> Iterator[None]:
+    """Let programs that are started within have the default action for SIGINT: one that is ignored here they would inherit."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGINT, lambda number, frame: None)  # with a handler nothing is inherited
+    try:
+        yield
+    finally:
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def run(command: Sequence[str], limit_s: float, **kwargs: Any) -> tuple[int | None, str]:
     """Return the exit code of `command`, and its output where `stdout` is a pipe.
 
     After `limit_s` it is stopped with all that it has started, and the code is None. It finds the package also where that is
-    not installed.
+    not installed, and listens to SIGINT also where this process does not, as background jobs of a script do not.
     """
     environment = {**os.environ, **kwargs.pop("env", {})}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
-    with subprocess.Popen(command, start_new_session=True, text=True, env=environment, **kwargs) as process:
+    with listening_to_interrupts():
+        started = subprocess.Popen(command, start_new_session=True, text=True, env=environment, **kwargs)
+    with started as process:
         try:
             output, _ = process.communicate(timeout=max(1.0, limit_s))
             return process.returncode, output

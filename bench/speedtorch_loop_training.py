@@ -117,7 +117,7 @@ class Loop:
     def _table(self, rows: int) -> nn.Module:
         dim = self.settings.dim
         if self.way == OURS:
-            return st.Embedding(rows, dim, device=self.device)
+            return st.Embedding(rows, dim, device=self.device, idle="lazy")
         return nn.Embedding(rows, dim, sparse=self.way == SPARSE)
 
     def _make_switchers(self, rows: int) -> None:

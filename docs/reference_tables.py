@@ -7,6 +7,7 @@ between the marks of that name in README.md (bench/readme.py writes it).
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from speedtransfer.word2vec.signature import described
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+SWEEP = Path(__file__).with_name("optimizer_sweep.json")
 MARK = re.compile(r"^<!-- (table|README\.md): (.+) -->$", re.MULTILINE)
 
 
@@ -93,14 +95,20 @@ def _rates() -> str:
     return _table(("optimizer", "lr", "lr for CBOW and n-grams", "also"), rows)
 
 
+def _remarks(case: Any) -> str:
+    """Return what to say of a case beside its code."""
+    refused = f"**Raises**: {case.refused}." if case.refused else ""
+    of_copies = f"**Raises where rows are copied**: {case.refused_of_copies}." if case.refused_of_copies else ""
+    return ". ".join(part for part in (case.title, f"{refused} {of_copies}".strip()) if part)
+
+
 def _weight(group: str) -> str:
-    """Return the cases of tests/test_weight.py: those without a title as lines of code, the others as a table."""
+    """Return the cases of tests/test_weight.py: those that need no word as lines of code, the others as a table."""
     if str(ROOT / "tests") not in sys.path:
         sys.path.append(str(ROOT / "tests"))
     cases = [case for case in importlib.import_module("weight_cases_training").CASES if case.group == group]
-    plain = [case.code for case in cases if not case.title]
-    refused = "{}; **refused**: {}".format
-    rows = [(refused(c.title, c.differs) if c.differs else c.title, c.code) for c in cases if c.title]
+    plain = [case.code for case in cases if not _remarks(case)]
+    rows = [(_remarks(case), case.code) for case in cases if _remarks(case)]
     lines = ["```python", *("\n".join(plain).splitlines()), "```", ""] if plain else []
     lines += ["::::{list-table}", ":widths: 30 70", ""]
     for title, code in rows:
@@ -116,10 +124,40 @@ def _suites() -> str:
     return _table(("suite", "shows", "takes"), rows)
 
 
+# Words of a reason, and what to say of those with it; the last takes all others.
+_REASONS = (
+    ("depends on the other rows", "refused: the update of a row, or shared state, depends on the other rows"),
+    ("not one entry a row", "refused: state of another shape than one entry a row"),
+    ("wraps", "refused: a wrapper; give the table to the inner optimizer"),
+    ("closure", "refused: takes a closure that evaluates the loss within the step"),
+    ("changes the whole parameter", "refused: `train()` and `eval()` change the whole parameter"),
+    ("grad_fn", "refused: needs the graph of the gradient (`create_graph=True`)"),
+    ("", "refused: for another reason"),
+)
+
+
+def _third_party() -> str:
+    """Return what the last sweep over other packages' optimizers found (tests/sweep_optimizers.py)."""
+    sweep = json.loads(SWEEP.read_text(encoding="utf-8"))
+    names: dict[str, dict[str, list[str]]] = {}
+    for one in sweep["outcomes"]:
+        kind = one["result"]
+        if kind == "DIFFERS":
+            kind = "differs: do not give it a table"
+        elif kind == "refused":
+            kind = next(say for words, say in _REASONS if words in one["detail"])
+        names.setdefault(kind, {}).setdefault(one["package"], []).append(one["name"])
+    order = ["works", *(say for _, say in _REASONS), *sorted(names)]
+    kinds = [kind for kind in dict.fromkeys(order) if kind in names]
+    rows = [(kind, *(", ".join(names[kind].get(package, [])) for package in sweep["versions"])) for kind in kinds]
+    return _table(("", *(f"{package} {version}" for package, version in sweep["versions"].items())), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "settings": _settings,
     "rates": _rates,
     "suites": _suites,
+    "third-party optimizers": _third_party,
     "bench": lambda: _options("bench"),
     **{f"weight {group}": lambda group=group: _weight(group) for group in ("read", "write", "grad", "swap", "train")},
     **{

@@ -116,6 +116,9 @@ if hasattr(os, "register_at_fork"):
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialised contiguous tensor, from used memory where that is faster.
 
+    The tensor is no view of another: autograd forbids operations in place on a view that a custom Function returns, and on one
+    made under ``no_grad``.
+
     Parameters
     ----------
     shape : tuple of int
@@ -125,4 +128,5 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not _SMALL_BYTES <= num_bytes <= _LARGE_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
-    return torch.from_numpy(_pool.lease(num_bytes)).view(dtype).view(shape)
+    # Neither `view` nor `as_strided`, which would return a view; as many elements as before, so no memory is allocated.
+    return torch.frombuffer(_pool.lease(num_bytes), dtype=dtype).resize_(shape)

@@ -38,9 +38,19 @@ app.add_typer(word2vec_app, name="word2vec")
 app.command()(bench)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"speedtransfer {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
-    """Keep `info` a command of its own whatever else is mounted."""
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()

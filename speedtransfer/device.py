@@ -317,7 +317,7 @@ def _compiled(source_name: str, function_name: str, index: int) -> Any:
         except Exception as error:  # CuPy has its own for each part: compiler, headers, driver
             raise DeviceError(
                 f"cannot compile {function_name} of {source_name} for cuda:{index}: {' '.join(str(error).split())}; "
-                "reinstall CuPy with its CUDA toolkit, pip install 'cupy-cuda13x[ctk]' (12x for a CUDA 12 driver)"
+                f"reinstall CuPy with its CUDA toolkit, pip install '{_cupy_package()}[ctk]'"
             ) from error
 
 
@@ -393,6 +393,11 @@ def _cupy_version() -> str | None:
     return None
 
 
+def _cupy_package() -> str:
+    """Return the name of the CuPy that fits torch: of the CUDA that torch is built for, which the driver runs."""
+    return "cupy-cuda12x" if (torch.version.cuda or "").startswith("12.") else "cupy-cuda13x"
+
+
 def _driver_version() -> str | None:
     import ctypes
 
@@ -415,11 +420,11 @@ def _missing(driver: str | None, cupy_version: str | None) -> tuple[str, tuple[s
     if not torch.cuda.is_available():
         if tuple(map(int, torch.version.cuda.split("."))) > tuple(map(int, driver.split("."))):
             what = f"torch is built for CUDA {torch.version.cuda} but the driver supports {driver} only"
-            return f"{what}; update the driver, or install a torch built for an older CUDA", ()
+            older = f"a torch built for CUDA {driver.split('.')[0]}, which pytorch.org's install selector names"
+            return f"{what}; update the driver, or install {older}", ()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return f"the driver shows no device (CUDA_VISIBLE_DEVICES is {visible!r}); make one visible to this process", ()
-    package = "cupy-cuda12x" if driver.startswith("12.") else "cupy-cuda13x"
-    remedy = f"pip install {package}"
+    remedy = f"pip install {_cupy_package()}"
     devices = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     if importlib.util.find_spec("cupy") is None:
         return f"CuPy is not installed; {remedy}", devices

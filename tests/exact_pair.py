@@ -13,7 +13,6 @@ from torch.optim import lr_scheduler
 
 import speedtransfer
 
-COUPLED = ("adam-weight-decay", "adamax")  # no short formula: refused
 EXTRA = (
     OptimizerCase("adamax-plain", torch.optim.Adamax, {"lr": 0.05}, ("exp_avg", "exp_inf")),
     OptimizerCase("adam-large-eps", torch.optim.Adam, {"lr": 0.05, "eps": 1e-2}),
@@ -27,7 +26,26 @@ EXTRA = (
         {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05},
     ),
 )
-CASES = tuple(case for case in (*BASE, *EXTRA) if case.name not in COUPLED)
+CASES = (*BASE, *EXTRA)
+_DECAY = {"lr": 0.02, "weight_decay": 0.05}
+# Optimizers that add the decay of the weights to the gradient and adapt to that: rows take their steps one by one.
+COUPLED = (
+    OptimizerCase("adam-coupled", torch.optim.Adam, _DECAY),
+    OptimizerCase("adam-coupled-small", torch.optim.Adam, {"lr": 0.01, "weight_decay": 1e-5}),
+    OptimizerCase("amsgrad-coupled", torch.optim.Adam, {**_DECAY, "amsgrad": True, "maximize": True}),
+    OptimizerCase("adamax-coupled", torch.optim.Adamax, _DECAY),
+    OptimizerCase("nadam-coupled", torch.optim.NAdam, _DECAY),
+    OptimizerCase("radam-coupled", torch.optim.RAdam, {**_DECAY, "betas": (0.9, 0.99)}),
+    OptimizerCase("rmsprop-coupled", torch.optim.RMSprop, _DECAY),
+    OptimizerCase("rmsprop-coupled-momentum", torch.optim.RMSprop, {**_DECAY, "lr": 0.002, "momentum": 0.9}),
+    OptimizerCase(
+        "rmsprop-coupled-centered",
+        torch.optim.RMSprop,
+        {**_DECAY, "centered": True, "momentum": 0.5, "lr": 0.002, "eps": 1e-3},
+    ),
+    OptimizerCase("adadelta-coupled", torch.optim.Adadelta, {**_DECAY, "lr": 1.0}),
+    OptimizerCase("adagrad-coupled", torch.optim.Adagrad, {**_DECAY, "lr": 0.1, "lr_decay": 0.01, "maximize": True}),
+)
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}  # of the distance moved
 
 
@@ -38,7 +56,7 @@ class Exact:
         self, case: OptimizerCase, dtype: torch.dtype = torch.float32, rows: int = 60, dim: int = 8, **options: Any
     ):
         torch.manual_seed(3)
-        self.ours = speedtransfer.Embedding(rows, dim, dtype=dtype, idle="exact", **options)
+        self.ours = speedtransfer.Embedding(rows, dim, dtype=dtype, **{"idle": "exact", **options})
         torch.manual_seed(3)
         self.dense = nn.Embedding(rows, dim, dtype=dtype)
         self.modules = self.ours, self.dense

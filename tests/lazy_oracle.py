@@ -6,7 +6,9 @@ A dense optimizer changes rows that no batch touched (momentum, weight decay). T
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,10 +155,17 @@ def skewed_batches(
     return batches
 
 
+# Our modules with idle rows as the oracle has them.
+LAZY = SimpleNamespace(
+    Embedding=functools.partial(speedtransfer.Embedding, idle="lazy"),
+    EmbeddingBag=functools.partial(speedtransfer.EmbeddingBag, idle="lazy"),
+)
+
+
 def both(num_rows: int = 12, dim: int = 5, **options: Any) -> tuple[speedtransfer.Embedding, nn.Embedding]:
     """Return one of our embeddings and the same one of torch."""
     torch.manual_seed(2)
-    ours = speedtransfer.Embedding(num_rows, dim, **options)
+    ours = speedtransfer.Embedding(num_rows, dim, idle="lazy", **options)
     torch.manual_seed(2)
     return ours, nn.Embedding(num_rows, dim, **options)
 
@@ -168,7 +177,7 @@ class Twins:
         self, make: Callable[[list[Any]], Optimizer], num_rows: int = 41, dim: int = 16, **options: Any
     ) -> None:
         torch.manual_seed(3)
-        self.ours = speedtransfer.Embedding(num_rows, dim, **options)
+        self.ours = speedtransfer.Embedding(num_rows, dim, idle="lazy", **options)
         torch.manual_seed(3)
         self.dense = nn.Embedding(num_rows, dim, **options)
         self.num_rows, self.dim = num_rows, dim

@@ -119,11 +119,15 @@ class RefusedCase:
         return self.name
 
 
-REFUSED: tuple[RefusedCase, ...] = (
-    RefusedCase("adafactor", _optim.Adafactor, {"lr": 0.01}, "is not row by row"),
-    RefusedCase("muon", _optim.Muon, {"lr": 0.01}, "is not row by row"),
-    RefusedCase("lbfgs", _optim.LBFGS, {"lr": 0.1}, "evaluates the loss several times"),
-    RefusedCase("sparse-adam", _optim.SparseAdam, {"lr": 0.01}, "takes only sparse gradients"),
+REFUSED: tuple[RefusedCase, ...] = tuple(
+    RefusedCase(name, getattr(_optim, kind), {"lr": lr}, reason)
+    for name, kind, lr, reason in (
+        ("adafactor", "Adafactor", 0.01, "is not row by row"),  # from torch 2.5 on
+        ("muon", "Muon", 0.01, "is not row by row"),  # from torch 2.9 on
+        ("lbfgs", "LBFGS", 0.1, "evaluates the loss several times"),
+        ("sparse-adam", "SparseAdam", 0.01, "takes only sparse gradients"),
+    )
+    if hasattr(_optim, kind)
 )
 
 

@@ -24,13 +24,23 @@ def no_make(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_every_group_runs_small():
+# The suites themselves are run by test_benchmark.py and test_benchmark_suites.py; memory starts processes, which takes long.
+@pytest.mark.parametrize("groups", ["speedtorch", pytest.param("not memory", marks=pytest.mark.slow)])
+def test_groups_run_small_under_pytest_benchmark(groups):
     environment = {**os.environ, "BENCH_ROWS": "2000"}
-    argv = [sys.executable, "-m", "pytest", "bench", "-q", "--benchmark-disable", "-p", "no:cacheprovider"]
-    # Suite `memory` starts processes, which takes long: test_benchmark_suites.py runs one of them.
-    result = subprocess.run(
-        [*argv, "-k", "not memory"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
-    )
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "bench",
+        "-q",
+        "--benchmark-disable",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        groups,
+    ]
+    result = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr
     assert "passed" in result.stdout
     assert "skipped" not in result.stdout

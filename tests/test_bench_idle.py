@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import lzma
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -168,9 +166,13 @@ def test_the_readme_and_the_list_of_results_show_it(result, tmp_path, capsys):
         ([], "the following arguments are required: --data"),
     ],
 )
-def test_what_makes_no_sense_ends_with_2(tmp_path, arguments, message):
-    argv = [sys.executable, str(ROOT / "bench/idle.py"), *arguments]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert message in done.stderr.splitlines()[-1]
-    assert done.stdout == ""
+def test_what_makes_no_sense_ends_with_2(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = importlib.import_module("idle").main(arguments)
+    except SystemExit as stop:  # of argparse
+        code = stop.code
+    printed = capsys.readouterr()
+    assert code == 2
+    assert message in printed.err.splitlines()[-1]
+    assert printed.out == ""

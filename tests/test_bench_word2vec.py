@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
 import lzma
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -188,12 +191,19 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
 # --- a small run ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def small_run(tmp_path_factory):
+def run_job_here(script, job, end):
+    """Do a job in this process, which saves the imports of another one."""
+    found = importlib.import_module(Path(script).stem).JOBS[job["task"]](job)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {**json.loads(json.dumps(found)), "peak_bytes": peak}
+
+
+@pytest.fixture(scope="module", params=["here", pytest.param("in processes", marks=pytest.mark.slow)])
+def small_run(request, tmp_path_factory):
     """The folder of a run that was stopped after gensim's turn and taken up again, smaller, and what was printed."""
     folder = tmp_path_factory.mktemp("small")
     sys.path.insert(0, str(ROOT / "bench"))
-    command, session, printed = module(""), module("_session"), []
+    command, session, printed = module(""), module("_session"), io.StringIO()
     argv = ["--data", str(put_data(folder / "data")), "--out", str(folder / DEVICE / "word2vec.json")]
     argv += ["--dims", "8", "--seeds", "1", "--epochs", "2", "--optimizers", "adagrad"]
     train = session.Session._train
@@ -205,16 +215,18 @@ def small_run(tmp_path_factory):
             raise KeyboardInterrupt
         return train(self, run, warm)
 
-    with pytest.MonkeyPatch.context() as patch:
+    both = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed)
+    with pytest.MonkeyPatch.context() as patch, both[0], both[1]:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(session.Session, "_train", train_gensim_alone)
-        patch.setattr("builtins.print", lambda *args, sep=" ", **_: printed.append(sep.join(map(str, args))))
+        if request.param == "here":
+            patch.setattr(session, "run_job", run_job_here)
         assert command.main([*argv, "--dims", "8,9", "--seeds", "2"]) == 1
         stopped = json.loads((folder / DEVICE / "word2vec.partial.json").read_text())
         patch.setattr(session.Session, "_train", train)
         assert command.main([*argv, "--resume", "--epochs", "3"]) == 2
         assert command.main([*argv, "--resume"]) == 0
-    return folder, stopped, printed
+    return folder, stopped, printed.getvalue().splitlines()
 
 
 def test_a_stopped_run_goes_on(small_run):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -237,9 +236,8 @@ def test_a_narrow_terminal_gets_fewer_columns(only):
         assert "of host memory" in text.splitlines()[0] + text.splitlines()[1]
 
 
-def test_help_names_the_suites():
-    argv = [sys.executable, "-m", "speedtransfer", "bench", "--help"]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=120, env={"COLUMNS": "200", "PATH": ""})
-    assert result.returncode == 0, result.stderr
+def test_help_names_the_suites(run):
+    code, out, err = run("--help")
+    assert code == 0, err
     for name in (*suites.SUITES, "--quick", "--json", "--plot"):
-        assert name in result.stdout
+        assert name in out

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from speedtransfer.benchmark import memory, precision, step, step_idle, step_training, tax
+from speedtransfer.benchmark.headlines import headlines
 from speedtransfer.benchmark.kinds import DIM, PLANES, ROW_BYTES, kinds
 from speedtransfer.benchmark.measure import CaseResult, GroupResult, measure
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
@@ -217,7 +218,8 @@ def test_all_batches_have_been_taken_before_a_step_is_timed():
 
 
 def test_idle_rows_exact_beside_lazy():
-    groups = step.groups(CPU, False, rows=300, max_bytes=4_500_000, history=30)[4:-1]
+    groups = step.groups(CPU, False, rows=300, max_bytes=4_500_000, history=30)
+    groups = [group for group in groups if group.params["experiment"] == "idle rows"]
     assert [group.params for group in groups] == [
         {"experiment": "idle rows", "optimizer": optimizer, "rows": 300, "dim": DIM, "history": history}
         for optimizer, history in (("AdamW", 30), *((other, 10) for other in step_idle.OTHERS))
@@ -231,6 +233,30 @@ def test_idle_rows_exact_beside_lazy():
     ]
     quick = step.groups(CPU, True, rows=300)
     assert quick[-1].params["history"] == step_idle.QUICK_HISTORY
+
+
+def test_many_tables():
+    groups = step.groups(CPU, False, rows=300, max_bytes=4_500_000, history=4)
+    groups = [group for group in groups if group.params["experiment"] == "many tables"]
+    ours = ["speedtransfer, pageable", "speedtransfer, pageable, idle=exact"]
+    adamw, coupled = run_all(groups)
+    assert [case.name for case in adamw.ran] == [*ours, *NAMES[1:3]]
+    assert [case.name for case in coupled.ran] == [ours[1], "nn.Embedding + Adam"]
+    said = headlines("step", [adamw, coupled])
+    assert "with idle=exact" in said[0]
+    assert "of nn.Embedding + AdamW" in said[0]
+    assert said[1].startswith("Adam(weight_decay=1e-5) step, 26 tables of 300 x 16")
+    assert "of nn.Embedding + Adam" in said[1]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_wrong_step_of_many_tables_is_noticed(number):
+    groups = step.groups(CPU, False, rows=300, max_bytes=4_500_000, history=1)
+    case = next(group for group in groups if group.params["experiment"] == "many tables").make()[number]
+    case.run()
+    case.run.__self__._weight()[7] += 1e-3
+    with pytest.raises(AssertionError, match="not close"):
+        case.check()
 
 
 def idle_case(number):

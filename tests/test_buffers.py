@@ -93,6 +93,7 @@ def test_every_dtype(dtype):
     assert (tensor.shape, tensor.dtype, tensor.device) == ((4096, 257), dtype, CPU)
     assert tensor.is_contiguous()
     assert tensor.data_ptr() % 64 == 0
+    assert not tensor._is_view()
     tensor.view(torch.uint8).fill_(1)
     assert tensor.view(torch.uint8).all()
 

@@ -291,7 +291,7 @@ def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
     sums = []
     for what in ("save", "load"):
         argv = [sys.executable, "-c", MEMORY, str(tmp_path), what, "mmap"]
-        result = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=200)
+        result = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=500)
         assert result.returncode == 0, result.stderr[-3000:]
         extra, *values = result.stdout.split()
         assert int(extra) < 80, f"{what} took {extra} MB more"

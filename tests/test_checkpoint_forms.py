@@ -114,7 +114,7 @@ def sha256(head: str, rest: str) -> tuple[str, str]:
 def test_optimizers_of_others(maker: str, tmp_path: Path) -> None:
     def fresh(seed: int) -> tuple[st.Embedding, Any]:
         torch.manual_seed(seed)
-        emb = st.Embedding(30, 8)
+        emb = st.Embedding(30, 8, idle="lazy")
         return emb, MAKERS[maker]([emb.weight])
 
     def train(emb: st.Embedding, optimizer: Any, start: int) -> None:
@@ -135,15 +135,43 @@ def test_optimizers_of_others(maker: str, tmp_path: Path) -> None:
     assert torch.equal(other.table.torch(), emb.table.torch())
 
 
+class OfSomebody(torch.optim.SGD):
+    """What it does to idle rows nobody has said."""
+
+
 def test_refused_before_anything_changes(tmp_path: Path) -> None:
-    """Exact idle rows have no rule for what the checkpoint's hyperparameters would do."""
-    lazy = st.Embedding(30, 8)
-    optimizer = torch.optim.Adam(lazy.parameters(), weight_decay=0.1)
+    """Exact idle rows have no rule for the optimizer of the checkpoint."""
+    lazy = st.Embedding(30, 8, idle="lazy")
+    optimizer = OfSomebody(lazy.parameters(), lr=0.1, momentum=0.9)
     lazy(torch.arange(5)).sum().backward()
     optimizer.step()
     st.save_checkpoint(tmp_path / "checkpoint", lazy, optimizer)
     exact = st.Embedding(30, 8, idle="exact")
     before = exact.table.torch().clone()
-    with pytest.raises(OptimizerError, match="weight_decay"):
-        st.load_checkpoint(tmp_path / "checkpoint", exact, torch.optim.Adam(exact.parameters()))
+    with pytest.raises(OptimizerError, match="OfSomebody"):
+        st.load_checkpoint(tmp_path / "checkpoint", exact, OfSomebody(exact.parameters(), lr=0.1, momentum=0.9))
     assert torch.equal(exact.table.torch(), before)
+
+
+def test_coupled_decay_comes_with_a_checkpoint(tmp_path: Path) -> None:
+    """Hyperparameters under which rows take their steps one by one, loaded where they took them at once."""
+    pairs = []
+    for decay in (0.1, 0.0):
+        torch.manual_seed(0)
+        emb = st.Embedding(30, 8)
+        pairs.append((emb, torch.optim.Adam(emb.parameters(), lr=0.05, weight_decay=decay)))
+
+    def train(emb: st.Embedding, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        for _ in range(10):
+            emb(torch.randint(0, 30, (3,), generator=draw)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for pair in pairs:
+        train(*pair, seed=1)
+    st.save_checkpoint(tmp_path / "checkpoint", *pairs[0])
+    st.load_checkpoint(tmp_path / "checkpoint", *pairs[1])
+    for pair in pairs:
+        train(*pair, seed=2)
+    assert torch.equal(pairs[0][0].table.torch(), pairs[1][0].table.torch())

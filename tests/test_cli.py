@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import speedtransfer
 from speedtransfer.cli import main
 from speedtransfer.device import cuda_status
 
@@ -34,9 +35,13 @@ def test_info_says_what_there_is(run):
         assert cuda_status().reason.split(";")[0] in " ".join(out.split())
 
 
+def test_version(run):
+    assert run("--version") == (0, f"speedtransfer {speedtransfer.__version__}\n", "")
+
+
 def test_runs_as_a_module_and_fails_in_one_line():
     argv = [sys.executable, "-W", "error", "-m", "speedtransfer", "word2vec", "nearest", "missing.bin", "word"]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=300)
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "missing.bin" in result.stderr

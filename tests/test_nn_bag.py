@@ -23,7 +23,7 @@ MODES = ["sum", "mean", "max"]
 
 def both(num_rows: int = 12, dim: int = 5, **options) -> tuple[speedtransfer.EmbeddingBag, nn.EmbeddingBag]:
     torch.manual_seed(2)
-    ours = speedtransfer.EmbeddingBag(num_rows, dim, **options)
+    ours = speedtransfer.EmbeddingBag(num_rows, dim, idle="lazy", **options)
     torch.manual_seed(2)
     return ours, nn.EmbeddingBag(num_rows, dim, **options)
 

@@ -22,7 +22,7 @@ IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
 
 def made(stored: torch.dtype | None, rows: int = 12, dim: int = 6, seed: int = 2, **options) -> speedtransfer.Embedding:
     torch.manual_seed(seed)
-    return speedtransfer.Embedding(rows, dim, storage_dtype=stored, **options)
+    return speedtransfer.Embedding(rows, dim, storage_dtype=stored, idle="lazy", **options)
 
 
 def dense(rows: int = 12, dim: int = 6, seed: int = 2, **options) -> nn.Embedding:

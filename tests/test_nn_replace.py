@@ -101,7 +101,7 @@ def test_options_are_passed_on() -> None:
 def test_trains_equal_afterwards() -> None:
     dense = Model()
     ours = copy.deepcopy(dense)
-    replace_embeddings(ours)
+    replace_embeddings(ours, idle="lazy")
     tables = [(ours.words, dense.words), (ours.parts[0], dense.parts[0]), (ours.parts[1], dense.parts[1])]
     opt = torch.optim.AdamW(ours.parameters(), lr=0.02)
     oracle = LazyOracle(torch.optim.AdamW(dense.parameters(), lr=0.02), *(d for _, d in tables))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import importlib
 import runpy
 import subprocess
@@ -16,7 +15,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-BEFORE = {path: path.read_bytes() for path in NOTEBOOKS}
+ALWAYS = "recommender"  # the one that `make test` runs; `make test-slow` runs all
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -29,7 +28,7 @@ def script(monkeypatch):
 def run(*arguments) -> subprocess.CompletedProcess[str]:
     # A process of its own: the libraries around Jupyter warn of themselves, which is an error in this one.
     argv = [sys.executable, str(FOLDER / "execute.py"), *map(str, arguments)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=500, check=False)
 
 
 def read(path: Path) -> nbformat.NotebookNode:
@@ -44,33 +43,20 @@ def write(path: Path, *cells: nbformat.NotebookNode) -> Path:
 
 
 def test_there_are_notebooks():
-    names = {"knowledge_graph", "oversized", "recommender", "transfer", "word2vec_adamax"}
+    names = {"knowledge_graph", "oversized", "transfer", "word2vec_adamax", ALWAYS}
     assert names <= {path.stem for path in NOTEBOOKS}
 
 
-@pytest.fixture(scope="module")
-def small_runs(tmp_path_factory):
-    """Runs of all notebooks at the small size, two at a time, as futures; and the folder that they write to."""
-    folder = tmp_path_factory.mktemp("small")
-    with concurrent.futures.ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")  # each has a core
-        arguments = ("--small", "--output", folder, "--timeout", 200)
-        yield {path: pool.submit(run, *arguments, path) for path in NOTEBOOKS}, folder
-
-
-@every_notebook
-def test_runs_at_the_small_size(path, small_runs):
-    futures, folder = small_runs
-    done = futures[path].result()
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[] if path.stem == ALWAYS else pytest.mark.slow, id=path.stem) for path in NOTEBOOKS],
+)
+def test_runs_at_the_small_size(path, tmp_path):
+    before = path.read_bytes()
+    done = run("--small", "--output", tmp_path, "--timeout", 200, path)
     assert done.returncode == 0, done.stderr
-    assert (folder / path.name).exists()
-
-
-def test_small_runs_leave_the_outputs_that_readers_see(small_runs):
-    assert len(small_runs[0]) == len(NOTEBOOKS)
-    for path in NOTEBOOKS:
-        small_runs[0][path].result()
-        assert path.read_bytes() == BEFORE[path]
+    assert (tmp_path / path.name).exists()
+    assert path.read_bytes() == before, "a small run leaves the outputs that readers see"
 
 
 @every_notebook

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from lazy_oracle import (
+    LAZY,
     LazyOracle,
     Twins,
     assert_same,
@@ -138,7 +139,7 @@ def groups(model: Model) -> list[dict[str, object]]:
 @pytest.mark.parametrize("grouped", [False, True], ids=["one-group", "three-groups"])
 def test_a_whole_model_in_one_optimizer(name: str, grouped: bool) -> None:
     case = case_named(name)
-    ours, dense = Model(speedtransfer), Model(nn)
+    ours, dense = Model(LAZY), Model(nn)
     opt = case.make(groups(ours) if grouped else ours.parameters(), lr=0.02)
     oracle = LazyOracle(case.make(groups(dense) if grouped else dense.parameters(), lr=0.02), *dense.tables())
     for batch in model_batches(15):
@@ -156,7 +157,7 @@ def test_a_whole_model_in_one_optimizer(name: str, grouped: bool) -> None:
 
 
 def test_embeddings_in_optimizers_of_their_own() -> None:
-    ours, dense = Model(speedtransfer), Model(nn)
+    ours, dense = Model(LAZY), Model(nn)
     names = ("adamw", "sgd-momentum", "rprop")
 
     def optimizers(model: Model) -> list[torch.optim.Optimizer]:
@@ -177,7 +178,7 @@ def test_embeddings_in_optimizers_of_their_own() -> None:
 
 
 def test_a_frozen_embedding_stays_and_the_rest_trains() -> None:
-    ours, dense = Model(speedtransfer), Model(nn)
+    ours, dense = Model(LAZY), Model(nn)
     for model in (ours, dense):
         model.item.weight.requires_grad_(False)
     opt = torch.optim.AdamW(ours.parameters(), lr=0.02)
@@ -201,7 +202,7 @@ def test_a_frozen_embedding_stays_and_the_rest_trains() -> None:
 
 def test_the_numbers_are_those_written_here() -> None:
     """Two steps of SGD with momentum by hand: row 1 in both, row 0 in the first, row 3 in the second, row 2 in none."""
-    emb = speedtransfer.Embedding.from_pretrained(torch.zeros(4, 1), freeze=False)
+    emb = speedtransfer.Embedding.from_pretrained(torch.zeros(4, 1), freeze=False, idle="lazy")
     opt = torch.optim.SGD([emb.weight], lr=1.0, momentum=0.5)
     for ids in ([0, 1, 1], [1, 3]):
         opt.zero_grad()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lazy_oracle import (
+    LAZY,
     LazyOracle,
     one_thread,  # noqa: F401 - a fixture
 )
@@ -16,7 +17,6 @@ from optimizer_cases import BASE, FUSED, OptimizerCase, case_named
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-import speedtransfer
 from speedtransfer.errors import OptimizerError
 
 
@@ -84,9 +84,9 @@ def assert_equal(ours: Any, dense: Any, where: str = "") -> None:
 @pytest.mark.parametrize("case", [*BASE, *FUSED], ids=str)
 def test_there_and_back(case: OptimizerCase) -> None:
     dense = Run(case, nn)
-    assert_equal(Run(case, speedtransfer).saved()["opt"], dense.saved()["opt"])  # Adagrad has state before it steps
+    assert_equal(Run(case, LAZY).saved()["opt"], dense.saved()["opt"])  # Adagrad has state before it steps
     halfway = dense.train(0, 5).saved()
-    ours = Run(case, speedtransfer).load(halfway)
+    ours = Run(case, LAZY).load(halfway)
     assert_equal(ours.saved(), halfway)  # before any step
     ours.train(5, 10)
     dense.train(5, 10)
@@ -118,7 +118,7 @@ def watched_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_planes_never_pass_through_the_device_of_the_parameter(watched_devices: list[int], stepped: bool) -> None:
     case = case_named("adamw")
     saved = Run(case, nn).train(0, 3).saved()
-    ours = Run(case, speedtransfer)
+    ours = Run(case, LAZY)
     if stepped:
         ours.train(0, 2)
     loaded = saved["opt"]["state"][0]["exp_avg"]
@@ -133,11 +133,11 @@ def test_planes_never_pass_through_the_device_of_the_parameter(watched_devices: 
 def test_state_of_another_dtype_keeps_its_precision() -> None:
     """Torch casts state to the dtype of its parameter; planes take what they hold."""
     case = case_named("adamw")
-    ours = Run(case, speedtransfer).train(0, 2)
+    ours = Run(case, LAZY).train(0, 2)
     saved = copy.deepcopy(ours.opt.state_dict())
     for name in ("exp_avg", "exp_avg_sq"):
         saved["state"][0][name] = saved["state"][0][name].double()
-    other = Run(case, speedtransfer).load({**ours.saved(), "opt": saved})
+    other = Run(case, LAZY).load({**ours.saved(), "opt": saved})
     assert_equal(other.train(2, 4).saved(), ours.train(2, 4).saved())
 
 
@@ -146,7 +146,7 @@ def test_state_of_another_dtype_keeps_its_precision() -> None:
 def test_state_of_another_shape_changes_nothing(stepped: bool, shape: tuple[int, ...]) -> None:
     case = case_named("adamw")
     saved = Run(case, nn).train(0, 3).saved()["opt"]
-    ours = Run(case, speedtransfer)
+    ours = Run(case, LAZY)
     if stepped:
         ours.train(0, 2)
     before = copy.deepcopy(ours.saved())
@@ -161,7 +161,7 @@ def test_hyperparameters_of_the_checkpoint_decide_on_its_planes() -> None:
     amsgrad = OptimizerCase("amsgrad", torch.optim.Adam, {"lr": 0.05, "amsgrad": True})
     plain = OptimizerCase("plain", torch.optim.Adam, {"lr": 0.05})
     dense = Run(amsgrad, nn).train(0, 3)
-    ours = Run(plain, speedtransfer).train(0, 2).load(dense.saved())
+    ours = Run(plain, LAZY).train(0, 2).load(dense.saved())
     assert_equal(ours.saved(), dense.saved())
     assert_equal(ours.train(3, 8).saved(), dense.train(3, 8).saved())
     assert "max_exp_avg_sq" in ours.model.words.table.planes
@@ -169,7 +169,7 @@ def test_hyperparameters_of_the_checkpoint_decide_on_its_planes() -> None:
 
 def test_a_copied_optimizer_saves_and_loads_too() -> None:
     """A deep copy has none of the hooks of the original."""
-    run = Run(case_named("adagrad-initial"), speedtransfer)
+    run = Run(case_named("adagrad-initial"), LAZY)
     model, opt = copy.deepcopy((run.model, run.opt))
     assert_equal(opt.state_dict(), run.opt.state_dict())
     assert opt.state_dict()["state"][0]["sum"].shape == (31, 8)

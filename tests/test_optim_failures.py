@@ -8,14 +8,13 @@ import importlib
 import pytest
 import torch
 from lazy_oracle import (
+    LAZY,
     LazyOracle,
     Twins,
     assert_same,
     one_thread,  # noqa: F401 - a fixture
 )
 from torch import nn
-
-import speedtransfer
 
 adam_module = importlib.import_module("torch.optim.adam")
 
@@ -81,7 +80,7 @@ def test_the_first_step_fails_with_every_row_active(monkeypatch: pytest.MonkeyPa
 
 def test_two_tables_one_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     failing = Failing(monkeypatch)
-    embs = [speedtransfer.Embedding(9, 16), speedtransfer.Embedding(7, 16)]
+    embs = [LAZY.Embedding(9, 16), LAZY.Embedding(7, 16)]
     twins = [nn.Embedding.from_pretrained(e.table.torch().clone(), freeze=False) for e in embs]
     opt = torch.optim.Adam([e.weight for e in embs], lr=0.1)
     oracle = LazyOracle(torch.optim.Adam([t.weight for t in twins], lr=0.1), *twins)

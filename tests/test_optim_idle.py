@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact_pair import CASES, COUPLED, Exact, warmup_and_cosine
+from exact_pair import CASES, Exact, warmup_and_cosine
 from lazy_oracle import (
     one_thread,  # noqa: F401 - a fixture
     squared_loss,
@@ -26,8 +26,6 @@ def test_equals_dense_training(case: OptimizerCase, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("case", FUSED, ids=str)
 def test_fused_optimizers(case: OptimizerCase) -> None:
-    if any(case.name.startswith(name) for name in COUPLED):
-        pytest.skip("refused")
     pair = Exact(case)
     pair.train(pair.batches(60))
     pair.assert_same()

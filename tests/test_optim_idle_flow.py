@@ -332,41 +332,12 @@ class OfSomebody(torch.optim.SGD):
     """What it does to idle rows nobody has said."""
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (
-            lambda params: case_named("adam-weight-decay").make(params),
-            r"Adam with weight_decay=0\.1 .* decouple .* idle='lazy'",
-        ),
-        (lambda params: case_named("adamax").make(params), r"Adamax with weight_decay=0\.01 .* idle='lazy'"),
-        (lambda params: torch.optim.NAdam(params, weight_decay=0.1), "NAdam with weight_decay"),
-        (lambda params: torch.optim.RAdam(params, weight_decay=0.1), "RAdam with weight_decay"),
-        (lambda params: torch.optim.RMSprop(params, weight_decay=0.1), "RMSprop with weight_decay"),
-        (lambda params: torch.optim.Adadelta(params, weight_decay=0.1), "Adadelta with weight_decay"),
-        (lambda params: torch.optim.Adagrad(params, weight_decay=0.1), "Adagrad with weight_decay"),
-        (lambda params: OfSomebody(params, lr=0.1), "does not know what OfSomebody does .* idle='lazy'"),
-    ],
-)
-def test_what_has_no_short_formula_is_refused(make: Any, words: str) -> None:
+def test_what_has_no_rule_is_refused() -> None:
     embedding = speedtransfer.Embedding(10, 4, idle="exact")
     before = embedding.table.torch().clone()
-    optimizer = make(embedding.parameters())
+    optimizer = OfSomebody(embedding.parameters(), lr=0.1)
     embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(OptimizerError, match=words):
+    with pytest.raises(OptimizerError, match=r"does not know what OfSomebody does .* idle='lazy'"):
         optimizer.step()
     assert embedding.table.planes == ("weight",)
     assert torch.equal(embedding.table.torch(), before)
-
-
-@pytest.mark.parametrize(("key", "value"), [("weight_decay", 0.1), ("amsgrad", True)])
-def test_a_change_that_has_no_formula_is_refused(key: str, value: Any) -> None:
-    pair = Exact(case_named("adam"))
-    pair.train(pair.batches(10))
-    before = pair.ours.table.torch().clone()
-    pair.opt.param_groups[0][key] = value
-    ids, target = pair.batches(1)[0]
-    squared_loss(pair.ours(ids), target).backward()
-    with pytest.raises(OptimizerError, match=key):
-        pair.opt.step()
-    assert torch.equal(pair.ours.table.torch(), before)

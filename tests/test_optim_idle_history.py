@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import sys
@@ -9,14 +10,16 @@ import sys
 import numpy as np
 import pytest
 import torch
+from exact_pair import CASES, warmup_and_cosine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
+from optimizer_cases import OptimizerCase
 
-from speedtransfer.optim.idle import History, IdleStep, Rule, catch_up
+from speedtransfer.optim.idle import History, IdleStep, Rule, catch_up, rule_for
+from speedtransfer.optim.idle.rule import StepCount
 
 catch_up_module = sys.modules["speedtransfer.optim.idle.catch_up"]  # the function hides it
-CPU = torch.device("cpu")
 
 
 class Sums(Rule):
@@ -61,7 +64,7 @@ def one_by_one(
 
 
 def record(rule: Rule, steps: list[IdleStep], dtype: torch.dtype) -> History:
-    history = History(rule, dtype, CPU)
+    history = History(rule, dtype)
     for step in steps:
         history.record(step)
     return history
@@ -176,7 +179,7 @@ def test_any_number_of_steps(count: int) -> None:
 
 def test_after_a_sweep_counting_goes_on() -> None:
     steps = adam_steps(500, 0.9, 0.999, decay=0.3)
-    history, rule = History(Sums(torch.float64), torch.float64, CPU), Sums(torch.float64)
+    history, rule = History(Sums(torch.float64), torch.float64), Sums(torch.float64)
     rows = {n: torch.rand(1, 5, dtype=torch.float64) for n in ("weight", "m", "v")}
     right = one_by_one(rule, steps, {n: v.numpy() for n, v in rows.items()}, np.zeros(1))
     last = 0
@@ -223,7 +226,7 @@ def test_rows_that_nothing_ever_touched(betas: tuple[float, float]) -> None:
             rows = {name: values.t().contiguous().t() for name, values in rows.items()}  # for which there is only torch
         catch_up(history, rows, torch.tensor([[0], [200], [450]], dtype=torch.int32))
         assert rows["weight"].isfinite().all()
-        assert float(rows["weight"][0, 0]) == pytest.approx(float(history._products[0, 0]), rel=1e-6)
+        assert float(rows["weight"][0, 0]) == pytest.approx(float(history.lines(torch.tensor([0]))[0, 0]), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", [Sums, Floors])
@@ -246,9 +249,115 @@ def test_compiled_and_torch_agree_bit_for_bit(kind: type[Rule], dim: int, monkey
         assert torch.equal(values, results[1][name]), name
 
 
+# --- compiled against NumPy ---------------------------------------------------------------------------------------------
+
+history_module = sys.modules["speedtransfer.optim.idle.history"]
+
+
+def steps_of(case: OptimizerCase, count: int, dtype: torch.dtype) -> tuple[Rule, list[IdleStep]]:
+    """Return what `count` steps of a real optimizer, under a schedule, do to idle rows."""
+    param = torch.nn.Parameter(torch.ones(2, 3, dtype=dtype))
+    optimizer = case.make([param])
+    schedule = warmup_and_cosine(optimizer)
+    (group,) = optimizer.param_groups
+    rule, steps = rule_for(optimizer, group, dtype), []
+    for _ in range(count):
+        param.grad = torch.ones_like(param)
+        before = rule.before(optimizer.state[param])
+        optimizer.step()
+        steps.append(rule.step(group, optimizer.state[param], before))
+        schedule.step()
+    return rule, steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiled_steps_equal_those_of_numpy(
+    case: OptimizerCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every rule: while the table grows, after it was swept, and where lines are final."""
+    pytest.importorskip("numba")
+    rule, steps = steps_of(case, 620, dtype)
+    index = torch.arange(621)
+    lines = []
+    for compiled in (history_module.compiled_module(), None):
+        monkeypatch.setattr(history_module, "compiled_module", lambda compiled=compiled: compiled)
+        history = History(rule, dtype)
+        for step in steps[:300]:
+            history.record(step)
+        history.sweep()
+        for step in steps:
+            history.record(step)
+        assert (history.base, history.length, history.now) == (300, 620, 920)
+        lines.append(history.lines(index))
+    torch.testing.assert_close(*lines, rtol=1e-13, atol=0, equal_nan=False)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["numba", "numpy"])
+def test_products_that_vanish_become_zero(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(history_module, "compiled_module", lambda: None)
+    history = record(Sums(torch.float32), adam_steps(5_000, 0.3, 0.9, decay=1e-3), torch.float32)
+    lines = history.lines(torch.arange(5_001)).numpy()
+    assert not ((lines != 0) & (np.abs(lines) < np.finfo(np.float64).tiny)).any()  # subnormal numbers are slow
+    gap = np.arange(5_000, -1, -1)
+    np.testing.assert_allclose(lines[:, 5], np.where(0.3**gap < 1e-149, lines[:, 5], 0.3**gap), rtol=1e-12)
+    np.testing.assert_allclose(lines[:, 6], np.where(0.9**gap < 1e-149, lines[:, 6], 0.9**gap), rtol=1e-12)
+    np.testing.assert_allclose(lines[:, 0], (1 - 1e-6) ** gap, rtol=1e-12)
+
+
+def test_sums_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_module, "compiled_module", lambda: None)
+    for betas in BETAS:
+        check(Sums(torch.float64), adam_steps(300, *betas, decay=0.5), torch.float64, 2e-12)
+    steps = [dataclasses.replace(step, root=1.0) for step in adam_steps(300, 0.9, 0.999)]
+    check(Floors(torch.float64), steps, torch.float64, 2e-12)
+
+
+def test_lines_of_many_blocks() -> None:
+    """Products of a line and of the blocks after it are put together as matrices too."""
+    steps = [
+        IdleStep(factors=(0.999,), mix=(1 - 0.0001 * (t % 5), -0.001, 0.01, 0.99 if t % 7 else 1.0))
+        for t in range(1_100)
+    ]
+    check(Mixes(torch.float64), steps, torch.float64, 5e-12)
+
+
 def test_memory_of_a_long_history() -> None:
     """Of 65,536 steps, after which rows are brought up to date and counting begins anew, however long training goes on."""
-    history = History(Sums(torch.float32), torch.float32, CPU)
-    while len(history._steps) < 1 << 16:
+    history = History(Sums(torch.float32), torch.float32)
+    while len(history._lines) <= 1 << 16:
         history._grow()
-    assert sum(value.nbytes for value in vars(history).values() if isinstance(value, torch.Tensor)) < 2e7
+    assert history.memory_bytes < 2e7
+
+
+def test_counts_of_steps_are_read_when_they_must_be() -> None:
+    """A count is one more after a step; what else has happened to it is noticed."""
+    count, reader = torch.tensor(3.0), StepCount()
+    assert reader.read(count) == 3
+    for expected in (4, 5):
+        count += 1
+        assert reader.read(count) == expected
+    assert reader.read(count) == 5
+    count += 1
+    count -= 1  # a step that GradScaler takes back
+    assert reader.read(count) == 5
+    assert reader.read(torch.tensor(90.0)) == 90  # a state that was loaded
+    assert reader.read(7) == 7
+    count += 1
+    assert copy.deepcopy(reader).read(count) == reader.read(count) == 6
+    with torch.inference_mode():
+        assert reader.read(torch.tensor(2.0)) == 2
+
+
+@pytest.mark.parametrize("kwargs", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_optimizers_count_in_place_once_a_step(kwargs: dict[str, bool]) -> None:
+    param = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer, reader = torch.optim.AdamW([param], **kwargs), StepCount()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number in range(8):
+        optimizer.zero_grad()
+        (scaler.scale(param.sum()) * (math.inf if number in (3, 4) else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert reader.read(optimizer.state[param]["step"]) == float(optimizer.state[param]["step"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lazy_oracle import (
+    LAZY,
     LazyOracle,
     Twins,
     one_thread,  # noqa: F401 - a fixture
@@ -74,7 +75,7 @@ def reached() -> Callable[[str], float]:
 
     def loss(name: str) -> float:
         if name not in found:
-            modules = factorisation(speedtransfer)
+            modules = factorisation(LAZY)
             found[name] = factorise(modules, OPTIMIZERS[name]([m.weight for m in modules]))
         return found[name]
 
@@ -86,7 +87,7 @@ def reached() -> Callable[[str], float]:
 def test_training_ends_near_float32(
     name: str, storage: torch.dtype, state: torch.dtype | None, reached: Callable[[str], float]
 ) -> None:
-    modules = factorisation(speedtransfer, storage_dtype=storage, state_dtype=state)
+    modules = factorisation(LAZY, storage_dtype=storage, state_dtype=state)
     start = factorise(modules, torch.optim.SGD([m.weight for m in modules], lr=0.0), 0)
     loss = factorise(modules, OPTIMIZERS[name]([m.weight for m in modules]))
     assert reached(name) < 0.6 * start
@@ -138,7 +139,7 @@ def test_the_second_moment_decays_in_8_bits() -> None:
 def trained(seed: int = 3, steps: int = 12, order: bool = False, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     emb = speedtransfer.Embedding.from_pretrained(
-        torch.randn(40, 24, generator=torch.Generator().manual_seed(0)), freeze=False, **options
+        torch.randn(40, 24, generator=torch.Generator().manual_seed(0)), freeze=False, idle="lazy", **options
     )
     opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(1)
@@ -174,7 +175,7 @@ def test_a_run_goes_on_from_its_state_dicts(storage: torch.dtype, state: torch.d
     options = {"storage_dtype": storage, "state_dtype": state}
     emb, opt = trained(**options)
     torch.manual_seed(99)
-    other = speedtransfer.Embedding(40, 24, **options)
+    other = LAZY.Embedding(40, 24, **options)
     second = torch.optim.AdamW(other.parameters(), lr=0.01)
     other.load_state_dict(copy.deepcopy(emb.state_dict()))
     second.load_state_dict(copy.deepcopy(opt.state_dict()))
@@ -195,7 +196,7 @@ def test_a_run_goes_on_from_its_state_dicts(storage: torch.dtype, state: torch.d
 @pytest.mark.parametrize("case", BASE, ids=str)
 def test_every_optimizer_steps_and_its_state_crosses_over(case: OptimizerCase) -> None:
     torch.manual_seed(0)
-    emb = speedtransfer.Embedding(20, 8, storage_dtype=torch.int8, state_dtype=torch.uint8)
+    emb = LAZY.Embedding(20, 8, storage_dtype=torch.int8, state_dtype=torch.uint8)
     dense = nn.Embedding.from_pretrained(emb.state_dict()["weight"], freeze=False)
     opt, other = case.make(emb.parameters()), case.make(dense.parameters())
     for module, optimizer in ((emb, opt), (dense, other)):
@@ -293,7 +294,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize("name", ["sgd-momentum", "adamw", "adamw-fused"])
 def test_autocast_is_that_of_torch(dtype: torch.dtype, scaled: bool, name: str) -> None:
     case = case_named(name)
-    ours, dense = Model(speedtransfer), Model(nn)
+    ours, dense = Model(LAZY), Model(nn)
     opt, oracle_opt = case.make(ours.parameters()), case.make(dense.parameters())
     oracle = LazyOracle(oracle_opt, dense.rows)
     scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4, enabled=scaled) for _ in range(2)]
@@ -318,7 +319,7 @@ def test_autocast_is_that_of_torch(dtype: torch.dtype, scaled: bool, name: str) 
 def test_autocast_over_small_rows(dtype: torch.dtype) -> None:
     found = []
     for options in ({}, {"storage_dtype": dtype, "state_dtype": torch.uint8}):
-        model = Model(speedtransfer, **options)
+        model = Model(LAZY, **options)
         opt, scaler = torch.optim.AdamW(model.parameters(), lr=0.02), torch.amp.GradScaler("cpu", init_scale=64.0)
         for ids, target in Twins(torch.optim.AdamW).batches(60):
             opt.zero_grad()

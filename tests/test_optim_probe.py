@@ -209,3 +209,34 @@ def test_trials_leave_random_numbers_alone_also_where_the_optimizer_draws_some()
     state = torch.get_rng_state()
     assert set(probe(opt, opt.param_groups[0], param)) == {"momentum_buffer"}
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("name", ["sgd-momentum", "adam", "adamw"])  # others read scalars that they make there
+def test_a_default_device_that_is_not_that_of_the_rows(name: str, sparse: bool) -> None:
+    """As torch.set_default_device("cuda") with tables on the host; "meta" holds no values at all."""
+    param = nn.Parameter(torch.ones(4, 3))
+    opt = case_named(name).make([param], foreach=False)
+    expected = probe(opt, opt.param_groups[0], param, sparse)
+    with torch.device("meta"):
+        assert probe(opt, opt.param_groups[0], param, sparse) == expected
+
+
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+def test_training_under_another_default_device(idle: str, tmp_path) -> None:
+    case, weights = case_named("sgd-momentum-weight-decay"), []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        emb = speedtransfer.Embedding(9, 4, idle=idle, storage_dtype=torch.bfloat16, state_dtype=torch.uint8)
+        opt = case.make(emb.parameters(), foreach=False)
+        for ids in (torch.tensor([1, 2]), torch.tensor([2, 3])):
+            emb(ids).sum().backward()
+            with torch.device(device):
+                opt.step()
+            opt.zero_grad()
+        with torch.device(device):
+            speedtransfer.save_checkpoint(tmp_path / device, emb, opt)
+            emb.table.zero_()
+            speedtransfer.load_checkpoint(tmp_path / device, emb, opt)
+        weights.append(emb.table.torch().clone())
+    assert torch.equal(*weights)

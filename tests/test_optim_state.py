@@ -10,6 +10,7 @@ import io
 import pytest
 import torch
 from lazy_oracle import (
+    LAZY,
     LazyOracle,
     Twins,
     one_thread,  # noqa: F401 - a fixture
@@ -18,7 +19,6 @@ from lazy_oracle import (
 from optimizer_cases import BASE, REFUSED, OptimizerCase, RefusedCase, case_named
 from torch import nn
 
-import speedtransfer
 from speedtransfer.errors import OptimizerError
 
 SOME = (
@@ -73,7 +73,7 @@ def test_checkpoints_cross_over_and_training_continues_equal(twins: Twins) -> No
     twins.train(batches[:10])
     ours = saved({"model": twins.ours.state_dict(), "opt": twins.opt.state_dict()})
     dense = saved({"model": twins.dense.state_dict(), "opt": twins.oracle.optimizer.state_dict()})
-    swap_in(twins, speedtransfer.Embedding(twins.num_rows, twins.dim), nn.Embedding(twins.num_rows, twins.dim))
+    swap_in(twins, LAZY.Embedding(twins.num_rows, twins.dim), nn.Embedding(twins.num_rows, twins.dim))
     twins.ours.load_state_dict(dense["model"])
     twins.opt.load_state_dict(dense["opt"])
     twins.dense.load_state_dict(ours["model"])
@@ -123,7 +123,7 @@ def test_state_of_another_table_is_refused(name: str) -> None:
     case = case_named(name)
     other = Twins(case.make, num_rows=30)
     other.train(other.batches(2))
-    emb = speedtransfer.Embedding(20, 16)
+    emb = LAZY.Embedding(20, 16)
     before = emb.table.torch().clone()
     opt = case.make([emb.weight])
     group = dict(opt.param_groups[0])
@@ -159,7 +159,7 @@ def test_a_new_optimizer_starts_fresh_and_replaces_the_old(twins: Twins) -> None
 
 
 def test_an_optimizer_that_is_gone_leaves_nothing() -> None:
-    emb = speedtransfer.Embedding(9, 4)
+    emb = LAZY.Embedding(9, 4)
     opt = torch.optim.Adam(emb.parameters(), amsgrad=True)
     emb(torch.tensor([1, 2])).sum().backward()
     opt.step()
@@ -244,7 +244,7 @@ class OwnState(torch.optim.SGD):
 
 
 def test_state_loads_into_a_copy_that_has_the_hooks_already() -> None:
-    emb = speedtransfer.Embedding(20, 4)
+    emb = LAZY.Embedding(20, 4)
     opt = OwnState(emb.parameters(), lr=0.1, momentum=0.9)
     emb(torch.tensor([1, 2])).sum().backward()
     opt.step()

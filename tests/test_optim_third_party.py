@@ -174,6 +174,18 @@ def test_a_constructor_that_takes_the_model() -> None:
     assert len(calls) == 8  # the trials do not count
 
 
+def test_a_closure_that_is_never_called() -> None:
+    twins = Twins(SlowWeights)
+    ids, target = twins.batches(1)[0]
+    twins.backward(ids, target)
+    before = twins.ours.table.torch().clone()
+    with pytest.raises(OptimizerError, match="SlowWeights did not call the closure that its step was given"):
+        twins.opt.step(lambda: 1.0)
+    assert torch.equal(twins.ours.table.torch(), before)
+    twins.opt.zero_grad()
+    twins.opt.step(lambda: 1.0)  # nothing to train
+
+
 class ClearsAfterwards(torch.optim.SGD):
     """Throws the gradients away at the end of its own step."""
 

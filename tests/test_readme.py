@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from speedtransfer.benchmark import measure
 from speedtransfer.cli import app
+from speedtransfer.engines import auto
+from speedtransfer.engines.calibration import load
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,7 +31,7 @@ def commands() -> list[str]:
 
 
 def test_the_first_python_block_runs_alone(tmp_path):
-    subprocess.run([sys.executable, "-W", "error", "-c", blocks("python")[0]], cwd=tmp_path, check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "error", "-c", blocks("python")[0]], cwd=tmp_path, check=True, timeout=300)
 
 
 @pytest.mark.parametrize("number", range(1, len(blocks("python"))))
@@ -41,21 +45,35 @@ def test_the_drop_in_takes_ten_lines():
     assert len([line for line in blocks("python")[0].splitlines() if line.strip()]) <= 10
 
 
+def our_commands() -> list[list[str]]:
+    lines = [shlex.split(line)[1:] for line in commands() if line.startswith("speedtransfer ")]
+    assert {line[0] for line in lines} == {"info", "word2vec", "bench", "calibrate"}
+    return lines
+
+
 def test_command_line(tmp_path, monkeypatch):
+    """All of it in this process, and what measures with few rows and samples."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(measure.EFFORT, True, {"turns": 1, "samples": 1, "budget_s": 0.0})
+    monkeypatch.setattr(auto, "PLANE_BYTES", 1 << 20)
     words = ["river", "water", "bank", "stone"] * 5 + ["the", "of"] * 10
     (tmp_path / "corpus.txt").write_text(" ".join(words * 100))
-    ours = [line for line in commands() if line.startswith("speedtransfer ")]
-    assert {shlex.split(line)[1] for line in ours} == {"info", "word2vec", "bench", "calibrate"}
-    for line in ours:
-        argv = shlex.split(line)[1:]
-        if argv[0] == "word2vec":
-            assert not app(argv, standalone_mode=False), line
-            continue
-        program = [sys.executable, "-m", "speedtransfer", *argv]  # what is measured must not reach other tests
-        result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert result.returncode == 0, f"{line}: {result.stderr}"
+    for argv in our_commands():
+        small = ["--rows", "100", "--table-bytes", "262144"] if argv[0] == "bench" else []
+        assert not app([*argv, *small], standalone_mode=False), argv
     assert (tmp_path / "words.png").stat().st_size > 1000
+    assert (tmp_path / "report" / "report.html").exists()
+    assert load(torch.device("cpu")) is not None, "calibrate has kept what it measured"
+
+
+@pytest.mark.slow
+def test_what_measures_at_its_own_sizes(tmp_path):
+    for argv in our_commands():
+        if argv[0] in ("bench", "calibrate"):
+            program = [sys.executable, "-m", "speedtransfer", *argv]  # what is measured must not reach other tests
+            result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+            assert result.returncode == 0, f"{argv}: {result.stderr}"
 
 
 def test_every_make_target_named_exists():
@@ -66,5 +84,6 @@ def test_every_make_target_named_exists():
     assert named <= targets
 
 
-def test_figures_are_those_of_the_results():
-    subprocess.run([sys.executable, "bench/readme.py", "--check"], cwd=ROOT, check=True)
+def test_figures_are_those_of_the_results(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    assert importlib.import_module("readme").main(check=True) == 0, capsys.readouterr().err

@@ -9,9 +9,10 @@ import torch
 from lazy_oracle import one_thread  # noqa: F401
 from weight_cases import Case
 from weight_cases_training import CASES as ALL
-from weight_world import EXACT, LAZY, REPLACED, Kind, World, assert_equal, dense
+from weight_world import COPIES, EXACT, LAZY, REPLACED, Kind, World, assert_equal, dense
 
 from speedtransfer.errors import SpeedtransferError
+from speedtransfer.optim import Handle
 
 CASES = {case.id: case for case in ALL}
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -33,11 +34,12 @@ BETWEEN = [
     (LAZY, torch.float64, "between", True),
     (REPLACED, torch.float32, "between", True),
 ]
+OF_COPIES = [(COPIES, torch.float64, "between", True)]
 WITHOUT_GRADIENTS = [(EXACT, torch.float64, "trained", False), (LAZY, torch.float32, "between", False)]
 SETTINGS = {
-    "read": EVERYWHERE + BETWEEN + WITHOUT_GRADIENTS,
-    "write": EVERYWHERE + BETWEEN,
-    "grad": BETWEEN,
+    "read": EVERYWHERE + BETWEEN + OF_COPIES + WITHOUT_GRADIENTS,
+    "write": EVERYWHERE + BETWEEN + OF_COPIES,
+    "grad": BETWEEN + OF_COPIES,
     "swap": [EVERYWHERE[0], EVERYWHERE[2], EVERYWHERE[3]],
     "train": EVERYWHERE[1:],
 }
@@ -58,7 +60,7 @@ def compare(case: Case, kind: Kind, dtype: torch.dtype, moment: str, grad: bool)
     expected, ours = pair or (World(dense(kind), dtype, moment), World(kind, dtype, moment))
     steps = 0 if moment == "fresh" and not replaces else 2
     wanted = expected.run(case, grad, steps)
-    if case.differs and kind.name != "torch":
+    if kind.name != "torch" and (case.refused or (kind.name == "copies" and case.refused_of_copies)):
         with pytest.raises(SpeedtransferError):
             ours.run(case, grad, steps)
         return dict(wanted)
@@ -74,7 +76,9 @@ def compare(case: Case, kind: Kind, dtype: torch.dtype, moment: str, grad: bool)
 
 
 @pytest.mark.parametrize(("case", "kind", "dtype", "moment", "grad"), RUNS)
-def test_as_torch(case: Case, kind: Kind, dtype: torch.dtype, moment: str, grad: bool) -> None:
+def test_as_torch(case: Case, kind: Kind, dtype: torch.dtype, moment: str, grad: bool, monkeypatch) -> None:
+    if kind.name == "copies":  # as on CUDA, where no tensor is over the memory of the table
+        monkeypatch.setattr(Handle, "aliased", property(lambda self: False))
     compare(case, kind, dtype, moment, grad)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +22,7 @@ from typer.testing import CliRunner
 
 import speedtransfer
 from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.word2vec import Settings, Vectors, Vocabulary
+from speedtransfer.word2vec import Settings, Vectors, Vocabulary, rescue
 from speedtransfer.word2vec import demo as demo_module
 from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.demo import run_demo
@@ -279,12 +282,16 @@ def test_words_shown_are_in_the_shipped_corpus():
         assert file.read(2) == b"\x1f\x8b"
 
 
-# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+# --- signals ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def long_training():
-    code = "from speedtransfer import cli; from speedtransfer.word2vec import progress as p; p.LINE_EVERY_S = 0.2; cli.main()"
+    # SIGINT as a terminal has it, also where the tests run in the background and it is ignored.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from speedtransfer import cli; "
+        "from speedtransfer.word2vec import progress as p; p.LINE_EVERY_S = 0.2; cli.main()"
+    )
     root = str(Path(speedtransfer.__file__).parents[1])
     process = subprocess.Popen(
         [sys.executable, "-c", code, "word2vec", "train", "corpus.txt", "-o", "out", "--dim", "8", "--epochs", "1000000"],
@@ -301,14 +308,15 @@ def long_training():
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a signal of the terminal")
-def test_interrupt_saves_and_says_so(folder):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_so(folder, number):
     with long_training() as process:
         lines = iter(process.stderr.readline, "")
         assert any(line.startswith("epoch") for line in lines)  # training has begun
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate()
-    assert process.returncode == 130
-    assert "stopped at 0%" in err
+    assert process.returncode == 128 + number
+    assert ("stopped at 0%" if number == signal.SIGINT else "stopped by SIGTERM at 0%") in err
     assert "Traceback" not in err
     assert "aborted" not in err  # it came to an orderly end
     assert "vectors: out" in out
@@ -316,6 +324,79 @@ def test_interrupt_saves_and_says_so(folder):
     assert len(Vectors.load(folder / "out" / "vectors.txt")) == 50
     facts = json.loads((folder / "out" / "settings.json").read_text())
     assert 0 < facts["steps"] < facts["of_steps"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_vectors_are_saved_waits_until_they_are(folder, monkeypatch, fresh_signals, number):
+    save = rescue.save_run
+    monkeypatch.setattr(rescue, "save_run", lambda *args: (signal.raise_signal(number), save(*args)))
+    result = run("train", "corpus.txt", "-o", "out", *QUICK)
+    assert result.exit_code == 128 + number
+    assert len(Vectors.load(folder / "out" / "vectors.txt")) == 50
+    assert names(folder) == ["corpus.txt", "out"]
+
+
+# --- no room ----------------------------------------------------------------------------------------------------------
+
+
+def full_disk(monkeypatch, *folders):
+    """No file can be saved below these."""
+    save = rescue.save_run
+
+    def save_run(folder, *args):
+        if any(folder.resolve().is_relative_to(full.resolve()) for full in folders):
+            (folder / "vectors.txt").write_text("half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(folder, *args)
+
+    monkeypatch.setattr(rescue, "save_run", save_run)
+
+
+@pytest.mark.parametrize("elsewhere", ["beside the corpus", "for temporary files"])
+def test_a_full_disk_does_not_lose_the_vectors(folder, monkeypatch, elsewhere, tmp_path_factory):
+    temporary, data = tmp_path_factory.mktemp("temporary"), tmp_path_factory.mktemp("data")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    corpus = Path("corpus.txt").rename(data / "corpus.txt")
+    full, place = ([folder], data) if elsewhere == "beside the corpus" else ([folder, data], temporary)
+    full_disk(monkeypatch, *full)
+    result = run("train", corpus, "-o", "out", *QUICK)
+    assert isinstance(result.exception, StorageError), result.output
+    (kept,) = place.glob("speedtransfer-vectors-*")
+    assert str(result.exception) == (
+        f"cannot write the vectors to 'out' (No space left on device); the vectors are in {str(kept)!r} instead"
+    )
+    assert names(kept) == ["settings.json", "vectors.txt", "vocab.txt"]
+    assert len(Vectors.load(kept / "vectors.txt")) == 50
+    assert names(folder) == []
+    assert names(data) == sorted({"corpus.txt", *([kept.name] if place == data else [])})
+
+
+def test_no_room_anywhere(folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    full_disk(monkeypatch, folder)
+    fails_with(StorageError, "nor could they be written beside", "train", "corpus.txt", "-o", "out", *QUICK)
+    assert names(folder) == ["corpus.txt"]
+
+
+def test_too_little_room_is_told_before_training(folder, monkeypatch):
+    monkeypatch.setattr(rescue.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9999, 8888, 1111))
+    result = run("train", "corpus.txt", "-o", "out", *QUICK)
+    assert result.exit_code == 0
+    assert "output folder 'out' has 1.11 kB free but the vectors will take about 4.4 kB; make room" in result.stderr
+
+
+def test_resume_without_a_checkpoint_begins(folder):
+    flags = ["train", "corpus.txt", "-o", "out", "--checkpoint", "point", "--resume", *QUICK]
+    result = run(*flags)
+    assert result.exit_code == 0, result.output
+    assert "there is no checkpoint in 'point' yet: training begins at the first step" in result.stderr
+    before = Path("out/vectors.txt").read_bytes()
+    assert run(*flags).exit_code == 0
+    assert Path("out/vectors.txt").read_bytes() == before
+    flags[5] = "pont"
+    fails_with(InvalidValueError, "'out' holds a run but there is no checkpoint in 'pont' to resume; check", *flags)
+    assert names(folder) == ["corpus.txt", "out", "point"]
+    assert run(*flags, "--overwrite").exit_code == 0
 
 
 @pytest.mark.parametrize("tables", ["out/tables", "out"])
@@ -327,9 +408,6 @@ def test_resumed_with_all_folders_in_the_output_folder(folder, tables):
     assert result.exit_code == 0, result.output
     assert Path("out/vectors.txt").read_bytes() == before
     Path("out/runs").rename("out/thesis")
-    Path("point").mkdir()
-    fails_with(StorageError, "no checkpoint in 'point'", *arguments, "--checkpoint", "point", "--resume", "--overwrite")
-    Path("point").rmdir()
     Path("out/thesis/point").rename("point")
     fails_with(
         InvalidValueError, "holds 'thesis', which is none of ours", *arguments, "--checkpoint", "point", "--resume"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
+import re
 import signal
 import threading
 
@@ -18,9 +18,9 @@ import speedtransfer
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
 from speedtransfer.word2vec import Corpus, Settings, Trainer, Vectors, train
 from speedtransfer.word2vec import progress as progress_module
-from speedtransfer.word2vec.interrupt import StopOnInterrupt
 from speedtransfer.word2vec.optimizers import DEFAULT_LR, FALLBACK_LR, LR_END, make_optimizer, set_lr
 from speedtransfer.word2vec.progress import TrainingProgress
+from speedtransfer.word2vec.stopping import StopOnSignal
 
 TOPICS, WORDS_A_TOPIC = 6, 8
 QUICK = {"dim": 16, "epochs": 2, "block_words": 256, "shared_negatives": 64, "sample": 0, "device": "cpu"}
@@ -267,34 +267,90 @@ def test_facts_about_a_run(corpus):
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
-def test_interrupt_keeps_the_vectors(corpus, capsys):
+class AtStep:
+    """A watcher that does something after a step."""
+
+    def __init__(self, step, act):
+        self.step, self.act, self.finished = step, act, 0
+
+    def after_step(self, trainer):
+        if trainer.step == self.step:
+            self.act()
+
+    def finish(self, trainer):
+        self.finished += 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_the_vectors(corpus, capsys, number, fresh_signals):
     trainer = Trainer(corpus, Settings(**{**QUICK, "epochs": 1000}))
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    trainer.run(TrainingProgress(enabled=False))
-    assert trainer.interrupted
-    assert 0 < trainer.step < trainer.num_steps
+    watcher = AtStep(3, lambda: signal.raise_signal(number))
+    trainer.run(TrainingProgress(enabled=False), [watcher])
+    assert (trainer.interrupted, trainer.stop_signal, watcher.finished) == (True, number, 1)
+    assert trainer.step == 3
     assert trainer.vectors().matrix.any()
-    assert "the vectors so far are kept; Ctrl-C again aborts" in capsys.readouterr().err
+    by = {signal.SIGINT: "stopped at 0%", signal.SIGTERM: "stopped by SIGTERM at 0%"}[number]
+    again = " again" if number == signal.SIGINT else ""
+    err = capsys.readouterr().err
+    assert err.startswith(by)
+    assert f"the vectors so far are kept; Ctrl-C{again} aborts" in err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    trainer.run(TrainingProgress(enabled=False), [AtStep(5, lambda: signal.raise_signal(number))])
+    assert trainer.step == 5, "a second run of the trainer is not stopped by the signal of the first"
+
+
+def test_sigterm_ends_a_program_that_calls_train(corpus, tmp_path, fresh_signals, monkeypatch):
+    """With its checkpoint saved; Ctrl-C is for whoever sits before the program, and gives the vectors so far."""
+    step = Trainer.train_step
+
+    def train_step(self):
+        step(self)
+        if self.step == 3:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    number = signal.SIGTERM
+    with pytest.raises(SystemExit) as exit:
+        quietly(corpus, epochs=9, checkpoint=tmp_path / "point")
+    assert exit.value.code == 143
+    number = signal.SIGINT
+    assert len(quietly(corpus, epochs=9)) == len(corpus.vocabulary)
+    monkeypatch.undo()
+    resumed = quietly(corpus, epochs=9, checkpoint=tmp_path / "point", resume=True)
+    assert resumed.matrix.tobytes() == quietly(corpus, epochs=9).matrix.tobytes()
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_after_a_request_to_stop_aborts(first, fresh_signals):
+    with pytest.raises(KeyboardInterrupt), StopOnSignal() as stop:  # noqa: PT012
+        signal.raise_signal(first)
+        signal.raise_signal(signal.SIGTERM)  # `timeout` sends two
+        assert stop.requested == first
+        signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_second_interrupt_aborts():
-    with pytest.raises(KeyboardInterrupt), StopOnInterrupt() as stop:  # noqa: PT012
-        signal.raise_signal(signal.SIGINT)
-        assert stop.requested
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def test_all_that_are_entered_are_told(fresh_signals):
+    with StopOnSignal() as outer:
+        with StopOnSignal() as inner:
+            signal.raise_signal(signal.SIGTERM)
+        with StopOnSignal() as late:
+            assert (outer.requested, inner.requested, late.requested) == (signal.SIGTERM,) * 3
+        signal.raise_signal(signal.SIGTERM)
+    with StopOnSignal() as other:
+        assert other.requested is None
 
 
-def test_interrupts_that_somebody_else_handles_are_left_alone():
+def test_signals_that_somebody_else_handles_or_ignores_are_left_alone(fresh_signals):
     seen = []
-    before = signal.signal(signal.SIGINT, lambda *args: seen.append(args))
-    try:
-        with StopOnInterrupt() as stop:
-            signal.raise_signal(signal.SIGINT)
-        assert (len(seen), stop.requested) == (1, False)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGTERM, lambda *args: seen.append(args))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for background jobs of a script
+    with StopOnSignal() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert (len(seen), stop.requested) == (1, None)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_training_in_another_thread(corpus):
@@ -360,3 +416,45 @@ def test_vectors_that_are_not_finite_are_not_returned(corpus):
 def test_bad_things_beside_training(corpus, changes, kind, message):
     with pytest.raises(kind, match=message):
         quietly(corpus, **changes)
+
+
+# --- runs that train nothing ------------------------------------------------------------------------------------------
+
+
+def test_few_steps_are_told(corpus, caplog):
+    quietly(corpus, epochs=1, block_words=2048)
+    (told,) = caplog.messages
+    assert told.startswith(
+        "this run has 6 steps, too few to train much (fewer than 100); pass a smaller block_words, such as "
+    )
+    caplog.clear()
+    quietly(corpus, epochs=1, block_words=int(re.search(r"such as (\d+)", told)[1]))
+    assert not any("too few" in message for message in caplog.messages), "the advice is enough"
+
+
+def test_a_loss_that_rose_is_told(corpus, caplog):
+    quietly(corpus, optimizer="sgd", lr=300.0, epochs=4, block_words=64)
+    assert any("above the 4.159 that it began with; pass a smaller lr than 300" in text for text in caplog.messages)
+
+
+def test_a_loss_of_vectors_that_know_nothing_is_told(corpus, caplog):
+    quietly(corpus, lr=1e-9, epochs=2, block_words=64)
+    assert caplog.messages == [
+        "the loss ended at 4.159 and that of vectors which know nothing is 4.159: little was learnt; pass more epochs than 2, "
+        "a smaller block_words, or a larger lr than 1e-09"
+    ]
+
+
+def test_a_run_that_learns_is_left_alone(corpus, caplog):
+    quietly(corpus, epochs=10, block_words=128, lr=0.05)
+    assert caplog.messages == []
+
+
+def test_what_is_told_of_the_loss_survives_a_break(corpus, tmp_path, caplog):
+    settings = {**QUICK, "lr": 1e-9, "epochs": 4, "block_words": 64}
+    stopped = Trainer(corpus, Settings(**settings))
+    for _ in range(150):
+        stopped.train_step()
+    resumed = Trainer(corpus, Settings(**settings))
+    resumed.load_state(json.loads(json.dumps(stopped.state())))
+    assert resumed.state() == stopped.state()

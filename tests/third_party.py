@@ -179,6 +179,19 @@ class SkipsZeros(RowOptimizer):
         p[rows] -= group["lr"] * g[rows] / state["sum"][rows].sqrt()
 
 
+class Proximal(RowOptimizer):
+    """Computes weights from its sums alone, so that its first step without a gradient makes all of them zero."""
+
+    def update(self, p, g, state, group) -> None:
+        if not state:
+            state["z"], state["n"] = torch.zeros_like(p), torch.zeros_like(p)
+        before = state["n"].sqrt()
+        state["n"].addcmul_(g, g)
+        after = state["n"].sqrt()
+        state["z"].add_(g).sub_((after - before) / group["lr"] * p)
+        p.copy_(torch.where(state["z"] == 0, 0.0, -group["lr"] * state["z"] / after))
+
+
 # Name -> optimizer and the planes that it needs.
 STYLES: dict[str, tuple[type[RowOptimizer], set[str]]] = {
     "lion": (Lion, {"exp_avg"}),
@@ -194,4 +207,83 @@ STYLES: dict[str, tuple[type[RowOptimizer], set[str]]] = {
     "precise": (Precise, {"sums"}),
     "rebinds": (Rebinds, {"m"}),
     "skips zeros": (SkipsZeros, {"sum"}),
+    "proximal": (Proximal, {"z", "n"}),
+}
+
+
+# --- by sparse gradients ------------------------------------------------------------------------------------------------
+
+
+class RowWiseAdagrad(RowOptimizer):
+    """Adagrad with one sum a row for sparse gradients, and plain Adagrad for dense ones."""
+
+    def update(self, p, g, state, group) -> None:
+        if not g.is_sparse:
+            p.addcdiv_(
+                g, state.setdefault("squares", torch.zeros_like(p)).addcmul_(g, g).sqrt() + 1e-9, value=-group["lr"]
+            )
+            return
+        g = g.coalesce()
+        rows, values = g.indices()[0], g.values()
+        sums = state.setdefault("momentum", torch.full((len(p),), group.get("initial", 0.0), dtype=p.dtype))
+        sums.index_add_(0, rows, values.square().mean(1))
+        p.index_add_(0, rows, values / (sums[rows].sqrt() + 1e-9).unsqueeze(1), alpha=-group["lr"])
+
+
+class DecaysNamed(RowOptimizer):
+    """Decays the rows that a sparse gradient names, whatever it holds for them, and counts how often it did."""
+
+    def update(self, p, g, state, group) -> None:
+        g = g.coalesce()
+        rows = g.indices()[0]
+        state.setdefault("times", torch.zeros(len(p), dtype=torch.int32))[rows] += 1
+        p[rows] = 0.9 * p[rows] - group["lr"] * g.values()
+
+
+class Uncoalesced(RowOptimizer):
+    """Takes the square of every lookup by itself."""
+
+    def update(self, p, g, state, group) -> None:
+        rows, values = g._indices()[0], g._values()
+        sums = state.setdefault("sum", torch.zeros_like(p)).index_add_(0, rows, values.square())
+        p.index_add_(0, rows, values / (sums[rows].sqrt() + 1e-9), alpha=-group["lr"])
+
+
+class FadesAll(RowOptimizer):
+    """Lets all rows fade with each sparse gradient, by another factor than with a dense one."""
+
+    def update(self, p, g, state, group) -> None:
+        p.mul_(0.99 if g.is_sparse else 0.9).sub_(g.to_dense(), alpha=group["lr"])
+
+
+class ByLength(RowOptimizer):
+    """Divides a sparse gradient by the number of rows that the parameter has."""
+
+    def update(self, p, g, state, group) -> None:
+        p.add_(g, alpha=-group["lr"] / (len(p) if g.is_sparse else 1))
+
+
+class NoisySparse(RowOptimizer):
+    """Adds noise to the values of a sparse gradient."""
+
+    def update(self, p, g, state, group) -> None:
+        g = g.coalesce()
+        p[g.indices()[0]] -= group["lr"] * (g.values() + torch.randn_like(g.values()))
+
+
+class SingleSparse(RowOptimizer):
+    """Takes sparse gradients of single and double precision only; dense ones otherwise."""
+
+    def update(self, p, g, state, group) -> None:
+        if g.is_sparse and p.dtype not in (torch.float32, torch.float64):
+            raise TypeError("no kernel for sparse gradients of this dtype")
+        RowWiseAdagrad.update(self, p, g, state, group)
+
+
+# Optimizer -> words of the reason for which it cannot train a table made with sparse=True.
+REFUSED_SPARSE: dict[type[RowOptimizer], str] = {
+    Uncoalesced: "tells the lookups of one row in a batch apart",
+    FadesAll: "depends on rows that the step does not name, or those do not stay as they are",
+    ByLength: "the update of a row depends on",
+    NoisySparse: "its update draws random numbers",
 }

@@ -1,8 +1,11 @@
 """What people do with `emb.weight`: short pieces of code, each run on ``torch.nn.Embedding`` and on ours (test_weight.py).
 
 A paragraph is a case. A comment on top is its title; where the last line is an expression, its value is compared too. A line
-``# differs: REASON`` marks what is documented to be refused here. `weight_world.World` says which names there are: `emb`
-(40 x 6) and `items` (30 x 6) are embeddings in `model`, `query` a parameter (3, 6), `opt` the optimizer over all of them.
+``# refused: REASON`` marks what is documented to raise here; ``# refused (copies): REASON`` what raises where the whole table
+is a copy of the rows: in CUDA's memory of rows on the host, or in float32 of rows stored in fewer bits.
+
+`weight_world.World` says which names there are: `emb` (40 x 6) and `items` (30 x 6) are embeddings in `model`, `query` a
+parameter (3, 6), `opt` the optimizer over all of them.
 """
 
 from __future__ import annotations
@@ -13,12 +16,13 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One piece of code: where it belongs, what to call it, and why ours refuses it, if it does."""
+    """One piece of code: where it belongs, what to call it, and why ours refuses it, if it does: always, or of copies."""
 
     group: str
     title: str
     code: str
-    differs: str = ""
+    refused: str = ""
+    refused_of_copies: str = ""
 
     @property
     def id(self) -> str:
@@ -32,9 +36,16 @@ def parse(group: str, text: str) -> list[Case]:
     cases = []
     for paragraph in re.split(r"\n\s*\n", text.strip("\n")):
         lines = paragraph.splitlines()
-        title = lines.pop(0)[2:] if lines[0].startswith("# ") and not lines[0].startswith("# differs") else ""
-        differs = lines.pop(0).partition(": ")[2] if lines[0].startswith("# differs: ") else ""
-        cases.append(Case(group, title, "\n".join(lines), differs))
+        title = refused = of_copies = ""
+        while lines[0].startswith("# "):
+            comment = lines.pop(0)[2:]
+            if comment.startswith("refused: "):
+                refused = comment.partition(": ")[2]
+            elif comment.startswith("refused (copies): "):
+                of_copies = comment.partition(": ")[2]
+            else:
+                title = comment
+        cases.append(Case(group, title, "\n".join(lines), refused, of_copies))
     return cases
 
 

@@ -159,6 +159,7 @@ opt = make_opt(model.parameters())
 emb.weight
 
 # A new parameter, with the optimizer made before
+# refused: torch would train the old weight, which nothing uses
 emb.weight = nn.Parameter(full.clone())
 step()
 emb.weight

@@ -108,7 +108,8 @@ def exact_and_lazy(group: GroupResult) -> tuple[CaseResult, CaseResult] | None:
     """Return the exact and the lazy step of a group of suite `step`, where it has both."""
     ours = [case for case in group.ran if case.role == "ours"]
     exact, lazy = ([case for case in ours if ("idle=exact" in case.name) == wanted] for wanted in (True, False))
-    return (exact[0], lazy[0]) if group.params["experiment"] == "idle rows" and exact and lazy else None
+    compared = group.params["experiment"] in ("idle rows", "many tables") and exact and lazy
+    return (exact[0], lazy[0]) if compared else None
 
 
 def _idle(group: GroupResult, exact: CaseResult, lazy: CaseResult) -> str:
@@ -119,9 +120,21 @@ def _idle(group: GroupResult, exact: CaseResult, lazy: CaseResult) -> str:
     return text + "".join(f", {format_ratio(exact.median_s / c.median_s)} of {c.name}" for c in others)
 
 
+def _is_coupled(group: GroupResult) -> bool:
+    """Tell whether exact steps are compared with dense ones alone."""
+    return group.params["experiment"] == "many tables" and exact_and_lazy(group) is None
+
+
+def _coupled(group: GroupResult) -> str:
+    exact, dense = group.ran
+    share = format_ratio(exact.median_s / dense.median_s)
+    return f"{group.title}: {format_seconds(exact.median_s)} with idle=exact, {share} of {dense.name}"
+
+
 def _step(groups: list[GroupResult]) -> list[str]:
     idle = [(group, *pair) for group in groups if (pair := exact_and_lazy(group))]
     lines = [_idle(*found) + _noise(*found[0].ran) for found in idle]
+    lines += [_coupled(group) + _noise(*group.ran) for group in groups if len(group.ran) == 2 and _is_coupled(group)]
     lines += [
         f"{group.title}: the large one takes {format_ratio(large.median_s / small.median_s)} the time of the small one"
         + _noise(large, small)

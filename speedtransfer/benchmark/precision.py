@@ -106,7 +106,7 @@ def _data(rows: int, batch: int, steps: int, seed: int, device: torch.device) ->
 class _Model(nn.Module):
     def __init__(self, rows: int, device: torch.device, options: dict[str, torch.dtype]) -> None:
         super().__init__()
-        self.rows: Any = Embedding(rows, DIM, device=device, **options)  # type: ignore[arg-type]
+        self.rows: Any = Embedding(rows, DIM, device=device, idle="lazy", **options)  # type: ignore[arg-type]
         self.mlp = nn.Sequential(nn.Linear(_FIELDS * DIM, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 1)).to(device)
 
     def forward(self, ids: Tensor) -> Tensor:

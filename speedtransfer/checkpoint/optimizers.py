@@ -14,9 +14,9 @@ from speedtransfer.checkpoint.reading import TensorReader
 from speedtransfer.checkpoint.rows import SavedRows, encode_rows
 from speedtransfer.checkpoint.values import Keep, decode, encode
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.optim import Handle, PlaneSpec, find_handle, probe
-from speedtransfer.optim.hooks import give_state
-from speedtransfer.optim.idle import rule_for
+from speedtransfer.optim import Handle, find_handle, probe
+from speedtransfer.optim.hooks import give_state, way_to_step
+from speedtransfer.optim.probe import Findings, PlaneSpec
 from speedtransfer.optim.state_dicts import has_other_hooks, load_plainly
 
 
@@ -86,7 +86,7 @@ def _make_first_state(optimizer: Optimizer) -> None:
                 continue  # its own planes, or those of another, which only a step may replace
             names = [k for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0 and len(v) == 0]
             if names and handle.table.num_rows and optimizer not in handle.lost:
-                specs = probe(optimizer, group, param)
+                specs = probe(optimizer, group, param, handle.sparse)
                 entries = dict(state)
                 give_state(handle, optimizer, group, specs)
                 optimizer.state[param].update(entries)
@@ -133,7 +133,7 @@ class SavedOptimizer:
             raise ValueError(f"the groups of {name} are not as many as its parameters")
         of_number = {n: (p, g) for n, (p, g) in zip(numbers, self._owners(groups), strict=True)}
         self._content["state"] = state = {}
-        self._planes: list[tuple[Handle, dict[str, Any], dict[str, PlaneSpec], dict[str, SavedRows]]] = []
+        self._planes: list[tuple[Handle, dict[str, Any], Findings, dict[str, SavedRows]]] = []
         for number, saved in node["state"]:
             if number in state or not isinstance(number, int | str):
                 raise ValueError(f"the state of {name} is there twice")
@@ -141,11 +141,12 @@ class SavedOptimizer:
             handle = None if param is None else find_handle(param)
             planes: dict[str, SavedRows] = {}
             if handle is not None and (saved["rows"] or saved["entries"]):
-                specs = probe(optimizer, group, handle.param)  # with the hyperparameters that come with it
+                specs = probe(
+                    optimizer, group, handle.param, handle.sparse
+                )  # with the hyperparameters that come with it
                 planes = self._planes_of(handle, specs, saved, f"{name}.state[{number}]", reader)
                 if planes:
-                    if handle.idle == "exact":
-                        rule_for(optimizer, group, handle.rows.dtype)  # which may refuse
+                    way_to_step(handle, optimizer, group, specs)  # which may refuse
                     self._planes.append((handle, group, specs, planes))
             entries = saved["entries"]
             if isinstance(entries, dict) and "$" not in entries:

@@ -121,10 +121,10 @@ class TensorReader:
         num_bytes = math.prod(shape) * dtype.itemsize
         with torch.inference_mode(False):
             if buffers is None:
-                tensor = torch.empty(shape, dtype=dtype)
+                tensor = torch.empty(shape, dtype=dtype, device="cpu")
             else:
                 if name not in buffers or len(buffers[name]) < num_bytes:
-                    buffers[name] = torch.empty(num_bytes, dtype=torch.uint8)
+                    buffers[name] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
                 tensor = buffers[name][:num_bytes].view(dtype).view(shape)
         target = tensor.view(-1).view(torch.uint8).numpy().data if num_bytes else memoryview(b"")
         for start in range(0, len(target), CHUNK_BYTES):
@@ -136,7 +136,7 @@ class TensorReader:
         dtype, shape = self.spec(name)
         begin, end = self.entries[name]["data_offsets"]
         if begin == end:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         # "c" maps privately: torch wants writable memory, and the file stays as it is.
         data = np.memmap(self._file, np.uint8, "c", self._begin + begin, (end - begin,))
         return torch.from_numpy(data.view(np.ndarray)).view(dtype).view(shape)

@@ -93,7 +93,7 @@ class SavedRows:
         if self.encoding == "plain":
             return self._decoded({"": self._reader.read(self._parts[""])})
         with torch.inference_mode(False):
-            whole = torch.empty(self.shape, dtype=self.dtype)
+            whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         buffers: dict[str, Tensor] = {}
         for rows in row_chunks(self.shape[0], self.row_bytes):
             whole[rows] = self._decoded(self.raw(rows, buffers))
@@ -118,7 +118,7 @@ class SavedRows:
         for rows in row_chunks(self.shape[0], self.row_bytes):
             chunk = self.raw(rows, buffers)
             if not alike:
-                chunk = store.encode(plane, self._decoded(chunk), torch.arange(rows.start, rows.stop))
+                chunk = store.encode(plane, self._decoded(chunk), torch.arange(rows.start, rows.stop, device="cpu"))
             for part, target in targets.items():
                 target[rows].copy_(chunk[part].view(target[rows].shape))
             advance((rows.stop - rows.start) * self.row_bytes)

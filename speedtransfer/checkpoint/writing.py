@@ -102,15 +102,14 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
         for row in tensor:
             yield from _chunks(row)
         return
-    staging = torch.empty(
-        0, dtype=tensor.dtype
-    )  # the allocator would not always give the memory of a chunk to the next
+    # The allocator would not always give the memory of a chunk to the next.
+    staging = torch.empty(0, dtype=tensor.dtype, device="cpu")
     for rows in row_chunks(len(tensor), row_bytes):
         chunk = tensor[rows]
         if chunk.is_contiguous():
             read_ahead(chunk)
         if chunk.device.type != "cpu" or not chunk.is_contiguous():
             if len(staging) < chunk.numel():
-                staging = torch.empty(chunk.numel(), dtype=tensor.dtype)
+                staging = torch.empty(chunk.numel(), dtype=tensor.dtype, device="cpu")
             chunk = staging[: chunk.numel()].view(chunk.shape).copy_(chunk)
         yield chunk

@@ -1,4 +1,4 @@
-"""Row copies on the host compiled by numba (extra ``fast``), and a sort of ids; `host` imports this once rows are worth it.
+"""Row copies on the host compiled by numba, and a sort of ids; `host` imports this once rows are worth it.
 
 Two things that torch's copies do not do: rows are asked for some rows ahead, so that several cache misses are under way at
 once; and long results are written past the cache ("streaming"), which saves reading every line before it is overwritten.

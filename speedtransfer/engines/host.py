@@ -31,7 +31,7 @@ _Part = tuple[Callable[..., None], tuple[Any, ...]]  # a compiled copy and its a
 
 @functools.cache
 def compiled_copies() -> Any:
-    """Return the module :mod:`~speedtransfer.engines.compiled`, or None where numba (extra ``fast``) does not work."""
+    """Return the module :mod:`~speedtransfer.engines.compiled`, or None where numba does not work."""
     if importlib.util.find_spec("numba") is None:
         return None
     try:

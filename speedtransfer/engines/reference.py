@@ -83,17 +83,15 @@ def widest_word(*tensors: Tensor) -> torch.dtype:
     Rows move as bits: torch moves these dtypes everywhere, float8 and unsigned integers it does not, and `index_copy_` costs
     the CPU by the element (a row of float32 as complex128 takes half the time).
     """
-    size = tensors[0].element_size()
+    size, bits = tensors[0].element_size(), 0
+    for tensor in tensors:
+        if tensor.stride(1) != 1:
+            return tensors[0].dtype
+        bits |= (tensor.stride(0) | tensor.shape[1] | int(tensor.storage_offset())) * size | tensor.data_ptr()
     for dtype, wide in _WORDS:
-        if wide % size == 0 and all(_is_multiple(tensor, wide) for tensor in tensors):
+        if wide % size == 0 and bits % wide == 0:
             return dtype
     return tensors[0].dtype
 
 
 _WORDS = ((torch.complex128, 16), *sorted(((d, s) for s, d in INTEGER_OF_SIZE.items()), key=lambda word: -word[1]))
-
-
-def _is_multiple(tensor: Tensor, size: int) -> bool:
-    item = tensor.element_size()
-    strides = tensor.stride(0) * item, tensor.shape[1] * item, tensor.storage_offset() * item, tensor.data_ptr()
-    return tensor.stride(1) == 1 and not any(number % size for number in strides)

@@ -145,7 +145,7 @@ class _Buffer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._event: torch.cuda.Event | None = None
 
     def take(self, like: Sequence[Tensor]) -> list[Tensor]:

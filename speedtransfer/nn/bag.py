@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from speedtransfer.nn.base import TableModule, uncompiled
 from speedtransfer.nn.embedding import check_pretrained
 from speedtransfer.nn.lookup import bag_lookup
+from speedtransfer.nn.weight import in_transform
 
 
 class EmbeddingBag(TableModule, nn.EmbeddingBag):
@@ -36,7 +37,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         *,
         memory: str = "auto",
         path: str | os.PathLike[str] | None = None,
-        idle: str = "lazy",
+        idle: str = "auto",
         storage_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> None:
@@ -60,7 +61,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         per_sample_weights : Tensor, optional
             A weight for each id (mode "sum" only).
         """
-        if not self._has_rows():
+        if not self._has_rows() or in_transform():
             return super().forward(input, offsets, per_sample_weights)
         active, mode, padded = self.activate(input), self.mode, self.padding_idx is not None
         return bag_lookup(
@@ -82,7 +83,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         *,
         memory: str = "auto",
         path: str | os.PathLike[str] | None = None,
-        idle: str = "lazy",
+        idle: str = "auto",
         storage_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> EmbeddingBag:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn.active import ActiveRows, activate
-from speedtransfer.nn.weight import table_weight
+from speedtransfer.nn.weight import table_weight, take_weight
 from speedtransfer.optim import Handle, RowStore, find_handle, install
 from speedtransfer.optim.codecs import check_dtypes
 from speedtransfer.tables import Table
 
-IDLE = ("lazy", "exact")
+IDLE = ("auto", "exact", "lazy")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ def make_handle(
     requires_grad: bool,
     memory: str = "auto",
     path: str | os.PathLike[str] | None = None,
-    idle: str = "lazy",
+    idle: str = "auto",
     storage_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
 ) -> Handle:
@@ -93,6 +93,7 @@ class TableModule(nn.Module):
     padding_idx: int | None
     max_norm: float | None
     norm_type: float
+    sparse: bool
     idle: str
 
     def _set_up(
@@ -140,12 +141,17 @@ class TableModule(nn.Module):
             self._wait(nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=not freeze), options)
             return
         self._handle = make_handle(weight, shape, device, dtype, requires_grad=not freeze, **options)
+        self._describe()
         self.register_parameter("weight", table_weight(self._handle))
         weight_now = self._parameters["weight"]
         if weight_now is not None and weight_now.is_meta:  # accelerate's init_empty_weights
             self._wait(weight_now, options)
         elif weight is None:
             self.reset_parameters()
+
+    def _describe(self) -> None:
+        """Tell the handle what a step must know of this module."""
+        self._handle.sparse, self._handle.padding_idx = bool(self.sparse), self.padding_idx
 
     # --- on the meta device: no rows yet --------------------------------------------------------------------------------
 
@@ -164,6 +170,7 @@ class TableModule(nn.Module):
         handle = make_handle(weight, shape, device, dtype, requires_grad=param.requires_grad, **self._options)
         del self._options
         self._handle = handle
+        self._describe()
         self._parameters["weight"] = table_weight(handle, param)
 
     @property
@@ -292,14 +299,12 @@ class TableModule(nn.Module):
             self._handle = other
             return
         with torch.no_grad():
-            values = param.detach()
-            self._handle.set_whole(values)
-            self._handle.drop_state("another weight was assigned to the module")
-            self._handle.clear()
-            table_weight(self._handle, param)
+            take_weight(self._handle, param)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if not self._is_waiting():
+            self._describe()
         install()  # unpickled in a process that has made no module yet
         if self._parameters.get("weight") is not None and find_handle(self._parameters["weight"]) is None:
             self._parameters["weight"] = table_weight(self._handle)  # pickled by an older version

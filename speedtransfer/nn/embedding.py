@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.base import TableModule, uncompiled
 from speedtransfer.nn.lookup import lookup
+from speedtransfer.nn.weight import in_transform
 
 
 class Embedding(TableModule, nn.Embedding):
@@ -24,18 +25,20 @@ class Embedding(TableModule, nn.Embedding):
     num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, _weight, _freeze, dtype
         As in ``torch.nn.Embedding``.
     sparse : bool
-        Accepted and kept; gradients are dense over the active rows either way.
+        Whether an optimizer finds sparse gradients, as with ``torch.nn``: only where that makes a difference, and dense ones
+        where it refuses sparse ones. Outside of its step they are dense over the active rows.
     device : torch.device, optional
         The compute device, as for any module; ``.to()`` moves it.
     memory : {"auto", "pinned", "pageable", "mmap", "device"}
         Where the rows live.
     path : path-like, optional
         The new file of a "mmap" table.
-    idle : {"lazy", "exact"}
-        What happens to a row that a step does not touch. "lazy": nothing, as with ``torch.optim.SparseAdam``. "exact": what
-        the optimizer does to a row whose gradient is zero (momentum, decay), so that training equals that of a dense
-        ``torch.nn.Embedding`` to rounding; the row receives it before it is read next. For the optimizers of
-        ``torch.optim`` that are row by row, without coupled weight decay in the adaptive ones.
+    idle : {"auto", "exact", "lazy"}
+        What happens to a row that a step does not touch. "exact": what the optimizer does to a row whose gradient is zero
+        (momentum, decay), so that training equals that of a dense ``torch.nn.Embedding`` to rounding; the row receives it
+        before it is read next. For the optimizers of ``torch.optim`` that are row by row; others raise at their first step.
+        "lazy": nothing, as with ``torch.optim.SparseAdam``. "auto": "exact" with those optimizers; with others "lazy" and a
+        warning.
     storage_dtype : {torch.float32, torch.bfloat16, torch.float16, torch.int8}, optional
         What the table holds of rows that are float32 everywhere else: lookups, gradients, steps. int8 has a float32 scale for
         each row, and such a "mmap" table its scales in memory of its own: the file alone is no copy of the rows.
@@ -66,7 +69,7 @@ class Embedding(TableModule, nn.Embedding):
         *,
         memory: str = "auto",
         path: str | os.PathLike[str] | None = None,
-        idle: str = "lazy",
+        idle: str = "auto",
         storage_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> None:
@@ -85,12 +88,12 @@ class Embedding(TableModule, nn.Embedding):
         RowIndexError, InvalidTypeError
             An id out of range (negative counts as such), or no integer.
         """
-        if not self._has_rows():
+        if not self._has_rows() or in_transform():
             return super().forward(input)
         training, table = self._wants_grad(), self.table
         # Without training each id could have its own row; across a bus one for all that share it is faster.
         here = table.device.type == "cpu" or table.memory == "device"
-        if here and not training and self.max_norm is None and self.idle == "lazy":
+        if here and not training and self.max_norm is None and not self._handle.lags:
             return self._handle.rows.lookup(input)
         active = self.activate(input)
         return lookup(active, active.groups.found, self.scale_grad_by_freq)
@@ -108,7 +111,7 @@ class Embedding(TableModule, nn.Embedding):
         *,
         memory: str = "auto",
         path: str | os.PathLike[str] | None = None,
-        idle: str = "lazy",
+        idle: str = "auto",
         storage_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> Embedding:

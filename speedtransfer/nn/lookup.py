@@ -15,23 +15,26 @@ from speedtransfer.tables import UniqueRows
 
 
 class _Lookup(torch.autograd.Function):
-    """``rows[inverse]``. Fresh pages cost the CPU several times the copy, in forward and in backward: use them again."""
+    """``rows[inverse]``, in the shape of the ids: a view of the result could not be changed in place.
+
+    Fresh pages cost the CPU several times the copy, in forward and in backward: use them again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, groups: UniqueRows, padding: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, groups: UniqueRows, shape: torch.Size, padding: int) -> Tensor:
         ctx.groups, ctx.num_rows, ctx.padding = groups, rows.shape[0], padding
-        out = buffers.empty((groups.inverse.numel(), rows.shape[1]), rows.dtype, rows.device)
-        gather_rows([rows], groups.inverse, [out])
+        out = buffers.empty((*shape, rows.shape[1]), rows.dtype, rows.device)
+        gather_rows([rows], groups.inverse, [out.view(groups.inverse.numel(), rows.shape[1])])
         return out
 
     @staticmethod
     @torch.compiler.disable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         _, inverse, order, starts, _ = ctx.groups
-        grad = grads[0]
+        grad = grads[0].reshape(inverse.numel(), grads[0].shape[-1])
         if torch.is_grad_enabled():  # create_graph: a gradient of this gradient may follow
             total = torch.ops.aten.embedding_dense_backward(grad, inverse, ctx.num_rows, ctx.padding, False)
-            return total, None, None
+            return total, None, None, None
         if order is not None and grad.dtype == torch.float32:
             # Sums of each row's gradients, in the order of the batch: for float32 a kernel twice as fast as index_add_.
             if not grad.is_contiguous():  # a sum gives the same memory for every value
@@ -42,7 +45,7 @@ class _Lookup(torch.autograd.Function):
             total.index_add_(0, inverse, grad)
         if ctx.padding >= 0:
             total[ctx.padding] = 0
-        return total, None, None
+        return total, None, None, None
 
 
 def lookup(active: ActiveRows, padding: int = -1, scale_grad_by_freq: bool = False) -> Tensor:
@@ -58,7 +61,7 @@ def lookup(active: ActiveRows, padding: int = -1, scale_grad_by_freq: bool = Fal
     """
     rows, inverse = active.rows, active.inverse
     if rows.device.type == "cpu" and not scale_grad_by_freq and rows.dtype in (torch.float32, torch.float64):
-        return _Lookup.apply(rows, active.groups, padding).view(*inverse.shape, rows.shape[1])
+        return _Lookup.apply(rows, active.groups, inverse.shape, padding)
     return F.embedding(inverse, rows, padding if padding >= 0 else None, scale_grad_by_freq=scale_grad_by_freq)
 
 

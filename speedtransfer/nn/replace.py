@@ -150,11 +150,12 @@ def _handle(weight: nn.Parameter, options: dict[str, Any]) -> Handle:
 def _give_table(module: Any, handle: Handle | None, options: dict[str, Any]) -> None:
     weight = module.weight
     module.__class__ = _table_class(type(module))
-    module.idle = options.get("idle", "lazy")
+    module.idle = options.get("idle", "auto")
     if handle is None:
         module._wait(weight, {**options})
         return
     module.__dict__["_handle"] = handle
+    module._describe()
     if find_handle(weight) is None:
         table_weight(handle, weight)
 

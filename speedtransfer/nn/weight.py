@@ -98,6 +98,11 @@ def table_weight(handle: Handle, param: nn.Parameter | None = None) -> nn.Parame
     return handle.new_param(TableWeight) if param is None else handle.bind(param, TableWeight)
 
 
+def take_weight(handle: Handle, param: nn.Parameter) -> None:
+    """Make an ordinary parameter the weight of `handle`, with its values."""
+    handle.take_param(param, TableWeight)
+
+
 def _weight_of(handle: Handle) -> nn.Parameter:
     return handle.param_or_none() or handle.new_param(TableWeight)
 
@@ -114,6 +119,7 @@ def _handle_of(weight: Any) -> Handle:
 # --- functions that are called with the weight ----------------------------------------------------------------------------
 
 
+@torch.compiler.disable  # which rows there are, and what they have still to catch up with, is known only when it runs
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` with the whole table in place of each weight among its arguments."""
     if func in _ASIDE:
@@ -182,7 +188,7 @@ def _data(weight: Any) -> Tensor:
     with as_tensor():
         data = torch.Tensor.detach(weight).as_subclass(_WeightData)
     data.handle = handle
-    return data
+    return handle.give(data)
 
 
 def _set_data(weight: Any, values: Tensor) -> None:
@@ -224,6 +230,11 @@ def _refused(remedy: str) -> Callable[..., Any]:
     return refuse
 
 
+def in_transform() -> bool:
+    """Tell whether torch.func transforms what runs: its tensors have no memory in which ids could be looked at."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 # --- lookups ----------------------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +247,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    if not isinstance(weight, TableWeight | _WeightData):
+    if not isinstance(weight, TableWeight | _WeightData) or in_transform():
         return NotImplemented
     handle = _handle_of(weight)
     if padding_idx is not None and padding_idx < 0:
@@ -260,7 +271,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    if not isinstance(weight, TableWeight | _WeightData):
+    if not isinstance(weight, TableWeight | _WeightData) or in_transform():
         return NotImplemented
     handle = _handle_of(weight)
     if padding_idx is not None and padding_idx < 0:
@@ -280,7 +291,7 @@ def _rows_at(weight: Any, index: Any) -> Any:
     rows = rows or (isinstance(first, list) and bool(first) and all(type(i) is int for i in first))
     if rest and rows and not all(isinstance(part, slice) for part in rest):
         return NotImplemented  # indices broadcast with one another
-    if not isinstance(weight, TableWeight | _WeightData) or not (rows or number):
+    if not isinstance(weight, TableWeight | _WeightData) or not (rows or number) or in_transform():
         return NotImplemented
     handle = _handle_of(weight)
     trains = isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad

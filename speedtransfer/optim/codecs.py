@@ -182,7 +182,7 @@ def _scales(largest: Tensor, parts: Tensor, dropped: int, least: float) -> Tenso
 def meanings(device: torch.device) -> Tensor:
     """Return what the codes of `Blocks8` mean: 256 without a sign and 256 with one."""
     with torch.inference_mode(False):
-        codes = torch.arange(256, dtype=torch.int32)
+        codes = torch.arange(256, dtype=torch.int32, device="cpu")
         words = torch.cat([codes - 255, (codes & 127) - 127]) + Blocks8._ONE << 20
         values = words.view(torch.float32).clone()
         values[384:] *= -1

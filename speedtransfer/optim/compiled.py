@@ -1,4 +1,4 @@
-"""The stochastic rounding of `codecs` in one pass over the rows, compiled by numba (extra ``fast``): the same bits.
+"""The stochastic rounding of `codecs` in one pass over the rows, compiled by numba: the same bits.
 
 The functions take rows `start` to `stop`, without the GIL.
 """

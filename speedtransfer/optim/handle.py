@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidValueError, OptimizerError
+from speedtransfer.optim.lazy import sparse_gradient
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.store import RowStore
 from speedtransfer.tables import Table, unique_rows
@@ -49,7 +50,7 @@ class Handle:
     table : Table
     requires_grad : bool
         Whether the rows are trained.
-    idle : {"lazy", "exact"}
+    idle : {"auto", "exact", "lazy"}
         What becomes of rows that a step does not touch.
     rows : RowStore, optional
         The way to the rows of `table`; by default they are stored as they are computed with.
@@ -62,6 +63,8 @@ class Handle:
         self.idle = idle
         self.requires_grad = requires_grad and self.rows.dtype.is_floating_point
         self.name: str | None = None  # of the module, where somebody has told
+        self.sparse = False  # the module was made with sparse=True: optimizers that tell may get sparse gradients
+        self.padding_idx: int | None = None  # that of the module: a row which sparse gradients never name
         self.state: Any = None  # optim.state.RowState of the optimizer that trains the rows
         # Optimizers whose state of these rows is gone, and why.
         self.lost: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -76,6 +79,7 @@ class Handle:
         self._shown: weakref.ref[RowGradient] | None = None
         # Leaves of autograd that deposit here, with the rows they hold (None: all), while they live.
         self._leaves: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
+        self._given: list[weakref.ref[Tensor]] = []  # tensors over the table that others may hold, and write to
         self._whole: tuple[weakref.ref[Tensor], int] | None = None  # the leaf over the whole table, and its version
         # Not the parameter itself, which holds this object: a cycle would keep the table until the next gc.
         self._param: Callable[[], nn.Parameter | None] = lambda: None
@@ -103,14 +107,17 @@ class Handle:
         """Return the parameter, if it still lives."""
         return self._param()
 
-    def bind(self, param: nn.Parameter, kind: type[nn.Parameter]) -> nn.Parameter:
+    def bind(self, param: nn.Parameter, kind: type[nn.Parameter], parted: bool = False) -> nn.Parameter:
         """Make `param` the parameter of this handle, a `kind` between steps, and return it.
 
         It stays the object that it is, so optimizers and modules that hold it go on to work; its values must be in the table.
+        `parted`: the memory of the table has become another, and the parameter so far keeps the old one.
         """
         old = self._param()
         if old is not None and old is not param:
             old.__dict__.pop(_KEY, None)
+            if parted:
+                old.__class__ = nn.Parameter  # with the memory that was the table's
         with as_tensor():
             given, param.grad = param.grad, None
             self.requires_grad = param.requires_grad
@@ -125,6 +132,11 @@ class Handle:
         """Make a parameter for this handle."""
         with torch.inference_mode(False):
             return self.bind(nn.Parameter(self._standing(), requires_grad=self.requires_grad), kind)
+
+    @property
+    def follows_idle_rows(self) -> bool:
+        """Whether idle rows receive the steps that they miss."""
+        return self.state is not None and self.state.follows_idle_rows
 
     @property
     def aliased(self) -> bool:
@@ -149,18 +161,30 @@ class Handle:
             param.requires_grad_(self.requires_grad)
             param.__class__ = self._kind
 
-    def enter(self) -> None:
-        """Let the parameter hold the active rows and their gradient, for a step."""
+    def enter(self, sparse: bool = False) -> None:
+        """Let the parameter hold the active rows and their gradient, maybe as a sparse one, for a step."""
         param = self.param
         assert self.active is not None
         param.__class__ = nn.Parameter
         param.grad = None
         param.data = self.active
-        param.grad = self.grad
+        param.grad = self._sparse_gradient() if sparse else self.grad
+
+    def _sparse_gradient(self) -> Tensor:
+        """Return the gradient as a sparse one of the active rows, without that of padding, which torch leaves out too."""
+        assert self.ids is not None
+        assert self.grad is not None
+        grad, rows = self.grad, None
+        if self.padding_idx is not None:
+            rows = (self.ids != self.padding_idx).nonzero().flatten()
+            grad = grad[rows] if len(rows) < len(grad) else grad
+        return sparse_gradient(grad, rows, len(self.ids))
 
     def leave(self) -> None:
         """End a step: the parameter stands for the whole table again. The gradient stays until somebody clears it."""
-        self.grad = self.param.grad
+        grad = self.param.grad
+        if grad is None or not grad.is_sparse:
+            self.grad = grad
         self._grad_version = -1 if self.grad is None else self.grad._version
         if self.grad is None:
             self.ids = None
@@ -173,6 +197,11 @@ class Handle:
         """Return the rows `ids` (n,), known to be good, as the next step will find them: "weight", and maybe state."""
         return self.rows.read(ids, ["weight"]) if self.state is None else self.state.current(ids)
 
+    @property
+    def lags(self) -> bool:
+        """Whether there may be rows with steps to come, so that reading the table itself is not enough."""
+        return self.state is not None and self.state.lags
+
     def settle(self, ids: Tensor | None = None) -> None:
         """Bring the rows `ids` (n,), none twice, of the table up to date (exact idle rows lag behind); None: all of them."""
         if self.state is not None:
@@ -183,7 +212,7 @@ class Handle:
         self.recover()
         values = self.rows.whole("weight").detach()
         if self.aliased:
-            return values
+            return self.give(values)
         try:
             moved = values.to(self.table.device, self.rows.dtype)
             return moved.clone() if moved is values else moved
@@ -192,6 +221,13 @@ class Handle:
                 f"{self} is used as a whole, but its {self.table.num_rows} rows do not fit on {self.table.device}; use the "
                 "rows that are needed (emb(ids)), or emb.table.torch(), where the rows live"
             ) from error
+
+    def give(self, alias: Tensor) -> Tensor:
+        """Remember a tensor that reads and writes as the table, and return it."""
+        if len(self._given) > 16:
+            self._given = [reference for reference in self._given if reference() is not None]
+        self._given.append(weakref.ref(alias))
+        return alias
 
     def whole_leaf(self) -> Tensor:
         """Return all rows as a leaf of autograd; backward deposits the gradient of all of them."""
@@ -220,6 +256,20 @@ class Handle:
         self.table.wait()
         self.rows.load("weight", values.detach())
 
+    def take_param(self, param: nn.Parameter, kind: type[nn.Parameter]) -> None:
+        """Make an ordinary parameter the weight, with its values. The one so far is an ordinary one again, or of no use."""
+        values = param.detach()
+        self.drop_state("another weight was assigned to the module")
+        self.clear()
+        parted = self._can_take(values) and len(values) == self.table.num_rows and values.dtype == self.rows.dtype
+        old = self._param()
+        if old is not None and parted:
+            self._param = lambda: None  # it keeps its memory
+        self.set_whole(values)
+        if old is not None:
+            self._param = weakref.ref(old)
+        self.bind(param, kind, parted)
+
     def set_whole(self, values: Tensor) -> None:
         """Set all rows to `values`, ``(any, dim)``: of another number of rows they make a new table, without state.
 
@@ -237,12 +287,36 @@ class Handle:
                 f"{self} is the file {str(table.path)!r} of {table.num_rows} rows of {rows.dtype}, which cannot become "
                 f"{tuple(values.shape)} of {values.dtype}; make a new module with another path"
             )
+        values = values.detach()
+        if not resized and not retyped and self._can_take(values):
+            self.settle()
+            table.take("weight", values)  # as torch: what held the memory so far keeps it, and `values` is the weight now
+            self.show()
+            return
+        self._part_with_given()
         if resized or retyped:
             dtype = values.dtype if rows.storage_dtype is None else rows.storage_dtype
             made = Table(len(values), table.dim, dtype, table.memory, device=table.device)
             reason = f"the table got {len(values)} rows" if resized else f"the table became {values.dtype}"
             self.replace(RowStore(made, rows.storage_dtype, rows.state_dtype), reason)
         self.store(values)
+
+    def _can_take(self, values: Tensor) -> bool:
+        """Tell whether the memory of `values` can become that of the table."""
+        ordinary = values.is_contiguous() and not values.is_inference() and type(values) is Tensor
+        own = self.table.memory == "pageable" and values.device.type == "cpu"
+        own = own or (self.table.memory == "device" and values.device == self.table.device)
+        return self.aliased and ordinary and own
+
+    def _part_with_given(self) -> None:
+        """Let tensors over the table keep the values that they have: others are about to be written there."""
+        alive = [tensor for tensor in (reference() for reference in self._given) if tensor is not None]
+        if alive:
+            kept = self.whole().clone()
+            for tensor in alive:
+                tensor.__class__ = Tensor
+                tensor.data = kept
+        self._given = []
 
     def follow(self, leaf: Tensor, ids: Tensor | None) -> None:
         """Remember a leaf of autograd that deposits the gradient of the rows `ids` (None: all) here."""
@@ -310,7 +384,7 @@ class Handle:
         if grad.is_sparse:
             grad = grad.coalesce()
             return grad.indices()[0], grad.values()
-        if self.idle == "exact":  # an idle row and one with a gradient of zero go the same way
+        if self.follows_idle_rows:  # an idle row and one with a gradient of zero go the same way
             return torch.arange(len(grad), device=grad.device), grad
         ids = (grad != 0).any(dim=1).nonzero().flatten()
         return ids, grad if len(ids) == len(grad) else grad[ids]
@@ -393,7 +467,7 @@ class Handle:
         """Read the active rows `again`, or if the table has changed since: a step must not undo what was written meanwhile."""
         if self.ids is None:
             return
-        if self._touched is not None and self.idle != "exact":
+        if self._touched is not None and not self.follows_idle_rows:
             assert self.grad is not None
             touched = (self.grad != 0).any(dim=1)
             touched[self._touched] = True
@@ -401,6 +475,8 @@ class Handle:
             self.grad = self.grad[self.ids]
             self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
         self._touched = None
+        # NumPy and others write without a trace to the memory that they were given.
+        again = again or any(reference() is not None for reference in self._given)
         if again or self.active is None or self._version != self.table.version:
             self.state_rows = self.read(self.ids)
             self.active, self._version = self.state_rows.pop("weight"), self.table.version

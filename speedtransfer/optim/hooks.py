@@ -11,10 +11,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from speedtransfer.optim import backward, state_dicts
+from speedtransfer.errors import OptimizerError
+from speedtransfer.optim import backward, replicas, state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
-from speedtransfer.optim.idle import rule_for
-from speedtransfer.optim.probe import PlaneSpec, probe
+from speedtransfer.optim.idle import Rule, choose_rule, has_rule
+from speedtransfer.optim.probe import Findings, probe
 from speedtransfer.optim.state import RowState
 
 _installed = False
@@ -28,6 +29,7 @@ def install() -> None:
         register_optimizer_step_post_hook(_after_step)
         state_dicts.install()
         backward.install()
+        replicas.install()
         _installed = True
 
 
@@ -40,20 +42,24 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if not callable(closure):  # none, or an argument of another meaning
         _load(optimizer, frame)
         return None
-    # The closure runs forward and backward inside the step: rows are known only after it.
-    wrapped = _then_load(closure, optimizer, frame)
+    wrapped = _Closure(closure, optimizer, frame)
     if "closure" in kwargs:
         return args, {**kwargs, "closure": wrapped}
     return (args[0], wrapped, *args[2:]), kwargs
 
 
-def _then_load(closure: Callable[[], Any], optimizer: Optimizer, frame: FrameType | None) -> Callable[[], Any]:
-    def wrapped() -> Any:
-        loss = closure()
-        _load(optimizer, frame)
-        return loss
+class _Closure:
+    """A closure, which runs forward and backward inside the step: rows are known, and loaded, only after it."""
 
-    return wrapped
+    def __init__(self, closure: Callable[[], Any], optimizer: Optimizer, frame: FrameType | None) -> None:
+        self._closure, self._optimizer, self._frame = closure, optimizer, frame
+        self.called = False
+
+    def __call__(self) -> Any:
+        self.called = True
+        loss = self._closure()
+        _load(self._optimizer, self._frame)
+        return loss
 
 
 @torch.no_grad()
@@ -62,6 +68,7 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> None:
         handle.recover()
         if handle.grad is None:
             continue
+        replicas.check_not_replicated(handle)
         if handle.state is None or handle.state.optimizer() is not optimizer:
             _take_over(handle, optimizer, group)
         _run_first(optimizer)
@@ -72,16 +79,33 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> None:
 def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Let `optimizer` train the table from now on, with fresh state."""
     handle.check_not_lost(optimizer)
-    specs = probe(optimizer, group, handle.param)  # may refuse, and then nothing has changed
+    specs = probe(optimizer, group, handle.param, handle.sparse)  # may refuse, and then nothing has changed
     give_state(handle, optimizer, group, specs)
 
 
-def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], specs: dict[str, PlaneSpec]) -> None:
+def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], specs: Findings) -> None:
     """Make planes of state for `optimizer`, in place of those that the table has."""
-    rule = rule_for(optimizer, group, handle.rows.dtype) if handle.idle == "exact" else None  # may refuse too
+    rule, sparse = way_to_step(handle, optimizer, group, specs)  # may refuse too
     handle.drop_state(f"a new {type(optimizer).__name__} took it over")
-    handle.state = RowState(handle, optimizer, specs, rule)
+    handle.state = RowState(handle, optimizer, specs, rule, sparse)
     state_dicts.watch(optimizer)
+
+
+def way_to_step(
+    handle: Handle, optimizer: Optimizer, group: dict[str, Any], specs: Findings
+) -> tuple[Rule | None, bool]:
+    """Return the rule for idle rows, if they need one, and whether steps get sparse gradients.
+
+    Raises
+    ------
+    OptimizerError
+        ``idle="exact"``, and what the optimizer does to idle rows is not known.
+    """
+    if specs.gradient == "sparse":  # which leave idle rows alone in torch, too
+        return None, True
+    if specs.gradient == "either" and handle.idle != "lazy" and not has_rule(optimizer):
+        return None, True
+    return choose_rule(handle.idle, optimizer, group, handle.rows.dtype), False
 
 
 def _run_first(optimizer: Optimizer) -> None:
@@ -96,6 +120,12 @@ def _run_first(optimizer: Optimizer) -> None:
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any_handles():
+        ignored = any(isinstance(value, _Closure) and not value.called for value in (*args, *kwargs.values()))
         for handle, group in state_dicts.handles_of(optimizer):
+            if ignored and handle.grad is not None:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} did not call the closure that its step was given, so that the rows of a "
+                    "table, which are loaded after it, did not take the step; call step() without a closure"
+                )
             if handle.state is not None and handle.state.in_step and handle.state.optimizer() is optimizer:
                 handle.state.store(optimizer, group)

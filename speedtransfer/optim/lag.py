@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtransfer.optim.idle import History, Rule, catch_up
+from speedtransfer.optim.idle import History, IdleStep, Replay, Rule, catch_up
+from speedtransfer.optim.idle.rule import Numbers
 from speedtransfer.optim.store import RowStore
 from speedtransfer.progress import ByteProgress
 from speedtransfer.tables import row_chunks
 
 LAST_STEP = "idle.last_step"  # the plane: int32, the step that touched a row last
 _MAX_STEPS = 1 << 16  # steps remembered; then every row is brought up to date
-_MAX_OPEN = 1 << 10  # and no more than so many whose sums each step makes anew: beta 1 close to 1
+_MAX_OPEN = 1 << 10  # and no more than so many whose sums each step changes: beta 1 close to 1
+_MAX_REPLAYED = (
+    1 << 10
+)  # the same of steps that rows take one after the other, so that none has to take very many at once
 
 
 class Lag:
@@ -28,12 +32,13 @@ class Lag:
     rule : Rule
         What a step does to rows that it does not touch.
     store : RowStore
-        Gets the plane `LAST_STEP`.
+        Gets the plane `LAST_STEP` with the first step that idle rows notice; plain SGD makes none.
     """
 
     def __init__(self, rule: Rule, store: RowStore) -> None:
-        store.add(LAST_STEP, (1,), torch.int32, 0)
-        self._history = History(rule, store.dtype, store.table.device)
+        self._rule, self._dtype = rule, store.dtype
+        self._history = self._new_history(0)
+        self._has_plane = False
         self._before: Any = None  # what the rule must know of the state before a step
         self.lock = threading.RLock()  # other threads may read rows (evaluation) while steps are made
 
@@ -41,13 +46,18 @@ class Lag:
         """Tell whether there are rows with steps to come."""
         return self._history.length > 0
 
+    def _new_history(self, now: int) -> History | Replay:
+        return Replay(self._rule, now) if self._rule.coupled else History(self._rule, self._dtype, now)
+
     def read(self, store: RowStore, ids: Tensor, planes: Sequence[str]) -> dict[str, Tensor]:
         """Return the rows `ids` (n,) of "weight" and the `planes` of state as they are after all steps so far."""
         with self.lock:
             rows = store.read(ids, ["weight", *planes, LAST_STEP])
             last = rows.pop(LAST_STEP)
-            self._history.to(last.device)
-            catch_up(self._history, rows, last)
+            if isinstance(self._history, Replay):
+                self._history.catch_up(rows, last)
+            else:
+                catch_up(self._history, rows, last)
         return rows
 
     def settle(self, store: RowStore, ids: Tensor | None, planes: Sequence[str]) -> None:
@@ -73,10 +83,23 @@ class Lag:
     def _stamp(ids: Tensor, step: int) -> Tensor:
         return torch.full((len(ids), 1), step, dtype=torch.int32, device=ids.device)
 
-    def begin(self, optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """Note what matters of the `state` before a step; raise `OptimizerError` where its idle rows have no rule."""
-        self._history.rule.check(optimizer, group)
-        self._before = self._history.rule.before(state)
+    def drop(self, store: RowStore) -> None:
+        """Remove the plane."""
+        if self._has_plane:
+            store.drop(LAST_STEP)
+            self._has_plane = False
+
+    def begin(self, group: dict[str, Any], state: dict[str, Any], store: RowStore, planes: Sequence[str]) -> None:
+        """Note what matters of the `state` before a step; raise `OptimizerError` where its idle rows have no rule.
+
+        Where the hyperparameters `group` are of another form than those before, every row takes the steps so far.
+        """
+        form = self._rule.form(group, state)
+        if form != (self._rule.coupled, self._rule.denominator):
+            self.settle(store, None, planes)
+            self._rule.take_form(form)
+            self._history = self._new_history(self._history.now)
+        self._before = self._rule.before(state)
 
     def end(
         self,
@@ -88,17 +111,26 @@ class Lag:
         rows: dict[str, Tensor],
     ) -> None:
         """Write the rows `ids` (n,) after a step and record it."""
-        step = None if _was_skipped(optimizer) else self._history.rule.step(group, state, self._before)
-        counts = step is not None and not step.is_nothing
+        step: IdleStep | Numbers | None = None
+        if not _was_skipped(optimizer):
+            coupled = self._rule.coupled
+            step = self._rule.numbers(group, state) if coupled else self._rule.step(group, state, self._before)
+        counts = step is not None and not (isinstance(step, IdleStep) and step.is_nothing)
         with self.lock:  # the record last: where the write fails there was no step
-            store.write(ids, {**rows, LAST_STEP: self._stamp(ids, self._history.now + counts)})
-            if step is not None and counts:
-                self._history.record(step)
+            if counts and not self._has_plane:
+                store.add(LAST_STEP, (1,), torch.int32, 0)
+                self._has_plane = True
+            stamp = {LAST_STEP: self._stamp(ids, self._history.now + counts)} if self._has_plane else {}
+            store.write(ids, {**rows, **stamp})
+            if counts:
+                self._history.record(step)  # type: ignore[arg-type]  # a history of the form that the rule has
 
     @property
     def is_long(self) -> bool:
         """Whether so many steps are remembered that all rows should take them now."""
         length = self._history.length
+        if isinstance(self._history, Replay):
+            return length >= _MAX_REPLAYED
         return length >= _MAX_STEPS or length >= _MAX_OPEN <= self._history.horizon
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,15 +77,60 @@ def gradients(weights: Tensor) -> tuple[Tensor, Tensor]:
 
     A row that is not active has a gradient of zero.
     """
-    generator = torch.Generator().manual_seed(2)
-    active = torch.zeros(STEPS, ROWS, dtype=torch.bool)
+    generator = torch.Generator("cpu").manual_seed(2)
+    active = torch.zeros(STEPS, ROWS, dtype=torch.bool, device="cpu")  # whatever the default device is
     for step in range(STEPS):
         active[step, list(_ACTIVE[step % len(_ACTIVE)])] = True
-    grads = torch.randn(STEPS, *weights.shape, generator=generator)
-    grads *= torch.tensor(_SCALES).repeat(STEPS // len(_SCALES)).view(-1, 1, 1)
+    grads = torch.randn(STEPS, *weights.shape, generator=generator, device="cpu")
+    grads *= torch.tensor(_SCALES, device="cpu").repeat(STEPS // len(_SCALES)).view(-1, 1, 1)
     grads[:, [0, 2, 4]] *= 100  # a norm over the parameter would notice
     grads *= active.unsqueeze(2)
     return grads.to(weights), active.to(weights.device)
+
+
+def sparse_gradient(values: Tensor, rows: Tensor | None = None, num_rows: int | None = None) -> Tensor:
+    """Return the sparse gradient of a parameter of `num_rows` rows, of which `rows` (n,), sorted, have `values` (n, dim).
+
+    By default the parameter has just those n rows. The memory of `values` is shared.
+    """
+    rows = torch.arange(len(values), device=values.device) if rows is None else rows
+    shape = (len(values) if num_rows is None else num_rows, *values.shape[1:])
+    return torch.sparse_coo_tensor(rows.unsqueeze(0), values, shape, check_invariants=False, is_coalesced=True)
+
+
+def of_lookups(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """Return the same gradient as ``nn.Embedding(sparse=True)`` makes it of two lookups of each row: not coalesced."""
+    index = torch.cat([rows, rows.flip(0)]).unsqueeze(0)
+    halves = torch.cat([values, values.flip(0)]) / 2
+    return torch.sparse_coo_tensor(index, halves, (num_rows, *values.shape[1:]), check_invariants=False)
+
+
+def dense_gradient(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """Return the same gradient with zeros for the other rows."""
+    grad = values.new_zeros(num_rows, *values.shape[1:])
+    grad[rows] = values
+    return grad
+
+
+def wholly(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    found: Iterable[str],
+    weights: Tensor,
+    grads: Tensor,
+    active: Tensor,
+    gradient: Callable[[Tensor, Tensor, int], Tensor],
+) -> Course:
+    """Step an optimizer as torch does, on the whole parameter with a `gradient` made of that of the active rows."""
+    trial = Trial(optimizer, group, weights)
+    moves = []
+    for grad, touched in zip(grads, active, strict=True):
+        before = trial.param.detach().clone()
+        trial.step(gradient(grad[touched], touched.nonzero().flatten(), len(weights)))
+        moves.append(trial.param.detach() - before)
+    planes = {name: value.clone() for name, value in leaves(trial.state).items() if name in found}
+    weights = trial.param.detach().clone()
+    return Course(torch.stack(moves), weights, planes, _shared(trial, planes), _swaps(trial))
 
 
 def densely(
@@ -120,6 +165,7 @@ def lazily(
     weights: Tensor,
     grads: Tensor,
     active: Tensor,
+    sparse: bool = False,
 ) -> Course:
     """Step an optimizer whose parameter and state hold the active rows only, each time others."""
     trial = Trial(optimizer, group, weights[:0])
@@ -131,7 +177,7 @@ def lazily(
         made = {name: value for name, value in leaves(trial.state).items() if name in found and name not in planes}
         planes.update({name: found[name].rows(before, value.dtype) for name, value in made.items()})
         put(trial.state, {name: value[touched] for name, value in planes.items()})
-        now = trial.step(grad[touched])
+        now = trial.step(sparse_gradient(grad[touched]) if sparse else grad[touched])
         for name in found.keys() & now.keys():
             if name not in planes:
                 planes[name] = found[name].rows(before, now[name].dtype)
@@ -148,7 +194,7 @@ def lazily(
 def _shared(trial: Trial, planes: dict[str, Tensor]) -> dict[str, Tensor]:
     shared = {name: value for name, value in leaves(trial.state).items() if name not in planes}
     group = {key: value for key, value in trial.optimizer.param_groups[0].items() if key != "params"}
-    numbers = {key: torch.tensor(float(v)) for key, v in group.items() if isinstance(v, float | int)}
+    numbers = {key: torch.tensor(float(v), device="cpu") for key, v in group.items() if isinstance(v, float | int)}
     return {**numbers, **leaves(group), **shared}
 
 

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.lazy import ROWS, STEPS, UPDATE, Course, densely, difference, gradients, lazily
+from speedtransfer.optim.sparse import takes_sparse_only, try_sparse
 from speedtransfer.optim.starts import Start, starts
-from speedtransfer.optim.trial import Trial, outside_state, without_gradients
+from speedtransfer.optim.trial import Trial, outside_state, without_gradients, words
 
 _VISIBLE_LR = 1e-2
 _VISIBLE_DECAY = 0.1
@@ -48,15 +49,25 @@ class PlaneSpec:
 
 
 class Findings(dict[str, PlaneSpec]):
-    """The planes by name, and the names of the tensors that all rows share."""
+    """The planes by name.
+
+    Attributes
+    ----------
+    shared : frozenset of str
+        The names of the tensors that all rows share.
+    gradient : {"dense", "sparse", "either"}
+        What a step must find as the gradient of the active rows; "either": both train the same.
+    """
 
     shared: frozenset[str] = frozenset()
+    gradient: str = "dense"
 
 
-def probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Findings:
+def probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor, sparse: bool = False) -> Findings:
     """Return the planes that `optimizer` keeps for a parameter of `group` with the dtype, width and device of `param`.
 
-    A tensor within a list or a dict has a name such as ``"buffers.0"``.
+    A tensor within a list or a dict has a name such as ``"buffers.0"``. With `sparse` the gradients are what
+    ``nn.Embedding(sparse=True)`` leaves, where the optimizer takes such.
 
     Raises
     ------
@@ -81,14 +92,14 @@ def probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Finding
     ):
         _seed(param.device, 0)
         try:
-            return _probe(optimizer, group, param)
+            return _probe(optimizer, group, param, sparse)
         except OptimizerError:
             raise
         except Exception as error:
-            reason = _reason(name, error)
+            reason = _reason(optimizer, group, param, error)
             try:
                 if bare.keys() | {"params"} != group.keys():
-                    return _probe(optimizer, bare, param)
+                    return _probe(optimizer, bare, param, sparse)
             except OptimizerError:
                 raise
             except Exception:  # the first reason is nearer to what the user did
@@ -112,34 +123,58 @@ def _wrapped(optimizer: Optimizer) -> Optimizer | None:
     return None
 
 
-def _reason(name: str, error: Exception) -> str:
+def _reason(optimizer: Optimizer, group: dict[str, Any], param: Tensor, error: Exception) -> str:
     if "closure" in str(error):
         return "it evaluates the loss several times within a step (closure); use Adam or SGD"
-    if name == "SparseAdam":
-        return "it takes only sparse gradients and the active rows have a dense one; use Adam, its near equivalent"
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = words(error)
+    if takes_sparse_only(optimizer, _visible(group), _weights(param)):
+        return f"it takes only sparse gradients ({text}); make the embedding with sparse=True, or use Adam or SGD"
     return f"a trial on {ROWS} dense rows failed ({text}); use a row-by-row optimizer such as Adam or SGD"
 
 
-def _probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Findings:
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(ROWS, param.shape[1], generator=generator).to(param)
+def _weights(param: Tensor) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(0)  # whatever the default device is
+    return torch.randn(ROWS, param.shape[1], generator=generator, device="cpu").to(param)
+
+
+def _probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor, sparse: bool) -> Findings:
+    weights = _weights(param)
+    by_sparse = try_sparse(optimizer, group, _visible(group), weights) if sparse else None
+    if by_sparse is None:
+        return _probe_densely(optimizer, group, weights)
+    findings = _findings(by_sparse.found, by_sparse.shared, "sparse")
+    if by_sparse.either:
+        try:
+            dense = _probe_densely(optimizer, group, weights)
+        except Exception:  # sparse gradients it is, then
+            return findings
+        if dense == findings:
+            dense.gradient = "either"
+            return dense
+    return findings
+
+
+def _findings(found: dict[str, Start], shared: set[str], gradient: str) -> Findings:
+    findings = Findings(
+        (key, PlaneSpec(tuple(start.value.shape[1:]), start.value.dtype, start.start, start.late))
+        for key, start in found.items()
+    )
+    findings.shared, findings.gradient = frozenset(shared), gradient
+    return findings
+
+
+def _probe_densely(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> Findings:
     found, shared = starts(optimizer, group, weights)
     plain = _visible(group)
-    if param.dtype != torch.float64:  # what depends on the dtype, such as state of few bits, shows in that alone
-        _check(optimizer, plain, weights, found, 1e-3 if param.dtype == torch.float32 else 0.1, STEPS // 2)
+    if weights.dtype != torch.float64:  # what depends on the dtype, such as state of few bits, shows in that alone
+        _check(optimizer, plain, weights, found, 1e-3 if weights.dtype == torch.float32 else 0.1, STEPS // 2)
     try:
         _check_exactly(optimizer, plain, weights.double(), found, 1e-5)
     except OptimizerError:
         raise
     except Exception:  # it does not compute in double precision
         _check_exactly(optimizer, plain, weights.float(), found, 1e-3)
-    findings = Findings(
-        (key, PlaneSpec(tuple(start.value.shape[1:]), start.value.dtype, start.start, start.late))
-        for key, start in found.items()
-    )
-    findings.shared = frozenset(shared)
-    return findings
+    return _findings(found, shared, "dense")
 
 
 def _visible(group: dict[str, Any]) -> dict[str, Any]:
@@ -165,7 +200,7 @@ def _check(
     # The scale of the rows' weights differs: a norm over the parameter would notice.
     grads, active = (values[:steps] for values in gradients(weights))
     few = [1, 3]  # of which one is active in every step, so that both count the same steps
-    weights = weights * torch.logspace(-1, 1, ROWS).to(weights).unsqueeze(1)
+    weights = weights * torch.logspace(-1, 1, ROWS, device="cpu").to(weights).unsqueeze(1)
 
     def course(rows: list[int]) -> Course:
         return densely(optimizer, group, found, weights[rows], grads[:, rows], active[:, rows])
@@ -192,9 +227,9 @@ def _check_exactly(
     alone = _check(optimizer, group, weights, found, rtol)
     if not alone.moves.any() and alone.moves.numel():
         _refuse(optimizer, "a trial moved no row (a rate of zero, or parameters held elsewhere than in param_groups)")
-    generator = torch.Generator().manual_seed(3)
-    many = torch.randn(_MANY, weights.shape[1], generator=generator).to(weights)
-    grads = torch.randn(_MANY_STEPS, *many.shape, generator=generator).to(weights)
+    generator = torch.Generator("cpu").manual_seed(3)
+    many = torch.randn(_MANY, weights.shape[1], generator=generator, device="cpu").to(weights)
+    grads = torch.randn(_MANY_STEPS, *many.shape, generator=generator, device="cpu").to(weights)
     active = torch.ones(_MANY_STEPS, _MANY, dtype=torch.bool, device=weights.device)
     few = [0, 1]
     alone = densely(optimizer, group, found, many[few], grads[:, few], active[:, few])

@@ -88,6 +88,15 @@ class RowGradient(Tensor):
         return made
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Take values assigned to ``grad.data``, of which the dispatcher does not learn."""
+        if func is Tensor.data.__set__ and isinstance(args[0], RowGradient):  # type: ignore[attr-defined]
+            args[0].make_dense().copy_(args[1])
+            torch.autograd.graph.increment_version(args[0].rows)
+            return None
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Compute on the active rows where that gives what the dense gradient gives; else on dense values."""
         result = _by_rows(func, args, kwargs or {})

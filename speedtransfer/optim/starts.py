@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtransfer.optim.lazy import ROWS, STEPS, close
+from speedtransfer.optim.lazy import ROWS, STEPS, close, sparse_gradient
 from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.trial import Seen, Trial
 from speedtransfer.tables.files import SAFE_NAMES
@@ -51,8 +52,7 @@ def starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> tupl
     calm = {**group, **decays}
     if decays:
         seen = {**seen, **_still(optimizer, calm, weights, _last(seen))}
-    found: dict[str, float | None] = {name: None for name in follow if _is_copy(seen[name])}
-    found.update(_values(optimizer, calm, weights, {name: seen[name] for name in follow if name not in found}))
+    found = _values(optimizer, calm, weights, {name: seen[name] for name in follow})
     result = {}
     for name in follow:
         start = found[name]
@@ -62,12 +62,48 @@ def starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> tupl
     return result, shared
 
 
-def _still(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, steps: int) -> dict[str, Seen]:
-    """Return what `steps` steps without a gradient show."""
+def sparse_starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> tuple[dict[str, Start], set[str]]:
+    """Return the same for steps with sparse gradients: what the state of rows is that those do not name.
+
+    Raises
+    ------
+    ValueError
+        State that cannot be moved by row, or has no one value to start from.
+    """
+    seen = _still(optimizer, group, weights, STEPS, _of_first_row)
+    for name, entry in seen.items():
+        if entry.value.layout != torch.strided:
+            raise ValueError(f"its state {name!r} is a sparse tensor")
+    follow = _that_follow(seen, _still(optimizer, group, weights[1:], _last(seen), _of_first_row))
+    result = {}
+    for name in follow:
+        entry = seen[name]
+        rest = Seen(None, entry.value[1:], entry.before[1:], entry.after[1:], entry.late)
+        values = _one_value(rest.value)
+        if not _is_copy(rest) and not values:
+            raise ValueError(f"state {name!r} of an untouched row has no one value to start from")
+        result[name] = Start(entry.value, None if _is_copy(rest) else values[0], entry.late)
+    return result, seen.keys() - set(follow)
+
+
+def _of_first_row(weights: Tensor) -> Tensor:
+    """Return a sparse gradient that names the first row alone."""
+    first = weights.new_zeros(1, dtype=torch.int64)
+    return sparse_gradient(torch.ones_like(weights[:1]), first, len(weights))
+
+
+def _still(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    weights: Tensor,
+    steps: int,
+    gradient: Callable[[Tensor], Tensor] = torch.zeros_like,
+) -> dict[str, Seen]:
+    """Return what `steps` steps show, with a gradient of zeros, or another `gradient` made for the weights."""
     # With the learning rate as it is, zero too: Rprop's step_size starts from it.
     trial = Trial(optimizer, group, weights)
     for _ in range(steps):
-        names = trial.step(torch.zeros_like(weights))
+        names = trial.step(gradient(weights))
         gone = trial.seen.keys() - names.keys()
         if gone:
             raise ValueError(f"its state {min(gone)!r} comes and goes")
@@ -101,11 +137,9 @@ def _is_copy(entry: Seen) -> bool:
     if entry.value.shape != entry.before.shape or not entry.value.numel():
         return False
     first = entry.value if entry.first is None else entry.first
-    return any(
-        torch.equal(state.double(), rows.double())
-        for state in (entry.value, first)
-        for rows in (entry.before, entry.after)
-    )
+    # Weights that are all the same show nothing: the first step of FTRL makes them zero, and its state is zero too.
+    telling = [rows for rows in (entry.before, entry.after) if not _one_value(rows)]
+    return any(torch.equal(state.double(), rows.double()) for state in (entry.value, first) for rows in telling)
 
 
 def _one_value(state: Tensor | None) -> list[float]:
@@ -118,9 +152,14 @@ def _one_value(state: Tensor | None) -> list[float]:
     return [float(values[0])] if bool((values == values[0]).all()) else []
 
 
-def _values(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, seen: dict[str, Seen]) -> dict[str, float]:
-    """Choose, for each state, the value from which a step without a gradient leads to what the first step led to."""
-    choices = {name: [*_one_value(e.first), *_one_value(e.value), 0.0] for name, e in seen.items()}
+def _values(
+    optimizer: Optimizer, group: dict[str, Any], weights: Tensor, seen: dict[str, Seen]
+) -> dict[str, float | None]:
+    """Choose, for each state, what a step without a gradient leads from to what the first step led to; None: the weights."""
+    choices = {
+        name: [*([None] if _is_copy(entry) else []), *_one_value(entry.first), *_one_value(entry.value), 0.0]
+        for name, entry in seen.items()
+    }
     early = {name for name, entry in seen.items() if not entry.late}
     at = dict.fromkeys(seen, 0)
     for _ in range(4):
@@ -140,7 +179,7 @@ def _values(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, seen: 
 
 
 def _replay(
-    optimizer: Optimizer, group: dict[str, Any], weights: Tensor, chosen: dict[str, float]
+    optimizer: Optimizer, group: dict[str, Any], weights: Tensor, chosen: dict[str, float | None]
 ) -> dict[str, Tensor]:
     """Return the state after a first step without a gradient whose state was there already, as `chosen`."""
     trial = Trial(optimizer, group, weights)
@@ -154,7 +193,10 @@ def _replay(
     for key in list(state):
         if key in first and not any(name in chosen for name in leaves({key: state[key]})):
             state[key] = cloned(first[key])  # shared by the rows: the number of steps
-    put(state, {name: torch.full_like(leaves(state)[name], value) for name, value in chosen.items()})
+    made = leaves(state)
+    for name, value in chosen.items():
+        filled = torch.full_like(made[name], 0.0 if value is None else value)
+        put(state, {name: filled if value is not None else filled.copy_(weights)})
     trial.param.data = weights.clone()
     return trial.step(torch.zeros_like(weights))
 
@@ -164,8 +206,8 @@ def _zero_does_as_well(optimizer: Optimizer, group: dict[str, Any], weights: Ten
     lr = group.get("lr")
     if lr is not None and float(lr) == 0.0:  # a schedule may start from zero
         group = {**group, "lr": 1e-3}
-    generator = torch.Generator().manual_seed(1)
-    grads = [torch.randn(weights.shape, generator=generator).to(weights) for _ in range(3)]
+    generator = torch.Generator("cpu").manual_seed(1)  # whatever the default device is
+    grads = [torch.randn(weights.shape, generator=generator, device="cpu").to(weights) for _ in range(3)]
     ends = []
     for value in (start, 0.0):
         trial = Trial(optimizer, group, weights)

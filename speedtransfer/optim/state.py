@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import weakref
@@ -16,10 +17,11 @@ from torch.optim import Optimizer
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.handle import Handle
 from speedtransfer.optim.idle import Rule
-from speedtransfer.optim.lag import LAST_STEP, Lag
+from speedtransfer.optim.lag import Lag
 from speedtransfer.optim.lazy import STEPS
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.probe import PlaneSpec, probe
+from speedtransfer.optim.store import RowStore
 
 
 class RowState:
@@ -33,12 +35,18 @@ class RowState:
     """
 
     def __init__(
-        self, handle: Handle, optimizer: Optimizer, specs: dict[str, PlaneSpec], rule: Rule | None = None
+        self,
+        handle: Handle,
+        optimizer: Optimizer,
+        specs: dict[str, PlaneSpec],
+        rule: Rule | None = None,
+        sparse: bool = False,
     ) -> None:
         self._handle = weakref.ref(handle)  # which holds this object: a cycle would keep the table until the next gc
         self.optimizer = weakref.ref(optimizer)
         self.in_step = False  # from load to store; still True at the next load: the step between failed
         self._step: tuple[FrameType, int] | None = None  # the frame that is in the step, and its thread
+        self._sparse = sparse  # a step finds a sparse gradient over the active rows
         self._specs: dict[str, PlaneSpec] = {}
         self._views: dict[str, Any] = {}  # views of whole planes, or what stands for those that have none
         self._shared: set[str] = set()  # tensors of state that are known to follow no rows
@@ -46,6 +54,8 @@ class RowState:
         self._first = True  # there was no state in it
         self._fresh = True  # no row has been stored yet
         self._lag: Lag | None = None
+        self._orphaned: RowStore | None = None  # the way to the rows once the handle is gone
+        self._at_end: weakref.finalize | None = None
         self._add({name: spec for name, spec in specs.items() if not spec.late})
         if rule is not None:
             try:
@@ -54,6 +64,9 @@ class RowState:
                 self.drop()
                 raise
             handle.table.settle_with(self.settle)
+            # The table may outlive the handle: whoever reads it then still wants the steps that rows have missed.
+            self._at_end = weakref.finalize(handle, _outlive, weakref.ref(self), handle.rows)
+            self._at_end.atexit = False
 
     @property
     def handle(self) -> Handle:
@@ -91,12 +104,19 @@ class RowState:
             self._remove(name)
         if self._lag is not None:
             self.handle.table.settle_with(None)
-            self.handle.rows.drop(LAST_STEP)
+            self._lag.drop(self.handle.rows)
             self._lag = None
+        if self._at_end is not None:
+            self._at_end.detach()  # it holds the table
         optimizer = self.optimizer()
         if optimizer is not None:
             optimizer.state.pop(self.handle.param, None)
         self._mapping, self.in_step, self._step = None, False, None
+
+    @property
+    def lags(self) -> bool:
+        """Whether there may be rows with steps to come."""
+        return bool(self._lag)
 
     def current(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the rows `ids` (n,) as they are after all steps so far: weights, and where these lagged the state too."""
@@ -107,7 +127,13 @@ class RowState:
     def settle(self, ids: Tensor | None = None) -> None:
         """Bring the rows `ids` (n,), none twice, of the table up to date; None: all of them."""
         if self._lag is not None:
-            self._lag.settle(self.handle.rows, ids, self._planes())
+            store = self.handle.rows if self._orphaned is None else self._orphaned
+            self._lag.settle(store, ids, self._planes())
+
+    def outlive(self, store: RowStore) -> None:
+        """Go on without the handle, whose `store` this is: the table still brings its rows up to date."""
+        self._orphaned = copy.copy(store)
+        self._orphaned.table = weakref.proxy(store.table)  # which holds this object: see above
 
     def _settle_for_good(self) -> None:
         """Bring every row up to date by the state that is about to go."""
@@ -132,7 +158,7 @@ class RowState:
         assert ids is not None
         state = optimizer.state.get(self.handle.param)
         if self._lag is not None:
-            self._lag.begin(optimizer, group, state or {})
+            self._lag.begin(group, state or {}, self.handle.rows, self._planes())
         if not state:  # the optimizer makes its own first state, for all keys or none
             if not self._fresh:
                 self._settle_for_good()
@@ -145,7 +171,12 @@ class RowState:
         self._step = None if frame is None else (frame, threading.get_ident())
         self.in_step = True
         self.handle.refresh()  # where a probe has hidden the gradient meanwhile
-        self.handle.enter()
+        self.handle.enter(self._sparse)
+
+    @property
+    def follows_idle_rows(self) -> bool:
+        """Whether idle rows receive the steps that they miss."""
+        return self._lag is not None
 
     def stepping(self) -> bool:
         """Tell whether the step that `load` has begun still runs; it may have failed, of which nobody tells."""
@@ -210,7 +241,7 @@ class RowState:
         if unknown <= self._shared:
             return
         group = next(g for g in optimizer.param_groups if any(p is self.handle.param for p in g["params"]))
-        findings = probe(optimizer, group, self.handle.param)
+        findings = probe(optimizer, group, self.handle.param, self.handle.sparse)
         self._add({name: spec for name, spec in findings.items() if name in unknown})
         late = unknown - self._views.keys() - self._shared - findings.shared
         if late:
@@ -275,6 +306,12 @@ class RowState:
                 f"{spec.tail} {spec.dtype} a row; use an optimizer whose state keeps its shape"
             )
         return values.view(torch.uint8) if spec.dtype == torch.bool else values
+
+
+def _outlive(state: weakref.ref[RowState], store: RowStore) -> None:
+    alive = state()
+    if alive is not None:
+        alive.outlive(store)
 
 
 def _plane_name(state_name: str) -> str:

@@ -95,7 +95,7 @@ def _entries(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[tuple
 
 def _planes(optimizer: Optimizer, group: dict[str, Any], handle: Handle) -> dict[str, PlaneSpec]:
     try:
-        return probe(optimizer, group, handle.param)
+        return probe(optimizer, group, handle.param, handle.sparse)
     except OptimizerError:  # the first step will say why
         return {}
 

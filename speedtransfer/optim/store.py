@@ -75,7 +75,7 @@ class RowStore:
             return self.table.gather(index)
         rows = self.table.gather(index, self._raw(["weight"]))
         flat = {s: part.reshape(-1, part.shape[-1]) for s, part in self._parts_of("weight", rows).items()}
-        return self.decode("weight", flat).view(rows["weight"].shape)
+        return self.decode("weight", flat).resize_(rows["weight"].shape)  # no view: see `buffers.empty`
 
     # --- planes -------------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class RowStore:
         width = math.prod(tail)
         small = self.state_dtype is not None and dtype == self.dtype and width > 1
         codec = codec_for(width, dtype, self.state_dtype if small and self.state_dtype else dtype)
-        first = encode_rows(codec, torch.full((1, width), start or 0.0, dtype=dtype), None)
+        first = encode_rows(codec, torch.full((1, width), start or 0.0, dtype=dtype, device="cpu"), None)
         added: list[str] = []
         try:
             for suffix, part in codec.parts.items():
@@ -136,6 +136,8 @@ class RowStore:
         """Set the whole of a plane to ``(num_rows, *tail)`` values of any dtype and device, rounded to the nearest."""
         if isinstance(values, EncodedPlane):
             values = values.decode()
+        if values.layout != torch.strided:  # the momentum of torch's SGD for sparse gradients
+            values = values.to_dense()
         self._fill(name, lambda rows: values[rows])
 
     @torch.no_grad()
@@ -162,7 +164,8 @@ class RowStore:
         """Return the values, ``(n, *tail)``, of raw rows, each part ``(n, width)``."""
         codec, tail = self._codecs[name], self._tails[name]
         rows = parts[""] if codec.name == "plain" else decode_rows(codec, parts)
-        return rows.view(len(rows), *tail)
+        # No view where none is needed: see `buffers.empty`.
+        return rows if rows.shape[1:] == tail else rows.view(len(rows), *tail)
 
     def encode(self, name: str, values: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Return the raw rows of values that are loaded, ``(n, *tail)``, for the rows `ids` (n,).
@@ -193,7 +196,7 @@ class RowStore:
 
     @torch.no_grad()
     def _fill(self, name: str, values: Callable[[slice], Tensor]) -> None:
-        planes, ids = self.parts(name), torch.empty(0, dtype=torch.int64)
+        planes, ids = self.parts(name), torch.empty(0, dtype=torch.int64, device="cpu")
         for rows in self._chunks(name):
             for suffix, part in self.encode(name, values(rows), ids).items():
                 planes[suffix][rows] = part.to(planes[suffix].device)

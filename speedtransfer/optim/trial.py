@@ -170,6 +170,12 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
+def words(error: Exception) -> str:
+    """Return what `error` says, on one line: torch may list every backend that lacks an operator."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
 def outside_state(make: Callable[[int], Optimizer], rows: tuple[int, int]) -> list[str]:
     """Return the attributes and group entries of an optimizer whose tensors follow the rows of its parameter.
 

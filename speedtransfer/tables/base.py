@@ -135,10 +135,12 @@ class Table(Planes):
                 flat_out = torch.empty_like(flat_out)
             rows = [flat_out]
         else:
-            rows = [
-                buffers.empty((flat.numel(), plane.shape[1]), kind, self.device)
+            # In the final shape: a view made under no_grad could not be changed in place.
+            shaped = [
+                buffers.empty((*shape, plane.shape[1]), kind, self.device)
                 for plane, kind in zip(stored, dtypes, strict=True)
             ]
+            rows = [values.view(flat.numel(), values.shape[-1]) for values in shaped]
         read_ahead_of_run(stored, flat)
         self._engine.gather(stored, flat, rows, check=not checked)
         self._stats.gathered_rows += flat.numel()
@@ -147,7 +149,6 @@ class Table(Planes):
             if flat_out.data_ptr() != out.data_ptr() or not out.is_contiguous():
                 out.detach().copy_(flat_out.view(out.shape))
             return out
-        shaped = [r.view(*shape, r.shape[1]) for r in rows]
         return shaped[0] if isinstance(planes, str) else dict(zip(names, shaped, strict=True))
 
     def scatter(self, index: Any, rows: Any, *, convert: bool = False, check: bool = True) -> None:

@@ -193,7 +193,7 @@ def open_mapped(path: Path, writable: bool, key: str | None = None) -> tuple[Ten
     dtype, shape, offset = read_header(path, key)
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes == 0:
-        return torch.zeros(shape, dtype=dtype), None
+        return torch.zeros(shape, dtype=dtype, device="cpu"), None
     try:
         # "c" maps privately: torch wants writable memory, and the file stays as it is.
         data = np.memmap(path, dtype=np.uint8, mode="r+" if writable else "c", offset=offset, shape=(num_bytes,))

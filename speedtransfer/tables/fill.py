@@ -36,9 +36,12 @@ def fill_plane(plane: Tensor, function: Callable[[Tensor], Tensor | None]) -> No
     for rows in row_chunks(plane.shape[0], width * plane.element_size()):
         target = plane[rows]
         read_ahead(target)
-        chunk = target if target.device.type == "cpu" else torch.empty(target.shape, dtype=target.dtype)
+        chunk = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
         result = function(chunk)
-        result = chunk if result is None else torch.as_tensor(result)
+        if not isinstance(result, Tensor):
+            result = (
+                chunk if result is None else torch.as_tensor(result, device="cpu")
+            )  # whatever the default device is
         if tuple(result.shape) != tuple(chunk.shape):
             raise InvalidValueError(
                 f"the initialiser returned shape {tuple(result.shape)} for a chunk of {tuple(chunk.shape)}; "

@@ -25,7 +25,7 @@ class PageableMemory(Memory):
     def allocate(self, plane: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:  # noqa: D102
         num_bytes = num_rows * width * dtype.itemsize
         if num_bytes == 0:
-            return torch.zeros(num_rows, width, dtype=dtype)
+            return torch.zeros(num_rows, width, dtype=dtype, device="cpu")
         what = f"plane {plane!r} of {num_rows} x {width} {dtype}"
         check_fits(num_bytes, what)
         try:

@@ -168,6 +168,12 @@ class Planes:
         """Return the whole of a plane as it is stored, whatever its rows still have to catch up with."""
         return self._planes[self._check_plane(name)]
 
+    def take(self, name: str, values: Tensor) -> None:
+        """Let the memory of `values`, of the plane's shape, dtype and place, be that of the plane from now on."""
+        self._engine.wait()
+        self._writes += self.version + 1  # another tensor counts its changes from zero
+        self._planes[self._check_plane(name)] = _filled(values)
+
     def settle_with(self, settle: Callable[[Tensor | None], None] | None) -> None:
         """Have `settle` called with row numbers, or None for all rows, before these are read or written from outside.
 

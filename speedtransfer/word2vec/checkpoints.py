@@ -30,9 +30,9 @@ _ANY_MEMORY = ("memory", "path")  # rows are the same in all of them
 
 
 class Checkpoints:
-    """Saves a run every so many steps, at Ctrl-C and at the end, and puts a new trainer where a saved one was.
+    """Saves a run every so many steps, at a signal to stop and at the end, and puts a new trainer where a saved one was.
 
-    Making it checks `path` and, to resume, that a checkpoint is there; nothing is written.
+    Making it checks `path`; nothing is written.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class Checkpoints:
     every : int, optional
         Steps from one save to the next; None: an epoch.
     resume : bool
-        Go on from the checkpoint in `path`.
+        Go on from the checkpoint in `path`, if there is one (`resumes` tells); begin otherwise.
     overwrite : bool
         Replace the checkpoint of another run at the first save.
 
@@ -50,20 +50,22 @@ class Checkpoints:
     InvalidValueError, InvalidTypeError
         `path` holds a checkpoint that is not to be resumed nor replaced, or something else; a bad `every`.
     StorageError
-        There is no checkpoint to resume, or its manifest is damaged.
+        The manifest of the checkpoint to resume is damaged, or `path` cannot be written.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], every: int | None = None, resume: bool = False, overwrite: bool = False
     ) -> None:
-        self.path, self.resumes = Path(path), resume
+        self.path = Path(path)
+        self.resumes = resume and os.path.lexists(self.path / manifest.NAME)
+        self._begins = resume and not self.resumes
         self.every = None if every is None else check_size(every, "checkpoint_every", 1)
         self._progress: TrainingProgress | None = None
         self._saved_step: int | None = None
         self._corpus: dict[str, Any] | None = None
         self._last = self._stamp()
         self._threads = torch.get_num_threads()  # now: while a trainer runs, torch has fewer of them
-        if resume:
+        if self.resumes:
             self._manifest, self._facts = _read_facts(self.path)
             return
         check_target(self.path)
@@ -117,6 +119,8 @@ class Checkpoints:
     def begin(self, progress: TrainingProgress) -> None:
         """Report to `progress` from now on."""
         self._progress = progress
+        if self._begins:
+            self._say(f"there is no checkpoint in {str(self.path)!r} yet: training begins at the first step")
 
     def after_step(self, trainer: Trainer) -> None:  # noqa: D102 (Watcher)
         if trainer.step % (self.every or len(trainer.sampler)) == 0 and trainer.step < trainer.num_steps:
@@ -224,10 +228,6 @@ class Checkpoints:
 
 def _read_facts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the manifest of the checkpoint at `path`, and what a run has saved in it beside its tensors."""
-    if not os.path.lexists(path / manifest.NAME):
-        raise StorageError(
-            f"there is no checkpoint in {str(path)!r} to resume; check the path, or start without resume"
-        )
     content = manifest.parse(manifest.read_bytes(path), path / manifest.NAME)
     try:
         facts = decode(content["extra"], _no_tensor)["word2vec"]

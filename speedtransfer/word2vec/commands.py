@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,15 +13,16 @@ from speedtransfer.errors import InvalidValueError, format_bytes
 from speedtransfer.word2vec import commands_vectors
 from speedtransfer.word2vec.config import read_config
 from speedtransfer.word2vec.demo import run_demo
-from speedtransfer.word2vec.output import VECTORS, OutputFolder, check_apart, check_format, save_run
+from speedtransfer.word2vec.output import VECTORS, OutputFolder, check_apart, check_format
 from speedtransfer.word2vec.progress import TrainingProgress
+from speedtransfer.word2vec.rescue import save_or_rescue, warn_of_little_room
 from speedtransfer.word2vec.run import Run, Watching
 from speedtransfer.word2vec.settings import SETTINGS, Settings
 from speedtransfer.word2vec.signature import described, shows_settings
+from speedtransfer.word2vec.stopping import StopOnSignal, exit_code
 from speedtransfer.word2vec.tablefiles import table_files
 from speedtransfer.word2vec.text import find_files
-
-INTERRUPTED = 130  # exit code of a program that Ctrl-C ended, as shells have it
+from speedtransfer.word2vec.trainer import Trainer
 
 app = typer.Typer(
     help="Word vectors: train them on text, look at them.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -85,11 +87,12 @@ def train(
     ] = None,
     option: Annotated[list[str] | None, typer.Option(help="Optimizer argument, name=value.")] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder to save the state of training in; at Ctrl-C and the end, too.")
+        Path | None, typer.Option(help="Folder to save the state of training in; at Ctrl-C, SIGTERM and the end, too.")
     ] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between saves.", show_default="an epoch")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the checkpoint, with the same settings.")
+        bool,
+        typer.Option("--resume", help="Go on from the checkpoint, if there is one, with the same settings."),
     ] = False,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard: curves, frequent words.")] = None,
     evaluate: Annotated[
@@ -102,7 +105,7 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     **flags: Any,
 ) -> None:
-    """Train vectors on a corpus. Ctrl-C stops early and saves what there is (exit code 130)."""
+    """Train vectors on a corpus. Ctrl-C and SIGTERM stop early and save what there is (exit codes 130 and 143)."""
     settings = _read_settings(ctx, config, option or [], flags)
     suffix = check_format(format)
     if checkpoint is not None:
@@ -118,13 +121,24 @@ def train(
         settings,
         Watching(checkpoint, checkpoint_every, resume, tensorboard, evaluate or [], evaluate_every, overwrite),
     )
+    if resume and not run.resumes and not overwrite and folder.holds_a_run:
+        raise InvalidValueError(
+            f"output folder {str(output)!r} holds a run but there is no checkpoint in {str(checkpoint)!r} to resume; check "
+            "the path of the checkpoint, or pass --overwrite to begin anew"
+        )
     if corpus != "-":
         find_files(corpus)
-    with folder:
+    with folder, ExitStack() as saving:
+        stop = StopOnSignal()
+
+        def begin(trainer: Trainer) -> None:
+            # From the first step until all is saved a signal ends nothing but training.
+            saving.enter_context(stop)
+            warn_of_little_room(folder, trainer, suffix, progress.say)
+
         with TrainingProgress(not quiet) as progress:
-            trainer = run.train(corpus, progress)
-        save_run(folder.staging, trainer, corpus, suffix)
-        folder.commit()
+            trainer = run.train(corpus, progress, begin)
+        save_or_rescue(folder, trainer, corpus, suffix)
     to_device, back = trainer.moved_bytes
     typer.echo(
         f"{len(trainer.corpus.vocabulary):,} words, {trainer.elapsed_s:.1f} s of training, "
@@ -132,8 +146,7 @@ def train(
         f"{format_bytes(back)} out"
     )
     typer.echo(f"vectors: {folder.path / (VECTORS + suffix)}")
-    if trainer.interrupted:
-        raise SystemExit(INTERRUPTED)  # typer.Exit(130) would be reported as an abort, and this is none
+    _exit_after(stop.requested)
 
 
 @app.command()
@@ -141,8 +154,12 @@ def demo(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder; files of an earlier demo are replaced.")],
 ) -> None:
     """Train on the World Factbook, which comes with the package: one or two minutes on two cores."""
-    if run_demo(output, show=typer.echo).interrupted:
-        raise SystemExit(INTERRUPTED)  # typer.Exit(130) would be reported as an abort, and this is none
+    _exit_after(run_demo(output, show=typer.echo).stop_signal)
+
+
+def _exit_after(stop_signal: int | None) -> None:
+    if stop_signal is not None:
+        raise SystemExit(exit_code(stop_signal))  # typer.Exit(130) would be reported as an abort, and this is none
 
 
 commands_vectors.register(app)

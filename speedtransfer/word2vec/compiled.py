@@ -1,4 +1,4 @@
-"""The positive pairs of a block, compiled by numba (extra ``fast``): `gradients` uses it for rows on the host.
+"""The positive pairs of a block, compiled by numba: `gradients` uses it for rows on the host.
 
 A pair costs a dot product and two additions of a row, all in the cache, where matrix products over a band of scores also
 compute the scores outside of the windows. Each gradient row is summed up in one go, over the positions of its word in the

@@ -56,7 +56,7 @@ class Corpus:
     walks, walk_length, p, q, seed
         Of a graph; see :class:`WalkSettings`.
     threads : int, optional
-        That help to read a large text where numba is installed (extra ``fast``), by default all cores; 0 for none. The result
+        That help to read a large text where numba is installed, by default all cores; 0 for none. The result
         does not depend on it.
 
     Attributes

@@ -1,4 +1,4 @@
-"""Words to numbers, on all cores where a compiled tokeniser is at hand (extra ``fast``), else word by word in Python.
+"""Words to numbers, on all cores where a compiled tokeniser is at hand, else word by word in Python.
 
 Both number the words in order of appearance (the threads of the fast way each in their own order, which is then put right),
 and what comes of it once the numbers of the vocabulary are known is the same to the bit.
@@ -134,7 +134,7 @@ def read_words(
 
 
 def compiled_counting() -> Any:
-    """Return the module `counting_compiled`, or None where numba (extra ``fast``) does not work."""
+    """Return the module `counting_compiled`, or None where numba does not work."""
     if compiled_copies() is None:
         return None
     from speedtransfer.word2vec import counting_compiled

@@ -1,4 +1,4 @@
-"""Words to numbers at the speed of memory: a hash table of words compiled by numba (extra ``fast``), without the GIL."""
+"""Words to numbers at the speed of memory: a hash table of words compiled by numba, without the GIL."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from speedtransfer.word2vec.plot import plot
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.run import Run
 from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.stopping import StopOnSignal
 from speedtransfer.word2vec.trainer import Trainer
 
 CORPUS = "world_factbook.words.txt.gz"
@@ -55,9 +57,16 @@ def run_demo(
         raise InvalidValueError(
             f"output folder {str(folder.path)!r} holds files that are not of a demo; choose another folder"
         )
-    with folder, resources.files(__package__).joinpath("corpora", CORPUS).open("rb") as packed:
+    corpus = resources.files(__package__).joinpath("corpora", CORPUS)
+    with folder, ExitStack() as saving, corpus.open("rb") as packed:
+        stop = StopOnSignal()
+
+        def begin(trainer: Trainer) -> None:
+            saving.enter_context(stop)
+            show(_intention(trainer))
+
         with TrainingProgress() as progress, gzip.open(packed) as text:
-            trainer = Run(settings).train(text, progress, lambda trainer: show(_intention(trainer)))
+            trainer = Run(settings).train(text, progress, begin)
         save_run(folder.staging, trainer, CORPUS)
         vectors = trainer.vectors()
         try:
@@ -66,6 +75,7 @@ def run_demo(
         except MissingPackageError as error:
             picture = f"none ({error})"
         folder.commit()
+        trainer.stop_signal = stop.requested
     show(f"{trainer.words_per_s:,.0f} words/s, {trainer.elapsed_s:.0f} s of training, loss {trainer.loss:.3f} a pair")
     for word in WORDS:
         if word in vectors:

@@ -122,7 +122,9 @@ class Word2Vec(nn.Module):
 
     def _make_table(self, name: str, num_rows: int, memory: str, device: torch.device) -> Embedding:
         path = self._files.path_of(name)
-        embedding = _ZeroEmbedding(num_rows, self.dim, device=device, dtype=torch.float32, memory=memory, path=path)
+        embedding = _ZeroEmbedding(
+            num_rows, self.dim, device=device, dtype=torch.float32, memory=memory, path=path, idle="lazy"
+        )
         self._files.made(path)
         return embedding
 

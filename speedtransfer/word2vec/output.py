@@ -77,6 +77,11 @@ class OutputFolder:
                     f"output folder {str(path)!r} holds {others[0]!r}, which is none of ours; choose another folder"
                 )
 
+    @property
+    def holds_a_run(self) -> bool:
+        """Whether files of a run are in `path` already."""
+        return any((self.path / name).exists() for name in OWN_FILES)
+
     def __enter__(self) -> OutputFolder:
         try:
             if self.path.exists() and not os.access(self.path, os.W_OK | os.X_OK):
@@ -110,8 +115,13 @@ class OutputFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove `staging` with what has been written to it."""
         if self._staging is not None:
             shutil.rmtree(self._staging, ignore_errors=True)
+            self._staging = None
 
     def commit(self) -> None:
         """Move the files into place and remove what an earlier run left of other formats.
@@ -119,7 +129,7 @@ class OutputFolder:
         Where another run has filled the folder meanwhile, and may not be overwritten, `path` becomes a new one beside it.
         """
         wanted, number = self.path, 1
-        while not self._overwrite and any((self.path / name).exists() for name in OWN_FILES):
+        while not self._overwrite and self.holds_a_run:
             number += 1
             self.path = wanted.with_name(f"{wanted.name}-{number}")
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from speedtransfer.word2vec.periodic import Evaluations
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.settings import MoreSettings, Settings, check_path
 from speedtransfer.word2vec.signature import shows_settings
+from speedtransfer.word2vec.stopping import exit_code
 from speedtransfer.word2vec.tablefiles import check_no_tables
 from speedtransfer.word2vec.tensorboard import TensorBoard
 from speedtransfer.word2vec.text import Source
@@ -68,8 +70,6 @@ class Run:
         ):  # it takes nothing else into its folder, and would say so only at the first save
             for name, path in (("tensorboard", watching.tensorboard), ("path", settings.path)):
                 check_apart(name, path, watching.checkpoint)
-        if settings.path is not None and not watching.resume:
-            check_no_tables(settings.path)
         self.board = None if watching.tensorboard is None else TensorBoard(watching.tensorboard)
         self.evaluations = Evaluations(watching.evaluate, watching.evaluate_every) if watching.evaluate else None
         self.checkpoints = None
@@ -77,16 +77,23 @@ class Run:
             self.checkpoints = Checkpoints(
                 watching.checkpoint, watching.checkpoint_every, watching.resume, watching.overwrite
             )
-            if watching.resume:
+            if self.checkpoints.resumes:
                 self.checkpoints.check_settings(settings)
         elif watching.resume or watching.checkpoint_every is not None:
             given = "resume" if watching.resume else "checkpoint_every"
             raise InvalidValueError(f"{given} was given but no checkpoint, the folder; pass checkpoint")
+        if settings.path is not None and not self.resumes:
+            check_no_tables(settings.path)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether there is a checkpoint that training goes on from."""
+        return self.checkpoints is not None and self.checkpoints.resumes
 
     def train(
         self, corpus: Source | Corpus, progress: TrainingProgress, begun: Callable[[Trainer], None] | None = None
     ) -> Trainer:
-        """Read the corpus, unless that is done, and train to the end or to Ctrl-C.
+        """Read the corpus, unless that is done, and train to the end or to a signal to stop.
 
         Table files of memory "mmap" are removed where this fails: they would stop the next run.
 
@@ -142,7 +149,7 @@ class Run:
             self.checkpoints.begin(progress)
             watchers.append(self.checkpoints)
         if self.board is not None:
-            self.board.begin(trainer)
+            self.board.begin(trainer, progress.say)
             stack.callback(self.board.close)
             watchers.append(self.board)
         return watchers
@@ -166,7 +173,8 @@ def train(
 ) -> Vectors:
     """Train word vectors: skip-gram or CBOW with negative sampling, by any optimizer that works row by row.
 
-    Ctrl-C ends training early and returns the vectors so far; a second one raises KeyboardInterrupt.
+    Ctrl-C ends training early and returns the vectors so far; a second one raises KeyboardInterrupt. SIGTERM ends it early
+    too: `checkpoint` is saved, then SystemExit with code 143 raised.
 
     Parameters
     ----------
@@ -175,12 +183,13 @@ def train(
     dim, optimizer, lr, **settings
         Every attribute of :class:`Settings`, with its default.
     checkpoint : path-like, optional
-        A folder for the state of training, saved at Ctrl-C and at the end, too.
+        A folder for the state of training, saved at Ctrl-C, SIGTERM and the end, too.
     checkpoint_every : int, optional
         Steps from one save to the next; None: an epoch.
     resume : bool
         Go on from `checkpoint`, which the same settings (but `memory` and `path`) and the same corpus have made. The vectors
-        are those of a run without a break, bit for bit, on the same device with the same number of threads.
+        are those of a run without a break, bit for bit, on the same device with the same number of threads. Where there is no
+        checkpoint yet, begin.
     tensorboard : path-like, optional
         A folder for TensorBoard: loss, learning rate, words a second, bytes of rows moved, figures of `evaluate`, and the
         frequent words in the projector.
@@ -215,4 +224,7 @@ def train(
     watching = Watching(checkpoint, checkpoint_every, resume, tensorboard, sets, evaluate_every)
     run = Run(Settings(dim=dim, optimizer=optimizer, lr=lr, **settings), watching)
     with TrainingProgress(progress) as shown:
-        return run.train(corpus, shown).vectors()
+        trainer = run.train(corpus, shown)
+    if trainer.stop_signal == signal.SIGTERM:
+        raise SystemExit(exit_code(signal.SIGTERM))
+    return trainer.vectors()

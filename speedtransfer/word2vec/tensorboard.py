@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,16 @@ class TensorBoard:
         self.path = Path(path)
         self._writer_class = _import_writer()
         self._writer: Any = None
+        self._say: Callable[[str], None] = print
         self._last_log, self._words_before, self._seconds_before = float("-inf"), 0.0, 0.0
         check_writable(self.path, "TensorBoard's files")
 
-    def begin(self, trainer: Trainer) -> None:
-        """Open the files; what a run that is resumed had logged beyond `trainer.step` is hidden."""
+    def begin(self, trainer: Trainer, say: Callable[[str], None]) -> None:
+        """Open the files; what a run that is resumed had logged beyond `trainer.step` is hidden.
+
+        Where they can no longer be written, as on a full disk, `say` gets a line and training goes on without them.
+        """
+        self._say = say
         try:
             self._writer = self._writer_class(str(self.path), purge_step=trainer.step + 1 if trainer.step else None)
         except OSError as error:
@@ -53,9 +59,20 @@ class TensorBoard:
 
     def close(self) -> None:
         """Close the files."""
-        if self._writer is not None:
-            self._writer.close()
+        self._write("close")
+        self._writer = None
+
+    def _write(self, method: str, *arguments: Any, **options: Any) -> None:
+        """Call a method of the writer, unless an earlier call has failed."""
+        if self._writer is None:
+            return
+        try:
+            getattr(self._writer, method)(*arguments, **options)
+        except OSError as error:
             self._writer = None
+            self._say(
+                f"TensorBoard's files in {str(self.path)!r} end here ({error.strerror or error}); training goes on"
+            )
 
     def after_step(self, trainer: Trainer) -> None:  # noqa: D102 (Watcher)
         now = time.monotonic()
@@ -75,20 +92,21 @@ class TensorBoard:
             "rows/bytes_out": bytes_out,
         }
         for tag, value in figures.items():
-            self._writer.add_scalar(tag, value, trainer.step)
+            self._write("add_scalar", tag, value, trainer.step)
 
     def note_evaluation(self, name: str, figures: dict[str, float], step: int) -> None:
         """Log figures of the set called `name`."""
         for what, value in figures.items():
-            self._writer.add_scalar(f"evaluation/{name}/{what}", value, step)
+            self._write("add_scalar", f"evaluation/{name}/{what}", value, step)
 
     def finish(self, trainer: Trainer) -> None:
         """Give the most frequent words to the projector."""
         vectors = trainer.vectors(PROJECTOR_WORDS)
         folder = self.path / f"{trainer.step:05}"  # where the writer puts them; it warns of what a resumed run repeats
         if not folder.exists():
-            self._writer.add_embedding(vectors.matrix, metadata=vectors.words, global_step=trainer.step, tag="words")
-        self._writer.flush()
+            named = {"metadata": vectors.words, "global_step": trainer.step, "tag": "words"}
+            self._write("add_embedding", vectors.matrix, **named)
+        self._write("flush")
 
 
 def _import_writer() -> Any:

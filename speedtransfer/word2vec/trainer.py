@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -11,16 +13,19 @@ from speedtransfer.device import resolve_device
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.gradients import leave_a_core
-from speedtransfer.word2vec.interrupt import StopOnInterrupt
 from speedtransfer.word2vec.model import Word2Vec
 from speedtransfer.word2vec.optimizers import make_optimizer, set_lr
+from speedtransfer.word2vec.outcome import Losses, warning_of_few_steps, warning_of_loss
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.sampler import Block, Sampler
 from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.stopping import StopOnSignal
 from speedtransfer.word2vec.vectors import Vectors
 
 LOSS_EVERY = 16  # steps: the loss costs two more passes over all scores
 LOSS_MEMORY = 0.95  # of the running mean, from one measurement to the next
+
+log = logging.getLogger(__name__)
 
 
 class Watcher(Protocol):
@@ -30,7 +35,7 @@ class Watcher(Protocol):
         """Take note of a step."""
 
     def finish(self, trainer: Trainer) -> None:
-        """Take note of the end, after the last step or Ctrl-C (`trainer.interrupted`)."""
+        """Take note of the end, after the last step or a signal to stop (`trainer.interrupted`)."""
 
 
 class Trainer:
@@ -53,7 +58,9 @@ class Trainer:
     elapsed_s : float
         Seconds spent in `run`.
     interrupted : bool
-        Whether Ctrl-C ended `run`.
+        Whether a signal ended `run` before the last step.
+    stop_signal : int or None
+        The signal, SIGINT (Ctrl-C) or SIGTERM, that came while `run` ran.
     evaluation : list of dict
         The last figures of each set that training is evaluated on (`periodic.Evaluations`).
 
@@ -96,10 +103,12 @@ class Trainer:
         self.step = 0
         self.num_steps = settings.epochs * len(self.sampler)
         self.elapsed_s, self.interrupted = 0.0, False
+        self.stop_signal: int | None = None
         self.evaluation: list[dict[str, Any]] = []
         self._blocks: Iterator[Block] | None = None
         self._corpus_words, self._has_learned = 0, False
         self._loss_sum = self._pair_sum = 0.0
+        self._losses = Losses()
         self._moved_before = (0, 0)
 
     @property
@@ -169,6 +178,8 @@ class Trainer:
             raise self._blown_up(f"the loss is {loss}")
         self._loss_sum = LOSS_MEMORY * self._loss_sum + loss
         self._pair_sum = LOSS_MEMORY * self._pair_sum + num_pairs
+        if num_pairs:
+            self._losses.note(loss / num_pairs)
 
     def _check_vectors(self) -> None:
         """Raise `InvalidValueError` where rows are not finite: the loss, measured now and then, may not have told."""
@@ -182,7 +193,7 @@ class Trainer:
         )
 
     def run(self, progress: TrainingProgress, watchers: Sequence[Watcher] = ()) -> None:
-        """Train to the end, or to the first Ctrl-C; then `interrupted` is True and the model whole.
+        """Train to the end, or to the first SIGINT (Ctrl-C) or SIGTERM: the model is whole then, and `interrupted` True.
 
         Parameters
         ----------
@@ -201,8 +212,9 @@ class Trainer:
             self._blocks = None  # nobody prepares the next one
 
     def _run(self, progress: TrainingProgress, watchers: Sequence[Watcher]) -> None:
-        with StopOnInterrupt() as interrupt, leave_a_core(self.sampler.device):
-            while self.step < self.num_steps and not interrupt.requested:
+        _warn(warning_of_few_steps(self.num_steps, self.settings))
+        with StopOnSignal() as stop, leave_a_core(self.sampler.device):
+            while self.step < self.num_steps and stop.requested is None:
                 started = time.perf_counter()
                 self.train_step()
                 self.elapsed_s += time.perf_counter() - started
@@ -215,14 +227,18 @@ class Trainer:
             self._check_vectors()
             self.interrupted = self.step < self.num_steps
             if self.interrupted:
+                by = "" if stop.requested == signal.SIGINT else " by SIGTERM"
                 progress.say(
-                    f"stopped at {self.step / self.num_steps:.0%} (epoch {self.epoch} of {self.settings.epochs}): "
-                    "the vectors so far are kept; Ctrl-C again aborts"
+                    f"stopped{by} at {self.step / self.num_steps:.0%} (epoch {self.epoch} of {self.settings.epochs}): "
+                    f"the vectors so far are kept; Ctrl-C{'' if by else ' again'} aborts"
                 )
             elif not self._has_learned:
                 raise InvalidValueError(self._why_no_pair())
+            else:
+                _warn(warning_of_loss(self._losses, self.settings))
             for watcher in watchers:
                 watcher.finish(self)
+            self.stop_signal = stop.requested
 
     def _why_no_pair(self) -> str:
         starts, num_words = self.corpus.starts, len(self.corpus)
@@ -243,6 +259,7 @@ class Trainer:
             "elapsed_s": self.elapsed_s,
             "loss_sum": self._loss_sum,
             "pair_sum": self._pair_sum,
+            "losses": self._losses.state(),
             "corpus_words": self._corpus_words,
             "has_learned": self._has_learned,
             "moved_bytes": list(self.moved_bytes),
@@ -253,6 +270,7 @@ class Trainer:
         """Go on from `state`; model and optimizer have been loaded already."""
         self.step, self.elapsed_s = state["step"], state["elapsed_s"]
         self._loss_sum, self._pair_sum = state["loss_sum"], state["pair_sum"]
+        self._losses.load_state(state.get("losses", self._losses.state()))
         self._corpus_words, self._has_learned = state["corpus_words"], state["has_learned"]
         self.evaluation = state["evaluation"]
         for table in (self.model.input.table, self.model.output.table):
@@ -271,3 +289,8 @@ class Trainer:
         """
         vocabulary, some = self.corpus.vocabulary, slice(num_words)
         return Vectors(vocabulary.words[some], self.model.word_vectors(num_words), vocabulary.counts[some])
+
+
+def _warn(message: str) -> None:
+    if message:
+        log.warning(message)

@@ -1,10 +1,12 @@
-"""Everything in this folder needs a CUDA device, and is skipped with the reason where there is none.
+"""Everything in this folder needs a CUDA device, but for test_processes.py.
 
-The tests run in processes of their own (see processes.py); with ``-s``, ``--pdb`` or ``-m sanitizer``, or where the
-environment has SPEEDTRANSFER_GPU_TESTS=inline, in that of pytest.
+Where there is none the tests are not collected, as there are thousands of them, unless they are asked for by their path or
+by ``-m gpu``; then they are skipped with the reason. They run in processes of their own (see processes.py); with ``-s``,
+``--pdb`` or ``-m sanitizer``, or where the environment has SPEEDTRANSFER_GPU_TESTS=inline, in that of pytest.
 """
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,19 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 def pytest_configure(config):
     if os.environ.get(ENVIRONMENT, "inline") != "inline":
         config.pluginmanager.register(Reporter(config, broken))
+
+
+def pytest_ignore_collect(collection_path, config):
+    if collection_path.name.startswith("test_") and collection_path != ANYWHERE and not asked_for(config):
+        return True if cuda_status().reason else None
+    return None
+
+
+def asked_for(config):
+    """Tell whether the command line names this folder, something in it, or a mark that only its tests have."""
+    named = [Path(config.invocation_params.dir, argument.partition("::")[0]).resolve() for argument in config.args]
+    by_mark = re.search(r"\b(?<!not )(gpu|sanitizer)\b", config.option.markexpr)
+    return by_mark is not None or any(HERE in (path, *path.parents) for path in named)
 
 
 def broken():

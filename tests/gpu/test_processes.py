@@ -1,5 +1,8 @@
-"""processes.py itself, which needs no device: what becomes of tests that hang, crash or break what they run on."""
+"""What needs no device: that the tests of one can be imported, and processes.py itself: what becomes of tests that hang,
+crash or break what they run on.
+"""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -73,6 +76,12 @@ OUTCOMES = {
     "test_hang": "failure",
     "test_ordinary": "passed",
 }
+
+
+def test_every_module_can_be_imported():
+    """Where there is no device nothing else would notice that a name they use is gone."""
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        importlib.import_module(f"gpu.{path.stem}")
 
 
 def run(folder, files, *options):

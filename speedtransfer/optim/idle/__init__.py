@@ -2,6 +2,8 @@
 
 from speedtransfer.optim.idle.catch_up import catch_up
 from speedtransfer.optim.idle.history import History
-from speedtransfer.optim.idle.rules import IdleStep, Rule, rule_for
+from speedtransfer.optim.idle.replay import Replay
+from speedtransfer.optim.idle.rule import IdleStep, Rule
+from speedtransfer.optim.idle.rules import choose_rule, has_rule, rule_for
 
-__all__ = ["History", "IdleStep", "Rule", "catch_up", "rule_for"]
+__all__ = ["History", "IdleStep", "Replay", "Rule", "catch_up", "choose_rule", "has_rule", "rule_for"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from speedtransfer.engines.host import compiled_copies, run_on_threads
 from speedtransfer.optim.idle.history import History, Missed
-from speedtransfer.optim.idle.rules import Rule
+from speedtransfer.optim.idle.rule import Rule
 
 _CHUNK_VALUES = 1 << 17  # on the CPU: so few that what is computed on the way stays in its cache
 _TINY = 1e-30
@@ -26,10 +26,10 @@ def catch_up(history: History, rows: dict[str, Tensor], last: Tensor) -> None:
         ``(n, 1)`` int32: the step that touched each row last.
     """
     count, dim = rows["weight"].shape
-    index = (last.flatten() - history.base).long()
     if _can_compile(history, rows):
-        _take_terms_compiled(history, rows, index)
+        _take_terms_compiled(history, rows, last)
         return
+    index = (last.flatten() - history.base).long()
     chunk = max(1, _CHUNK_VALUES // max(dim, 1)) if last.device.type == "cpu" else max(count, 1)
     for start in range(0, count, chunk):
         part = {name: values[start : start + chunk] for name, values in rows.items()}
@@ -46,14 +46,14 @@ def _can_compile(history: History, rows: dict[str, Tensor]) -> bool:
     return bool(planes) and all(suits) and compiled_copies() is not None
 
 
-def _take_terms_compiled(history: History, rows: dict[str, Tensor], index: Tensor) -> None:
+def _take_terms_compiled(history: History, rows: dict[str, Tensor], last: Tensor) -> None:
     from speedtransfer.optim.idle import compiled
 
     rule = history.rule
     memory = tuple(rows[name] for name in _planes_of_terms(rule))
-    arguments = *(values.numpy() for values in memory), *history.arrays(), index.numpy(), history.length
+    arguments = *(values.numpy() for values in memory), *history.arrays(), last.numpy(), history.base, history.length
     part = compiled.take_terms, (*arguments, history.horizon, rule.floor, history.eps)
-    run_on_threads([part], len(index), 2 * sum(values.nbytes for values in memory), memory)
+    run_on_threads([part], len(last), 2 * sum(values.nbytes for values in memory), memory)
 
 
 def _catch_up(history: History, rows: dict[str, Tensor], index: Tensor) -> None:
@@ -85,7 +85,7 @@ def _take_terms(history: History, missed: Missed, rows: dict[str, Tensor], index
     x = rows[rule.denominator].to(missed.mass.dtype)  # of half precision, the least x would be zero
     x = x.clone() if rule.floor else _root(x)
     hard = index.new_empty(0, dtype=torch.int64)
-    if index.is_cuda or bool((missed.valid_from > 0).any()):  # CUDA would have to wait for either answer
+    if history.any_hard if index.is_cuda else bool((missed.valid_from > 0).any()):  # of CUDA that would be a wait
         hard = ((x < missed.valid_from) & (m != 0)).any(dim=1).nonzero().flatten()
     x.clamp_min_(torch.clamp_min(missed.valid_from, _TINY))
     values = x + missed.centers[-1]

@@ -1,4 +1,4 @@
-"""The catch-up of Adam and its relatives in one pass over the rows, compiled by numba (extra ``fast``).
+"""Compiled by numba: a step of `sums`, and the catch-up of Adam and its relatives in one pass over the rows.
 
 The same operations in the same order as `catch_up` has them in torch, so the same bits; torch needs a dozen passes.
 """
@@ -11,6 +11,97 @@ import numpy as np
 from numba import njit
 
 from speedtransfer.engines.compiled import compile_function
+from speedtransfer.optim.idle import sums as in_numpy
+
+_BLOCK, _NODES, _SUMS, _STEP = in_numpy.BLOCK, in_numpy.NODES, in_numpy.SUMS, in_numpy.STEP
+_OWN = in_numpy.OWN
+_SMALLEST_SLOPE, _SMALLEST_DECAY, _FLUSHED = in_numpy.SMALLEST_SLOPE, in_numpy.SMALLEST_DECAY, in_numpy.FLUSHED
+
+
+@njit(inline="always")
+def _multiply(line: Any, step: Any, products: int) -> None:
+    a, b, c, d = step[1], step[2], step[3], step[4]
+    if not (a == 1 and b == 0 and c == 0 and d == 1):
+        for column in range(1, 3):
+            weight, partner = line[column], line[column + 2]
+            line[column], line[column + 2] = a * weight + b * partner, c * weight + d * partner
+    line[0] *= step[0]
+    for column in range(5, products):
+        line[column] *= step[column]
+    for column in range(products):
+        if abs(line[column]) < _FLUSHED:
+            line[column] = 0.0
+
+
+@njit(inline="always")
+def _add_point(line: Any, weight: float, point: float) -> None:
+    """Add a mass to the fraction of a line, which begins with linear, mass, centers and spreads."""
+    count = int(line[_SUMS + 5])
+    if count < _NODES:
+        line[2 + count] = point
+        line[_SUMS + 5] = count + 1
+    gamma, sigma, t, rest = 1.0, 0.0, 0.0, weight
+    for node in range(min(count + 1, _NODES)):
+        spread = 1 if node == 0 else 1 + _NODES + node
+        there, center = line[spread], line[2 + node]
+        total = there + rest
+        last_sigma, beta = sigma, gamma * total
+        gamma, sigma = 1.0, 0.0
+        if total > 0:
+            gamma, sigma = there / total, rest / total
+        turned = sigma * (center - point) - gamma * t
+        line[2 + node] = center - (turned - t)
+        rest = turned * turned / sigma if sigma > 0 else last_sigma * there
+        t = turned
+        line[spread] = beta
+
+
+@njit(inline="always")
+def _add_term(line: Any, step: Any, limits: Any, floor: bool) -> None:
+    """Add a step to the sums of a line."""
+    scale, root, eps, numerator, root_factor, decay_factor = step[0], step[1], step[2], step[3], step[4], step[5]
+    line[_SUMS] *= decay_factor
+    line[_SUMS + 1] *= numerator
+    line[_SUMS + 2] *= root_factor
+    decay = line[_SUMS]
+    weight, slope = scale * line[_SUMS + 1] / decay, root * line[_SUMS + 2]
+    divides, counts = slope > _SMALLEST_SLOPE, weight != 0
+    if decay < _SMALLEST_DECAY or (divides and counts and weight / slope < 0):
+        line[_SUMS + 5] = -1
+    if counts and not divides:
+        line[0] += weight / eps
+    if counts and divides and line[_SUMS + 5] >= 0:
+        mass, point = weight / slope, eps / slope
+        line[_SUMS + 3], line[_SUMS + 4] = min(line[_SUMS + 3], point), max(line[_SUMS + 4], point)
+        if floor:
+            line[1] += mass
+        else:
+            _add_point(line, mass, point)
+    if floor:
+        line[_SUMS - 1] = line[_SUMS + 4]
+    else:
+        least = line[_SUMS + 3] if line[_SUMS + 5] > 0 else 0.0
+        line[_SUMS - 1] = max((line[_SUMS + 4] - limits[0] * least) / (limits[0] - 1), 0.0)
+    good = line[_SUMS + 5] >= 0
+    for column in range(_SUMS - 1):
+        good &= abs(line[column]) <= limits[1]
+    if not good:
+        line[_SUMS - 1] = np.inf
+
+
+@compile_function
+def take_step(lines: Any, blocks: Any, newest: int, final: int, step: Any, limits: Any, floor: bool) -> None:
+    """As `sums.take_step`."""
+    products, columns = blocks.shape[1], lines.shape[1]
+    for number in range(newest - newest % _BLOCK, newest + 1):
+        _multiply(lines[number], step, products)
+    for number in range(newest // _BLOCK):
+        _multiply(blocks[number], step, products)
+    if columns > products:
+        term = step[products:]
+        lines[newest, columns - _STEP :] = term
+        for number in range(final, newest + 1):
+            _add_term(lines[number, products:], term, limits, floor)
 
 
 @njit(inline="always")
@@ -24,28 +115,29 @@ def _is_hard(m: Any, x: Any, valid_from: Any, floor: bool) -> bool:
 
 @njit(inline="always")
 def _step_by_step(
-    weight: Any, m: Any, x: Any, steps: Any, line: int, newest: int, horizon: int, floor: bool, decay: float, work: Any
+    weight: Any, m: Any, x: Any, lines: Any, line: int, newest: int, horizon: int, floor: bool, decay: float, work: Any
 ) -> None:
     """Take the steps that one row has missed, in double precision; `decay` is for those beyond the horizon."""
     for i in range(len(weight)):
         work[0, i], work[1, i] = weight[i], m[i]
         work[2, i] = x[i] if floor else np.sqrt(np.float64(x[i]))
-    for step in range(line, min(newest, line + horizon)):
-        scale, root, eps = steps[step, 0], steps[step, 1], steps[step, 2]
+    for number in range(line, min(newest, line + horizon)):
+        step = lines[number, lines.shape[1] - _STEP :]
+        scale, root, eps = step[0], step[1], step[2]
         for i in range(len(weight)):
-            work[1, i] *= steps[step, 3]
-            work[2, i] *= steps[step, 4]
+            work[1, i] *= step[3]
+            work[2, i] *= step[4]
             size = work[2, i]
             divisor = (size if size > eps else eps) if floor else root * size + eps
             term = 0.0 if work[1, i] == 0 else work[1, i] / divisor
-            work[0, i] = work[0, i] * steps[step, 5] - scale * term
+            work[0, i] = work[0, i] * step[5] - scale * term
     for i in range(len(weight)):
         weight[i] = np.float32(work[0, i] * decay)
 
 
 @njit(inline="always")
-def _take_sums(weight: Any, m: Any, x: Any, sums: Any, tail: float, decay: float, floor: bool) -> None:
-    linear, mass = np.float32(sums[0] * tail), np.float32(sums[1] * tail)
+def _take_sums(weight: Any, m: Any, x: Any, sums: Any, decay: float, floor: bool) -> None:
+    linear, mass = np.float32(sums[0] * decay), np.float32(sums[1] * decay)
     center_0, center_1, center_2 = np.float32(sums[2]), np.float32(sums[3]), np.float32(sums[4])
     spread_0, spread_1 = np.float32(sums[5]), np.float32(sums[6])
     least = max(np.float32(sums[7]), np.float32(1e-30))
@@ -64,11 +156,10 @@ def take_terms(
     m: Any,
     v: Any,
     x: Any,
-    products: Any,
-    sums: Any,
-    made_at: Any,
-    steps: Any,
-    index: Any,
+    lines: Any,
+    blocks: Any,
+    last: Any,
+    base: int,
     newest: int,
     horizon: int,
     floor: bool,
@@ -82,29 +173,36 @@ def take_terms(
     ----------
     weight, m, v, x : array
         ``(n, dim)`` float32: weights, numerator, the second plane of `Rule.factors`, denominator (maybe `v` itself).
-    products, sums, made_at, steps : array
+    lines, blocks : array
         `History.arrays`.
-    index : array
-        ``(n,)`` int64: the line of each row; `newest` has missed nothing.
+    last : array
+        ``(n, 1)`` int32: the step that touched each row last. Its line is that less `base`; `newest` has missed nothing.
     horizon : int
         `History.horizon`.
     floor : bool
         As `Rule.floor`; `eps` is then the least that `v` holds.
     """
     lowest = np.float32(eps)
+    products = blocks.shape[1]
     work = np.empty((3, weight.shape[1]))
     for j in range(start, stop):
-        line = index[j]
+        line = int(last[j, 0]) - base
         if line == newest:
             continue
-        valid_from = np.float32(sums[line, 7])
+        later, sums = blocks[line // _BLOCK], lines[line, products:]
+        decay = lines[line, 0] * later[0]
+        valid_from = np.float32(sums[_SUMS - 1])
         if valid_from > 0 and _is_hard(m[j], x[j], valid_from, floor):
-            later = products[min(line + horizon, newest), 0]
-            _step_by_step(weight[j], m[j], x[j], steps, line, newest, horizon, floor, later, work)
-        else:
-            tail = products[made_at[line], 0]
-            _take_sums(weight[j], m[j], x[j], sums[line], tail, products[line, 0], floor)
-        first, second = np.float32(products[line, 5]), np.float32(products[line, 6])
+            beyond = min(line + horizon, newest)
+            left = lines[beyond, 0] * blocks[beyond // _BLOCK, 0]
+            _step_by_step(weight[j], m[j], x[j], lines, line, newest, horizon, floor, left, work)
+        elif valid_from < np.inf:
+            _take_sums(weight[j], m[j], x[j], sums, decay, floor)
+        else:  # no sums, and nothing to sum: every m is zero
+            kept = np.float32(decay)
+            for i in range(weight.shape[1]):
+                weight[j, i] *= kept
+        first, second = np.float32(lines[line, 5] * later[5]), np.float32(lines[line, 6] * later[6])
         m_row, v_row = m[j], v[j]
         for i in range(len(m_row)):
             m_row[i] *= first

@@ -1,5 +1,9 @@
 """What one step of an optimizer does to a row without a gradient, for every row-by-row optimizer of ``torch.optim``.
 
+Most steps are a short formula (`IdleStep`), and many of them together are one too. With weight decay that an adaptive
+optimizer adds to the gradient ("coupled") there is none: a step is then the `Numbers` that it was made with, and rows take
+every one of those they missed.
+
 The formulas are those of the "Algorithm" boxes in the documentation of ``torch.optim`` with a gradient of zero.
 Hyperparameters are taken as torch's kernels take them: rounded to the dtype of the rows where a kernel multiplies by them.
 """
@@ -7,8 +11,10 @@ Hyperparameters are taken as torch's kernels take them: rounded to the dtype of 
 from __future__ import annotations
 
 import math
+import sys
+import warnings
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -16,87 +22,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-
-
-@dataclass
-class IdleStep:
-    """One step, as rows see it that have no gradient. Fields that a rule does not use stay as they are here.
-
-    Attributes
-    ----------
-    decay : float
-        Multiplies the weights, before anything is added to them.
-    factors : tuple of float
-        Multiply the planes of `Rule.factors`.
-    mix : tuple of float
-        ``(a, b, c, d)``: weights p and the plane q of `Rule.partner` become ``a p + b q`` and ``c p + d q``.
-    scale, root, eps : float
-        ``scale * m / (root * x + eps)`` is taken from the weights, m being the first plane of `Rule.factors` and x that of
-        `Rule.denominator` (its root, unless `Rule.floor`), both after their factors.
-    """
-
-    decay: float = 1.0
-    factors: tuple[float, ...] = ()
-    mix: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 1.0)
-    scale: float = 0.0
-    root: float = 1.0
-    eps: float = 1.0
-
-    @property
-    def is_nothing(self) -> bool:
-        """Whether rows stay as they are."""
-        return self == IdleStep(factors=(1.0,) * len(self.factors), root=self.root, eps=self.eps)
-
-
-class Rule:
-    """What an optimizer does to idle rows.
-
-    Attributes
-    ----------
-    factors : tuple of str
-        State that idle steps multiply.
-    partner : str or None
-        State that mixes with the weights.
-    denominator : str or None
-        State that the numerator is divided by.
-    floor : bool
-        The denominator is x itself and never less than eps (Adamax), instead of ``root * sqrt(x) + eps``.
-    """
-
-    factors: tuple[str, ...] = ()
-    partner: str | None = None
-    denominator: str | None = None
-    floor: bool = False
-    decoupled: ClassVar[bool | None] = True  # weight decay acts on the weights alone; None: the group says so
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def check(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Raise where no short formula tells what the hyperparameters of `group` do to idle rows."""
-        coupled = not (group.get("decoupled_weight_decay", False) if self.decoupled is None else self.decoupled)
-        if coupled and group.get("weight_decay", 0) != 0:
-            name = type(optimizer).__name__
-            raise OptimizerError(
-                f"{name} with weight_decay={float(group['weight_decay'])} adds the weights to the gradient, so an idle row "
-                f"takes a full {name} step each time and idle='exact' would have to run them all; decouple the decay (AdamW, "
-                "decoupled_weight_decay=True for NAdam and RAdam), set weight_decay=0, or pass idle='lazy'"
-            )
-
-    def before(self, state: dict[str, Any]) -> Any:
-        """Return what `step` must know of the optimizer's state before its step."""
-        return None
-
-    def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
-        """Return what the step just made, with the hyperparameters `group` and `state` after it, did to idle rows."""
-        return IdleStep(factors=(1.0,) * len(self.factors))
-
-    def _rounded(self, value: float) -> float:
-        return float(torch.tensor(value, dtype=self.dtype)) if self.dtype != torch.float64 else value
-
-    def _moved_by(self, weight: float) -> float:
-        """Return the factor by which ``lerp(0, weight)`` multiplies."""
-        return 1.0 - self._rounded(weight)
+from speedtransfer.optim.idle.rule import IdleStep, Numbers, Rule
 
 
 def _numbers(group: dict[str, Any], *names: str) -> list[float]:
@@ -130,7 +56,7 @@ class _Asgd(Rule):
         eta, mu = before
         lr, lambd, decay = _numbers(group, "lr", "lambd", "weight_decay")
         eta = (
-            float(torch.tensor(lr)) if math.isnan(eta) else eta
+            float(torch.tensor(lr, device="cpu")) if math.isnan(eta) else eta
         )  # a tensor of the default dtype, whatever the rows are
         kept = self._rounded(1 - lambd * eta) - eta * self._rounded(decay)
         return IdleStep(mix=(kept, 0.0, mu * kept, 1 - mu))
@@ -139,7 +65,11 @@ class _Asgd(Rule):
 class _RMSprop(Rule):
     factors = ("square_avg", "grad_avg")
     partner = "momentum_buffer"
-    decoupled = False
+    replay = "rmsprop"
+
+    def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
+        lr, decay, momentum, alpha, eps = _numbers(group, "lr", "weight_decay", "momentum", "alpha", "eps")
+        return decay, alpha, 1 - alpha, eps, lr, momentum, float(bool(group["centered"])), 0.0
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
         lr, momentum, alpha = _numbers(group, "lr", "momentum", "alpha")
@@ -150,14 +80,22 @@ class _RMSprop(Rule):
 
 class _Adadelta(Rule):
     factors = ("square_avg", "acc_delta")
-    decoupled = False
+    replay = "adadelta"
+
+    def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
+        lr, decay, rho, eps = _numbers(group, "lr", "weight_decay", "rho", "eps")
+        return decay, rho, 1 - rho, eps, lr, 0.0, 0.0, 0.0
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
         return IdleStep(factors=(self._rounded(float(group["rho"])),) * 2)
 
 
 class _Adagrad(Rule):
-    decoupled = False
+    replay = "adagrad"
+
+    def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
+        lr, decay, lr_decay, eps = _numbers(group, "lr", "weight_decay", "lr_decay", "eps")
+        return decay, lr / (1 + (self.count.read(state["step"]) - 1) * lr_decay), eps, 0.0, 0.0, 0.0, 0.0, 0.0
 
 
 class _Rprop(Rule):
@@ -170,23 +108,23 @@ class _Rprop(Rule):
 class _Adam(Rule):
     factors = ("exp_avg", "exp_avg_sq")
     denominator = "exp_avg_sq"
-    decoupled: ClassVar[bool | None] = None
-    checked = False
+    replay = "adam"
+    decoupled: ClassVar[bool | None] = None  # weight decay acts on the weights alone; None: the group says so
 
-    def check(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        super().check(optimizer, group)
-        denominator = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
-        if self.checked and denominator != self.denominator:
+    def form(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[bool, str | None]:
+        decoupled = group.get("decoupled_weight_decay", False) if self.decoupled is None else self.decoupled
+        if group.get("amsgrad") and state and "max_exp_avg_sq" not in state:
             raise OptimizerError(
-                f"amsgrad became {group['amsgrad']} while idle rows still had steps of the other kind to come; set it before "
-                "training, or pass idle='lazy'"
+                "amsgrad became True after the first step, but the optimizer keeps its largest second moments from the first "
+                "on only; set it before training"
             )
-        self.denominator, self.checked = denominator, True
+        denominator = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
+        return not decoupled and group.get("weight_decay", 0) != 0, denominator
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
         lr, decay, eps = _numbers(group, "lr", "weight_decay", "eps")
         first, second = (float(beta) for beta in group["betas"])
-        scale, root, eps = self._term(group, state, float(state["step"]), lr, first, second, eps)
+        scale, root, eps = self._term(group, state, self.count.read(state["step"]), lr, first, second, eps)
         return IdleStep(
             decay=self._rounded(1 - lr * decay),
             factors=(self._moved_by(1 - first), self._rounded(second)),
@@ -195,11 +133,21 @@ class _Adam(Rule):
             eps=eps,
         )
 
+    def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
+        lr, decay, eps = _numbers(group, "lr", "weight_decay", "eps")
+        first, second = (float(beta) for beta in group["betas"])
+        scale, root, eps = self._term(group, state, self.count.read(state["step"]), lr, first, second, eps)
+        return decay, 1 - first, second, 1 - second, root, eps, scale, self._gradient_scale(group, state, lr)
+
     def _term(
         self, group: dict[str, Any], state: dict[str, Any], t: float, lr: float, first: float, second: float, eps: float
     ) -> tuple[float, float, float]:
         """Return scale, root and eps of step number `t`."""
         return lr / (1 - first**t), 1 / math.sqrt(1 - second**t), eps
+
+    def _gradient_scale(self, group: dict[str, Any], state: dict[str, Any], lr: float) -> float:
+        """Return what the gradient itself is multiplied by, beside the first moment."""
+        return 0.0
 
 
 class _AdamW(_Adam):
@@ -213,6 +161,11 @@ class _NAdam(_Adam):
         following = first * (1 - 0.5 * 0.96 ** ((t + 1) * float(group["momentum_decay"])))
         scale = lr * following / (1 - float(state["mu_product"]) * following)
         return scale, 1 / math.sqrt(1 - second**t), eps
+
+    def _gradient_scale(self, group: dict[str, Any], state: dict[str, Any], lr: float) -> float:
+        first, t = float(group["betas"][0]), self.count.read(state["step"])
+        now = first * (1 - 0.5 * 0.96 ** (t * float(group["momentum_decay"])))
+        return lr * (1 - now) / (1 - float(state["mu_product"]))
 
 
 class _RAdam(_Adam):
@@ -232,10 +185,10 @@ class _Adamax(_Adam):
     factors = ("exp_avg", "exp_inf")
     denominator = "exp_inf"
     floor = True
-    decoupled = False
+    replay = "adamax"
 
-    def check(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        Rule.check(self, optimizer, group)
+    def form(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[bool, str | None]:
+        return Rule.form(self, group, state)
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
         return IdleStep(**{**vars(super().step(group, state, before)), "decay": 1.0})
@@ -261,13 +214,61 @@ RULES: dict[type[Optimizer], Callable[[torch.dtype], Rule]] = {
 }
 
 
+_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # the optimizers that `choose_rule` has warned of
+
+
+def choose_rule(idle: str, optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> Rule | None:
+    """Return the rule by which `optimizer` shall treat idle rows; None: it leaves them as they are.
+
+    Parameters
+    ----------
+    idle : {"auto", "exact", "lazy"}
+        With "auto" an optimizer without a rule gets a warning, once.
+
+    Raises
+    ------
+    OptimizerError
+        `idle` is "exact" and there is no rule.
+    """
+    if idle == "lazy":
+        return None
+    if idle == "exact" or type(optimizer) in RULES:
+        return rule_for(optimizer, group, dtype)
+    if optimizer not in _warned:
+        _warned.add(optimizer)
+        name = type(optimizer).__name__
+        warnings.warn(
+            f"it is not known what {name} does to rows that a batch does not touch, so those stay as they are: results differ "
+            f"from training a dense torch.nn.Embedding where {name} has momentum or weight decay or adapts its steps. Pass "
+            "idle='lazy' to the embedding if that is what you want, or use an optimizer of torch.optim, such as AdamW",
+            stacklevel=_stack_level(),
+        )
+    return None
+
+
+def has_rule(optimizer: Optimizer) -> bool:
+    """Tell whether it is known what `optimizer` does to idle rows."""
+    return type(optimizer) in RULES
+
+
+def _stack_level() -> int:
+    """Return the level of the first frame outside of this package and torch: where the user's step is."""
+    frame, level = sys._getframe(2), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "speedtransfer",
+        "torch",
+    ):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def rule_for(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> Rule:
     """Return the rule of `optimizer`.
 
     Raises
     ------
     OptimizerError
-        What it does to idle rows is not known, or has no short formula.
+        What it does to idle rows is not known.
     """
     make = RULES.get(type(optimizer))
     if make is None:
@@ -277,5 +278,5 @@ def rule_for(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) ->
             f"{names}, or pass idle='lazy', with which any row-by-row optimizer trains"
         )
     rule = make(dtype)
-    rule.check(optimizer, group)
+    rule.take_form(rule.form(group, {}))
     return rule

@@ -1,0 +1,224 @@
+"""Steps that rows take one after the other: of adaptive optimizers whose weight decay is added to the gradient.
+
+The gradient of an idle row is then ``decay * weight``, so that each step depends on all before it and no formula sums them up.
+What is kept of a step are eight numbers; by kind of optimizer (unused ones are zero):
+
+========== ===========================================================================
+adam       decay, 1 - beta1, beta2, 1 - beta2, root, eps, scale, scale of the gradient
+adamax     the same
+rmsprop    decay, alpha, 1 - alpha, eps, lr, momentum, centered
+adadelta   decay, rho, 1 - rho, eps, lr
+adagrad    decay, lr, eps
+========== ===========================================================================
+
+Here in torch, with the operations of ``torch.optim``; `compiled_replay` does the same in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.engines.host import compiled_copies, run_on_threads
+from speedtransfer.optim.idle.rule import Numbers, Rule
+from speedtransfer.optim.idle.sums import Floats
+
+PLANES = {
+    "adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "adamax": ("exp_avg", "exp_inf"),
+    "rmsprop": ("square_avg", "grad_avg", "momentum_buffer"),
+    "adadelta": ("square_avg", "acc_delta"),
+    "adagrad": ("sum",),
+}
+_CAPACITY = 64
+
+
+class Replay:
+    """Steps made, counted from 1, as a `History` counts them.
+
+    Parameters
+    ----------
+    rule : Rule
+    now : int
+        Steps that every row has taken already.
+    """
+
+    def __init__(self, rule: Rule, now: int = 0) -> None:
+        assert rule.replay is not None
+        self.kind = rule.replay
+        # The largest second moments stay as they are while amsgrad is off.
+        idle = ("max_exp_avg_sq",) if rule.denominator != "max_exp_avg_sq" else ()
+        self._planes = tuple(name for name in PLANES[self.kind] if name not in idle)
+        self.now = self.base = now  # no row was last touched before step `base`
+        self._allocate(_CAPACITY)
+
+    def _allocate(self, capacity: int) -> None:
+        self._numbers: Floats = np.zeros((capacity, 8))
+        self._rounded = np.zeros((capacity, 8), np.float32)
+
+    @property
+    def length(self) -> int:
+        """Number of steps that are remembered."""
+        return self.now - self.base
+
+    def record(self, numbers: Numbers) -> None:
+        """Take in one more step."""
+        count = self.length
+        if count == len(self._numbers):
+            old = self._numbers, self._rounded
+            self._allocate(2 * count)
+            self._numbers[:count], self._rounded[:count] = old
+        self._numbers[count] = self._rounded[count] = numbers
+        self.now += 1
+
+    def sweep(self) -> None:
+        """Forget all steps: every row has been brought up to date."""
+        self.base = self.now
+        self._allocate(_CAPACITY)
+
+    def catch_up(self, rows: dict[str, Tensor], last: Tensor) -> None:
+        """Let rows take the steps that they have missed.
+
+        Parameters
+        ----------
+        rows : dict of str to Tensor
+            ``weight`` and the state planes, ``(n, dim)`` each, changed in place.
+        last : Tensor
+            ``(n, 1)`` int32: the step that touched each row last.
+        """
+        if not self.length or not len(last):
+            return
+        names = ("weight", *(name for name in self._planes if name in rows))
+        if not self._catch_up_compiled(rows, names, last):
+            self._catch_up(rows, names, last)
+
+    def _catch_up_compiled(self, rows: dict[str, Tensor], names: tuple[str, ...], last: Tensor) -> bool:
+        planes = [rows[name] for name in names]
+        dtype = planes[0].dtype
+        if dtype not in (torch.float32, torch.float64) or any(
+            plane.is_cuda or plane.dtype != dtype or not plane.is_contiguous() for plane in planes
+        ):
+            return False
+        if compiled_copies() is None:
+            return False
+        from speedtransfer.optim.idle import compiled_replay
+
+        numbers = self._rounded if dtype == torch.float32 else self._numbers
+        weight, *state = (plane.numpy() for plane in planes)
+        by_name = dict(zip(names[1:], state, strict=True))
+        # A plane that there is not is one of no columns.
+        missing = np.empty((len(weight), 0), weight.dtype)
+        arguments = weight, *(by_name.get(name, missing) for name in PLANES[self.kind])
+        part = compiled_replay.KINDS[self.kind], (*arguments, numbers[: self.length], last.numpy(), self.base)
+        # A step of a value costs about what moving as many bytes does.
+        missed = int(self.now * len(last) - int(last.sum()))
+        run_on_threads([part], len(last), 4 * missed * weight.shape[1], (*planes, last))
+        return True
+
+    def _catch_up(self, rows: dict[str, Tensor], names: tuple[str, ...], last: Tensor) -> None:
+        index, order = (last.flatten().long() - self.base).sort()
+        part = {name: rows[name][order] for name in names}
+        # How many rows have missed each step: the first ones.
+        edges = np.searchsorted(index.cpu().numpy(), np.arange(self.length), side="right")
+        step = _STEPS[self.kind]
+        for number, count in enumerate(edges.tolist()):
+            if count:
+                step({name: values[:count] for name, values in part.items()}, *self._numbers[number].tolist())
+        for name, values in part.items():
+            rows[name][order] = values
+
+
+def _adam(
+    rows: dict[str, Tensor],
+    decay: float,
+    first: float,
+    second: float,
+    second_added: float,
+    root: float,
+    eps: float,
+    scale: float,
+    gradient_scale: float,
+) -> None:
+    weight, m, v = rows["weight"], rows["exp_avg"], rows["exp_avg_sq"]
+    grad = weight * decay
+    m.lerp_(grad, first)
+    v.mul_(second).addcmul_(grad, grad, value=second_added)
+    if "max_exp_avg_sq" in rows:
+        v = torch.maximum(rows["max_exp_avg_sq"], v, out=rows["max_exp_avg_sq"])
+    divisor = v.sqrt().mul_(root).add_(eps)
+    if gradient_scale:
+        weight.addcdiv_(grad, divisor, value=-gradient_scale)
+    weight.addcdiv_(m, divisor, value=-scale)
+
+
+def _adamax(
+    rows: dict[str, Tensor],
+    decay: float,
+    first: float,
+    second: float,
+    second_added: float,
+    root: float,
+    eps: float,
+    scale: float,
+    gradient_scale: float,
+) -> None:
+    weight, m, u = rows["weight"], rows["exp_avg"], rows["exp_inf"]
+    grad = weight * decay
+    m.lerp_(grad, first)
+    torch.maximum(u.mul_(second), grad.abs_().add_(eps), out=u)
+    weight.addcdiv_(m, u, value=-scale)
+
+
+def _rmsprop(
+    rows: dict[str, Tensor],
+    decay: float,
+    alpha: float,
+    added: float,
+    eps: float,
+    lr: float,
+    momentum: float,
+    centered: float,
+    _: float,
+) -> None:
+    weight, square = rows["weight"], rows["square_avg"]
+    grad = weight * decay
+    square.mul_(alpha).addcmul_(grad, grad, value=added)
+    if centered:
+        mean = rows["grad_avg"].lerp_(grad, added)
+        square = square.addcmul(mean, mean, value=-1)
+    divisor = square.sqrt().add_(eps)
+    if momentum:
+        buffer = rows["momentum_buffer"].mul_(momentum).addcdiv_(grad, divisor)
+        weight.add_(buffer, alpha=-lr)
+    else:
+        weight.addcdiv_(grad, divisor, value=-lr)
+
+
+def _adadelta(
+    rows: dict[str, Tensor], decay: float, rho: float, added: float, eps: float, lr: float, *_: float
+) -> None:
+    weight, square, moved = rows["weight"], rows["square_avg"], rows["acc_delta"]
+    grad = weight * decay
+    square.mul_(rho).addcmul_(grad, grad, value=added)
+    delta = (moved + eps).sqrt_().div_((square + eps).sqrt_()).mul_(grad)
+    moved.mul_(rho).addcmul_(delta, delta, value=added)
+    weight.add_(delta, alpha=-lr)
+
+
+def _adagrad(rows: dict[str, Tensor], decay: float, lr: float, eps: float, *_: float) -> None:
+    weight, total = rows["weight"], rows["sum"]
+    grad = weight * decay
+    total.addcmul_(grad, grad, value=1)
+    weight.addcdiv_(grad, total.sqrt().add_(eps), value=-lr)
+
+
+_STEPS: dict[str, Callable[..., None]] = {
+    "adam": _adam,
+    "adamax": _adamax,
+    "rmsprop": _rmsprop,
+    "adadelta": _adadelta,
+    "adagrad": _adagrad,
+}

@@ -1,0 +1,137 @@
+"""What a step of an optimizer does to rows without a gradient: the pieces that the `rules` of all optimizers are made of."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass
+class IdleStep:
+    """One step, as rows see it that have no gradient. Fields that a rule does not use stay as they are here.
+
+    Attributes
+    ----------
+    decay : float
+        Multiplies the weights, before anything is added to them.
+    factors : tuple of float
+        Multiply the planes of `Rule.factors`.
+    mix : tuple of float
+        ``(a, b, c, d)``: weights p and the plane q of `Rule.partner` become ``a p + b q`` and ``c p + d q``.
+    scale, root, eps : float
+        ``scale * m / (root * x + eps)`` is taken from the weights, m being the first plane of `Rule.factors` and x that of
+        `Rule.denominator` (its root, unless `Rule.floor`), both after their factors.
+    """
+
+    decay: float = 1.0
+    factors: tuple[float, ...] = ()
+    mix: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 1.0)
+    scale: float = 0.0
+    root: float = 1.0
+    eps: float = 1.0
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether rows stay as they are."""
+        return self == IdleStep(factors=(1.0,) * len(self.factors), root=self.root, eps=self.eps)
+
+
+Numbers = tuple[float, float, float, float, float, float, float, float]
+"""The numbers of a step with coupled weight decay, as `replay` lists them for each kind of optimizer."""
+
+
+class StepCount:
+    """Reads the number of steps that an optimizer has counted: of a count on a device mostly without waiting for it.
+
+    An optimizer adds one in place at each step, and a tensor tells how often it was changed. So one that was changed once
+    since it was read is one more. Changed more often (a step that GradScaler takes back) or another tensor, it is read again.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[weakref.ref[Tensor], int, float] | None = None
+
+    def read(self, count: Any) -> float:
+        """Return the value of `count`, a number or tensor."""
+        if not isinstance(count, Tensor) or count.is_inference():
+            return float(count)
+        known, version = self._known, count._version
+        if known is not None and known[0]() is count and version == known[1] + 1:
+            value = known[2] + 1
+        elif known is not None and known[0]() is count and version == known[1]:
+            value = known[2]
+        else:
+            value = float(count)
+        self._known = weakref.ref(count), version, value
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies read for themselves."""
+        return {"_known": None}
+
+
+class Rule:
+    """What an optimizer does to idle rows.
+
+    Attributes
+    ----------
+    factors : tuple of str
+        State that idle steps multiply.
+    partner : str or None
+        State that mixes with the weights.
+    denominator : str or None
+        State that the numerator is divided by.
+    floor : bool
+        The denominator is x itself and never less than eps (Adamax), instead of ``root * sqrt(x) + eps``.
+    replay : str or None
+        The kind of step, of those in `replay`, that rows take one after the other where weight decay is coupled.
+    coupled : bool
+        Whether it is.
+    """
+
+    factors: tuple[str, ...] = ()
+    partner: str | None = None
+    denominator: str | None = None
+    floor: bool = False
+    replay: ClassVar[str | None] = None
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.coupled = False
+        self.count = StepCount()
+
+    def form(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[bool, str | None]:
+        """Return what `coupled` and `denominator` must be for the hyperparameters `group` and the optimizer's `state`.
+
+        Steps of one form cannot be put together with those of another: `take_form` wants rows that have missed nothing.
+        """
+        return self.replay is not None and group.get("weight_decay", 0) != 0, self.denominator
+
+    def take_form(self, form: tuple[bool, str | None]) -> None:
+        """Let the steps from now on be of this form."""
+        self.coupled, self.denominator = form
+
+    def before(self, state: dict[str, Any]) -> Any:
+        """Return what `step` must know of the optimizer's state before its step."""
+        return None
+
+    def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
+        """Return what the step just made, with the hyperparameters `group` and `state` after it, did to idle rows."""
+        return IdleStep(factors=(1.0,) * len(self.factors))
+
+    def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
+        """Return the numbers of the step just made, for rows to take it themselves; only with coupled weight decay."""
+        raise NotImplementedError(f"{type(self).__name__} has no steps that are taken one by one")
+
+    def _rounded(self, value: float) -> float:
+        if self.dtype == torch.float64:
+            return value
+        return float(np.float32(value)) if self.dtype == torch.float32 else float(torch.tensor(value, dtype=self.dtype))
+
+    def _moved_by(self, weight: float) -> float:
+        """Return the factor by which ``lerp(0, weight)`` multiplies."""
+        return 1.0 - self._rounded(weight)

@@ -1,0 +1,226 @@
+"""idle="auto", the default: exact with the optimizers whose steps are known, lazy and a warning with others."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exact_pair import Exact
+from lazy_oracle import (
+    LazyOracle,
+    assert_same,
+    one_thread,  # noqa: F401 - a fixture
+    skewed_batches,
+    squared_loss,
+)
+from optimizer_cases import BASE, OptimizerCase, case_named
+from torch import nn
+
+import speedtransfer
+from speedtransfer.optim import find_handle
+
+MAKERS = (
+    speedtransfer.Embedding,
+    speedtransfer.EmbeddingBag,
+    speedtransfer.Embedding.from_pretrained,
+    speedtransfer.EmbeddingBag.from_pretrained,
+)
+
+
+class OfSomebody(torch.optim.SGD):
+    """What it does to idle rows nobody has said."""
+
+
+def pair_of(case: OptimizerCase, **options: Any) -> Exact:
+    return Exact(case, idle=options.pop("idle", "auto"), **options)
+
+
+@pytest.mark.parametrize("maker", MAKERS, ids=["Embedding", "EmbeddingBag", "rows", "rows of bags"])
+def test_the_default(maker: Any) -> None:
+    assert inspect.signature(maker).parameters["idle"].default == "auto"
+
+
+@pytest.mark.parametrize("case", BASE, ids=str)
+def test_equals_dense_training_by_default(case: OptimizerCase) -> None:
+    torch.manual_seed(3)
+    ours = speedtransfer.Embedding(60, 8)
+    assert ours.idle == "auto"
+    pair = pair_of(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair.train(pair.batches(60))
+    assert pair.ours.idle == "auto"
+    pair.assert_same(2e-5)
+
+
+def test_replaced_modules_keep_their_numbers() -> None:
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Embedding(60, 8), nn.Linear(8, 8))
+    ours = copy.deepcopy(dense)
+    assert speedtransfer.replace_embeddings(ours) == ["0"]
+    for model in (dense, ours):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=1e-3)
+        for ids, target in skewed_batches(60, 8, 80):
+            optimizer.zero_grad()
+            squared_loss(model(ids), target).backward()
+            optimizer.step()
+    torch.testing.assert_close(ours[0].table.torch(), dense[0].weight.detach(), rtol=0, atol=1e-4)
+
+
+def train(module: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for ids, target in skewed_batches(12, 5, steps):
+        optimizer.zero_grad()
+        squared_loss(module(ids), target).backward()
+        optimizer.step()
+
+
+def test_an_unknown_optimizer_is_lazy_with_one_warning() -> None:
+    torch.manual_seed(1)
+    modules = [speedtransfer.Embedding(12, 5) for _ in range(3)]
+    dense = [nn.Embedding.from_pretrained(m.table.torch().clone(), freeze=False) for m in modules]
+    optimizer = OfSomebody([m.weight for m in modules], lr=0.1, momentum=0.9)
+    oracle = LazyOracle(torch.optim.SGD([m.weight for m in dense], lr=0.1, momentum=0.9), *dense)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for ids, target in skewed_batches(12, 5, 6):
+            optimizer.zero_grad()
+            oracle.zero_grad()
+            for ours, reference in zip(modules, dense, strict=True):
+                squared_loss(ours(ids), target).backward()
+                squared_loss(reference(ids), target).backward()
+            optimizer.step()
+            oracle.step()
+    (warning,) = caught  # for three tables and six steps
+    assert "OfSomebody" in str(warning.message)
+    assert "idle='lazy'" in str(warning.message)
+    assert Path(warning.filename) == Path(__file__)  # where the step was made
+    for ours, reference in zip(modules, dense, strict=True):
+        assert ours.idle == "auto"
+        assert_same(optimizer, ours, oracle, reference)
+
+
+def test_lazy_by_name_says_nothing() -> None:
+    module = speedtransfer.Embedding(12, 5, idle="lazy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(module, OfSomebody(module.parameters(), lr=0.1))
+    assert find_handle(module.weight).state._lag is None
+
+
+def test_one_table_and_two_optimizers_in_turn() -> None:
+    """A table is exact with the one and lazy with the other."""
+    module = speedtransfer.Embedding(12, 5)
+    train(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+    assert find_handle(module.weight).state._lag is not None
+    with pytest.warns(UserWarning, match="OfSomebody"):
+        train(module, OfSomebody(module.parameters(), lr=0.1))
+    assert find_handle(module.weight).state._lag is None
+
+
+def test_a_wrong_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="did you mean 'exact'"):
+        speedtransfer.Embedding(4, 2, idle="exakt")
+
+
+# --- copies, pickles, checkpoints ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+def test_copies_stay_what_they_are(clone: Any) -> None:
+    pair = pair_of(case_named("adamw"))
+    pair.train(pair.batches(30))
+    pair.ours, pair.opt = clone((pair.ours, pair.opt))
+    assert pair.ours.idle == "auto"
+    pair.modules, pair.optimizers = (pair.ours, pair.dense), (pair.opt, pair.dense_opt)
+    pair.train(pair.batches(30, seed=1))
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("saved", ["lazy", "exact", "auto"])
+@pytest.mark.parametrize("loaded", ["lazy", "exact", "auto"])
+def test_checkpoints_do_not_say_how_rows_idle(saved: str, loaded: str, tmp_path: Path) -> None:
+    """It is a matter of the module that they are loaded into."""
+    first, second = (pair_of(case_named("adamw"), idle=idle) for idle in (saved, loaded))
+    first.train(first.batches(20))
+    speedtransfer.save_checkpoint(tmp_path / "saved", first.ours, first.opt)
+    speedtransfer.load_checkpoint(tmp_path / "saved", second.ours, second.opt)
+    assert second.ours.idle == loaded
+    assert torch.equal(first.ours.table.torch(), second.ours.table.torch())
+    handle = find_handle(second.ours.weight)
+    assert (handle.state._lag is None) == (loaded == "lazy")
+
+
+def test_a_checkpoint_of_an_unknown_optimizer_warns_when_it_is_loaded(tmp_path: Path) -> None:
+    lazy, auto = speedtransfer.Embedding(12, 5, idle="lazy"), speedtransfer.Embedding(12, 5)
+    first, second = (OfSomebody(m.parameters(), lr=0.1, momentum=0.9) for m in (lazy, auto))
+    train(lazy, first)
+    speedtransfer.save_checkpoint(tmp_path / "saved", lazy, first)
+    with pytest.warns(UserWarning, match="OfSomebody"):
+        speedtransfer.load_checkpoint(tmp_path / "saved", auto, second)
+    train(auto, second)
+
+
+# --- what reading costs -------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_reads_rows_as_they_are_where_none_lags(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = speedtransfer.Embedding(12, 5).eval()
+    activated = []
+    monkeypatch.setattr(type(module), "activate", lambda self, ids: activated.append(ids))
+    with torch.no_grad():
+        module(torch.arange(12))
+    assert not activated
+
+
+def test_an_optimizer_without_idle_steps_makes_no_plane() -> None:
+    for optimizer in (torch.optim.SGD, torch.optim.Adagrad):
+        module = speedtransfer.Embedding(12, 5)
+        train(module, optimizer(module.parameters(), lr=0.1))
+        assert "idle.last_step" not in module.table.planes
+        train(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+        assert "idle.last_step" in module.table.planes
+        train(module, optimizer(module.parameters(), lr=0.1))
+        assert "idle.last_step" not in module.table.planes
+
+
+WITHOUT_NUMBA = """
+import sys
+sys.modules["numba"] = None  # an import then fails
+import torch, speedtransfer as st
+for make in (
+    lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1),
+    lambda p: torch.optim.Adam(p, lr=0.05, weight_decay=0.1),
+):
+    torch.manual_seed(0)
+    ours = st.Embedding(300, 64)
+    dense = torch.nn.Embedding.from_pretrained(ours.table.torch().clone(), freeze=False)
+    for module in (ours, dense):
+        draw, opt = torch.Generator().manual_seed(1), make(module.parameters())
+        for _ in range(30):
+            module(torch.randint(0, 300, (2000,), generator=draw) // 2).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    torch.testing.assert_close(ours.table.torch(), dense.weight.detach(), rtol=0, atol=2e-5)
+    int8 = st.Embedding(300, 64, storage_dtype=torch.int8)
+    int8(torch.arange(300)).sum().backward()
+vectors = st.word2vec
+assert "llvmlite" not in sys.modules
+print("trained")
+"""
+
+
+def test_without_numba_everything_still_trains() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout == "trained\n", done.stderr

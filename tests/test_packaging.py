@@ -1,0 +1,59 @@
+"""What an installation is told: licence, author, ranges of versions; and what git does not see."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+needs_checkout = pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="no git checkout")
+
+
+@pytest.fixture(scope="module")
+def metadata(tmp_path_factory):
+    """The metadata of a built distribution, by name."""
+    pytest.importorskip("setuptools")
+    folder = tmp_path_factory.mktemp("metadata")
+    code = (
+        "import sys; from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel(sys.argv[1]))"
+    )
+    tree = folder / "tree"
+    tree.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    shutil.copytree(ROOT / "speedtransfer", tree / "speedtransfer", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=tree, check=True, capture_output=True)
+    (found,) = folder.glob("*.dist-info")
+    fields: dict[str, list[str]] = {}
+    for line in (found / "METADATA").read_text(encoding="utf-8").split("\n\n")[0].splitlines():
+        name, _, value = line.partition(": ")
+        fields.setdefault(name, []).append(value)
+    return fields
+
+
+def test_licence_and_author(metadata):
+    assert metadata["License"] == ["Apache-2.0"]
+    assert metadata["License-File"] == ["LICENSE"]
+    assert metadata["Author"] == ["speedtransfer developers"]
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    for part in ("Apache License", "Version 2.0, January 2004", "END OF TERMS AND CONDITIONS"):
+        assert part in text
+
+
+def test_versions(metadata):
+    python = [
+        c.rpartition(" ")[2] for c in metadata["Classifier"] if c.startswith("Programming Language :: Python :: 3.")
+    ]
+    assert metadata["Requires-Python"] == [f">={python[0]}"]
+    requires = {line.partition(">=")[0]: line.partition(">=")[2] for line in metadata["Requires-Dist"]}
+    assert requires["typer"] == "0.12.4", "with 0.12.3 no command starts: it does not know `Path | None`"
+
+
+@needs_checkout
+@pytest.mark.parametrize("path", ["docs/_build/x", "docs/jupyter_execute/x", ".venv/x", "demo/x"])
+def test_what_our_commands_leave_is_no_change_of_the_tree(path):
+    assert subprocess.run(["git", "-C", str(ROOT), "check-ignore", "-q", path]).returncode == 0
