@@ -188,7 +188,9 @@ def test_a_model_that_is_itself_an_embedding() -> None:
 
 
 def test_the_report_says_what_was_left_and_why() -> None:
-    model = nn.ModuleDict({"a": Scaled(9, 4), "small": nn.Embedding(3, 4), "b": nn.Embedding(9, 4), "head": nn.Linear(4, 9)})
+    model = nn.ModuleDict(
+        {"a": Scaled(9, 4), "small": nn.Embedding(3, 4), "b": nn.Embedding(9, 4), "head": nn.Linear(4, 9)}
+    )
     model["head"].weight = model["a"].weight
     nn.utils.parametrize.register_parametrization(model["b"], "weight", nn.Identity())
     report = replace_embeddings(model, min_rows=5)

@@ -37,7 +37,9 @@ class Replaced(list[str]):
         self.notes: dict[str, str] = {}
 
     def __str__(self) -> str:
-        lines = [f"{name or 'the model'}: a table{'; ' + self.notes[name] if name in self.notes else ''}" for name in self]
+        lines = [
+            f"{name or 'the model'}: a table{'; ' + self.notes[name] if name in self.notes else ''}" for name in self
+        ]
         lines += [f"{name or 'the model'}: left as it is, {reason}" for name, reason in self.left.items()]
         return "\n".join(lines) or "the model has no nn.Embedding and no nn.EmbeddingBag"
 

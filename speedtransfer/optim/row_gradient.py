@@ -240,7 +240,9 @@ def _of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(isinstance(item, Tensor) and item.dim() for item in flat):
         return NotImplemented  # a list of arrays beside it
     clamped = func.overloadpacket in _LISTS_CLAMPED
-    if clamped and not (isinstance(args[1], int | float) and _keeps_zero(**{_LISTS_CLAMPED[func.overloadpacket]: args[1]})):
+    if clamped and not (
+        isinstance(args[1], int | float) and _keeps_zero(**{_LISTS_CLAMPED[func.overloadpacket]: args[1]})
+    ):
         return NotImplemented
     results = func([g.rows if isinstance(g, RowGradient) else g for g in grads], *args[1:], **kwargs)
     if results is None:  # in place
