@@ -185,7 +185,7 @@ class Handle:
 
     def make_dense(self) -> None:
         """Undo `make_sparse`."""
-        if self._dense_grad is not None and self.param.grad is not None:
+        if self._dense_grad is not None and self.param.grad is not None and self.param.grad.is_sparse:
             self.param.grad = self._dense_grad
         self._dense_grad = None
 
