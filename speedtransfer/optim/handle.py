@@ -414,33 +414,12 @@ class Handle:
     def _merged(self, ids: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows and the sum of the gradient there is and another one."""
         assert self.ids is not None
-<<<<<<< HEAD
         assert self.grad is not None
         if ids.shape == self.ids.shape and torch.equal(ids, self.ids):
             return ids, self.grad + grad
         for first, second, rows, others in ((self.ids, ids, self.grad, grad), (ids, self.ids, grad, self.grad)):
             if len(first) == self.table.num_rows:  # all rows are there
                 return first, rows.index_add(0, second, others)
-=======
-        self._dense_grad, rows = grad, None
-        if self.padding_idx is not None:
-            rows = (self.ids != self.padding_idx).nonzero().flatten()
-            grad = grad[rows] if len(rows) < len(grad) else grad
-        self.param.grad = sparse_gradient(grad, rows, len(self.ids))
-
-    def make_dense(self) -> None:
-        """Undo `make_sparse`."""
-        if self._dense_grad is not None and self.param.grad is not None and self.param.grad.is_sparse:
-            self.param.grad = self._dense_grad
-        self._dense_grad = None
-
-    def _merge(self, ids: Tensor, grad: Tensor) -> Tensor:
-        """Take `ids` into the active rows and return the summed gradient."""
-        assert self.ids is not None
-        assert self.param.grad is not None
-        if torch.equal(ids, self.ids):
-            return self.param.grad + grad
->>>>>>> h-optims
         union, position, *_ = unique_rows(torch.cat([self.ids, ids]))
         total = grad.new_zeros(len(union), grad.shape[1])
         total[position[: len(self.ids)]] = self.grad
