@@ -38,6 +38,16 @@ class TableWeight(nn.Parameter):
         """Call `func` with the whole table."""
         return _call(func, args, kwargs or {})
 
+    # Two methods of which torch does not tell __torch_function__.
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Write the rows of a tensor to the table."""
+        return _call(Tensor.set_, (self, *args), kwargs)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Return the whole table as a tensor of another class."""
+        return _with_whole(Tensor.as_subclass, (self, cls), {})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             handle = copy.deepcopy(handle_of(self), memo)
