@@ -90,18 +90,19 @@ class RowGradient(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Take values assigned to ``grad.data``, of which the dispatcher does not learn."""
-        if func == Tensor.data.__set__ and isinstance(args[0], RowGradient):  # type: ignore[attr-defined]
+        if func is Tensor.data.__set__ and isinstance(args[0], RowGradient):  # type: ignore[attr-defined]
             args[0].make_dense().copy_(args[1])
             torch.autograd.graph.increment_version(args[0].rows)
             return None
-        if any(kind is not cls for kind in types):
-            return NotImplemented  # the weight of a table puts its rows in its place first
-        # The default would make results that are dense values a RowGradient of no rows.
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        if not all(kind in (RowGradient, Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # the weight of a table, which is asked next
+        # The default of Tensor would make results that are dense values a RowGradient of no rows.
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         """Compute on the active rows where that gives what the dense gradient gives; else on dense values."""
         result = _by_rows(func, args, kwargs or {})
         return _densely(func, args, kwargs or {}) if result is NotImplemented else result
@@ -152,12 +153,12 @@ class RowGradient(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.to_dense().__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({len(self.ids)} of {self.shape[0]} rows, {self.rows!r})"
 
 
 if RowGradient not in _foreach_utils._foreach_supported_types:  # else clip_grad_norm_(foreach=True) refuses tables
-    _foreach_utils._foreach_supported_types.append(RowGradient)
+    _foreach_utils._foreach_supported_types.append(RowGradient)  # type: ignore[arg-type]
 
 
 def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
