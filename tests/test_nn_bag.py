@@ -124,10 +124,15 @@ def test_per_sample_weights(trained: bool, arguments: str) -> None:
 
 def test_per_sample_weights_with_frozen_rows() -> None:
     ours, dense = both(mode="sum")
-    for module in (ours, dense):
+    for module in (dense, ours):
         module.requires_grad_(False)
         weight = torch.ones(2, 3, requires_grad=True)
-        module(INPUTS["2-D"][0], per_sample_weights=weight).sum().backward()
+        try:
+            module(INPUTS["2-D"][0], per_sample_weights=weight).sum().backward()
+        except RuntimeError as error:
+            if module is dense and "INTERNAL ASSERT" in str(error):
+                pytest.skip("this torch cannot do it with its own nn.EmbeddingBag")
+            raise
         module.seen = weight.grad
     assert torch.equal(ours.seen, dense.seen)
     assert ours.weight.grad is None

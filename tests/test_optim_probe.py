@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+
 import pytest
 import torch
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
@@ -62,6 +63,7 @@ def test_a_learning_rate_of_zero_hides_nothing(case: OptimizerCase) -> None:
     assert set(probe(opt, opt.param_groups[0], param)) == set(case.planes)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_a_learning_rate_of_zero_hides_no_dependence_on_other_rows() -> None:
     param = nn.Parameter(torch.ones(4, 3))
     opt = torch.optim.Muon([param], lr=0.1)
@@ -162,7 +164,7 @@ def test_trials_do_not_fire_the_hooks_of_others() -> None:
     assert seen == []
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
+@pytest.mark.parametrize("kind", [case.kind for case in REFUSED if case.name in ("adafactor", "muon")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lr", [0.0, 1e-6, 1e-2])
 def test_dependence_between_rows_shows_at_any_learning_rate_and_precision(kind, dtype, lr) -> None:

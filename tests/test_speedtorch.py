@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from optimizer_cases import BASE
+from refused_styles import Factored
 from speedtorch_cases import KINDS, WORDS, SkipGram, train
 from torch import nn
 
@@ -591,7 +592,7 @@ def test_bad_arguments():
         (lambda: SpeedTorch.OptimizerFactory(adam, 5, 4, OneVariable(), "table"), InvalidValueError, "does not train"),
         (lambda: SpeedTorch.OptimizerFactory(model, 5, 4, model, "table"), InvalidTypeError, "is a OneVariable but"),
         (
-            lambda: SpeedTorch.OptimizerFactory(torch.optim.Adafactor(model.parameters()), 5, 4, model, "table"),
+            lambda: SpeedTorch.OptimizerFactory(Factored(model.parameters(), lr=0.1), 5, 4, model, "table"),
             OptimizerError,
             "not row by row",
         ),

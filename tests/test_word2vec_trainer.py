@@ -163,7 +163,7 @@ def test_adamw_does_not_decay_unless_told_to():
     assert make_optimizer("adamw", param).param_groups[0]["weight_decay"] == 0
     assert make_optimizer("adamw", param, options={"weight_decay": 0.1}).param_groups[0]["weight_decay"] == 0.1
     assert make_optimizer("adam", param, lr=0.5).param_groups[0]["lr"] == 0.5
-    assert Settings(optimizer="Adafactor").first_lr == FALLBACK_LR
+    assert Settings(optimizer="LBFGS").first_lr == FALLBACK_LR
 
 
 @pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
@@ -175,7 +175,7 @@ def test_learning_rate_falls_along_a_line(lr):
     assert isinstance(optimizer.param_groups[0]["lr"], type(lr))
 
 
-@pytest.mark.parametrize("name", ["adafactor", "lbfgs"])
+@pytest.mark.parametrize("name", [name for name in ("Adafactor", "LBFGS") if hasattr(torch.optim, name)])
 def test_optimizers_that_do_not_work_row_by_row(corpus, name):
     with pytest.raises(OptimizerError):
         quietly(corpus, optimizer=name)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from speedtransfer.nn.base import TableModule, uncompiled
 from speedtransfer.nn.embedding import check_pretrained
 from speedtransfer.nn.lookup import bag_lookup
-from speedtransfer.nn.weight import in_transform
+from speedtransfer.nn.weight_calls import in_transform
 
 
 class EmbeddingBag(TableModule, nn.EmbeddingBag):

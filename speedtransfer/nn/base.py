@@ -55,7 +55,7 @@ def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
 
 def make_handle(
     weight: Tensor | None,
-    shape: tuple[int, ...],
+    shape: tuple[int, int],
     device: torch.device,
     dtype: torch.dtype | None,
     requires_grad: bool,
@@ -77,7 +77,7 @@ def make_handle(
     if weight is not None and weight.dtype == stored:
         table, given = Table.from_array(weight, memory=memory, path=path, device=device, copy=False), None
     else:
-        table, given = Table(*shape, dtype=stored, memory=memory, path=path, device=device), weight
+        table, given = Table(shape[0], shape[1], stored, memory=memory, path=path, device=device), weight
     install()
     store = RowStore(table, storage_dtype, state_dtype)
     if given is not None:
@@ -130,7 +130,7 @@ class TableModule(nn.Module):
             )
         else:
             dtype = weight.dtype
-        options = {
+        options: dict[str, Any] = {
             "memory": memory,
             "path": path,
             "idle": idle,
@@ -166,7 +166,7 @@ class TableModule(nn.Module):
 
     def _end_wait(self, weight: Tensor | None, device: torch.device, dtype: torch.dtype, param: nn.Parameter) -> None:
         """Make the table, of the values of `weight`, and `param` its weight."""
-        shape = (self.num_embeddings, self.embedding_dim) if weight is None else tuple(weight.shape)
+        shape = (self.num_embeddings, self.embedding_dim) if weight is None else (len(weight), weight.shape[1])
         handle = make_handle(weight, shape, device, dtype, requires_grad=param.requires_grad, **self._options)
         del self._options
         self._handle = handle
@@ -241,8 +241,8 @@ class TableModule(nn.Module):
             sample = fn(torch.empty(0, handle.table.dim, dtype=dtype, device=handle.table.device))
         if sample.is_shared() and sample.device.type == "cpu":
             raise InvalidTypeError(
-                f"{handle} is the weight of a table, which cannot be shared by forked processes (share_memory); make the model "
-                "in each process, or train it in one"
+                f"{handle} is the weight of a table, which cannot be shared by forked processes (share_memory); make the "
+                "model in each process, or train it in one"
             )
         # The weight goes its own way: to convert it as torch does would make a copy of the whole.
         weight, self._parameters["weight"] = self._parameters["weight"], None

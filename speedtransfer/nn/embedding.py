@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.base import TableModule, uncompiled
 from speedtransfer.nn.lookup import lookup
-from speedtransfer.nn.weight import in_transform
+from speedtransfer.nn.weight_calls import in_transform
 
 
 class Embedding(TableModule, nn.Embedding):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -125,7 +124,7 @@ def _problem(module: nn.Embedding | nn.EmbeddingBag) -> str | None:
     weight = module._parameters.get("weight")
     if weight is None:
         return "has a weight that something computes (a parametrization); remove that, and register it again afterwards"
-    if type(weight.data) is not Tensor or type(weight) not in (nn.Parameter, Tensor) and find_handle(weight) is None:
+    if type(weight.data) is not Tensor or (type(weight) not in (nn.Parameter, Tensor) and find_handle(weight) is None):
         return f"has a weight of type {type(weight).__name__} over {type(weight.data).__name__}; replace it before sharding it"
     if weight.layout != torch.strided or weight.dim() != 2:
         return f"has a weight of layout {weight.layout} and shape {tuple(weight.shape)}; a table is dense and 2-D"
@@ -144,8 +143,8 @@ def _users(model: nn.Module) -> dict[int, set[str]]:
     return users
 
 
-def _handle(weight: nn.Parameter, options: dict[str, Any]) -> Handle:
-    shape = tuple(weight.shape)
+def _handle(weight: Tensor, options: dict[str, Any]) -> Handle:
+    shape = len(weight), weight.shape[1]
     return make_handle(weight.detach(), shape, weight.device, weight.dtype, weight.requires_grad, **options)
 
 
@@ -162,9 +161,17 @@ def _give_table(module: Any, handle: Handle | None, options: dict[str, Any]) -> 
         table_weight(handle, weight)
 
 
-@functools.cache
-def _table_class(kind: type[nn.Module]) -> type[nn.Module]:
+_classes: dict[type[Any], type[Any]] = {}
+
+
+def _table_class(kind: type[Any]) -> type[Any]:
     """Return the class of a `kind` of embedding with a table: its own code, before ours, before that of torch."""
+    if kind not in _classes:
+        _classes[kind] = _new_class(kind)
+    return _classes[kind]
+
+
+def _new_class(kind: type[Any]) -> type[Any]:
     ours = EmbeddingBag if issubclass(kind, nn.EmbeddingBag) else Embedding
     if kind in (nn.Embedding, nn.EmbeddingBag):
         return ours
@@ -178,6 +185,6 @@ def _reduce(module: Any, protocol: Any) -> Any:
     return _bare, (module._without_table,), made[2]
 
 
-def _bare(kind: type[nn.Module]) -> nn.Module:
+def _bare(kind: type[Any]) -> Any:
     made = _table_class(kind)
-    return made.__new__(made)
+    return object.__new__(made)

@@ -75,6 +75,7 @@ class Handle:
         self.state_rows: dict[str, Tensor] = {}
         self._version = -1
         self._grad_version = 0  # of `grad` as this class left it
+        self.used_whole = False  # some of the gradient comes from a use of all rows
         self._touched: Tensor | None = None  # the active rows before somebody made the gradient dense
         self._shown: weakref.ref[RowGradient] | None = None
         # Leaves of autograd that deposit here, with the rows they hold (None: all), while they live.
@@ -174,6 +175,11 @@ class Handle:
         """Return the gradient as a sparse one of the active rows, without that of padding, which torch leaves out too."""
         assert self.ids is not None
         assert self.grad is not None
+        if self.used_whole:
+            raise OptimizerError(
+                f"{self} was made with sparse=True and used as a whole (in a product, a penalty), whose gradient is dense; "
+                "make the embedding with sparse=False, or use the rows that are needed (emb(ids))"
+            )
         grad, rows = self.grad, None
         if self.padding_idx is not None:
             rows = (self.ids != self.padding_idx).nonzero().flatten()
@@ -290,7 +296,9 @@ class Handle:
         values = values.detach()
         if not resized and not retyped and self._can_take(values):
             self.settle()
-            table.take("weight", values)  # as torch: what held the memory so far keeps it, and `values` is the weight now
+            table.take(
+                "weight", values
+            )  # as torch: what held the memory so far keeps it, and `values` is the weight now
             self.show()
             return
         self._part_with_given()
@@ -376,6 +384,7 @@ class Handle:
         """Add a gradient of all rows, ``(num_rows, dim)``. With lazy idle rows those without any stay idle."""
         ids, rows = self._rows_of(grad.detach())
         self.deposit(ids, rows)
+        self.used_whole = True
 
     def _rows_of(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the active rows of a dense gradient and their values."""
@@ -454,12 +463,14 @@ class Handle:
         shape = (self.table.num_rows, self.table.dim)
         if not isinstance(grad, Tensor) or tuple(grad.shape) != shape:
             what = tuple(grad.shape) if isinstance(grad, Tensor) else f"a {type(grad).__name__}"
-            raise InvalidValueError(f"the gradient of {self} is {what} but the table is {shape}; pass a tensor of that shape")
+            raise InvalidValueError(
+                f"the gradient of {self} is {what} but the table is {shape}; pass a tensor of that shape"
+            )
 
     def clear(self) -> None:
         """Forget the gradient and the active rows."""
         self.ids = self.grad = self.active = self._touched = None
-        self.state_rows = {}
+        self.state_rows, self.used_whole = {}, False
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -539,7 +550,14 @@ class Handle:
     def __reduce__(self) -> Any:
         """Pickle the rows, without their state, which is the optimizer's, and without a gradient, as torch does."""
         memory = "device" if self.table.memory == "device" else "auto"  # a file stays where it is, pinned may not exist
-        arguments = self.table.torch(), memory, str(self.table.device), self.requires_grad, self.idle, self.rows.pickled()
+        arguments = (
+            self.table.torch(),
+            memory,
+            str(self.table.device),
+            self.requires_grad,
+            self.idle,
+            self.rows.pickled(),
+        )
         return _unpickle, arguments
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:

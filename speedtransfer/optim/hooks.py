@@ -110,7 +110,7 @@ def way_to_step(
 
 def _run_first(optimizer: Optimizer) -> None:
     """Have rows written before hooks that others have registered on `optimizer`, which may look at them, run after a step."""
-    hooks = optimizer._optimizer_step_post_hooks
+    hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
     if next(iter(hooks.values()), None) is not _after_step:
         handle = optimizer.register_step_post_hook(_after_step)
         hooks.move_to_end(handle.id, last=False)

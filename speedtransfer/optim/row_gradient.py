@@ -94,11 +94,12 @@ class RowGradient(Tensor):
             args[0].make_dense().copy_(args[1])
             torch.autograd.graph.increment_version(args[0].rows)
             return None
-        with torch._C.DisableTorchFunctionSubclass():  # which would make results gradients of rows, too
-            return func(*args, **(kwargs or {}))
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         """Compute on the active rows where that gives what the dense gradient gives; else on dense values."""
         result = _by_rows(func, args, kwargs or {})
         return _densely(func, args, kwargs or {}) if result is NotImplemented else result
@@ -149,12 +150,12 @@ class RowGradient(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.to_dense().__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({len(self.ids)} of {self.shape[0]} rows, {self.rows!r})"
 
 
 if RowGradient not in _foreach_utils._foreach_supported_types:  # else clip_grad_norm_(foreach=True) refuses tables
-    _foreach_utils._foreach_supported_types.append(RowGradient)
+    _foreach_utils._foreach_supported_types.append(RowGradient)  # type: ignore[arg-type]
 
 
 def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

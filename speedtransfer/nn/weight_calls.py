@@ -1,0 +1,261 @@
+"""What is done with the weight of a table otherwise than with the whole table: its data, its gradient, lookups of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from speedtransfer.errors import InvalidTypeError
+from speedtransfer.nn.active import activate
+from speedtransfer.nn.lookup import bag_lookup, lookup
+from speedtransfer.nn.weight import TableWeight, WeightData, aside, handle_of, special
+from speedtransfer.optim import Handle
+from speedtransfer.optim.handle import as_tensor
+
+
+def _moved(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``weight.to(...)`` and its like: the weight itself where it is there already, without a look at its rows."""
+
+    def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(weight, TableWeight | WeightData):  # x.to(weight): like the weight
+            with as_tensor():
+                return func(weight, *args, **kwargs)
+        handle = handle_of(weight)
+        empty = torch.empty(0, dtype=handle.rows.dtype, device=handle.table.device)
+        return weight if func(empty, *args, **kwargs) is empty else NotImplemented
+
+    return call
+
+
+# --- data, gradient ---------------------------------------------------------------------------------------------------------
+
+
+def _data(weight: Any) -> Tensor:
+    handle = handle_of(weight)
+    if handle.aliased:
+        return handle.whole()
+    with as_tensor():
+        data = torch.Tensor.detach(weight).as_subclass(WeightData)
+    data.handle = handle
+    return handle.give(data)
+
+
+def _set_data(weight: Any, values: Tensor) -> None:
+    """Write `values` to the rows. Of another number of rows they make a new table; dtype and device follow them."""
+    if values is weight:
+        return
+    handle = handle_of(weight)
+    if isinstance(values, TableWeight | WeightData):
+        values = handle_of(values).whole()
+    handle.set_whole(values)
+
+
+def _set_grad(weight: Any, grad: Tensor | None) -> None:
+    handle_of(weight).assign_gradient(grad)
+
+
+def _require_grad(weight: Any, requires_grad: bool = True) -> Any:
+    with as_tensor():
+        weight.requires_grad = requires_grad
+    handle_of(weight).requires_grad = requires_grad
+    return weight
+
+
+def _full_like(weight: Any, fill_value: Any, **kwargs: Any) -> Any:
+    """``torch.full_like``, in whose memory Adagrad would keep the state of a table that does not fit on the device."""
+    handle = handle_of(weight)
+    with as_tensor():
+        if handle.aliased or kwargs.get("device") is not None:
+            empty = fill_value == 0 and not kwargs.get(
+                "requires_grad", False
+            )  # untouched pages of zeros take no memory
+            return torch.zeros_like(weight, **kwargs) if empty else torch.full_like(weight, fill_value, **kwargs)
+        one = torch.full((1, 1), fill_value, dtype=kwargs.get("dtype") or weight.dtype, device=weight.device)
+        return one.expand(weight.shape)
+
+
+def _refused(remedy: str) -> Callable[..., Any]:
+    def refuse(weight: Any, *args: Any, **kwargs: Any) -> Any:
+        raise InvalidTypeError(f"{handle_of(weight)} is the weight of a table, which {remedy}")
+
+    return refuse
+
+
+def in_transform() -> bool:
+    """Tell whether torch.func transforms what runs: its tensors have no memory in which ids could be looked at."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# --- lookups ----------------------------------------------------------------------------------------------------------------
+
+
+def _embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if not isinstance(weight, TableWeight | WeightData) or in_transform():
+        return NotImplemented
+    handle = handle_of(weight)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += handle.table.num_rows
+    active = activate(handle, input, max_norm, norm_type, padding_idx)
+    if isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad:
+        active.track_grad()
+    return lookup(active, active.groups.found, scale_grad_by_freq)
+
+
+def _embedding_bag(
+    input: Any,
+    weight: Any,
+    offsets: Any = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    if not isinstance(weight, TableWeight | WeightData) or in_transform():
+        return NotImplemented
+    handle = handle_of(weight)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += handle.table.num_rows
+    active = activate(handle, input, max_norm, norm_type, padding_idx)
+    if isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad:
+        active.track_grad()
+    padded = padding_idx is not None
+    return bag_lookup(active, offsets, per_sample_weights, mode, scale_grad_by_freq, include_last_offset, padded)
+
+
+def _rows_at(weight: Any, index: Any) -> Any:
+    """``weight[index]`` where integers name the rows: those rows alone."""
+    first, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+    number = type(first) is int
+    rows = isinstance(first, Tensor) and first.dtype in (torch.int64, torch.int32) and first.dim() > 0
+    rows = rows or (isinstance(first, list) and bool(first) and all(type(i) is int for i in first))
+    if rest and rows and not all(isinstance(part, slice) for part in rest):
+        return NotImplemented  # indices broadcast with one another
+    if not isinstance(weight, TableWeight | WeightData) or not (rows or number) or in_transform():
+        return NotImplemented
+    handle = handle_of(weight)
+    trains = isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad
+    if number and not trains:
+        return NotImplemented  # a view, which may be written to
+    ids = torch.as_tensor(first)
+    if ids.is_cuda or bool((ids < 0).any()):
+        ids = torch.where(ids < 0, ids + handle.table.num_rows, ids)
+    found = _embedding(ids, weight)
+    return found[(slice(None),) * ids.dim() + tuple(rest)] if rest else found
+
+
+def _index_select(weight: Any, dim: Any, index: Tensor) -> Any:
+    if isinstance(weight, TableWeight | WeightData) and dim in (0, -2) and index.dim() == 1:
+        return _embedding(index, weight)
+    return NotImplemented
+
+
+# --- gradients by the weight -----------------------------------------------------------------------------------------
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.grad`` by weights: what reaches the rows that lookups took of them, as one gradient each."""
+    wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    followed = [handle_of(w).leaves() if isinstance(w, TableWeight) else [(w, None)] for w in wanted]
+    flat = [leaf for leaves in followed for leaf, _ in leaves]
+    allowed = kwargs.get("allow_unused") or kwargs.get("materialize_grads", False)
+    unused = {**kwargs, "allow_unused": True}
+    found = iter(torch.autograd.grad(outputs, flat, *args, **unused) if flat else ())
+    results: list[Tensor | None] = []
+    for weight, leaves in zip(wanted, followed, strict=True):
+        grads: list[tuple[Tensor | None, Tensor | None]] = [(next(found), ids) for _, ids in leaves]
+        if not isinstance(weight, TableWeight):
+            results.append(grads[0][0])
+        else:
+            results.append(_summed(handle_of(weight), grads))
+        if results[-1] is None and not allowed:
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this "
+                "is the desired behavior."
+            )
+        if results[-1] is None and kwargs.get("materialize_grads", False):
+            results[-1] = torch.zeros_like(weight)
+    return tuple(results)
+
+
+def _summed(handle: Handle, grads: list[tuple[Tensor | None, Tensor | None]]) -> Tensor | None:
+    total: Tensor | None = None
+    for grad, ids in grads:
+        if grad is None:
+            continue
+        if ids is not None:
+            empty = grad.new_zeros(handle.table.num_rows, grad.shape[1])
+            grad = empty.index_add(0, ids.to(grad.device), grad)
+        total = grad if total is None else total + grad
+    return total
+
+
+# --- which functions these are ----------------------------------------------------------------------------------------------
+
+_PROPERTIES = """
+    shape dtype device layout ndim is_leaf is_cuda is_cpu is_meta is_mps is_xpu is_sparse is_sparse_csr is_quantized is_nested
+    is_mkldnn is_xla is_ipu is_hpu is_mtia is_vulkan is_maia requires_grad grad_fn output_nr itemsize nbytes retains_grad
+    _backward_hooks _post_accumulate_grad_hooks _grad_fn _version name volatile
+"""
+_METHODS = """
+    size dim ndimension numel nelement stride storage_offset is_contiguous element_size __len__ get_device is_floating_point
+    is_complex is_signed is_inference is_same_size register_hook register_post_accumulate_grad_hook retain_grad has_names
+    _is_view data_ptr untyped_storage storage _typed_storage is_shared is_pinned is_conj is_neg __hash__ is_distributed
+    is_coalesced sparse_dim dense_dim _is_zerotensor new_zeros new_ones new_empty new_full new_tensor new
+"""
+_FUNCTIONS = """
+    numel is_floating_point is_complex is_tensor is_signed is_inference is_same_size is_conj is_neg get_device zeros_like
+    ones_like empty_like rand_like randn_like randint_like
+"""
+_MOVES = "to cpu cuda float double half bfloat16 contiguous type_as"
+
+
+def _property(name: str) -> Any:
+    return getattr(Tensor, name, None)
+
+
+aside.update(_property(name).__get__ for name in _PROPERTIES.split() if hasattr(_property(name), "__get__"))
+aside.update(_property(name).__set__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+aside.update(getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name))
+aside.update(getattr(torch, name) for name in _FUNCTIONS.split() if hasattr(torch, name))
+aside.add(torch._has_compatible_shallow_copy_type)
+special.update({getattr(Tensor, name): _moved(getattr(Tensor, name)) for name in _MOVES.split()})
+special.update(
+    {
+        _property("data").__get__: _data,
+        _property("data").__set__: _set_data,
+        Tensor.detach: _data,
+        torch.detach: _data,
+        _property("grad").__get__: lambda weight: handle_of(weight).gradient(),
+        _property("grad").__set__: _set_grad,
+        _property("grad").__delete__: lambda weight: _set_grad(weight, None),
+        _property("requires_grad").__set__: _require_grad,
+        Tensor.requires_grad_: _require_grad,
+        torch.full_like: _full_like,
+        F.embedding: _embedding,
+        F.embedding_bag: _embedding_bag,
+        Tensor.__getitem__: _rows_at,
+        Tensor.index_select: _index_select,
+        torch.index_select: _index_select,
+        torch.autograd.grad: _grad,
+        Tensor.share_memory_: _refused("cannot be shared by forked processes; make each its own, or train in one"),
+        Tensor.set_: _refused("keeps its memory; write the rows (emb.weight.data.copy_(rows))"),
+        Tensor.resize_: _refused("is resized by emb.weight.data = rows, of as many rows as it is to have"),
+        Tensor.resize_as_: _refused("is resized by emb.weight.data = rows, of as many rows as it is to have"),
+    }
+)
