@@ -89,6 +89,21 @@ def test_python(page, number, tmp_path, monkeypatch):
         exec(compile(code, f"{page}.md, block {number}", "exec"), {"__name__": "__main__"})
 
 
+def test_moved_script_gives_the_same_numbers(tmp_path, monkeypatch, capsys):
+    (diff,) = blocks("move-your-model", "diff")
+    lines = diff.splitlines()
+    assert {line[:1] for line in lines} == {"", " ", "+"}
+    printed = []
+    monkeypatch.chdir(tmp_path)
+    for kept in ((" ", ""), (" ", "", "+")):
+        code = "\n".join(line[1:] for line in lines if line[:1] in kept)
+        with torch.random.fork_rng():
+            exec(compile(code, "move-your-model.md", "exec"), {"__name__": "__main__"})
+        printed.append(capsys.readouterr().out.splitlines())
+    assert printed[1][:-2] == ["users: a table", "items: a table", "bias: a table"]
+    assert printed[1][-2:] == printed[0]
+
+
 def test_word2vec_commands_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["river", "water", "bank", "stone", "the", "of"]

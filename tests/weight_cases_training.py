@@ -159,9 +159,9 @@ opt = make_opt(model.parameters())
 emb.weight
 
 # A new parameter, with the optimizer made before
-# refused: torch would train the old weight, which nothing uses
 emb.weight = nn.Parameter(full.clone())
 step()
+opt = make_opt(model.parameters())
 emb.weight
 
 # from_numpy into a new parameter

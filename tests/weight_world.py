@@ -52,9 +52,9 @@ class Kind:
         if self.name in ("torch", "replaced"):
             model = Model(nn.Embedding)
             if self.name == "replaced":
-                speedtransfer.replace_embeddings(model, min_rows=0, idle="exact")
+                speedtransfer.replace_embeddings(model, min_rows=0)
             return model
-        idle = "lazy" if self.name == "lazy" else "exact"
+        idle = "lazy" if self.name == "lazy" else "auto"
         return Model(lambda rows, dim: speedtransfer.Embedding(rows, dim, idle=idle))
 
     @property

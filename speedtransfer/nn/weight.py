@@ -73,13 +73,15 @@ class WeightData(Tensor):
 
 
 class CopiedRows(Tensor):
-    """Rows of a table that no tensor can be over. A write to them would be lost, and raises."""
+    """A view of the whole of a table that no tensor can be over. What is written to it is written back."""
+
+    source: tuple[Handle, Tensor, int]  # the handle, the copy that this is a view of, the version of the table then
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        copies: list[tuple[Tensor, int]] = []
+        copies: list[tuple[CopiedRows, int]] = []
 
-        def plain(tensor: Tensor) -> Tensor:
+        def plain(tensor: CopiedRows) -> Tensor:
             with as_tensor():
                 copies.append((tensor, tensor._version))
                 return tensor.as_subclass(Tensor)
@@ -87,12 +89,32 @@ class CopiedRows(Tensor):
         args, kwargs = tree_map_only(CopiedRows, plain, (args, kwargs or {}))
         result = func(*args, **kwargs)
         with as_tensor():
-            if any(tensor._version != version for tensor, version in copies):
-                raise InvalidValueError(
-                    "these are copies of rows of a table, and writing to them changes no row; write to the weight itself "
-                    "(emb.weight.data[i] = rows) or to the table (emb.table[ids] = rows)"
-                )
-        return result
+            for tensor, version in copies:
+                if tensor._version != version:
+                    tensor.write_back()
+        return tree_map_only(Tensor, lambda view: _written_back(view, [c.source for c, _ in copies]), result)
+
+    def write_back(self) -> None:
+        """Write the copy to the table, unless the table has changed since it was made."""
+        handle, values, version = self.source
+        if version != handle.table.version:
+            raise InvalidValueError(
+                f"these are rows of {handle} as they were before the table changed, so they cannot be written back; write to "
+                "the weight itself (emb.weight.data[i] = rows) or to the table (emb.table[ids] = rows)"
+            )
+        handle.store(values)
+        self.source = handle, values, handle.table.version
+
+
+def _written_back(tensor: Tensor, sources: list[tuple[Handle, Tensor, int]]) -> Tensor:
+    """Return `tensor` so that writes reach the table, where it is a view of the copy of one that no tensor can be over."""
+    if type(tensor) is Tensor and not tensor.requires_grad and tensor._is_view():
+        for handle, values, version in sources:
+            if tensor._base is values and not handle.aliased:
+                view = tensor.as_subclass(CopiedRows)
+                view.source = handle, values, version
+                return view
+    return tensor
 
 
 def table_weight(handle: Handle, param: nn.Parameter | None = None) -> nn.Parameter:
@@ -160,8 +182,4 @@ def _given_back(tensor: Tensor, given: dict[int, tuple[Any, Tensor, Handle, int]
     if id(tensor) in given:
         weight: Tensor = given[id(tensor)][0]
         return weight
-    if type(tensor) is Tensor and not tensor.requires_grad and tensor._is_view():
-        for _, values, handle, _ in given.values():
-            if tensor._base is values and not handle.aliased:
-                return tensor.as_subclass(CopiedRows)
-    return tensor
+    return _written_back(tensor, [(handle, values, handle.table.version) for _, values, handle, _ in given.values()])

@@ -54,6 +54,26 @@ def _set_data(weight: Any, values: Tensor) -> None:
     handle.set_whole(values)
 
 
+def _set(weight: Any, source: Any = None, *args: Any) -> Any:
+    if not isinstance(source, Tensor) or args:
+        raise InvalidTypeError(
+            f"{handle_of(weight)} is the weight of a table, whose memory set_() cannot lay out; pass it a tensor of rows"
+        )
+    _set_data(weight, source)
+    return weight
+
+
+def _of_layout(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What tells how the weight is laid out: as a dense tensor of its shape, also where there is none in memory."""
+
+    def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = handle_of(weight)
+        shape = handle.table.num_rows, handle.table.dim
+        return func(torch.empty(shape, dtype=handle.rows.dtype, device="meta"), *args, **kwargs)
+
+    return call
+
+
 def _set_grad(weight: Any, grad: Tensor | None) -> None:
     handle_of(weight).assign_gradient(grad)
 
@@ -213,7 +233,7 @@ _PROPERTIES = """
     _backward_hooks _post_accumulate_grad_hooks _grad_fn _version name volatile
 """
 _METHODS = """
-    size dim ndimension numel nelement stride storage_offset is_contiguous element_size __len__ get_device is_floating_point
+    size dim ndimension numel nelement element_size __len__ get_device is_floating_point
     is_complex is_signed is_inference is_same_size register_hook register_post_accumulate_grad_hook retain_grad has_names
     _is_view data_ptr untyped_storage storage _typed_storage is_shared is_pinned is_conj is_neg __hash__ is_distributed
     is_coalesced sparse_dim dense_dim _is_zerotensor new_zeros new_ones new_empty new_full new_tensor new
@@ -222,6 +242,7 @@ _FUNCTIONS = """
     numel is_floating_point is_complex is_tensor is_signed is_inference is_same_size is_conj is_neg get_device zeros_like
     ones_like empty_like rand_like randn_like randint_like
 """
+_LAYOUT = "stride storage_offset is_contiguous"
 _MOVES = "to cpu cuda float double half bfloat16 contiguous type_as"
 
 
@@ -235,6 +256,7 @@ aside.update(getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tenso
 aside.update(getattr(torch, name) for name in _FUNCTIONS.split() if hasattr(torch, name))
 aside.add(torch._has_compatible_shallow_copy_type)
 special.update({getattr(Tensor, name): _moved(getattr(Tensor, name)) for name in _MOVES.split()})
+special.update({getattr(Tensor, name): _of_layout(getattr(Tensor, name)) for name in _LAYOUT.split()})
 special.update(
     {
         _property("data").__get__: _data,
@@ -254,7 +276,7 @@ special.update(
         torch.index_select: _index_select,
         torch.autograd.grad: _grad,
         Tensor.share_memory_: _refused("cannot be shared by forked processes; make each its own, or train in one"),
-        Tensor.set_: _refused("keeps its memory; write the rows (emb.weight.data.copy_(rows))"),
+        Tensor.set_: _set,
         Tensor.resize_: _refused("is resized by emb.weight.data = rows, of as many rows as it is to have"),
         Tensor.resize_as_: _refused("is resized by emb.weight.data = rows, of as many rows as it is to have"),
     }

@@ -217,6 +217,9 @@ class Handle:
         """Return all rows, up to date, on the compute device: the memory of the table where `aliased`, else a copy."""
         self.recover()
         values = self.rows.whole("weight").detach()
+        self.active = (
+            None  # who has the memory may write to it without a trace (NumPy): the next step reads the rows again
+        )
         if self.aliased:
             return self.give(values)
         try:
@@ -486,7 +489,6 @@ class Handle:
             self.grad = self.grad[self.ids]
             self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
         self._touched = None
-        # NumPy and others write without a trace to the memory that they were given.
         again = again or any(reference() is not None for reference in self._given)
         if again or self.active is None or self._version != self.table.version:
             self.state_rows = self.read(self.ids)

@@ -94,6 +94,9 @@ class RowGradient(Tensor):
             args[0].make_dense().copy_(args[1])
             torch.autograd.graph.increment_version(args[0].rows)
             return None
+        if not all(kind in (RowGradient, Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # the weight of a table, which is asked next
+        # The default of Tensor would make results that are dense values a RowGradient of no rows.
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
