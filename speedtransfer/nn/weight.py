@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -184,6 +185,8 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     for _, values, handle, version in given.values():
         if values._version != version and not handle.aliased:
             handle.store(values)
+    if isinstance(result, np.ndarray) and not all(handle.aliased for _, _, handle, _ in given.values()):
+        result.flags.writeable = False  # an array over a copy, of whose changes nobody would learn
     return tree_map_only(Tensor, lambda tensor: _given_back(tensor, given), result)
 
 
