@@ -74,6 +74,7 @@ class Handle:
         self.active: Tensor | None = None  # the rows themselves, as they were when the table's version was `_version`
         # State of the active rows, by plane, where reading the weights took it along.
         self.state_rows: dict[str, Tensor] = {}
+        self._entered = 0  # version of the parameter when a step began
         self.in_place = False  # `active` is the memory of the table
         self._version = -1
         self._grad_version = 0  # of `grad` as this class left it
@@ -172,6 +173,11 @@ class Handle:
         param.grad = None
         param.data = self.active
         param.grad = self._sparse_gradient() if sparse else self.grad
+        self._entered = param._version
+
+    def is_changed(self) -> bool:
+        """Tell whether the optimizer has written to the active rows since the step began."""
+        return self.param._version != self._entered
 
     def _sparse_gradient(self) -> Tensor:
         """Return the gradient as a sparse one of the active rows, without that of padding, which torch leaves out too."""
@@ -299,6 +305,12 @@ class Handle:
                 f"{tuple(values.shape)} of {values.dtype}; make a new module with another path"
             )
         values = values.detach()
+        for other in _handles:
+            if other is not self and other.aliased and _shares(values, other.table.stored("weight")):
+                raise InvalidValueError(
+                    f"{self} is assigned the memory of {other}, another table, and one memory cannot be two tables; write its "
+                    "values (weight.data.copy_(other)), or share the weight itself (module.weight = other.weight)"
+                )
         if not resized and not retyped and self._can_take(values):
             self.settle()
             table.take(
@@ -584,6 +596,11 @@ class Handle:
         duplicate.name = self.name
         memo[id(self)] = duplicate
         return duplicate
+
+
+def _shares(values: Tensor, plane: Tensor) -> bool:
+    """Tell whether two dense tensors are over the same memory."""
+    return values.device == plane.device and values.untyped_storage().data_ptr() == plane.untyped_storage().data_ptr()
 
 
 def _unpickle(
