@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.store import RowStore
 from speedtransfer.tables import Table, unique_rows
 
+_UNTRAINED_STEPS = 100  # of other optimizers, after which a growing gradient is worth a warning
 _KEY = "_speedtransfer_handle"  # in the __dict__ of a parameter
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
@@ -30,6 +32,15 @@ def find_handle(param: Any) -> Handle | None:
 def any_handles() -> bool:
     """Tell whether there is any handle at all (lets the hooks of a process without tables cost nothing)."""
     return len(_handles) > 0
+
+
+_steps_made = 0
+
+
+def count_step() -> None:
+    """Take note of a step of any optimizer."""
+    global _steps_made
+    _steps_made += 1
 
 
 @contextmanager
@@ -74,6 +85,10 @@ class Handle:
         self.active: Tensor | None = None  # the rows themselves, as they were when the table's version was `_version`
         # State of the active rows, by plane, where reading the weights took it along.
         self.state_rows: dict[str, Tensor] = {}
+        self._waiting_since: int | None = (
+            None  # number of steps made when the first gradient came that no step has taken
+        )
+        self._warned = False
         self._entered = 0  # version of the parameter when a step began
         self.in_place = False  # `active` is the memory of the table
         self._version = -1
@@ -202,7 +217,7 @@ class Handle:
         self._grad_version = -1 if self.grad is None else self.grad._version
         if self.grad is None:
             self.ids = None
-        self.active, self.state_rows, self.in_place = None, {}, False
+        self.active, self.state_rows, self.in_place, self._waiting_since = None, {}, False, None
         self.show()
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -391,11 +406,25 @@ class Handle:
             ids, grad = self._merged(ids, grad)
             self.ids, self.active, self.state_rows = ids, None, {}
         self.grad, self._grad_version = grad, grad._version
+        self._warn_untrained()
         if param is not None:
             with as_tensor():
                 hooks = list((param._post_accumulate_grad_hooks or {}).values())
             for hook in hooks:
                 hook(param)
+
+    def _warn_untrained(self) -> None:
+        """Warn, once, of a gradient that grows while optimizers without this weight step."""
+        if self._waiting_since is None:
+            self._waiting_since = _steps_made
+        elif _steps_made - self._waiting_since >= _UNTRAINED_STEPS and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self} has received gradients for {_UNTRAINED_STEPS} optimizer steps, none of which trained it, and they "
+                "pile up: no optimizer that steps has this weight; make it from model.parameters() as they are now, or call "
+                "requires_grad_(False) on the module",
+                stacklevel=2,
+            )
 
     def deposit_dense(self, grad: Tensor) -> None:
         """Add a gradient of all rows, ``(num_rows, dim)``. With lazy idle rows those without any stay idle."""
@@ -487,7 +516,7 @@ class Handle:
     def clear(self) -> None:
         """Forget the gradient and the active rows."""
         self.ids = self.grad = self.active = self._touched = None
-        self.state_rows, self.used_whole, self.in_place = {}, False, False
+        self.state_rows, self.used_whole, self.in_place, self._waiting_since = {}, False, False, None
 
     # --- steps --------------------------------------------------------------------------------------------------------
 

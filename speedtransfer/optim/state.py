@@ -47,6 +47,7 @@ class RowState:
         self.in_step = False  # from load to store; still True at the next load: the step between failed
         self._step: tuple[FrameType, int] | None = None  # the frame that is in the step, and its thread
         self._sparse = sparse  # a step finds a sparse gradient over the active rows
+        self._assumed: dict[str, Any] | None = None  # hyperparameters with which idle rows stay as they are
         self._specs: dict[str, PlaneSpec] = {}
         self._views: dict[str, Any] = {}  # views of whole planes, or what stands for those that have none
         self._shared: set[str] = set()  # tensors of state that are known to follow no rows
@@ -172,6 +173,14 @@ class RowState:
         self.in_step = True
         self.handle.refresh()  # where a probe has hidden the gradient meanwhile
         self.handle.enter(self._sparse)
+
+    def assume(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Count on it that, with the hyperparameters `group`, the optimizer leaves idle rows alone."""
+        self._assumed = _switches(optimizer, group)
+
+    def is_assumed_otherwise(self, optimizer: Optimizer, group: dict[str, Any]) -> bool:
+        """Tell whether `assume` has been called with hyperparameters of which one was switched on or off since."""
+        return self._assumed is not None and self._assumed != _switches(optimizer, group)
 
     def steps_in_place(self) -> bool:
         """Tell whether the optimizer has the planes themselves as its state, so that a step of all rows needs no copies."""
@@ -323,6 +332,11 @@ class RowState:
 def _are_planes(store: RowStore, rows: dict[str, Tensor]) -> bool:
     """Tell whether an optimizer has left all rows where they were: some set another tensor in their place."""
     return all(values.data_ptr() == store.table.stored(name).data_ptr() for name, values in rows.items())
+
+
+def _switches(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, bool]:
+    """Return which hyperparameters are on (not zero): decay, momentum."""
+    return {key: bool(group[key]) for key in optimizer.defaults if isinstance(group.get(key), bool | int | float)}
 
 
 def _outlive(state: weakref.ref[RowState], store: RowStore) -> None:
