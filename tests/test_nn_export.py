@@ -146,6 +146,31 @@ def test_replaced_models() -> None:
     torch.testing.assert_close(dense(IDS), expected)
 
 
+class Own(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * 3
+
+
+def test_replaced_subclasses_are_what_they_were() -> None:
+    model = Model(Own, nn.EmbeddingBag)
+    expected = model(IDS)
+    speedtransfer.replace_embeddings(model, min_rows=0)
+    dense = to_dense(model)
+    assert type(dense.words) is Own
+    torch.testing.assert_close(dense(IDS), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(dense))(IDS), dense(IDS))
+
+
+def test_ties_stay() -> None:
+    model = trained()
+    model.decoder = nn.Linear(4, 20, bias=False)
+    model.decoder.weight = model.words.weight
+    dense = to_dense(model)
+    assert dense.decoder.weight is dense.words.weight
+    assert type(dense.decoder.weight) is nn.Parameter
+    assert len(list(dense.parameters())) == len(list(model.parameters()))
+
+
 def test_jit_and_quantization() -> None:
     model = trained().eval()
     dense, expected = to_dense(model), model(IDS)

@@ -38,6 +38,10 @@ class TableWeight(nn.Parameter):
         """Call `func` with the whole table."""
         return _call(func, args, kwargs or {})
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Set the rows: the one method that torch does not bring to ``__torch_function__``."""
+        return _call(Tensor.set_, (self, *args), kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             handle = copy.deepcopy(handle_of(self), memo)

@@ -90,7 +90,7 @@ class RowGradient(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Take values assigned to ``grad.data``, of which the dispatcher does not learn."""
-        if func is Tensor.data.__set__ and isinstance(args[0], RowGradient):  # type: ignore[attr-defined]
+        if func == Tensor.data.__set__ and isinstance(args[0], RowGradient):  # type: ignore[attr-defined]
             args[0].make_dense().copy_(args[1])
             torch.autograd.graph.increment_version(args[0].rows)
             return None
