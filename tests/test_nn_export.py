@@ -189,6 +189,33 @@ def test_jit_and_quantization() -> None:
     torch.testing.assert_close(torch.export.export(dense, (IDS,)).module()(IDS), expected)
 
 
+TOOLS = {
+    "torch.jit.trace": lambda model: torch.jit.trace(model, (IDS,)),
+    "torch.jit.script": torch.jit.script,
+    "torch.onnx": lambda model: torch.onnx.export(model, (IDS,), io.BytesIO(), dynamo=False),
+    "torch.fx": torch.fx.symbolic_trace,
+    "torch.export": lambda model: torch.export.export(model, (IDS,), strict=True),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_tools_that_would_record_the_rows_of_one_batch_raise(tool, frozen) -> None:
+    model = trained().requires_grad_(not frozen)
+    expected = model(IDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(Exception, match=r"speedtransfer\.to_dense\(model\)"):
+            TOOLS[tool](model)
+    assert torch.equal(model(IDS), expected)
+
+
+def test_torch_export_takes_the_weights_along() -> None:
+    model = trained(idle="exact").eval()
+    exported = torch.export.export(model, (IDS,))
+    torch.testing.assert_close(exported.module()(IDS + 0), model(IDS))
+
+
 def test_what_does_not_fit(monkeypatch) -> None:
     model = Model()
     monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", str(3 * 20 * 4 * 4))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,16 +41,41 @@ def rows_aside() -> Iterator[list[tuple[Tensor, Handle]]]:
         _stand_ins.reset(token)
 
 
-def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
-    """Run `method` as it is inside a compiled model too: which rows a batch names is known only when it runs."""
+def uncompiled(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Run `method` as it is inside a compiled model too: which rows a batch names is known only when it runs.
+
+    Tracers that record what runs would record the rows of one batch: there it raises.
+    """
 
     @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(method)(*args, **kwargs)
-        return method(*args, **kwargs)
+            if self._has_rows() and _is_exporting():
+                _refuse_to_export(self, "torch.export")
+            return torch.compiler.disable(method)(self, *args, **kwargs)
+        if torch._C._get_tracing_state() is not None:
+            _refuse_to_export(self, "torch.jit")
+        try:
+            return method(self, *args, **kwargs)
+        except (InvalidTypeError, InvalidValueError):
+            if any(isinstance(argument, torch.fx.Proxy) for argument in (*args, *kwargs.values())):
+                _refuse_to_export(self, "torch.fx")
+            raise
 
     return call
+
+
+def _is_exporting() -> bool:
+    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
+
+
+def _refuse_to_export(module: TableModule, tool: str) -> NoReturn:
+    handle = vars(module).get("_handle")
+    name = type(module).__name__ if handle is None or not handle.name else repr(handle.name)
+    raise InvalidTypeError(
+        f"{tool} cannot record how {name} looks rows up in its table; export a copy with modules of torch.nn: "
+        "speedtransfer.to_dense(model)"
+    )
 
 
 def make_handle(
@@ -223,6 +248,10 @@ class TableModule(nn.Module):
         return torch.is_grad_enabled() and self._handle.requires_grad
 
     # --- nn.Module ----------------------------------------------------------------------------------------------------
+
+    @property
+    def __overloads__(self) -> NoReturn:  # torch.jit asks for it before it compiles or traces anything
+        _refuse_to_export(self, "torch.jit")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
         if self._is_waiting():
