@@ -361,3 +361,41 @@ def test_optimizers_count_in_place_once_a_step(kwargs: dict[str, bool]) -> None:
         scaler.step(optimizer)
         scaler.update()
         assert reader.read(optimizer.state[param]["step"]) == float(optimizer.state[param]["step"])
+
+
+@pytest.mark.parametrize("kind", [Sums, Mixes])
+def test_what_a_device_gets_is_what_the_host_has(kind: type[Rule], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines that have changed are sent when rows are read; here the "device" is a second copy on the CPU."""
+    sent: list[int] = []
+
+    def copied(values: np.ndarray) -> torch.Tensor:
+        sent.append(values.nbytes)
+        return torch.from_numpy(values.copy())
+
+    monkeypatch.setattr("speedtransfer.optim.idle.mirror._pinned", copied)
+    mirrored = lambda self, device: self._mirror.tensors(  # noqa: E731
+        device, self._lines, self._blocks, self.length, self._final
+    )
+    history, rng, capacity = History(kind(torch.float32), torch.float32), np.random.default_rng(0), 0
+    if kind is Sums:
+        steps = adam_steps(2_000, 0.9, 0.999, decay=0.1)
+    else:
+        steps = [IdleStep(factors=(0.99,), mix=(1 - 1e-3 * (t % 5), -0.009, 0.01, 0.9)) for t in range(2_000)]
+    for number, step in enumerate(steps):
+        history.record(step)
+        if number == 1_400:
+            history.sweep()
+        if rng.random() < 0.1:
+            index = torch.arange(history.length + 1)
+            expected = history.lines(index)
+            with monkeypatch.context() as patch:
+                patch.setattr(History, "_tensors", mirrored)
+                del sent[:]
+                assert torch.equal(history.lines(index), expected)
+                steps_now = history.steps_after(index, 0) if kind is Sums else ()
+                size = sum(sent)
+            for ours, host in zip(steps_now, history.steps_after(index, 0) if kind is Sums else (), strict=True):
+                assert torch.equal(ours, host)
+            if len(history._lines) == capacity:  # else all of them are sent
+                assert size < 1 << 18  # the open lines, those of two blocks, and a line for each block
+            capacity = len(history._lines) if number < 1_400 else 0

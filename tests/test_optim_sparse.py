@@ -18,7 +18,7 @@ from lazy_oracle import (
     squared_loss,
     tensors_in,
 )
-from third_party import REFUSED_SPARSE, DecaysNamed, RowOptimizer, RowWiseAdagrad, SingleSparse
+from third_party import REFUSED_SPARSE, DecaysNamed, Descends, RowOptimizer, RowWiseAdagrad, SingleSparse
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
@@ -36,6 +36,7 @@ TAKERS: dict[str, tuple[Callable[..., Optimizer], str]] = {
     "row-wise": (RowWiseAdagrad, "sparse"),
     "row-wise-initial": (functools.partial(RowWiseAdagrad, initial=0.3), "sparse"),
     "decays-named": (DecaysNamed, "sparse"),
+    "descends": (Descends, "either"),
     "sgd": (functools.partial(SGD, lr=0.1), "either"),
     "adagrad": (functools.partial(Adagrad, lr=0.1, initial_accumulator_value=0.2), "either"),
 }
@@ -228,10 +229,9 @@ def test_a_grad_scaler_and_a_step_it_skips(make: Callable[..., Optimizer]) -> No
     pair.assert_same()
 
 
-def test_a_closure(make: Callable[..., Optimizer]) -> None:
-    pair = Pair(make)
-    if isinstance(pair.opt, RowOptimizer):
-        pytest.skip("its step does not call closures")
+@pytest.mark.parametrize("name", ["sparse-adam", "sgd", "adagrad"])
+def test_a_closure(name: str) -> None:
+    pair = Pair(TAKERS[name][0])
     for ids, target in pair.batches(8):
         for module, opt in zip(pair.modules, pair.optimizers, strict=True):
 

@@ -130,7 +130,7 @@ def test_steps_are_those_of_the_drop_in(case):
     draw = np.random.default_rng(1)
     ours = OneVariable()
     theirs = OneVariable()
-    theirs.table = st.Embedding(30, 4, memory="pageable")
+    theirs.table = st.Embedding(30, 4, memory="pageable", idle="lazy")
     optimizers = [case.make(model.parameters()) for model in (ours, theirs)]
     weights = SpeedTorch.PytorchModelFactory(ours.table, 30, 4, deviceType="cpu")
     state = SpeedTorch.PytorchOptimizerFactory(optimizers[0], 30, 4, ours, "table", deviceType="cpu")

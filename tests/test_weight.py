@@ -61,7 +61,7 @@ def compare(case: Case, kind: Kind, dtype: torch.dtype, moment: str, grad: bool)
     steps = 0 if moment == "fresh" and not replaces else 2
     wanted = expected.run(case, grad, steps)
     if kind.name != "torch" and (case.refused or (kind.name == "copies" and case.refused_of_copies)):
-        with pytest.raises(SpeedtransferError):
+        with pytest.raises((SpeedtransferError, RuntimeError, ValueError)):
             ours.run(case, grad, steps)
         return dict(wanted)
     seen = ours.run(case, grad, steps)

@@ -240,6 +240,13 @@ class DecaysNamed(RowOptimizer):
         p[rows] = 0.9 * p[rows] - group["lr"] * g.values()
 
 
+class Descends(RowOptimizer):
+    """Does the same with sparse gradients and with dense ones."""
+
+    def update(self, p, g, state, group) -> None:
+        p.add_(g, alpha=-group["lr"])
+
+
 class Uncoalesced(RowOptimizer):
     """Takes the square of every lookup by itself."""
 

@@ -314,8 +314,10 @@ emb.weight.detach()[7] = 0
 
 emb.weight.detach().copy_(full)
 
+# refused (copies): the array is over a copy and cannot be written
 emb.weight.detach().numpy()[:] = full.numpy()
 
+# refused (copies): the array is over a copy and cannot be written
 emb.weight.data.numpy()[3] = 0.5
 
 torch.bernoulli(full.sigmoid(), out=emb.weight.data)
@@ -377,7 +379,7 @@ with torch.no_grad():
     emb.weight.mul_(norms.clamp(max=1.0) / norms)
 
 # Row by row
-# refused (copies): the rows after the first are of a copy made before it was written
+# refused (copies): the first write changes the table that the other rows were copied from
 with torch.no_grad():
     for i, row in enumerate(emb.weight):
         row.mul_(i / 40)

@@ -448,6 +448,7 @@ opt.step()
 emb.weight
 
 # weight_norm
+# refused: torch makes a new parameter of the weight, which cannot be one of the table; apply it to what the module returns
 model.emb = emb = nn.utils.parametrizations.weight_norm(Embedding(40, 6))
 opt = make_opt(model.parameters())
 for _ in range(2):

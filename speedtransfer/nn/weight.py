@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -38,9 +39,15 @@ class TableWeight(nn.Parameter):
         """Call `func` with the whole table."""
         return _call(func, args, kwargs or {})
 
+    # Two methods of which torch does not tell __torch_function__.
+
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Set the rows: the one method that torch does not bring to ``__torch_function__``."""
+        """Write the rows of a tensor to the table."""
         return _call(Tensor.set_, (self, *args), kwargs)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Return the whole table as a tensor of another class."""
+        return _with_whole(Tensor.as_subclass, (self, cls), {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -178,6 +185,8 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     for _, values, handle, version in given.values():
         if values._version != version and not handle.aliased:
             handle.store(values)
+    if isinstance(result, np.ndarray) and not all(handle.aliased for _, _, handle, _ in given.values()):
+        result.flags.writeable = False  # an array over a copy, of whose changes nobody would learn
     return tree_map_only(Tensor, lambda tensor: _given_back(tensor, given), result)
 
 

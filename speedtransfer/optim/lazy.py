@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.optim.leaves import leaves, put
-from speedtransfer.optim.trial import Trial
+from speedtransfer.optim.trial import StateError, Trial
 
 ROWS = 6
 UPDATE = "the update"
@@ -182,7 +182,7 @@ def lazily(
             if name not in planes:
                 planes[name] = found[name].rows(before, now[name].dtype)
             if now[name].shape != planes[name][touched].shape:
-                raise ValueError(f"its state {name!r} does not keep its shape")
+                raise StateError(f"its state {name!r} does not keep its shape")
             planes[name][touched] = now[name]
         table[touched] = trial.param.detach()
         trial.param.data = weights[:0]

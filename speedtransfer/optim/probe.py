@@ -19,7 +19,7 @@ from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.lazy import ROWS, STEPS, UPDATE, Course, densely, difference, gradients, lazily
 from speedtransfer.optim.sparse import takes_sparse_only, try_sparse
 from speedtransfer.optim.starts import Start, starts
-from speedtransfer.optim.trial import Trial, outside_state, without_gradients, words
+from speedtransfer.optim.trial import StateError, Trial, outside_state, without_gradients, words
 
 _VISIBLE_LR = 1e-2
 _VISIBLE_DECAY = 0.1
@@ -127,6 +127,8 @@ def _reason(optimizer: Optimizer, group: dict[str, Any], param: Tensor, error: E
     if "closure" in str(error):
         return "it evaluates the loss several times within a step (closure); use Adam or SGD"
     text = words(error)
+    if isinstance(error, StateError):
+        return f"{text}; {_ADVICE}"
     if takes_sparse_only(optimizer, _visible(group), _weights(param)):
         return f"it takes only sparse gradients ({text}); make the embedding with sparse=True, or use Adam or SGD"
     return f"a trial on {ROWS} dense rows failed ({text}); use a row-by-row optimizer such as Adam or SGD"

@@ -24,7 +24,7 @@ from speedtransfer.optim.lazy import (
     wholly,
 )
 from speedtransfer.optim.starts import Start, sparse_starts
-from speedtransfer.optim.trial import words
+from speedtransfer.optim.trial import StateError, words
 
 _MANY, _SOME = 130, (0, 5, 129)
 
@@ -112,7 +112,7 @@ def try_sparse(
 
 
 def _reason(error: Exception) -> str:
-    return words(error) if isinstance(error, ValueError) else f"a trial failed ({words(error)})"
+    return words(error) if isinstance(error, StateError) else f"a trial failed ({words(error)})"
 
 
 class _Trials:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from speedtransfer.optim.lazy import ROWS, STEPS, close, sparse_gradient
 from speedtransfer.optim.leaves import cloned, leaves, put
-from speedtransfer.optim.trial import Seen, Trial
+from speedtransfer.optim.trial import Seen, StateError, Trial
 from speedtransfer.tables.files import SAFE_NAMES
 
 
@@ -39,7 +39,7 @@ def starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> tupl
 
     Raises
     ------
-    ValueError
+    StateError
         State that cannot be moved by row, or has no one value to start from.
     """
     seen = _still(optimizer, group, weights, STEPS)
@@ -67,13 +67,13 @@ def sparse_starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) 
 
     Raises
     ------
-    ValueError
+    StateError
         State that cannot be moved by row, or has no one value to start from.
     """
     seen = _still(optimizer, group, weights, STEPS, _of_first_row)
     for name, entry in seen.items():
         if entry.value.layout != torch.strided:
-            raise ValueError(f"its state {name!r} is a sparse tensor")
+            raise StateError(f"its state {name!r} is a sparse tensor")
     follow = _that_follow(seen, _still(optimizer, group, weights[1:], _last(seen), _of_first_row))
     result = {}
     for name in follow:
@@ -81,7 +81,7 @@ def sparse_starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) 
         rest = Seen(None, entry.value[1:], entry.before[1:], entry.after[1:], entry.late)
         values = _one_value(rest.value)
         if not _is_copy(rest) and not values:
-            raise ValueError(f"state {name!r} of an untouched row has no one value to start from")
+            raise StateError(f"state {name!r} of an untouched row has no one value to start from")
         result[name] = Start(entry.value, None if _is_copy(rest) else values[0], entry.late)
     return result, seen.keys() - set(follow)
 
@@ -106,7 +106,7 @@ def _still(
         names = trial.step(gradient(weights))
         gone = trial.seen.keys() - names.keys()
         if gone:
-            raise ValueError(f"its state {min(gone)!r} comes and goes")
+            raise StateError(f"its state {min(gone)!r} comes and goes")
     return trial.seen
 
 
@@ -123,11 +123,11 @@ def _that_follow(seen: dict[str, Seen], fewer: dict[str, Seen]) -> list[str]:
         if other == shape:
             continue
         if not shape or other != (ROWS - 1, *shape[1:]) or shape[0] != ROWS:
-            raise ValueError(
+            raise StateError(
                 f"its state {name!r} is {shape} for {ROWS} rows and {other} for {ROWS - 1}, not one entry a row, rows first"
             )
         if entry.value.dtype not in (*SAFE_NAMES, torch.bool):
-            raise ValueError(f"its state {name!r} is {entry.value.dtype}, which no table can hold")
+            raise StateError(f"its state {name!r} is {entry.value.dtype}, which no table can hold")
         names.append(name)
     return names
 
@@ -169,13 +169,13 @@ def _values(
         if not wrong:
             unsure = [name for name in seen if name not in early and len(choices[name]) == 1]
             if unsure:
-                raise ValueError(f"state {unsure[0]!r} of an untouched row has no one value to start from")
+                raise StateError(f"state {unsure[0]!r} of an untouched row has no one value to start from")
             return chosen
         for name in wrong:
             at[name] += 1
             if at[name] == len(choices[name]):
-                raise ValueError(f"state {name!r} of an untouched row has no one value to start from")
-    raise ValueError(f"state {wrong[0]!r} of an untouched row has no one value to start from")
+                raise StateError(f"state {name!r} of an untouched row has no one value to start from")
+    raise StateError(f"state {wrong[0]!r} of an untouched row has no one value to start from")
 
 
 def _replay(

@@ -21,6 +21,10 @@ _PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, type(None), FunctionTyp
 _OWN = ("step", "grad_scale", "found_inf", "defaults", "state", "param_groups")  # schedulers wrap step
 
 
+class StateError(ValueError):
+    """State that a table cannot hold, or whose value in an untouched row is unknown."""
+
+
 class _Entries(dict[Any, Any]):
     """State of one parameter; keeps a copy of what each entry was when the optimizer first set it."""
 

@@ -101,7 +101,7 @@ class TestMeasured:
 
 def train(device, memory="pinned", steps=12):
     torch.manual_seed(0)
-    emb = st.Embedding(3000, 64, memory=memory, device=device)
+    emb = st.Embedding(3000, 64, idle="lazy", memory=memory, device=device)
     opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
@@ -124,7 +124,7 @@ class TestChosen:
     def test_another_choice_at_every_step(self, device):
         expected = train(device, "device", 18)
         torch.manual_seed(0)
-        emb = st.Embedding(3000, 64, memory="pinned", device=device)
+        emb = st.Embedding(3000, 64, idle="lazy", memory="pinned", device=device)
         opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
         generator = torch.Generator().manual_seed(1)
         for step in range(18):
@@ -138,7 +138,7 @@ class TestChosen:
     def test_engines_set_by_hand_during_training(self, device):
         expected = train(device, "device", 18)
         torch.manual_seed(0)
-        emb = st.Embedding(3000, 64, memory="pinned", device=device)
+        emb = st.Embedding(3000, 64, idle="lazy", memory="pinned", device=device)
         opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
         generator = torch.Generator().manual_seed(1)
         for step in range(18):

@@ -12,7 +12,9 @@ import speedtransfer as st
 
 def make(device, memory, seed):
     torch.manual_seed(seed)
-    model = nn.Sequential(st.Embedding(3000, 20, device=device, memory=memory), nn.Linear(20, 3, device=device))
+    model = nn.Sequential(
+        st.Embedding(3000, 20, device=device, memory=memory, idle="lazy"), nn.Linear(20, 3, device=device)
+    )
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
 

@@ -152,7 +152,7 @@ class TestTwoDevices:
     @pytest.mark.parametrize("memory", MEMORIES)
     def test_an_embedding_trains(self, other, tmp_path, memory):
         kwargs = {"path": tmp_path / "rows.npy"} if memory == "mmap" else {}
-        emb = st.Embedding(100, 8, memory=memory, device=other, **kwargs)
+        emb = st.Embedding(100, 8, idle="lazy", memory=memory, device=other, **kwargs)
         before = emb.table.torch().cpu().clone()
         opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
         for ids in (torch.tensor([3, 5]), torch.tensor([5, 7], device=other)):

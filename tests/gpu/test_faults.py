@@ -190,7 +190,7 @@ class TestOfATable:
         assert table.torch().eq(1).all()
 
     def test_an_embedding_says_it_at_once(self, device, memory):
-        emb = st.Embedding(100, 8, memory=memory, device=device)
+        emb = st.Embedding(100, 8, idle="lazy", memory=memory, device=device)
         for index, where in ((torch.tensor([[3, 4], [5, 100]]), r"\[1, 1\]"), (torch.tensor([-1]), r"\[0\]")):
             with pytest.raises(RowIndexError, match=rf"^index{where} is "):
                 emb(index.to(device))

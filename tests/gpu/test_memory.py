@@ -61,7 +61,7 @@ class TestRefused:
             assert "pass memory='mmap'" in message
 
     def test_a_plane_of_optimizer_state(self, device, monkeypatch):
-        emb = st.Embedding(1000, 16, memory="pinned", device=device)
+        emb = st.Embedding(1000, 16, idle="lazy", memory="pinned", device=device)
         opt = torch.optim.Adam(emb.parameters(), lr=0.1)
         before = emb.table.torch().clone()
         emb(torch.arange(5, device=device)).sum().backward()
@@ -120,7 +120,7 @@ class TestRefused:
             with pytest.raises(HostMemoryError, match=f"asks for {format_bytes(total // 1024 * 1024)} of {device}"):
                 st.Table(total // 1024, 256, memory="device", device=device)
             table = st.Table(10**5, 64, memory="device", device=device)  # there is room for this
-            emb = st.Embedding(10**6, 64, memory="pinned", device=device)
+            emb = st.Embedding(10**6, 64, idle="lazy", memory="pinned", device=device)
             opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
             emb(torch.arange(1000, device=device)).sum().backward()
             opt.step()
@@ -198,7 +198,7 @@ class TestGivenBack:
 
     def test_an_embedding_and_its_optimizer(self, device):
         def train():
-            emb = st.Embedding(1000, 16, memory="pinned", device=device)
+            emb = st.Embedding(1000, 16, idle="lazy", memory="pinned", device=device)
             opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
             for _ in range(3):
                 opt.zero_grad()

@@ -45,7 +45,7 @@ def test_memories_train_to_the_same_bits(storage, device, tmp_path):
         torch.manual_seed(3)
         path = {"path": tmp_path / "rows.safetensors"} if memory == "mmap" else {}
         emb = st.Embedding(
-            300, 24, memory=memory, device=device, storage_dtype=storage, state_dtype=torch.uint8, **path
+            300, 24, idle="lazy", memory=memory, device=device, storage_dtype=storage, state_dtype=torch.uint8, **path
         )
         opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
         for step in range(10):

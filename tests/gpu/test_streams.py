@@ -173,7 +173,7 @@ class TestNothingElse:
     @pytest.mark.parametrize("memory", MEMORIES)
     def test_a_whole_training_step(self, device, tmp_path, memory):
         kwargs = {"path": tmp_path / "rows.npy"} if memory == "mmap" else {}
-        emb = st.Embedding(1000, 16, memory=memory, device=device, **kwargs)
+        emb = st.Embedding(1000, 16, idle="lazy", memory=memory, device=device, **kwargs)
         opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
         mine, other, ids = torch.cuda.Stream(), torch.cuda.Stream(), torch.randint(1000, (64,)).to(device)
 
@@ -310,7 +310,7 @@ class TestTorchsOwnWaits:
     @pytest.mark.parametrize("memory", NO_HOST)
     @pytest.mark.parametrize("padding_idx", [None, 3])
     def test_one_in_a_forward_for_the_number_of_rows(self, device, memory, padding_idx):
-        emb = st.Embedding(1000, 16, padding_idx, memory=memory, device=device)
+        emb = st.Embedding(1000, 16, padding_idx, idle="lazy", memory=memory, device=device)
         ids = torch.randint(1000, (64, 10)).to(device)
         emb(ids)
         with synchronizing("warn") as found:
@@ -320,7 +320,7 @@ class TestTorchsOwnWaits:
     @pytest.mark.parametrize("memory", NO_HOST)
     def test_a_forward_by_ids_of_the_host(self, device, memory):
         """Both parts of the way back, ids and inverse, cross the bus; torch waits for a copy out of ordinary memory."""
-        emb, ids = st.Embedding(1000, 16, memory=memory, device=device), torch.randint(1000, (64, 10))
+        emb, ids = st.Embedding(1000, 16, idle="lazy", memory=memory, device=device), torch.randint(1000, (64, 10))
         emb(ids)
         with synchronizing("warn") as found:
             emb(ids)
@@ -328,7 +328,7 @@ class TestTorchsOwnWaits:
 
     @pytest.mark.parametrize("memory", NO_HOST)
     def test_none_in_backward_and_step(self, device, memory):
-        emb = st.Embedding(1000, 16, memory=memory, device=device)
+        emb = st.Embedding(1000, 16, idle="lazy", memory=memory, device=device)
         opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
         ids = torch.randint(1000, (64, 10)).to(device)
         for _ in range(2):

@@ -22,7 +22,7 @@ def embedding(memory, folder, device, num_rows=NUM_ROWS, dim=DIM, **kwargs):
     if memory == "mmap":
         kwargs["path"] = folder / f"rows{len(list(folder.iterdir()))}.npy"
     torch.manual_seed(3)
-    return st.Embedding(num_rows, dim, memory=memory, device=device, **kwargs)
+    return st.Embedding(num_rows, dim, memory=memory, device=device, **{"idle": "lazy", **kwargs})
 
 
 def dense_embedding(device, num_rows=NUM_ROWS, dim=DIM, **kwargs):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,23 +15,11 @@ import speedtransfer
 from speedtransfer.nn.base import TableModule
 
 TORCH = (nn.Embedding, nn.EmbeddingBag)
-OPTIONS: dict[str, Any] = {"idle": "exact"}
+OURS = (speedtransfer.Embedding, speedtransfer.EmbeddingBag)
 WAYS = ("replace", "swap")
 DENSE = "dense"
 TOLERANCE = 1e-9  # in float64
 DIGITS = 4  # as the projects print their losses and metrics
-
-
-class Embedding(speedtransfer.Embedding):
-    """Ours with `OPTIONS`: what a user's changed import gives."""
-
-    __init__ = functools.partialmethod(speedtransfer.Embedding.__init__, **OPTIONS)  # type: ignore[assignment]
-
-
-class EmbeddingBag(speedtransfer.EmbeddingBag):
-    """Ours with `OPTIONS`."""
-
-    __init__ = functools.partialmethod(speedtransfer.EmbeddingBag.__init__, **OPTIONS)  # type: ignore[assignment]
 
 
 @dataclass
@@ -57,7 +44,7 @@ def classes(way: str, *projects: str) -> Iterator[None]:
     if way != "swap":
         yield
         return
-    ours = dict(zip(TORCH, (Embedding, EmbeddingBag), strict=True))
+    ours = dict(zip(TORCH, OURS, strict=True))
     names = [name for name in sys.modules if name.split(".")[0] in projects or name in projects]
     undo: list[tuple[Any, str, Any]] = []
     for holder in (nn, *(sys.modules[name] for name in names)):
@@ -72,10 +59,10 @@ def classes(way: str, *projects: str) -> Iterator[None]:
             setattr(holder, key, value)
 
 
-def hand_over(model: nn.Module, way: str, **options: Any) -> nn.Module:
+def hand_over(model: nn.Module, way: str) -> nn.Module:
     """Replace the embeddings of `model` if the way is "replace"; check that it has tables, where it should."""
     if way == "replace":
-        speedtransfer.replace_embeddings(model, min_rows=0, **{**OPTIONS, **options})
+        speedtransfer.replace_embeddings(model, min_rows=0)
     tables = [module for module in model.modules() if isinstance(module, TableModule)]
     dense = [module for module in model.modules() if type(module) in TORCH]
     assert bool(tables) == (way != DENSE), f"{way}: {len(tables)} tables"

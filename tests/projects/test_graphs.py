@@ -9,7 +9,7 @@ from torch import nn
 
 import speedtransfer
 from projects.data import ITEMS, edges, triples
-from projects.pairs import DENSE, OPTIONS, WAYS, Outcome, classes, compare, hand_over
+from projects.pairs import DENSE, WAYS, Outcome, classes, compare, hand_over
 
 pytestmark = pytest.mark.slow
 
@@ -118,7 +118,7 @@ def pykeen_table(way: str) -> type:
             super().__init__(max_id=max_id, shape=shape, **kwargs)
             dim = int(np.prod(self.shape))
             torch.manual_seed(max_id)
-            self.rows = nn.Embedding(max_id, dim) if way == DENSE else speedtransfer.Embedding(max_id, dim, **OPTIONS)
+            self.rows = nn.Embedding(max_id, dim) if way == DENSE else speedtransfer.Embedding(max_id, dim)
 
         def _plain_forward(self, indices=None):
             rows = self.rows.weight if indices is None else self.rows(indices)

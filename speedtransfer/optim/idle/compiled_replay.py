@@ -1,8 +1,9 @@
 """The steps of `replay` compiled by numba: a row takes all that it has missed while it is in the nearest cache.
 
-Each function brings the rows `start` to `stop` up to date. It is called without the GIL, with the weights and the state
-planes of its kind, ``(n, dim)`` (one of no columns where there is none), then ``numbers`` (steps, 8) in their dtype,
-``last`` (n, 1) int32 and the step `base` that the numbers begin after. It rounds as the dtype does, like torch.
+Each function lets the rows `start` to `stop` take steps. It is called without the GIL, with the weights and the state planes
+of its kind, ``(n, dim)`` (one of no columns where there is none), then ``numbers`` (steps, 8) in their dtype, ``last`` and
+``until`` (n,) int32, the step that a row has taken last and the one that it shall have, and the step `base` that the numbers
+begin after. It rounds as the dtype does, like torch.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from speedtransfer.engines.compiled import compile_function
 
 
 @compile_function
-def _adam(weight: Any, m: Any, v: Any, largest: Any, numbers: Any, last: Any, base: int, start: int, stop: int) -> None:
+def _adam(
+    weight: Any, m: Any, v: Any, largest: Any, numbers: Any, last: Any, until: Any, base: int, start: int, stop: int
+) -> None:
     dim, amsgrad = weight.shape[1], largest.shape[1] > 0
     for j in range(start, stop):
         p_row, m_row, v_row = weight[j], m[j], v[j]
         x_row = largest[j] if amsgrad else v_row
-        for number in range(last[j, 0] - base, len(numbers)):
+        for number in range(last[j] - base, until[j] - base):
             decay, first, second, added = numbers[number, 0], numbers[number, 1], numbers[number, 2], numbers[number, 3]
             root, eps, scale, gradient_scale = (
                 numbers[number, 4],
@@ -47,10 +50,10 @@ def _adam(weight: Any, m: Any, v: Any, largest: Any, numbers: Any, last: Any, ba
 
 
 @compile_function
-def _adamax(weight: Any, m: Any, u: Any, numbers: Any, last: Any, base: int, start: int, stop: int) -> None:
+def _adamax(weight: Any, m: Any, u: Any, numbers: Any, last: Any, until: Any, base: int, start: int, stop: int) -> None:
     for j in range(start, stop):
         p_row, m_row, u_row = weight[j], m[j], u[j]
-        for number in range(last[j, 0] - base, len(numbers)):
+        for number in range(last[j] - base, until[j] - base):
             decay, first, second = numbers[number, 0], numbers[number, 1], numbers[number, 2]
             eps, scale = numbers[number, 5], numbers[number, 6]
             for i in range(len(p_row)):
@@ -63,11 +66,20 @@ def _adamax(weight: Any, m: Any, u: Any, numbers: Any, last: Any, base: int, sta
 
 @compile_function
 def _rmsprop(
-    weight: Any, square: Any, mean: Any, buffer: Any, numbers: Any, last: Any, base: int, start: int, stop: int
+    weight: Any,
+    square: Any,
+    mean: Any,
+    buffer: Any,
+    numbers: Any,
+    last: Any,
+    until: Any,
+    base: int,
+    start: int,
+    stop: int,
 ) -> None:
     for j in range(start, stop):
         p_row, s_row, a_row, b_row = weight[j], square[j], mean[j], buffer[j]
-        for number in range(last[j, 0] - base, len(numbers)):
+        for number in range(last[j] - base, until[j] - base):
             decay, alpha, added = numbers[number, 0], numbers[number, 1], numbers[number, 2]
             eps, lr, momentum = numbers[number, 3], numbers[number, 4], numbers[number, 5]
             centered, moves = numbers[number, 6] != 0, momentum != 0
@@ -86,10 +98,12 @@ def _rmsprop(
 
 
 @compile_function
-def _adadelta(weight: Any, square: Any, moved: Any, numbers: Any, last: Any, base: int, start: int, stop: int) -> None:
+def _adadelta(
+    weight: Any, square: Any, moved: Any, numbers: Any, last: Any, until: Any, base: int, start: int, stop: int
+) -> None:
     for j in range(start, stop):
         p_row, s_row, d_row = weight[j], square[j], moved[j]
-        for number in range(last[j, 0] - base, len(numbers)):
+        for number in range(last[j] - base, until[j] - base):
             decay, rho, added = numbers[number, 0], numbers[number, 1], numbers[number, 2]
             eps, lr = numbers[number, 3], numbers[number, 4]
             for i in range(len(p_row)):
@@ -101,10 +115,10 @@ def _adadelta(weight: Any, square: Any, moved: Any, numbers: Any, last: Any, bas
 
 
 @compile_function
-def _adagrad(weight: Any, total: Any, numbers: Any, last: Any, base: int, start: int, stop: int) -> None:
+def _adagrad(weight: Any, total: Any, numbers: Any, last: Any, until: Any, base: int, start: int, stop: int) -> None:
     for j in range(start, stop):
         p_row, s_row = weight[j], total[j]
-        for number in range(last[j, 0] - base, len(numbers)):
+        for number in range(last[j] - base, until[j] - base):
             decay, lr, eps = numbers[number, 0], numbers[number, 1], numbers[number, 2]
             for i in range(len(p_row)):
                 grad = decay * p_row[i]

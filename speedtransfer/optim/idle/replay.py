@@ -34,6 +34,7 @@ PLANES = {
     "adagrad": ("sum",),
 }
 _CAPACITY = 64
+_WIDTH = 128  # values whose steps, computed at once, take little longer than those of a few
 
 
 class Replay:
@@ -106,16 +107,34 @@ class Replay:
             return False
         from speedtransfer.optim.idle import compiled_replay
 
-        numbers = self._rounded if dtype == torch.float32 else self._numbers
-        weight, *state = (plane.numpy() for plane in planes)
-        by_name = dict(zip(names[1:], state, strict=True))
+        numbers = (self._rounded if dtype == torch.float32 else self._numbers)[: self.length]
+        by_name = {name: plane.numpy() for name, plane in zip(names, planes, strict=True)}
         # A plane that there is not is one of no columns.
-        missing = np.empty((len(weight), 0), weight.dtype)
-        arguments = weight, *(by_name.get(name, missing) for name in PLANES[self.kind])
-        part = compiled_replay.KINDS[self.kind], (*arguments, numbers[: self.length], last.numpy(), self.base)
-        # A step of a value costs about what moving as many bytes does.
-        missed = int(self.now * len(last) - int(last.sum()))
-        run_on_threads([part], len(last), 4 * missed * weight.shape[1], (*planes, last))
+        missing = np.empty((len(last), 0), by_name["weight"].dtype)
+        arrays = [by_name.get(name, missing) for name in ("weight", *PLANES[self.kind])]
+        step, steps, dim = compiled_replay.KINDS[self.kind], last.numpy().ravel(), arrays[0].shape[1]
+
+        def take(values: list[np.ndarray], last: np.ndarray, until: np.ndarray) -> None:
+            # A step of a value costs about what moving as many bytes does.
+            cost = 4 * int((until - last).sum(dtype=np.int64)) * values[0].shape[1]
+            run_on_threads([(step, (*values, numbers, last, until, self.base))], len(last), cost, ())
+
+        now = np.full(len(steps), self.now, np.int32)
+        together = _WIDTH // max(dim, 1)
+        if together < 2 or len(steps) < together:
+            take(arrays, steps, now)
+            return True
+        # Narrow rows leave most of the processor idle. Those that have missed about as many steps go on together, as one row.
+        order = np.argsort(steps, kind="stable")
+        values, steps = [array[order] for array in arrays], steps[order]
+        count = len(steps) // together * together
+        level = now.copy()
+        level[:count] = np.repeat(steps[together - 1 : count : together], together)
+        take(values, steps, level)
+        wide = [v[:count].reshape(count // together, together * v.shape[1]) for v in values]
+        take(wide, level[:count:together].copy(), now[: count // together])
+        for array, result in zip(arrays, values, strict=True):
+            array[order] = result
         return True
 
     def _catch_up(self, rows: dict[str, Tensor], names: tuple[str, ...], last: Tensor) -> None:
