@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn.active import ActiveRows, activate
+from speedtransfer.nn.tracing import refuse_to_record, unrecorded
 from speedtransfer.nn.weight import table_weight, take_weight
 from speedtransfer.optim import Handle, RowStore, find_handle, install
 from speedtransfer.optim.codecs import check_dtypes
 from speedtransfer.tables import Table
 
 IDLE = ("auto", "exact", "lazy")
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # Meta tensors that stand for the rows in a state dict, each with its handle; None: state dicts hold the rows themselves.
 _stand_ins: ContextVar[list[tuple[Tensor, Handle]] | None] = ContextVar("stand_ins", default=None)
@@ -39,43 +37,6 @@ def rows_aside() -> Iterator[list[tuple[Tensor, Handle]]]:
         yield met
     finally:
         _stand_ins.reset(token)
-
-
-def uncompiled(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Run `method` as it is inside a compiled model too: which rows a batch names is known only when it runs.
-
-    Tracers that record what runs would record the rows of one batch: there it raises.
-    """
-
-    @functools.wraps(method)
-    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():
-            if self._has_rows() and _is_exporting():
-                _refuse_to_export(self, "torch.export")
-            return torch.compiler.disable(method)(self, *args, **kwargs)
-        if torch._C._get_tracing_state() is not None:
-            _refuse_to_export(self, "torch.jit")
-        try:
-            return method(self, *args, **kwargs)
-        except (InvalidTypeError, InvalidValueError):
-            if any(isinstance(argument, torch.fx.Proxy) for argument in (*args, *kwargs.values())):
-                _refuse_to_export(self, "torch.fx")
-            raise
-
-    return call
-
-
-def _is_exporting() -> bool:
-    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
-
-
-def _refuse_to_export(module: TableModule, tool: str) -> NoReturn:
-    handle = vars(module).get("_handle")
-    name = type(module).__name__ if handle is None or not handle.name else repr(handle.name)
-    raise InvalidTypeError(
-        f"{tool} cannot record how {name} looks rows up in its table; export a copy with modules of torch.nn: "
-        "speedtransfer.to_dense(model)"
-    )
 
 
 def make_handle(
@@ -217,7 +178,7 @@ class TableModule(nn.Module):
         if self.padding_idx is not None:
             self.table.torch()[self.padding_idx] = 0
 
-    @uncompiled
+    @unrecorded
     def activate(self, ids: Any) -> ActiveRows:
         """Return the unique rows of `ids` on the compute device; what forward is built on.
 
@@ -251,7 +212,7 @@ class TableModule(nn.Module):
 
     @property
     def __overloads__(self) -> NoReturn:  # torch.jit asks for it before it compiles or traces anything
-        _refuse_to_export(self, "torch.jit")
+        refuse_to_record(self, "torch.jit")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
         if self._is_waiting():

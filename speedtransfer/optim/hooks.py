@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from speedtransfer.eager import uncompiled
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import backward, replicas, state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
@@ -33,7 +34,7 @@ def install() -> None:
         _installed = True
 
 
-@torch.compiler.disable
+@uncompiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any_handles():
         return None
@@ -116,7 +117,7 @@ def _run_first(optimizer: Optimizer) -> None:
         hooks.move_to_end(handle.id, last=False)
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any_handles():
