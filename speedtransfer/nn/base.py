@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn.active import ActiveRows, activate
+from speedtransfer.nn.tracing import refuse_to_record, unrecorded
 from speedtransfer.nn.weight import table_weight, take_weight
 from speedtransfer.optim import Handle, RowStore, find_handle, install
 from speedtransfer.optim.codecs import check_dtypes
@@ -178,7 +178,7 @@ class TableModule(nn.Module):
         if self.padding_idx is not None:
             self.table.torch()[self.padding_idx] = 0
 
-    @uncompiled
+    @unrecorded
     def activate(self, ids: Any) -> ActiveRows:
         """Return the unique rows of `ids` on the compute device; what forward is built on.
 
@@ -209,6 +209,10 @@ class TableModule(nn.Module):
         return torch.is_grad_enabled() and self._handle.requires_grad
 
     # --- nn.Module ----------------------------------------------------------------------------------------------------
+
+    @property
+    def __overloads__(self) -> NoReturn:  # torch.jit asks for it before it compiles or traces anything
+        refuse_to_record(self, "torch.jit")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
         if self._is_waiting():
