@@ -122,7 +122,7 @@ def test_one_table_and_two_optimizers_in_turn() -> None:
     train(module, torch.optim.AdamW(module.parameters(), lr=0.1))
     assert find_handle(module.weight).state._lag is not None
     with pytest.warns(UserWarning, match="OfSomebody"):
-        train(module, OfSomebody(module.parameters(), lr=0.1))
+        train(module, OfSomebody(module.parameters(), lr=0.1, momentum=0.9))
     assert find_handle(module.weight).state._lag is None
 
 

@@ -282,6 +282,11 @@ class TableModule(nn.Module):
 
     def _take_weight(self, param: nn.Parameter) -> None:
         """Make `param` the weight: it stays the object that it is, so modules that share it go on to share it."""
+        if type(param.data) is not Tensor and find_handle(param) is None:
+            raise InvalidTypeError(
+                f"{self._handle} is the weight of a table and cannot become a {type(param.data).__name__} (fully_shard, "
+                "quantization); leave the module out there, or use torch.nn for it"
+            )
         other = find_handle(param)
         if other is self._handle:
             return
