@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from speedtransfer import buffers
 from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn.active import activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
@@ -90,8 +91,10 @@ def _full_like(weight: Any, fill_value: Any, **kwargs: Any) -> Any:
     handle = handle_of(weight)
     with as_tensor():
         shape, dtype, device = weight.shape, kwargs.get("dtype") or weight.dtype, kwargs.get("device") or weight.device
-        if fill_value == 0 and torch.device(device).type == "cpu":
-            made = torch.zeros(shape, dtype=dtype, device=device)  # pages that nobody touches take no memory
+        num_bytes = shape.numel() * dtype.itemsize
+        if fill_value == 0 and num_bytes and torch.device(device).type == "cpu":
+            # Pages that nobody touches take no memory, which those of torch.zeros do.
+            made = torch.frombuffer(buffers.anonymous(num_bytes), dtype=dtype).view(shape)
         elif handle.aliased or kwargs.get("device") is not None:
             made = torch.full(shape, fill_value, dtype=dtype, device=device)
         else:
