@@ -95,3 +95,12 @@ def test_writes_to_the_active_rows_are_the_users_own() -> None:
         emb.weight.zero_()
     opt.step()
     assert not emb(IDS).any()
+
+
+def test_one_memory_cannot_be_two_tables() -> None:
+    first, second = both()[0], both()[0]
+    with pytest.raises(ValueError, match=r"another table, .* write its values \(weight\.data\.copy_"):
+        first.weight.data = second.weight.data
+    first.weight.data = first.weight.data
+    first.weight.data.copy_(second.weight.data)
+    assert torch.equal(first.weight, second.weight)

@@ -7,7 +7,8 @@ import os
 import torch
 from torch import Tensor, nn
 
-from speedtransfer.nn.base import TableModule, uncompiled
+from speedtransfer.eager import uncompiled
+from speedtransfer.nn.base import TableModule
 from speedtransfer.nn.embedding import check_pretrained
 from speedtransfer.nn.lookup import bag_lookup
 from speedtransfer.nn.weight_calls import in_transform

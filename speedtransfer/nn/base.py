@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.weight import table_weight, take_weight
@@ -20,8 +20,6 @@ from speedtransfer.optim.codecs import check_dtypes
 from speedtransfer.tables import Table
 
 IDLE = ("auto", "exact", "lazy")
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # Meta tensors that stand for the rows in a state dict, each with its handle; None: state dicts hold the rows themselves.
 _stand_ins: ContextVar[list[tuple[Tensor, Handle]] | None] = ContextVar("stand_ins", default=None)
@@ -39,18 +37,6 @@ def rows_aside() -> Iterator[list[tuple[Tensor, Handle]]]:
         yield met
     finally:
         _stand_ins.reset(token)
-
-
-def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
-    """Run `method` as it is inside a compiled model too: which rows a batch names is known only when it runs."""
-
-    @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(method)(*args, **kwargs)
-        return method(*args, **kwargs)
-
-    return call
 
 
 def make_handle(

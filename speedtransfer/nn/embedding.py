@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.nn.base import TableModule, uncompiled
+from speedtransfer.nn.base import TableModule
 from speedtransfer.nn.lookup import lookup
 from speedtransfer.nn.weight_calls import in_transform
 

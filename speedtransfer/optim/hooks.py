@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from speedtransfer.eager import uncompiled
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import backward, replicas, state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
@@ -33,7 +34,7 @@ def install() -> None:
         _installed = True
 
 
-@torch.compiler.disable
+@uncompiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any_handles():
         return None
@@ -42,6 +43,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if not callable(closure):  # none, or an argument of another meaning
         _load(optimizer, frame)
         return None
+    _load(optimizer, frame)  # for a step that does not call its closure
     wrapped = _Closure(closure, optimizer, frame)
     if "closure" in kwargs:
         return args, {**kwargs, "closure": wrapped}
@@ -49,14 +51,13 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _Closure:
-    """A closure, which runs forward and backward inside the step: rows are known, and loaded, only after it."""
+    """A closure, which runs forward and backward inside the step: the rows of the gradient are known after it."""
 
     def __init__(self, closure: Callable[[], Any], optimizer: Optimizer, frame: FrameType | None) -> None:
         self._closure, self._optimizer, self._frame = closure, optimizer, frame
-        self.called = False
 
     def __call__(self) -> Any:
-        self.called = True
+        _unload(self._optimizer)
         loss = self._closure()
         _load(self._optimizer, self._frame)
         return loss
@@ -74,6 +75,18 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> None:
         _run_first(optimizer)
         handle.refresh()
         handle.state.load(optimizer, group, frame)
+
+
+def _unload(optimizer: Optimizer) -> None:
+    """Undo `_load`: a closure is about to run the model."""
+    for handle, _ in state_dicts.handles_of(optimizer):
+        if handle.state is not None and handle.state.in_step and handle.state.optimizer() is optimizer:
+            if handle.is_changed():
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} changed the active rows of {handle} before it called its closure, which "
+                    "would not see them; call its parts by hand (first_step, backward, second_step), or use another optimizer"
+                )
+            handle.state.recover(optimizer)
 
 
 def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> None:
@@ -116,16 +129,10 @@ def _run_first(optimizer: Optimizer) -> None:
         hooks.move_to_end(handle.id, last=False)
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any_handles():
-        ignored = any(isinstance(value, _Closure) and not value.called for value in (*args, *kwargs.values()))
         for handle, group in state_dicts.handles_of(optimizer):
-            if ignored and handle.grad is not None:
-                raise OptimizerError(
-                    f"{type(optimizer).__name__} did not call the closure that its step was given, so that the rows of a "
-                    "table, which are loaded after it, did not take the step; call step() without a closure"
-                )
             if handle.state is not None and handle.state.in_step and handle.state.optimizer() is optimizer:
                 handle.state.store(optimizer, group)

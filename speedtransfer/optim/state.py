@@ -165,13 +165,22 @@ class RowState:
                 self._start_anew(list(self._views))
         else:
             self._adopt(state, optimizer)
-            if self._views:
+            if self._views and not self.handle.in_place:  # else it has the planes themselves
                 put(state, self._rows_of_state(ids))
         self._mapping, self._first = optimizer.state, not state
         self._step = None if frame is None else (frame, threading.get_ident())
         self.in_step = True
         self.handle.refresh()  # where a probe has hidden the gradient meanwhile
         self.handle.enter(self._sparse)
+
+    def steps_in_place(self) -> bool:
+        """Tell whether the optimizer has the planes themselves as its state, so that a step of all rows needs no copies."""
+        optimizer = self.optimizer()
+        state = None if optimizer is None else optimizer.state.get(self.handle.param)
+        if not state or self._sparse or self._fresh:
+            return False
+        found = leaves(state)
+        return all(isinstance(view, Tensor) and found.get(name) is view for name, view in self._views.items())
 
     @property
     def follows_idle_rows(self) -> bool:
@@ -284,7 +293,10 @@ class RowState:
         rows.update(
             {_plane_name(name): self._of_plane(name, found[name], len(ids)) for name in self._views & found.keys()}
         )
-        if self._lag is None:
+        if handle.in_place and _are_planes(handle.rows, rows):
+            if self._lag is not None:
+                self._lag.end_of_all(optimizer, group, state, handle.rows)
+        elif self._lag is None:
             handle.rows.write(ids, rows)
         else:
             self._lag.end(optimizer, group, state, handle.rows, ids, rows)
@@ -306,6 +318,11 @@ class RowState:
                 f"{spec.tail} {spec.dtype} a row; use an optimizer whose state keeps its shape"
             )
         return values.view(torch.uint8) if spec.dtype == torch.bool else values
+
+
+def _are_planes(store: RowStore, rows: dict[str, Tensor]) -> bool:
+    """Tell whether an optimizer has left all rows where they were: some set another tensor in their place."""
+    return all(values.data_ptr() == store.table.stored(name).data_ptr() for name, values in rows.items())
 
 
 def _outlive(state: weakref.ref[RowState], store: RowStore) -> None:
