@@ -646,8 +646,11 @@ class Handle:
 
 
 def _shares(values: Tensor, plane: Tensor) -> bool:
-    """Tell whether two dense tensors are over the same memory."""
-    return values.device == plane.device and values.untyped_storage().data_ptr() == plane.untyped_storage().data_ptr()
+    """Tell whether two dense tensors are over the same memory: not of one storage alone, which a vector of all rows is."""
+    if values.device != plane.device or not values.is_contiguous() or values.is_meta:
+        return False
+    ends = (tensor.data_ptr() + tensor.numel() * tensor.element_size() for tensor in (values, plane))
+    return all(start < end for start, end in zip((plane.data_ptr(), values.data_ptr()), ends, strict=True))
 
 
 def _unpickle(
