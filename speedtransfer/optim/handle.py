@@ -405,8 +405,8 @@ class Handle:
             self.ids, self.active, self.state_rows = ids, None, {}
         self.grad, self._grad_version = grad, grad._version
 
-    # Hooks of the parameter, which is itself in no graph. As in torch they see the sum over all uses of the weight in a backward,
-    # once: a step or a clipping of each part would be something else.
+    # Hooks of the parameter, which is itself in no graph. As in torch they see the sum over all uses of the weight in a
+    # backward, once: a step or a clipping of each part would be something else.
 
     def _has_hooks(self) -> bool:
         param = self._param()

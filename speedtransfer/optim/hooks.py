@@ -37,7 +37,7 @@ def install() -> None:
 
 
 def _guard_steps() -> None:
-    """Have a step that raises end here at once: torch calls no hook then, and the parameter would go on to be its active rows."""
+    """Have a step that raises end here at once: torch calls no hook then, and the parameter would stay the active rows."""
     Optimizer.profile_hook_step = staticmethod(_guarded(Optimizer.profile_hook_step))  # type: ignore[method-assign]
     kinds: list[type[Optimizer]] = [Optimizer]
     for kind in kinds:
