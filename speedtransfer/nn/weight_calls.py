@@ -226,7 +226,7 @@ def _summed(handle: Handle, grads: list[tuple[Tensor | None, Tensor | None]]) ->
             empty = grad.new_zeros(handle.table.num_rows, grad.shape[1])
             grad = empty.index_add(0, ids.to(grad.device), grad)
         total = grad if total is None else total + grad
-    return total
+    return None if total is None else handle.hooked(total)
 
 
 # --- which functions these are ----------------------------------------------------------------------------------------------
