@@ -89,6 +89,7 @@ class Handle:
             None  # number of steps made when the first gradient came that no step has taken
         )
         self._warned = False
+        self._exposed = False  # somebody has had the memory of the table since the last step
         self._entered = 0  # version of the parameter when a step began
         self.in_place = False  # `active` is the memory of the table
         self._version = -1
@@ -242,9 +243,8 @@ class Handle:
         """Return all rows, up to date, on the compute device: the memory of the table where `aliased`, else a copy."""
         self.recover()
         values = self.rows.whole("weight").detach()
-        self.active = (
-            None  # who has the memory may write to it without a trace (NumPy): the next step reads the rows again
-        )
+        # Who has the memory may write to it without a trace (NumPy), so that the next step must read its rows again.
+        self._exposed = True
         if self.aliased:
             return self.give(values)
         try:
@@ -433,7 +433,7 @@ class Handle:
 
     def _arrive(self, ids: Tensor, grad: Tensor) -> None:
         """Add a part of the gradient that hooks will see at the end of the backward that runs, if one does."""
-        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        task = torch._C._current_graph_task_id()
         if task < 0:  # written by hand
             self._finish(ids, grad)
         elif task in self._arriving:
@@ -579,7 +579,8 @@ class Handle:
             self.grad = self.grad[self.ids]
             self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
         self._touched = None
-        again = again or any(reference() is not None for reference in self._given)
+        self._exposed, exposed = False, self._exposed
+        again = again or exposed or any(reference() is not None for reference in self._given)
         if again or self.active is None or self._version != self.table.version:
             self.in_place = self._steps_in_place()
             if self.in_place:
