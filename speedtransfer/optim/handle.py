@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidValueError, OptimizerError
 from speedtransfer.optim.lazy import sparse_gradient
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.store import RowStore
 from speedtransfer.tables import Table, unique_rows
 
+_UNTRAINED_STEPS = 100  # of other optimizers, after which a growing gradient is worth a warning
 _KEY = "_speedtransfer_handle"  # in the __dict__ of a parameter
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
@@ -29,6 +32,15 @@ def find_handle(param: Any) -> Handle | None:
 def any_handles() -> bool:
     """Tell whether there is any handle at all (lets the hooks of a process without tables cost nothing)."""
     return len(_handles) > 0
+
+
+_steps_made = 0
+
+
+def count_step() -> None:
+    """Take note of a step of any optimizer."""
+    global _steps_made
+    _steps_made += 1
 
 
 @contextmanager
@@ -73,6 +85,13 @@ class Handle:
         self.active: Tensor | None = None  # the rows themselves, as they were when the table's version was `_version`
         # State of the active rows, by plane, where reading the weights took it along.
         self.state_rows: dict[str, Tensor] = {}
+        self._waiting_since: int | None = (
+            None  # number of steps made when the first gradient came that no step has taken
+        )
+        self._warned = False
+        self._exposed = False  # somebody has had the memory of the table since the last step
+        self._entered = 0  # version of the parameter when a step began
+        self.in_place = False  # `active` is the memory of the table
         self._version = -1
         self._grad_version = 0  # of `grad` as this class left it
         self.used_whole = False  # some of the gradient comes from a use of all rows
@@ -82,6 +101,8 @@ class Handle:
         self._leaves: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
         self._given: list[weakref.ref[Tensor]] = []  # tensors over the table that others may hold, and write to
         self._whole: tuple[weakref.ref[Tensor], int] | None = None  # the leaf over the whole table, and its version
+        # What a backward has deposited so far, by its number, where hooks wait for all of it: ids, gradient.
+        self._arriving: dict[int, tuple[Tensor, Tensor]] = {}
         # Not the parameter itself, which holds this object: a cycle would keep the table until the next gc.
         self._param: Callable[[], nn.Parameter | None] = lambda: None
         self._kind: type[nn.Parameter] = nn.Parameter
@@ -170,6 +191,11 @@ class Handle:
         param.grad = None
         param.data = self.active
         param.grad = self._sparse_gradient() if sparse else self.grad
+        self._entered = param._version
+
+    def is_changed(self) -> bool:
+        """Tell whether the optimizer has written to the active rows since the step began."""
+        return self.param._version != self._entered
 
     def _sparse_gradient(self) -> Tensor:
         """Return the gradient as a sparse one of the active rows, without that of padding, which torch leaves out too."""
@@ -194,7 +220,7 @@ class Handle:
         self._grad_version = -1 if self.grad is None else self.grad._version
         if self.grad is None:
             self.ids = None
-        self.active, self.state_rows = None, {}
+        self.active, self.state_rows, self.in_place, self._waiting_since = None, {}, False, None
         self.show()
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -217,14 +243,14 @@ class Handle:
         """Return all rows, up to date, on the compute device: the memory of the table where `aliased`, else a copy."""
         self.recover()
         values = self.rows.whole("weight").detach()
-        self.active = (
-            None  # who has the memory may write to it without a trace (NumPy): the next step reads the rows again
-        )
+        # Who has the memory may write to it without a trace (NumPy), so that the next step must read its rows again.
+        self._exposed = True
         if self.aliased:
             return self.give(values)
         try:
-            moved = values.to(self.table.device, self.rows.dtype)
-            return moved.clone() if moved is values else moved
+            with torch.inference_mode(False):  # an inference tensor tells of no writes
+                moved = values.to(self.table.device, self.rows.dtype)
+                return moved.clone() if moved is values else moved
         except torch.OutOfMemoryError as error:
             raise InvalidValueError(
                 f"{self} is used as a whole, but its {self.table.num_rows} rows do not fit on {self.table.device}; use the "
@@ -248,7 +274,7 @@ class Handle:
             leaf = self.whole().detach().requires_grad_()
         handle = self
 
-        @torch.compiler.disable
+        @uncompiled
         def deposit(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             assert grad is not None
@@ -297,6 +323,12 @@ class Handle:
                 f"{tuple(values.shape)} of {values.dtype}; make a new module with another path"
             )
         values = values.detach()
+        for other in _handles:
+            if other is not self and other.aliased and _shares(values, other.table.stored("weight")):
+                raise InvalidValueError(
+                    f"{self} is assigned the memory of {other}, another table, and one memory cannot be two tables; write its "
+                    "values (weight.data.copy_(other)), or share the weight itself (module.weight = other.weight)"
+                )
         if not resized and not retyped and self._can_take(values):
             self.settle()
             table.take(
@@ -367,21 +399,74 @@ class Handle:
         if self._discarded():
             self.clear()
         grad = grad.detach()
-        param = self._param()
-        if param is not None and param._backward_hooks:
-            ids, grad = self._hooked(param, ids, grad)
-            rows = rows if rows is not None and len(rows) == len(ids) else None
+        if self._has_hooks():
+            self._arrive(ids, grad)
+        else:
+            self._accumulate(ids, grad, rows, version, state_rows)
+
+    def _accumulate(
+        self,
+        ids: Tensor,
+        grad: Tensor,
+        rows: Tensor | None = None,
+        version: int = -1,
+        state_rows: dict[str, Tensor] | None = None,
+    ) -> None:
         if self.ids is None:
             self.ids, self.active, self.state_rows, self._version = ids, rows, state_rows or {}, version
         else:
-            ids, grad = self._merged(ids, grad)
+            assert self.grad is not None
+            ids, grad = self._merged((self.ids, self.grad), (ids, grad))
             self.ids, self.active, self.state_rows = ids, None, {}
         self.grad, self._grad_version = grad, grad._version
+        self._warn_untrained()
+
+    # Hooks of the parameter, which is itself in no graph. As in torch they see the sum over all uses of the weight in a
+    # backward, once: a step or a clipping of each part would be something else.
+
+    def _has_hooks(self) -> bool:
+        param = self._param()
+        if param is None:
+            return False
+        with as_tensor():
+            return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
+
+    def _arrive(self, ids: Tensor, grad: Tensor) -> None:
+        """Add a part of the gradient that hooks will see at the end of the backward that runs, if one does."""
+        task = torch._C._current_graph_task_id()
+        if task < 0:  # written by hand
+            self._finish(ids, grad)
+        elif task in self._arriving:
+            self._arriving[task] = self._merged(self._arriving[task], (ids, grad))
+        else:
+            self._arriving[task] = ids, grad
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(*self._arriving.pop(task)))
+
+    @torch.no_grad()
+    def _finish(self, ids: Tensor, grad: Tensor) -> None:
+        """Run the hooks on the gradient of one backward, and accumulate it between them."""
+        param = self._param()
+        if param is not None and param._backward_hooks:
+            ids, grad = self._rows_of(self._hooked(param, RowGradient(self.table.num_rows, ids, grad)).detach())
+        self._accumulate(ids, grad)
         if param is not None:
             with as_tensor():
                 hooks = list((param._post_accumulate_grad_hooks or {}).values())
             for hook in hooks:
                 hook(param)
+
+    def _warn_untrained(self) -> None:
+        """Warn, once, of a gradient that grows while optimizers without this weight step."""
+        if self._waiting_since is None:
+            self._waiting_since = _steps_made
+        elif _steps_made - self._waiting_since >= _UNTRAINED_STEPS and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self} has received gradients for {_UNTRAINED_STEPS} optimizer steps, none of which trained it, and they "
+                "pile up: no optimizer that steps has this weight; make it from model.parameters() as they are now, or call "
+                "requires_grad_(False) on the module",
+                stacklevel=2,
+            )
 
     def deposit_dense(self, grad: Tensor) -> None:
         """Add a gradient of all rows, ``(num_rows, dim)``. With lazy idle rows those without any stay idle."""
@@ -401,29 +486,31 @@ class Handle:
         ids = (grad != 0).any(dim=1).nonzero().flatten()
         return ids, grad if len(ids) == len(grad) else grad[ids]
 
-    def _hooked(self, param: nn.Parameter, ids: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the hooks of the parameter make of a gradient: it is in no graph, so they run here."""
+    def hooked(self, grad: Tensor) -> Tensor:
+        """Return what the hooks of the parameter make of the gradient of the whole table."""
+        param = self._param()
+        return grad if param is None or not param._backward_hooks else self._hooked(param, grad)
+
+    def _hooked(self, param: nn.Parameter, grad: Tensor) -> Tensor:
         for hook in list(param._backward_hooks.values()):  # type: ignore[union-attr]
-            shown = RowGradient(self.table.num_rows, ids, grad)
-            changed = hook(shown)
+            changed = hook(grad)
             if changed is not None:
                 self._check_gradient(changed)
-            ids, grad = self._rows_of(shown if changed is None else changed)
-        return ids, grad
+                grad = changed
+        return grad
 
-    def _merged(self, ids: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows and the sum of the gradient there is and another one."""
-        assert self.ids is not None
-        assert self.grad is not None
-        if ids.shape == self.ids.shape and torch.equal(ids, self.ids):
-            return ids, self.grad + grad
-        for first, second, rows, others in ((self.ids, ids, self.grad, grad), (ids, self.ids, grad, self.grad)):
+    def _merged(self, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the rows and the sum of two gradients; in memory of its own."""
+        (ids, grad), (more_ids, more) = one, other
+        if more_ids.shape == ids.shape and torch.equal(more_ids, ids):
+            return ids, grad + more
+        for first, second, rows, others in ((ids, more_ids, grad, more), (more_ids, ids, more, grad)):
             if len(first) == self.table.num_rows:  # all rows are there
                 return first, rows.index_add(0, second, others)
-        union, position, *_ = unique_rows(torch.cat([self.ids, ids]))
+        union, position, *_ = unique_rows(torch.cat([ids, more_ids]))
         total = grad.new_zeros(len(union), grad.shape[1])
-        total[position[: len(self.ids)]] = self.grad
-        total[position[len(self.ids) :]] += grad  # ids holds no row twice
+        total[position[: len(ids)]] = grad
+        total[position[len(ids) :]] += more  # which holds no row twice
         return union, total
 
     def _discarded(self) -> bool:
@@ -459,7 +546,10 @@ class Handle:
                 self.clear()
             return
         self._check_gradient(grad)
-        self.ids, self.grad = self._rows_of(grad.detach())
+        grad = grad.detach()
+        if grad.layout == torch.strided and 0 in grad.stride():  # one value for all, which cannot be clipped in place
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        self.ids, self.grad = self._rows_of(grad)
         self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
 
     def _check_gradient(self, grad: Any) -> None:
@@ -473,7 +563,7 @@ class Handle:
     def clear(self) -> None:
         """Forget the gradient and the active rows."""
         self.ids = self.grad = self.active = self._touched = None
-        self.state_rows, self.used_whole = {}, False
+        self.state_rows, self.used_whole, self.in_place, self._waiting_since = {}, False, False, None
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -489,10 +579,23 @@ class Handle:
             self.grad = self.grad[self.ids]
             self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
         self._touched = None
-        again = again or any(reference() is not None for reference in self._given)
+        self._exposed, exposed = False, self._exposed
+        again = again or exposed or any(reference() is not None for reference in self._given)
         if again or self.active is None or self._version != self.table.version:
-            self.state_rows = self.read(self.ids)
-            self.active, self._version = self.state_rows.pop("weight"), self.table.version
+            self.in_place = self._steps_in_place()
+            if self.in_place:
+                self.settle()
+                self.active, self.state_rows = self.table.stored("weight").detach(), {}
+            else:
+                self.state_rows = self.read(self.ids)
+                self.active = self.state_rows.pop("weight")
+            self._version = self.table.version
+
+    def _steps_in_place(self) -> bool:
+        """Tell whether the next step is one of all rows, which it can take where they are stored."""
+        assert self.ids is not None
+        every = len(self.ids) == self.table.num_rows > 0
+        return every and self.aliased and self.state is not None and self.state.steps_in_place()
 
     def mark_stepped(self) -> None:
         """Tell autograd that a step wrote to rows that a graph may have saved: backward then raises, as in torch."""
@@ -570,6 +673,14 @@ class Handle:
         duplicate.name = self.name
         memo[id(self)] = duplicate
         return duplicate
+
+
+def _shares(values: Tensor, plane: Tensor) -> bool:
+    """Tell whether two dense tensors are over the same memory: not of one storage alone, which a vector of all rows is."""
+    if values.device != plane.device or not values.is_contiguous() or values.is_meta:
+        return False
+    ends = (tensor.data_ptr() + tensor.numel() * tensor.element_size() for tensor in (values, plane))
+    return all(start < end for start, end in zip((plane.data_ptr(), values.data_ptr()), ends, strict=True))
 
 
 def _unpickle(
