@@ -177,7 +177,7 @@ class Handle:
         assert self.grad is not None
         if self.used_whole:
             raise OptimizerError(
-                f"{self} was made with sparse=True and used as a whole (in a product, a penalty), whose gradient is dense; "
+                f"{self} was made with sparse=True and used as a whole (in a product, a penalty), or given a dense gradient; "
                 "make the embedding with sparse=False, or use the rows that are needed (emb(ids))"
             )
         grad, rows = self.grad, None
@@ -349,6 +349,7 @@ class Handle:
         rows: Tensor | None = None,
         version: int = -1,
         state_rows: dict[str, Tensor] | None = None,
+        whole: bool = False,
     ) -> None:
         """Add the gradient of some rows to what the next step will apply.
 
@@ -362,10 +363,13 @@ class Handle:
             ``(n, dim)``, the rows as they were when the table's version was `version`; the step writes to this memory.
         state_rows : dict of str to Tensor, optional
             Their state, as of then.
+        whole : bool
+            Whether it is that of a use of all rows, which torch makes dense.
         """
         self.recover()
         if self._discarded():
             self.clear()
+        self.used_whole = self.used_whole or whole
         grad = grad.detach()
         param = self._param()
         if param is not None and param._backward_hooks:
@@ -386,8 +390,7 @@ class Handle:
     def deposit_dense(self, grad: Tensor) -> None:
         """Add a gradient of all rows, ``(num_rows, dim)``. With lazy idle rows those without any stay idle."""
         ids, rows = self._rows_of(grad.detach())
-        self.deposit(ids, rows)
-        self.used_whole = True
+        self.deposit(ids, rows, whole=True)
 
     def _rows_of(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the active rows of a dense gradient and their values."""
@@ -404,7 +407,7 @@ class Handle:
     def _hooked(self, param: nn.Parameter, ids: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the hooks of the parameter make of a gradient: it is in no graph, so they run here."""
         for hook in list(param._backward_hooks.values()):  # type: ignore[union-attr]
-            shown = RowGradient(self.table.num_rows, ids, grad)
+            shown = RowGradient(self.table.num_rows, ids, grad, sparse=self.sparse and not self.used_whole)
             changed = hook(shown)
             if changed is not None:
                 self._check_gradient(changed)
@@ -440,8 +443,9 @@ class Handle:
             return None
         assert self.ids is not None
         shown = None if self._shown is None else self._shown()
-        if shown is None or shown.rows is not self.grad:
-            shown = RowGradient(self.table.num_rows, self.ids, self.grad, self._densified)
+        sparse = self.sparse and not self.used_whole
+        if shown is None or shown.rows is not self.grad or shown.sparse != sparse:
+            shown = RowGradient(self.table.num_rows, self.ids, self.grad, self._densified, sparse)
             self._shown = weakref.ref(shown)
         return shown
 
@@ -461,6 +465,7 @@ class Handle:
         self._check_gradient(grad)
         self.ids, self.grad = self._rows_of(grad.detach())
         self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
+        self.used_whole = not grad.is_sparse
 
     def _check_gradient(self, grad: Any) -> None:
         shape = (self.table.num_rows, self.table.dim)
