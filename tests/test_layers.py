@@ -16,7 +16,7 @@ PACKAGE = Path(speedtransfer.__file__).parent
 # Lowest first; modules of one entry may import each other.
 LAYERS = [
     {"version", "errors"},
-    {"buffers", "device", "progress"},
+    {"buffers", "device", "eager", "progress"},
     {"kernels"},
     {"engines"},
     {"tables"},

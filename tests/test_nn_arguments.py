@@ -193,6 +193,13 @@ def test_an_assigned_parameter_becomes_the_weight() -> None:
     emb.weight = given
     assert emb.weight is given
     assert torch.equal(emb.table.torch(), values)
+    assert type(old) is nn.Parameter  # and keeps its values, as in torch
+    assert not torch.equal(old, given)
+
+
+def test_a_parameter_that_is_the_weight_no_more_and_has_no_rows_raises(tmp_path) -> None:
+    emb = speedtransfer.Embedding(6, 3, memory="mmap", path=tmp_path / "rows.npy")
+    old, emb.weight = emb.weight, nn.Parameter(torch.rand(6, 3))
     with pytest.raises(ValueError, match="until another was assigned in its place"):
         old.sum()
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import Handle
 from speedtransfer.tables import UniqueRows, as_index, unique_rows
@@ -40,7 +41,7 @@ class ActiveRows:
         # Not self: the cycle would keep the rows alive.
         handle, ids, version, state_rows = self._handle, self.ids, self._version, self._state_rows
 
-        @torch.compiler.disable
+        @uncompiled
         def deposit(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             assert grad is not None

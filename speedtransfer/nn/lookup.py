@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer import buffers
+from speedtransfer.eager import uncompiled
 from speedtransfer.engines.host import gather_rows
 from speedtransfer.nn.active import ActiveRows
 from speedtransfer.tables import UniqueRows
@@ -28,7 +29,7 @@ class _Lookup(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.compiler.disable
+    @uncompiled
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         _, inverse, order, starts, _ = ctx.groups
         grad = grads[0].reshape(inverse.numel(), grads[0].shape[-1])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim import Handle, find_handle
 from speedtransfer.optim.handle import as_tensor
@@ -155,7 +156,7 @@ def handle_of(weight: Any) -> Handle:
 # --- functions that are called with the weight ----------------------------------------------------------------------------
 
 
-@torch.compiler.disable  # which rows there are, and what they have still to catch up with, is known only when it runs
+@uncompiled
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` with the whole table in place of each weight among its arguments."""
     if func in aside:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidValueError, OptimizerError
 from speedtransfer.optim.lazy import sparse_gradient
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.store import RowStore
 from speedtransfer.tables import Table, unique_rows
 
+_UNTRAINED_STEPS = 100  # of other optimizers, after which a growing gradient is worth a warning
 _KEY = "_speedtransfer_handle"  # in the __dict__ of a parameter
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
@@ -29,6 +32,15 @@ def find_handle(param: Any) -> Handle | None:
 def any_handles() -> bool:
     """Tell whether there is any handle at all (lets the hooks of a process without tables cost nothing)."""
     return len(_handles) > 0
+
+
+_steps_made = 0
+
+
+def count_step() -> None:
+    """Take note of a step of any optimizer."""
+    global _steps_made
+    _steps_made += 1
 
 
 @contextmanager
@@ -73,6 +85,12 @@ class Handle:
         self.active: Tensor | None = None  # the rows themselves, as they were when the table's version was `_version`
         # State of the active rows, by plane, where reading the weights took it along.
         self.state_rows: dict[str, Tensor] = {}
+        self._waiting_since: int | None = (
+            None  # number of steps made when the first gradient came that no step has taken
+        )
+        self._warned = False
+        self._entered = 0  # version of the parameter when a step began
+        self.in_place = False  # `active` is the memory of the table
         self._version = -1
         self._grad_version = 0  # of `grad` as this class left it
         self.used_whole = False  # some of the gradient comes from a use of all rows
@@ -170,6 +188,11 @@ class Handle:
         param.grad = None
         param.data = self.active
         param.grad = self._sparse_gradient() if sparse else self.grad
+        self._entered = param._version
+
+    def is_changed(self) -> bool:
+        """Tell whether the optimizer has written to the active rows since the step began."""
+        return self.param._version != self._entered
 
     def _sparse_gradient(self) -> Tensor:
         """Return the gradient as a sparse one of the active rows, without that of padding, which torch leaves out too."""
@@ -194,7 +217,7 @@ class Handle:
         self._grad_version = -1 if self.grad is None else self.grad._version
         if self.grad is None:
             self.ids = None
-        self.active, self.state_rows = None, {}
+        self.active, self.state_rows, self.in_place, self._waiting_since = None, {}, False, None
         self.show()
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -248,7 +271,7 @@ class Handle:
             leaf = self.whole().detach().requires_grad_()
         handle = self
 
-        @torch.compiler.disable
+        @uncompiled
         def deposit(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             assert grad is not None
@@ -297,6 +320,12 @@ class Handle:
                 f"{tuple(values.shape)} of {values.dtype}; make a new module with another path"
             )
         values = values.detach()
+        for other in _handles:
+            if other is not self and other.aliased and _shares(values, other.table.stored("weight")):
+                raise InvalidValueError(
+                    f"{self} is assigned the memory of {other}, another table, and one memory cannot be two tables; write its "
+                    "values (weight.data.copy_(other)), or share the weight itself (module.weight = other.weight)"
+                )
         if not resized and not retyped and self._can_take(values):
             self.settle()
             table.take(
@@ -381,11 +410,25 @@ class Handle:
             ids, grad = self._merged(ids, grad)
             self.ids, self.active, self.state_rows = ids, None, {}
         self.grad, self._grad_version = grad, grad._version
+        self._warn_untrained()
         if param is not None:
             with as_tensor():
                 hooks = list((param._post_accumulate_grad_hooks or {}).values())
             for hook in hooks:
                 hook(param)
+
+    def _warn_untrained(self) -> None:
+        """Warn, once, of a gradient that grows while optimizers without this weight step."""
+        if self._waiting_since is None:
+            self._waiting_since = _steps_made
+        elif _steps_made - self._waiting_since >= _UNTRAINED_STEPS and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self} has received gradients for {_UNTRAINED_STEPS} optimizer steps, none of which trained it, and they "
+                "pile up: no optimizer that steps has this weight; make it from model.parameters() as they are now, or call "
+                "requires_grad_(False) on the module",
+                stacklevel=2,
+            )
 
     def deposit_dense(self, grad: Tensor) -> None:
         """Add a gradient of all rows, ``(num_rows, dim)``. With lazy idle rows those without any stay idle."""
@@ -478,7 +521,7 @@ class Handle:
     def clear(self) -> None:
         """Forget the gradient and the active rows."""
         self.ids = self.grad = self.active = self._touched = None
-        self.state_rows, self.used_whole = {}, False
+        self.state_rows, self.used_whole, self.in_place, self._waiting_since = {}, False, False, None
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -496,8 +539,20 @@ class Handle:
         self._touched = None
         again = again or any(reference() is not None for reference in self._given)
         if again or self.active is None or self._version != self.table.version:
-            self.state_rows = self.read(self.ids)
-            self.active, self._version = self.state_rows.pop("weight"), self.table.version
+            self.in_place = self._steps_in_place()
+            if self.in_place:
+                self.settle()
+                self.active, self.state_rows = self.table.stored("weight").detach(), {}
+            else:
+                self.state_rows = self.read(self.ids)
+                self.active = self.state_rows.pop("weight")
+            self._version = self.table.version
+
+    def _steps_in_place(self) -> bool:
+        """Tell whether the next step is one of all rows, which it can take where they are stored."""
+        assert self.ids is not None
+        every = len(self.ids) == self.table.num_rows > 0
+        return every and self.aliased and self.state is not None and self.state.steps_in_place()
 
     def mark_stepped(self) -> None:
         """Tell autograd that a step wrote to rows that a graph may have saved: backward then raises, as in torch."""
@@ -575,6 +630,11 @@ class Handle:
         duplicate.name = self.name
         memo[id(self)] = duplicate
         return duplicate
+
+
+def _shares(values: Tensor, plane: Tensor) -> bool:
+    """Tell whether two dense tensors are over the same memory."""
+    return values.device == plane.device and values.untyped_storage().data_ptr() == plane.untyped_storage().data_ptr()
 
 
 def _unpickle(

@@ -11,11 +11,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from speedtransfer.eager import uncompiled
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import backward, replicas, state_dicts
-from speedtransfer.optim.handle import Handle, any_handles
+from speedtransfer.optim.handle import Handle, any_handles, count_step
 from speedtransfer.optim.idle import Rule, choose_rule, has_rule
-from speedtransfer.optim.probe import Findings, probe
+from speedtransfer.optim.probe import Findings, leaves_idle_rows, probe
 from speedtransfer.optim.state import RowState
 
 _installed = False
@@ -33,15 +34,17 @@ def install() -> None:
         _installed = True
 
 
-@torch.compiler.disable
+@uncompiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any_handles():
         return None
+    count_step()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     frame = sys._getframe().f_back
     if not callable(closure):  # none, or an argument of another meaning
         _load(optimizer, frame)
         return None
+    _load(optimizer, frame)  # for a step that does not call its closure
     wrapped = _Closure(closure, optimizer, frame)
     if "closure" in kwargs:
         return args, {**kwargs, "closure": wrapped}
@@ -49,14 +52,13 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _Closure:
-    """A closure, which runs forward and backward inside the step: rows are known, and loaded, only after it."""
+    """A closure, which runs forward and backward inside the step: the rows of the gradient are known after it."""
 
     def __init__(self, closure: Callable[[], Any], optimizer: Optimizer, frame: FrameType | None) -> None:
         self._closure, self._optimizer, self._frame = closure, optimizer, frame
-        self.called = False
 
     def __call__(self) -> Any:
-        self.called = True
+        _unload(self._optimizer)
         loss = self._closure()
         _load(self._optimizer, self._frame)
         return loss
@@ -71,9 +73,24 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> None:
         replicas.check_not_replicated(handle)
         if handle.state is None or handle.state.optimizer() is not optimizer:
             _take_over(handle, optimizer, group)
+        if handle.state.is_assumed_otherwise(optimizer, group):
+            way_to_step(handle, optimizer, group, Findings())  # may refuse, or warn: idle rows may move now
+            handle.state.assume(optimizer, group)
         _run_first(optimizer)
         handle.refresh()
         handle.state.load(optimizer, group, frame)
+
+
+def _unload(optimizer: Optimizer) -> None:
+    """Undo `_load`: a closure is about to run the model."""
+    for handle, _ in state_dicts.handles_of(optimizer):
+        if handle.state is not None and handle.state.in_step and handle.state.optimizer() is optimizer:
+            if handle.is_changed():
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} changed the active rows of {handle} before it called its closure, which "
+                    "would not see them; call its parts by hand (first_step, backward, second_step), or use another optimizer"
+                )
+            handle.state.recover(optimizer)
 
 
 def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> None:
@@ -88,6 +105,8 @@ def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], spec
     rule, sparse = way_to_step(handle, optimizer, group, specs)  # may refuse too
     handle.drop_state(f"a new {type(optimizer).__name__} took it over")
     handle.state = RowState(handle, optimizer, specs, rule, sparse)
+    if rule is None and not sparse and handle.idle != "lazy":
+        handle.state.assume(optimizer, group)
     state_dicts.watch(optimizer)
 
 
@@ -103,8 +122,11 @@ def way_to_step(
     """
     if specs.gradient == "sparse":  # which leave idle rows alone in torch, too
         return None, True
-    if specs.gradient == "either" and handle.idle != "lazy" and not has_rule(optimizer):
-        return None, True
+    if handle.idle != "lazy" and not has_rule(optimizer):
+        if specs.gradient == "either":
+            return None, True
+        if leaves_idle_rows(optimizer, group, handle.param):
+            return None, False
     return choose_rule(handle.idle, optimizer, group, handle.rows.dtype), False
 
 
@@ -116,16 +138,10 @@ def _run_first(optimizer: Optimizer) -> None:
         hooks.move_to_end(handle.id, last=False)
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any_handles():
-        ignored = any(isinstance(value, _Closure) and not value.called for value in (*args, *kwargs.values()))
         for handle, group in state_dicts.handles_of(optimizer):
-            if ignored and handle.grad is not None:
-                raise OptimizerError(
-                    f"{type(optimizer).__name__} did not call the closure that its step was given, so that the rows of a "
-                    "table, which are loaded after it, did not take the step; call step() without a closure"
-                )
             if handle.state is not None and handle.state.in_step and handle.state.optimizer() is optimizer:
                 handle.state.store(optimizer, group)

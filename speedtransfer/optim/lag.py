@@ -111,11 +111,8 @@ class Lag:
         rows: dict[str, Tensor],
     ) -> None:
         """Write the rows `ids` (n,) after a step and record it."""
-        step: IdleStep | Numbers | None = None
-        if not _was_skipped(optimizer):
-            coupled = self._rule.coupled
-            step = self._rule.numbers(group, state) if coupled else self._rule.step(group, state, self._before)
-        counts = step is not None and not (isinstance(step, IdleStep) and step.is_nothing)
+        step = self._made(optimizer, group, state)
+        counts = step is not None
         with self.lock:  # the record last: where the write fails there was no step
             if counts and not self._has_plane:
                 store.add(LAST_STEP, (1,), torch.int32, 0)
@@ -124,6 +121,27 @@ class Lag:
             store.write(ids, {**rows, **stamp})
             if counts:
                 self._history.record(step)  # type: ignore[arg-type]  # a history of the form that the rule has
+
+    def end_of_all(self, optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any], store: RowStore) -> None:
+        """Record a step that all rows have taken where they are stored; none had missed any before."""
+        if self._made(optimizer, group, state) is None:
+            return
+        with self.lock:
+            if not self._has_plane:
+                store.add(LAST_STEP, (1,), torch.int32, 0)
+                self._has_plane = True
+            store.table.stored(LAST_STEP).fill_(self._history.now + 1)
+            self._history.now += 1
+            self._history.sweep()
+
+    def _made(self, optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> IdleStep | Numbers | None:
+        """Return what the step just made does to idle rows; None: nothing, or there was none."""
+        if _was_skipped(optimizer):
+            return None
+        if self._rule.coupled:
+            return self._rule.numbers(group, state)
+        step = self._rule.step(group, state, self._before)
+        return None if step.is_nothing else step
 
     @property
     def is_long(self) -> bool:

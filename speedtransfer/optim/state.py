@@ -22,6 +22,7 @@ from speedtransfer.optim.lazy import STEPS
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.probe import PlaneSpec, probe
 from speedtransfer.optim.store import RowStore
+from speedtransfer.tables import row_chunks
 
 
 class RowState:
@@ -47,6 +48,7 @@ class RowState:
         self.in_step = False  # from load to store; still True at the next load: the step between failed
         self._step: tuple[FrameType, int] | None = None  # the frame that is in the step, and its thread
         self._sparse = sparse  # a step finds a sparse gradient over the active rows
+        self._assumed: dict[str, Any] | None = None  # hyperparameters with which idle rows stay as they are
         self._specs: dict[str, PlaneSpec] = {}
         self._views: dict[str, Any] = {}  # views of whole planes, or what stands for those that have none
         self._shared: set[str] = set()  # tensors of state that are known to follow no rows
@@ -165,13 +167,30 @@ class RowState:
                 self._start_anew(list(self._views))
         else:
             self._adopt(state, optimizer)
-            if self._views:
+            if self._views and not self.handle.in_place:  # else it has the planes themselves
                 put(state, self._rows_of_state(ids))
         self._mapping, self._first = optimizer.state, not state
         self._step = None if frame is None else (frame, threading.get_ident())
         self.in_step = True
         self.handle.refresh()  # where a probe has hidden the gradient meanwhile
         self.handle.enter(self._sparse)
+
+    def assume(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Count on it that, with the hyperparameters `group`, the optimizer leaves idle rows alone."""
+        self._assumed = _switches(optimizer, group)
+
+    def is_assumed_otherwise(self, optimizer: Optimizer, group: dict[str, Any]) -> bool:
+        """Tell whether `assume` has been called with hyperparameters of which one was switched on or off since."""
+        return self._assumed is not None and self._assumed != _switches(optimizer, group)
+
+    def steps_in_place(self) -> bool:
+        """Tell whether the optimizer has the planes themselves as its state, so that a step of all rows needs no copies."""
+        optimizer = self.optimizer()
+        state = None if optimizer is None else optimizer.state.get(self.handle.param)
+        if not state or self._sparse or self._fresh:
+            return False
+        found = leaves(state)
+        return all(isinstance(view, Tensor) and found.get(name) is view for name, view in self._views.items())
 
     @property
     def follows_idle_rows(self) -> bool:
@@ -221,8 +240,11 @@ class RowState:
         if found.keys() - self._views.keys() - self._shared:
             self._learn(found, optimizer)
         foreign = {name: found.get(name) for name, view in self._views.items() if found.get(name) is not view}
-        # None, or made in a constructor for no rows: there is nothing to copy.
-        loaded = {name: value for name, value in foreign.items() if value is not None and value.shape[0]}
+        loaded = {
+            name: value
+            for name, value in foreign.items()
+            if value is not None and value.shape[0] and not (self._fresh and self._holds_start(name, value))
+        }
         for name, value in loaded.items():
             check_shape(name, value, self._views[name].shape)
         if loaded or (foreign and not self._fresh):
@@ -233,6 +255,16 @@ class RowState:
             self.handle.table.wait()
         for name, value in loaded.items():
             self.handle.rows.load(_plane_name(name), value)
+
+    def _holds_start(self, name: str, value: Tensor) -> bool:
+        """Tell whether a state is what untouched rows have, as constructors make it (Adagrad): planes hold that already."""
+        start = self._specs[name].start
+        if start is None:
+            return False
+        if 0 in value.stride():  # one number in the shape of all
+            return bool((value[:1] == start).all())
+        row_bytes = value[:1].numel() * value.element_size()
+        return all(bool((value[rows] == start).all()) for rows in row_chunks(len(value), row_bytes))
 
     def _learn(self, found: dict[str, Tensor], optimizer: Optimizer) -> None:
         """Make planes for state that was not there before: the optimizer makes it late, or a hyperparameter has changed."""
@@ -284,7 +316,10 @@ class RowState:
         rows.update(
             {_plane_name(name): self._of_plane(name, found[name], len(ids)) for name in self._views & found.keys()}
         )
-        if self._lag is None:
+        if handle.in_place and _are_planes(handle.rows, rows):
+            if self._lag is not None:
+                self._lag.end_of_all(optimizer, group, state, handle.rows)
+        elif self._lag is None:
             handle.rows.write(ids, rows)
         else:
             self._lag.end(optimizer, group, state, handle.rows, ids, rows)
@@ -306,6 +341,16 @@ class RowState:
                 f"{spec.tail} {spec.dtype} a row; use an optimizer whose state keeps its shape"
             )
         return values.view(torch.uint8) if spec.dtype == torch.bool else values
+
+
+def _are_planes(store: RowStore, rows: dict[str, Tensor]) -> bool:
+    """Tell whether an optimizer has left all rows where they were: some set another tensor in their place."""
+    return all(values.data_ptr() == store.table.stored(name).data_ptr() for name, values in rows.items())
+
+
+def _switches(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, bool]:
+    """Return which hyperparameters are on (not zero): decay, momentum."""
+    return {key: bool(group[key]) for key in optimizer.defaults if isinstance(group.get(key), bool | int | float)}
 
 
 def _outlive(state: weakref.ref[RowState], store: RowStore) -> None:

@@ -59,6 +59,34 @@ class MatrixFactorization(LightGCN):
         return F.softplus((user * other).sum(1) - (user * item).sum(1)).mean()
 
 
+def scaled_embedding() -> type[nn.Embedding]:
+    """Return a class with a start of its own, as spotlight has it: written to `weight.data`, by an overridden method."""
+
+    class ScaledEmbedding(nn.Embedding):
+        def reset_parameters(self) -> None:
+            self.weight.data.normal_(0, 1.0 / self.embedding_dim)
+            if self.padding_idx is not None:
+                self.weight.data[self.padding_idx].fill_(0)
+
+    return ScaledEmbedding
+
+
+class BilinearNet(MatrixFactorization):
+    """Subclasses of the embedding, and biases of width 1 that start as zero."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__(dim)
+        scaled = scaled_embedding()
+        self.embedding_user, self.embedding_item = scaled(USERS, dim), scaled(ITEMS, dim, padding_idx=0)
+        self.item_biases = nn.Embedding(ITEMS, 1)
+        self.item_biases.weight.data.zero_()
+
+    def loss(self, users: Tensor, items: Tensor, others: Tensor) -> Tensor:
+        biases = self.item_biases(others) - self.item_biases(items)
+        margin = biases.squeeze() + (self.embedding_user(users) * self.embedding_item(others)).sum(1)
+        return torch.clamp(margin - (self.embedding_user(users) * self.embedding_item(items)).sum(1) + 1, 0.0).mean()
+
+
 class SASRec(nn.Module):
     """Causal attention over the last items; the output layer is the table of items, its lookups are scaled in place."""
 

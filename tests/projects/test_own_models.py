@@ -10,14 +10,12 @@ from torch.nn.utils import clip_grad_norm_
 
 from projects.click_models import DLRM, DeepFM, FactorizationMachine, binary_loss
 from projects.data import ITEMS, USERS, clicks, interactions, sequences
-from projects.item_models import GRU4Rec, LightGCN, MatrixFactorization, SASRec
+from projects.item_models import BilinearNet, GRU4Rec, LightGCN, MatrixFactorization, SASRec
 from projects.pairs import WAYS, Outcome, classes, compare, hand_over
 
 BATCH = 100
-MODELS = {
-    model.__name__: model
-    for model in (DLRM, FactorizationMachine, DeepFM, LightGCN, MatrixFactorization, SASRec, GRU4Rec)
-}
+LATE = "late"  # replaced after the optimizer is made
+MODELS = (DLRM, FactorizationMachine, DeepFM, LightGCN, MatrixFactorization, BilinearNet, SASRec, GRU4Rec)
 CASES = {
     "DLRM": ("SGD", {"lr": 0.5}),
     "DLRM Adagrad": ("Adagrad", {"lr": 0.1}),
@@ -27,6 +25,7 @@ CASES = {
     "DeepFM AdamW": ("AdamW", {"lr": 0.02, "weight_decay": 0.1}),
     "LightGCN": ("Adam", {"lr": 0.02}),
     "MatrixFactorization": ("Adam", {"lr": 0.02}),
+    "BilinearNet": ("Adam", {"lr": 0.02, "weight_decay": 1e-6}),
     "SASRec": ("Adam", {"lr": 0.01, "betas": (0.9, 0.98)}),
     "GRU4Rec": ("Adagrad", {"lr": 0.1}),
     "GRU4Rec momentum": ("SGD", {"lr": 0.1, "momentum": 0.9}),
@@ -37,10 +36,14 @@ def make(way: str, case: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     np.random.seed(1)
     with classes(way):
-        model = MODELS[case.split()[0]]()
-    hand_over(model, way)
+        model = {made.__name__: made for made in MODELS}[case.split()[0]]()
+    if way != LATE:
+        hand_over(model, way)
     name, options = CASES[case]
-    return model, getattr(torch.optim, name)(model.parameters(), **options)
+    optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+    if way == LATE:
+        hand_over(model, "replace")
+    return model, optimizer
 
 
 def area(scores: torch.Tensor, clicked: torch.Tensor) -> float:
@@ -112,13 +115,13 @@ def train_sequences(way: str, case: str, epochs: int = 4) -> Outcome:
 
 TRAINERS = {
     **dict.fromkeys(("DLRM", "FactorizationMachine", "DeepFM"), train_clicks),
-    **dict.fromkeys(("LightGCN", "MatrixFactorization"), train_pairs),
+    **dict.fromkeys(("LightGCN", "MatrixFactorization", "BilinearNet"), train_pairs),
     **dict.fromkeys(("SASRec", "GRU4Rec"), train_sequences),
 }
 
 
 @pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, LATE])
 @pytest.mark.parametrize("case", CASES)
 def test_own_models(case, way, double):
     compare(TRAINERS[case.split()[0]], way, double, case)

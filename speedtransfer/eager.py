@@ -1,0 +1,27 @@
+"""Functions that a compiled model calls as they are: which rows a batch names is known only when it runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Run `function` as it is inside a compiled model too.
+
+    ``torch.compiler.disable`` imports the compiler when it decorates, which takes seconds; here that waits until it is needed.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
