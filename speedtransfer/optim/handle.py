@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -163,11 +164,15 @@ class Handle:
         return self.rows.plain and (self.table.memory == "device" or self.table.device.type == "cpu")
 
     def _standing(self) -> Tensor:
-        """Return what the parameter holds between steps: the memory of the table, or one number in the shape of the table."""
+        """Return what the parameter holds between steps: the memory of the table, or one number in the shape of the table.
+
+        That is NaN: what comes to read it, past every function that is given the whole table, does not go unnoticed.
+        """
         with torch.inference_mode(False):  # an inference tensor could never hold a gradient
             if self.aliased:
                 return self.table.stored("weight").detach()
-            one = torch.zeros((), dtype=self.rows.dtype, device=self.table.device)
+            dtype = self.rows.dtype
+            one = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=self.table.device)
             return one.expand(self.table.num_rows, self.table.dim)
 
     def show(self) -> None:
