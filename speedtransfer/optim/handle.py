@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -151,7 +151,7 @@ class Handle:
     def new_param(self, kind: type[nn.Parameter]) -> nn.Parameter:
         """Make a parameter for this handle."""
         with torch.inference_mode(False):
-            return self.bind(nn.Parameter(self._standing(), requires_grad=self.requires_grad), kind)
+            return self.bind(nn.Parameter(self.standing(), requires_grad=self.requires_grad), kind)
 
     @property
     def follows_idle_rows(self) -> bool:
@@ -163,7 +163,7 @@ class Handle:
         """Whether a tensor on the compute device can be over the memory of the table."""
         return self.rows.plain and (self.table.memory == "device" or self.table.device.type == "cpu")
 
-    def _standing(self) -> Tensor:
+    def standing(self) -> Tensor:
         """Return what the parameter holds between steps: the memory of the table, or one number in the shape of the table.
 
         That is NaN: what comes to read it, past every function that is given the whole table, does not go unnoticed.
@@ -181,7 +181,7 @@ class Handle:
         if param is not None:
             param.__class__ = nn.Parameter
             param.grad = None
-            param.data = self._standing()
+            param.data = self.standing()
             param.requires_grad_(self.requires_grad)
             param.__class__ = self._kind
 
@@ -359,8 +359,10 @@ class Handle:
         if alive:
             kept = self.whole().clone()
             for tensor in alive:
-                tensor.__class__ = Tensor
-                tensor.data = kept
+                if type(tensor) is Tensor:
+                    tensor.data = kept
+                else:
+                    tensor.part(kept)  # type: ignore[attr-defined]
         self._given = []
 
     def follow(self, leaf: Tensor, ids: Tensor | None) -> None:
