@@ -45,6 +45,7 @@ class ActiveRows:
         def deposit(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             assert grad is not None
+            grad = grad.to_dense() if grad.is_sparse else grad
             handle.deposit(ids, grad, leaf.detach(), version, state_rows)
 
         self.rows.requires_grad_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -166,11 +167,15 @@ class Handle:
         return self.rows.plain and (self.table.memory == "device" or self.table.device.type == "cpu")
 
     def _standing(self) -> Tensor:
-        """Return what the parameter holds between steps: the memory of the table, or one number in the shape of the table."""
+        """Return what the parameter holds between steps: the memory of the table, or one number in the shape of the table.
+
+        That is NaN: what comes to read it, past every function that is given the whole table, does not go unnoticed.
+        """
         with torch.inference_mode(False):  # an inference tensor could never hold a gradient
             if self.aliased:
                 return self.table.stored("weight").detach()
-            one = torch.zeros((), dtype=self.rows.dtype, device=self.table.device)
+            dtype = self.rows.dtype
+            one = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=self.table.device)
             return one.expand(self.table.num_rows, self.table.dim)
 
     def show(self) -> None:
@@ -203,7 +208,7 @@ class Handle:
         assert self.grad is not None
         if self.used_whole:
             raise OptimizerError(
-                f"{self} was made with sparse=True and used as a whole (in a product, a penalty), whose gradient is dense; "
+                f"{self} was made with sparse=True and used as a whole (in a product, a penalty), or given a dense gradient; "
                 "make the embedding with sparse=False, or use the rows that are needed (emb(ids))"
             )
         grad, rows = self.grad, None
@@ -381,6 +386,7 @@ class Handle:
         rows: Tensor | None = None,
         version: int = -1,
         state_rows: dict[str, Tensor] | None = None,
+        whole: bool = False,
     ) -> None:
         """Add the gradient of some rows to what the next step will apply.
 
@@ -394,10 +400,13 @@ class Handle:
             ``(n, dim)``, the rows as they were when the table's version was `version`; the step writes to this memory.
         state_rows : dict of str to Tensor, optional
             Their state, as of then.
+        whole : bool
+            Whether it is that of a use of all rows, which torch makes dense.
         """
         self.recover()
         if self._discarded():
             self.clear()
+        self.used_whole = self.used_whole or whole
         grad = grad.detach()
         if self._has_hooks():
             self._arrive(ids, grad)
@@ -447,7 +456,8 @@ class Handle:
         """Run the hooks on the gradient of one backward, and accumulate it between them."""
         param = self._param()
         if param is not None and param._backward_hooks:
-            ids, grad = self._rows_of(self._hooked(param, RowGradient(self.table.num_rows, ids, grad)).detach())
+            shown = RowGradient(self.table.num_rows, ids, grad, sparse=self.sparse and not self.used_whole)
+            ids, grad = self._rows_of(self._hooked(param, shown).detach())
         self._accumulate(ids, grad)
         if param is not None:
             with as_tensor():
@@ -471,8 +481,7 @@ class Handle:
     def deposit_dense(self, grad: Tensor) -> None:
         """Add a gradient of all rows, ``(num_rows, dim)``. With lazy idle rows those without any stay idle."""
         ids, rows = self._rows_of(grad.detach())
-        self.deposit(ids, rows)
-        self.used_whole = True
+        self.deposit(ids, rows, whole=True)
 
     def _rows_of(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the active rows of a dense gradient and their values."""
@@ -527,8 +536,9 @@ class Handle:
             return None
         assert self.ids is not None
         shown = None if self._shown is None else self._shown()
-        if shown is None or shown.rows is not self.grad:
-            shown = RowGradient(self.table.num_rows, self.ids, self.grad, self._densified)
+        sparse = self.sparse and not self.used_whole
+        if shown is None or shown.rows is not self.grad or shown.sparse != sparse:
+            shown = RowGradient(self.table.num_rows, self.ids, self.grad, self._densified, sparse)
             self._shown = weakref.ref(shown)
         return shown
 
@@ -551,6 +561,7 @@ class Handle:
             grad = grad.clone(memory_format=torch.contiguous_format)
         self.ids, self.grad = self._rows_of(grad)
         self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
+        self.used_whole = not grad.is_sparse
 
     def _check_gradient(self, grad: Any) -> None:
         shape = (self.table.num_rows, self.table.dim)
