@@ -146,6 +146,31 @@ def test_replaced_models() -> None:
     torch.testing.assert_close(dense(IDS), expected)
 
 
+class Own(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * 3
+
+
+def test_replaced_subclasses_are_what_they_were() -> None:
+    model = Model(Own, nn.EmbeddingBag)
+    expected = model(IDS)
+    speedtransfer.replace_embeddings(model, min_rows=0)
+    dense = to_dense(model)
+    assert type(dense.words) is Own
+    torch.testing.assert_close(dense(IDS), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(dense))(IDS), dense(IDS))
+
+
+def test_ties_stay() -> None:
+    model = trained()
+    model.decoder = nn.Linear(4, 20, bias=False)
+    model.decoder.weight = model.words.weight
+    dense = to_dense(model)
+    assert dense.decoder.weight is dense.words.weight
+    assert type(dense.decoder.weight) is nn.Parameter
+    assert len(list(dense.parameters())) == len(list(model.parameters()))
+
+
 def test_jit_and_quantization() -> None:
     model = trained().eval()
     dense, expected = to_dense(model), model(IDS)
@@ -162,6 +187,33 @@ def test_jit_and_quantization() -> None:
         assert type(quantized.words) is torch.ao.nn.quantized.Embedding
     torch.testing.assert_close(torch.fx.symbolic_trace(dense)(IDS), expected)
     torch.testing.assert_close(torch.export.export(dense, (IDS,)).module()(IDS), expected)
+
+
+TOOLS = {
+    "torch.jit.trace": lambda model: torch.jit.trace(model, (IDS,)),
+    "torch.jit.script": torch.jit.script,
+    "torch.onnx": lambda model: torch.onnx.export(model, (IDS,), io.BytesIO(), dynamo=False),
+    "torch.fx": torch.fx.symbolic_trace,
+    "torch.export": lambda model: torch.export.export(model, (IDS,), strict=True),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_tools_that_would_record_the_rows_of_one_batch_raise(tool, frozen) -> None:
+    model = trained().requires_grad_(not frozen)
+    expected = model(IDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(Exception, match=r"speedtransfer\.to_dense\(model\)"):
+            TOOLS[tool](model)
+    assert torch.equal(model(IDS), expected)
+
+
+def test_torch_export_takes_the_weights_along() -> None:
+    model = trained(idle="exact").eval()
+    exported = torch.export.export(model, (IDS,))
+    torch.testing.assert_close(exported.module()(IDS + 0), model(IDS))
 
 
 def test_what_does_not_fit(monkeypatch) -> None:

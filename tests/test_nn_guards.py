@@ -104,3 +104,26 @@ def test_one_memory_cannot_be_two_tables() -> None:
     first.weight.data = first.weight.data
     first.weight.data.copy_(second.weight.data)
     assert torch.equal(first.weight, second.weight)
+
+
+def test_a_table_that_no_optimizer_has_is_told_of_once() -> None:
+    emb, head = speedtransfer.Embedding(12, 5), torch.nn.Linear(5, 1)
+    opt = torch.optim.SGD(head.parameters(), lr=0.1)
+
+    def train(steps: int, clear: bool) -> None:
+        for _ in range(steps):
+            (emb if clear else opt).zero_grad()
+            head(emb(IDS)).sum().backward()
+            opt.step()
+
+    train(120, clear=True)  # somebody clears it, so nothing piles up
+    emb.zero_grad()
+    with pytest.warns(UserWarning, match="no optimizer that steps has this weight"):
+        train(120, clear=False)
+    train(120, clear=False)
+
+
+def test_messages_name_the_module() -> None:
+    model = torch.nn.ModuleDict({"encoder": torch.nn.Sequential(torch.nn.Identity(), speedtransfer.Embedding(12, 5))})
+    with pytest.raises(ValueError, match=r"the gradient of encoder\.1\.weight is \(3, 5\)"):
+        model["encoder"][1].weight.grad = torch.zeros(3, 5)

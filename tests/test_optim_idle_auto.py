@@ -25,6 +25,7 @@ from optimizer_cases import BASE, OptimizerCase, case_named
 from torch import nn
 
 import speedtransfer
+from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import find_handle
 
 MAKERS = (
@@ -121,7 +122,7 @@ def test_one_table_and_two_optimizers_in_turn() -> None:
     train(module, torch.optim.AdamW(module.parameters(), lr=0.1))
     assert find_handle(module.weight).state._lag is not None
     with pytest.warns(UserWarning, match="OfSomebody"):
-        train(module, OfSomebody(module.parameters(), lr=0.1))
+        train(module, OfSomebody(module.parameters(), lr=0.1, momentum=0.9))
     assert find_handle(module.weight).state._lag is None
 
 
@@ -224,3 +225,40 @@ def test_without_numba_everything_still_trains() -> None:
         [sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.stdout == "trained\n", done.stderr
+
+
+class Signs(torch.optim.Optimizer):
+    """Not known, and leaves rows without a gradient alone unless there is decay."""
+
+    def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(param.grad.sign(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("idle", ["auto", "exact"])
+def test_an_unknown_optimizer_that_leaves_idle_rows_alone_needs_no_rule(idle: str) -> None:
+    torch.manual_seed(0)
+    ours = speedtransfer.Embedding(30, 4, idle=idle)
+    torch.manual_seed(0)
+    dense = nn.Embedding(30, 4)
+    opts = [Signs(module.parameters()) for module in (ours, dense)]
+    for shift in range(6):
+        for module, opt in zip((ours, dense), opts, strict=True):
+            opt.zero_grad()
+            module(torch.arange(5) + 4 * shift).square().sum().backward()
+            opt.step()
+    assert torch.equal(ours.weight, dense.weight)
+    opts[0].param_groups[0]["weight_decay"] = 0.1  # from now on it does not
+    ours(torch.arange(5)).square().sum().backward()
+    if idle == "auto":
+        with pytest.warns(UserWarning, match="not known what Signs does"):
+            opts[0].step()
+    else:
+        with pytest.raises(OptimizerError, match="does not know what Signs does"):
+            opts[0].step()

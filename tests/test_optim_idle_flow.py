@@ -341,3 +341,20 @@ def test_what_has_no_rule_is_refused() -> None:
         optimizer.step()
     assert embedding.table.planes == ("weight",)
     assert torch.equal(embedding.table.torch(), before)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_steps_in_which_no_batch_comes(set_to_none: bool) -> None:
+    """A gradient of zeros is a step to a dense optimizer; none is none."""
+    torch.manual_seed(0)
+    ours = speedtransfer.Embedding(30, 4, idle="exact")
+    torch.manual_seed(0)
+    dense = torch.nn.Embedding(30, 4)
+    for module in (ours, dense):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        for step, (ids, target) in enumerate(skewed_batches(30, 4, 12)):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            if step % 3 != 2:
+                squared_loss(module(ids), target).backward()
+            optimizer.step()
+    torch.testing.assert_close(ours.weight, dense.weight, rtol=1e-5, atol=1e-6)

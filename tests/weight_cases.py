@@ -180,6 +180,10 @@ F.cross_entropy(emb(ids).mean(1) @ emb.weight.T, index[:2]), -F.log_softmax(emb(
 # Attention over all rows
 F.scaled_dot_product_attention(query[None], emb.weight[None], emb.weight[None])
 
+emb.weight.unflatten(0, (8, 5)), emb.weight.to_sparse_coo().to_dense(), emb.weight.unfold(0, 4, 2)
+
+emb.weight.as_strided((3,), (6,)), nn.Parameter(emb.weight.data.clone())
+
 torch.where(mask[:, None], emb.weight, torch.zeros_like(emb.weight)), emb.weight.masked_fill(mask[:, None], 0.0)
 
 emb.weight.clamp(-1, 1), torch.clamp(emb.weight, min=0), emb.weight.round(decimals=2), emb.weight.exp()
@@ -365,6 +369,9 @@ with torch.no_grad():
 
 with torch.no_grad():
     torch.mul(emb.weight, 0.5, out=emb.weight)
+
+with torch.no_grad():
+    emb.weight.set_(full.clone())
 
 # Longest norm of a row
 with torch.no_grad():

@@ -7,10 +7,10 @@ import os
 import torch
 from torch import Tensor, nn
 
-from speedtransfer.eager import uncompiled
 from speedtransfer.nn.base import TableModule
 from speedtransfer.nn.embedding import check_pretrained
 from speedtransfer.nn.lookup import bag_lookup
+from speedtransfer.nn.tracing import unrecorded
 from speedtransfer.nn.weight_calls import in_transform
 
 
@@ -49,7 +49,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         self.include_last_offset = include_last_offset
         self._set_up(_weight, False, device, dtype, memory, path, idle, storage_dtype, state_dtype)
 
-    @uncompiled
+    @unrecorded
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return the sum, mean or max of each bag's rows, ``(bags, embedding_dim)``.
 

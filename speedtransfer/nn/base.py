@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
-from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn.active import ActiveRows, activate
+from speedtransfer.nn.tracing import refuse_to_record, unrecorded
 from speedtransfer.nn.weight import table_weight, take_weight
 from speedtransfer.optim import Handle, RowStore, find_handle, install
 from speedtransfer.optim.codecs import check_dtypes
@@ -58,6 +60,7 @@ def make_handle(
         # With storage_dtype rows are float32, whatever floats they were given as.
         dtype = torch.float32 if storage_dtype is not None and weight.is_floating_point() else weight.dtype
     assert dtype is not None
+    _follow_names()
     check_dtypes(dtype, storage_dtype, state_dtype)
     stored = dtype if storage_dtype is None else storage_dtype
     if weight is not None and weight.dtype == stored:
@@ -69,6 +72,18 @@ def make_handle(
     if given is not None:
         store.load("weight", given)
     return Handle(table, requires_grad, idle, store)
+
+
+@functools.cache
+def _follow_names() -> None:
+    """Have tables know the names of their modules, for messages: as in ``named_modules()`` of the outermost so far."""
+
+    def name(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        for path, module in [] if child is None else child.named_modules(prefix=name):
+            if isinstance(module, TableModule) and "_handle" in module.__dict__:
+                module._handle.name = path
+
+    register_module_module_registration_hook(name)
 
 
 class TableModule(nn.Module):
@@ -178,7 +193,7 @@ class TableModule(nn.Module):
         if self.padding_idx is not None:
             self.table.torch()[self.padding_idx] = 0
 
-    @uncompiled
+    @unrecorded
     def activate(self, ids: Any) -> ActiveRows:
         """Return the unique rows of `ids` on the compute device; what forward is built on.
 
@@ -209,6 +224,10 @@ class TableModule(nn.Module):
         return torch.is_grad_enabled() and self._handle.requires_grad
 
     # --- nn.Module ----------------------------------------------------------------------------------------------------
+
+    @property
+    def __overloads__(self) -> NoReturn:  # torch.jit asks for it before it compiles or traces anything
+        refuse_to_record(self, "torch.jit")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
         if self._is_waiting():
@@ -278,6 +297,11 @@ class TableModule(nn.Module):
 
     def _take_weight(self, param: nn.Parameter) -> None:
         """Make `param` the weight: it stays the object that it is, so modules that share it go on to share it."""
+        if type(param.data) is not Tensor and find_handle(param) is None:
+            raise InvalidTypeError(
+                f"{self._handle} is the weight of a table and cannot become a {type(param.data).__name__} (fully_shard, "
+                "quantization); leave the module out there, or use torch.nn for it"
+            )
         other = find_handle(param)
         if other is self._handle:
             return

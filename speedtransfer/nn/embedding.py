@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.base import TableModule
 from speedtransfer.nn.lookup import lookup
+from speedtransfer.nn.tracing import unrecorded
 from speedtransfer.nn.weight_calls import in_transform
 
 
@@ -80,7 +80,7 @@ class Embedding(TableModule, nn.Embedding):
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self._set_up(_weight, _freeze, device, dtype, memory, path, idle, storage_dtype, state_dtype)
 
-    @uncompiled
+    @unrecorded
     def forward(self, input: Any) -> Tensor:
         """Return the rows of `input`, ``(*input.shape, embedding_dim)``, on the compute device.
 

@@ -19,6 +19,7 @@ from speedtransfer.optim import Handle
 from speedtransfer.tables.memory import physical_bytes
 
 _OURS: dict[type[TableModule], type[nn.Module]] = {Embedding: nn.Embedding, EmbeddingBag: nn.EmbeddingBag}
+_OF_OURS = {"_handle", "idle"}  # attributes of a table module that one of torch.nn does not have
 # What every class has of its own.
 _OF_A_CLASS = {"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__qualname__"}
 
@@ -63,7 +64,7 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
         memo[key] = made
         copied.append((made, module))
     for made, module in copied:  # all are in `memo` by now: hooks may hold modules
-        state = {name: value for name, value in vars(module).items() if name not in ("_handle", "idle")}
+        state = {name: value for name, value in vars(module).items() if name not in _OF_OURS}
         vars(made).update(copy.deepcopy(state, memo))
     result: nn.Module = copy.deepcopy(model, memo)
     return result if device is None else result.to(device)
@@ -127,6 +128,9 @@ def _dense_class(cls: type[TableModule]) -> type[nn.Module]:
     """
     if cls in _OURS:
         return _OURS[cls]
+    before: type[nn.Module] | None = vars(cls).get("_without_table")  # of classes that replace_embeddings made
+    if before is not None:
+        return before
     ours = next(base for base in cls.__mro__ if base in _OURS)
     theirs = _OURS[ours]
     replaced = (vars(TableModule).keys() | vars(ours).keys()) - _OF_A_CLASS

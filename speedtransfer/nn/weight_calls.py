@@ -89,13 +89,14 @@ def _full_like(weight: Any, fill_value: Any, **kwargs: Any) -> Any:
     """``torch.full_like``, in whose memory Adagrad would keep the state of a table that does not fit on the device."""
     handle = handle_of(weight)
     with as_tensor():
-        if handle.aliased or kwargs.get("device") is not None:
-            empty = fill_value == 0 and not kwargs.get(
-                "requires_grad", False
-            )  # untouched pages of zeros take no memory
-            return torch.zeros_like(weight, **kwargs) if empty else torch.full_like(weight, fill_value, **kwargs)
-        one = torch.full((1, 1), fill_value, dtype=kwargs.get("dtype") or weight.dtype, device=weight.device)
-        return one.expand(weight.shape)
+        shape, dtype, device = weight.shape, kwargs.get("dtype") or weight.dtype, kwargs.get("device") or weight.device
+        if fill_value == 0 and torch.device(device).type == "cpu":
+            made = torch.zeros(shape, dtype=dtype, device=device)  # pages that nobody touches take no memory
+        elif handle.aliased or kwargs.get("device") is not None:
+            made = torch.full(shape, fill_value, dtype=dtype, device=device)
+        else:
+            made = torch.full((1, 1), fill_value, dtype=dtype, device=device).expand(shape)
+    return made.requires_grad_(kwargs.get("requires_grad", False))
 
 
 def _refused(remedy: str) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.store import RowStore
 from speedtransfer.tables import Table, unique_rows
 
+_UNTRAINED_STEPS = 100  # of other optimizers, after which a growing gradient is worth a warning
 _KEY = "_speedtransfer_handle"  # in the __dict__ of a parameter
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
@@ -30,6 +32,15 @@ def find_handle(param: Any) -> Handle | None:
 def any_handles() -> bool:
     """Tell whether there is any handle at all (lets the hooks of a process without tables cost nothing)."""
     return len(_handles) > 0
+
+
+_steps_made = 0
+
+
+def count_step() -> None:
+    """Take note of a step of any optimizer."""
+    global _steps_made
+    _steps_made += 1
 
 
 @contextmanager
@@ -74,6 +85,10 @@ class Handle:
         self.active: Tensor | None = None  # the rows themselves, as they were when the table's version was `_version`
         # State of the active rows, by plane, where reading the weights took it along.
         self.state_rows: dict[str, Tensor] = {}
+        self._waiting_since: int | None = (
+            None  # number of steps made when the first gradient came that no step has taken
+        )
+        self._warned = False
         self._entered = 0  # version of the parameter when a step began
         self.in_place = False  # `active` is the memory of the table
         self._version = -1
@@ -81,6 +96,7 @@ class Handle:
         self.used_whole = False  # some of the gradient comes from a use of all rows
         self._touched: Tensor | None = None  # the active rows before somebody made the gradient dense
         self._shown: weakref.ref[RowGradient] | None = None
+        self._reused = False  # the gradient was set to zero: what `_shown` is will be the next one
         # Leaves of autograd that deposit here, with the rows they hold (None: all), while they live.
         self._leaves: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
         self._given: list[weakref.ref[Tensor]] = []  # tensors over the table that others may hold, and write to
@@ -204,7 +220,7 @@ class Handle:
         self._grad_version = -1 if self.grad is None else self.grad._version
         if self.grad is None:
             self.ids = None
-        self.active, self.state_rows, self.in_place = None, {}, False
+        self.active, self.state_rows, self.in_place, self._waiting_since = None, {}, False, None
         self.show()
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -381,8 +397,10 @@ class Handle:
             Their state, as of then.
         """
         self.recover()
-        if self._discarded():
+        if self.grad is not None and self._discarded():
+            reused = self._followed() is not None
             self.clear()
+            self._reused = reused
         grad = grad.detach()
         if self._has_hooks():
             self._arrive(ids, grad)
@@ -397,13 +415,23 @@ class Handle:
         version: int = -1,
         state_rows: dict[str, Tensor] | None = None,
     ) -> None:
+        grad = _writable(grad)
+        shown = self._followed()
         if self.ids is None:
             self.ids, self.active, self.state_rows, self._version = ids, rows, state_rows or {}, version
         else:
             assert self.grad is not None
             ids, grad = self._merged((self.ids, self.grad), (ids, grad))
             self.ids, self.active, self.state_rows = ids, None, {}
-        self.grad, self._grad_version = grad, grad._version
+        self.grad, self._grad_version, self._reused = grad, grad._version, False
+        if shown is not None:  # as in torch, where a gradient stays the object that it is until it is set to None
+            shown.ids, shown.rows = ids, grad
+        self._warn_untrained()
+
+    def _followed(self) -> RowGradient | None:
+        """Return the gradient that somebody has got from here and holds, if it is still that of the weight."""
+        shown = None if self._shown is None else self._shown()
+        return shown if shown is not None and (self._reused or shown.rows is self.grad) else None
 
     # Hooks of the parameter, which is itself in no graph. As in torch they see the sum over all uses of the weight in a
     # backward, once: a step or a clipping of each part would be something else.
@@ -439,6 +467,19 @@ class Handle:
             for hook in hooks:
                 hook(param)
 
+    def _warn_untrained(self) -> None:
+        """Warn, once, of a gradient that grows while optimizers without this weight step."""
+        if self._waiting_since is None:
+            self._waiting_since = _steps_made
+        elif _steps_made - self._waiting_since >= _UNTRAINED_STEPS and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self} has received gradients for {_UNTRAINED_STEPS} optimizer steps, none of which trained it, and they "
+                "pile up: no optimizer that steps has this weight; make it from model.parameters() as they are now, or call "
+                "requires_grad_(False) on the module",
+                stacklevel=2,
+            )
+
     def deposit_dense(self, grad: Tensor) -> None:
         """Add a gradient of all rows, ``(num_rows, dim)``. With lazy idle rows those without any stay idle."""
         ids, rows = self._rows_of(grad.detach())
@@ -471,13 +512,14 @@ class Handle:
         return grad
 
     def _merged(self, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the rows and the sum of two gradients; in memory of its own."""
+        """Return the rows and the sum of two gradients: in the memory of the first where that has all the rows."""
         (ids, grad), (more_ids, more) = one, other
         if more_ids.shape == ids.shape and torch.equal(more_ids, ids):
-            return ids, grad + more
-        for first, second, rows, others in ((ids, more_ids, grad, more), (more_ids, ids, more, grad)):
-            if len(first) == self.table.num_rows:  # all rows are there
-                return first, rows.index_add(0, second, others)
+            return ids, grad.add_(more)
+        if len(ids) == self.table.num_rows:
+            return ids, grad.index_add_(0, more_ids, more)
+        if len(more_ids) == self.table.num_rows:
+            return more_ids, more.index_add(0, ids, grad)
         union, position, *_ = unique_rows(torch.cat([ids, more_ids]))
         total = grad.new_zeros(len(union), grad.shape[1])
         total[position[: len(ids)]] = grad
@@ -517,10 +559,12 @@ class Handle:
                 self.clear()
             return
         self._check_gradient(grad)
-        grad = grad.detach()
-        if grad.layout == torch.strided and 0 in grad.stride():  # one value for all, which cannot be clipped in place
-            grad = grad.clone(memory_format=torch.contiguous_format)
-        self.ids, self.grad = self._rows_of(grad)
+        grad = _writable(grad.detach())
+        if isinstance(grad, RowGradient) or grad.is_sparse:
+            (self.ids, self.grad), self._touched = self._rows_of(grad), None
+        else:  # others may write to this memory before the step, which finds out what rows there are
+            self.ids, self.grad = torch.arange(len(grad), device=grad.device), grad
+            self._touched = self.ids[:0]
         self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
 
     def _check_gradient(self, grad: Any) -> None:
@@ -534,7 +578,8 @@ class Handle:
     def clear(self) -> None:
         """Forget the gradient and the active rows."""
         self.ids = self.grad = self.active = self._touched = None
-        self.state_rows, self.used_whole, self.in_place = {}, False, False
+        self._reused = False
+        self.state_rows, self.used_whole, self.in_place, self._waiting_since = {}, False, False, None
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -643,6 +688,12 @@ class Handle:
         duplicate.name = self.name
         memo[id(self)] = duplicate
         return duplicate
+
+
+def _writable(grad: Tensor) -> Tensor:
+    """Return a gradient that can be written in place: not one number that stands for many."""
+    expanded = grad.layout == torch.strided and not isinstance(grad, RowGradient) and 0 in grad.stride()
+    return grad.clone(memory_format=torch.contiguous_format) if expanded else grad
 
 
 def _shares(values: Tensor, plane: Tensor) -> bool:

@@ -15,9 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import backward, replicas, state_dicts
-from speedtransfer.optim.handle import Handle, any_handles
+from speedtransfer.optim.handle import Handle, any_handles, count_step
 from speedtransfer.optim.idle import Rule, choose_rule, has_rule
-from speedtransfer.optim.probe import Findings, probe
+from speedtransfer.optim.probe import Findings, leaves_idle_rows, probe
 from speedtransfer.optim.state import RowState
 
 _installed = False
@@ -76,6 +76,7 @@ def _recover(optimizer: Optimizer) -> None:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any_handles():
         return None
+    count_step()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     frame = sys._getframe().f_back
     if not callable(closure):  # none, or an argument of another meaning
@@ -110,6 +111,9 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> None:
         replicas.check_not_replicated(handle)
         if handle.state is None or handle.state.optimizer() is not optimizer:
             _take_over(handle, optimizer, group)
+        if handle.state.is_assumed_otherwise(optimizer, group):
+            way_to_step(handle, optimizer, group, Findings())  # may refuse, or warn: idle rows may move now
+            handle.state.assume(optimizer, group)
         _run_first(optimizer)
         handle.refresh()
         handle.state.load(optimizer, group, frame)
@@ -139,6 +143,8 @@ def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], spec
     rule, sparse = way_to_step(handle, optimizer, group, specs)  # may refuse too
     handle.drop_state(f"a new {type(optimizer).__name__} took it over")
     handle.state = RowState(handle, optimizer, specs, rule, sparse)
+    if rule is None and not sparse and handle.idle != "lazy":
+        handle.state.assume(optimizer, group)
     state_dicts.watch(optimizer)
 
 
@@ -154,8 +160,11 @@ def way_to_step(
     """
     if specs.gradient == "sparse":  # which leave idle rows alone in torch, too
         return None, True
-    if specs.gradient == "either" and handle.idle != "lazy" and not has_rule(optimizer):
-        return None, True
+    if handle.idle != "lazy" and not has_rule(optimizer):
+        if specs.gradient == "either":
+            return None, True
+        if leaves_idle_rows(optimizer, group, handle.param):
+            return None, False
     return choose_rule(handle.idle, optimizer, group, handle.rows.dtype), False
 
 

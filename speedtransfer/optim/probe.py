@@ -16,7 +16,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim.lazy import ROWS, STEPS, UPDATE, Course, densely, difference, gradients, lazily
+from speedtransfer.optim.lazy import (
+    ROWS,
+    STEPS,
+    UPDATE,
+    Course,
+    dense_gradient,
+    densely,
+    difference,
+    gradients,
+    lazily,
+    wholly,
+)
 from speedtransfer.optim.sparse import takes_sparse_only, try_sparse
 from speedtransfer.optim.starts import Start, starts
 from speedtransfer.optim.trial import StateError, Trial, outside_state, without_gradients, words
@@ -105,6 +116,30 @@ def probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor, sparse: bo
             except Exception:  # the first reason is nearer to what the user did
                 pass
             raise OptimizerError(f"{name} cannot train rows of a table: {reason}") from error
+
+
+def leaves_idle_rows(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> bool:
+    """Tell whether a step of `optimizer` changes nothing of a row with a gradient of zero, neither its weights nor its state.
+
+    Rows that a batch does not touch then go the same way whether they are there or not. `probe` must accept the optimizer.
+    """
+    devices = [param.device] if param.is_cuda else []
+    with (
+        torch.random.fork_rng(devices=devices),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        without_gradients(optimizer),
+    ):
+        _seed(param.device, 0)
+        try:
+            weights, plain = _weights(param), _visible(group)
+            found, _ = starts(optimizer, group, weights)
+            grads, active = gradients(weights)
+            put_back = densely(optimizer, plain, found, weights, grads, active)
+            as_they_go = wholly(optimizer, plain, found, weights, grads, active, dense_gradient)
+        except Exception:  # not known, then
+            return False
+        return difference(put_back, as_they_go, 0.0) is None
 
 
 def _seed(device: torch.device, seed: int) -> None:

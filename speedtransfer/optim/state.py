@@ -22,6 +22,7 @@ from speedtransfer.optim.lazy import STEPS
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.probe import PlaneSpec, probe
 from speedtransfer.optim.store import RowStore
+from speedtransfer.tables import row_chunks
 
 
 class RowState:
@@ -47,6 +48,7 @@ class RowState:
         self.in_step = False  # from load to store; still True at the next load: the step between failed
         self._step: tuple[FrameType, int] | None = None  # the frame that is in the step, and its thread
         self._sparse = sparse  # a step finds a sparse gradient over the active rows
+        self._assumed: dict[str, Any] | None = None  # hyperparameters with which idle rows stay as they are
         self._specs: dict[str, PlaneSpec] = {}
         self._views: dict[str, Any] = {}  # views of whole planes, or what stands for those that have none
         self._shared: set[str] = set()  # tensors of state that are known to follow no rows
@@ -173,6 +175,14 @@ class RowState:
         self.handle.refresh()  # where a probe has hidden the gradient meanwhile
         self.handle.enter(self._sparse)
 
+    def assume(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Count on it that, with the hyperparameters `group`, the optimizer leaves idle rows alone."""
+        self._assumed = _switches(optimizer, group)
+
+    def is_assumed_otherwise(self, optimizer: Optimizer, group: dict[str, Any]) -> bool:
+        """Tell whether `assume` has been called with hyperparameters of which one was switched on or off since."""
+        return self._assumed is not None and self._assumed != _switches(optimizer, group)
+
     def steps_in_place(self) -> bool:
         """Tell whether the optimizer has the planes themselves as its state, so that a step of all rows needs no copies."""
         optimizer = self.optimizer()
@@ -230,8 +240,11 @@ class RowState:
         if found.keys() - self._views.keys() - self._shared:
             self._learn(found, optimizer)
         foreign = {name: found.get(name) for name, view in self._views.items() if found.get(name) is not view}
-        # None, or made in a constructor for no rows: there is nothing to copy.
-        loaded = {name: value for name, value in foreign.items() if value is not None and value.shape[0]}
+        loaded = {
+            name: value
+            for name, value in foreign.items()
+            if value is not None and value.shape[0] and not (self._fresh and self._holds_start(name, value))
+        }
         for name, value in loaded.items():
             check_shape(name, value, self._views[name].shape)
         if loaded or (foreign and not self._fresh):
@@ -242,6 +255,16 @@ class RowState:
             self.handle.table.wait()
         for name, value in loaded.items():
             self.handle.rows.load(_plane_name(name), value)
+
+    def _holds_start(self, name: str, value: Tensor) -> bool:
+        """Tell whether a state is what untouched rows have, as constructors make it (Adagrad): planes hold that already."""
+        start = self._specs[name].start
+        if start is None:
+            return False
+        if 0 in value.stride():  # one number in the shape of all
+            return bool((value[:1] == start).all())
+        row_bytes = value[:1].numel() * value.element_size()
+        return all(bool((value[rows] == start).all()) for rows in row_chunks(len(value), row_bytes))
 
     def _learn(self, found: dict[str, Tensor], optimizer: Optimizer) -> None:
         """Make planes for state that was not there before: the optimizer makes it late, or a hyperparameter has changed."""
@@ -323,6 +346,11 @@ class RowState:
 def _are_planes(store: RowStore, rows: dict[str, Tensor]) -> bool:
     """Tell whether an optimizer has left all rows where they were: some set another tensor in their place."""
     return all(values.data_ptr() == store.table.stored(name).data_ptr() for name, values in rows.items())
+
+
+def _switches(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, bool]:
+    """Return which hyperparameters are on (not zero): decay, momentum."""
+    return {key: bool(group[key]) for key in optimizer.defaults if isinstance(group.get(key), bool | int | float)}
 
 
 def _outlive(state: weakref.ref[RowState], store: RowStore) -> None:

@@ -1,0 +1,53 @@
+"""Modules of tables under tools that record what a model does: torch.compile goes round them, others are refused by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def unrecorded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Run a method of a table module as it is inside a compiled model too: ids are known only when it runs.
+
+    Tools that record what runs, to run it elsewhere, would record the rows of one batch: there it raises.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            if self._has_rows() and _is_exporting():
+                refuse_to_record(self, "torch.export")
+            return torch.compiler.disable(method)(self, *args, **kwargs)
+        if torch._C._get_tracing_state() is not None:
+            refuse_to_record(self, "torch.jit")
+        try:
+            return method(self, *args, **kwargs)
+        except (InvalidTypeError, InvalidValueError):
+            if any(isinstance(argument, torch.fx.Proxy) for argument in (*args, *kwargs.values())):
+                refuse_to_record(self, "torch.fx")
+            raise
+
+    return call
+
+
+def _is_exporting() -> bool:
+    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
+
+
+def refuse_to_record(module: nn.Module, tool: str) -> NoReturn:
+    """Raise the error that names the copy which `tool` can take."""
+    handle = vars(module).get("_handle")
+    name = type(module).__name__ if handle is None or not handle.name else repr(handle.name)
+    raise InvalidTypeError(
+        f"{tool} cannot record how {name} looks rows up in its table; export a copy with modules of torch.nn: "
+        "speedtransfer.to_dense(model)"
+    )
