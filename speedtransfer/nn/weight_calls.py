@@ -226,7 +226,7 @@ def _summed(handle: Handle, grads: list[tuple[Tensor | None, Tensor | None]]) ->
         if ids is not None:  # of many gradients at once (is_grads_batched) there is a dimension more
             grad = grad.new_zeros(*grad.shape[:-2], *shape).index_add(-2, ids.to(grad.device), grad)
         total = grad if total is None else total + grad
-    return total
+    return None if total is None else handle.hooked(total)
 
 
 # --- which functions these are ----------------------------------------------------------------------------------------------
