@@ -46,6 +46,7 @@ class ActiveRows:
             grad, leaf.grad = leaf.grad, None
             assert grad is not None
             if handle.requires_grad:  # and not frozen since, where torch drops the gradient too
+                grad = grad.to_dense() if grad.is_sparse else grad
                 handle.deposit(ids, grad, leaf.detach(), version, state_rows)
 
         self.rows.requires_grad_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -89,6 +90,7 @@ class Handle:
             None  # number of steps made when the first gradient came that no step has taken
         )
         self._warned = False
+        self._exposed = False  # somebody has had the memory of the table since the last step
         self._entered = 0  # version of the parameter when a step began
         self.in_place = False  # `active` is the memory of the table
         self._version = -1
@@ -166,11 +168,15 @@ class Handle:
         return self.rows.plain and (self.table.memory == "device" or self.table.device.type == "cpu")
 
     def _standing(self) -> Tensor:
-        """Return what the parameter holds between steps: the memory of the table, or one number in the shape of the table."""
+        """Return what the parameter holds between steps: the memory of the table, or one number in the shape of the table.
+
+        That is NaN: what comes to read it, past every function that is given the whole table, does not go unnoticed.
+        """
         with torch.inference_mode(False):  # an inference tensor could never hold a gradient
             if self.aliased:
                 return self.table.stored("weight").detach()
-            one = torch.zeros((), dtype=self.rows.dtype, device=self.table.device)
+            dtype = self.rows.dtype
+            one = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=self.table.device)
             return one.expand(self.table.num_rows, self.table.dim)
 
     def show(self) -> None:
@@ -203,7 +209,7 @@ class Handle:
         assert self.grad is not None
         if self.used_whole:
             raise OptimizerError(
-                f"{self} was made with sparse=True and used as a whole (in a product, a penalty), whose gradient is dense; "
+                f"{self} was made with sparse=True and used as a whole (in a product, a penalty), or given a dense gradient; "
                 "make the embedding with sparse=False, or use the rows that are needed (emb(ids))"
             )
         grad, rows = self.grad, None
@@ -243,9 +249,8 @@ class Handle:
         """Return all rows, up to date, on the compute device: the memory of the table where `aliased`, else a copy."""
         self.recover()
         values = self.rows.whole("weight").detach()
-        self.active = (
-            None  # who has the memory may write to it without a trace (NumPy): the next step reads the rows again
-        )
+        # Who has the memory may write to it without a trace (NumPy), so that the next step must read its rows again.
+        self._exposed = True
         if self.aliased:
             return self.give(values)
         try:
@@ -385,6 +390,7 @@ class Handle:
         rows: Tensor | None = None,
         version: int = -1,
         state_rows: dict[str, Tensor] | None = None,
+        whole: bool = False,
     ) -> None:
         """Add the gradient of some rows to what the next step will apply.
 
@@ -398,12 +404,15 @@ class Handle:
             ``(n, dim)``, the rows as they were when the table's version was `version`; the step writes to this memory.
         state_rows : dict of str to Tensor, optional
             Their state, as of then.
+        whole : bool
+            Whether it is that of a use of all rows, which torch makes dense.
         """
         self.recover()
         if self.grad is not None and self._discarded():
             reused = self._followed() is not None
             self.clear()
             self._reused = reused
+        self.used_whole = self.used_whole or whole
         grad = grad.detach()
         if self._has_hooks():
             self._arrive(ids, grad)
@@ -462,7 +471,8 @@ class Handle:
         """Run the hooks on the gradient of one backward, and accumulate it between them."""
         param = self._param()
         if param is not None and param._backward_hooks:
-            ids, grad = self._rows_of(self._hooked(param, RowGradient(self.table.num_rows, ids, grad)).detach())
+            shown = RowGradient(self.table.num_rows, ids, grad, sparse=self.sparse and not self.used_whole)
+            ids, grad = self._rows_of(self._hooked(param, shown).detach())
         self._accumulate(ids, grad)
         if param is not None:
             with as_tensor():
@@ -486,8 +496,7 @@ class Handle:
     def deposit_dense(self, grad: Tensor) -> None:
         """Add a gradient of all rows, ``(num_rows, dim)``. With lazy idle rows those without any stay idle."""
         ids, rows = self._rows_of(grad.detach())
-        self.deposit(ids, rows)
-        self.used_whole = True
+        self.deposit(ids, rows, whole=True)
 
     def _rows_of(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the active rows of a dense gradient and their values."""
@@ -543,8 +552,9 @@ class Handle:
             return None
         assert self.ids is not None
         shown = None if self._shown is None else self._shown()
-        if shown is None or shown.rows is not self.grad:
-            shown = RowGradient(self.table.num_rows, self.ids, self.grad, self._densified)
+        sparse = self.sparse and not self.used_whole
+        if shown is None or shown.rows is not self.grad or shown.sparse != sparse:
+            shown = RowGradient(self.table.num_rows, self.ids, self.grad, self._densified, sparse)
             self._shown = weakref.ref(shown)
         return shown
 
@@ -569,6 +579,7 @@ class Handle:
             self.ids, self.grad = torch.arange(len(grad), device=grad.device), grad
             self._touched = self.ids[:0]
         self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
+        self.used_whole = not grad.is_sparse
 
     def _check_gradient(self, grad: Any) -> None:
         shape = (self.table.num_rows, self.table.dim)
@@ -598,7 +609,8 @@ class Handle:
             self.grad = self.grad[self.ids]
             self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
         self._touched = None
-        again = again or any(reference() is not None for reference in self._given)
+        self._exposed, exposed = False, self._exposed
+        again = again or exposed or any(reference() is not None for reference in self._given)
         if again or self.active is None or self._version != self.table.version:
             self.in_place = self._steps_in_place()
             if self.in_place:

@@ -172,7 +172,8 @@ class RowState:
         self._mapping, self._first = optimizer.state, not state
         self._step = None if frame is None else (frame, threading.get_ident())
         self.in_step = True
-        self.handle.refresh()  # where a probe has hidden the gradient meanwhile
+        if self.handle.active is None:  # a probe has hidden the gradient meanwhile
+            self.handle.refresh()
         self.handle.enter(self._sparse)
 
     def assume(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
