@@ -284,7 +284,8 @@ class Handle:
         def deposit(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             assert grad is not None
-            handle.deposit_dense(grad)
+            if handle.requires_grad:  # and not frozen since, where torch drops the gradient too
+                handle.deposit_dense(grad)
 
         leaf.register_post_accumulate_grad_hook(deposit)
         self._whole = weakref.ref(leaf), self.table.version
@@ -299,7 +300,7 @@ class Handle:
 
     def take_param(self, param: nn.Parameter, kind: type[nn.Parameter]) -> None:
         """Make an ordinary parameter the weight, with its values. The one so far is an ordinary one again, or of no use."""
-        values = param.detach()
+        values, grad = param.detach(), self.gradient()
         self.drop_state("another weight was assigned to the module")
         self.clear()
         parted = self._can_take(values) and len(values) == self.table.num_rows and values.dtype == self.rows.dtype
@@ -310,6 +311,8 @@ class Handle:
         if old is not None:
             self._param = weakref.ref(old)
         self.bind(param, kind, parted)
+        if old is not None and parted:
+            old.grad = grad  # others may hold and train it
 
     def set_whole(self, values: Tensor) -> None:
         """Set all rows to `values`, ``(any, dim)``: of another number of rows they make a new table, without state.
