@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.eager import uncompiled
-from speedtransfer.errors import InvalidValueError, OptimizerError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
 from speedtransfer.optim.lazy import sparse_gradient
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.store import RowStore
@@ -149,7 +149,7 @@ class Handle:
         param.__dict__[_KEY] = self
         self.show()
         if given is not None:
-            self.assign_gradient(given)
+            self.assign_gradient(given.to(self.table.device, self.rows.dtype))
         return param
 
     def new_param(self, kind: type[nn.Parameter]) -> nn.Parameter:
@@ -317,7 +317,7 @@ class Handle:
     def set_whole(self, values: Tensor) -> None:
         """Set all rows to `values`, ``(any, dim)``: of another number of rows they make a new table, without state.
 
-        Where rows are stored as they are computed, their dtype becomes that of `values`, as an assigned ``weight.data`` does.
+        Their device, and where rows are stored as they are computed their dtype, become those of `values`, as in torch.
         """
         table, rows = self.table, self.rows
         if values.dim() != 2 or values.shape[1] != table.dim:
@@ -338,6 +338,8 @@ class Handle:
                     f"{self} is assigned the memory of {other}, another table, and one memory cannot be two tables; write its "
                     "values (weight.data.copy_(other)), or share the weight itself (module.weight = other.weight)"
                 )
+        if values.device != table.device:
+            self.move(values.device)
         if not resized and not retyped and self._can_take(values):
             self.settle()
             table.take(
@@ -590,6 +592,11 @@ class Handle:
             raise InvalidValueError(
                 f"the gradient of {self} is {what} but the table is {shape}; pass a tensor of that shape"
             )
+        if grad.dtype != self.rows.dtype or grad.device != self.table.device:
+            raise InvalidTypeError(
+                f"the gradient of {self} is {grad.dtype} on {grad.device} but its rows are {self.rows.dtype} on "
+                f"{self.table.device}; pass grad.to({str(self.table.device)!r}, {self.rows.dtype})"
+            )
 
     def clear(self) -> None:
         """Forget the gradient and the active rows."""
@@ -649,8 +656,12 @@ class Handle:
         self.clear()
         self.show()
 
-    def moved(self) -> None:
-        """Follow the table to another device."""
+    def move(self, device: torch.device) -> None:
+        """Make `device` the compute device."""
+        # Planes of state on the device move along, and the optimizer's views of them do not.
+        if self.table.memory == "device" and len(self.table.planes) > len(self.rows.parts("weight")):
+            self.drop_state(f"the table moved to {device}")
+        self.table.to(device)
         if self.ids is not None and self.grad is not None:
             self.ids, self.grad = self.ids.to(self.table.device), self.grad.to(self.table.device)
             self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
