@@ -355,7 +355,7 @@ class OfSomebody(torch.optim.SGD):
 def test_what_has_no_rule_is_refused() -> None:
     embedding = speedtransfer.Embedding(10, 4, idle="exact")
     before = embedding.table.torch().clone()
-    optimizer = OfSomebody(embedding.parameters(), lr=0.1)
+    optimizer = OfSomebody(embedding.parameters(), lr=0.1, momentum=0.9)
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(OptimizerError, match=r"does not know what OfSomebody does .* idle='lazy'"):
         optimizer.step()

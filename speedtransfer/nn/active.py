@@ -45,7 +45,9 @@ class ActiveRows:
         def deposit(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             assert grad is not None
-            handle.deposit(ids, grad, leaf.detach(), version, state_rows)
+            if handle.requires_grad:  # and not frozen since, where torch drops the gradient too
+                grad = grad.to_dense() if grad.is_sparse else grad
+                handle.deposit(ids, grad, leaf.detach(), version, state_rows)
 
         self.rows.requires_grad_()
         self.rows.register_post_accumulate_grad_hook(deposit)

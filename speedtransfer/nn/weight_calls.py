@@ -39,10 +39,7 @@ def _data(weight: Any) -> Tensor:
     handle = handle_of(weight)
     if handle.aliased:
         return handle.whole()
-    with as_tensor():
-        data = torch.Tensor.detach(weight).as_subclass(WeightData)
-    data.handle = handle
-    return handle.give(data)
+    return handle.give(WeightData(handle))
 
 
 def _set_data(weight: Any, values: Tensor) -> None:
@@ -159,7 +156,8 @@ def _embedding_bag(
     if isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad:
         active.track_grad()
     padded = padding_idx is not None
-    return bag_lookup(active, offsets, per_sample_weights, mode, scale_grad_by_freq, include_last_offset, padded)
+    freq, last = scale_grad_by_freq, include_last_offset
+    return bag_lookup(active, offsets, per_sample_weights, mode, freq, last, padded, sparse)
 
 
 def _rows_at(weight: Any, index: Any) -> Any:
@@ -219,12 +217,14 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _summed(handle: Handle, grads: list[tuple[Tensor | None, Tensor | None]]) -> Tensor | None:
     total: Tensor | None = None
-    for grad, ids in grads:
-        if grad is None:
-            continue
-        if ids is not None:
-            empty = grad.new_zeros(handle.table.num_rows, grad.shape[1])
-            grad = empty.index_add(0, ids.to(grad.device), grad)
+    pairs = [(grad.to_dense() if grad.is_sparse else grad, ids) for grad, ids in grads if grad is not None]
+    shape = (handle.table.num_rows, handle.table.dim)
+    if handle.sparse and pairs and all(ids is not None and grad.dim() == 2 for grad, ids in pairs):
+        index = torch.cat([ids for _, ids in pairs if ids is not None]).unsqueeze(0)
+        return torch.sparse_coo_tensor(index, torch.cat([grad for grad, _ in pairs]), shape, check_invariants=False)
+    for grad, ids in pairs:
+        if ids is not None:  # of many gradients at once (is_grads_batched) there is a dimension more
+            grad = grad.new_zeros(*grad.shape[:-2], *shape).index_add(-2, ids.to(grad.device), grad)
         total = grad if total is None else total + grad
     return None if total is None else handle.hooked(total)
 

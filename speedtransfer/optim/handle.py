@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -97,6 +98,7 @@ class Handle:
         self.used_whole = False  # some of the gradient comes from a use of all rows
         self._touched: Tensor | None = None  # the active rows before somebody made the gradient dense
         self._shown: weakref.ref[RowGradient] | None = None
+        self._reused = False  # the gradient was set to zero: what `_shown` is will be the next one
         # Leaves of autograd that deposit here, with the rows they hold (None: all), while they live.
         self._leaves: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
         self._given: list[weakref.ref[Tensor]] = []  # tensors over the table that others may hold, and write to
@@ -153,7 +155,7 @@ class Handle:
     def new_param(self, kind: type[nn.Parameter]) -> nn.Parameter:
         """Make a parameter for this handle."""
         with torch.inference_mode(False):
-            return self.bind(nn.Parameter(self._standing(), requires_grad=self.requires_grad), kind)
+            return self.bind(nn.Parameter(self.standing(), requires_grad=self.requires_grad), kind)
 
     @property
     def follows_idle_rows(self) -> bool:
@@ -165,12 +167,16 @@ class Handle:
         """Whether a tensor on the compute device can be over the memory of the table."""
         return self.rows.plain and (self.table.memory == "device" or self.table.device.type == "cpu")
 
-    def _standing(self) -> Tensor:
-        """Return what the parameter holds between steps: the memory of the table, or one number in the shape of the table."""
+    def standing(self) -> Tensor:
+        """Return what the parameter holds between steps: the memory of the table, or one number in the shape of the table.
+
+        That is NaN: what comes to read it, past every function that is given the whole table, does not go unnoticed.
+        """
         with torch.inference_mode(False):  # an inference tensor could never hold a gradient
             if self.aliased:
                 return self.table.stored("weight").detach()
-            one = torch.zeros((), dtype=self.rows.dtype, device=self.table.device)
+            dtype = self.rows.dtype
+            one = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=self.table.device)
             return one.expand(self.table.num_rows, self.table.dim)
 
     def show(self) -> None:
@@ -179,7 +185,7 @@ class Handle:
         if param is not None:
             param.__class__ = nn.Parameter
             param.grad = None
-            param.data = self._standing()
+            param.data = self.standing()
             param.requires_grad_(self.requires_grad)
             param.__class__ = self._kind
 
@@ -203,7 +209,7 @@ class Handle:
         assert self.grad is not None
         if self.used_whole:
             raise OptimizerError(
-                f"{self} was made with sparse=True and used as a whole (in a product, a penalty), whose gradient is dense; "
+                f"{self} was made with sparse=True and used as a whole (in a product, a penalty), or given a dense gradient; "
                 "make the embedding with sparse=False, or use the rows that are needed (emb(ids))"
             )
         grad, rows = self.grad, None
@@ -278,7 +284,8 @@ class Handle:
         def deposit(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             assert grad is not None
-            handle.deposit_dense(grad)
+            if handle.requires_grad:  # and not frozen since, where torch drops the gradient too
+                handle.deposit_dense(grad)
 
         leaf.register_post_accumulate_grad_hook(deposit)
         self._whole = weakref.ref(leaf), self.table.version
@@ -293,7 +300,7 @@ class Handle:
 
     def take_param(self, param: nn.Parameter, kind: type[nn.Parameter]) -> None:
         """Make an ordinary parameter the weight, with its values. The one so far is an ordinary one again, or of no use."""
-        values = param.detach()
+        values, grad = param.detach(), self.gradient()
         self.drop_state("another weight was assigned to the module")
         self.clear()
         parted = self._can_take(values) and len(values) == self.table.num_rows and values.dtype == self.rows.dtype
@@ -304,6 +311,8 @@ class Handle:
         if old is not None:
             self._param = weakref.ref(old)
         self.bind(param, kind, parted)
+        if old is not None and parted:
+            old.grad = grad  # others may hold and train it
 
     def set_whole(self, values: Tensor) -> None:
         """Set all rows to `values`, ``(any, dim)``: of another number of rows they make a new table, without state.
@@ -359,8 +368,10 @@ class Handle:
         if alive:
             kept = self.whole().clone()
             for tensor in alive:
-                tensor.__class__ = Tensor
-                tensor.data = kept
+                if type(tensor) is Tensor:
+                    tensor.data = kept
+                else:
+                    tensor.part(kept)  # type: ignore[attr-defined]
         self._given = []
 
     def follow(self, leaf: Tensor, ids: Tensor | None) -> None:
@@ -383,6 +394,7 @@ class Handle:
         rows: Tensor | None = None,
         version: int = -1,
         state_rows: dict[str, Tensor] | None = None,
+        whole: bool = False,
     ) -> None:
         """Add the gradient of some rows to what the next step will apply.
 
@@ -396,10 +408,15 @@ class Handle:
             ``(n, dim)``, the rows as they were when the table's version was `version`; the step writes to this memory.
         state_rows : dict of str to Tensor, optional
             Their state, as of then.
+        whole : bool
+            Whether it is that of a use of all rows, which torch makes dense.
         """
         self.recover()
-        if self._discarded():
+        if self.grad is not None and self._discarded():
+            reused = self._followed() is not None
             self.clear()
+            self._reused = reused
+        self.used_whole = self.used_whole or whole
         grad = grad.detach()
         if self._has_hooks():
             self._arrive(ids, grad)
@@ -414,14 +431,23 @@ class Handle:
         version: int = -1,
         state_rows: dict[str, Tensor] | None = None,
     ) -> None:
+        grad = _writable(grad)
+        shown = self._followed()
         if self.ids is None:
             self.ids, self.active, self.state_rows, self._version = ids, rows, state_rows or {}, version
         else:
             assert self.grad is not None
             ids, grad = self._merged((self.ids, self.grad), (ids, grad))
             self.ids, self.active, self.state_rows = ids, None, {}
-        self.grad, self._grad_version = grad, grad._version
+        self.grad, self._grad_version, self._reused = grad, grad._version, False
+        if shown is not None:  # as in torch, where a gradient stays the object that it is until it is set to None
+            shown.ids, shown.rows = ids, grad
         self._warn_untrained()
+
+    def _followed(self) -> RowGradient | None:
+        """Return the gradient that somebody has got from here and holds, if it is still that of the weight."""
+        shown = None if self._shown is None else self._shown()
+        return shown if shown is not None and (self._reused or shown.rows is self.grad) else None
 
     # Hooks of the parameter, which is itself in no graph. As in torch they see the sum over all uses of the weight in a
     # backward, once: a step or a clipping of each part would be something else.
@@ -449,7 +475,8 @@ class Handle:
         """Run the hooks on the gradient of one backward, and accumulate it between them."""
         param = self._param()
         if param is not None and param._backward_hooks:
-            ids, grad = self._rows_of(self._hooked(param, RowGradient(self.table.num_rows, ids, grad)).detach())
+            shown = RowGradient(self.table.num_rows, ids, grad, sparse=self.sparse and not self.used_whole)
+            ids, grad = self._rows_of(self._hooked(param, shown).detach())
         self._accumulate(ids, grad)
         if param is not None:
             with as_tensor():
@@ -473,8 +500,7 @@ class Handle:
     def deposit_dense(self, grad: Tensor) -> None:
         """Add a gradient of all rows, ``(num_rows, dim)``. With lazy idle rows those without any stay idle."""
         ids, rows = self._rows_of(grad.detach())
-        self.deposit(ids, rows)
-        self.used_whole = True
+        self.deposit(ids, rows, whole=True)
 
     def _rows_of(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the active rows of a dense gradient and their values."""
@@ -502,13 +528,14 @@ class Handle:
         return grad
 
     def _merged(self, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the rows and the sum of two gradients; in memory of its own."""
+        """Return the rows and the sum of two gradients: in the memory of the first where that has all the rows."""
         (ids, grad), (more_ids, more) = one, other
         if more_ids.shape == ids.shape and torch.equal(more_ids, ids):
-            return ids, grad + more
-        for first, second, rows, others in ((ids, more_ids, grad, more), (more_ids, ids, more, grad)):
-            if len(first) == self.table.num_rows:  # all rows are there
-                return first, rows.index_add(0, second, others)
+            return ids, grad.add_(more)
+        if len(ids) == self.table.num_rows:
+            return ids, grad.index_add_(0, more_ids, more)
+        if len(more_ids) == self.table.num_rows:
+            return more_ids, more.index_add(0, ids, grad)
         union, position, *_ = unique_rows(torch.cat([ids, more_ids]))
         total = grad.new_zeros(len(union), grad.shape[1])
         total[position[: len(ids)]] = grad
@@ -529,8 +556,9 @@ class Handle:
             return None
         assert self.ids is not None
         shown = None if self._shown is None else self._shown()
-        if shown is None or shown.rows is not self.grad:
-            shown = RowGradient(self.table.num_rows, self.ids, self.grad, self._densified)
+        sparse = self.sparse and not self.used_whole
+        if shown is None or shown.rows is not self.grad or shown.sparse != sparse:
+            shown = RowGradient(self.table.num_rows, self.ids, self.grad, self._densified, sparse)
             self._shown = weakref.ref(shown)
         return shown
 
@@ -548,11 +576,14 @@ class Handle:
                 self.clear()
             return
         self._check_gradient(grad)
-        grad = grad.detach()
-        if grad.layout == torch.strided and 0 in grad.stride():  # one value for all, which cannot be clipped in place
-            grad = grad.clone(memory_format=torch.contiguous_format)
-        self.ids, self.grad = self._rows_of(grad)
+        grad = _writable(grad.detach())
+        if isinstance(grad, RowGradient) or grad.is_sparse:
+            (self.ids, self.grad), self._touched = self._rows_of(grad), None
+        else:  # others may write to this memory before the step, which finds out what rows there are
+            self.ids, self.grad = torch.arange(len(grad), device=grad.device), grad
+            self._touched = self.ids[:0]
         self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
+        self.used_whole = not grad.is_sparse
 
     def _check_gradient(self, grad: Any) -> None:
         shape = (self.table.num_rows, self.table.dim)
@@ -570,6 +601,7 @@ class Handle:
     def clear(self) -> None:
         """Forget the gradient and the active rows."""
         self.ids = self.grad = self.active = self._touched = None
+        self._reused = False
         self.state_rows, self.used_whole, self.in_place, self._waiting_since = {}, False, False, None
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -684,6 +716,12 @@ class Handle:
         duplicate.name = self.name
         memo[id(self)] = duplicate
         return duplicate
+
+
+def _writable(grad: Tensor) -> Tensor:
+    """Return a gradient that can be written in place: not one number that stands for many."""
+    expanded = grad.layout == torch.strided and not isinstance(grad, RowGradient) and 0 in grad.stride()
+    return grad.clone(memory_format=torch.contiguous_format) if expanded else grad
 
 
 def _shares(values: Tensor, plane: Tensor) -> bool:
