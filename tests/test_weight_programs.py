@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -148,6 +149,47 @@ def test_an_assigned_gradient_is_written_to_before_the_step(steps: int) -> None:
         buffer[7] = 1
         opt.step()
         return before, buffer
+
+    both(train)
+
+
+def test_a_flat_buffer_of_gradients_stays() -> None:
+    """Zeros written to it are no sign that it is of use no more."""
+
+    def train(emb: Any) -> Any:
+        opt, flat = torch.optim.AdamW(emb.parameters(), lr=0.1), torch.zeros(27)
+        emb.weight.grad = flat.view(9, 3)
+        for shift in range(3):
+            flat.zero_()
+            emb(IDS + shift).pow(2).sum().backward()
+            flat.mul_(0.5)
+            opt.step()
+        return flat
+
+    both(train)
+
+
+def test_evaluation_in_another_thread() -> None:
+    """What it brings up to date is brought up to date once."""
+
+    def train(emb: Any) -> Any:
+        opt, going = torch.optim.AdamW(emb.parameters(), lr=0.01), threading.Event()
+
+        def look() -> None:
+            while not going.is_set():
+                emb(IDS).detach()
+                emb.weight.detach().sum()
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        try:
+            for shift in range(100):
+                opt.zero_grad()
+                emb(IDS + shift % 7).pow(2).sum().backward()
+                opt.step()
+        finally:
+            going.set()
+            thread.join()
 
     both(train)
 

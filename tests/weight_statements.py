@@ -148,9 +148,7 @@ kept['buffer'][{k}] = 0.1
 
 kept['buffer'].sum()
 
-kept['grad_data'] = emb.weight.grad.detach()
-
-kept['grad_data'].mul_(0.5)
+emb.weight.grad.detach().mul_(0.5)
 
 kept['grads'] = [p.grad for p in model.parameters()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -98,6 +99,10 @@ class Handle:
         self.used_whole = False  # some of the gradient comes from a use of all rows
         self._touched: Tensor | None = None  # the active rows before somebody made the gradient dense
         self._shown: weakref.ref[RowGradient] | None = None
+        self._assigned: Tensor | None = None  # the gradient, where others gave the memory to accumulate it in
+        self._cleared: tuple[bool, bool, Tensor | None] | None = None  # what `clear` has forgotten beside the gradient
+        # Another thread may evaluate the model while this one trains it: what brings rows up to date takes turns.
+        self.lock = threading.RLock()
         self._reused = False  # the gradient was set to zero: what `_shown` is will be the next one
         # Leaves of autograd that deposit here, with the rows they hold (None: all), while they live.
         self._leaves: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
@@ -225,7 +230,9 @@ class Handle:
             self.grad = grad
         self._grad_version = -1 if self.grad is None else self.grad._version
         if self.grad is None:
-            self.ids = None
+            self.ids = self._assigned = None
+        elif self._assigned is not None:
+            self._use_assigned()
         self.active, self.state_rows, self.in_place, self._waiting_since = None, {}, False, None
         self.show()
 
@@ -412,7 +419,7 @@ class Handle:
             Whether it is that of a use of all rows, which torch makes dense.
         """
         self.recover()
-        if self.grad is not None and self._discarded():
+        if self.grad is not None and self._assigned is None and self._discarded():
             reused = self._followed() is not None
             self.clear()
             self._reused = reused
@@ -576,14 +583,24 @@ class Handle:
                 self.clear()
             return
         self._check_gradient(grad)
-        grad = _writable(grad.detach())
+        given = grad
+        grad = grad if isinstance(grad, RowGradient) else _writable(grad.detach())
         if isinstance(grad, RowGradient) or grad.is_sparse:
-            (self.ids, self.grad), self._touched = self._rows_of(grad), None
+            again = grad is given and self._shown is not None and given is self._shown() and self.grad is None
+            (self.ids, self.grad), self._touched, self._assigned = self._rows_of(grad), None, None
+            if again and self._cleared is not None:  # put back, by a probe for one
+                self.used_whole, was_assigned, self._touched = self._cleared
+                self._assigned = self.grad if was_assigned else None
         else:  # others may write to this memory before the step, which finds out what rows there are
-            self.ids, self.grad = torch.arange(len(grad), device=grad.device), grad
-            self._touched = self.ids[:0]
+            self._assigned = grad
+            self._use_assigned()
         self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
         self.used_whole = not grad.is_sparse
+
+    def _use_assigned(self) -> None:
+        assert self._assigned is not None
+        self.ids, self.grad = torch.arange(len(self._assigned), device=self._assigned.device), self._assigned
+        self._touched = self.ids[:0]
 
     def _check_gradient(self, grad: Any) -> None:
         shape = (self.table.num_rows, self.table.dim)
@@ -600,8 +617,10 @@ class Handle:
 
     def clear(self) -> None:
         """Forget the gradient and the active rows."""
+        if self.grad is not None:
+            self._cleared = self.used_whole, self._assigned is not None, self._touched
         self.ids = self.grad = self.active = self._touched = None
-        self._reused = False
+        self._reused, self._assigned = False, None
         self.state_rows, self.used_whole, self.in_place, self._waiting_since = {}, False, False, None
 
     # --- steps --------------------------------------------------------------------------------------------------------

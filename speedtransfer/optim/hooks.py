@@ -127,8 +127,9 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> None:
             way_to_step(handle, optimizer, group, Findings())  # may refuse, or warn: idle rows may move now
             handle.state.assume(optimizer, group)
         _run_first(optimizer)
-        handle.refresh()
-        handle.state.load(optimizer, group, frame)
+        with handle.lock:
+            handle.refresh()
+            handle.state.load(optimizer, group, frame)
 
 
 def _unload(optimizer: Optimizer) -> None:
@@ -195,4 +196,5 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         _forget_closure(optimizer)
         for handle, group in state_dicts.handles_of(optimizer):
             if handle.state is not None and handle.state.in_step and handle.state.optimizer() is optimizer:
-                handle.state.store(optimizer, group)
+                with handle.lock:
+                    handle.state.store(optimizer, group)

@@ -43,6 +43,7 @@ class RowState:
         rule: Rule | None = None,
         sparse: bool = False,
     ) -> None:
+        self._lock = handle.lock
         self._handle = weakref.ref(handle)  # which holds this object: a cycle would keep the table until the next gc
         self.optimizer = weakref.ref(optimizer)
         self.in_step = False  # from load to store; still True at the next load: the step between failed
@@ -123,14 +124,18 @@ class RowState:
     def current(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the rows `ids` (n,) as they are after all steps so far: weights, and where these lagged the state too."""
         store = self.handle.rows
-        return self._lag.read(store, ids, self._planes()) if self._lag else store.read(ids, ["weight"])
+        if not self._lag:
+            return store.read(ids, ["weight"])
+        with self._lock:
+            return self._lag.read(store, ids, self._planes())
 
     @torch.no_grad()
     def settle(self, ids: Tensor | None = None) -> None:
         """Bring the rows `ids` (n,), none twice, of the table up to date; None: all of them."""
         if self._lag is not None:
             store = self.handle.rows if self._orphaned is None else self._orphaned
-            self._lag.settle(store, ids, self._planes())
+            with self._lock:
+                self._lag.settle(store, ids, self._planes())
 
     def outlive(self, store: RowStore) -> None:
         """Go on without the handle, whose `store` this is: the table still brings its rows up to date."""
