@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 def find_handle(param: Any) -> Handle | None:
     """Return the handle that `param` belongs to, or None for an ordinary parameter."""
     handle: Handle | None = getattr(param, "__dict__", {}).get(_KEY)
-    return handle if handle is not None and handle.param_or_none() is param else None
+    return handle if handle is not None and handle._param() is param else None
 
 
 def any_handles() -> bool:
@@ -43,11 +42,8 @@ def count_step() -> None:
     _steps_made += 1
 
 
-@contextmanager
-def as_tensor() -> Iterator[None]:
-    """Within, the parameter of a table is the tensor that torch sees, and not the whole table."""
-    with torch._C.DisableTorchFunctionSubclass():
-        yield
+# Within, the parameter of a table is the tensor that torch sees, and not the whole table.
+as_tensor = torch._C.DisableTorchFunctionSubclass
 
 
 class Handle:
@@ -95,6 +91,7 @@ class Handle:
         self._grad_version = 0  # of `grad` as this class left it
         self.used_whole = False  # some of the gradient comes from a use of all rows
         self._touched: Tensor | None = None  # the active rows before somebody made the gradient dense
+        self._sum: weakref.ref[Tensor] | None = None  # the sum of several gradients, where this class has made one
         self._shown: weakref.ref[RowGradient] | None = None
         # Leaves of autograd that deposit here, with the rows they hold (None: all), while they live.
         self._leaves: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
@@ -164,11 +161,13 @@ class Handle:
 
     def _standing(self) -> Tensor:
         """Return what the parameter holds between steps: the memory of the table, or one number in the shape of the table."""
-        with torch.inference_mode(False):  # an inference tensor could never hold a gradient
-            if self.aliased:
-                return self.table.stored("weight").detach()
-            one = torch.zeros((), dtype=self.rows.dtype, device=self.table.device)
-            return one.expand(self.table.num_rows, self.table.dim)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # an inference tensor could never hold a gradient
+                return self._standing()
+        if self.aliased:
+            return self.table.stored("weight").detach()
+        one = torch.zeros((), dtype=self.rows.dtype, device=self.table.device)
+        return one.expand(self.table.num_rows, self.table.dim)
 
     def show(self) -> None:
         """Let the parameter stand for the whole table."""
@@ -397,21 +396,23 @@ class Handle:
             self.clear()
         grad = grad.detach()
         param = self._param()
-        if param is not None and param._backward_hooks:
-            ids, grad = self._hooked(param, ids, grad)
-            rows = rows if rows is not None and len(rows) == len(ids) else None
+        after: Any = None
+        if param is not None:
+            with as_tensor():
+                before, after = param._backward_hooks, param._post_accumulate_grad_hooks
+            if before:
+                ids, grad = self._hooked(param, ids, grad)
+                rows = rows if rows is not None and len(rows) == len(ids) else None
         if self.ids is None:
             self.ids, self.active, self.state_rows, self._version = ids, rows, state_rows or {}, version
         else:
             ids, grad = self._merged(ids, grad)
             self.ids, self.active, self.state_rows = ids, None, {}
+            self._sum = weakref.ref(grad)
         self.grad, self._grad_version = grad, grad._version
         self._warn_untrained()
-        if param is not None:
-            with as_tensor():
-                hooks = list((param._post_accumulate_grad_hooks or {}).values())
-            for hook in hooks:
-                hook(param)
+        for hook in list(after.values()) if after else ():
+            hook(param)
 
     def _warn_untrained(self) -> None:
         """Warn, once, of a gradient that grows while optimizers without this weight step."""
@@ -441,6 +442,8 @@ class Handle:
             return grad.indices()[0], grad.values()
         if self.follows_idle_rows:  # an idle row and one with a gradient of zero go the same way
             return torch.arange(len(grad), device=grad.device), grad
+        if grad.shape[1] and bool((grad[:, 0] != 0).all()):  # as that of a softmax over all rows: one column tells
+            return torch.arange(len(grad), device=grad.device), grad
         ids = (grad != 0).any(dim=1).nonzero().flatten()
         return ids, grad if len(ids) == len(grad) else grad[ids]
 
@@ -462,6 +465,9 @@ class Handle:
             return ids, self.grad + grad
         for first, second, rows, others in ((self.ids, ids, self.grad, grad), (ids, self.ids, grad, self.grad)):
             if len(first) == self.table.num_rows:  # all rows are there
+                # A sum made here goes on to grow where it is, as torch's do. The memory of any other may be somebody else's.
+                if self._sum is not None and self._sum() is rows and not torch.is_grad_enabled():
+                    return first, rows.index_add_(0, second, others)
                 return first, rows.index_add(0, second, others)
         union, position, *_ = unique_rows(torch.cat([self.ids, ids]))
         total = grad.new_zeros(len(union), grad.shape[1])
