@@ -12,7 +12,7 @@ TORCH_INDEX ?= $(if $(filter cuda12,$(CUDA_EXTRA)),https://download.pytorch.org/
 comma := ,
 EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 
-.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale speedtorch-loop optimizers projects gpu gpu-status clean
+.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale speedtorch-loop optimizers torch-suite projects gpu gpu-status clean
 
 help:
 	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (a few minutes)"
@@ -27,6 +27,7 @@ help:
 	@echo "make word2vec-scale  word2vec steps on up to 50 million words in files (20 GB of disk)"
 	@echo "make speedtorch-loop  SpeedTorch's word2vec example by its names, by the drop-in and in plain torch (7 GB of host memory)"
 	@echo "make optimizers  train a small table by every optimizer of four packages, beside an oracle (minutes)"
+	@echo "make torch-suite FILE=PATH  torch's own tests of nn.Embedding with tables in its place; see tests/torch_suite.py"
 	@echo "make projects    public projects and frameworks as they are, with tables and with nn.Embedding (an environment of its own)"
 	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/"
 	@echo "make gpu-status  which GPU results exist, from which commit, which are stale"
@@ -93,6 +94,9 @@ speedtorch-loop: $(ENV)
 optimizers: $(ENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[optimizers]"
 	$(PY) tests/sweep_optimizers.py $(ARGS)
+
+torch-suite: $(ENV)
+	OMP_NUM_THREADS=1 $(PY) tests/torch_suite.py "$(FILE)" $(ARGS)
 
 # Public projects pin packages that no others should have to take, so they have an environment of their own.
 PROJECTS ?= .venv-projects

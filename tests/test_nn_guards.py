@@ -121,3 +121,9 @@ def test_a_table_that_no_optimizer_has_is_told_of_once() -> None:
     with pytest.warns(UserWarning, match="no optimizer that steps has this weight"):
         train(120, clear=False)
     train(120, clear=False)
+
+
+def test_messages_name_the_module() -> None:
+    model = torch.nn.ModuleDict({"encoder": torch.nn.Sequential(torch.nn.Identity(), speedtransfer.Embedding(12, 5))})
+    with pytest.raises(ValueError, match=r"the gradient of encoder\.1\.weight is \(3, 5\)"):
+        model["encoder"][1].weight.grad = torch.zeros(3, 5)

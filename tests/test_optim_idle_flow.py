@@ -18,6 +18,7 @@ from lazy_oracle import (
 )
 from optimizer_cases import OptimizerCase, case_named
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import speedtransfer
 from speedtransfer import Table
@@ -325,6 +326,25 @@ def test_another_thread_evaluates_meanwhile(idle: str) -> None:
     assert torch.equal(train(watched=True), train(watched=False))
 
 
+@pytest.mark.parametrize("foreach", [True, False])
+def test_steps_under_a_dispatch_mode(foreach: bool) -> None:
+    """Below one, lists of tensors change without a trace: the number of steps is read, not foretold."""
+    batches = skewed_batches(40, 8, 40, size=8)
+
+    def train(make: type[nn.Module]) -> Any:
+        torch.manual_seed(1)
+        module: Any = make(40, 8)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=foreach)
+        for ids, target in batches:
+            with FlopCounterMode(display=False):
+                optimizer.zero_grad()
+                squared_loss(module(ids), target).backward()
+                optimizer.step()
+        return module.state_dict()["weight"]
+
+    torch.testing.assert_close(train(speedtransfer.Embedding), train(nn.Embedding), rtol=0, atol=1e-5)
+
+
 # --- refusals -----------------------------------------------------------------------------------------------------------
 
 
@@ -335,9 +355,26 @@ class OfSomebody(torch.optim.SGD):
 def test_what_has_no_rule_is_refused() -> None:
     embedding = speedtransfer.Embedding(10, 4, idle="exact")
     before = embedding.table.torch().clone()
-    optimizer = OfSomebody(embedding.parameters(), lr=0.1)
+    optimizer = OfSomebody(embedding.parameters(), lr=0.1, momentum=0.9)
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(OptimizerError, match=r"does not know what OfSomebody does .* idle='lazy'"):
         optimizer.step()
     assert embedding.table.planes == ("weight",)
     assert torch.equal(embedding.table.torch(), before)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_steps_in_which_no_batch_comes(set_to_none: bool) -> None:
+    """A gradient of zeros is a step to a dense optimizer; none is none."""
+    torch.manual_seed(0)
+    ours = speedtransfer.Embedding(30, 4, idle="exact")
+    torch.manual_seed(0)
+    dense = torch.nn.Embedding(30, 4)
+    for module in (ours, dense):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        for step, (ids, target) in enumerate(skewed_batches(30, 4, 12)):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            if step % 3 != 2:
+                squared_loss(module(ids), target).backward()
+            optimizer.step()
+    torch.testing.assert_close(ours.weight, dense.weight, rtol=1e-5, atol=1e-6)

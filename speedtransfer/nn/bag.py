@@ -66,7 +66,14 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
             return super().forward(input, offsets, per_sample_weights)
         active, mode, padded = self.activate(input), self.mode, self.padding_idx is not None
         return bag_lookup(
-            active, offsets, per_sample_weights, mode, self.scale_grad_by_freq, self.include_last_offset, padded
+            active,
+            offsets,
+            per_sample_weights,
+            mode,
+            self.scale_grad_by_freq,
+            self.include_last_offset,
+            padded,
+            self.sparse,
         )
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn.active import ActiveRows, activate
@@ -58,6 +60,7 @@ def make_handle(
         # With storage_dtype rows are float32, whatever floats they were given as.
         dtype = torch.float32 if storage_dtype is not None and weight.is_floating_point() else weight.dtype
     assert dtype is not None
+    _follow_names()
     check_dtypes(dtype, storage_dtype, state_dtype)
     stored = dtype if storage_dtype is None else storage_dtype
     if weight is not None and weight.dtype == stored:
@@ -69,6 +72,18 @@ def make_handle(
     if given is not None:
         store.load("weight", given)
     return Handle(table, requires_grad, idle, store)
+
+
+@functools.cache
+def _follow_names() -> None:
+    """Have tables know the names of their modules, for messages: as in ``named_modules()`` of the outermost so far."""
+
+    def name(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        for path, module in [] if child is None else child.named_modules(prefix=name):
+            if isinstance(module, TableModule) and "_handle" in module.__dict__:
+                module._handle.name = path
+
+    register_module_module_registration_hook(name)
 
 
 class TableModule(nn.Module):
@@ -244,7 +259,7 @@ class TableModule(nn.Module):
             handle.convert(sample.dtype)
         if sample.device != handle.table.device:
             # Planes of state on the device move along, and the optimizer's views of them do not.
-            if handle.table.memory == "device":
+            if handle.table.memory == "device" and len(handle.table.planes) > len(handle.rows.parts("weight")):
                 handle.drop_state(f"the table moved to {sample.device}")
             handle.table.to(sample.device)
             handle.moved()

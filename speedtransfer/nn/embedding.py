@@ -27,7 +27,7 @@ class Embedding(TableModule, nn.Embedding):
         As in ``torch.nn.Embedding``.
     sparse : bool
         Whether an optimizer finds sparse gradients, as with ``torch.nn``: only where that makes a difference, and dense ones
-        where it refuses sparse ones. Outside of its step they are dense over the active rows.
+        where it refuses sparse ones. Outside of its step ``weight.grad`` reads as a sparse gradient, coalesced.
     device : torch.device, optional
         The compute device, as for any module; ``.to()`` moves it.
     memory : {"auto", "pinned", "pageable", "mmap", "device"}

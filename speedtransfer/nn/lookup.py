@@ -33,6 +33,12 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         _, inverse, order, starts, _ = ctx.groups
         grad = grads[0].reshape(inverse.numel(), grads[0].shape[-1])
+        if torch._C._functorch.is_legacy_batchedtensor(grad) or torch._C._functorch.is_batchedtensor(grad):
+            # Many gradients at once (is_grads_batched, vmap), which are written to no memory of one alone.
+            total = grad.new_zeros(ctx.num_rows, grad.shape[1]).index_add(0, inverse, grad)
+            if ctx.padding >= 0:
+                total = total.index_fill(0, inverse.new_tensor([ctx.padding]), 0)
+            return total, None, None, None
         if torch.is_grad_enabled():  # create_graph: a gradient of this gradient may follow
             total = torch.ops.aten.embedding_dense_backward(grad, inverse, ctx.num_rows, ctx.padding, False)
             return total, None, None, None
@@ -74,6 +80,7 @@ def bag_lookup(
     scale_grad_by_freq: bool,
     include_last_offset: bool,
     has_padding: bool,
+    sparse: bool = False,
 ) -> Tensor:
     """Return the sum, mean or max of the rows of each bag of the ids that `active` was made of, ``(bags, dim)``.
 
@@ -81,17 +88,21 @@ def bag_lookup(
     ----------
     has_padding : bool
         Whether there is a padding row, be it among the ids or not.
+    sparse : bool
+        Whether torch would make a sparse gradient, whose sums of half precision it adds up in another order.
     """
     padding = active.groups.found
     if include_last_offset and padding < 0 and offsets is not None and offsets.dim() == 1 and has_padding:
         # With a padding row, torch lets the last bag reach to the end of the ids.
         offsets, include_last_offset = offsets[:-1], False
+    as_sparse = sparse and active.rows.dtype.itemsize == 2 and mode != "max" and not scale_grad_by_freq
     return F.embedding_bag(
         active.inverse,
         active.rows,
         offsets,
         scale_grad_by_freq=scale_grad_by_freq,
         mode=mode,
+        sparse=as_sparse,
         per_sample_weights=per_sample_weights,
         include_last_offset=include_last_offset,
         padding_idx=padding if padding >= 0 else None,

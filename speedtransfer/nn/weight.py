@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from speedtransfer.eager import uncompiled
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import Handle, find_handle
 from speedtransfer.optim.handle import as_tensor
 
@@ -53,7 +53,7 @@ class TableWeight(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             handle = copy.deepcopy(handle_of(self), memo)
-            memo[id(self)] = handle.param_or_none() or handle.new_param(TableWeight)
+            memo[id(self)] = _weight_of(handle)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -140,7 +140,8 @@ def take_weight(handle: Handle, param: nn.Parameter) -> None:
 
 
 def _weight_of(handle: Handle) -> nn.Parameter:
-    return handle.param_or_none() or handle.new_param(TableWeight)
+    param = handle.param_or_none()
+    return handle.new_param(TableWeight) if param is None else param
 
 
 def handle_of(weight: Any) -> Handle:
@@ -184,6 +185,11 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     new_args, new_kwargs = tree_map_only(weights, whole, (args, kwargs))
     result = func(*new_args, **new_kwargs)
     for _, values, handle, version in given.values():
+        if values.shape != (handle.table.num_rows, handle.table.dim) or not values.is_contiguous():
+            raise InvalidTypeError(
+                f"{handle} is the weight of a table, whose memory {getattr(func, '__name__', func)}() cannot lay out otherwise; "
+                "use what returns a new tensor (weight.t(), weight.unsqueeze(0)), or weight.data = rows for other rows"
+            )
         if values._version != version and not handle.aliased:
             handle.store(values)
     if isinstance(result, np.ndarray) and not all(handle.aliased for _, _, handle, _ in given.values()):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from speedtransfer import buffers
 from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn.active import activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
@@ -89,13 +90,16 @@ def _full_like(weight: Any, fill_value: Any, **kwargs: Any) -> Any:
     """``torch.full_like``, in whose memory Adagrad would keep the state of a table that does not fit on the device."""
     handle = handle_of(weight)
     with as_tensor():
-        if handle.aliased or kwargs.get("device") is not None:
-            empty = fill_value == 0 and not kwargs.get(
-                "requires_grad", False
-            )  # untouched pages of zeros take no memory
-            return torch.zeros_like(weight, **kwargs) if empty else torch.full_like(weight, fill_value, **kwargs)
-        one = torch.full((1, 1), fill_value, dtype=kwargs.get("dtype") or weight.dtype, device=weight.device)
-        return one.expand(weight.shape)
+        shape, dtype, device = weight.shape, kwargs.get("dtype") or weight.dtype, kwargs.get("device") or weight.device
+        num_bytes = shape.numel() * dtype.itemsize
+        if fill_value == 0 and num_bytes and torch.device(device).type == "cpu":
+            # Pages that nobody touches take no memory, which those of torch.zeros do.
+            made = torch.frombuffer(buffers.anonymous(num_bytes), dtype=dtype).view(shape)
+        elif handle.aliased or kwargs.get("device") is not None:
+            made = torch.full(shape, fill_value, dtype=dtype, device=device)
+        else:
+            made = torch.full((1, 1), fill_value, dtype=dtype, device=device).expand(shape)
+    return made.requires_grad_(kwargs.get("requires_grad", False))
 
 
 def _refused(remedy: str) -> Callable[..., Any]:
@@ -155,7 +159,8 @@ def _embedding_bag(
     if isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad:
         active.track_grad()
     padded = padding_idx is not None
-    return bag_lookup(active, offsets, per_sample_weights, mode, scale_grad_by_freq, include_last_offset, padded)
+    freq, last = scale_grad_by_freq, include_last_offset
+    return bag_lookup(active, offsets, per_sample_weights, mode, freq, last, padded, sparse)
 
 
 def _rows_at(weight: Any, index: Any) -> Any:
@@ -215,14 +220,16 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _summed(handle: Handle, grads: list[tuple[Tensor | None, Tensor | None]]) -> Tensor | None:
     total: Tensor | None = None
-    for grad, ids in grads:
-        if grad is None:
-            continue
-        if ids is not None:
-            empty = grad.new_zeros(handle.table.num_rows, grad.shape[1])
-            grad = empty.index_add(0, ids.to(grad.device), grad)
+    pairs = [(grad.to_dense() if grad.is_sparse else grad, ids) for grad, ids in grads if grad is not None]
+    shape = (handle.table.num_rows, handle.table.dim)
+    if handle.sparse and pairs and all(ids is not None and grad.dim() == 2 for grad, ids in pairs):
+        index = torch.cat([ids for _, ids in pairs if ids is not None]).unsqueeze(0)
+        return torch.sparse_coo_tensor(index, torch.cat([grad for grad, _ in pairs]), shape, check_invariants=False)
+    for grad, ids in pairs:
+        if ids is not None:  # of many gradients at once (is_grads_batched) there is a dimension more
+            grad = grad.new_zeros(*grad.shape[:-2], *shape).index_add(-2, ids.to(grad.device), grad)
         total = grad if total is None else total + grad
-    return total
+    return None if total is None else handle.hooked(total)
 
 
 # --- which functions these are ----------------------------------------------------------------------------------------------

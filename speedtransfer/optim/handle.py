@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable
@@ -85,6 +86,7 @@ class Handle:
             None  # number of steps made when the first gradient came that no step has taken
         )
         self._warned = False
+        self._exposed = False  # somebody has had the memory of the table since the last step
         self._entered = 0  # version of the parameter when a step began
         self.in_place = False  # `active` is the memory of the table
         self._version = -1
@@ -97,6 +99,8 @@ class Handle:
         self._leaves: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
         self._given: list[weakref.ref[Tensor]] = []  # tensors over the table that others may hold, and write to
         self._whole: tuple[weakref.ref[Tensor], int] | None = None  # the leaf over the whole table, and its version
+        # What a backward has deposited so far, by its number, where hooks wait for all of it: ids, gradient.
+        self._arriving: dict[int, tuple[Tensor, Tensor]] = {}
         # Not the parameter itself, which holds this object: a cycle would keep the table until the next gc.
         self._param: Callable[[], nn.Parameter | None] = lambda: None
         self._kind: type[nn.Parameter] = nn.Parameter
@@ -160,13 +164,17 @@ class Handle:
         return self.rows.plain and (self.table.memory == "device" or self.table.device.type == "cpu")
 
     def _standing(self) -> Tensor:
-        """Return what the parameter holds between steps: the memory of the table, or one number in the shape of the table."""
+        """Return what the parameter holds between steps: the memory of the table, or one number in the shape of the table.
+
+        That is NaN: what comes to read it, past every function that is given the whole table, does not go unnoticed.
+        """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # an inference tensor could never hold a gradient
                 return self._standing()
         if self.aliased:
             return self.table.stored("weight").detach()
-        one = torch.zeros((), dtype=self.rows.dtype, device=self.table.device)
+        dtype = self.rows.dtype
+        one = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=self.table.device)
         return one.expand(self.table.num_rows, self.table.dim)
 
     def show(self) -> None:
@@ -199,7 +207,7 @@ class Handle:
         assert self.grad is not None
         if self.used_whole:
             raise OptimizerError(
-                f"{self} was made with sparse=True and used as a whole (in a product, a penalty), whose gradient is dense; "
+                f"{self} was made with sparse=True and used as a whole (in a product, a penalty), or given a dense gradient; "
                 "make the embedding with sparse=False, or use the rows that are needed (emb(ids))"
             )
         grad, rows = self.grad, None
@@ -239,14 +247,14 @@ class Handle:
         """Return all rows, up to date, on the compute device: the memory of the table where `aliased`, else a copy."""
         self.recover()
         values = self.rows.whole("weight").detach()
-        self.active = (
-            None  # who has the memory may write to it without a trace (NumPy): the next step reads the rows again
-        )
+        # Who has the memory may write to it without a trace (NumPy), so that the next step must read its rows again.
+        self._exposed = True
         if self.aliased:
             return self.give(values)
         try:
-            moved = values.to(self.table.device, self.rows.dtype)
-            return moved.clone() if moved is values else moved
+            with torch.inference_mode(False):  # an inference tensor tells of no writes
+                moved = values.to(self.table.device, self.rows.dtype)
+                return moved.clone() if moved is values else moved
         except torch.OutOfMemoryError as error:
             raise InvalidValueError(
                 f"{self} is used as a whole, but its {self.table.num_rows} rows do not fit on {self.table.device}; use the "
@@ -377,6 +385,7 @@ class Handle:
         rows: Tensor | None = None,
         version: int = -1,
         state_rows: dict[str, Tensor] | None = None,
+        whole: bool = False,
     ) -> None:
         """Add the gradient of some rows to what the next step will apply.
 
@@ -390,29 +399,71 @@ class Handle:
             ``(n, dim)``, the rows as they were when the table's version was `version`; the step writes to this memory.
         state_rows : dict of str to Tensor, optional
             Their state, as of then.
+        whole : bool
+            Whether it is that of a use of all rows, which torch makes dense.
         """
         self.recover()
         if self._discarded():
             self.clear()
+        self.used_whole = self.used_whole or whole
         grad = grad.detach()
-        param = self._param()
-        after: Any = None
-        if param is not None:
-            with as_tensor():
-                before, after = param._backward_hooks, param._post_accumulate_grad_hooks
-            if before:
-                ids, grad = self._hooked(param, ids, grad)
-                rows = rows if rows is not None and len(rows) == len(ids) else None
+        if self._has_hooks():
+            self._arrive(ids, grad)
+        else:
+            self._accumulate(ids, grad, rows, version, state_rows)
+
+    def _accumulate(
+        self,
+        ids: Tensor,
+        grad: Tensor,
+        rows: Tensor | None = None,
+        version: int = -1,
+        state_rows: dict[str, Tensor] | None = None,
+    ) -> None:
         if self.ids is None:
             self.ids, self.active, self.state_rows, self._version = ids, rows, state_rows or {}, version
         else:
-            ids, grad = self._merged(ids, grad)
+            assert self.grad is not None
+            ids, grad = self._merged((self.ids, self.grad), (ids, grad))
             self.ids, self.active, self.state_rows = ids, None, {}
             self._sum = weakref.ref(grad)
         self.grad, self._grad_version = grad, grad._version
         self._warn_untrained()
-        for hook in list(after.values()) if after else ():
-            hook(param)
+
+    # Hooks of the parameter, which is itself in no graph. As in torch they see the sum over all uses of the weight in a
+    # backward, once: a step or a clipping of each part would be something else.
+
+    def _has_hooks(self) -> bool:
+        param = self._param()
+        if param is None:
+            return False
+        with as_tensor():
+            return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
+
+    def _arrive(self, ids: Tensor, grad: Tensor) -> None:
+        """Add a part of the gradient that hooks will see at the end of the backward that runs, if one does."""
+        task = torch._C._current_graph_task_id()
+        if task < 0:  # written by hand
+            self._finish(ids, grad)
+        elif task in self._arriving:
+            self._arriving[task] = self._merged(self._arriving[task], (ids, grad))
+        else:
+            self._arriving[task] = ids, grad
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(*self._arriving.pop(task)))
+
+    @torch.no_grad()
+    def _finish(self, ids: Tensor, grad: Tensor) -> None:
+        """Run the hooks on the gradient of one backward, and accumulate it between them."""
+        param = self._param()
+        if param is not None and param._backward_hooks:
+            shown = RowGradient(self.table.num_rows, ids, grad, sparse=self.sparse and not self.used_whole)
+            ids, grad = self._rows_of(self._hooked(param, shown).detach())
+        self._accumulate(ids, grad)
+        if param is not None:
+            with as_tensor():
+                hooks = list((param._post_accumulate_grad_hooks or {}).values())
+            for hook in hooks:
+                hook(param)
 
     def _warn_untrained(self) -> None:
         """Warn, once, of a gradient that grows while optimizers without this weight step."""
@@ -430,8 +481,7 @@ class Handle:
     def deposit_dense(self, grad: Tensor) -> None:
         """Add a gradient of all rows, ``(num_rows, dim)``. With lazy idle rows those without any stay idle."""
         ids, rows = self._rows_of(grad.detach())
-        self.deposit(ids, rows)
-        self.used_whole = True
+        self.deposit(ids, rows, whole=True)
 
     def _rows_of(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the active rows of a dense gradient and their values."""
@@ -447,32 +497,34 @@ class Handle:
         ids = (grad != 0).any(dim=1).nonzero().flatten()
         return ids, grad if len(ids) == len(grad) else grad[ids]
 
-    def _hooked(self, param: nn.Parameter, ids: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the hooks of the parameter make of a gradient: it is in no graph, so they run here."""
+    def hooked(self, grad: Tensor) -> Tensor:
+        """Return what the hooks of the parameter make of the gradient of the whole table."""
+        param = self._param()
+        return grad if param is None or not param._backward_hooks else self._hooked(param, grad)
+
+    def _hooked(self, param: nn.Parameter, grad: Tensor) -> Tensor:
         for hook in list(param._backward_hooks.values()):  # type: ignore[union-attr]
-            shown = RowGradient(self.table.num_rows, ids, grad)
-            changed = hook(shown)
+            changed = hook(grad)
             if changed is not None:
                 self._check_gradient(changed)
-            ids, grad = self._rows_of(shown if changed is None else changed)
-        return ids, grad
+                grad = changed
+        return grad
 
-    def _merged(self, ids: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows and the sum of the gradient there is and another one."""
-        assert self.ids is not None
-        assert self.grad is not None
-        if ids.shape == self.ids.shape and torch.equal(ids, self.ids):
-            return ids, self.grad + grad
-        for first, second, rows, others in ((self.ids, ids, self.grad, grad), (ids, self.ids, grad, self.grad)):
+    def _merged(self, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the rows and the sum of two gradients, in memory that neither had before it came here."""
+        (ids, grad), (more_ids, more) = one, other
+        if more_ids.shape == ids.shape and torch.equal(more_ids, ids):
+            return ids, grad + more
+        for first, second, rows, others in ((ids, more_ids, grad, more), (more_ids, ids, more, grad)):
             if len(first) == self.table.num_rows:  # all rows are there
                 # A sum made here goes on to grow where it is, as torch's do. The memory of any other may be somebody else's.
                 if self._sum is not None and self._sum() is rows and not torch.is_grad_enabled():
                     return first, rows.index_add_(0, second, others)
                 return first, rows.index_add(0, second, others)
-        union, position, *_ = unique_rows(torch.cat([self.ids, ids]))
+        union, position, *_ = unique_rows(torch.cat([ids, more_ids]))
         total = grad.new_zeros(len(union), grad.shape[1])
-        total[position[: len(self.ids)]] = self.grad
-        total[position[len(self.ids) :]] += grad  # ids holds no row twice
+        total[position[: len(ids)]] = grad
+        total[position[len(ids) :]] += more  # which holds no row twice
         return union, total
 
     def _discarded(self) -> bool:
@@ -489,8 +541,9 @@ class Handle:
             return None
         assert self.ids is not None
         shown = None if self._shown is None else self._shown()
-        if shown is None or shown.rows is not self.grad:
-            shown = RowGradient(self.table.num_rows, self.ids, self.grad, self._densified)
+        sparse = self.sparse and not self.used_whole
+        if shown is None or shown.rows is not self.grad or shown.sparse != sparse:
+            shown = RowGradient(self.table.num_rows, self.ids, self.grad, self._densified, sparse)
             self._shown = weakref.ref(shown)
         return shown
 
@@ -508,8 +561,12 @@ class Handle:
                 self.clear()
             return
         self._check_gradient(grad)
-        self.ids, self.grad = self._rows_of(grad.detach())
+        grad = grad.detach()
+        if grad.layout == torch.strided and 0 in grad.stride():  # one value for all, which cannot be clipped in place
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        self.ids, self.grad = self._rows_of(grad)
         self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
+        self.used_whole = not grad.is_sparse
 
     def _check_gradient(self, grad: Any) -> None:
         shape = (self.table.num_rows, self.table.dim)
@@ -538,7 +595,8 @@ class Handle:
             self.grad = self.grad[self.ids]
             self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
         self._touched = None
-        again = again or any(reference() is not None for reference in self._given)
+        self._exposed, exposed = False, self._exposed
+        again = again or exposed or any(reference() is not None for reference in self._given)
         if again or self.active is None or self._version != self.table.version:
             self.in_place = self._steps_in_place()
             if self.in_place:
@@ -634,8 +692,11 @@ class Handle:
 
 
 def _shares(values: Tensor, plane: Tensor) -> bool:
-    """Tell whether two dense tensors are over the same memory."""
-    return values.device == plane.device and values.untyped_storage().data_ptr() == plane.untyped_storage().data_ptr()
+    """Tell whether two dense tensors are over the same memory: not of one storage alone, which a vector of all rows is."""
+    if values.device != plane.device or not values.is_contiguous() or values.is_meta:
+        return False
+    ends = (tensor.data_ptr() + tensor.numel() * tensor.element_size() for tensor in (values, plane))
+    return all(start < end for start, end in zip((plane.data_ptr(), values.data_ptr()), ends, strict=True))
 
 
 def _unpickle(

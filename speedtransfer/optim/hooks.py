@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -31,7 +32,44 @@ def install() -> None:
         state_dicts.install()
         backward.install()
         replicas.install()
+        _guard_steps()
         _installed = True
+
+
+def _guard_steps() -> None:
+    """Have a step that raises end here at once: torch calls no hook then, and the parameter would stay the active rows."""
+    Optimizer.profile_hook_step = staticmethod(_guarded(Optimizer.profile_hook_step))  # type: ignore[method-assign]
+    kinds: list[type[Optimizer]] = [Optimizer]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+        if getattr(vars(kind).get("step"), "hooked", False):  # an optimizer of this class has been made before
+            kind.step = _recovering(kind.step)  # type: ignore[method-assign]
+
+
+def _guarded(hooking: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hooking)
+    def hook(step: Callable[..., Any]) -> Callable[..., Any]:
+        return _recovering(hooking(step))
+
+    return hook
+
+
+def _recovering(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        except BaseException:
+            _recover(args[0])
+            raise
+
+    return called
+
+
+def _recover(optimizer: Optimizer) -> None:
+    for handle, _ in state_dicts.handles_of(optimizer):
+        if handle.state is not None and handle.state.optimizer() is optimizer and not handle.state.stepping():
+            handle.state.recover(optimizer)
 
 
 @uncompiled

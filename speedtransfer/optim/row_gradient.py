@@ -1,7 +1,8 @@
 """The gradient of a table as users see it: ``(num_rows, dim)``, stored for the active rows alone.
 
-Whatever leaves zeros where they are (norms, scaling, clipping, unscaling) acts on the active rows. Every other function sees
-the dense values. One that writes, or returns a view that may be written to, makes the gradient dense for good.
+Where the module was made with ``sparse=True`` it reads as the sparse gradient that torch makes there, and yet does all that a
+dense one does. Whatever leaves zeros where they are (norms, scaling, clipping, unscaling) acts on the active rows. Every other
+function sees the dense values. One that writes, or returns a view that may be written to, makes the gradient dense for good.
 """
 
 from __future__ import annotations
@@ -71,20 +72,28 @@ class RowGradient(Tensor):
         ``(n,)`` int64, sorted: the active rows.
     rows : Tensor
         ``(n, dim)``, their gradient.
+    sparse : bool
+        Whether it reads as a sparse tensor: ``is_sparse``, ``_indices()``, ``_values()``.
     """
 
     ids: Tensor
     rows: Tensor
+    sparse: bool
     _densified: Callable[[Tensor, Tensor], None] | None
 
     @staticmethod
     def __new__(
-        cls, num_rows: int, ids: Tensor, rows: Tensor, densified: Callable[[Tensor, Tensor], None] | None = None
+        cls,
+        num_rows: int,
+        ids: Tensor,
+        rows: Tensor,
+        densified: Callable[[Tensor, Tensor], None] | None = None,
+        sparse: bool = False,
     ) -> RowGradient:
         """Make the gradient of `num_rows` rows; `densified` is told the new ids and rows once it has become dense."""
         shape = (num_rows, *rows.shape[1:])
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)
-        made.ids, made.rows, made._densified = ids, rows, densified
+        made.ids, made.rows, made._densified, made.sparse = ids, rows, densified, sparse
         return made
 
     @classmethod
@@ -96,6 +105,8 @@ class RowGradient(Tensor):
             return None
         if not all(kind in (RowGradient, Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # the weight of a table, which is asked next
+        if func in _OF_SPARSE and isinstance(args[0], RowGradient) and args[0].sparse:
+            return _OF_SPARSE[func](*args, **(kwargs or {}))
         # The default of Tensor would make results that are dense values a RowGradient of no rows.
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
@@ -109,7 +120,13 @@ class RowGradient(Tensor):
 
     def like(self, rows: Tensor) -> RowGradient:
         """Return a gradient of the same rows with other values."""
-        return RowGradient(self.shape[0], self.ids.to(rows.device), rows)
+        return RowGradient(self.shape[0], self.ids.to(rows.device), rows, sparse=self.sparse)
+
+    def coo(self) -> Tensor:
+        """Return the same as a sparse tensor of torch, over the memory of `rows`."""
+        return torch.sparse_coo_tensor(
+            self.ids.unsqueeze(0), self.rows, self.shape, check_invariants=False, is_coalesced=True
+        )
 
     def dense(self) -> Tensor:
         """Return the dense values, ``(num_rows, dim)``: a copy, or `rows` where every row is active."""
@@ -148,14 +165,39 @@ class RowGradient(Tensor):
         return self.dense().__array__(dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return memo.setdefault(id(self), self.to_dense())
+        return memo.setdefault(id(self), self.coo().clone() if self.sparse else self.to_dense())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.to_dense().__reduce_ex__(protocol)
+        return (self.coo() if self.sparse else self.to_dense()).__reduce_ex__(protocol)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({len(self.ids)} of {self.shape[0]} rows, {self.rows!r})"
 
+
+def _given(value: Any) -> Callable[..., Any]:
+    return lambda grad, *args, **kwargs: value
+
+
+def _by_coo(func: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda grad, *args, **kwargs: func(grad.coo(), *args, **kwargs)
+
+
+# What tells a sparse tensor from a dense one, and the functions of sparse tensors alone. It is coalesced at all times.
+_OF_SPARSE: dict[Any, Callable[..., Any]] = {
+    Tensor.is_sparse.__get__: _given(True),  # type: ignore[attr-defined]
+    Tensor.layout.__get__: _given(torch.sparse_coo),  # type: ignore[attr-defined]
+    Tensor.is_coalesced: _given(True),
+    Tensor.sparse_dim: _given(1),
+    Tensor.dense_dim: _given(1),
+    Tensor._nnz: lambda grad: len(grad.ids),
+    Tensor.coalesce: lambda grad: grad,
+    Tensor.to_sparse: _by_coo(Tensor.to_sparse),
+    Tensor.to_sparse_coo: _by_coo(Tensor.to_sparse_coo),
+    Tensor.sparse_mask: _by_coo(Tensor.sparse_mask),
+    **dict.fromkeys((Tensor.indices, Tensor._indices), lambda grad: grad.ids.unsqueeze(0)),
+    **dict.fromkeys((Tensor.values, Tensor._values), lambda grad: grad.rows),
+    torch._sparse_sum: _by_coo(torch._sparse_sum),
+}
 
 if RowGradient not in _foreach_utils._foreach_supported_types:  # else clip_grad_norm_(foreach=True) refuses tables
     _foreach_utils._foreach_supported_types.append(RowGradient)  # type: ignore[arg-type]
@@ -172,7 +214,7 @@ def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _scaled(func, args) if name is aten.mul and len(args) == 2 else NotImplemented
     grad, rest = args[0], args[1:]
     if name in (aten.detach, aten.alias):
-        return RowGradient(grad.shape[0], grad.ids, grad.rows, grad._densified)
+        return RowGradient(grad.shape[0], grad.ids, grad.rows, grad._densified, grad.sparse)
     if name in _ZERO_TO_ZERO or (name in _CLAMPED and _keeps_zero(*rest, **kwargs)):
         return _wrapped(grad, func(grad.rows, *rest, **kwargs))
     if name in _SCALED:

@@ -22,6 +22,7 @@ from speedtransfer.optim.lazy import STEPS
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.probe import PlaneSpec, probe
 from speedtransfer.optim.store import RowStore
+from speedtransfer.tables import row_chunks
 
 
 class RowState:
@@ -171,7 +172,8 @@ class RowState:
         self._mapping, self._first = optimizer.state, not state
         self._step = None if frame is None else (frame, threading.get_ident())
         self.in_step = True
-        self.handle.refresh()  # where a probe has hidden the gradient meanwhile
+        if self.handle.active is None:  # a probe has hidden the gradient meanwhile
+            self.handle.refresh()
         self.handle.enter(self._sparse)
 
     def assume(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
@@ -239,8 +241,11 @@ class RowState:
         if found.keys() - self._views.keys() - self._shared:
             self._learn(found, optimizer)
         foreign = {name: found.get(name) for name, view in self._views.items() if found.get(name) is not view}
-        # None, or made in a constructor for no rows: there is nothing to copy.
-        loaded = {name: value for name, value in foreign.items() if value is not None and value.shape[0]}
+        loaded = {
+            name: value
+            for name, value in foreign.items()
+            if value is not None and value.shape[0] and not (self._fresh and self._holds_start(name, value))
+        }
         for name, value in loaded.items():
             check_shape(name, value, self._views[name].shape)
         if loaded or (foreign and not self._fresh):
@@ -251,6 +256,16 @@ class RowState:
             self.handle.table.wait()
         for name, value in loaded.items():
             self.handle.rows.load(_plane_name(name), value)
+
+    def _holds_start(self, name: str, value: Tensor) -> bool:
+        """Tell whether a state is what untouched rows have, as constructors make it (Adagrad): planes hold that already."""
+        start = self._specs[name].start
+        if start is None:
+            return False
+        if 0 in value.stride():  # one number in the shape of all
+            return bool((value[:1] == start).all())
+        row_bytes = value[:1].numel() * value.element_size()
+        return all(bool((value[rows] == start).all()) for rows in row_chunks(len(value), row_bytes))
 
     def _learn(self, found: dict[str, Tensor], optimizer: Optimizer) -> None:
         """Make planes for state that was not there before: the optimizer makes it late, or a hyperparameter has changed."""

@@ -123,7 +123,10 @@ def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if encoded:
             state_dict["state"][key] = entry = cloned(entry, tensors=False)
             put(entry, encoded)
-        empty = {name for name, value in leaves(entry).items() if value.dim() and not len(value)}
+        # Of no rows, or one number in the shape of all, which a dense optimizer could not write to.
+        empty = {
+            name for name, value in leaves(entry).items() if value.dim() and (not len(value) or 0 in value.stride())
+        }
         if not empty:
             continue
         whole, weight = {}, handle.rows.whole("weight")

@@ -49,7 +49,8 @@ class StepCount:
     """Reads the number of steps that an optimizer has counted: of a count on a device mostly without waiting for it.
 
     An optimizer adds one in place at each step, and a tensor tells how often it was changed. So one that was changed once
-    since it was read is one more. Changed more often (a step that GradScaler takes back) or another tensor, it is read again.
+    since it was read is one more. Changed more often (a step that GradScaler takes back), or another tensor, it is read again;
+    or not at all, as it looks under a dispatch mode of torch, where lists of tensors change without a trace.
     """
 
     def __init__(self) -> None:
@@ -57,15 +58,11 @@ class StepCount:
 
     def read(self, count: Any) -> float:
         """Return the value of `count`, a number or tensor."""
-        if not isinstance(count, Tensor) or count.is_inference():
+        if not isinstance(count, Tensor) or count.device.type == "cpu" or count.is_inference():
             return float(count)
         known, version = self._known, count._version
-        if known is not None and known[0]() is count and version == known[1] + 1:
-            value = known[2] + 1
-        elif known is not None and known[0]() is count and version == known[1]:
-            value = known[2]
-        else:
-            value = float(count)
+        one_more = known is not None and known[0]() is count and version == known[1] + 1
+        value = known[2] + 1 if known is not None and one_more else float(count)
         self._known = weakref.ref(count), version, value
         return value
 

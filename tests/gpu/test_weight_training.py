@@ -1,0 +1,185 @@
+"""Training by all of ``emb.weight`` on a CUDA device equals that of ``nn.Embedding``, from every memory and in every form."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import speedtransfer as st
+from gpu.weight_pairs import DIM, MEMORIES, ROWS, check_rows, embedding, pair, pair_of, rows_of, stored, tolerance  # noqa: F401 - fixtures
+from speedtransfer.nn.weight import TableWeight
+
+USES = {
+    "penalty": lambda module, ids: module.weight.pow(2).sum(),
+    "penalty and rows": lambda module, ids: module(ids).square().sum() + 0.1 * module.weight.square().sum(),
+    "tied head": lambda module, ids: F.cross_entropy(module(ids) @ module.weight.T, ids),
+    "linear": lambda module, ids: F.linear(torch.ones(2, DIM, device=ids.device), module.weight).square().sum(),
+    "rows by an index": lambda module, ids: module.weight[ids].square().sum(),
+    "a slice": lambda module, ids: module.weight[2:9].square().sum(),
+    "embedding": lambda module, ids: F.embedding(ids, module.weight).square().sum(),
+}
+
+
+class TestGradients:
+    @pytest.mark.parametrize("name", USES)
+    @pytest.mark.parametrize("memory", MEMORIES)
+    @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+    def test_steps_equal_those_of_torch(self, device, tmp_path, memory, name, make):
+        emb, dense = pair_of(memory, None, device, tmp_path)
+        optimizers = [make(module.parameters(), lr=0.05) for module in (emb, dense)]
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(4):
+            ids = torch.randint(ROWS, (6,), generator=generator).to(device)
+            for module, optimizer in zip((emb, dense), optimizers, strict=True):
+                optimizer.zero_grad()
+                USES[name](module, ids).backward()
+            assert (emb.weight.grad.shape, emb.weight.grad.device) == (dense.weight.shape, device)
+            torch.testing.assert_close(emb.weight.grad.to_dense(), dense.weight.grad, rtol=1e-5, atol=1e-6)
+            for optimizer in optimizers:
+                optimizer.step()
+        torch.testing.assert_close(rows_of(emb), dense.weight.detach().cpu(), rtol=1e-5, atol=2e-5)
+
+    @pytest.mark.parametrize("name", USES)
+    def test_of_rows_in_every_form(self, pair, device, name):
+        emb, dense = pair
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.01) for module in pair]
+        ids = torch.tensor([3, 3, 0, 49], device=device)
+        for module, optimizer in zip(pair, optimizers, strict=True):
+            USES[name](module, ids).backward()
+            optimizer.step()
+        torch.testing.assert_close(emb.weight.grad.to_dense(), dense.weight.grad, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            rows_of(emb), dense.weight.detach().cpu(), rtol=1e-5, atol=tolerance(emb, 1.0), msg=lambda m: f"{name}: {m}"
+        )
+
+    @pytest.mark.parametrize("memory", MEMORIES)
+    def test_stays_until_zero_grad(self, device, tmp_path, memory):
+        emb = embedding(memory, None, device, tmp_path)
+        opt = torch.optim.AdamW(emb.parameters())
+        emb(torch.tensor([1, 5], device=device)).sum().backward()
+        before = emb.weight.grad.to_dense()
+        opt.step()
+        assert torch.equal(emb.weight.grad.to_dense(), before)
+        assert (before.device, before.sum().item()) == (device, 2.0 * DIM)
+        opt.zero_grad()
+        assert emb.weight.grad is None
+
+    @pytest.mark.parametrize("foreach", [None, True, False])
+    @pytest.mark.parametrize("memory", MEMORIES)
+    def test_clipping(self, device, tmp_path, memory, foreach):
+        pair = pair_of(memory, None, device, tmp_path)
+        optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in pair]
+        ids = torch.tensor([7, 7, 2], device=device)
+        for _ in range(3):
+            norms = []
+            for module, optimizer in zip(pair, optimizers, strict=True):
+                optimizer.zero_grad()
+                module(ids).square().sum().backward()
+                norms.append(nn.utils.clip_grad_norm_(module.parameters(), 0.5, foreach=foreach))
+                optimizer.step()
+            torch.testing.assert_close(norms[0], norms[1])
+        torch.testing.assert_close(rows_of(pair[0]), rows_of(pair[1]), rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("memory", MEMORIES)
+    def test_a_scaler(self, device, tmp_path, memory):
+        """A step with an infinite gradient is skipped, also where the weight is used as a whole."""
+        pair = pair_of(memory, None, device, tmp_path)
+        ids = torch.tensor([7, 7, 2], device=device)
+        for module in pair:
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler(device.type, init_scale=128.0)
+            for step in range(5):
+                optimizer.zero_grad()
+                loss = module(ids).square().sum() + (0.1 * module.weight.square().sum() if step % 2 else 0)
+                scaler.scale(loss * (float("inf") if step == 2 else 1)).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_value_(module.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+            assert scaler.get_scale() == 64.0
+        torch.testing.assert_close(rows_of(pair[0]), rows_of(pair[1]), rtol=1e-5, atol=2e-5)
+
+    def test_of_a_host_index_and_one_there_together(self, device, tmp_path):
+        emb, dense = pair_of("pinned", None, device, tmp_path)
+        for module in (emb, dense):
+            module(torch.tensor([1, 2], device=device)).sum().backward()
+        emb(torch.tensor([2, 9])).sum().backward()
+        dense(torch.tensor([2, 9], device=device)).sum().backward()
+        torch.testing.assert_close(emb.weight.grad.to_dense(), dense.weight.grad)
+
+
+class TestModels:
+    @pytest.mark.parametrize("memory", ["pinned", "pageable", "device"])
+    def test_a_tied_head(self, device, memory):
+        class Tied(nn.Module):
+            def __init__(self, make):
+                super().__init__()
+                torch.manual_seed(1)
+                self.emb, self.head = make(ROWS, DIM).to(device), nn.Linear(DIM, ROWS, bias=False).to(device)
+                self.head.weight = self.emb.weight
+
+            def forward(self, ids):
+                return self.head(self.emb(ids))
+
+        models = [Tied(lambda *size: st.Embedding(*size, memory=memory, device=device)), Tied(nn.Embedding)]
+        assert models[0].head.weight is models[0].emb.weight
+        for model in models:
+            opt = torch.optim.AdamW(model.parameters(), lr=0.05)
+            for step in range(4):
+                ids = (torch.arange(6, device=device) * 7 + step) % ROWS
+                opt.zero_grad()
+                F.cross_entropy(model(ids), ids).backward()
+                opt.step()
+        torch.testing.assert_close(rows_of(models[0].emb), rows_of(models[1].emb), rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("options", [{}, {"memory": "device"}, {"storage_dtype": torch.bfloat16}], ids=str)
+    def test_replaced_once_on_the_device(self, device, options):
+        models = []
+        for replaced in (True, False):
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Embedding(ROWS, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, ROWS)).to(device)
+            model[2].weight = model[0].weight
+            opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+            weight = model[0].weight
+            if replaced:
+                assert st.replace_embeddings(model, min_rows=1, **options) == ["0"]
+                assert model[0].weight is weight is model[2].weight is opt.param_groups[0]["params"][0]
+                assert isinstance(weight, TableWeight)
+                assert model[0].table.memory == options.get("memory", "pinned")
+                assert model[0].table.device == weight.device == device
+            for step in range(3):
+                ids = (torch.arange(6, device=device) * 7 + step) % ROWS
+                opt.zero_grad()
+                F.cross_entropy(model(ids), ids).backward()
+                opt.step()
+            models.append(model)
+        atol = tolerance(models[0][0], 0.1) if options.get("storage_dtype") else 1e-5
+        torch.testing.assert_close(rows_of(models[0][0]), rows_of(models[1][0]), rtol=1e-5, atol=atol)
+
+    @pytest.mark.parametrize("memory", ["auto", "pageable", "device"])
+    def test_there_and_back(self, device, memory):
+        """A model made on the host, moved in the midst of training, and back: its weight stays the same object."""
+        results = []
+        for make in (lambda *size: st.Embedding(*size, memory=memory, idle="exact", device="cpu"), nn.Embedding):
+            torch.manual_seed(1)
+            emb = make(ROWS, DIM)
+            weight, opt = emb.weight, torch.optim.SGD(emb.parameters(), lr=0.1)
+            for step, move in enumerate(("cpu", device, device, "cpu", "cpu")):
+                ids = (torch.arange(6) * 7 + step) % ROWS
+                opt.zero_grad()
+                (emb(ids.to(weight.device)).square().sum() + emb.weight.square().sum()).backward()
+                emb.to(move)
+                assert emb.weight is weight
+                assert weight.device == weight.data.device == weight.grad.device == torch.device(move)
+                opt.step()
+            results.append(rows_of(emb))
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+    def test_a_weight_assigned(self, pair, device):
+        emb, dense = pair
+        values = torch.linspace(-1, 1, ROWS * DIM, device=device).view(ROWS, DIM)
+        for module in pair:
+            param = nn.Parameter(values.clone())
+            module.weight = param
+            assert module.weight is param
+        check_rows(emb, dense)
