@@ -187,7 +187,7 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     for _, values, handle, version in given.values():
         if values.shape != (handle.table.num_rows, handle.table.dim) or not values.is_contiguous():
             raise InvalidTypeError(
-                f"{handle} is the weight of a table, whose memory {getattr(func, '__name__', func)}() cannot lay out otherwise; "
+                f"{handle} is the weight of a table, whose memory {getattr(func, '__name__', func)}() cannot lay out anew; "
                 "use what returns a new tensor (weight.t(), weight.unsqueeze(0)), or weight.data = rows for other rows"
             )
         if values._version != version and not handle.aliased:

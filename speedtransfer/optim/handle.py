@@ -93,8 +93,8 @@ class Handle:
         self._grad_version = 0  # of `grad` as this class left it
         self.used_whole = False  # some of the gradient comes from a use of all rows
         self._touched: Tensor | None = None  # the active rows before somebody made the gradient dense
-        self._sum: weakref.ref[Tensor] | None = None  # the sum of several gradients, where this class has made one
         self._shown: weakref.ref[RowGradient] | None = None
+        self._reused = False  # the gradient was set to zero: what `_shown` is will be the next one
         # Leaves of autograd that deposit here, with the rows they hold (None: all), while they live.
         self._leaves: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
         self._given: list[weakref.ref[Tensor]] = []  # tensors over the table that others may hold, and write to
@@ -403,8 +403,10 @@ class Handle:
             Whether it is that of a use of all rows, which torch makes dense.
         """
         self.recover()
-        if self._discarded():
+        if self.grad is not None and self._discarded():
+            reused = self._followed() is not None
             self.clear()
+            self._reused = reused
         self.used_whole = self.used_whole or whole
         grad = grad.detach()
         if self._has_hooks():
@@ -420,15 +422,23 @@ class Handle:
         version: int = -1,
         state_rows: dict[str, Tensor] | None = None,
     ) -> None:
+        grad = _writable(grad)
+        shown = self._followed()
         if self.ids is None:
             self.ids, self.active, self.state_rows, self._version = ids, rows, state_rows or {}, version
         else:
             assert self.grad is not None
             ids, grad = self._merged((self.ids, self.grad), (ids, grad))
             self.ids, self.active, self.state_rows = ids, None, {}
-            self._sum = weakref.ref(grad)
-        self.grad, self._grad_version = grad, grad._version
+        self.grad, self._grad_version, self._reused = grad, grad._version, False
+        if shown is not None:  # as in torch, where a gradient stays the object that it is until it is set to None
+            shown.ids, shown.rows = ids, grad
         self._warn_untrained()
+
+    def _followed(self) -> RowGradient | None:
+        """Return the gradient that somebody has got from here and holds, if it is still that of the weight."""
+        shown = None if self._shown is None else self._shown()
+        return shown if shown is not None and (self._reused or shown.rows is self.grad) else None
 
     # Hooks of the parameter, which is itself in no graph. As in torch they see the sum over all uses of the weight in a
     # backward, once: a step or a clipping of each part would be something else.
@@ -511,16 +521,14 @@ class Handle:
         return grad
 
     def _merged(self, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the rows and the sum of two gradients, in memory that neither had before it came here."""
+        """Return the rows and the sum of two gradients: in the memory of the first where that has all the rows."""
         (ids, grad), (more_ids, more) = one, other
         if more_ids.shape == ids.shape and torch.equal(more_ids, ids):
-            return ids, grad + more
-        for first, second, rows, others in ((ids, more_ids, grad, more), (more_ids, ids, more, grad)):
-            if len(first) == self.table.num_rows:  # all rows are there
-                # A sum made here goes on to grow where it is, as torch's do. The memory of any other may be somebody else's.
-                if self._sum is not None and self._sum() is rows and not torch.is_grad_enabled():
-                    return first, rows.index_add_(0, second, others)
-                return first, rows.index_add(0, second, others)
+            return ids, grad.add_(more)
+        if len(ids) == self.table.num_rows:
+            return ids, grad.index_add_(0, more_ids, more)
+        if len(more_ids) == self.table.num_rows:
+            return more_ids, more.index_add(0, ids, grad)
         union, position, *_ = unique_rows(torch.cat([ids, more_ids]))
         total = grad.new_zeros(len(union), grad.shape[1])
         total[position[: len(ids)]] = grad
@@ -561,10 +569,12 @@ class Handle:
                 self.clear()
             return
         self._check_gradient(grad)
-        grad = grad.detach()
-        if grad.layout == torch.strided and 0 in grad.stride():  # one value for all, which cannot be clipped in place
-            grad = grad.clone(memory_format=torch.contiguous_format)
-        self.ids, self.grad = self._rows_of(grad)
+        grad = _writable(grad.detach())
+        if isinstance(grad, RowGradient) or grad.is_sparse:
+            (self.ids, self.grad), self._touched = self._rows_of(grad), None
+        else:  # others may write to this memory before the step, which finds out what rows there are
+            self.ids, self.grad = torch.arange(len(grad), device=grad.device), grad
+            self._touched = self.ids[:0]
         self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
         self.used_whole = not grad.is_sparse
 
@@ -579,6 +589,7 @@ class Handle:
     def clear(self) -> None:
         """Forget the gradient and the active rows."""
         self.ids = self.grad = self.active = self._touched = None
+        self._reused = False
         self.state_rows, self.used_whole, self.in_place, self._waiting_since = {}, False, False, None
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -689,6 +700,12 @@ class Handle:
         duplicate.name = self.name
         memo[id(self)] = duplicate
         return duplicate
+
+
+def _writable(grad: Tensor) -> Tensor:
+    """Return a gradient that can be written in place: not one number that stands for many."""
+    expanded = grad.layout == torch.strided and not isinstance(grad, RowGradient) and 0 in grad.stride()
+    return grad.clone(memory_format=torch.contiguous_format) if expanded else grad
 
 
 def _shares(values: Tensor, plane: Tensor) -> bool:
