@@ -73,8 +73,9 @@ def _deposit(handle: Handle, ids: Tensor, version: int, state_rows: dict[str, Te
     """Deposit the gradient that backward has left at a leaf of active rows."""
     grad, leaf.grad = leaf.grad, None
     assert grad is not None
-    grad = grad.to_dense() if grad.is_sparse else grad
-    handle.deposit(ids, grad, leaf.detach(), version, state_rows)
+    if handle.requires_grad:  # and not frozen since, where torch drops the gradient too
+        grad = grad.to_dense() if grad.is_sparse else grad
+        handle.deposit(ids, grad, leaf.detach(), version, state_rows)
 
 
 def activate(

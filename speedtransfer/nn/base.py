@@ -258,11 +258,7 @@ class TableModule(nn.Module):
         if sample.dtype != handle.rows.dtype:
             handle.convert(sample.dtype)
         if sample.device != handle.table.device:
-            # Planes of state on the device move along, and the optimizer's views of them do not.
-            if handle.table.memory == "device" and len(handle.table.planes) > len(handle.rows.parts("weight")):
-                handle.drop_state(f"the table moved to {sample.device}")
-            handle.table.to(sample.device)
-            handle.moved()
+            handle.move(sample.device)
         return self
 
     def _apply_waiting(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> TableModule:

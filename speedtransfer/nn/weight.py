@@ -20,6 +20,7 @@ from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import Handle, find_handle
 from speedtransfer.optim.handle import as_tensor
+from speedtransfer.tables import Table
 
 # Functions that are given the weight as the tensor that it is: they tell of it and need no row. `weight_calls` fills both.
 aside: set[Any] = set()
@@ -65,14 +66,49 @@ class TableWeight(nn.Parameter):
 
 
 class WeightData(Tensor):
-    """``weight.data`` of a table that no tensor can be over: reads and writes as the weight does, without gradients."""
+    """``weight.data`` of a table that no tensor can be over: reads and writes as the weight does, without gradients.
+
+    Where __torch_function__ is not told (torch.tensor, vmap, compiled scripts) the dispatcher asks it. Its own memory is that
+    which stands for the table: NaN.
+    """
 
     handle: Handle
+
+    @staticmethod
+    def __new__(cls, handle: Handle) -> Any:
+        """Make the data of the weight of `handle`."""
+        made = Tensor._make_subclass(cls, handle.standing())
+        made.handle = handle
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket in _LIKE:
+            args, kwargs = tree_map_only(WeightData, lambda data: data.handle.standing(), (args, kwargs or {}))
+            return func(*args, **kwargs)
+        if func.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.alias):
+            return args[0].handle.give(WeightData(args[0].handle))
+        return _with_whole(func, args, kwargs or {})
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         with torch.no_grad():
             return _call(func, args, kwargs or {})
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Write the rows of a tensor to the table."""
+        return _call(Tensor.set_, (self, *args), kwargs)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Return the whole table as a tensor of another class."""
+        return self.handle.whole().as_subclass(cls)
+
+    def part(self, kept: Tensor) -> None:
+        """Read and write `kept` from now on: the table has other rows."""
+        memory = "pageable" if kept.device.type == "cpu" else "device"
+        self.handle = Handle(Table.from_array(kept, memory, device=kept.device, copy=False))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return memo.setdefault(id(self), self.handle.whole().clone())
@@ -82,6 +118,14 @@ class WeightData(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.handle.whole())
+
+
+# What depends on shape, dtype and device alone.
+_NAMES = """
+    zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_zeros new_ones new_full new_empty
+    new_empty_strided
+"""
+_LIKE = {getattr(torch.ops.aten, name) for name in _NAMES.split()}
 
 
 class CopiedRows(Tensor):

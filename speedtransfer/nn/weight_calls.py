@@ -39,10 +39,7 @@ def _data(weight: Any) -> Tensor:
     handle = handle_of(weight)
     if handle.aliased:
         return handle.whole()
-    with as_tensor():
-        data = torch.Tensor.detach(weight).as_subclass(WeightData)
-    data.handle = handle
-    return handle.give(data)
+    return handle.give(WeightData(handle))
 
 
 def _set_data(weight: Any, values: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.eager import uncompiled
-from speedtransfer.errors import InvalidValueError, OptimizerError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
 from speedtransfer.optim.lazy import sparse_gradient
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.store import RowStore
@@ -145,13 +145,13 @@ class Handle:
         param.__dict__[_KEY] = self
         self.show()
         if given is not None:
-            self.assign_gradient(given)
+            self.assign_gradient(given.to(self.table.device, self.rows.dtype))
         return param
 
     def new_param(self, kind: type[nn.Parameter]) -> nn.Parameter:
         """Make a parameter for this handle."""
         with torch.inference_mode(False):
-            return self.bind(nn.Parameter(self._standing(), requires_grad=self.requires_grad), kind)
+            return self.bind(nn.Parameter(self.standing(), requires_grad=self.requires_grad), kind)
 
     @property
     def follows_idle_rows(self) -> bool:
@@ -163,7 +163,7 @@ class Handle:
         """Whether a tensor on the compute device can be over the memory of the table."""
         return self.rows.plain and (self.table.memory == "device" or self.table.device.type == "cpu")
 
-    def _standing(self) -> Tensor:
+    def standing(self) -> Tensor:
         """Return what the parameter holds between steps: the memory of the table, or one number in the shape of the table.
 
         That is NaN: what comes to read it, past every function that is given the whole table, does not go unnoticed.
@@ -183,7 +183,7 @@ class Handle:
         if param is not None:
             param.__class__ = nn.Parameter
             param.grad = None
-            param.data = self._standing()
+            param.data = self.standing()
             param.requires_grad_(self.requires_grad)
             param.__class__ = self._kind
 
@@ -282,7 +282,8 @@ class Handle:
         def deposit(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             assert grad is not None
-            handle.deposit_dense(grad)
+            if handle.requires_grad:  # and not frozen since, where torch drops the gradient too
+                handle.deposit_dense(grad)
 
         leaf.register_post_accumulate_grad_hook(deposit)
         self._whole = weakref.ref(leaf), self.table.version
@@ -297,7 +298,7 @@ class Handle:
 
     def take_param(self, param: nn.Parameter, kind: type[nn.Parameter]) -> None:
         """Make an ordinary parameter the weight, with its values. The one so far is an ordinary one again, or of no use."""
-        values = param.detach()
+        values, grad = param.detach(), self.gradient()
         self.drop_state("another weight was assigned to the module")
         self.clear()
         parted = self._can_take(values) and len(values) == self.table.num_rows and values.dtype == self.rows.dtype
@@ -308,11 +309,13 @@ class Handle:
         if old is not None:
             self._param = weakref.ref(old)
         self.bind(param, kind, parted)
+        if old is not None and parted:
+            old.grad = grad  # others may hold and train it
 
     def set_whole(self, values: Tensor) -> None:
         """Set all rows to `values`, ``(any, dim)``: of another number of rows they make a new table, without state.
 
-        Where rows are stored as they are computed, their dtype becomes that of `values`, as an assigned ``weight.data`` does.
+        Their device, and where rows are stored as they are computed their dtype, become those of `values`, as in torch.
         """
         table, rows = self.table, self.rows
         if values.dim() != 2 or values.shape[1] != table.dim:
@@ -333,6 +336,8 @@ class Handle:
                     f"{self} is assigned the memory of {other}, another table, and one memory cannot be two tables; write its "
                     "values (weight.data.copy_(other)), or share the weight itself (module.weight = other.weight)"
                 )
+        if values.device != table.device:
+            self.move(values.device)
         if not resized and not retyped and self._can_take(values):
             self.settle()
             table.take(
@@ -361,8 +366,10 @@ class Handle:
         if alive:
             kept = self.whole().clone()
             for tensor in alive:
-                tensor.__class__ = Tensor
-                tensor.data = kept
+                if type(tensor) is Tensor:
+                    tensor.data = kept
+                else:
+                    tensor.part(kept)  # type: ignore[attr-defined]
         self._given = []
 
     def follow(self, leaf: Tensor, ids: Tensor | None) -> None:
@@ -585,6 +592,11 @@ class Handle:
             raise InvalidValueError(
                 f"the gradient of {self} is {what} but the table is {shape}; pass a tensor of that shape"
             )
+        if grad.dtype != self.rows.dtype or grad.device != self.table.device:
+            raise InvalidTypeError(
+                f"the gradient of {self} is {grad.dtype} on {grad.device} but its rows are {self.rows.dtype} on "
+                f"{self.table.device}; pass grad.to({str(self.table.device)!r}, {self.rows.dtype})"
+            )
 
     def clear(self) -> None:
         """Forget the gradient and the active rows."""
@@ -644,8 +656,12 @@ class Handle:
         self.clear()
         self.show()
 
-    def moved(self) -> None:
-        """Follow the table to another device."""
+    def move(self, device: torch.device) -> None:
+        """Make `device` the compute device."""
+        # Planes of state on the device move along, and the optimizer's views of them do not.
+        if self.table.memory == "device" and len(self.table.planes) > len(self.rows.parts("weight")):
+            self.drop_state(f"the table moved to {device}")
+        self.table.to(device)
         if self.ids is not None and self.grad is not None:
             self.ids, self.grad = self.ids.to(self.table.device), self.grad.to(self.table.device)
             self.active, self.state_rows, self._grad_version = None, {}, self.grad._version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -67,6 +68,7 @@ def _recovering(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recover(optimizer: Optimizer) -> None:
+    _forget_closure(optimizer)
     for handle, _ in state_dicts.handles_of(optimizer):
         if handle.state is not None and handle.state.optimizer() is optimizer and not handle.state.stepping():
             handle.state.recover(optimizer)
@@ -83,7 +85,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         _load(optimizer, frame)
         return None
     _load(optimizer, frame)  # for a step that does not call its closure
-    wrapped = _Closure(closure, optimizer, frame)
+    wrapped = _closures[optimizer] = _Closure(closure, optimizer, frame)
     if "closure" in kwargs:
         return args, {**kwargs, "closure": wrapped}
     return (args[0], wrapped, *args[2:]), kwargs
@@ -93,13 +95,23 @@ class _Closure:
     """A closure, which runs forward and backward inside the step: the rows of the gradient are known after it."""
 
     def __init__(self, closure: Callable[[], Any], optimizer: Optimizer, frame: FrameType | None) -> None:
-        self._closure, self._optimizer, self._frame = closure, optimizer, frame
+        self._closure, self._optimizer, self.frame = closure, optimizer, frame
 
     def __call__(self) -> Any:
         _unload(self._optimizer)
         loss = self._closure()
-        _load(self._optimizer, self._frame)
+        _load(self._optimizer, self.frame)
         return loss
+
+
+# Of the steps that run. Each holds the frame of its step, which holds it: a cycle, which the end of the step breaks.
+_closures: weakref.WeakKeyDictionary[Optimizer, _Closure] = weakref.WeakKeyDictionary()
+
+
+def _forget_closure(optimizer: Optimizer) -> None:
+    closure = _closures.pop(optimizer, None)
+    if closure is not None:
+        closure.frame = None
 
 
 @torch.no_grad()
@@ -180,6 +192,7 @@ def _run_first(optimizer: Optimizer) -> None:
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any_handles():
+        _forget_closure(optimizer)
         for handle, group in state_dicts.handles_of(optimizer):
             if handle.state is not None and handle.state.in_step and handle.state.optimizer() is optimizer:
                 handle.state.store(optimizer, group)

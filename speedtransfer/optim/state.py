@@ -222,8 +222,9 @@ class RowState:
             return
         self.in_step, self._step = False, None
         self.handle.leave()
-        state = optimizer.state.get(self.handle.param)
-        if state and optimizer.state is self._mapping:  # nobody has loaded another state since
+        state, mapping = optimizer.state.get(self.handle.param), self._mapping
+        self._mapping = None  # it holds the parameter, and so the table
+        if state and optimizer.state is mapping:  # nobody has loaded another state since
             if self._first:
                 del optimizer.state[self.handle.param]  # made by that step for the active rows only
             else:

@@ -175,6 +175,35 @@ class TestModels:
             results.append(rows_of(emb))
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.parametrize("how", ["weight", "data"])
+    @pytest.mark.parametrize("there", [True, False])
+    @pytest.mark.parametrize("memory", ["pinned", "pageable"])
+    def test_the_device_is_that_of_an_assigned_weight(self, device, memory, there, how):
+        first, second = (device, torch.device("cpu")) if there else (torch.device("cpu"), device)
+        values = torch.linspace(-1, 1, ROWS * DIM, device=second).view(ROWS, DIM)
+        results = []
+        for emb in (
+            st.Embedding(ROWS, DIM, memory=memory, device=device).to(first),
+            nn.Embedding(ROWS, DIM, device=first),
+        ):
+            if how == "weight":
+                emb.weight = nn.Parameter(values.clone())
+            else:
+                emb.weight.data = values.clone()
+            out = emb(torch.tensor([1, 2, 2], device=second))
+            out.square().sum().backward()
+            assert out.device == emb.weight.device == emb.weight.data.device == emb.weight.grad.device == second
+            torch.optim.AdamW(emb.parameters(), lr=0.1, weight_decay=0.0).step()
+            results.append(rows_of(emb))
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+    def test_a_gradient_of_another_device_or_dtype(self, pair, device):
+        for module in pair:
+            with pytest.raises((TypeError, RuntimeError)):
+                module.weight.grad = torch.zeros(ROWS, DIM)
+            with pytest.raises((TypeError, RuntimeError)):
+                module.weight.grad = torch.zeros(ROWS, DIM, device=device, dtype=torch.float64)
+
     def test_a_weight_assigned(self, pair, device):
         emb, dense = pair
         values = torch.linspace(-1, 1, ROWS * DIM, device=device).view(ROWS, DIM)

@@ -1,0 +1,230 @@
+"""Every method of a tensor that takes simple arguments, called on the weight of a table and on a parameter of torch."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+
+VALUES = (torch.arange(24.0).reshape(6, 4) - 9) / 8  # bfloat16 holds them
+IDS, ROWS = torch.tensor([1, 4]), torch.full((2, 4), 0.75)
+HALVES, MASK = torch.full((6, 4), 0.5), torch.arange(24).reshape(6, 4) % 3 == 0
+FIRST = torch.zeros(6, 4, dtype=torch.int64)
+ARGUMENTS: list[tuple[Any, ...]] = [
+    (),
+    *[(2,), (0,), (0, 1), (-1,), (0.5,), (0.5, 1.5), (0, 1, 2), (0, 2, 1), (2, 0), (2, 0, 1.0), (0, 1.0), (True,)],
+    *[(HALVES,), (HALVES, HALVES), (torch.ones(4, 2),), (torch.ones(4),), (torch.ones(6, 2), torch.ones(2, 4))],
+    *[(0, IDS), (0, IDS, ROWS), (0, IDS, 2.0), (IDS,), ((IDS,), ROWS), (torch.tensor([0, 5]), ROWS)],
+    *[(MASK,), (MASK, 1.0), (MASK, HALVES), (MASK, torch.ones(24)), (0, FIRST), (0, FIRST, HALVES), (0, FIRST, 2.0)],
+    *[((4, 6),), (4, 6), ([2, 2],), ([3, 3], 0), ((2, 3),), ((0, 1),), (torch.float64,), ("cpu",), (lambda x: x + 1,)],
+]
+# What is of another kind: how an object is made and what it is to Python, memory as such, other devices.
+ASIDE = [
+    "__class__",
+    "__init__",
+    "__new__",
+    "__init_subclass__",
+    "__subclasshook__",
+    "__dir__",
+    "__getattribute__",
+    "__setattr__",
+    "__delattr__",
+    "__sizeof__",
+    "__reduce_ex__",
+    "__reduce__",
+    "__getstate__",
+    "__setstate__",
+    "__dlpack__",
+    "__dlpack_device__",
+    "__torch_function__",
+    "__torch_dispatch__",
+    "__repr__",
+    "__str__",
+    "__format__",
+    "__hash__",
+    "__deepcopy__",
+    "_make_subclass",
+    "_make_wrapper_subclass",
+    "_dtensor__new__",
+    "_fix_weakref",
+    "_reduce_ex_internal",
+    "_use_count",
+    "_view_func",
+    "_view_func_unsafe",
+    "_rev_view_func_unsafe",
+    "data_ptr",
+    "const_data_ptr",
+    "storage",
+    "untyped_storage",
+    "_typed_storage",
+    "module_load",
+    "backward",
+    "cuda",
+    "pin_memory",
+    "ipu",
+    "xpu",
+    "hpu",
+    "mtia",
+    "new",
+    "new_empty",
+]
+# They raise, and say what to do instead.
+REFUSED = [
+    "set_",
+    "share_memory_",
+    "t_",
+    "transpose_",
+    "swapaxes_",
+    "swapdims_",
+    "unsqueeze_",
+    "squeeze_",
+    "as_strided_",
+    "resize_",
+    "resize_as_",
+]
+NAMES = [name for name in dir(Tensor) if callable(getattr(Tensor, name, None)) and name not in ASIDE]
+KINDS: dict[str, dict[str, Any]] = {"over the memory": {}, "copied": {"storage_dtype": torch.bfloat16}}
+
+
+def snapshot(value: Any, weight: Any) -> Any:
+    """Return what can be compared after the weight has changed."""
+    if value is weight:
+        return "the weight"
+    if isinstance(value, Tensor):
+        dense = value.detach() if value.layout == torch.strided else value.detach().to_dense()
+        dense = dense.dequantize() if dense.is_quantized else dense.clone()
+        return dense.resolve_conj().resolve_neg(), str(value.layout), value.requires_grad and torch.is_grad_enabled()
+    if isinstance(value, tuple | list):
+        return [type(value).__name__, *(snapshot(item, weight) for item in value)]
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
+    plain = int | float | str | bool | torch.dtype | torch.device | torch.layout | None
+    return value if isinstance(value, plain) else type(value).__name__
+
+
+def assert_same(ours: Any, expected: Any, tolerance: float) -> None:
+    if isinstance(expected, Tensor | float):
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    elif isinstance(expected, list | tuple):
+        assert len(ours) == len(expected)
+        for one, other in zip(ours, expected, strict=True):
+            assert_same(one, other, tolerance)
+    else:
+        assert ours == expected
+
+
+def call(weight: Any, name: str, arguments: tuple[Any, ...], grad: bool) -> Any:
+    torch.manual_seed(0)
+    with torch.set_grad_enabled(grad), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cloned = [item.clone() if isinstance(item, Tensor) else item for item in arguments]
+        return snapshot(getattr(weight, name)(*cloned), weight)
+
+
+def check(name: str, options: dict[str, Any], most: int) -> int:
+    """Call a method with up to `most` of the arguments that a parameter of torch takes; return how many those were."""
+    found = 0
+    for arguments in ARGUMENTS:
+        for grad in (True, False):
+            theirs = nn.Parameter(VALUES.clone())
+            try:
+                expected = call(theirs, name, arguments, grad)
+            except Exception:
+                continue
+            found += 1
+            emb = st.Embedding.from_pretrained(VALUES.clone(), freeze=False, **options)
+            tolerance = 2e-2 if options else 1e-6
+            try:
+                ours = call(emb.weight, name, arguments, grad)
+            except (InvalidTypeError, InvalidValueError):
+                assert name in REFUSED
+                continue
+            assert_same(ours, expected, tolerance)
+            assert_same(emb.weight.detach().clone(), theirs.detach(), tolerance)
+        if found >= most:
+            break
+    return found
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("letter", sorted({name[0] for name in NAMES}))
+def test_first_arguments(letter: str, kind: str) -> None:
+    found = {name: check(name, KINDS[kind], 1) for name in NAMES if name[0] == letter}
+    assert any(found.values())  # else this test checks nothing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("name", NAMES)
+def test_all_arguments(name: str, kind: str) -> None:
+    check(name, KINDS[kind], len(ARGUMENTS))
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("name", ["t_", "unsqueeze_", "transpose_", "as_strided_"])
+def test_another_layout_raises(name: str, kind: str) -> None:
+    emb = st.Embedding.from_pretrained(VALUES.clone(), freeze=False, **KINDS[kind])
+    arguments = {"unsqueeze_": (0,), "transpose_": (0, 1), "as_strided_": ((2, 2), (1, 1))}.get(name, ())
+    with torch.no_grad(), pytest.raises(InvalidTypeError, match="cannot lay out anew"):
+        getattr(emb.weight, name)(*arguments)
+    assert torch.equal(emb.weight, VALUES)
+    assert torch.equal(emb(IDS), VALUES[IDS])
+
+
+PAST_PYTHON = {
+    "tensor": lambda data: torch.tensor(data),
+    "Tensor": lambda data: torch.Tensor(data),
+    "set_": lambda data: torch.zeros(6, 4).set_(data).clone(),
+    "vmap": lambda data: torch.vmap(lambda row: row * 2)(data),
+    "grad": lambda data: torch.func.grad(lambda w: w.square().sum())(data),
+    "script": lambda data: torch.jit.script(_doubled)(data),
+    "nested": lambda data: torch.nested.nested_tensor([data, ROWS]).to_padded_tensor(0),
+    "as_subclass": lambda data: data.as_subclass(Tensor),
+    "zeros_like": lambda data: torch.zeros_like(data),
+}
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("name", list(PAST_PYTHON))
+def test_data_where_python_is_not_told(name: str, kind: str) -> None:
+    """Functions that ask no ``__torch_function__`` find the rows of ``weight.data`` all the same."""
+    emb = st.Embedding.from_pretrained(VALUES.clone(), freeze=False, **KINDS[kind])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours, expected = PAST_PYTHON[name](emb.weight.data), PAST_PYTHON[name](nn.Parameter(VALUES.clone()).data)
+    torch.testing.assert_close(ours, expected)
+
+
+def test_what_cannot_be_told_is_not_taken_for_rows() -> None:
+    """``other.data = weight.data`` takes the memory itself, of which there is none: NaN, and not zeros."""
+    emb = st.Embedding.from_pretrained(VALUES.clone(), freeze=False, storage_dtype=torch.bfloat16)
+    other = nn.Parameter(torch.zeros(6, 4))
+    other.data = emb.weight.data
+    assert other.isnan().all()
+
+
+def test_data_keeps_its_values_where_the_table_gets_others() -> None:
+    emb = st.Embedding.from_pretrained(VALUES.clone(), freeze=False, storage_dtype=torch.bfloat16)
+    data = emb.weight.data
+    emb.weight.data = torch.ones(8, 4)
+    assert torch.equal(data.clone(), VALUES)
+    assert torch.equal(emb.weight, torch.ones(8, 4))
+
+
+def test_a_copied_weight_is_that_weight() -> None:
+    emb = st.Embedding.from_pretrained(VALUES.clone(), freeze=False)
+    assert torch.equal(copy.copy(emb.weight), VALUES)
+    both = copy.deepcopy([emb, emb.weight])
+    assert both[0].weight is both[1]

@@ -1,0 +1,256 @@
+"""Random programs of training, reading and writing: ``torch.nn.Embedding`` and ours end equal. See weight_programs.py."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from lazy_oracle import one_thread  # noqa: F401 - a fixture
+from torch import nn
+from weight_programs import SETTINGS, VOCABULARY, Setting, draw, run, shrink
+
+import speedtransfer
+
+LENGTH = 16
+
+
+def check(seed: int) -> None:
+    """Run the program of a seed; show what is left of it without the statements that do not matter."""
+    setting, watch = SETTINGS[seed % len(SETTINGS)], seed // len(SETTINGS) % 2 == 0
+    program = draw(seed, LENGTH)
+    outcome = run(program, setting, watch)
+    if outcome.kind == "differs":
+        program = shrink(program[: outcome.at + 1], setting, watch, "differs")
+        outcome = run(program, setting, watch)
+        pytest.fail(f"seed {seed}, {setting}, watch={watch}:\n" + "\n".join(program) + f"\n-> {outcome.text}")
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_programs(part: int) -> None:
+    for seed in range(part, 5 * len(SETTINGS), 4):
+        check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_many_programs(part: int) -> None:
+    for seed in range(1000 + part * 250, 1250 + part * 250):
+        check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_every_statement(setting: Setting) -> None:
+    """Each statement once after training, and training after it."""
+    around = ["opt.zero_grad(); backward(loss(1)); opt.step()"] * 2
+    for statement in VOCABULARY:
+        for watch in (False, True):
+            program = [*around, "backward(loss(2))", statement.format(k=3), "backward(loss(4))", "opt.step()", *around]
+            outcome = run(program, setting, watch)
+            assert outcome.kind != "differs", (statement, watch, outcome.at, outcome.text)
+
+
+def test_programs_that_differ_are_told() -> None:
+    """The comparison sees a step that one of the two does not take, and shortens the program to what shows it."""
+    missed = "opt.step() if type(emb) is nn.Embedding else None"
+    program = ["backward(loss(1))", "out = emb(ids(2))", missed, "emb.weight.sum()"]
+    outcome = run(program, SETTINGS[0], True)
+    assert outcome.kind == "differs"
+    assert "emb.weight" in outcome.text
+    assert shrink(program, SETTINGS[0], True, "differs") == ["backward(loss(1))", missed]
+
+
+# --- what programs have found -----------------------------------------------------------------------------------------------
+
+
+def pair() -> tuple[nn.Embedding, speedtransfer.Embedding]:
+    torch.manual_seed(0)
+    theirs = nn.Embedding(9, 3)
+    return theirs, speedtransfer.Embedding.from_pretrained(theirs.weight.detach().clone(), freeze=False)
+
+
+def both(train: Callable[[Any], Any]) -> None:
+    expected, ours = pair()
+    torch.testing.assert_close(train(ours), train(expected))
+    torch.testing.assert_close(ours.weight.detach(), expected.weight.detach())
+
+
+IDS, MORE = torch.tensor([1, 2, 2]), torch.tensor([2, 5])
+
+
+def test_hooks_see_the_gradient_of_all_uses_once() -> None:
+    """A clipping hook of the sum is not the sum of clipped parts, and an optimizer in backward steps once."""
+
+    def train(emb: Any) -> Any:
+        seen: list[torch.Tensor] = []
+        opt = torch.optim.Adam(emb.parameters(), lr=0.1)
+        emb.weight.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
+
+        def step(param: nn.Parameter) -> None:
+            assert param.grad is not None
+            seen.append(param.grad.to_dense().clone())
+            opt.step()
+
+        emb.weight.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            opt.zero_grad()
+            (emb(IDS).sum() * 0.3 + emb(MORE).sum() * 0.4 + emb.weight.pow(2).sum()).backward()
+        return seen, int(opt.state[emb.weight]["step"])
+
+    both(train)
+
+
+def test_hooks_see_gradients_of_autograd_grad() -> None:
+    def train(emb: Any) -> Any:
+        emb.weight.register_hook(lambda grad: grad * 3)
+        return torch.autograd.grad(emb(IDS).sum() + emb(MORE).pow(2).sum(), emb.weight)[0]
+
+    both(train)
+
+
+def test_a_gradient_that_is_held_goes_on() -> None:
+    """As in torch: what is accumulated later, also after zeros, is in the object that was there before."""
+
+    def train(emb: Any) -> Any:
+        emb(IDS).sum().backward()
+        held = emb.weight.grad
+        emb(MORE).sum().backward()
+        found = [held.clone(), held is emb.weight.grad]
+        emb.zero_grad(set_to_none=False)
+        emb(MORE).pow(2).sum().backward()
+        found += [held.clone(), held is emb.weight.grad]
+        emb.zero_grad()
+        emb(MORE).sum().backward()
+        return [*found, held.clone(), held is emb.weight.grad]
+
+    both(train)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_assigned_gradient_is_written_to_before_the_step(steps: int) -> None:
+    """A buffer for communication: zeros when it is assigned, filled later."""
+
+    def train(emb: Any) -> Any:
+        opt = torch.optim.Adagrad(emb.parameters(), lr=0.1)
+        for _ in range(steps):
+            emb(IDS).sum().backward()
+            opt.step()
+        buffer = torch.zeros(9, 3)
+        emb.weight.grad = buffer
+        emb(MORE).pow(2).sum().backward()
+        before = buffer.clone()
+        buffer.mul_(0.5)
+        buffer[7] = 1
+        opt.step()
+        return before, buffer
+
+    both(train)
+
+
+def test_rows_frozen_after_forward_get_no_gradient() -> None:
+    def train(emb: Any) -> Any:
+        loss = emb(IDS).sum() + emb.weight.pow(2).sum() + torch.ones(1, requires_grad=True).sum()
+        emb.requires_grad_(False)
+        loss.backward()
+        emb.requires_grad_(True)
+        return emb.weight.grad is None
+
+    both(train)
+
+
+def test_the_weight_before_keeps_its_gradient() -> None:
+    def train(emb: Any) -> Any:
+        opt = torch.optim.SGD(emb.parameters(), lr=0.1)
+        before = emb.weight
+        emb(IDS).sum().backward()
+        emb.weight = nn.Parameter(torch.ones(9, 3))
+        opt.step()
+        return before.detach(), before.grad.to_dense(), emb.weight.grad is None
+
+    both(train)
+
+
+def test_one_vector_holds_the_rows_of_two_tables() -> None:
+    one, other = pair()[1], pair()[1]
+    vector = torch.arange(54.0)
+    nn.utils.vector_to_parameters(vector, [one.weight, other.weight])
+    torch.testing.assert_close(torch.cat([one.weight, other.weight]).flatten(), vector)
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_a_failed_step_ends_at_once() -> None:
+    """Its parameter is the whole table again for those who do not ask the module, too."""
+    emb = pair()[1]
+    opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
+    param = next(emb.parameters())
+    emb(IDS).sum().backward()
+    kind, name = type(opt), "_init_group"
+    original = getattr(kind, name)
+
+    def raising(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is opt:
+            raise KeyError("on purpose")
+        return original(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, name, raising)
+        with pytest.raises(KeyError, match="on purpose"):
+            opt.step()
+    assert param.shape == (9, 3)
+    assert param.grad is not None
+    assert param.grad.shape == (9, 3)
+
+
+@pytest.mark.parametrize("use", ["step", "whole", "hooks", "fails", "closure", "closure fails", "held", "state dict"])
+def test_tables_are_freed_at_once(use: str) -> None:
+    """No cycle keeps a table until the next garbage collection."""
+
+    def train() -> list[weakref.ref[Any]]:
+        emb = pair()[1]
+        opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
+        emb(IDS).sum().backward()
+        opt.step()
+        if use == "whole":
+            emb.weight.pow(2).sum().backward()
+            emb.weight.data.mul_(2)
+        elif use == "hooks":
+            emb.weight.register_hook(lambda grad: grad * 2)
+            emb(IDS).sum().backward()
+        elif use == "held":
+            opt.zero_grad(set_to_none=False)
+            held = emb.weight.grad
+            emb(MORE).sum().backward()
+            assert held is emb.weight.grad
+        elif use == "state dict":
+            opt.load_state_dict(opt.state_dict())
+            emb.load_state_dict(emb.state_dict())
+        elif use == "closure":
+            opt.step(lambda: 1.0)
+        elif use == "closure fails":
+            with pytest.raises(ZeroDivisionError):
+                opt.step(lambda: 1 / 0)
+        elif use == "fails":
+            opt.param_groups[0]["betas"] = ("on purpose", 0.9)
+            emb(IDS).sum().backward()
+            with pytest.raises((TypeError, ValueError)):
+                opt.step()
+        opt.zero_grad()
+        return [weakref.ref(emb.table), weakref.ref(emb.weight)]
+
+    train()  # what torch makes once a process
+    with no_gc():
+        assert [reference() for reference in train()] == [None, None]
