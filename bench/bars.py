@@ -65,7 +65,20 @@ def judge_step(results: dict[str, dict[str, Any]], cuda: bool) -> list[Bar]:
     pairs = (exact_and_lazy(g) for g in groups if g.params.get("optimizer") == "AdamW")
     pair = next(filter(None, pairs), None)
     ratio = pair[0].median_s / pair[1].median_s if pair else None
-    return [_at_most("AdamW step with idle=exact, of one with lazy", 1.2 if cuda else 2.0, ratio, "{:.2f}x")]
+    found = [_at_most("AdamW step with idle=exact, of one with lazy", 1.2 if cuda else 2.0, ratio, "{:.2f}x")]
+    return found if cuda else [*found, *_many_tables(groups)]
+
+
+def _many_tables(groups: list[Any]) -> Iterator[Bar]:
+    """Yield what a step of many tables with exact idle rows takes, of one with lazy rows and of a dense one."""
+    from speedtransfer.benchmark.headlines import exact_and_lazy
+
+    tables = next((g for g in groups if g.params["experiment"] == "many tables" and exact_and_lazy(g)), None)
+    exact, lazy = exact_and_lazy(tables) if tables else (None, None)
+    dense = next((c for c in tables.ran if c.name == "nn.Embedding + AdamW"), None) if tables else None
+    for other, name, bar in ((lazy, "of one with lazy", 1.5), (dense, "of dense AdamW", 0.5)):
+        ratio = exact.median_s / other.median_s if exact and other else None
+        yield _at_most(f"AdamW step of many tables with idle=exact, {name}", bar, ratio, "{:.2f}x")
 
 
 def _at_least(title: str, bar: float, value: float | None, form: str, caveat: str = "") -> Bar:

@@ -259,6 +259,33 @@ def test_a_wrong_step_of_many_tables_is_noticed(number):
         case.check()
 
 
+def models(history=3):
+    groups = step.groups(CPU, False, rows=300, max_bytes=4_500_000, history=history)
+    return [group for group in groups if group.params["experiment"] in ("whole table", "DeepFM")]
+
+
+def test_models():
+    ours = ["speedtransfer, pageable", "speedtransfer, pageable, idle=exact"]
+    whole, deepfm = run_all(models())
+    assert [case.name for case in whole.ran] == [*ours, NAMES[2]]
+    assert [case.name for case in deepfm.ran] == [ours[1], NAMES[2]]
+    said = headlines("step", [whole, deepfm])
+    assert "with idle=exact" in said[0]
+    assert "of nn.Embedding + AdamW" in said[0]
+    assert said[1].startswith("AdamW step, DeepFM with 26 tables of 300 x 16 and 26 of 300 x 1")
+    assert "of nn.Embedding + AdamW" in said[1]
+
+
+@pytest.mark.parametrize(("group", "number"), [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)])
+def test_a_wrong_step_of_a_model_is_noticed(group, number):
+    case = models(history=1)[group].make()[number]
+    case.run()
+    with torch.no_grad():
+        next(case.run.__self__.model.parameters())[7] += 1e-3
+    with pytest.raises(AssertionError, match="not close"):
+        case.check()
+
+
 def idle_case(number):
     """Return a case of the first group of idle rows after its first step."""
     case = step.groups(CPU, True, rows=300, history=30)[-1].make()[number]

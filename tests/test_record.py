@@ -500,6 +500,19 @@ def test_bars():
     }
 
 
+def test_bars_of_many_tables_on_a_cpu():
+    steps = {**IDLE_STEPS, ("nn.Embedding + AdamW", "other"): 2.5}
+    tables = group("", steps, experiment="many tables")
+    bars = importlib.import_module("bars")
+    title = "AdamW step of many tables with idle=exact, "
+    found = {bar.title: bar.shown for bar in bars.judge_step({"step": {"groups": [tables]}}, cuda=False)}
+    assert found[f"{title}of one with lazy"] == "1.50x"
+    assert found[f"{title}of dense AdamW"] == "0.60x"
+    found = bars.judge_step({"step": {"groups": [tables]}}, cuda=False)
+    assert [bar.passed for bar in found if bar.title.startswith(title)] == [True, False]
+    assert all(str(bar).startswith("not measured") for bar in bars.judge_step({}, cuda=False))
+
+
 def test_the_names_are_those_of_the_package():
     bars = importlib.import_module("bars")
     assert (bars.CHECKED, bars.UNCHECKED) == (measure.DEFAULT, measure.UNCHECKED)

@@ -8,6 +8,7 @@ from speedtransfer.benchmark.measure import CaseResult, GroupResult
 from speedtransfer.benchmark.units import format_count, format_rate, format_ratio, format_seconds, format_share
 from speedtransfer.errors import format_bytes
 
+_EXACT = ("idle rows", "many tables", "whole table", "DeepFM")  # experiments of suite `step` about exact idle rows
 _TELLING_BYTES = 1e9  # the buffers of a step vanish beside a table of this size
 
 
@@ -108,7 +109,7 @@ def exact_and_lazy(group: GroupResult) -> tuple[CaseResult, CaseResult] | None:
     """Return the exact and the lazy step of a group of suite `step`, where it has both."""
     ours = [case for case in group.ran if case.role == "ours"]
     exact, lazy = ([case for case in ours if ("idle=exact" in case.name) == wanted] for wanted in (True, False))
-    compared = group.params["experiment"] in ("idle rows", "many tables") and exact and lazy
+    compared = group.params["experiment"] in _EXACT and exact and lazy
     return (exact[0], lazy[0]) if compared else None
 
 
@@ -120,12 +121,12 @@ def _idle(group: GroupResult, exact: CaseResult, lazy: CaseResult) -> str:
     return text + "".join(f", {format_ratio(exact.median_s / c.median_s)} of {c.name}" for c in others)
 
 
-def _is_coupled(group: GroupResult) -> bool:
+def _is_beside_dense(group: GroupResult) -> bool:
     """Tell whether exact steps are compared with dense ones alone."""
-    return group.params["experiment"] == "many tables" and exact_and_lazy(group) is None
+    return len(group.ran) == 2 and group.params["experiment"] in _EXACT and exact_and_lazy(group) is None
 
 
-def _coupled(group: GroupResult) -> str:
+def _beside_dense(group: GroupResult) -> str:
     exact, dense = group.ran
     share = format_ratio(exact.median_s / dense.median_s)
     return f"{group.title}: {format_seconds(exact.median_s)} with idle=exact, {share} of {dense.name}"
@@ -134,7 +135,7 @@ def _coupled(group: GroupResult) -> str:
 def _step(groups: list[GroupResult]) -> list[str]:
     idle = [(group, *pair) for group in groups if (pair := exact_and_lazy(group))]
     lines = [_idle(*found) + _noise(*found[0].ran) for found in idle]
-    lines += [_coupled(group) + _noise(*group.ran) for group in groups if len(group.ran) == 2 and _is_coupled(group)]
+    lines += [_beside_dense(group) + _noise(*group.ran) for group in groups if _is_beside_dense(group)]
     lines += [
         f"{group.title}: the large one takes {format_ratio(large.median_s / small.median_s)} the time of the small one"
         + _noise(large, small)

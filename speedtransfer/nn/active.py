@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -39,19 +40,10 @@ class ActiveRows:
     def track_grad(self) -> None:
         """Let backward deposit the gradient of `rows`."""
         # Not self: the cycle would keep the rows alive.
-        handle, ids, version, state_rows = self._handle, self.ids, self._version, self._state_rows
-
-        @uncompiled
-        def deposit(leaf: Tensor) -> None:
-            grad, leaf.grad = leaf.grad, None
-            assert grad is not None
-            if handle.requires_grad:  # and not frozen since, where torch drops the gradient too
-                grad = grad.to_dense() if grad.is_sparse else grad
-                handle.deposit(ids, grad, leaf.detach(), version, state_rows)
-
+        deposit = functools.partial(_deposit, self._handle, self.ids, self._version, self._state_rows)
         self.rows.requires_grad_()
         self.rows.register_post_accumulate_grad_hook(deposit)
-        handle.follow(self.rows, ids)
+        self._handle.follow(self.rows, self.ids)
 
     def add_grad(self, grad: Tensor) -> None:
         """Deposit a gradient written by hand for ``optimizer.step()``, without autograd.
@@ -74,6 +66,16 @@ class ActiveRows:
             )
         with torch.no_grad():
             self._handle.deposit(self.ids, grad, self.rows.detach(), self._version, self._state_rows)
+
+
+@uncompiled
+def _deposit(handle: Handle, ids: Tensor, version: int, state_rows: dict[str, Tensor], leaf: Tensor) -> None:
+    """Deposit the gradient that backward has left at a leaf of active rows."""
+    grad, leaf.grad = leaf.grad, None
+    assert grad is not None
+    if handle.requires_grad:  # and not frozen since, where torch drops the gradient too
+        grad = grad.to_dense() if grad.is_sparse else grad
+        handle.deposit(ids, grad, leaf.detach(), version, state_rows)
 
 
 def activate(

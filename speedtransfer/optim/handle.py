@@ -6,8 +6,7 @@ import math
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 def find_handle(param: Any) -> Handle | None:
     """Return the handle that `param` belongs to, or None for an ordinary parameter."""
     handle: Handle | None = getattr(param, "__dict__", {}).get(_KEY)
-    return handle if handle is not None and handle.param_or_none() is param else None
+    return handle if handle is not None and handle._param() is param else None
 
 
 def any_handles() -> bool:
@@ -45,11 +44,8 @@ def count_step() -> None:
     _steps_made += 1
 
 
-@contextmanager
-def as_tensor() -> Iterator[None]:
-    """Within, the parameter of a table is the tensor that torch sees, and not the whole table."""
-    with torch._C.DisableTorchFunctionSubclass():
-        yield
+# Within, the parameter of a table is the tensor that torch sees, and not the whole table.
+as_tensor = torch._C.DisableTorchFunctionSubclass
 
 
 class Handle:
@@ -177,12 +173,14 @@ class Handle:
 
         That is NaN: what comes to read it, past every function that is given the whole table, does not go unnoticed.
         """
-        with torch.inference_mode(False):  # an inference tensor could never hold a gradient
-            if self.aliased:
-                return self.table.stored("weight").detach()
-            dtype = self.rows.dtype
-            one = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=self.table.device)
-            return one.expand(self.table.num_rows, self.table.dim)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # an inference tensor could never hold a gradient
+                return self._standing()
+        if self.aliased:
+            return self.table.stored("weight").detach()
+        dtype = self.rows.dtype
+        one = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=self.table.device)
+        return one.expand(self.table.num_rows, self.table.dim)
 
     def show(self) -> None:
         """Let the parameter stand for the whole table."""
@@ -517,6 +515,8 @@ class Handle:
             grad = grad.coalesce()
             return grad.indices()[0], grad.values()
         if self.follows_idle_rows:  # an idle row and one with a gradient of zero go the same way
+            return torch.arange(len(grad), device=grad.device), grad
+        if grad.shape[1] and bool((grad[:, 0] != 0).all()):  # as that of a softmax over all rows: one column tells
             return torch.arange(len(grad), device=grad.device), grad
         ids = (grad != 0).any(dim=1).nonzero().flatten()
         return ids, grad if len(ids) == len(grad) else grad[ids]

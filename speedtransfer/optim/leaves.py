@@ -37,6 +37,9 @@ def put(state: dict[Any, Any], values: dict[str, Any]) -> None:
 
     A name without a dot that `state` lacks is added; there is no telling the container of any other.
     """
+    if all(isinstance(state.get(name), (Tensor, EncodedPlane)) for name in values):  # nothing lies deeper
+        state.update(values)
+        return
     names = {str(key) for key in state}
     _fill(state, "", values)
     state.update({name: v for name, v in values.items() if name not in names and "." not in name})

@@ -96,7 +96,7 @@ def _check_same_rows(name: str, handle: Handle, group: dist.ProcessGroup | None)
 
 def check_not_replicated(handle: Handle) -> None:
     """Raise where a step would train a table that was frozen when `DistributedDataParallel` took it."""
-    if handle in _replicated:
+    if _replicated and handle in _replicated:
         raise OptimizerError(
             f"the table {_replicated[handle]} was frozen when DistributedDataParallel took the model and trains now: its "
             "rows would differ from process to process; keep weight.requires_grad False, or train in one process"
