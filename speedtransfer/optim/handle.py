@@ -170,7 +170,7 @@ class Handle:
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # an inference tensor could never hold a gradient
-                return self._standing()
+                return self.standing()
         if self.aliased:
             return self.table.stored("weight").detach()
         dtype = self.rows.dtype
