@@ -586,16 +586,17 @@ class Handle:
         given = grad
         grad = grad if isinstance(grad, RowGradient) else _writable(grad.detach())
         if isinstance(grad, RowGradient) or grad.is_sparse:
+            self.used_whole = not grad.is_sparse
             again = grad is given and self._shown is not None and given is self._shown() and self.grad is None
             (self.ids, self.grad), self._touched, self._assigned = self._rows_of(grad), None, None
             if again and self._cleared is not None:  # put back, by a probe for one
                 self.used_whole, was_assigned, self._touched = self._cleared
                 self._assigned = self.grad if was_assigned else None
         else:  # others may write to this memory before the step, which finds out what rows there are
-            self._assigned = grad
+            self._assigned, self.used_whole = grad, True
             self._use_assigned()
+        assert self.grad is not None
         self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
-        self.used_whole = not grad.is_sparse
 
     def _use_assigned(self) -> None:
         assert self._assigned is not None
