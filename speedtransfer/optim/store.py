@@ -70,10 +70,11 @@ class RowStore:
         self._count += 1
 
     def lookup(self, index: Any) -> Tensor:
-        """Return the weights of any index, as `Table.gather` takes it: ``(*index.shape, dim)``."""
+        """Return the weights of any index, as `Table.gather` takes it, as they are stored: ``(*index.shape, dim)``."""
+        # A thread that evaluates must not write the rows that another one trains, be it to bring them up to date.
         if self.plain:
-            return self.table.gather(index)
-        rows = self.table.gather(index, self._raw(["weight"]))
+            return self.table.gather(index, settle=False)
+        rows = self.table.gather(index, self._raw(["weight"]), settle=False)
         flat = {s: part.reshape(-1, part.shape[-1]) for s, part in self._parts_of("weight", rows).items()}
         return self.decode("weight", flat).resize_(rows["weight"].shape)  # no view: see `buffers.empty`
 

@@ -111,7 +111,8 @@ class Trial:
         self.param.grad = grad.clone()
         step = type(self.optimizer).step
         # Without the hooks that others have registered for all optimizers: this step is no business of theirs.
-        step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+        while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):  # torch wraps it, and `hooks` once more
+            step = step.__wrapped__
         step(self.optimizer)
         found = leaves(self.state)
         if any(name not in self.seen for name in found):

@@ -76,11 +76,18 @@ class Table(Planes):
 
     @overload
     def gather(
-        self, index: Any, planes: str = ..., out: Tensor | None = ..., *, dtype: DType | None = ..., check: bool = ...
+        self,
+        index: Any,
+        planes: str = ...,
+        out: Tensor | None = ...,
+        *,
+        dtype: DType | None = ...,
+        check: bool = ...,
+        settle: bool = ...,
     ) -> Tensor: ...
     @overload
     def gather(
-        self, index: Any, planes: Sequence[str], *, dtype: DType | None = ..., check: bool = ...
+        self, index: Any, planes: Sequence[str], *, dtype: DType | None = ..., check: bool = ..., settle: bool = ...
     ) -> dict[str, Tensor]: ...
     def gather(
         self,
@@ -90,6 +97,7 @@ class Table(Planes):
         *,
         dtype: DType | None = None,
         check: bool = True,
+        settle: bool = True,
     ) -> Tensor | dict[str, Tensor]:
         """Copy rows to the compute device.
 
@@ -107,6 +115,8 @@ class Table(Planes):
         check : bool
             False: `index` is known to be a contiguous 1-D int64 tensor, on `device` or the CPU, with every value in range, and
             rows are wanted as they are stored.
+        settle : bool
+            False: rows are wanted as they are stored, whatever they have still to catch up with.
 
         Returns
         -------
@@ -121,7 +131,7 @@ class Table(Planes):
             raised by the next call of the table that finds it (`wait` does for certain); until then others may come back so.
         """
         flat, shape, checked = as_index(index, self.num_rows, self.device) if check else (index, index.shape, True)
-        if check and self._settle is not None:
+        if check and settle and self._settle is not None:
             self._settle(unique_rows(flat, None if checked else self.num_rows, index).ids)
         names = [planes] if isinstance(planes, str) else list(planes)
         stored = [self._planes[self._check_plane(name)] for name in names]
