@@ -50,7 +50,9 @@ def _guard_steps() -> None:
 def _guarded(hooking: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hooking)
     def hook(step: Callable[..., Any]) -> Callable[..., Any]:
-        return _recovering(hooking(step))
+        hooked: Any = hooking(step)
+        hooked.hooked = True  # as torch marks what it wraps: trials look for the step within
+        return _recovering(hooked)
 
     return hook
 

@@ -109,7 +109,7 @@ class Trial:
         """Step with a copy of `grad` and return the tensors of the state."""
         before = self.param.detach().clone()
         self.param.grad = grad.clone()
-        step = type(self.optimizer).step
+        step: Any = type(self.optimizer).step
         # Without the hooks that others have registered for all optimizers: this step is no business of theirs.
         while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):  # torch wraps it, and `hooks` once more
             step = step.__wrapped__
