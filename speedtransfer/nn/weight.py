@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import Handle, find_handle
-from speedtransfer.optim.handle import as_tensor
+from speedtransfer.optim.table_param import as_tensor
 from speedtransfer.tables import Table
 
 # Functions that are given the weight as the tensor that it is: they tell of it and need no row. `weight_calls` fills both.

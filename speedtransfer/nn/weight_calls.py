@@ -15,7 +15,7 @@ from speedtransfer.nn.active import activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
 from speedtransfer.nn.weight import TableWeight, WeightData, aside, handle_of, special
 from speedtransfer.optim import Handle
-from speedtransfer.optim.handle import as_tensor
+from speedtransfer.optim.table_param import as_tensor
 
 
 def _moved(func: Callable[..., Any]) -> Callable[..., Any]:
