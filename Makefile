@@ -5,10 +5,11 @@ VENV ?= .venv
 PY ?= $(VENV)/bin/python
 ENV := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 # The CUDA extra follows the driver; without one that CuPy supports there is none, and everything runs on the CPU. torch's own
-# package is built for CUDA 13, which a CUDA 12 driver cannot run: TORCH_INDEX then names where a build for CUDA 12 is looked for.
+# package is built for CUDA 13, which a CUDA 12 driver cannot run: TORCH_INDEX=URL then names the index, which pytorch.org tells,
+# with a build for CUDA 12.
 CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
 CUDA_EXTRA := $(if $(CUDA_MAJOR),$(shell [ $(CUDA_MAJOR) -ge 13 ] && echo cuda13 || { [ $(CUDA_MAJOR) -eq 12 ] && echo cuda12; }))
-TORCH_INDEX ?= $(if $(filter cuda12,$(CUDA_EXTRA)),https://download.pytorch.org/whl/cu126)
+TORCH_INDEX ?=
 comma := ,
 EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speedtransfer import buffers
 from speedtransfer.errors import InvalidTypeError
-from speedtransfer.nn.active import activate
+from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
 from speedtransfer.nn.weight import TableWeight, WeightData, aside, handle_of, special
 from speedtransfer.optim import Handle
@@ -114,6 +114,21 @@ def in_transform() -> bool:
 # --- lookups ----------------------------------------------------------------------------------------------------------------
 
 
+def _activated(
+    weight: Any, input: Any, padding_idx: int | None, max_norm: float | None, norm_type: float
+) -> ActiveRows | None:
+    """Return the rows of a weight that a lookup names; None where there is no weight to look them up in."""
+    if not isinstance(weight, TableWeight | WeightData) or in_transform():
+        return None
+    handle = handle_of(weight)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += handle.table.num_rows
+    active = activate(handle, input, max_norm, norm_type, padding_idx)
+    if isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad:
+        active.track_grad()
+    return active
+
+
 def _embedding(
     input: Any,
     weight: Any,
@@ -123,14 +138,9 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    if not isinstance(weight, TableWeight | WeightData) or in_transform():
+    active = _activated(weight, input, padding_idx, max_norm, norm_type)
+    if active is None:
         return NotImplemented
-    handle = handle_of(weight)
-    if padding_idx is not None and padding_idx < 0:
-        padding_idx += handle.table.num_rows
-    active = activate(handle, input, max_norm, norm_type, padding_idx)
-    if isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad:
-        active.track_grad()
     return lookup(active, active.groups.found, scale_grad_by_freq)
 
 
@@ -147,14 +157,9 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    if not isinstance(weight, TableWeight | WeightData) or in_transform():
+    active = _activated(weight, input, padding_idx, max_norm, norm_type)
+    if active is None:
         return NotImplemented
-    handle = handle_of(weight)
-    if padding_idx is not None and padding_idx < 0:
-        padding_idx += handle.table.num_rows
-    active = activate(handle, input, max_norm, norm_type, padding_idx)
-    if isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad:
-        active.track_grad()
     padded = padding_idx is not None
     freq, last = scale_grad_by_freq, include_last_offset
     return bag_lookup(active, offsets, per_sample_weights, mode, freq, last, padded, sparse)
