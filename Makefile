@@ -10,6 +10,8 @@ ENV := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
 CUDA_EXTRA := $(if $(CUDA_MAJOR),$(shell [ $(CUDA_MAJOR) -ge 13 ] && echo cuda13 || { [ $(CUDA_MAJOR) -eq 12 ] && echo cuda12; }))
 TORCH_INDEX ?=
+$(if $(filter cuda12,$(CUDA_EXTRA)),$(if $(TORCH_INDEX),,$(warning this driver runs CUDA 12 at most, and the usual build of \
+	torch is for CUDA 13: pass TORCH_INDEX=URL of the index with a build for CUDA 12 that pytorch.org names)))
 comma := ,
 EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 

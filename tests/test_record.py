@@ -614,5 +614,9 @@ def test_make_picks_the_cuda_extra_of_the_driver(tmp_path, cuda, extras):
     argv = ["make", "-n", "VENV=does-not-exist", "does-not-exist/.ready"]
     done = subprocess.run(argv, cwd=SCRIPT.parents[1], env=environment, capture_output=True, text=True, check=True)
     assert f'".[{extras}]"' in done.stdout
-    # A build of torch that this driver can run; the package index has one for CUDA 13.
-    assert ("/whl/cu126" in done.stdout) == ("cuda12" in extras)
+    # A build of torch that this driver can run: the package index has one for CUDA 13.
+    assert ("pass TORCH_INDEX=" in done.stderr) == ("cuda12" in extras)
+    named = [*argv, "TORCH_INDEX=https://example.org/cu12"]
+    done = subprocess.run(named, cwd=SCRIPT.parents[1], env=environment, capture_output=True, text=True, check=True)
+    assert "--extra-index-url https://example.org/cu12" in done.stdout
+    assert "TORCH_INDEX" not in done.stderr
