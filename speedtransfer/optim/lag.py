@@ -1,4 +1,4 @@
-"""Rows that lag behind: the plane that says since when, the steps they owe, and the reading and writing that pays."""
+"""Track, for exact idle rows, the last step that each row has taken, and apply the steps that it has missed."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class TableParam:
         self.rows = RowStore(table) if rows is None else rows
         self.idle = idle
         self.requires_grad = requires_grad and self.rows.dtype.is_floating_point
-        self.name: str | None = None  # of the module, where somebody has told
+        self.name: str | None = None  # of the module, where it is known
         self.sparse = False  # the module was made with sparse=True: optimizers that tell may get sparse gradients
         self.padding_idx: int | None = None  # that of the module: a row which sparse gradients never name
         self.state: Any = None  # optim.state.RowState of the optimizer that trains the rows
