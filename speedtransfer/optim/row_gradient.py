@@ -269,7 +269,7 @@ def _scaled(func: Any, args: tuple[Any, ...]) -> Any:
             return NotImplemented
         if other.dim() == 2 and other.shape[0] == grad.shape[0] != 1:
             other = other[grad.ids.to(other.device)]  # a factor for each row: a mask of rows that stay
-        # Rows that are not here become NaN by 0 / 0 and 0 * inf. With one factor for all, the loss has shown it already, and to look
+        # Rows that are not here become NaN by 0 / 0 and 0 * inf. Of one factor for all, the loss has shown it, and to look
         # would make the host wait for a GPU.
         if other.numel() > 1:
             divides = func.overloadpacket in (aten.div, aten.div_)
