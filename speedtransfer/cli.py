@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table as TextTable
 
+from speedtransfer import jit
 from speedtransfer.benchmark.commands import bench
-from speedtransfer.device import cuda_status, resolve_device
+from speedtransfer.cuda.runtime import cuda_status, resolve_device
 from speedtransfer.engines.auto import calibrate_device
 from speedtransfer.engines.calibration import file_of, load
-from speedtransfer.engines.host import compiled_copies
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes
 from speedtransfer.tables.memory import physical_bytes
 from speedtransfer.version import __version__
@@ -107,7 +107,7 @@ def _rows() -> list[tuple[str, str]]:
         ("numpy", numpy.__version__),
         (
             "host rows",
-            "compiled copies (numba)" if compiled_copies() else "torch; `pip install numba` is up to 4 times as fast",
+            "compiled copies (numba)" if jit.available() else "torch; `pip install numba` is up to 4 times as fast",
         ),
         ("cupy", status.cupy or "not installed"),
         ("driver", f"supports CUDA {status.driver}" if status.driver else "no NVIDIA driver"),

@@ -34,7 +34,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim.trial import words
+from speedtransfer.optim.probe.trial import words
 
 PACKAGES = {
     "pytorch-optimizer": "pytorch_optimizer",

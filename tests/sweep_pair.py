@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import speedtransfer
-from speedtransfer.optim.trial import words
+from speedtransfer.optim.probe.trial import words
 
 ROWS, DIM, STEPS, LOOK_EVERY = 60, 8, 300, 25
 # Of the longest way that a weight went, and of a state's largest value. Rounding grows with the steps, the more where signs

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from speedtransfer import device
+from speedtransfer.cuda import runtime as device
 from speedtransfer.errors import DeviceError, HostMemoryError, InvalidTypeError, InvalidValueError
 
 without_cuda = pytest.mark.skipif(device.cuda_status().available, reason="there is a CUDA device")

@@ -9,10 +9,10 @@ import torch
 from cpu_kernels import as_engine_kernels
 from engine_cases import EngineCases
 
-from speedtransfer import device as device_module
+from speedtransfer.cuda import runtime as device_module
+from speedtransfer.cuda import streams as order_module
+from speedtransfer.cuda.streams import StreamOrder
 from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine
-from speedtransfer.engines import order as order_module
-from speedtransfer.engines.order import StreamOrder
 from speedtransfer.errors import DeviceError, InvalidValueError, RowIndexError
 
 

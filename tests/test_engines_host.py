@@ -13,6 +13,7 @@ import torch
 from engine_cases import any_bits, bits
 from test_engines import OnCpu
 
+from speedtransfer import jit
 from speedtransfer.engines import HostEngine, host
 from speedtransfer.errors import RowIndexError
 
@@ -52,7 +53,7 @@ class TestCompiledInCache(OnHost):
 class TestWithoutNumba(OnHost):
     @pytest.fixture(autouse=True)
     def no_numba(self, monkeypatch):
-        monkeypatch.setattr(host, "compiled_copies", lambda: None)
+        monkeypatch.setattr("speedtransfer.jit.available", lambda: False)
         monkeypatch.setattr(host, "_COMPILED_BYTES", 1)
 
 
@@ -82,7 +83,7 @@ def test_every_copy_on_every_number_of_threads(always_compiled, monkeypatch, thr
 
 def test_large_calls_use_the_compiled_copies():
     numba = pytest.importorskip("numba")
-    from speedtransfer.engines import compiled
+    from speedtransfer.engines import host_copies as compiled
 
     content, index = torch.randn(20_000, 64), torch.randperm(20_000)
     out = torch.empty_like(content)
@@ -179,7 +180,7 @@ def test_a_system_without_threads_left(always_compiled, monkeypatch):
             raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(host, "_pool", lambda threads: Full())
+    monkeypatch.setattr(jit, "_pool", lambda threads: Full())
     content, index, out = any_bits((90, 64), torch.uint8), torch.randperm(90), torch.zeros(90, 64, dtype=torch.uint8)
     host.gather_rows([content], index, [out])
     assert torch.equal(out, content[index])
@@ -219,17 +220,17 @@ def test_sort_keys(monkeypatch, compiled, bits, low):
 
 
 def test_a_numba_that_does_not_work_is_left_out(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "speedtransfer.engines.compiled", None)  # importing it raises ImportError
-    monkeypatch.delattr("speedtransfer.engines.compiled", raising=False)
+    monkeypatch.setitem(sys.modules, "speedtransfer.engines.host_copies", None)  # importing it raises ImportError
+    monkeypatch.delattr("speedtransfer.engines.host_copies", raising=False)
     monkeypatch.setattr(host, "_COMPILED_BYTES", 1)
-    host.compiled_copies.cache_clear()
+    jit._imported.cache_clear()
     try:
         content, out = torch.randn(50, 8), torch.empty(2, 8)
         host.gather_rows([content], torch.tensor([3, 4]), [out])
         assert torch.equal(out, content[3:5])
-        assert "so rows are moved by torch" in caplog.text or not importlib.util.find_spec("numba")
+        assert "so torch does its work" in caplog.text or not importlib.util.find_spec("numba")
     finally:
-        host.compiled_copies.cache_clear()
+        jit._imported.cache_clear()
 
 
 def test_rows_move_while_python_leaves():
@@ -246,7 +247,7 @@ atexit.register(lambda: print(float(table.gather(index).sum())))
 
 def test_compiled_without_a_folder_to_keep_the_result(monkeypatch):
     numba = pytest.importorskip("numba")
-    from speedtransfer.engines import compiled
+    from speedtransfer.engines import host_copies as compiled
 
     def njit(**options):
         def compile_(function):

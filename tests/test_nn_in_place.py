@@ -13,14 +13,14 @@ from lazy_oracle import dense_grad
 from torch import Tensor, nn
 
 import speedtransfer as st
-from speedtransfer import buffers
+from speedtransfer import buffers, jit
 from speedtransfer.engines import host
 
 DIM = 64
 ROW_BYTES = 4 * DIM
 # Around each size (in float32) from which memory or copies are others: recycled blocks and compiled copies, two threads,
 # streaming stores.
-LIMITS = (buffers._SMALL_BYTES, host._COMPILED_BYTES, 2 * host._THREAD_BYTES, host._STREAMING_BYTES)
+LIMITS = (buffers._SMALL_BYTES, host._COMPILED_BYTES, 2 * jit.THREAD_BYTES, host._STREAMING_BYTES)
 SIZES = sorted({1, *(limit // ROW_BYTES + d for limit in LIMITS for d in (-1, 0, 1))})
 NEAR = buffers._SMALL_BYTES // ROW_BYTES  # the first of the recycled ones
 FORMS: dict[str, dict[str, Any]] = {
@@ -118,7 +118,7 @@ def test_every_form(form: str, change: Callable[[Tensor, Tensor], Tensor], num: 
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("bags", [NEAR - 1, NEAR, NEAR + 1, 2 * host._THREAD_BYTES // ROW_BYTES + 1])
+@pytest.mark.parametrize("bags", [NEAR - 1, NEAR, NEAR + 1, 2 * jit.THREAD_BYTES // ROW_BYTES + 1])
 def test_bags(mode: str, bags: int) -> None:
     torch.manual_seed(0)
     ours = st.EmbeddingBag(50, DIM, mode=mode)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from torch import Tensor
 
-from speedtransfer.optim import convert
-from speedtransfer.optim.codecs import BLOCK, SCALE, Blocks8, Cast, Codec, RowInt8, meanings
-from speedtransfer.optim.convert import decode_rows, encode_rows
-from speedtransfer.optim.rounding import Keys, column_keys, random_bits, row_keys
+from speedtransfer.encoding import convert
+from speedtransfer.encoding.codecs import BLOCK, SCALE, Blocks8, Cast, Codec, RowInt8, meanings
+from speedtransfer.encoding.convert import decode_rows, encode_rows
+from speedtransfer.encoding.rounding import Keys, column_keys, random_bits, row_keys
 
 KINDS = ("bfloat16", "float16", "int8", "float8")
 
@@ -233,7 +233,9 @@ def test_compiled_passes_give_the_bits_of_torch(kind: str, width: int) -> None:
         keys = keys_for(400, width, writes)
         expected, bits = codec.encode(values, random_bits(*keys)), None
         found = {s: torch.empty(400, p.width, dtype=p.dtype) for s, p in codec.parts.items()}
-        convert._encode_compiled(importlib.import_module("speedtransfer.optim.compiled"), codec, values, keys, found)
+        convert._encode_compiled(
+            importlib.import_module("speedtransfer.encoding.numba_codecs"), codec, values, keys, found
+        )
         for suffix, part in expected.items():
             torch.testing.assert_close(found[suffix], part, rtol=0, atol=0, equal_nan=True)
             bits = part.isnan() if part.is_floating_point() else torch.zeros_like(part, dtype=torch.bool)
@@ -250,7 +252,7 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
         codec = codec_of(kind, 128)
         fast = there_and_back(codec, values, 1)
         with monkeypatch.context() as context:
-            context.setattr(convert, "compiled_copies", lambda: None)
+            context.setattr("speedtransfer.jit.available", lambda: False)
             assert torch.equal(there_and_back(codec, values, 1), fast)
 
 

@@ -16,12 +16,13 @@ from lazy_oracle import (
 from optimizer_cases import FUSED_ON_CPU, OptimizerCase, case_named
 
 import speedtransfer
+from speedtransfer import jit
 from speedtransfer.errors import OptimizerError
+from speedtransfer.idle import History, Replay, rule_for
 from speedtransfer.optim import find_handle
-from speedtransfer.optim.idle import History, Replay, rule_for
 
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-9}
-replay_module = sys.modules["speedtransfer.optim.idle.replay"]
+replay_module = sys.modules["speedtransfer.idle.replay"]
 
 
 def named(name: str) -> OptimizerCase:
@@ -62,7 +63,7 @@ def test_implementations(case: OptimizerCase, kwargs: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("case", COUPLED, ids=str)
 def test_without_numba(case: OptimizerCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_module, "compiled_copies", lambda: None)
+    monkeypatch.setattr("speedtransfer.jit.available", lambda: False)
     pair = Exact(case, dtype)
     pair.train(pair.batches(100), *pair.schedulers(warmup_and_cosine))
     pair.assert_same(TOLERANCE[dtype])
@@ -87,8 +88,8 @@ def test_compiled_and_torch_agree(case: OptimizerCase, dtype: torch.dtype, monke
         state = {n: v for n, v in optimizer.state[param].items() if v.dim()}
         last = torch.randint(0, 71, (50, 1), dtype=torch.int32)
         results = []
-        for compiled in (replay_module.compiled_copies, lambda: None):
-            monkeypatch.setattr(replay_module, "compiled_copies", compiled)
+        for compiled in (jit.available(), False):
+            monkeypatch.setattr("speedtransfer.jit.available", lambda answer=compiled: answer)
             rows = {n: v.detach().clone() for n, v in {"weight": param, **state}.items()}
             replay.catch_up(rows, last)
             results.append(rows)

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from optimizer_cases import OptimizerCase
 
-from speedtransfer.optim.idle import History, IdleStep, Rule, catch_up, rule_for
-from speedtransfer.optim.idle.rule import StepCount
+from speedtransfer import jit
+from speedtransfer.idle import History, IdleStep, Rule, catch_up, rule_for
+from speedtransfer.idle.rule import StepCount
 
-catch_up_module = sys.modules["speedtransfer.optim.idle.catch_up"]  # the function hides it
+catch_up_module = sys.modules["speedtransfer.idle.catch_up"]  # the function hides it
 
 
 class Sums(Rule):
@@ -240,8 +241,8 @@ def test_compiled_and_torch_agree_bit_for_bit(kind: type[Rule], dim: int, monkey
     given["v"] = root if kind.floor else root**2
     last = torch.tensor(rng.integers(0, 261, (200, 1)), dtype=torch.int32)
     results = []
-    for compiled in (catch_up_module.compiled_copies, lambda: None):
-        monkeypatch.setattr(catch_up_module, "compiled_copies", compiled)
+    for compiled in (jit.available(), False):
+        monkeypatch.setattr("speedtransfer.jit.available", lambda answer=compiled: answer)
         rows = {name: torch.tensor(values, dtype=torch.float32) for name, values in given.items()}
         catch_up(history, rows, last)
         results.append(rows)
@@ -251,7 +252,7 @@ def test_compiled_and_torch_agree_bit_for_bit(kind: type[Rule], dim: int, monkey
 
 # --- compiled against NumPy ---------------------------------------------------------------------------------------------
 
-history_module = sys.modules["speedtransfer.optim.idle.history"]
+history_module = sys.modules["speedtransfer.idle.history"]
 
 
 def steps_of(case: OptimizerCase, count: int, dtype: torch.dtype) -> tuple[Rule, list[IdleStep]]:
@@ -372,7 +373,7 @@ def test_what_a_device_gets_is_what_the_host_has(kind: type[Rule], monkeypatch: 
         sent.append(values.nbytes)
         return torch.from_numpy(values.copy())
 
-    monkeypatch.setattr("speedtransfer.optim.idle.mirror._pinned", copied)
+    monkeypatch.setattr("speedtransfer.idle.mirror._pinned", copied)
     mirrored = lambda self, device: self._mirror.tensors(  # noqa: E731
         device, self._lines, self._blocks, self.length, self._final
     )

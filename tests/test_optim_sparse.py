@@ -24,7 +24,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 import speedtransfer
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim import probe
+from speedtransfer.optim.probe import probe
 
 # torch warns once a process that it does not check what sparse tensors hold.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")

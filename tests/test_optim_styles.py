@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import speedtransfer
-from speedtransfer.optim import probe
+from speedtransfer.optim.probe import probe
 
 # What a row starts from in these is not zero. (The oracle finds averages of weights by their name.)
 STARTS = {("yogi", "m"): 1e-3, ("yogi", "v"): 1e-3, ("counts", "level"): 7, ("skips zeros", "sum"): 0.5}

@@ -18,7 +18,7 @@ from cases import NPY_DTYPES, assert_same_bits, numbers, one_line
 from table_contract import TableContract
 
 import speedtransfer as st
-from speedtransfer.device import cuda_status
+from speedtransfer.cuda.runtime import cuda_status
 from speedtransfer.errors import (
     DeviceError,
     HostMemoryError,
@@ -284,7 +284,7 @@ class TestMemory:
 
     def test_auto_without_cuda_is_pageable(self, monkeypatch):
         status = type("Status", (), {"available": False, "reason": "this machine has no NVIDIA driver; install one"})
-        monkeypatch.setattr("speedtransfer.tables.base.cuda_status", lambda: status)
+        monkeypatch.setattr("speedtransfer.tables.table.cuda_status", lambda: status)
         assert st.Table(4, 4, device="cpu").memory == "pageable"
 
     @pytest.mark.parametrize("name", MEMORIES)

@@ -14,7 +14,7 @@ from cases import assert_same_bits, numbers
 
 import speedtransfer as st
 from speedtransfer.checkpoint.writing import _chunks
-from speedtransfer.tables import advice
+from speedtransfer.tables import page_advice as advice
 
 ROWS, DIM = 70_000, 16  # 4.5 MB: 1100 pages, and not whole in a chunk that begins elsewhere
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")

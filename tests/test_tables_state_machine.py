@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
 
 from speedtransfer import Table
-from speedtransfer.tables import fill
+from speedtransfer.tables import chunks as fill
 
 NAMES = ["exp_avg", "exp_avg_sq", "last_step"]
 PLANE_DTYPES = [torch.float32, torch.float16, torch.int32, torch.int64, torch.uint8]

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from speedtransfer.engines import host
+from speedtransfer import jit
 from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError
 from speedtransfer.word2vec import Corpus, counting
 from speedtransfer.word2vec.counting import LINE_END, WordDict
@@ -206,13 +206,13 @@ def test_damaged_archive(always_fast, tmp_path):
 
 @pytest.fixture
 def fresh_choice():
-    host.compiled_copies.cache_clear()
+    jit._imported.cache_clear()
     yield
-    host.compiled_copies.cache_clear()
+    jit._imported.cache_clear()
 
 
 def test_without_numba(always_fast, fresh_choice, monkeypatch):
-    monkeypatch.setattr(host.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(jit, "available", lambda: False)
     assert counting.compiled_counting() is None
     assert Corpus(io.BytesIO(b"a b a b"), 1).ids.tolist() == [0, 1, 0, 1]
 

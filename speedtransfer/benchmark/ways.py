@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from speedtransfer import jit
 from speedtransfer.benchmark.measure import DEFAULT, UNCHECKED, Case, Role, cycle, synchronize
 from speedtransfer.benchmark.workload import Ids, Workload
-from speedtransfer.device import mapped_view, pinned_empty, to_cupy, torch_stream
+from speedtransfer.cuda.runtime import mapped_view, pinned_empty, to_cupy, torch_stream
 from speedtransfer.engines import AutoEngine, Engine, MappedEngine, make_engine
 from speedtransfer.engines.auto import engine_names
 from speedtransfer.engines.calibration import Direction
-from speedtransfer.engines.host import compiled_copies, gather_rows, scatter_rows
+from speedtransfer.engines.host import gather_rows, scatter_rows
 
 BEST_TORCH = {"gather": "index_select(out=pinned) + copy", "scatter": "copy to pinned + index_copy_"}
 PLAIN_TORCH = {"gather": "t[idx].to(device)", "scatter": "t[idx] = rows.cpu()"}
@@ -321,7 +322,7 @@ def roofs(work: Workload, direction: Direction) -> list[Way]:
         return to.copy_(source, non_blocking=True), source
 
     found = [Way(_roof_name(work), copy, "roof", queues=True)]
-    if work.device.type == "cpu" and compiled_copies() is not None:
+    if work.device.type == "cpu" and jit.available():
         in_order = torch.arange(len(rows))
 
         def past_the_cache(ids: Ids) -> tuple[Tensor, Tensor]:

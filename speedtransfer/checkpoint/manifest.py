@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from speedtransfer.checkpoint import values
+from speedtransfer.checkpoint import plain_data as values
 from speedtransfer.checkpoint.reading import open_plain
 from speedtransfer.checkpoint.writing import SAFE_DTYPES
 from speedtransfer.errors import InvalidValueError, StorageError, format_bytes

@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.folder import Saving, check_target, free_bytes
-from speedtransfer.checkpoint.models import encode_model
+from speedtransfer.checkpoint.model import encode_model
 from speedtransfer.checkpoint.objects import check_object, state_of
-from speedtransfer.checkpoint.optimizers import encode_optimizer
+from speedtransfer.checkpoint.optimizer import encode_optimizer
+from speedtransfer.checkpoint.plain_data import encode
 from speedtransfer.checkpoint.rng import rng_states
-from speedtransfer.checkpoint.values import encode
 from speedtransfer.checkpoint.writing import TensorPlan
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, format_bytes
 from speedtransfer.progress import ByteProgress

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError
-from speedtransfer.tables.advice import read_ahead
+from speedtransfer.tables.chunks import row_chunks
 from speedtransfer.tables.files import CHUNK_BYTES, SAFE_NAMES
-from speedtransfer.tables.fill import row_chunks
+from speedtransfer.tables.page_advice import read_ahead
 
 # The dtypes of safetensors, beyond those that tables hold.
 SAFE_DTYPES = {

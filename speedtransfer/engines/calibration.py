@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from speedtransfer.device import cuda_status
+from speedtransfer.cuda.runtime import cuda_status
 from speedtransfer.engines.base import Engine
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.version import __version__

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import functools
-import importlib.util
-import itertools
-import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,29 +11,13 @@ from torch import Tensor
 
 from speedtransfer.engines.bounds import check_host_index
 from speedtransfer.engines.reference import put_rows, select_rows
+from speedtransfer.jit import Part, compiled_module, run_on_threads
 
+_COPIES = "speedtransfer.engines.host_copies"
 _COMPILED_BYTES = 1 << 18  # a call of fewer is done before a compiled one would have begun
 _NARROW_BYTES = 16  # rows that are one word to torch, which then writes them faster
 _COMPILED_KEYS = 1 << 13  # the same of a sort
-_THREAD_BYTES = 1 << 20  # what a thread more is worth waking for
 _STREAMING_BYTES = 1 << 24  # results up to this are better left in the cache, for whoever reads them next
-
-log = logging.getLogger(__name__)
-
-_Part = tuple[Callable[..., None], tuple[Any, ...]]  # a compiled copy and its arguments but the range of rows
-
-
-@functools.cache
-def compiled_copies() -> Any:
-    """Return the module :mod:`~speedtransfer.engines.compiled`, or None where numba does not work."""
-    if importlib.util.find_spec("numba") is None:
-        return None
-    try:
-        from speedtransfer.engines import compiled
-    except Exception as error:  # whatever a numba says that does not fit the rest of the installation
-        log.warning("numba cannot be used (%s: %s), so rows are moved by torch", type(error).__name__, error)
-        return None
-    return compiled
 
 
 class HostEngine:
@@ -88,7 +66,7 @@ def sort_keys(keys: np.ndarray, low: int, high: int) -> np.ndarray:
 
     The bits below `low` must grow with the position, those from `high` on be zero.
     """
-    compiled = compiled_copies() if len(keys) >= _COMPILED_KEYS else None
+    compiled = compiled_module(_COPIES) if len(keys) >= _COMPILED_KEYS else None
     return np.sort(keys) if compiled is None else compiled.sort_by_bits(keys, low, high)
 
 
@@ -99,10 +77,10 @@ def _move(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], choos
         return False
     if any(plane.dtype != dense.dtype for plane, dense in zip(planes, rows, strict=True)):
         return False
-    compiled = compiled_copies()
+    compiled = compiled_module(_COPIES)
     if compiled is None:
         return False
-    ids, parts = index.numpy(), list[_Part]()
+    ids, parts = index.numpy(), list[Part]()
     for plane, dense in zip(planes, rows, strict=True):
         item = plane.element_size()
         places = plane.data_ptr(), plane.stride(0) * item, dense.data_ptr(), dense.shape[1] * item
@@ -114,40 +92,6 @@ def _move(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], choos
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
     return True
-
-
-def run_on_threads(parts: list[_Part], count: int, num_bytes: int, memory: tuple[Tensor, ...]) -> None:
-    """Run compiled functions over `count` rows, stretches of them on as many threads as torch uses, and wait for all.
-
-    Parameters
-    ----------
-    parts : list of (function, arguments)
-        Each is called without the GIL as ``function(*arguments, start, stop)``.
-    count, num_bytes : int
-        Rows, and the bytes of all that is done to them, which say how many threads are worth waking.
-    memory : tuple of Tensor
-        What the functions know only the addresses of.
-    """
-    threads = max(1, min(torch.get_num_threads(), num_bytes // _THREAD_BYTES))
-    edges = [count * part // threads for part in range(threads + 1)]
-    others = list[concurrent.futures.Future[None]]()
-    try:
-        for start, stop in itertools.pairwise(edges[1:]):
-            try:
-                # With the tensors: the copies know addresses only, and whoever is interrupted here lets go of the memory.
-                others.append(_pool(torch.get_num_threads()).submit(_run, parts, start, stop, memory))
-            except RuntimeError:  # Python is on its way out, or the system has no thread left
-                _run(parts, start, stop, memory)
-        _run(parts, edges[0], edges[1], memory)
-    finally:
-        concurrent.futures.wait(others)
-    for other in others:
-        other.result()
-
-
-def _run(parts: list[_Part], start: int, stop: int, memory: tuple[Tensor, ...]) -> None:
-    for copy, places in parts:
-        copy(*places, start, stop)
 
 
 def _gather_copy(
@@ -168,13 +112,3 @@ def _scatter_copy(
     if not (plane | stride_bytes | row_bytes) % compiled.LINE_BYTES:
         return compiled.scatter_streaming_lines
     return compiled.scatter
-
-
-@functools.cache
-def _pool(threads: int) -> concurrent.futures.ThreadPoolExecutor:
-    """Return the threads that help; numba's own pool would abort a process that forks, as data loaders do."""
-    return concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="speedtransfer")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has none of the threads

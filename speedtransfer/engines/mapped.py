@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.device import launch, load_kernel, pinned_empty, require_mapped, resolve_cuda
+from speedtransfer.cuda.runtime import launch, load_kernel, pinned_empty, require_mapped, resolve_cuda
+from speedtransfer.cuda.streams import StreamOrder, keep_until_done, to_device
 from speedtransfer.engines.bounds import check_host_index, out_of_range
-from speedtransfer.engines.order import StreamOrder, keep_until_done, to_device
 from speedtransfer.errors import DeviceError, InvalidValueError, suggest
 
 MAX_PLANES = 16  # of one launch, as in move.cuh
@@ -33,9 +33,9 @@ class MappedEngine:
 
     Order: every call is one kernel on the current stream (several where there are more than 16 planes, or where "bulk"
     leaves some to "lanes"). Events order the calls between streams, on the device (see
-    :class:`~speedtransfer.engines.order.StreamOrder`). ``record_stream`` keeps the memory of `index` and `rows`, which
+    :class:`~speedtransfer.cuda.streams.StreamOrder`). ``record_stream`` keeps the memory of `index` and `rows`, which
     torch's allocator could give away early when they come from another stream; page-locked planes are not freed before
-    the device is idle (see :func:`speedtransfer.device.pinned_empty`).
+    the device is idle (see :func:`speedtransfer.cuda.runtime.pinned_empty`).
 
     A row that does not exist is gathered as zeros and scattered nowhere, so that a bad index that nobody has looked at yet
     cannot reach other memory. With `check` the device reports it, and the next call raises.

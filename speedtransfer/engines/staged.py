@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from speedtransfer.device import pinned_empty, resolve_cuda
+from speedtransfer.cuda.runtime import pinned_empty, resolve_cuda
+from speedtransfer.cuda.streams import keep_until_done
 from speedtransfer.engines.bounds import check_host_index
 from speedtransfer.engines.host import gather_rows, scatter_rows
-from speedtransfer.engines.order import keep_until_done
 from speedtransfer.errors import InvalidValueError
 
 _ALIGN_BYTES = 256  # where each plane starts in a staging buffer

@@ -7,9 +7,9 @@ import os
 import torch
 from torch import Tensor, nn
 
-from speedtransfer.nn.base import TableModule
 from speedtransfer.nn.embedding import check_pretrained
 from speedtransfer.nn.lookup import bag_lookup
+from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.tracing import unrecorded
 from speedtransfer.nn.weight_calls import in_transform
 

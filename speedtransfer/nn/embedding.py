@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.nn.base import TableModule
 from speedtransfer.nn.lookup import lookup
+from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.tracing import unrecorded
 from speedtransfer.nn.weight_calls import in_transform
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from speedtransfer.errors import HostMemoryError, format_bytes
 from speedtransfer.nn.bag import EmbeddingBag
-from speedtransfer.nn.base import TableModule
 from speedtransfer.nn.embedding import Embedding
+from speedtransfer.nn.table_module import TableModule
 from speedtransfer.optim import Handle
 from speedtransfer.tables.memory import physical_bytes
 

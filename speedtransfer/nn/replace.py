@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.nn.bag import EmbeddingBag
-from speedtransfer.nn.base import TableModule, make_handle
 from speedtransfer.nn.embedding import Embedding
+from speedtransfer.nn.table_module import TableModule, make_handle
 from speedtransfer.nn.weight import table_weight
 from speedtransfer.optim import Handle, find_handle
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from speedtransfer.errors import InvalidTypeError, format_bytes
-from speedtransfer.nn.base import TableModule
 from speedtransfer.nn.export import is_table
+from speedtransfer.nn.table_module import TableModule
 from speedtransfer.optim import Handle
 
 _COLUMNS = ("table", "rows", "dim", "dtype", "idle", "memory", "planes", "size", "optimizer")

@@ -3,6 +3,6 @@
 from speedtransfer.optim.handle import Handle, find_handle
 from speedtransfer.optim.hooks import install
 from speedtransfer.optim.probe import PlaneSpec, probe
-from speedtransfer.optim.store import RowStore
+from speedtransfer.rows import RowStore
 
 __all__ = ["Handle", "PlaneSpec", "RowStore", "find_handle", "install", "probe"]

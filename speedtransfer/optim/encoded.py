@@ -11,7 +11,7 @@ from torch import Tensor
 from speedtransfer.errors import OptimizerError
 
 if TYPE_CHECKING:
-    from speedtransfer.optim.store import RowStore
+    from speedtransfer.rows import RowStore
 
 
 class EncodedPlane:

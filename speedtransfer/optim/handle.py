@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidValueError, OptimizerError
 from speedtransfer.optim.pending import PendingGradient
-from speedtransfer.optim.store import RowStore
 from speedtransfer.optim.table_param import as_tensor
+from speedtransfer.rows import RowStore
 from speedtransfer.tables import Table
 
 _KEY = "_speedtransfer_handle"  # in the __dict__ of a parameter

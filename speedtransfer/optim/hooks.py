@@ -15,11 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import OptimizerError
+from speedtransfer.idle import Rule, choose_rule, has_rule
 from speedtransfer.optim import backward, replicas, state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
-from speedtransfer.optim.idle import Rule, choose_rule, has_rule
 from speedtransfer.optim.pending import count_step
-from speedtransfer.optim.probe import Findings, leaves_idle_rows, probe
+from speedtransfer.optim.probe.probe import Findings, leaves_idle_rows, probe
 from speedtransfer.optim.state import RowState
 
 _installed = False

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtransfer.optim.idle import History, IdleStep, Replay, Rule, catch_up
-from speedtransfer.optim.idle.rule import Numbers
-from speedtransfer.optim.store import RowStore
+from speedtransfer.idle import History, IdleStep, Replay, Rule, catch_up
+from speedtransfer.idle.rule import Numbers
 from speedtransfer.progress import ByteProgress
+from speedtransfer.rows import RowStore
 from speedtransfer.tables import row_chunks
 
 LAST_STEP = "idle.last_step"  # the plane: int32, the step that touched a row last

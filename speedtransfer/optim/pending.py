@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
-from speedtransfer.optim.lazy import sparse_gradient
+from speedtransfer.optim.probe.trajectories import sparse_gradient
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.table_param import TableParam, as_tensor
 from speedtransfer.tables import unique_rows

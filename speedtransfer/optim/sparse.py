@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim.lazy import (
+from speedtransfer.optim.probe.initial_values import Start, sparse_starts
+from speedtransfer.optim.probe.trajectories import (
     ROWS,
     UPDATE,
     Course,
@@ -23,8 +24,7 @@ from speedtransfer.optim.lazy import (
     sparse_gradient,
     wholly,
 )
-from speedtransfer.optim.starts import Start, sparse_starts
-from speedtransfer.optim.trial import StateError, words
+from speedtransfer.optim.probe.trial import StateError, words
 
 _MANY, _SOME = 130, (0, 5, 129)
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
+from speedtransfer.idle import Rule
 from speedtransfer.optim.handle import Handle
-from speedtransfer.optim.idle import Rule
 from speedtransfer.optim.lag import Lag
-from speedtransfer.optim.lazy import STEPS
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.probe import PlaneSpec, probe
-from speedtransfer.optim.store import RowStore
+from speedtransfer.optim.probe.trajectories import STEPS
+from speedtransfer.rows import RowStore
 from speedtransfer.tables import row_chunks
 
 

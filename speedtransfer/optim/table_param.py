@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.optim.row_gradient import RowGradient
-from speedtransfer.optim.store import RowStore
+from speedtransfer.rows import RowStore
 from speedtransfer.tables import Table
 
 # Within, the parameter of a table is the tensor that torch sees, and not the whole table.

@@ -18,7 +18,7 @@ from speedtransfer.speedtorch.index import names_rows
 from speedtransfer.speedtorch.rows import Column, Rows
 from speedtransfer.speedtorch.values import dtype_of, filled, stored_as, stored_dtype, tensor_from, to_copy
 from speedtransfer.tables import Table
-from speedtransfer.tables.fill import copy_plane
+from speedtransfer.tables.chunks import copy_plane
 from speedtransfer.tables.types import PathLike
 
 

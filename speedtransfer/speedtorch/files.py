@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, StorageError
-from speedtransfer.tables.advice import read_ahead
+from speedtransfer.tables.chunks import row_chunks
 from speedtransfer.tables.files import atomic
-from speedtransfer.tables.fill import row_chunks
+from speedtransfer.tables.page_advice import read_ahead
 from speedtransfer.tables.types import PathLike
 
 

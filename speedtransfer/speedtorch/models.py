@@ -19,7 +19,7 @@ from speedtransfer.speedtorch.common import Held
 from speedtransfer.speedtorch.rows import Column, Rows
 from speedtransfer.speedtorch.values import dtype_of, filled, stored_dtype, to_copy
 from speedtransfer.tables import Table
-from speedtransfer.tables.fill import copy_plane
+from speedtransfer.tables.chunks import copy_plane
 
 # Parameter -> weak reference to its switcher: some optimizers keep a copy of the weights.
 _switchers: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, check_size
 from speedtransfer.optim import PlaneSpec, probe
 from speedtransfer.optim.leaves import cloned, leaves, put
-from speedtransfer.optim.trial import Trial, without_gradients
+from speedtransfer.optim.probe.trial import Trial, without_gradients
 from speedtransfer.speedtorch.common import Held
 from speedtransfer.speedtorch.models import all_weights
 from speedtransfer.speedtorch.parameters import find_parameter, place_in
 from speedtransfer.speedtorch.rows import Column, Index, Rows
 from speedtransfer.speedtorch.values import dtype_of, filled, stored_dtype, tensor_from, to_copy
-from speedtransfer.tables.fill import copy_plane
+from speedtransfer.tables.chunks import copy_plane
 
 
 class States(list[Any]):

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.device import mapped_view, to_cupy
+from speedtransfer.cuda.runtime import mapped_view, to_cupy
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.speedtorch.index import for_numpy, is_basic, row_numbers, unfit, unreadable
 from speedtransfer.speedtorch.values import BITS, filled, host_array, stored_as, tensor_from, wait_for
 from speedtransfer.tables import Table, as_index, unique_rows
-from speedtransfer.tables.rows import as_rows, overlap
+from speedtransfer.tables.row_values import as_rows, overlap
 
 
 class Column(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import HostMemoryError, format_bytes
-from speedtransfer.tables.host import PageableMemory
+from speedtransfer.tables.memories import PageableMemory
 from speedtransfer.tables.memory import Memory
 
 

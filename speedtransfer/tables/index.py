@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.cuda.streams import to_device
 from speedtransfer.engines.bounds import out_of_range
 from speedtransfer.engines.host import sort_keys
-from speedtransfer.engines.order import to_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}

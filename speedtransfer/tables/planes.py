@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from speedtransfer.device import mapped_view, require_cuda, resolve_device, to_cupy
+from speedtransfer.cuda.runtime import mapped_view, require_cuda, resolve_device, to_cupy
 from speedtransfer.engines import Engine, engine_names
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.tables import files
-from speedtransfer.tables.fill import check_fill, check_floating, copy_plane, fill_plane
+from speedtransfer.tables.chunks import check_fill, check_floating, copy_plane, fill_plane
 from speedtransfer.tables.memory import Memory
 from speedtransfer.tables.stats import TableStats
 from speedtransfer.tables.types import Device, DType, Generator, TorchDevice

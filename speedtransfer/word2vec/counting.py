@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from speedtransfer.engines.host import compiled_copies
 from speedtransfer.errors import HostMemoryError
+from speedtransfer.jit import compiled_module
 from speedtransfer.word2vec.text import Piece, Source, check, iter_pieces
 
 LINE_END = -1  # among the numbers of words: a sequence ends here
@@ -135,11 +135,7 @@ def read_words(
 
 def compiled_counting() -> Any:
     """Return the module `counting_compiled`, or None where numba does not work."""
-    if compiled_copies() is None:
-        return None
-    from speedtransfer.word2vec import counting_compiled
-
-    return counting_compiled
+    return compiled_module("speedtransfer.word2vec.counting_compiled")
 
 
 def _num_threads() -> int:

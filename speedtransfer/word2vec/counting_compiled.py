@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from speedtransfer.engines.compiled import compile_function
+from speedtransfer.jit import compile_function
 
 _FIRST_WORDS = 1 << 15
 _WORDS_AT_ONCE = 1 << 12  # between two passes: what they share stays in the cache

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speedtransfer.engines.host import compiled_copies
+from speedtransfer.jit import compiled_module
 from speedtransfer.word2vec.band import Band, Noise
 
 T = TypeVar("T")
@@ -140,11 +140,7 @@ def has_helper(device: torch.device) -> bool:
 
 def _compiled() -> Any:
     """Return the module `compiled`, or None where numba does not work."""
-    if compiled_copies() is None:
-        return None
-    from speedtransfer.word2vec import compiled
-
-    return compiled
+    return compiled_module("speedtransfer.word2vec.compiled")
 
 
 @functools.cache

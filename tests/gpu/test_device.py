@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu.tools import is_page_locked
-from speedtransfer import device as cuda
+from speedtransfer.cuda import runtime as cuda
 from speedtransfer.errors import DeviceError, HostMemoryError, InvalidTypeError
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex128]
@@ -78,7 +78,7 @@ class TestPinnedEmpty:
 
     def test_leaving_python_is_silent(self):
         code = (
-            "import torch; from speedtransfer import device as d;"
+            "import torch; from speedtransfer.cuda import runtime as d;"
             "memory = d.pinned_empty(1 << 20); view = d.mapped_view(memory); view.fill_(3);"
             "import builtins; builtins.kept = [memory, view]"
         )

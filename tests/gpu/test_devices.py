@@ -8,7 +8,7 @@ from cases import one_line
 
 import speedtransfer as st
 from gpu.tools import DEVICE_ENGINES, PINNED_ENGINES, check_same, hold, pinned, table_in
-from speedtransfer import device as cuda
+from speedtransfer.cuda import runtime as cuda
 from speedtransfer.engines import MappedEngine
 from speedtransfer.errors import DeviceError, InvalidTypeError, InvalidValueError
 

@@ -9,9 +9,9 @@ from cases import one_line
 
 import speedtransfer as st
 from gpu.tools import allocated_bytes, is_page_locked, pinned, resident_bytes, table_in
-from speedtransfer import device as cuda
+from speedtransfer.cuda import runtime as cuda
+from speedtransfer.cuda import streams as order_module
 from speedtransfer.engines import MappedEngine, StagedEngine, TiledEngine
-from speedtransfer.engines import order as order_module
 from speedtransfer.errors import HostMemoryError, format_bytes
 
 

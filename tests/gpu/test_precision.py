@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import speedtransfer as st
-from speedtransfer.optim.codecs import Blocks8, Cast, RowInt8
-from speedtransfer.optim.convert import decode_rows, encode_rows
-from speedtransfer.optim.rounding import Keys, column_keys, row_keys
+from speedtransfer.encoding.codecs import Blocks8, Cast, RowInt8
+from speedtransfer.encoding.convert import decode_rows, encode_rows
+from speedtransfer.encoding.rounding import Keys, column_keys, row_keys
 
 CODECS = [Cast(100, torch.bfloat16), Cast(100, torch.float16), RowInt8(100), Blocks8(100), Blocks8(300)]
 

@@ -12,7 +12,7 @@ from engine_cases import any_bits
 
 import speedtransfer as st
 from gpu.tools import DEVICE_ENGINES, PINNED_ENGINES, check_same, hold, pinned, synchronizing, table_in
-from speedtransfer.device import _cupy
+from speedtransfer.cuda.runtime import _cupy
 from speedtransfer.engines import MappedEngine, StagedEngine
 
 MEMORIES = ["pinned", "pageable", "mmap", "device"]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import speedtransfer
-from speedtransfer.nn.base import TableModule
+from speedtransfer.nn.table_module import TableModule
 
 TORCH = (nn.Embedding, nn.EmbeddingBag)
 OURS = (speedtransfer.Embedding, speedtransfer.EmbeddingBag)

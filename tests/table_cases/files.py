@@ -11,7 +11,7 @@ from speedtransfer.errors import (
     SpeedtransferError,
     StorageError,
 )
-from speedtransfer.tables import fill
+from speedtransfer.tables import chunks as fill
 from table_cases.base import TableCases
 
 
@@ -101,7 +101,7 @@ class FileCases(TableCases):
                 yield rows
 
         with monkeypatch.context() as patch:
-            patch.setattr("speedtransfer.tables.base.row_chunks", interrupted)
+            patch.setattr("speedtransfer.tables.table.row_chunks", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 table.save(path)
         assert path.read_bytes() == b"old"

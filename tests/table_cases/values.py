@@ -14,7 +14,7 @@ from speedtransfer.errors import (
     InvalidValueError,
     SpeedtransferError,
 )
-from speedtransfer.tables import fill
+from speedtransfer.tables import chunks as fill
 from table_cases.base import TableCases
 
 # 16 is the block of torch's normal numbers. (num_rows, dim) around it and around chunks of it

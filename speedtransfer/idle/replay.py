@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.engines.host import compiled_copies, run_on_threads
-from speedtransfer.optim.idle.rule import Numbers, Rule
-from speedtransfer.optim.idle.sums import Floats
+from speedtransfer.idle.quadrature import Floats
+from speedtransfer.idle.rule import Numbers, Rule
+from speedtransfer.jit import compiled_module, run_on_threads
 
 PLANES = {
     "adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
@@ -103,16 +103,15 @@ class Replay:
             plane.is_cuda or plane.dtype != dtype or not plane.is_contiguous() for plane in planes
         ):
             return False
-        if compiled_copies() is None:
+        compiled = compiled_module("speedtransfer.idle.numba_replay")
+        if compiled is None:
             return False
-        from speedtransfer.optim.idle import compiled_replay
-
         numbers = (self._rounded if dtype == torch.float32 else self._numbers)[: self.length]
         by_name = {name: plane.numpy() for name, plane in zip(names, planes, strict=True)}
         # A plane that there is not is one of no columns.
         missing = np.empty((len(last), 0), by_name["weight"].dtype)
         arrays = [by_name.get(name, missing) for name in ("weight", *PLANES[self.kind])]
-        step, steps, dim = compiled_replay.KINDS[self.kind], last.numpy().ravel(), arrays[0].shape[1]
+        step, steps, dim = compiled.KINDS[self.kind], last.numpy().ravel(), arrays[0].shape[1]
 
         def take(values: list[np.ndarray], last: np.ndarray, until: np.ndarray) -> None:
             # A step of a value costs about what moving as many bytes does.

@@ -22,7 +22,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim.idle.rule import IdleStep, Numbers, Rule
+from speedtransfer.idle.rule import IdleStep, Numbers, Rule
 
 
 def _numbers(group: dict[str, Any], *names: str) -> list[float]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtransfer.optim.lazy import ROWS, STEPS, close, sparse_gradient
 from speedtransfer.optim.leaves import cloned, leaves, put
-from speedtransfer.optim.trial import Seen, StateError, Trial
+from speedtransfer.optim.probe.trajectories import ROWS, STEPS, close, sparse_gradient
+from speedtransfer.optim.probe.trial import Seen, StateError, Trial
 from speedtransfer.tables.files import SAFE_NAMES
 
 

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer import buffers, device
+from speedtransfer import buffers
+from speedtransfer.cuda.runtime import pinned_empty, require_cuda, resolve_device
 from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError, format_bytes
-from speedtransfer.tables import advice, files
+from speedtransfer.tables import files, page_advice
 from speedtransfer.tables.memory import Memory, check_fits
 
 
@@ -85,7 +86,7 @@ class MmapMemory(PageableMemory):
             with tempfile.TemporaryFile(dir=self._folder) as file:
                 file.truncate(max(num_bytes, 1))
                 data = np.memmap(file, dtype=np.uint8, mode="r+")
-            advice.expect_random_rows(data)
+            page_advice.expect_random_rows(data)
             return torch.from_numpy(data[:num_bytes].view(np.ndarray)).view(dtype).view(num_rows, width)
         except StorageError:
             raise
@@ -100,7 +101,7 @@ class MmapMemory(PageableMemory):
         assert self.path is not None
         weight, self._weight_map = files.open_mapped(self.path, writable=True, key=key)
         if self._weight_map is not None:
-            advice.expect_random_rows(self._weight_map)
+            page_advice.expect_random_rows(self._weight_map)
         return weight
 
     def flush(self) -> None:  # noqa: D102
@@ -119,11 +120,11 @@ class PinnedMemory(Memory):
     name = "pinned"
 
     def __init__(self, device_: torch.device, path: str | os.PathLike[str] | None = None) -> None:
-        device.require_cuda("memory='pinned'")
+        require_cuda("memory='pinned'")
         super().__init__(device_, path)
 
     def allocate(self, plane: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:  # noqa: D102
         num_bytes = num_rows * width * dtype.itemsize
         check_fits(num_bytes, f"plane {plane!r} of {num_rows} x {width} {dtype}")
-        target = self.device if self.device.type == "cuda" else device.resolve_device("cuda")
-        return device.pinned_empty(num_bytes, target).zero_().view(dtype).view(num_rows, width)
+        target = self.device if self.device.type == "cuda" else resolve_device("cuda")
+        return pinned_empty(num_bytes, target).zero_().view(dtype).view(num_rows, width)

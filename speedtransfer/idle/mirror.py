@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speedtransfer.optim.idle.sums import BLOCK, Floats
+from speedtransfer.idle.quadrature import BLOCK, Floats
 
 
 class Mirror:

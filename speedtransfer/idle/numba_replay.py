@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from speedtransfer.engines.compiled import compile_function
+from speedtransfer.jit import compile_function
 
 
 @compile_function

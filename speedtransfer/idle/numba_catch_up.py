@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from speedtransfer.engines.compiled import compile_function
-from speedtransfer.optim.idle import sums as in_numpy
+from speedtransfer.idle import quadrature as in_numpy
+from speedtransfer.jit import compile_function
 
 _BLOCK, _NODES, _SUMS, _STEP = in_numpy.BLOCK, in_numpy.NODES, in_numpy.SUMS, in_numpy.STEP
 _OWN = in_numpy.OWN

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.engines.host import compiled_copies, run_on_threads
-from speedtransfer.optim.idle.history import History, Missed
-from speedtransfer.optim.idle.rule import Rule
+from speedtransfer.idle.history import History, Missed, compiled_module
+from speedtransfer.idle.rule import Rule
+from speedtransfer.jit import run_on_threads
 
 _CHUNK_VALUES = 1 << 17  # on the CPU: so few that what is computed on the way stays in its cache
 _TINY = 1e-30
@@ -43,12 +43,11 @@ def _planes_of_terms(rule: Rule) -> tuple[str, ...]:
 def _can_compile(history: History, rows: dict[str, Tensor]) -> bool:
     planes = [rows.get(name) for name in _planes_of_terms(history.rule)]
     suits = (p is not None and p.dtype == torch.float32 and not p.is_cuda and p.is_contiguous() for p in planes)
-    return bool(planes) and all(suits) and compiled_copies() is not None
+    return bool(planes) and all(suits) and compiled_module() is not None
 
 
 def _take_terms_compiled(history: History, rows: dict[str, Tensor], last: Tensor) -> None:
-    from speedtransfer.optim.idle import compiled
-
+    compiled = compiled_module()
     rule = history.rule
     memory = tuple(rows[name] for name in _planes_of_terms(rule))
     arguments = *(values.numpy() for values in memory), *history.arrays(), last.numpy(), history.base, history.length

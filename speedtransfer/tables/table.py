@@ -13,17 +13,17 @@ from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer import buffers
-from speedtransfer.device import cuda_status, resolve_device
+from speedtransfer.cuda.runtime import cuda_status, resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size, suggest
 from speedtransfer.tables import files
-from speedtransfer.tables.advice import read_ahead, read_ahead_of_run
+from speedtransfer.tables.chunks import copy_plane, row_chunks
 from speedtransfer.tables.device import DeviceMemory
-from speedtransfer.tables.fill import copy_plane, row_chunks
-from speedtransfer.tables.host import MmapMemory, PageableMemory, PinnedMemory
 from speedtransfer.tables.index import as_index, check_distinct, unique_rows
+from speedtransfer.tables.memories import MmapMemory, PageableMemory, PinnedMemory
 from speedtransfer.tables.memory import Memory, physical_bytes
+from speedtransfer.tables.page_advice import read_ahead, read_ahead_of_run
 from speedtransfer.tables.planes import Planes, check_dtype
-from speedtransfer.tables.rows import as_rows, check_conversion, check_rows, overlap, tensor_of
+from speedtransfer.tables.row_values import as_rows, check_conversion, check_rows, overlap, tensor_of
 from speedtransfer.tables.stats import TableStats
 from speedtransfer.tables.types import Device, DType, PathLike
 

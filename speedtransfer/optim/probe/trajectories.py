@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.optim.leaves import leaves, put
-from speedtransfer.optim.trial import StateError, Trial
+from speedtransfer.optim.probe.trial import StateError, Trial
 
 ROWS = 6
 UPDATE = "the update"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.tables.advice import read_ahead
 from speedtransfer.tables.files import CHUNK_BYTES
+from speedtransfer.tables.page_advice import read_ahead
 
 # torch draws normal numbers in blocks of 16 and draws the last 16 anew where the count is no multiple of 16. With chunks
 # of a multiple of 16 rows, and no short one at the end, the numbers are those of one call on the whole array.

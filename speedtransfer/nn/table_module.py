@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from speedtransfer.encoding.codecs import check_dtypes
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.tracing import refuse_to_record, unrecorded
 from speedtransfer.nn.weight import table_weight, take_weight
 from speedtransfer.optim import Handle, RowStore, find_handle, install
-from speedtransfer.optim.codecs import check_dtypes
 from speedtransfer.tables import Table
 
 IDLE = ("auto", "exact", "lazy")

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from speedtransfer.optim.codecs import codec_for
-from speedtransfer.optim.convert import decode_rows, encode_rows
+from speedtransfer.encoding.codecs import codec_for
+from speedtransfer.encoding.convert import decode_rows, encode_rows
+from speedtransfer.encoding.rounding import Keys, column_keys, row_keys
 from speedtransfer.optim.encoded import EncodedPlane
-from speedtransfer.optim.rounding import Keys, column_keys, row_keys
 from speedtransfer.tables import Table
-from speedtransfer.tables.advice import read_ahead
-from speedtransfer.tables.fill import row_chunks
+from speedtransfer.tables.chunks import row_chunks
+from speedtransfer.tables.page_advice import read_ahead
 
 
 class RowStore:

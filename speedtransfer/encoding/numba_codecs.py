@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from speedtransfer.engines.compiled import compile_function
+from speedtransfer.jit import compile_function
 
 _SIGN, _INFINITY = np.uint32(0x80000000), np.uint32(0x7F800000)
 _BFLOAT16_LARGEST, _HALF_SMALLEST = np.uint32(0x7F7F), np.float32(2.0**-14)

@@ -18,6 +18,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from speedtransfer.jit import compile_function
+
 LINE_BYTES = 64  # of the cache; also the widest vector
 _LINES_AHEAD = 64  # cache lines asked for ahead, over all rows
 _LINES_OF_A_ROW = 16  # the processor sees to the rest of a longer row by itself
@@ -64,14 +66,6 @@ def _fence(typing_context: Any) -> Any:
 _move_1, _move_2, _move_4, _move_8 = (_mover(size, 1, False) for size in (1, 2, 4, 8))
 _move_16, _move_64 = (_mover(size, 1, False) for size in (16, 64))
 _stream_16, _stream_64 = (_mover(size, size, True) for size in (16, LINE_BYTES))
-
-
-def compile_function(function: Any) -> Any:
-    """Compile when first called, without the GIL; the result is kept on disk where numba finds a folder for it."""
-    try:
-        return njit(nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:
-        return njit(nogil=True, error_model="numpy")(function)
 
 
 @njit(inline="always")

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim.lazy import (
+from speedtransfer.optim.probe.initial_values import Start, starts
+from speedtransfer.optim.probe.trajectories import (
     ROWS,
     STEPS,
     UPDATE,
@@ -28,9 +29,8 @@ from speedtransfer.optim.lazy import (
     lazily,
     wholly,
 )
+from speedtransfer.optim.probe.trial import StateError, Trial, outside_state, without_gradients, words
 from speedtransfer.optim.sparse import takes_sparse_only, try_sparse
-from speedtransfer.optim.starts import Start, starts
-from speedtransfer.optim.trial import StateError, Trial, outside_state, without_gradients, words
 
 _VISIBLE_LR = 1e-2
 _VISIBLE_DECAY = 0.1

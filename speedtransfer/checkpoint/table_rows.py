@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedtransfer.checkpoint.plain_data import Keep
 from speedtransfer.checkpoint.reading import TensorReader
-from speedtransfer.checkpoint.values import Keep
-from speedtransfer.optim.codecs import codec_named
-from speedtransfer.optim.convert import decode_rows
-from speedtransfer.optim.store import RowStore
+from speedtransfer.encoding.codecs import codec_named
+from speedtransfer.encoding.convert import decode_rows
+from speedtransfer.rows import RowStore
+from speedtransfer.tables.chunks import row_chunks
 from speedtransfer.tables.files import SAFE_NAMES
-from speedtransfer.tables.fill import row_chunks
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*SAFE_NAMES, torch.bool)}  # bool is stored as uint8
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from speedtransfer import buffers
-from speedtransfer.engines.host import compiled_copies, run_on_threads
-from speedtransfer.optim.codecs import SCALE, Blocks8, Cast, Codec, RowInt8, meanings
-from speedtransfer.optim.rounding import Keys
+from speedtransfer.encoding.codecs import SCALE, Blocks8, Cast, Codec, RowInt8, meanings
+from speedtransfer.encoding.rounding import Keys
+from speedtransfer.jit import compiled_module, run_on_threads
 
 _CHUNK = (1 << 15) - 1  # values that torch takes at a time on the CPU: they stay in the cache, and on one thread
 _COMPILED_VALUES = 1 << 11  # fewer are done before a compiled pass would have begun
@@ -74,9 +73,9 @@ def _encode_compiled(compiled: Any, codec: Codec, values: Tensor, keys: Keys, ma
 
 def _compiled(values: Tensor) -> Any:
     """Return the module of compiled passes where `values` are worth one and numba works, else None."""
-    if values.device.type != "cpu" or values.numel() < _COMPILED_VALUES or compiled_copies() is None:
+    if values.device.type != "cpu" or values.numel() < _COMPILED_VALUES:
         return None
-    return importlib.import_module("speedtransfer.optim.compiled")
+    return compiled_module("speedtransfer.encoding.numba_codecs")
 
 
 def _run(function: Any, arrays: tuple[Any, ...], values: Tensor, memory: tuple[Tensor, ...]) -> None:

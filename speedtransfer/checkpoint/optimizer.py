@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedtransfer.checkpoint.plain_data import Keep, decode, encode
 from speedtransfer.checkpoint.reading import TensorReader
-from speedtransfer.checkpoint.rows import SavedRows, encode_rows
-from speedtransfer.checkpoint.values import Keep, decode, encode
+from speedtransfer.checkpoint.table_rows import SavedRows, encode_rows
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim import Handle, find_handle, probe
 from speedtransfer.optim.hooks import give_state, way_to_step
-from speedtransfer.optim.probe import Findings, PlaneSpec
+from speedtransfer.optim.probe.probe import Findings, PlaneSpec
 from speedtransfer.optim.state_dicts import has_other_hooks, load_plainly
 
 

@@ -29,11 +29,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.engines.host import compiled_copies
-from speedtransfer.optim.idle import sums
-from speedtransfer.optim.idle.mirror import Mirror
-from speedtransfer.optim.idle.rule import IdleStep, Rule
-from speedtransfer.optim.idle.sums import BLOCK, NODES, OWN, STEP, SUMS, Floats
+from speedtransfer import jit
+from speedtransfer.idle import quadrature as sums
+from speedtransfer.idle.mirror import Mirror
+from speedtransfer.idle.quadrature import BLOCK, NODES, OWN, STEP, SUMS, Floats
+from speedtransfer.idle.rule import IdleStep, Rule
 
 _CAPACITY = 256
 _SMALLEST_FACTOR = 1e-3  # of a mean decay, to bound the horizon
@@ -241,8 +241,4 @@ class History:
 
 def compiled_module() -> Any:
     """Return the module `compiled`, or None without numba."""
-    if compiled_copies() is None:
-        return None
-    from speedtransfer.optim.idle import compiled
-
-    return compiled
+    return jit.compiled_module("speedtransfer.idle.numba_catch_up")

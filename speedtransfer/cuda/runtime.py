@@ -237,7 +237,7 @@ def torch_stream(device: torch.device) -> Iterator[None]:
 
 
 def load_kernel(source_name: str, function_name: str, device: torch.device, shared_bytes: int = 0) -> Any:
-    """Return the kernel `function_name` of ``speedtransfer/kernels/<source_name>``, compiled for `device`.
+    """Return the kernel `function_name` of ``speedtransfer/cuda/kernels/<source_name>``, compiled for `device`.
 
     Call it by :func:`launch`. It is compiled once a process and device; CuPy keeps the binary in its cache folder.
 
@@ -294,7 +294,7 @@ def launch(
 
 
 def kernel_source(name: str) -> str:
-    """Return the text of ``speedtransfer/kernels/<name>`` with its includes in place.
+    """Return the text of ``speedtransfer/cuda/kernels/<name>`` with its includes in place.
 
     CuPy keys its cache by the text that it is given, and would go on using a binary of an older header.
     """

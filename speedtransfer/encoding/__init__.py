@@ -1,0 +1,1 @@
+"""How values are stored: codecs, rounding and the passes that encode and decode rows."""

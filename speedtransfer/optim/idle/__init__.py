@@ -1,9 +1,0 @@
-"""Idle rows that end where dense training takes them: `rules` by optimizer, `history` of steps, `catch_up` of rows."""
-
-from speedtransfer.optim.idle.catch_up import catch_up
-from speedtransfer.optim.idle.history import History
-from speedtransfer.optim.idle.replay import Replay
-from speedtransfer.optim.idle.rule import IdleStep, Rule
-from speedtransfer.optim.idle.rules import choose_rule, has_rule, rule_for
-
-__all__ = ["History", "IdleStep", "Replay", "Rule", "catch_up", "choose_rule", "has_rule", "rule_for"]
