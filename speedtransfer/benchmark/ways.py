@@ -14,7 +14,7 @@ from torch import Tensor
 from speedtransfer import jit
 from speedtransfer.benchmark.measure import DEFAULT, UNCHECKED, Case, Role, cycle, synchronize
 from speedtransfer.benchmark.workload import Ids, Workload
-from speedtransfer.cuda.runtime import mapped_view, pinned_empty, to_cupy, torch_stream
+from speedtransfer.cuda import mapped_view, pinned_empty, to_cupy, torch_stream
 from speedtransfer.engines import AutoEngine, Engine, MappedEngine, make_engine
 from speedtransfer.engines.auto import engine_names
 from speedtransfer.engines.calibration import Direction

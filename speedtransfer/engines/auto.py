@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda.runtime import pinned_empty
+from speedtransfer.cuda import pinned_empty
 from speedtransfer.engines.base import Engine
 from speedtransfer.engines.calibration import (
     PLANE_BYTES,

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda.runtime import cuda_status
+from speedtransfer.cuda import cuda_status
 from speedtransfer.engines.base import Engine
 from speedtransfer.errors import InvalidValueError, SpeedtransferError
 from speedtransfer.system import cache_folder, cpu_model, replace_file

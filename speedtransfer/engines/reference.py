@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda.runtime import INTEGER_OF_SIZE
-from speedtransfer.cuda.streams import StreamOrder, keep_until_done
+from speedtransfer.cuda import StreamOrder, keep_until_done
+from speedtransfer.dtypes import INTEGER_OF_SIZE
 from speedtransfer.engines.bounds import check_host_index
 
 
@@ -16,7 +16,7 @@ class ReferenceEngine:
     """`torch.index_select` and `Tensor.index_copy_` over planes on the compute device, the CPU included.
 
     Order: on the CPU a call has happened when it returns. On CUDA calls are queued on the current stream; events order
-    them between streams (see :class:`~speedtransfer.cuda.streams.StreamOrder`), and ``record_stream`` keeps the
+    them between streams (see :class:`~speedtransfer.cuda.StreamOrder`), and ``record_stream`` keeps the
     allocator from giving the memory of a tensor to somebody else before the stream is done with it.
 
     Parameters

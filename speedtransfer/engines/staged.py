@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda.runtime import pinned_empty, resolve_cuda
-from speedtransfer.cuda.streams import keep_until_done
+from speedtransfer.cuda import keep_until_done, pinned_empty, resolve_cuda
 from speedtransfer.engines.bounds import check_host_index
 from speedtransfer.engines.host import gather_rows, scatter_rows
 from speedtransfer.errors import InvalidValueError

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda.runtime import resolve_cuda
-from speedtransfer.cuda.streams import StreamOrder, keep_until_done, to_device
+from speedtransfer.cuda import StreamOrder, keep_until_done, resolve_cuda, to_device
 from speedtransfer.engines.bounds import check_host_index
 from speedtransfer.engines.reference import put_rows, select_rows
 

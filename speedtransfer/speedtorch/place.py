@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from speedtransfer.cuda.runtime import cuda_status, resolve_device
+from speedtransfer.cuda import cuda_status, resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables import Table
 from speedtransfer.tables.types import PathLike

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda.runtime import mapped_view, to_cupy
+from speedtransfer.cuda import mapped_view, to_cupy
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.speedtorch.index import for_numpy, is_basic, row_numbers, unfit, unreadable
 from speedtransfer.speedtorch.values import BITS, filled, host_array, stored_as, tensor_from, wait_for

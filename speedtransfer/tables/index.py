@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda.streams import to_device
+from speedtransfer.cuda import to_device
 from speedtransfer.engines.bounds import out_of_range
 from speedtransfer.engines.host import sort_keys
 from speedtransfer.errors import InvalidTypeError, InvalidValueError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer import buffers
-from speedtransfer.cuda.runtime import pinned_empty, require_cuda, resolve_device
+from speedtransfer.cuda import pinned_empty, require_cuda, resolve_device
 from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError, format_bytes
 from speedtransfer.tables import files, page_advice
 from speedtransfer.tables.memory import Memory, check_fits

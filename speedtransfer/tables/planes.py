@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from speedtransfer.cuda.runtime import mapped_view, require_cuda, resolve_device, to_cupy
+from speedtransfer.cuda import mapped_view, require_cuda, resolve_device, to_cupy
 from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.engines import Engine, engine_names
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer import buffers
-from speedtransfer.cuda.runtime import cuda_status, resolve_device
+from speedtransfer.cuda import cuda_status, resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size, suggest
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import files

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from typing_extensions import Unpack
 
-from speedtransfer.cuda.runtime import resolve_device
+from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables.types import PathLike
 from speedtransfer.word2vec.checkpoints import Checkpoints

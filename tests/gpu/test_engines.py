@@ -6,7 +6,7 @@ import torch
 
 from gpu.on_device import OnDevice
 from gpu.tools import FEW_SWEEPS, PINNED_ENGINES, SWEEPS, file_tensor, pinned, wrong_dims
-from speedtransfer.cuda.runtime import pinned_empty
+from speedtransfer.cuda import pinned_empty
 from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine, TiledEngine, make_engine
 from speedtransfer.errors import DeviceError, InvalidValueError
 
