@@ -137,13 +137,13 @@ def _queues(work: Workload, direction: Direction) -> bool:
     engine = work.table._engine
     if isinstance(engine, AutoEngine):
         row_bytes = work.payload_bytes // max(1, len(work.rows))
-        engine = engine.engines[engine.choose(direction, row_bytes, len(work.rows), work.table.num_rows)]
+        engine = engine.engines[engine.choose(direction, row_bytes, len(work.rows))]
     return isinstance(engine, MappedEngine)
 
 
 def engines(memory: str, device: torch.device) -> list[tuple[str, Engine]]:
     """Return every engine that moves rows of any batch between `memory` and `device`, by name."""
-    names = [name for name in engine_names(memory, device) if name not in ("auto", "tiled")]
+    names = [name for name in engine_names(memory, device) if name != "auto"]
     return [(name, make_engine(memory, device, name)) for name in names]
 
 

@@ -6,7 +6,6 @@ from speedtransfer.engines.host import HostEngine
 from speedtransfer.engines.mapped import MappedEngine
 from speedtransfer.engines.reference import ReferenceEngine
 from speedtransfer.engines.staged import StagedEngine
-from speedtransfer.engines.tiled import TiledEngine
 
 __all__ = [
     "AutoEngine",
@@ -15,7 +14,6 @@ __all__ = [
     "MappedEngine",
     "ReferenceEngine",
     "StagedEngine",
-    "TiledEngine",
     "engine_names",
     "make_engine",
 ]

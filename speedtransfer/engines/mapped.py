@@ -20,7 +20,7 @@ from speedtransfer.cuda import (
     resolve_cuda,
     to_device,
 )
-from speedtransfer.engines.bounds import check_host_index, out_of_range
+from speedtransfer.engines.base import check_host_index, out_of_range
 from speedtransfer.errors import DeviceError, InvalidValueError, suggest
 
 MAX_PLANES = 16  # of one launch, as in move.cuh
@@ -105,8 +105,8 @@ class MappedEngine:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
         self._raise_fault()
         if index.device != self.device:
-            if check and planes:
-                check_host_index(index, planes[0].shape[0])
+            if check:
+                check_host_index(index, planes)
                 check = False
             index = to_device(index, self.device)
         with self._order.reading() as stream:

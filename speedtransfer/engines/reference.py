@@ -9,7 +9,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import StreamOrder, keep_until_done
 from speedtransfer.dtypes import INTEGER_OF_SIZE
-from speedtransfer.engines.bounds import check_host_index
+from speedtransfer.engines.base import check_host_index
 
 
 class ReferenceEngine:
@@ -33,8 +33,8 @@ class ReferenceEngine:
 
     def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``; `check` waits for `index`."""
-        if check and planes:
-            check_host_index(index.cpu(), planes[0].shape[0])
+        if check:
+            check_host_index(index.cpu(), planes)
         if self._order is None:
             select_rows(planes, index, rows)
             return

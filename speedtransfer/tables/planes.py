@@ -70,8 +70,8 @@ class Planes:
     def engine(self) -> str:
         """Name of the engine that moves rows; "auto" chooses for each call by what was measured on this machine.
 
-        Set it to move them by a certain one ("mapped", "staged", "tiled", "host", "reference", where `memory` and `device`
-        allow it), or by one made by hand, of another launch or buffer size; rows and results do not depend on it.
+        Set it to move them by a certain one ("mapped", "staged", "host", "reference", where `memory` and `device` allow
+        it), or by one made by hand, of another launch or buffer size; rows and results do not depend on it.
         """
         return self._engine.name
 

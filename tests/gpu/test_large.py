@@ -73,7 +73,7 @@ class Large:
 
 
 class TestPinned(Large):
-    @pytest.fixture(params=["mapped", "staged", "tiled"])
+    @pytest.fixture(params=["mapped", "staged"])
     def engine(self, request, device):
         return PINNED_ENGINES[request.param](device)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import speedtransfer as st
 from speedtransfer.cuda import pinned_empty
-from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine, TiledEngine, make_engine
+from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine, make_engine
 
 HOLD_MS = 200  # far longer than any call here takes
 
@@ -27,7 +27,6 @@ HOLD_MS = 200  # far longer than any call here takes
 PINNED_ENGINES: dict[str, Callable[[torch.device], Any]] = {
     "mapped": MappedEngine,
     "staged": StagedEngine,
-    "tiled": TiledEngine,
     "auto": lambda device: make_engine("pinned", device, "auto"),
 }
 DEVICE_ENGINES: dict[str, Callable[[torch.device], Any]] = {"mapped": MappedEngine, "reference": ReferenceEngine}
