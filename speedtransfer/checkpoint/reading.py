@@ -17,7 +17,7 @@ from torch import Tensor
 
 from speedtransfer.dtypes import SAFETENSORS_DTYPES
 from speedtransfer.errors import StorageError
-from speedtransfer.tables.files import CHUNK_BYTES
+from speedtransfer.tables import CHUNK_BYTES
 
 
 def open_plain(path: Path) -> int:

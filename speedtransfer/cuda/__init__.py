@@ -3,7 +3,7 @@
 from speedtransfer.cuda.launch import kernel_source, launch_kernel, load_kernel
 from speedtransfer.cuda.memory import mapped_view, pinned_empty, require_mapped, to_cupy
 from speedtransfer.cuda.status import CudaStatus, cuda_status, require_cuda, resolve_cuda, resolve_device
-from speedtransfer.cuda.streams import StreamOrder, keep_until_done, to_device, torch_stream
+from speedtransfer.cuda.streams import StreamOrder, keep_until_done, to_device, torch_stream, wait_until_filled
 
 __all__ = [
     "CudaStatus",
@@ -22,4 +22,5 @@ __all__ = [
     "to_cupy",
     "to_device",
     "torch_stream",
+    "wait_until_filled",
 ]

@@ -111,6 +111,13 @@ def keep_until_done(tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> Non
             tensor.record_stream(stream)
 
 
+def wait_until_filled(plane: Tensor) -> Tensor:
+    """Return `plane` once the current stream has written it: engines on other streams know nothing of who did."""
+    if plane.is_cuda:
+        torch.cuda.current_stream(plane.device).synchronize()
+    return plane
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return `tensor` on `device`; the host does not wait where it has it, and may change its own at once."""
     if tensor.device.type != "cpu" or device.type != "cuda" or not tensor.numel():

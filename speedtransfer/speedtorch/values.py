@@ -127,9 +127,3 @@ def host_array(plane: Tensor) -> np.ndarray:
     if plane.dtype == torch.bfloat16:
         raise InvalidTypeError("NumPy has no bfloat16; use getTorchVar(), or another datatype")
     return plane.numpy()
-
-
-def filled(plane: Tensor) -> None:
-    """Wait until `plane` holds what was written by torch: engines on other streams know nothing of who wrote it."""
-    if plane.is_cuda:
-        torch.cuda.current_stream(plane.device).synchronize()
