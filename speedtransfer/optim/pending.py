@@ -99,7 +99,7 @@ class PendingGradient(TableParam):
         return shown if shown is not None and (self._reused or shown.rows is self.grad) else None
 
     def _has_hooks(self) -> bool:
-        param = self._param()
+        param = self.param_ref()
         if param is None:
             return False
         with as_tensor():
@@ -119,7 +119,7 @@ class PendingGradient(TableParam):
     @torch.no_grad()
     def _finish(self, ids: Tensor, grad: Tensor) -> None:
         """Run the hooks on the gradient of one backward, and accumulate it between them."""
-        param = self._param()
+        param = self.param_ref()
         if param is not None and param._backward_hooks:
             shown = RowGradient(self.table.num_rows, ids, grad, sparse=self.sparse and not self.used_whole)
             ids, grad = self._rows_of(self._hooked(param, shown).detach())
@@ -159,7 +159,7 @@ class PendingGradient(TableParam):
 
     def hooked(self, grad: Tensor) -> Tensor:
         """Return what the hooks of the parameter make of the gradient of the whole table."""
-        param = self._param()
+        param = self.param_ref()
         return grad if param is None or not param._backward_hooks else self._hooked(param, grad)
 
     def _hooked(self, param: nn.Parameter, grad: Tensor) -> Tensor:
