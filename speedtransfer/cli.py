@@ -21,7 +21,7 @@ from rich.table import Table as TextTable
 from speedtransfer import jit
 from speedtransfer.benchmark.commands import bench
 from speedtransfer.cuda import cuda_status, resolve_device
-from speedtransfer.engines.auto import calibrate_device
+from speedtransfer.engines import calibrate_device
 from speedtransfer.engines.calibration import file_of, load
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes
 from speedtransfer.system import physical_bytes

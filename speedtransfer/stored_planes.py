@@ -14,8 +14,7 @@ from speedtransfer.cuda import wait_until_filled
 from speedtransfer.encoding.codecs import Codec, codec_for
 from speedtransfer.encoding.convert import decode_rows, encode_rows
 from speedtransfer.encoding.rounding import Keys, column_keys, row_keys
-from speedtransfer.tables import Table, row_chunks
-from speedtransfer.tables.page_advice import read_ahead
+from speedtransfer.tables import Table, read_ahead, row_chunks
 
 
 class StoredPlanes:

@@ -16,8 +16,7 @@ from speedtransfer.benchmark.suites import MIN_TABLE_BYTES
 from speedtransfer.benchmark.together import together_cases
 from speedtransfer.benchmark.ways import Way
 from speedtransfer.benchmark.workload import Tables, Workload, default_table_bytes, workload
-from speedtransfer.engines import MappedEngine
-from speedtransfer.engines.calibration import DIRECTIONS, Direction
+from speedtransfer.engines import DIRECTIONS, Direction, MappedEngine
 from speedtransfer.errors import check_size, format_bytes
 
 ROWS, ROW_BYTES = 131_072, 512  # of the headline: SpeedTorch's own batch

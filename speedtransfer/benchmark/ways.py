@@ -15,10 +15,16 @@ from speedtransfer import jit
 from speedtransfer.benchmark.measure import DEFAULT, UNCHECKED, Case, Role, cycle, synchronize
 from speedtransfer.benchmark.workload import Ids, Workload
 from speedtransfer.cuda import mapped_view, pinned_empty, to_cupy, torch_stream
-from speedtransfer.engines import AutoEngine, Engine, MappedEngine, make_engine
-from speedtransfer.engines.auto import engine_names
-from speedtransfer.engines.calibration import Direction
-from speedtransfer.engines.host import gather_rows, scatter_rows
+from speedtransfer.engines import (
+    AutoEngine,
+    Direction,
+    Engine,
+    MappedEngine,
+    engine_names,
+    gather_rows,
+    make_engine,
+    scatter_rows,
+)
 
 BEST_TORCH = {"gather": "index_select(out=pinned) + copy", "scatter": "copy to pinned + index_copy_"}
 PLAIN_TORCH = {"gather": "t[idx].to(device)", "scatter": "t[idx] = rows.cpu()"}

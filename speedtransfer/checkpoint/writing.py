@@ -14,8 +14,7 @@ from torch import Tensor
 from speedtransfer.dtypes import SAFETENSORS_NAMES
 from speedtransfer.errors import InvalidTypeError
 from speedtransfer.safetensors_io import header_bytes, make_header
-from speedtransfer.tables import CHUNK_BYTES, row_chunks
-from speedtransfer.tables.page_advice import read_ahead
+from speedtransfer.tables import CHUNK_BYTES, read_ahead, row_chunks
 
 
 class TensorPlan:

@@ -15,8 +15,7 @@ from speedtransfer.cuda import mapped_view, to_cupy, wait_until_filled
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.speedtorch.index import for_numpy, is_basic, row_numbers, unfit, unreadable
 from speedtransfer.speedtorch.values import BITS, host_array, stored_as, tensor_from, wait_for
-from speedtransfer.tables import Table, as_index, unique_rows
-from speedtransfer.tables.row_values import as_rows, overlap
+from speedtransfer.tables import Table, as_index, as_rows, overlap, unique_rows
 
 
 class Column(NamedTuple):

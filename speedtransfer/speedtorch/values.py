@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.tables.planes import check_dtype
-from speedtransfer.tables.row_values import tensor_of
+from speedtransfer.tables import check_dtype, tensor_of
 
 # What no table has is stored as the bits that it is.
 BITS = {torch.bool: torch.uint8, torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

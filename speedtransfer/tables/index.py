@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import to_device
-from speedtransfer.engines.base import out_of_range
+from speedtransfer.engines import out_of_range
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
