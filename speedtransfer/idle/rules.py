@@ -191,7 +191,7 @@ class _Adamax(_Adam):
         return Rule.form(self, group, state)
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
-        return IdleStep(**{**vars(super().step(group, state, before)), "decay": 1.0})
+        return super().step(group, state, before)._replace(decay=1.0)
 
     def _term(
         self, group: dict[str, Any], state: dict[str, Any], t: float, lr: float, first: float, second: float, eps: float
