@@ -20,7 +20,7 @@ LAYERS = [
     {"buffers", "cuda"},
     {"engines", "encoding", "idle"},
     {"tables"},
-    {"rows"},
+    {"rows", "stored_planes"},
     {"optim"},
     {"nn"},
     {"checkpoint", "word2vec", "speedtorch", "benchmark"},

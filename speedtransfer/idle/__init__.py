@@ -1,20 +1,12 @@
-"""Idle rows that end where dense training takes them: `rules` by optimizer, a `History` of steps, which rows catch up with.
+"""What optimizer steps do to rows that no batch has touched: the rules, the steps to remember, and rows that catch up.
 
-Knows rows as tensors by name; tables, optimizers' hooks and storage are no business of it.
+Knows rows as tensors by name, and no table.
 """
 
-from __future__ import annotations
-
-from torch import Tensor
-
 from speedtransfer.idle.history import History
+from speedtransfer.idle.lag import Lag
 from speedtransfer.idle.replay import Replay
 from speedtransfer.idle.rule import IdleStep, Numbers, Rule
 from speedtransfer.idle.rules import choose_rule, has_rule, rule_for
 
-__all__ = ["History", "IdleStep", "Numbers", "Replay", "Rule", "catch_up", "choose_rule", "has_rule", "rule_for"]
-
-
-def catch_up(history: History, rows: dict[str, Tensor], last: Tensor) -> None:
-    """Call `History.catch_up`."""
-    history.catch_up(rows, last)
+__all__ = ["History", "IdleStep", "Lag", "Numbers", "Replay", "Rule", "choose_rule", "has_rule", "rule_for"]

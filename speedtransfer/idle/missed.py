@@ -1,4 +1,4 @@
-"""Let rows take the zero-gradient steps that they have missed, all at once: compiled by numba where it can be, else in torch."""
+"""Let rows take the zero-gradient steps that they have missed, all at once: by numba where it can, else in torch."""
 
 from __future__ import annotations
 

@@ -101,11 +101,10 @@ def take_step(lines: Any, blocks: Any, newest: int, final: int, step: Any, limit
 
 
 @njit(inline="always")
-def _is_hard(m: Any, x: Any, valid_from: Any, floor: bool) -> bool:
+def _is_hard(m: Any, size: Any, valid_from: Any) -> bool:
     hard = False
-    for i in range(len(x)):
-        size = x[i] if floor else np.sqrt(x[i])
-        hard |= size < valid_from and m[i] != 0
+    for i in range(len(m)):
+        hard |= size[i] < valid_from and m[i] != 0
     return hard
 
 
@@ -132,18 +131,22 @@ def _step_by_step(
 
 
 @njit(inline="always")
-def _take_sums(weight: Any, m: Any, x: Any, sums: Any, decay: float, floor: bool) -> None:
+def _take_sums(
+    weight: Any, m: Any, v: Any, size: Any, sums: Any, decay: float, first: Any, second: Any, lowest: Any
+) -> None:
     linear, mass = np.float32(sums[0] * decay), np.float32(sums[1] * decay)
     center_0, center_1, center_2 = np.float32(sums[2]), np.float32(sums[3]), np.float32(sums[4])
     spread_0, spread_1 = np.float32(sums[5]), np.float32(sums[6])
     least = max(np.float32(sums[7]), np.float32(1e-30))
     kept = np.float32(decay)
     for i in range(len(weight)):
-        size = x[i] if floor else np.sqrt(x[i])
-        size = size if size > least else least
-        value = (size + center_1) - spread_1 / (size + center_2)
-        value = mass / ((size + center_0) - spread_0 / value)
+        x = size[i] if size[i] > least else least
+        value = (x + center_1) - spread_1 / (x + center_2)
+        value = mass / ((x + center_0) - spread_0 / value)
         weight[i] = weight[i] * kept - (value + linear) * m[i]
+        m[i] *= first
+        scaled = v[i] * second
+        v[i] = lowest if scaled < lowest else scaled
 
 
 @compile_function
@@ -178,9 +181,9 @@ def take_terms(
     floor : bool
         As `Rule.floor`; `eps` is then the least that `v` holds.
     """
-    lowest = np.float32(eps)
-    products = blocks.shape[1]
-    work = np.empty((3, weight.shape[1]))
+    lowest = np.float32(eps if floor else -np.inf)
+    products, dim = blocks.shape[1], weight.shape[1]
+    size, work = np.empty(dim, np.float32), np.empty((3, dim))
     for j in range(start, stop):
         line = int(last[j, 0]) - base
         if line == newest:
@@ -188,20 +191,21 @@ def take_terms(
         later, sums = blocks[line // BLOCK], lines[line, products:]
         decay = lines[line, 0] * later[0]
         valid_from = np.float32(sums[SUMS - 1])
-        if valid_from > 0 and _is_hard(m[j], x[j], valid_from, floor):
+        for i in range(dim):
+            size[i] = x[j, i] if floor else np.sqrt(x[j, i])
+        first, second = np.float32(lines[line, 5] * later[5]), np.float32(lines[line, 6] * later[6])
+        hard = valid_from > 0 and _is_hard(m[j], size, valid_from)
+        if valid_from < np.inf and not hard:
+            _take_sums(weight[j], m[j], v[j], size, sums, decay, first, second, lowest)
+            continue
+        if hard:
             beyond = min(line + horizon, newest)
             left = lines[beyond, 0] * blocks[beyond // BLOCK, 0]
             _step_by_step(weight[j], m[j], x[j], lines, line, newest, horizon, floor, left, work)
-        elif valid_from < np.inf:
-            _take_sums(weight[j], m[j], x[j], sums, decay, floor)
         else:  # no sums, and nothing to sum: every m is zero
-            kept = np.float32(decay)
-            for i in range(weight.shape[1]):
-                weight[j, i] *= kept
-        first, second = np.float32(lines[line, 5] * later[5]), np.float32(lines[line, 6] * later[6])
-        m_row, v_row = m[j], v[j]
-        for i in range(len(m_row)):
-            m_row[i] *= first
-        for i in range(len(v_row)):
-            scaled = v_row[i] * second
-            v_row[i] = lowest if floor and scaled < lowest else scaled
+            for i in range(dim):
+                weight[j, i] *= np.float32(decay)
+        for i in range(dim):
+            m[j, i] *= first
+            scaled = v[j, i] * second
+            v[j, i] = lowest if scaled < lowest else scaled

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+IDENTITY = (1.0, 0.0, 0.0, 1.0)
+
 
 class IdleStep(NamedTuple):
     """The effect of one step on a row with zero gradient. Fields that a rule does not use stay as they are here.
@@ -28,7 +30,7 @@ class IdleStep(NamedTuple):
 
     decay: float = 1.0
     factors: tuple[float, ...] = ()
-    mix: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 1.0)
+    mix: tuple[float, float, float, float] = IDENTITY
     scale: float = 0.0
     root: float = 1.0
     eps: float = 1.0
