@@ -1,13 +1,14 @@
-"""A bar for passes over whole tables: saves, loads, idle rows brought up to date."""
+"""A progress bar for passes over whole tables: saving, loading, catching up idle rows."""
 
 from __future__ import annotations
 
 import sys
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _SHOW_AFTER_S = 1.0
 
@@ -18,7 +19,7 @@ class ByteProgress:
     Parameters
     ----------
     text : str
-        What goes on.
+        Description beside the bar.
     total_bytes : int
     show : bool, optional
         Default: on a terminal, once a second has passed. True: at once, whatever standard error is. False: never.
@@ -47,9 +48,14 @@ class ByteProgress:
         if not self._wanted or (self._bar is None and time.monotonic() < self._due):
             return
         if self._bar is None:
-            columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+            # Not above: it takes longer to import than all else, and most saves and loads show no bar.
+            from rich import progress as shown
+            from rich.console import Console
+
+            columns = shown.TextColumn("{task.description}"), shown.BarColumn(), shown.DownloadColumn()
+            rates = shown.TransferSpeedColumn(), shown.TimeRemainingColumn()
             console = Console(stderr=True, force_terminal=self._forced)
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+            self._bar = shown.Progress(*columns, *rates, console=console, transient=True)
             self._task = self._bar.add_task(self._text, total=self._total)
             self._bar.start()
         self._bar.update(self._task, completed=self._done)

@@ -13,7 +13,7 @@ from speedtransfer.checkpoint.plain_data import Keep
 from speedtransfer.checkpoint.reading import TensorReader
 from speedtransfer.encoding.codecs import codec_named
 from speedtransfer.encoding.convert import decode_rows
-from speedtransfer.rows import RowStore
+from speedtransfer.optim import RowStore
 from speedtransfer.tables.chunks import row_chunks
 from speedtransfer.tables.files import SAFE_NAMES
 
