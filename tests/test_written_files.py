@@ -11,7 +11,19 @@ import pytest
 import torch
 import written_files
 from torch import nn
-from written_files import CHECKPOINTS, DIM, EXTRA, MACHINE, ROWS, TABLES, Run, points, table_values, train_word2vec
+from written_files import (
+    CHECKPOINTS,
+    DIM,
+    EXTRA,
+    MACHINE,
+    PICKLES,
+    ROWS,
+    TABLES,
+    Run,
+    points,
+    table_values,
+    train_word2vec,
+)
 
 import speedtransfer as st
 from speedtransfer.engines import calibration
@@ -46,6 +58,18 @@ def test_checkpoint(name, written, expected):
     found = run.values()
     for key, value in part(expected, f"{name}.trained.").items():
         np.testing.assert_allclose(found[key], value, case.rtol, case.atol, err_msg=key)
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_pickle(name, written, expected):
+    run = torch.load(written / "pickles" / f"{name}.pt", weights_only=False)
+    found = run.values()
+    for key, value in part(expected, f"{name}.loaded.").items():
+        np.testing.assert_array_equal(found[key], value, err_msg=key)
+    run.train()
+    found = run.values()
+    for key, value in part(expected, f"{name}.trained.").items():
+        np.testing.assert_allclose(found[key], value, 0.05, 0.05, err_msg=key)
 
 
 @pytest.mark.parametrize(("name", "library"), [("adamw_exact", nn), ("adamw_of_torch", st)])

@@ -93,6 +93,7 @@ CHECKPOINTS = {
     ),
     "adamw_of_torch": CheckpointCase(lambda p: torch.optim.AdamW(p, lr=0.1), library=nn),
 }
+PICKLES = ("adamw_exact", "sgd_momentum_bfloat16", "rmsprop_int8")  # also kept as `torch.save` writes them
 TABLES = {
     "float32.npy": torch.float32,
     "int16.npy": torch.int16,
@@ -199,6 +200,9 @@ def write(folder: Path) -> dict[str, np.ndarray]:
         again = Run(case)
         again.load(folder / "checkpoints" / name)
         expected.update({f"{name}.loaded.{key}": value for key, value in again.values().items()})
+        if name in PICKLES:
+            (folder / "pickles").mkdir(exist_ok=True)
+            torch.save(run, folder / "pickles" / f"{name}.pt")
         again.train()
         expected.update({f"{name}.trained.{key}": value for key, value in again.values().items()})
     (folder / "tables").mkdir()
@@ -246,4 +250,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    import written_files  # so that pickles name this module as the tests do
+
+    written_files.main()
