@@ -24,7 +24,7 @@ from speedtransfer.cuda.runtime import cuda_status, resolve_device
 from speedtransfer.engines.auto import calibrate_device
 from speedtransfer.engines.calibration import file_of, load
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes
-from speedtransfer.tables.memory import physical_bytes
+from speedtransfer.system import physical_bytes
 from speedtransfer.version import __version__
 from speedtransfer.word2vec.commands import app as word2vec_app
 

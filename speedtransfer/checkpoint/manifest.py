@@ -19,7 +19,7 @@ import torch
 
 from speedtransfer.checkpoint import plain_data as values
 from speedtransfer.checkpoint.reading import open_plain
-from speedtransfer.checkpoint.writing import SAFE_DTYPES
+from speedtransfer.dtypes import SAFETENSORS_DTYPES
 from speedtransfer.errors import InvalidValueError, StorageError, format_bytes
 from speedtransfer.version import __version__
 
@@ -177,7 +177,7 @@ def _check_file(role: str, facts: dict[str, Any]) -> None:
             raise ValueError(f"tensor {key[:60]!r} is not described as a tensor is")
         if math.prod(max(n, 1) for n in entry["shape"]) >= 2**60 or len(entry["shape"]) > 64:
             raise ValueError(f"tensor {key[:60]!r} has a shape that no tensor has")
-        num_bytes = math.prod(entry["shape"]) * SAFE_DTYPES[entry["dtype"]].itemsize
+        num_bytes = math.prod(entry["shape"]) * SAFETENSORS_DTYPES[entry["dtype"]].itemsize
         if begin != position or end - begin != num_bytes:
             raise ValueError(f"tensor {key[:60]!r} has another size than its place in the file")
         position = end

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.checkpoint.writing import SAFE_DTYPES
+from speedtransfer.dtypes import SAFETENSORS_DTYPES
 from speedtransfer.errors import StorageError
 from speedtransfer.tables.files import CHUNK_BYTES
 
@@ -106,7 +106,7 @@ class TensorReader:
     def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Return dtype and shape of a tensor."""
         entry = self.entries[name]
-        return SAFE_DTYPES[entry["dtype"]], tuple(entry["shape"])
+        return SAFETENSORS_DTYPES[entry["dtype"]], tuple(entry["shape"])
 
     def read(self, name: str, rows: slice | None = None, buffers: dict[str, Tensor] | None = None) -> Tensor:
         """Return a tensor, or some of its rows, on the host.

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from speedtransfer.checkpoint.plain_data import Keep
 from speedtransfer.checkpoint.reading import TensorReader
+from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.encoding.codecs import codec_named
 from speedtransfer.encoding.convert import decode_rows
 from speedtransfer.optim import RowStore
 from speedtransfer.tables.chunks import row_chunks
-from speedtransfer.tables.files import SAFE_NAMES
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*SAFE_NAMES, torch.bool)}  # bool is stored as uint8
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*TABLE_DTYPES, torch.bool)}  # bool is stored as uint8
 
 
 def encode_rows(store: RowStore, plane: str, path: str, keep: Keep, shape: tuple[int, ...], dtype: torch.dtype) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -12,23 +11,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from speedtransfer.dtypes import SAFETENSORS_NAMES
 from speedtransfer.errors import InvalidTypeError
+from speedtransfer.safetensors_io import header_bytes, make_header
 from speedtransfer.tables.chunks import row_chunks
-from speedtransfer.tables.files import CHUNK_BYTES, SAFE_NAMES
+from speedtransfer.tables.files import CHUNK_BYTES
 from speedtransfer.tables.page_advice import read_ahead
-
-# The dtypes of safetensors, beyond those that tables hold.
-SAFE_DTYPES = {
-    **{name: dtype for dtype, name in SAFE_NAMES.items()},
-    "BOOL": torch.bool,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-_NAMES = {dtype: name for name, dtype in SAFE_DTYPES.items()}
-_ALIGN = 64
 
 
 class TensorPlan:
@@ -39,7 +27,7 @@ class TensorPlan:
 
     def keep(self, path: str, tensor: Tensor) -> str:
         """Take `tensor` into the file and return its name there: `path`, or one like it."""
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in SAFETENSORS_NAMES:
             raise InvalidTypeError(
                 f"{path} has dtype {tensor.dtype}, which a checkpoint cannot hold; convert it, to float32 or uint8 say"
             )
@@ -51,26 +39,19 @@ class TensorPlan:
 
     def layout(self) -> dict[str, Any]:
         """Return the header of the file: dtype, shape and place of each tensor. Wide dtypes come first, so all are aligned."""
-        entries, end = {}, 0
-        for name, tensor in sorted(self.tensors.items(), key=lambda item: -item[1].element_size()):
-            begin, end = end, end + tensor.numel() * tensor.element_size()
-            entries[name] = {
-                "dtype": _NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [begin, end],
-            }
-        return entries
+        widest_first = sorted(self.tensors.items(), key=lambda item: -item[1].element_size())
+        return make_header((name, tensor.dtype, tensor.shape) for name, tensor in widest_first)
 
     @property
     def num_bytes(self) -> int:
         """Size of the file."""
         entries = self.layout()
-        return len(_header(entries)) + sum(e["data_offsets"][1] - e["data_offsets"][0] for e in entries.values())
+        return len(header_bytes(entries)) + sum(e["data_offsets"][1] - e["data_offsets"][0] for e in entries.values())
 
     def write(self, file: BinaryIO, advance: Callable[[int], None]) -> dict[str, Any]:
         """Write the file to the disk itself and return what the manifest says of it."""
         entries = self.layout()
-        header = _header(entries)
+        header = header_bytes(entries)
         digest, size = hashlib.sha256(header), len(header)
         file.write(header)
         for name in entries:
@@ -83,12 +64,6 @@ class TensorPlan:
         file.flush()
         os.fsync(file.fileno())
         return {"bytes": size, "sha256": digest.hexdigest(), "tensors": entries}
-
-
-def _header(entries: dict[str, Any]) -> bytes:
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGN)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from speedtransfer.engines import Engine, make_engine
 from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes
+from speedtransfer.system import physical_bytes
 
 
 class Memory(ABC):
@@ -62,26 +62,6 @@ class Memory(ABC):
     def anonymous_copy(self) -> Memory:
         """Return a memory of the same kind for a copy of the table."""
         return type(self)(self.device)
-
-
-def physical_bytes() -> int:
-    """Return the bytes of memory this machine, or the container it runs in, has (0 where the system does not say).
-
-    SPEEDTRANSFER_HOST_BYTES in the environment says so where the system is wrong: a machine whose memory grows as it is used.
-    """
-    told = os.environ.get("SPEEDTRANSFER_HOST_BYTES", "")
-    if told:
-        with contextlib.suppress(ValueError, OverflowError):
-            return int(float(told))
-    try:
-        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return 0
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups of version 2 and 1
-        with contextlib.suppress(OSError):
-            limit = Path("/sys/fs/cgroup", name).read_text().strip()
-            have = min(have, int(limit)) if limit.isdigit() else have
-    return have
 
 
 def check_fits(num_bytes: int, what: str) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import numpy as np
 from torch import Tensor
 
-from speedtransfer.tables.memory import physical_bytes
+from speedtransfer.system import physical_bytes
 
 # From this part of the memory on. Smaller planes stay in memory, even the six of two tables that Adam trains, and are soonest
 # there when megabytes are read at once. Six of this size fill three eighths of it: more dirty pages than Linux lets pile up

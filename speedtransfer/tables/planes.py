@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer.cuda.runtime import mapped_view, require_cuda, resolve_device, to_cupy
+from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.engines import Engine, engine_names
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
-from speedtransfer.tables import files
 from speedtransfer.tables.chunks import check_fill, check_floating, copy_plane, fill_plane
 from speedtransfer.tables.memory import Memory
 from speedtransfer.tables.stats import TableStats
@@ -298,8 +298,8 @@ class Planes:
 
 def check_dtype(dtype: Any) -> DType:
     """Return `dtype`, or raise `InvalidTypeError` where no table can hold it."""
-    if not isinstance(dtype, torch.dtype) or dtype not in files.SAFE_NAMES:
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in files.SAFE_NAMES))
+    if not isinstance(dtype, torch.dtype) or dtype not in TABLE_DTYPES:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in TABLE_DTYPES))
         raise InvalidTypeError(f"dtype is {dtype!r} but a table holds one of torch's {names}; pass one of them")
     return dtype
 

@@ -15,12 +15,13 @@ from typing_extensions import Self
 from speedtransfer import buffers
 from speedtransfer.cuda.runtime import cuda_status, resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size, suggest
+from speedtransfer.system import physical_bytes
 from speedtransfer.tables import files
 from speedtransfer.tables.chunks import copy_plane, row_chunks
 from speedtransfer.tables.device import DeviceMemory
 from speedtransfer.tables.index import as_index, check_distinct, unique_rows
 from speedtransfer.tables.memories import MmapMemory, PageableMemory, PinnedMemory
-from speedtransfer.tables.memory import Memory, physical_bytes
+from speedtransfer.tables.memory import Memory
 from speedtransfer.tables.page_advice import read_ahead, read_ahead_of_run
 from speedtransfer.tables.planes import Planes, check_dtype
 from speedtransfer.tables.row_values import as_rows, check_conversion, check_rows, overlap, tensor_of
