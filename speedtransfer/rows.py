@@ -1,72 +1,97 @@
-"""Rows of a table as an optimizer computes with them: the one way in and out that handles and their state use.
+"""The rows of a table as an optimizer computes with them: the one way in and out for handles and their state.
 
-A logical plane ("weight", "exp_avg") is one raw plane of the table, or several where it is stored in a small form: "weight"
-and "weight.scale". Rows are converted on the compute device: what crosses the bus is the small form.
+A plane ("weight", "exp_avg") is one plane of the table, or several where a codec stores it: "weight" and "weight.scale".
+Rows are decoded and encoded on the compute device: the encoded form is what crosses the bus.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+import copy
+import threading
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
-from speedtransfer.encoding.codecs import codec_for
-from speedtransfer.encoding.convert import decode_rows, encode_rows
-from speedtransfer.encoding.rounding import Keys, column_keys, row_keys
-from speedtransfer.optim.encoded import EncodedPlane
+from speedtransfer.idle.lag import Lag
+from speedtransfer.progress import ByteProgress
+from speedtransfer.stored_planes import StoredPlanes
 from speedtransfer.tables import Table
 from speedtransfer.tables.chunks import row_chunks
-from speedtransfer.tables.page_advice import read_ahead
+
+LAST_STEP = "idle.last_step"  # the plane: int32, the last step that each row has taken
 
 
-class RowStore:
-    """Reads and writes rows of a table's planes.
+class Rows(StoredPlanes):
+    """Reads and writes rows of a table's planes; its parameters are those of :class:`StoredPlanes`.
 
-    Parameters
-    ----------
-    table : Table
-        Its dtype is the one stored.
-    storage_dtype : torch.dtype, optional
-        That of `table`, where rows are computed in float32 whatever it is; None: they are computed as they are stored. With
-        int8 the store adds a plane of scales.
-    state_dtype : torch.dtype, optional
-        Of optimizer state that has the width and dtype of the weights: float32, bfloat16, or uint8 for 8-bit blocks. None: as
-        the optimizer makes it.
+    A read is two parts: `fetch` gathers rows as they are stored, and may run ahead of their use; `finish` decodes them and,
+    where idle rows lag behind (``idle="exact"``), applies the steps that they have missed.
     """
 
     def __init__(
         self, table: Table, storage_dtype: torch.dtype | None = None, state_dtype: torch.dtype | None = None
     ) -> None:
-        self.table = table
-        self.storage_dtype, self.state_dtype = storage_dtype, state_dtype
-        self.dtype = table.dtype if storage_dtype is None else torch.float32  # that the weights are computed with
-        self._tails: dict[str, tuple[int, ...]] = {"weight": (table.dim,)}
-        self._codecs = {"weight": codec_for(table.dim, self.dtype, table.dtype)}
-        for suffix, part in self._codecs["weight"].parts.items():
-            if suffix and "weight" + suffix not in table.planes:
-                table.add_plane("weight" + suffix, part.width, part.dtype)
-        self._seed, self._count = torch.initial_seed(), 0  # asked for, not drawn: weights must be those of torch.nn
+        super().__init__(table, storage_dtype, state_dtype)
+        self.lag: Lag | None = None
+        # Other threads may read rows (evaluation) while this one trains them.
+        self.lock = threading.RLock()
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def read(self, ids: Tensor, planes: Sequence[str]) -> dict[str, Tensor]:
-        """Return the rows `ids` (n,), known to be good, of each plane: ``(n, *tail)`` on the compute device."""
-        rows = self.table.gather(ids, self._raw(planes), check=False)
-        return {name: self.decode(name, self._parts_of(name, rows)) for name in planes}
+    def read(self, ids: Tensor, planes: Sequence[str] = ("weight",)) -> dict[str, Tensor]:
+        """Return the rows `ids` (n,), known to be good, of each plane: ``(n, *tail)`` on the compute device.
 
-    def write(self, ids: Tensor, rows: dict[str, Tensor]) -> None:
+        They are as after all steps so far: where some lag behind, those of every plane come along.
+        """
+        if not self.lag:
+            return self.finish(self.fetch(ids, planes))
+        with self.lock:
+            return self.finish(self.fetch(ids, tuple(self._codecs)))
+
+    def fetch(self, ids: Tensor, planes: Sequence[str]) -> dict[str, Tensor]:
+        """Gather the rows `ids` (n,), known to be good, as they are stored; on any thread and stream."""
+        return self.table.read(ids, planes if self._as_stored else self._stored_names(planes))
+
+    def finish(self, fetched: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Decode the rows that `fetch` has returned, and catch up those that came with their last step."""
+        rows = fetched
+        if not self._as_stored:
+            rows = {name: self.decode(name, self._parts_of(name, fetched)) for name in self._codecs if name in fetched}
+        last = rows.pop(LAST_STEP, None)
+        if last is not None and self.lag is not None:
+            self.lag.catch_up(rows, last)
+        return rows
+
+    def write(self, ids: Tensor, rows: dict[str, Tensor], step: Any = None) -> None:
         """Set the rows `ids` (n,), none twice, of each plane to ``(n, *tail)`` values on the compute device.
 
-        What is stored in a small form is rounded stochastically, every write anew.
+        Encoded planes are rounded stochastically, every write anew. `step`: what the step that made the values does to idle
+        rows, recorded once they are written.
         """
-        raw: dict[str, Tensor] = {}
-        for name, values in rows.items():
-            raw.update({name + suffix: part for suffix, part in self._encode(name, values, ids).items()})
-        self.table.scatter(ids, raw, check=False)
+        if self.lag is None:
+            self._write(ids, rows)
+            return
+        with self.lock:  # the record last: where the write fails there was no step
+            if step is not None:
+                self._mark_steps()
+            if LAST_STEP in self._codecs:
+                now = self.lag.now + (step is not None)
+                rows[LAST_STEP] = torch.full((ids.shape[0], 1), now, dtype=torch.int32, device=ids.device)
+            self._write(ids, rows)
+            if step is not None:
+                self.lag.record(step)
+
+    def _write(self, ids: Tensor, rows: dict[str, Tensor]) -> None:
+        if self._as_stored:
+            encoded = {name: values if values.is_contiguous() else values.contiguous() for name, values in rows.items()}
+        else:
+            encoded = {}
+            for name, values in rows.items():
+                encoded.update({name + suffix: part for suffix, part in self.encode(name, values, ids).items()})
+        self.table.write(ids, encoded)
         self._count += 1
 
     def lookup(self, index: Any) -> Tensor:
@@ -74,183 +99,76 @@ class RowStore:
         # A thread that evaluates must not write the rows that another one trains, be it to bring them up to date.
         if self.plain:
             return self.table.gather(index, settle=False)
-        rows = self.table.gather(index, self._raw(["weight"]), settle=False)
+        rows = self.table.gather(index, self._stored_names(["weight"]), settle=False)
         flat = {s: part.reshape(-1, part.shape[-1]) for s, part in self._parts_of("weight", rows).items()}
         return self.decode("weight", flat).resize_(rows["weight"].shape)  # no view: see `buffers.empty`
 
-    # --- planes -------------------------------------------------------------------------------------------------------
+    # --- idle rows ----------------------------------------------------------------------------------------------------
 
     @property
-    def plain(self) -> bool:
-        """Whether the weights are stored as they are computed with."""
-        return self.encoding("weight") == "plain"
+    def lags(self) -> bool:
+        """Whether there may be rows that have missed steps, so that reading the table itself is not enough."""
+        return bool(self.lag)
 
-    def add(self, name: str, tail: tuple[int, ...], dtype: torch.dtype, start: float | None) -> None:
-        """Add a plane of `tail` values a row, each `start`; None: a copy of the weights."""
-        width = math.prod(tail)
-        small = self.state_dtype is not None and dtype == self.dtype and width > 1
-        codec = codec_for(width, dtype, self.state_dtype if small and self.state_dtype else dtype)
-        first = encode_rows(codec, torch.full((1, width), start or 0.0, dtype=dtype, device="cpu"), None)
-        added: list[str] = []
-        try:
-            for suffix, part in codec.parts.items():
-                fill = float(first[suffix][0, 0]) if first[suffix].numel() else 0
-                self.table.add_plane(name + suffix, part.width, part.dtype, fill=fill)
-                added.append(name + suffix)
-            self._codecs[name], self._tails[name] = codec, tail
-            if start is None:
-                self._fill(name, lambda rows: self._chunk("weight", rows))
-        except BaseException:
-            for plane in added:
-                self.table.drop_plane(plane)
-            self._codecs.pop(name, None)
-            self._tails.pop(name, None)
-            raise
+    def let_lag(self, lag: Lag, owner: object) -> None:
+        """Let idle rows lag behind the steps of an optimizer until they are read, while `owner` lives, or longer."""
+        self.lag = lag
+        # Neither may the table hold this object, which holds the table, nor the other way round: a cycle would keep it until
+        # the next gc. So it knows how to catch up by a weak reference, and once `owner` is gone by a copy without the table.
+        catch_up = weakref.WeakMethod(self.catch_up)
 
-    def drop(self, name: str) -> None:
-        """Forget a plane."""
-        for plane in self._raw([name]):
-            self.table.drop_plane(plane)
-        del self._tails[name], self._codecs[name]
+        def caught_up(ids: Tensor | None) -> None:
+            method = catch_up()
+            if method is not None:
+                method(ids)
 
-    def whole(self, name: str) -> Tensor:
-        """Return the whole of a plane, ``(num_rows, *tail)``: what a state dict shows. It lives where the memory is.
+        self.table.settle_with(caught_up)
+        self._at_end = weakref.finalize(owner, _outlive, self)
+        self._at_end.atexit = False
 
-        A view of the raw plane where that has a value in each place, of its dtype; a decoded copy, made in chunks but of
-        four bytes a value, of int8 and 8-bit planes.
-        """
-        shape = (self.table.num_rows, *self._tails[name])
-        if self._codecs[name].viewable:
-            return self.table.plane(name).view(shape)
-        values = torch.empty(shape, dtype=torch.float32, device=self.table.plane(name).device)
-        for rows in self._chunks(name):
-            values[rows] = self._chunk(name, rows)
-        return values
-
-    def shown(self, name: str) -> Any:
-        """Return what stands for a plane between steps: the whole of it where that is a view, else an `EncodedPlane`."""
-        if self._codecs[name].viewable:
-            return self.whole(name)
-        return EncodedPlane(self, name, (self.table.num_rows, *self._tails[name]))
-
-    def load(self, name: str, values: Any) -> None:
-        """Set the whole of a plane to ``(num_rows, *tail)`` values of any dtype and device, rounded to the nearest."""
-        if isinstance(values, EncodedPlane):
-            values = values.decode()
-        if values.layout != torch.strided:  # the momentum of torch's SGD for sparse gradients
-            values = values.to_dense()
-        self._fill(name, lambda rows: values[rows])
+    def drop_lag(self) -> None:
+        """Forget the steps that rows have missed, and which each has taken."""
+        if self.lag is None:
+            return
+        self.table.settle_with(None)
+        self._at_end.detach()  # it holds the table
+        if LAST_STEP in self._codecs:
+            self.drop(LAST_STEP)
+        self.lag = None
 
     @torch.no_grad()
-    def normal_(self) -> None:
-        """Draw the weights from N(0, 1): with one seed the numbers of ``torch.nn``, whatever they are stored as."""
-        if self.plain:
-            self.table.normal_()
-        else:
-            dim = self.table.dim
-            empty = torch.empty(0, dtype=self.dtype, device="cpu")  # whatever the defaults are
-            self._fill("weight", lambda rows: empty.new_empty(rows.stop - rows.start, dim).normal_())
+    def catch_up(self, ids: Tensor | None = None) -> None:
+        """Write the rows `ids` (n,), none twice, as they are after the steps that they have missed; None: all rows."""
+        if not self.lag:
+            return
+        if ids is not None:
+            with self.lock:
+                self.write(ids, self.read(ids))
+            return
+        table = self.table
+        row_bytes = max(table.nbytes // max(len(table), 1), 1)
+        with ByteProgress("idle rows take the steps they missed", table.nbytes) as bar:
+            for part in row_chunks(len(table), row_bytes):
+                self.catch_up(torch.arange(part.start, part.stop, device=table.device))
+                bar.advance((part.stop - part.start) * row_bytes)
+        self.lag.forget()  # last: whoever interrupts it finds every row with the steps it has taken
 
-    # --- raw rows -----------------------------------------------------------------------------------------------------
+    def stepped_in_place(self, step: Any) -> None:
+        """Record a step that all rows have taken where they are stored; none had missed any before."""
+        if self.lag is not None and step is not None:
+            with self.lock:
+                self._mark_steps()
+                self.table.stored(LAST_STEP).fill_(self.lag.now + 1)
+                self.lag.record_for_all()
 
-    def encoding(self, name: str) -> str:
-        """Return how a plane is stored: "plain", or a name of the form with its dtype and block."""
-        return self._codecs[name].name
+    def _mark_steps(self) -> None:
+        """Add the plane `LAST_STEP` with the first step that idle rows notice; plain SGD makes none."""
+        if LAST_STEP not in self._codecs:
+            self.add(LAST_STEP, (1,), torch.int32, 0)
 
-    def parts(self, name: str) -> dict[str, Tensor]:
-        """Return the raw planes of a logical one by what follows its name: "" for the first, and ".scale"."""
-        return {suffix: self.table.plane(name + suffix) for suffix in self._codecs[name].parts}
 
-    def decode(self, name: str, parts: dict[str, Tensor]) -> Tensor:
-        """Return the values, ``(n, *tail)``, of raw rows, each part ``(n, width)``."""
-        codec, tail = self._codecs[name], self._tails[name]
-        rows = parts[""] if codec.name == "plain" else decode_rows(codec, parts)
-        # No view where none is needed: see `buffers.empty`.
-        return rows if rows.shape[1:] == tail else rows.view(len(rows), *tail)
-
-    def encode(self, name: str, values: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Return the raw rows of values that are loaded, ``(n, *tail)``, for the rows `ids` (n,).
-
-        To the nearest, so that to load the same again gives the same; training writes by `write`, which rounds stochastically.
-        """
-        codec = self._codecs[name]
-        dtype = codec.parts[""].dtype if codec.name == "plain" else self.dtype
-        return self._encode(name, values.to(dtype), None)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return what rounding goes on from: the seed and the number of writes."""
-        return {"seed": self._seed, "writes": self._count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on rounding as the store that `state` was saved from; one that is empty changes nothing."""
-        self._seed, self._count = int(state.get("seed", self._seed)), int(state.get("writes", self._count))
-
-    def _encode(self, name: str, values: Tensor, ids: Tensor | None) -> dict[str, Tensor]:
-        codec, width = self._codecs[name], math.prod(self._tails[name])
-        flat = values.reshape(len(values), width).contiguous()
-        if codec.name == "plain":
-            return {"": flat}
-        if ids is None:
-            return encode_rows(codec, flat, None)
-        keys = row_keys(self._seed, self._count, name, ids.to(flat.device))
-        return encode_rows(codec, flat, Keys(keys, column_keys(width, flat.device)))
-
-    @torch.no_grad()
-    def _fill(self, name: str, values: Callable[[slice], Tensor]) -> None:
-        planes, ids = self.parts(name), torch.empty(0, dtype=torch.int64, device="cpu")
-        for rows in self._chunks(name):
-            for suffix, part in self.encode(name, values(rows), ids).items():
-                planes[suffix][rows] = part.to(planes[suffix].device)
-        if planes[""].is_cuda:  # engines on other streams know nothing of who filled it
-            torch.cuda.current_stream(planes[""].device).synchronize()
-
-    def _chunk(self, name: str, rows: slice) -> Tensor:
-        parts = {suffix: plane[rows] for suffix, plane in self.parts(name).items()}
-        for part in parts.values():
-            read_ahead(part)
-        return self.decode(name, parts)
-
-    def _chunks(self, name: str) -> Iterator[slice]:
-        return row_chunks(self.table.num_rows, 4 * math.prod(self._tails[name]))
-
-    def _raw(self, planes: Sequence[str]) -> list[str]:
-        return [name + suffix for name in planes for suffix in self._codecs[name].parts]
-
-    def _parts_of(self, name: str, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {suffix: rows[name + suffix] for suffix in self._codecs[name].parts}
-
-    # --- copies -------------------------------------------------------------------------------------------------------
-
-    def astype(self, dtype: torch.dtype) -> Self:
-        """Return a store over a table of the same kind with the weights as plain `dtype`, and without state."""
-        made = type(self)(self.table.astype(dtype))
-        if not self._codecs["weight"].viewable:
-            made._fill("weight", lambda rows: self._chunk("weight", rows))
-        return made
-
-    def copy(self) -> Self:
-        """Return a store over a copy of the weights as they are stored, without state."""
-        made = type(self)(self.table.astype(self.table.dtype), self.storage_dtype, self.state_dtype)
-        for suffix, plane in self.parts("weight").items():
-            if suffix:
-                made.table.plane("weight" + suffix).copy_(plane)
-        made.load_state_dict(self.state_dict())
-        return made
-
-    def pickled(self) -> dict[str, Any]:
-        """Return what `unpickled` needs, beside a table with the plane of weights."""
-        beside = {suffix: plane for suffix, plane in self.parts("weight").items() if suffix}
-        return {
-            "dtypes": (self.storage_dtype, self.state_dtype),
-            "beside": beside,
-            "rounding": self.state_dict(),
-        }
-
-    @classmethod
-    def unpickled(cls, table: Table, pickled: dict[str, Any]) -> Self:
-        """Return the store that `pickled` tells of."""
-        made = cls(table, *pickled["dtypes"])
-        for suffix, plane in pickled["beside"].items():
-            made.table.plane("weight" + suffix).copy_(plane)
-        made.load_state_dict(pickled["rounding"])
-        return made
+def _outlive(rows: Rows) -> None:
+    """Have the table catch up its rows without the owner of `rows`, whoever reads it then."""
+    orphan = copy.copy(rows)
+    orphan.table = weakref.proxy(rows.table)
+    rows.table.settle_with(orphan.catch_up)

@@ -296,7 +296,7 @@ def idle_case(number):
 def test_idle_rows_have_gaps_and_ids_are_new():
     case, taken = idle_case(1)
     case.check()
-    idle = taken.emb._handle.rows.read(torch.arange(300), ["idle.last_step"])["idle.last_step"]  # nothing is caught up
+    idle = taken.emb.table.read(torch.arange(300), ["idle.last_step"])["idle.last_step"]  # nothing is caught up
     now = idle.max()
     assert now == 1 + 14 + 30
     assert len(idle.unique()) > 5

@@ -113,17 +113,17 @@ def test_lazy_by_name_says_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(module, OfSomebody(module.parameters(), lr=0.1))
-    assert find_handle(module.weight).state._lag is None
+    assert find_handle(module.weight).rows.lag is None
 
 
 def test_one_table_and_two_optimizers_in_turn() -> None:
     """A table is exact with the one and lazy with the other."""
     module = speedtransfer.Embedding(12, 5)
     train(module, torch.optim.AdamW(module.parameters(), lr=0.1))
-    assert find_handle(module.weight).state._lag is not None
+    assert find_handle(module.weight).rows.lag is not None
     with pytest.warns(UserWarning, match="OfSomebody"):
         train(module, OfSomebody(module.parameters(), lr=0.1, momentum=0.9))
-    assert find_handle(module.weight).state._lag is None
+    assert find_handle(module.weight).rows.lag is None
 
 
 def test_a_wrong_name_is_refused() -> None:
@@ -158,7 +158,7 @@ def test_checkpoints_do_not_say_how_rows_idle(saved: str, loaded: str, tmp_path:
     assert second.ours.idle == loaded
     assert torch.equal(first.ours.table.torch(), second.ours.table.torch())
     handle = find_handle(second.ours.weight)
-    assert (handle.state._lag is None) == (loaded == "lazy")
+    assert (handle.rows.lag is None) == (loaded == "lazy")
 
 
 def test_a_checkpoint_of_an_unknown_optimizer_warns_when_it_is_loaded(tmp_path: Path) -> None:

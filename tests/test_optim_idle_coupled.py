@@ -30,7 +30,7 @@ def named(name: str) -> OptimizerCase:
 
 
 def history_of(pair: Exact) -> Any:
-    return find_handle(pair.ours.weight).state._lag._history
+    return find_handle(pair.ours.weight).rows.lag._history
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -125,7 +125,7 @@ def test_checkpoints_resume(name: str, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("name", ["adam-coupled", "adagrad-coupled", "rmsprop-coupled-momentum"])
 def test_steps_that_are_remembered_are_few(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speedtransfer.optim.lag._MAX_REPLAYED", 16)
+    monkeypatch.setattr("speedtransfer.idle.lag._MAX_REPLAYED", 16)
     pair = Exact(named(name))
     pair.train(pair.batches(130), *pair.schedulers(warmup_and_cosine))
     assert history_of(pair).length < 16

@@ -23,7 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import speedtransfer
 from speedtransfer import Table
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim import RowStore, find_handle
+from speedtransfer.optim import find_handle
+from speedtransfer.rows import Rows
 
 # --- how a loop may go --------------------------------------------------------------------------------------------------
 
@@ -130,18 +131,18 @@ def test_memories_agree_bit_for_bit(memory: str, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd-momentum-weight-decay", "nadam", "rmsprop-centered"])
 def test_sweeps_keep_the_history_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speedtransfer.optim.lag._MAX_STEPS", 16)
+    monkeypatch.setattr("speedtransfer.idle.lag._MAX_STEPS", 16)
     pair = Exact(case_named(name))
     pair.train(pair.batches(130), *pair.schedulers(warmup_and_cosine))
-    assert find_handle(pair.ours.weight).state._lag._history.length < 16
+    assert find_handle(pair.ours.weight).rows.lag._history.length < 16
     pair.assert_same()
 
 
 def test_a_slow_momentum_sweeps_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speedtransfer.optim.lag._MAX_OPEN", 30)
+    monkeypatch.setattr("speedtransfer.idle.lag._MAX_OPEN", 30)
     pair = Exact(OptimizerCase("slow", torch.optim.Adam, {"lr": 0.05, "betas": (0.99, 0.999)}))
     pair.train(pair.batches(80))
-    assert find_handle(pair.ours.weight).state._lag._history.length < 30
+    assert find_handle(pair.ours.weight).rows.lag._history.length < 30
     pair.assert_same()
 
 
@@ -149,7 +150,7 @@ def test_optimizers_without_idle_steps_keep_no_history() -> None:
     for name in ("sgd", "adagrad"):
         pair = Exact(case_named(name))
         pair.train(pair.batches(30))
-        assert not find_handle(pair.ours.weight).state._lag
+        assert not find_handle(pair.ours.weight).rows.lag
         pair.assert_same(1e-6)
 
 
@@ -285,7 +286,7 @@ def test_a_write_that_fails_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.zero_grad()
         squared_loss(module(ids), target).backward()
     with monkeypatch.context() as patch:
-        patch.setattr(RowStore, "write", lambda *args: (_ for _ in ()).throw(MemoryError))
+        patch.setattr(Rows, "write", lambda *args: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             pair.opt.step()
     for optimizer in pair.optimizers:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import speedtransfer
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import find_handle
-from speedtransfer.optim.encoded import EncodedPlane
+from speedtransfer.optim.placeholder import EncodedPlane
 
 FORMS = (
     (torch.bfloat16, None),

@@ -49,7 +49,8 @@ def encode_optimizer(optimizer: Optimizer, name: str, keep: Keep) -> dict[str, A
     owned, planes, taken = _owned(optimizer), {}, []
     try:
         for number, handle in owned.items():
-            handle.state.recover(optimizer)
+            handle.abort_step(optimizer)
+            assert handle.state is not None
             state = optimizer.state.get(handle.param, {})
             planes[number] = handle.state.stored(state)
             # Out of the way of state_dict(), which would show, and may have to make, the whole of them.
@@ -88,9 +89,9 @@ def _make_first_state(optimizer: Optimizer) -> None:
             if names and handle.table.num_rows and optimizer not in handle.lost:
                 specs = probe(optimizer, group, param, handle.sparse)
                 entries = dict(state)
-                give_state(handle, optimizer, group, specs)
+                rows_state = give_state(handle, optimizer, group, specs)
                 optimizer.state[param].update(entries)
-                handle.state.adopt(optimizer, [key for key in names if key in specs])
+                rows_state.adopt(optimizer, [key for key in names if key in specs])
 
 
 def _tried(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any] | None:
@@ -214,14 +215,14 @@ class SavedOptimizer:
         for handle, group, specs, planes in self._planes:
             state = handle.state
             if state is None or state.optimizer() is not self.optimizer or not state.matches(specs):
-                give_state(handle, self.optimizer, group, specs)
-            handle.state.make({name: specs[name] for name in planes})  # also those that an optimizer makes late
+                state = give_state(handle, self.optimizer, group, specs)
+            state.add({name: specs[name] for name in planes})  # also those that an optimizer makes late
 
     def load(self, advance: Callable[[int], None]) -> None:
         """Load the state, the planes of tables in chunks."""
         optimizer = self.optimizer
         for owned in _owned(optimizer).values():
-            owned.state.recover(optimizer)
+            owned.abort_step(optimizer)
         if self._ready is None:
             optimizer.load_state_dict(self._content)
         else:
@@ -230,6 +231,7 @@ class SavedOptimizer:
             if found is not None:
                 found.lost.pop(optimizer, None)  # the state is whole again
         for handle, _, _, planes in self._planes:
+            assert handle.state is not None
             handle.state.adopt(optimizer, planes)
             for key, (plane, _) in handle.state.stored(optimizer.state[handle.param]).items():
                 planes[key].copy_into(handle.rows, plane, advance)

@@ -14,13 +14,13 @@ from speedtransfer.checkpoint.reading import TensorReader
 from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.encoding.codecs import codec_named
 from speedtransfer.encoding.convert import decode_rows
-from speedtransfer.optim import RowStore
+from speedtransfer.rows import Rows
 from speedtransfer.tables.chunks import row_chunks
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*TABLE_DTYPES, torch.bool)}  # bool is stored as uint8
 
 
-def encode_rows(store: RowStore, plane: str, path: str, keep: Keep, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+def encode_rows(store: Rows, plane: str, path: str, keep: Keep, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Return what the manifest says of a plane of values `shape` and `dtype`, and have its raw parts kept."""
     parts = {part: keep(f"{path}:{part}" if part else path, raw) for part, raw in store.parts(plane).items()}
     name = str(dtype).removeprefix("torch.")
@@ -103,7 +103,7 @@ class SavedRows:
         """Return all rows to be copied from at once, without memory of their own if they are stored plainly."""
         return self._reader.mapped(self._parts[""]) if self.encoding == "plain" else self.values()
 
-    def stored_as(self, store: RowStore, plane: str) -> bool:
+    def stored_as(self, store: Rows, plane: str) -> bool:
         """Tell whether a plane is stored just as these rows, so that the bits can be copied."""
         if self.encoding != store.encoding(plane):
             return False
@@ -111,14 +111,14 @@ class SavedRows:
         return specs == {part: (raw.dtype, tuple(raw.shape)) for part, raw in store.parts(plane).items()}
 
     @torch.no_grad()
-    def copy_into(self, store: RowStore, plane: str, advance: Callable[[int], None]) -> None:
+    def copy_into(self, store: Rows, plane: str, advance: Callable[[int], None]) -> None:
         """Write all rows into a plane of as many."""
         targets, alike = store.parts(plane), self.stored_as(store, plane)
         buffers: dict[str, Tensor] = {}  # the allocator would not always give the memory of a chunk to the next
         for rows in row_chunks(self.shape[0], self.row_bytes):
             chunk = self.raw(rows, buffers)
             if not alike:
-                chunk = store.encode(plane, self._decoded(chunk), torch.arange(rows.start, rows.stop, device="cpu"))
+                chunk = store.encode(plane, self._decoded(chunk))
             for part, target in targets.items():
                 target[rows].copy_(chunk[part].view(target[rows].shape))
             advance((rows.stop - rows.start) * self.row_bytes)

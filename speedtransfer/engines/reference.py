@@ -57,31 +57,34 @@ class ReferenceEngine:
             self._order.wait()
 
 
-@torch.no_grad()
 def select_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
-    """Fill ``rows[i]`` with ``planes[i][index]``, in the dtype of ``rows[i]``, all on one device."""
+    """Fill ``rows[i]`` with ``planes[i][index]``, in the dtype of ``rows[i]``, all on one device and without gradients."""
     for plane, out in zip(planes, rows, strict=True):
         if out.dtype != plane.dtype:
             out.copy_(plane.index_select(0, index))
-            continue
-        word = widest_word(plane, out)
-        torch.index_select(plane.view(word), 0, index, out=out.view(word))
+        elif plane.dtype in _SELECTED:
+            torch.index_select(plane, 0, index, out=out)
+        else:
+            word = INTEGER_OF_SIZE[plane.element_size()]
+            torch.index_select(plane.view(word), 0, index, out=out.view(word))
 
 
-@torch.no_grad()
 def put_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
-    """Set ``planes[i][index]`` to ``rows[i]``, in the dtype of ``planes[i]``, all on one device."""
+    """Set ``planes[i][index]`` to ``rows[i]``, in the dtype of ``planes[i]``, all on one device and without gradients."""
     for plane, source in zip(planes, rows, strict=True):
-        source = source.to(plane.dtype)
-        word = widest_word(plane, source)
-        plane.view(word).index_copy_(0, index, source.view(word))
+        if source.dtype != plane.dtype:
+            source = source.to(plane.dtype)
+        if source.numel() < _FEW_VALUES and plane.dtype in _SELECTED:
+            plane.index_copy_(0, index, source)
+        else:
+            word = _widest_word(plane, source)
+            plane.view(word).index_copy_(0, index, source.view(word))
 
 
-def widest_word(*tensors: Tensor) -> torch.dtype:
+def _widest_word(*tensors: Tensor) -> torch.dtype:
     """Return the widest dtype that every row of `tensors`, all of one dtype, is a whole and aligned number of.
 
-    Rows move as bits: torch moves these dtypes everywhere, float8 and unsigned integers it does not, and `index_copy_` costs
-    the CPU by the element (a row of float32 as complex128 takes half the time).
+    `index_copy_` costs the CPU by the element: a row of float32 as complex128 takes half the time.
     """
     size, bits = tensors[0].element_size(), 0
     for tensor in tensors:
@@ -94,4 +97,8 @@ def widest_word(*tensors: Tensor) -> torch.dtype:
     return tensors[0].dtype
 
 
+# Dtypes whose rows torch moves everywhere as they are; others (float8, unsigned integers) move as integers of their size.
+_SELECTED = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16}
+_SELECTED |= {torch.int32, torch.int64, torch.bool}
+_FEW_VALUES = 1 << 14  # fewer are written before a wider word has been found
 _WORDS = ((torch.complex128, 16), *sorted(((d, s) for s, d in INTEGER_OF_SIZE.items()), key=lambda word: -word[1]))

@@ -97,8 +97,8 @@ def activate(
         if table.engine != "staged":  # which wants the ids on the host
             groups = groups.to(table.device)
         if max_norm is not None:
-            handle.settle(groups.ids)  # shortened rows are written back
-        rows = handle.read(groups.ids)
+            handle.rows.catch_up(groups.ids)  # shortened rows are written back
+        rows = handle.rows.read(groups.ids)
         groups = groups.to(table.device)
         if max_norm is not None and len(groups.ids):
             weight = rows["weight"]

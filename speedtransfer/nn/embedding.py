@@ -94,7 +94,7 @@ class Embedding(TableModule, nn.Embedding):
         training, table = self._wants_grad(), self.table
         # Without training each id could have its own row; across a bus one for all that share it is faster.
         here = table.device.type == "cpu" or table.memory == "device"
-        if here and not training and self.max_norm is None and not self._handle.lags:
+        if here and not training and self.max_norm is None and not self._handle.rows.lags:
             return self._handle.rows.lookup(input)
         active = self.activate(input)
         return lookup(active, active.groups.found, self.scale_grad_by_freq)

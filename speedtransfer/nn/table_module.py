@@ -18,7 +18,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.tracing import refuse_to_record, unrecorded
 from speedtransfer.nn.weight import table_weight, take_weight
-from speedtransfer.optim import Handle, RowStore, find_handle, install
+from speedtransfer.optim import Handle, Rows, find_handle, install
 from speedtransfer.tables import Table
 
 IDLE = ("auto", "exact", "lazy")
@@ -68,7 +68,7 @@ def make_handle(
     else:
         table, given = Table(shape[0], shape[1], stored, memory=memory, path=path, device=device), weight
     install()
-    store = RowStore(table, storage_dtype, state_dtype)
+    store = Rows(table, storage_dtype, state_dtype)
     if given is not None:
         store.load("weight", given)
     return Handle(table, requires_grad, idle, store)

@@ -77,7 +77,7 @@ class WeightData(Tensor):
     @staticmethod
     def __new__(cls, handle: Handle) -> Any:
         """Make the data of the weight of `handle`."""
-        made = Tensor._make_subclass(cls, handle.standing())
+        made = Tensor._make_subclass(cls, handle.placeholder())
         made.handle = handle
         return made
 
@@ -86,7 +86,7 @@ class WeightData(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func.overloadpacket in _LIKE:
-            args, kwargs = tree_map_only(WeightData, lambda data: data.handle.standing(), (args, kwargs or {}))
+            args, kwargs = tree_map_only(WeightData, lambda data: data.handle.placeholder(), (args, kwargs or {}))
             return func(*args, **kwargs)
         if func.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.alias):
             return args[0].handle.give(WeightData(args[0].handle))

@@ -3,6 +3,6 @@
 from speedtransfer.optim.handle import Handle, find_handle
 from speedtransfer.optim.hooks import install
 from speedtransfer.optim.probe import PlaneSpec, probe
-from speedtransfer.rows import RowStore
+from speedtransfer.rows import Rows
 
-__all__ = ["Handle", "PlaneSpec", "RowStore", "find_handle", "install", "probe"]
+__all__ = ["Handle", "PlaneSpec", "Rows", "find_handle", "install", "probe"]

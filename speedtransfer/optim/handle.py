@@ -12,7 +12,7 @@ from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidValueError, OptimizerError
 from speedtransfer.optim.pending import PendingGradient
 from speedtransfer.optim.table_param import as_tensor
-from speedtransfer.rows import RowStore
+from speedtransfer.rows import Rows
 from speedtransfer.tables import Table
 
 _KEY = "_speedtransfer_handle"  # in the __dict__ of a parameter
@@ -44,13 +44,11 @@ class Handle(PendingGradient):
         Whether the rows are trained.
     idle : {"auto", "exact", "lazy"}
         What becomes of rows that a step does not touch.
-    rows : RowStore, optional
+    rows : Rows, optional
         The way to the rows of `table`; by default they are stored as they are computed with.
     """
 
-    def __init__(
-        self, table: Table, requires_grad: bool = True, idle: str = "lazy", rows: RowStore | None = None
-    ) -> None:
+    def __init__(self, table: Table, requires_grad: bool = True, idle: str = "lazy", rows: Rows | None = None) -> None:
         super().__init__(table, requires_grad, idle, rows)
         _handles.add(self)
 
@@ -78,7 +76,7 @@ class Handle(PendingGradient):
     def new_param(self, kind: type[nn.Parameter]) -> nn.Parameter:
         """Make a parameter for this handle."""
         with torch.inference_mode(False):
-            return self.bind(nn.Parameter(self.standing(), requires_grad=self.requires_grad), kind)
+            return self.bind(nn.Parameter(self.placeholder(), requires_grad=self.requires_grad), kind)
 
     def whole(self) -> Tensor:
         """Return all rows, up to date, on the compute device: the memory of the table where `aliased`, else a copy."""
@@ -122,7 +120,7 @@ class Handle(PendingGradient):
 
     def store(self, values: Tensor) -> None:
         """Set all rows to `values`, ``(num_rows, dim)``, and keep the state of the optimizer."""
-        self.settle()
+        self.rows.catch_up()
         self.table.wait()
         self.rows.load("weight", values.detach())
 
@@ -169,7 +167,7 @@ class Handle(PendingGradient):
         if values.device != table.device:
             self.move(values.device)
         if not resized and not retyped and self._can_take(values):
-            self.settle()
+            self.rows.catch_up()
             table.take(
                 "weight", values
             )  # as torch: what held the memory so far keeps it, and `values` is the weight now
@@ -180,7 +178,7 @@ class Handle(PendingGradient):
             dtype = values.dtype if rows.storage_dtype is None else rows.storage_dtype
             made = Table(len(values), table.dim, dtype, table.memory, device=table.device)
             reason = f"the table got {len(values)} rows" if resized else f"the table became {values.dtype}"
-            self.replace(RowStore(made, rows.storage_dtype, rows.state_dtype), reason)
+            self.replace(Rows(made, rows.storage_dtype, rows.state_dtype), reason)
         self.store(values)
 
     def _can_take(self, values: Tensor) -> bool:
@@ -220,7 +218,7 @@ class Handle(PendingGradient):
             self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
         self.show()
 
-    def replace(self, rows: RowStore, reason: str) -> None:
+    def replace(self, rows: Rows, reason: str) -> None:
         """Let the rows be those of another table. The state of the rows goes, and the gradient."""
         self.drop_state(reason)
         self.rows = rows
@@ -230,7 +228,7 @@ class Handle(PendingGradient):
     def drop_state(self, reason: str) -> None:
         """Remove the state of the rows and remember, for the optimizer that had it, why."""
         if self.state is not None:
-            self.state.settle()  # what it still owes to idle rows
+            self.rows.catch_up()
             self.state_rows = {}
             owner = self.state.optimizer()
             if owner is not None:
@@ -261,7 +259,7 @@ class Handle(PendingGradient):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         # Without the planes of state: a copy of the optimizer, if there is one, brings its own.
-        self.settle()
+        self.rows.catch_up()
         rows = self.rows.copy()
         duplicate = Handle(rows.table, self.requires_grad, self.idle, rows)
         duplicate.name = self.name
@@ -282,4 +280,4 @@ def _unpickle(
 ) -> Handle:
     table = Table.from_array(weight, memory, device=device, copy=False)
     trained = param if isinstance(param, bool) else param.requires_grad
-    return Handle(table, trained, idle, RowStore.unpickled(table, rows))
+    return Handle(table, trained, idle, Rows.unpickled(table, rows))

@@ -1,4 +1,4 @@
-"""The two global hooks of torch.optim by which any optimizer trains rows: rows and state in before its step, out after it."""
+"""The hooks of torch.optim by which any optimizer trains rows: rows and state in before its step, out after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import OptimizerError
@@ -30,7 +30,6 @@ def install() -> None:
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
         state_dicts.install()
         backward.install()
         replicas.install()
@@ -73,8 +72,8 @@ def _recovering(step: Callable[..., Any]) -> Callable[..., Any]:
 def _recover(optimizer: Optimizer) -> None:
     _forget_closure(optimizer)
     for handle, _ in state_dicts.handles_of(optimizer):
-        if handle.state is not None and handle.state.optimizer() is optimizer and not handle.state.stepping():
-            handle.state.recover(optimizer)
+        if handle.state is not None and not handle.state.stepping():
+            handle.abort_step(optimizer)
 
 
 @uncompiled
@@ -84,10 +83,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     count_step()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     frame = sys._getframe().f_back
-    if not callable(closure):  # none, or an argument of another meaning
-        _load(optimizer, frame)
+    # Before the closure runs too, for a step that does not call it; what is no function has another meaning.
+    if not _load(optimizer, frame) or not callable(closure):
         return None
-    _load(optimizer, frame)  # for a step that does not call its closure
     wrapped = _closures[optimizer] = _Closure(closure, optimizer, frame)
     if "closure" in kwargs:
         return args, {**kwargs, "closure": wrapped}
@@ -118,21 +116,25 @@ def _forget_closure(optimizer: Optimizer) -> None:
 
 
 @torch.no_grad()
-def _load(optimizer: Optimizer, frame: FrameType | None) -> None:
-    for handle, group in state_dicts.handles_of(optimizer):
-        handle.recover()
+def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
+    """Begin the step of `optimizer` for the tables among its parameters; tell whether there are any."""
+    found = state_dicts.handles_of(optimizer)
+    if found:
+        _end_with_hook(optimizer)
+    for handle, group in found:
+        if handle.state is not None and handle.state.in_step:
+            handle.recover()
         if handle.grad is None:
             continue
         replicas.check_not_replicated(handle)
         if handle.state is None or handle.state.optimizer() is not optimizer:
             _take_over(handle, optimizer, group)
+        assert handle.state is not None
         if handle.state.is_assumed_otherwise(optimizer, group):
             way_to_step(handle, optimizer, group, Findings())  # may refuse, or warn: idle rows may move now
             handle.state.assume(optimizer, group)
-        _run_first(optimizer)
-        with handle.lock:
-            handle.refresh()
-            handle.state.load(optimizer, group, frame)
+        handle.begin_step(optimizer, group, frame)
+    return bool(found)
 
 
 def _unload(optimizer: Optimizer) -> None:
@@ -144,7 +146,7 @@ def _unload(optimizer: Optimizer) -> None:
                     f"{type(optimizer).__name__} changed the active rows of {handle} before it called its closure, which "
                     "would not see them; call its parts by hand (first_step, backward, second_step), or use another optimizer"
                 )
-            handle.state.recover(optimizer)
+            handle.abort_step(optimizer)
 
 
 def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> None:
@@ -154,14 +156,15 @@ def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> N
     give_state(handle, optimizer, group, specs)
 
 
-def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], specs: Findings) -> None:
-    """Make planes of state for `optimizer`, in place of those that the table has."""
+def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], specs: Findings) -> RowState:
+    """Make planes of state for `optimizer`, in place of those that the table has, and return it."""
     rule, sparse = way_to_step(handle, optimizer, group, specs)  # may refuse too
     handle.drop_state(f"a new {type(optimizer).__name__} took it over")
-    handle.state = RowState(handle, optimizer, specs, rule, sparse)
+    handle.state = RowState(handle.rows, handle.param, optimizer, specs, rule, sparse, handle.sparse, handle)
     if rule is None and not sparse and handle.idle != "lazy":
         handle.state.assume(optimizer, group)
     state_dicts.watch(optimizer)
+    return handle.state
 
 
 def way_to_step(
@@ -184,8 +187,8 @@ def way_to_step(
     return choose_rule(handle.idle, optimizer, group, handle.rows.dtype), False
 
 
-def _run_first(optimizer: Optimizer) -> None:
-    """Have rows written before hooks that others have registered on `optimizer`, which may look at them, run after a step."""
+def _end_with_hook(optimizer: Optimizer) -> None:
+    """Have rows written after a step before hooks that others have registered on `optimizer` run, which may look at them."""
     hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
     if next(iter(hooks.values()), None) is not _after_step:
         handle = optimizer.register_step_post_hook(_after_step)
@@ -195,9 +198,7 @@ def _run_first(optimizer: Optimizer) -> None:
 @uncompiled
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if any_handles():
-        _forget_closure(optimizer)
-        for handle, group in state_dicts.handles_of(optimizer):
-            if handle.state is not None and handle.state.in_step and handle.state.optimizer() is optimizer:
-                with handle.lock:
-                    handle.state.store(optimizer, group)
+    _forget_closure(optimizer)
+    for handle, group in state_dicts.handles_of(optimizer):
+        if handle.state is not None and handle.state.in_step and handle.state.optimizer() is optimizer:
+            handle.end_step(optimizer, group)

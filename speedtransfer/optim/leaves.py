@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from speedtransfer.optim.encoded import EncodedPlane
+from speedtransfer.optim.placeholder import EncodedPlane
 
 _SEQUENCES = (list, tuple, deque)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
 from speedtransfer.optim.probe.trajectories import sparse_gradient
@@ -52,7 +54,8 @@ class PendingGradient(TableParam):
         whole : bool
             Whether it is that of a use of all rows, which torch makes dense.
         """
-        self.recover()
+        if self.state is not None and self.state.in_step:
+            self.recover()
         if self.grad is not None and self._assigned is None and self._discarded():
             reused = self._followed() is not None
             self.clear()
@@ -147,7 +150,7 @@ class PendingGradient(TableParam):
         if grad.is_sparse:
             grad = grad.coalesce()
             return grad.indices()[0], grad.values()
-        if self.follows_idle_rows:  # an idle row and one with a gradient of zero go the same way
+        if self.rows.lag is not None:  # an idle row and one with a gradient of zero go the same way
             return torch.arange(len(grad), device=grad.device), grad
         if grad.shape[1] and bool((grad[:, 0] != 0).all()):  # as that of a softmax over all rows: one column tells
             return torch.arange(len(grad), device=grad.device), grad
@@ -259,8 +262,47 @@ class PendingGradient(TableParam):
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def enter(self, sparse: bool = False) -> None:
-        """Let the parameter hold the active rows and their gradient, maybe as a sparse one, for a step."""
+    def begin_step(self, optimizer: Optimizer, group: dict[str, Any], frame: FrameType | None) -> None:
+        """Let the parameter hold the active rows and their gradient, and `optimizer` their state, for a step.
+
+        `group` is that of the parameter, `frame` that of the function which runs the step.
+        """
+        state = self.state
+        assert state is not None
+        with self.rows.lock:
+            self.refresh()
+            state.load(optimizer, group, frame, None if self.in_place else self.ids, self.state_rows)
+            if self.active is None:  # a probe has hidden the gradient meanwhile
+                self.refresh()
+            self._enter(state.sparse)
+
+    def end_step(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Write the active rows and their state into the table, and make the parameter idle."""
+        state = self.state
+        assert state is not None
+        with self.rows.lock:
+            state.store(optimizer, group, None if self.in_place else self.ids)
+            self._mark_stepped()
+            self._leave()
+            if self.rows.lag is not None and self.rows.lag.is_long:
+                self.rows.catch_up()
+
+    def abort_step(self, optimizer: Optimizer) -> None:
+        """End a step that failed, and undo what it has left in `optimizer`: the table it has not reached."""
+        state = self.state
+        if state is not None and state.in_step and state.optimizer() is optimizer:
+            self._leave()
+            state.recover(optimizer)
+
+    def recover(self) -> None:
+        """End a step that failed, of which nobody has told."""
+        state = self.state
+        if state is not None and state.in_step and not state.stepping():
+            optimizer = state.optimizer()
+            if optimizer is not None:
+                self.abort_step(optimizer)
+
+    def _enter(self, sparse: bool) -> None:
         param = self.param
         assert self.active is not None
         param.__class__ = nn.Parameter
@@ -288,9 +330,10 @@ class PendingGradient(TableParam):
             grad = grad[rows] if len(rows) < len(grad) else grad
         return sparse_gradient(grad, rows, len(self.ids))
 
-    def leave(self) -> None:
-        """End a step: the parameter stands for the whole table again. The gradient stays until somebody clears it."""
-        grad = self.param.grad
+    def _leave(self) -> None:
+        """Let the parameter stand for the whole table again. The gradient stays until somebody clears it."""
+        param = self.param
+        grad = param.grad
         if grad is None or not grad.is_sparse:
             self.grad = grad
         self._grad_version = -1 if self.grad is None else self.grad._version
@@ -299,13 +342,15 @@ class PendingGradient(TableParam):
         elif self._assigned is not None:
             self._use_assigned()
         self.active, self.state_rows, self.in_place, self._waiting_since = None, {}, False, None
-        self.show()
+        assert self._placeholder is not None
+        param.grad, param.data = None, self._placeholder
+        param.__class__ = self._kind
 
     def refresh(self, again: bool = False) -> None:
         """Read the active rows `again`, or if the table has changed since: a step must not undo what was written meanwhile."""
         if self.ids is None:
             return
-        if self._touched is not None and not self.follows_idle_rows:
+        if self._touched is not None and self.rows.lag is None:
             assert self.grad is not None
             touched = (self.grad != 0).any(dim=1)
             touched[self._touched] = True
@@ -318,10 +363,10 @@ class PendingGradient(TableParam):
         if again or self.active is None or self._version != self.table.version:
             self.in_place = self._steps_in_place()
             if self.in_place:
-                self.settle()
+                self.rows.catch_up()
                 self.active, self.state_rows = self.table.stored("weight").detach(), {}
             else:
-                self.state_rows = self.read(self.ids)
+                self.state_rows = self.rows.read(self.ids)
                 self.active = self.state_rows.pop("weight")
             self._version = self.table.version
 

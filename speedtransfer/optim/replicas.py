@@ -78,7 +78,7 @@ def _name_of_module(name: str) -> str:
 
 def _check_same_rows(name: str, handle: Handle, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank where the rows of one differ from those of another; else remember that they must stay equal."""
-    handle.settle()
+    handle.rows.catch_up()
     handle.table.wait()
     digest = 0
     for part in handle.rows.parts("weight").values():

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim.encoded import EncodedPlane
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.leaves import cloned, leaves, put
+from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.optim.probe import PlaneSpec, probe
 from speedtransfer.optim.state import check_shape
 
@@ -39,7 +39,7 @@ def install() -> None:
 def _watching(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def watched(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if any_handles() and next(handles_of(self), None) is not None:
+        if any_handles() and handles_of(self):
             watch(self)
         return method(self, *args, **kwargs)
 
@@ -75,13 +75,15 @@ def has_other_hooks(optimizer: Optimizer) -> bool:
     return any(hook not in (_before_load, _after_load) for hook in (*before.values(), *after.values()))
 
 
-def handles_of(optimizer: Optimizer) -> Iterator[tuple[Handle, dict[str, Any]]]:
-    """Yield the handles among the parameters of `optimizer` with their groups."""
+def handles_of(optimizer: Optimizer) -> list[tuple[Handle, dict[str, Any]]]:
+    """Return the handles among the parameters of `optimizer` with their groups."""
+    found = []
     for group in optimizer.param_groups:
         for param in group["params"]:
             handle = find_handle(param)
             if handle is not None:
-                yield handle, group
+                found.append((handle, group))
+    return found
 
 
 def _entries(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[tuple[Handle, dict[str, Any], Any]]:
@@ -105,8 +107,8 @@ def _before_save(optimizer: Optimizer) -> None:
     """Give the whole planes, up to date, also where the last step failed (Ctrl-C, and then a checkpoint)."""
     for handle, _ in handles_of(optimizer):
         if handle.state is not None and handle.state.optimizer() is optimizer:
-            handle.state.recover(optimizer)
-            handle.settle()
+            handle.abort_step(optimizer)
+            handle.rows.catch_up()
             handle.table.wait()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.optim.row_gradient import RowGradient
-from speedtransfer.rows import RowStore
+from speedtransfer.optim.state import RowState
+from speedtransfer.rows import Rows
 from speedtransfer.tables import Table
 
 # Within, the parameter of a table is the tensor that torch sees, and not the whole table.
@@ -22,16 +22,14 @@ as_tensor = torch._C.DisableTorchFunctionSubclass
 class TableParam:
     """The part of a :class:`Handle` that ties a parameter to a table; its own parameters are those of that class."""
 
-    def __init__(
-        self, table: Table, requires_grad: bool = True, idle: str = "lazy", rows: RowStore | None = None
-    ) -> None:
-        self.rows = RowStore(table) if rows is None else rows
+    def __init__(self, table: Table, requires_grad: bool = True, idle: str = "lazy", rows: Rows | None = None) -> None:
+        self.rows = Rows(table) if rows is None else rows
         self.idle = idle
         self.requires_grad = requires_grad and self.rows.dtype.is_floating_point
         self.name: str | None = None  # of the module, where it is known
         self.sparse = False  # the module was made with sparse=True: optimizers that tell may get sparse gradients
         self.padding_idx: int | None = None  # that of the module: a row which sparse gradients never name
-        self.state: Any = None  # optim.state.RowState of the optimizer that trains the rows
+        self.state: RowState | None = None  # that of the optimizer that trains the rows
         # Optimizers whose state of these rows is gone, and why.
         self.lost: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.ids: Tensor | None = None  # active rows, sorted; None: there is no gradient
@@ -53,8 +51,6 @@ class TableParam:
         self._shown: weakref.ref[RowGradient] | None = None
         self._assigned: Tensor | None = None  # the gradient, where others gave the memory to accumulate it in
         self._cleared: tuple[bool, bool, Tensor | None] | None = None  # what `clear` has forgotten beside the gradient
-        # Another thread may evaluate the model while this one trains it: what brings rows up to date takes turns.
-        self.lock = threading.RLock()
         self._reused = False  # the gradient was set to zero: what `_shown` is will be the next one
         # Leaves of autograd that deposit here, with the rows they hold (None: all), while they live.
         self._leaves: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
@@ -64,6 +60,7 @@ class TableParam:
         self._arriving: dict[int, tuple[Tensor, Tensor]] = {}
         # Not the parameter itself, which holds this object: a cycle would keep the table until the next gc.
         self._param: Callable[[], nn.Parameter | None] = lambda: None
+        self._placeholder: Tensor | None = None  # what the parameter holds between steps
         self._kind: type[nn.Parameter] = nn.Parameter
 
     @property
@@ -86,23 +83,18 @@ class TableParam:
         return self._param()
 
     @property
-    def follows_idle_rows(self) -> bool:
-        """Whether idle rows receive the steps that they miss."""
-        return self.state is not None and self.state.follows_idle_rows
-
-    @property
     def aliased(self) -> bool:
         """Whether a tensor on the compute device can be over the memory of the table."""
         return self.rows.plain and (self.table.memory == "device" or self.table.device.type == "cpu")
 
-    def standing(self) -> Tensor:
+    def placeholder(self) -> Tensor:
         """Return what the parameter holds between steps: the memory of the table, or one number in the shape of the table.
 
         That is NaN: what comes to read it, past every function that is given the whole table, does not go unnoticed.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # an inference tensor could never hold a gradient
-                return self.standing()
+                return self.placeholder()
         if self.aliased:
             return self.table.stored("weight").detach()
         dtype = self.rows.dtype
@@ -115,30 +107,13 @@ class TableParam:
         if param is not None:
             param.__class__ = nn.Parameter
             param.grad = None
-            param.data = self.standing()
+            param.data = self._placeholder = self.placeholder()
             param.requires_grad_(self.requires_grad)
             param.__class__ = self._kind
 
     def read(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the rows `ids` (n,), known to be good, as the next step will find them: "weight", and maybe state."""
-        return self.rows.read(ids, ["weight"]) if self.state is None else self.state.current(ids)
-
-    @property
-    def lags(self) -> bool:
-        """Whether there may be rows with steps to come, so that reading the table itself is not enough."""
-        return self.state is not None and self.state.lags
-
-    def settle(self, ids: Tensor | None = None) -> None:
-        """Bring the rows `ids` (n,), none twice, of the table up to date (exact idle rows lag behind); None: all of them."""
-        if self.state is not None:
-            self.state.settle(ids)
-
-    def recover(self) -> None:
-        """End a step that failed: the table it has not reached."""
-        if self.state is not None and self.state.in_step and not self.state.stepping():
-            optimizer = self.state.optimizer()
-            if optimizer is not None:
-                self.state.recover(optimizer)
+        return self.rows.read(ids)
 
     def give(self, alias: Tensor) -> Tensor:
         """Remember a tensor that reads and writes as the table, and return it."""
@@ -158,7 +133,7 @@ class TableParam:
         found = [(reference(), ids) for reference, ids in self._leaves]
         return [(leaf, ids) for leaf, ids in found if leaf is not None]
 
-    def mark_stepped(self) -> None:
+    def _mark_stepped(self) -> None:
         """Tell autograd that a step wrote to rows that a graph may have saved: backward then raises, as in torch."""
         for leaf, _ in self.leaves():
             torch.autograd.graph.increment_version(leaf)

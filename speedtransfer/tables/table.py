@@ -162,6 +162,27 @@ class Table(Planes):
             return out
         return shaped[0] if isinstance(planes, str) else dict(zip(names, shaped, strict=True))
 
+    def read(self, ids: Tensor, planes: Sequence[str]) -> dict[str, Tensor]:
+        """Gather rows as they are stored: `ids` (n,), contiguous int64 on `device` or the CPU, are known to be in range."""
+        stored = [self._planes[name] for name in planes]
+        count = ids.shape[0]
+        rows = [buffers.empty((count, plane.shape[1]), plane.dtype, self._place.device) for plane in stored]
+        read_ahead_of_run(stored, ids)
+        self._engine.gather(stored, ids, rows)
+        self._stats.gathered_rows += count
+        for values in rows:
+            self._stats.gathered_bytes += values.nbytes
+        return dict(zip(planes, rows, strict=True))
+
+    def write(self, ids: Tensor, rows: dict[str, Tensor]) -> None:
+        """Scatter contiguous rows, by plane, as they are stored: `ids` (n,) are as for `read`, and none is there twice."""
+        values = list(rows.values())
+        self._engine.scatter([self._planes[name] for name in rows], ids, values)
+        self._writes += 1
+        self._stats.scattered_rows += ids.shape[0]
+        for value in values:
+            self._stats.scattered_bytes += value.nbytes
+
     def scatter(self, index: Any, rows: Any, *, convert: bool = False, check: bool = True) -> None:
         """Write rows into the table. A row named twice is an error: nothing is written.
 

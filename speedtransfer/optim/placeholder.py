@@ -1,32 +1,30 @@
-"""What stands in an optimizer's state for a plane that has no view of its values."""
+"""The placeholder in `optimizer.state` for an encoded plane; decoded when saved or copied."""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from speedtransfer.errors import OptimizerError
-
-if TYPE_CHECKING:
-    from speedtransfer.rows import RowStore
+from speedtransfer.rows import Rows
 
 
 class EncodedPlane:
-    """Stands in ``optimizer.state`` for a plane that is stored in 8 bits. State dicts, copies and pickles get its values."""
+    """Placeholder in ``optimizer.state`` for an encoded plane. State dicts, copies and pickles get its values."""
 
-    def __init__(self, store: RowStore, name: str, shape: tuple[int, ...]) -> None:
-        self._store, self._name = weakref.ref(store), name  # the table must not live as long as an old optimizer
-        self.shape = torch.Size(shape)
+    def __init__(self, rows: Rows, name: str) -> None:
+        self._rows, self._name = weakref.ref(rows), name  # the table must not live as long as an old optimizer
+        self.shape = torch.Size(rows.shape_of(name))
 
     def decode(self) -> Tensor:
         """Return the values, ``(num_rows, *tail)`` float32: a copy."""
-        store = self._store()
-        if store is None:
+        rows = self._rows()
+        if rows is None:
             raise OptimizerError("the table of this state is gone, and the state with it; take state_dict() before")
-        return store.whole(self._name)
+        return rows.whole(self._name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.decode()
