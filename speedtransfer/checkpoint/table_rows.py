@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.checkpoint.plain_data import Keep
-from speedtransfer.checkpoint.reading import TensorReader
+from speedtransfer.checkpoint.tensors import TensorReader
 from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.encoding.codecs import codec_named
 from speedtransfer.encoding.convert import decode_rows
