@@ -22,7 +22,7 @@ from torch import Tensor
 
 from speedtransfer.errors import HostMemoryError, format_bytes
 
-_SMALL_BYTES = 1 << 18  # below this the C library keeps the memory itself
+SMALL_BYTES = 1 << 18  # below this the C library keeps the memory itself
 _LARGE_BYTES = 1 << 29  # above this it is no batch but a whole table, and better given back at once
 _KEEP_BYTES = 1 << 30  # free blocks hold no more than this
 
@@ -126,7 +126,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     device : torch.device
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not _SMALL_BYTES <= num_bytes <= _LARGE_BYTES:
+    if device.type != "cpu" or not SMALL_BYTES <= num_bytes <= _LARGE_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
     # Neither `view` nor `as_strided`, which would return a view; as many elements as before, so no memory is allocated.
     return torch.frombuffer(_pool.lease(num_bytes), dtype=dtype).resize_(shape)

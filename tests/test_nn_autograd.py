@@ -15,20 +15,24 @@ from lazy_oracle import (
 from torch import nn
 
 import speedtransfer
+from speedtransfer import buffers
 from speedtransfer.nn.lookup import lookup
 
 IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
 
 
+@pytest.mark.parametrize("from_bytes", [1, buffers.SMALL_BYTES], ids=["large", "small"])
 @pytest.mark.parametrize("padding_idx", [None, 3])
-def test_gradgradcheck_through_the_active_rows(padding_idx: int | None) -> None:
-    emb = speedtransfer.Embedding(12, 5, dtype=torch.float64)
+def test_gradgradcheck_through_the_active_rows(
+    padding_idx: int | None, from_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "SMALL_BYTES", from_bytes)
+    emb = speedtransfer.Embedding(12, 5, padding_idx, dtype=torch.float64)
     active = emb.activate(IDS)
-    padding = -1 if padding_idx is None else active.ids.tolist().index(padding_idx)
 
     def look_up(rows: torch.Tensor) -> torch.Tensor:
         active.rows = rows
-        return lookup(active, padding).sin()
+        return lookup(active).sin()
 
     rows = active.rows.detach().clone().requires_grad_()
     if padding_idx is None:  # with it the gradient is another by definition

@@ -20,9 +20,9 @@ DIM = 64
 ROW_BYTES = 4 * DIM
 # Around each size (in float32) from which memory or copies are others: recycled blocks and compiled copies, two threads,
 # streaming stores.
-LIMITS = (buffers._SMALL_BYTES, host._COMPILED_BYTES, 2 * jit.THREAD_BYTES, host._STREAMING_BYTES)
+LIMITS = (buffers.SMALL_BYTES, host._COMPILED_BYTES, 2 * jit.THREAD_BYTES, host._STREAMING_BYTES)
 SIZES = sorted({1, *(limit // ROW_BYTES + d for limit in LIMITS for d in (-1, 0, 1))})
-NEAR = buffers._SMALL_BYTES // ROW_BYTES  # the first of the recycled ones
+NEAR = buffers.SMALL_BYTES // ROW_BYTES  # the first of the recycled ones
 FORMS: dict[str, dict[str, Any]] = {
     **{dtype_name(t): {"dtype": t} for t in (torch.float32, torch.float64, torch.float16, torch.bfloat16)},
     "int8": {"storage_dtype": torch.int8},

@@ -103,8 +103,7 @@ def test_gradients_without_the_order_of_rows(monkeypatch):
         with torch.no_grad():
             active = ActiveWords(embedding, bags, torch.arange(20))
             if not keep_order:  # as on a GPU
-                groups = active._active.groups._replace(order=None, starts=None)
-                monkeypatch.setattr(active._active, "groups", groups)
+                monkeypatch.setattr(active, "_groups", active._groups._replace(order=None, starts=None))
             active.add_grad(torch.ones(20, 6, dtype=torch.float64))
         optimizer.step()
         results.append(embedding.table.torch().clone())

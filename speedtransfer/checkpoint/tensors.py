@@ -56,7 +56,8 @@ class TensorPlan:
         """Write the file to the disk itself and return what the manifest says of it."""
         header, digest = self.header(), hashlib.sha256()
         chunks = itertools.chain.from_iterable(read_chunks(self.tensors[name]) for name in header)
-        for data in itertools.chain([header_bytes(header)], (chunk.view(torch.uint8).numpy().data for chunk in chunks)):
+        values: Iterator[Any] = (chunk.view(torch.uint8).numpy().data for chunk in chunks)
+        for data in itertools.chain([header_bytes(header)], values):
             digest.update(data)
             file.write(data)
             advance(len(data))

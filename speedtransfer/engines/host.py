@@ -50,14 +50,16 @@ class HostEngine:
 
 def gather_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
     """Fill ``rows[i]`` with ``planes[i][index]``, all on the CPU, on as many threads as torch uses."""
-    if not _move(planes, index, rows, _gather_copy):
+    num_bytes = sum([tensor.nbytes for tensor in rows])
+    if num_bytes < _COMPILED_BYTES or not _move(planes, index, rows, _gather_copy, num_bytes):
         select_rows(planes, index, rows)
 
 
 def scatter_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
     """Set ``planes[i][index]`` to ``rows[i]``, all on the CPU, on as many threads as torch uses."""
-    narrow = all(source.shape[1] * source.element_size() <= _NARROW_BYTES for source in rows)
-    if narrow or not _move(planes, index, rows, _scatter_copy):
+    num_bytes = sum([tensor.nbytes for tensor in rows])
+    narrow = num_bytes < _COMPILED_BYTES or all(row.shape[1] * row.element_size() <= _NARROW_BYTES for row in rows)
+    if narrow or not _move(planes, index, rows, _scatter_copy, num_bytes):
         put_rows(planes, index, rows)
 
 
@@ -70,11 +72,10 @@ def sort_keys(keys: np.ndarray, low: int, high: int) -> np.ndarray:
     return np.sort(keys) if compiled is None else compiled.sort_by_bits(keys, low, high)
 
 
-def _move(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], choose: Callable[..., Any]) -> bool:
+def _move(
+    planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], choose: Callable[..., Any], num_bytes: int
+) -> bool:
     """Move the rows by compiled copies; False, and nothing done, where those are not the way."""
-    num_bytes = sum(tensor.nbytes for tensor in rows)
-    if num_bytes < _COMPILED_BYTES:
-        return False
     if any(plane.dtype != dense.dtype for plane, dense in zip(planes, rows, strict=True)):
         return False
     compiled = compiled_module(_COPIES)

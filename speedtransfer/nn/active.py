@@ -15,7 +15,7 @@ from speedtransfer.tables import UniqueRows, as_index, unique_rows
 
 
 class ActiveRows:
-    """The unique rows named by some ids.
+    """The unique rows named by some ids; `training`: backward deposits the gradient of `rows`.
 
     Attributes
     ----------
@@ -26,24 +26,27 @@ class ActiveRows:
     rows : Tensor
         ``(n, dim)`` on the compute device. A leaf of autograd where gradients are wanted: what backward leaves there is
         deposited for the optimizer. The next step updates this memory in place.
-    groups : UniqueRows
-        `ids` and `inverse`, the positions of the original ids grouped by row, and where the padding row is.
     """
 
-    __slots__ = ("_handle", "_state_rows", "_version", "groups", "ids", "inverse", "rows")
+    __slots__ = ("_groups", "_handle", "_state_rows", "_version", "ids", "inverse", "rows")
 
-    def __init__(self, handle: Handle, groups: UniqueRows, shape: tuple[int, ...], rows: dict[str, Tensor]) -> None:
-        self.ids, self.inverse, self.groups, self.rows = groups.ids, groups.inverse.view(shape), groups, rows["weight"]
-        self._handle, self._version = handle, handle.table.version
-        self._state_rows = {name: values for name, values in rows.items() if name != "weight"}
-
-    def track_grad(self) -> None:
-        """Let backward deposit the gradient of `rows`."""
-        # Not self: the cycle would keep the rows alive.
-        deposit = functools.partial(_deposit, self._handle, self.ids, self._version, self._state_rows)
-        self.rows.requires_grad_()
-        self.rows.register_post_accumulate_grad_hook(deposit)
-        self._handle.follow(self.rows, self.ids)
+    def __init__(
+        self, handle: Handle, groups: UniqueRows, shape: tuple[int, ...], rows: dict[str, Tensor], training: bool
+    ) -> None:
+        # `_groups`: the positions of the original ids grouped by row, and where the padding row is.
+        self.ids, self.inverse, self._groups, self.rows = (
+            groups.ids,
+            groups.inverse.view(shape),
+            groups,
+            rows.pop("weight"),
+        )
+        self._handle, self._version, self._state_rows = handle, handle.rows.table.version, rows
+        if training:
+            # Not self: the cycle would keep the rows alive.
+            deposit = functools.partial(_deposit, handle, self.ids, self._version, rows)
+            self.rows.requires_grad_()
+            self.rows.register_post_accumulate_grad_hook(deposit)
+            handle.follow(self.rows, self.ids)
 
     def add_grad(self, grad: Tensor) -> None:
         """Deposit a gradient written by hand for ``optimizer.step()``, without autograd.
@@ -79,27 +82,34 @@ def _deposit(handle: Handle, ids: Tensor, version: int, state_rows: dict[str, Te
 
 
 def activate(
-    handle: Handle, ids: Any, max_norm: float | None = None, norm_type: float = 2.0, padding_idx: int | None = None
+    handle: Handle,
+    ids: Any,
+    training: bool,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    padding_idx: int | None = None,
 ) -> ActiveRows:
     """Gather the unique rows of `ids`, which may be `UniqueRows` of the host already.
 
-    Rows longer than `max_norm` are shortened first, in the table too.
+    Rows longer than `max_norm` are shortened first, in the table too. `training`: they will want gradients.
     """
-    handle.recover()
-    table = handle.table
+    if handle.state is not None and handle.state.in_step:
+        handle.recover()
+    table = handle.rows.table
     with torch.no_grad():
         if isinstance(ids, UniqueRows):
             groups, shape = ids, tuple(ids.inverse.shape)
             as_index(groups.ids, table.num_rows, table.device)  # may refuse
         else:
-            flat, shape, checked = as_index(ids, table.num_rows, table.device)
-            groups = unique_rows(flat, None if checked else table.num_rows, ids, padding_idx)
-        if table.engine != "staged":  # which wants the ids on the host
+            flat, shape, _ = as_index(ids, table.num_rows, table.device, check=False)
+            groups = unique_rows(flat, table.num_rows, ids, padding_idx)
+        if groups.ids.device != table.device and table.engine != "staged":  # which wants the ids on the host
             groups = groups.to(table.device)
         if max_norm is not None:
             handle.rows.catch_up(groups.ids)  # shortened rows are written back
         rows = handle.rows.read(groups.ids)
-        groups = groups.to(table.device)
+        if groups.ids.device != table.device:
+            groups = groups.to(table.device)
         if max_norm is not None and len(groups.ids):
             weight = rows["weight"]
             before = weight.clone()
@@ -107,4 +117,4 @@ def activate(
             changed = (weight != before).any(dim=1).nonzero().flatten()
             if len(changed):
                 handle.rows.write(groups.ids[changed], {"weight": weight[changed]})
-    return ActiveRows(handle, groups, shape, rows)
+    return ActiveRows(handle, groups, shape, rows, training)

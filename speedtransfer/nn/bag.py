@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from speedtransfer.nn.active import activate
 from speedtransfer.nn.embedding import check_pretrained
 from speedtransfer.nn.lookup import bag_lookup
 from speedtransfer.nn.options import TableOptions, takes_options
@@ -60,17 +61,10 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         """
         if not self._has_rows() or in_transform():
             return super().forward(input, offsets, per_sample_weights)
-        active, mode, padded = self.activate(input), self.mode, self.padding_idx is not None
-        return bag_lookup(
-            active,
-            offsets,
-            per_sample_weights,
-            mode,
-            self.scale_grad_by_freq,
-            self.include_last_offset,
-            padded,
-            self.sparse,
-        )
+        training = torch.is_grad_enabled() and self._handle.requires_grad
+        active = activate(self._handle, input, training, self.max_norm, self.norm_type, self.padding_idx)
+        freq, last, padded = self.scale_grad_by_freq, self.include_last_offset, self.padding_idx is not None
+        return bag_lookup(active, offsets, per_sample_weights, self.mode, freq, last, padded, self.sparse)
 
     @classmethod
     @takes_options

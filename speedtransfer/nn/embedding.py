@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.nn.active import activate
 from speedtransfer.nn.lookup import lookup
 from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.table_module import TableModule
@@ -88,13 +89,12 @@ class Embedding(TableModule, nn.Embedding):
         """
         if not self._has_rows() or in_transform():
             return super().forward(input)
-        training, table = self._wants_grad(), self.table
-        # Without training each id could have its own row; across a bus one for all that share it is faster.
-        here = table.device.type == "cpu" or table.memory == "device"
-        if here and not training and self.max_norm is None and not self._handle.rows.lags:
-            return self._handle.rows.lookup(input)
-        active = self.activate(input)
-        return lookup(active, active.groups.found, self.scale_grad_by_freq)
+        handle = self._handle
+        training = torch.is_grad_enabled() and handle.requires_grad
+        if not training and self.max_norm is None and handle.looks_up_directly():
+            return handle.rows.lookup(input)
+        active = activate(handle, input, training, self.max_norm, self.norm_type, self.padding_idx)
+        return lookup(active, self.scale_grad_by_freq)
 
     @classmethod
     @takes_options

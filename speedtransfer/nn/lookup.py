@@ -55,20 +55,19 @@ class _Lookup(torch.autograd.Function):
         return total, None, None, None
 
 
-def lookup(active: ActiveRows, padding: int = -1, scale_grad_by_freq: bool = False) -> Tensor:
+def lookup(active: ActiveRows, scale_grad_by_freq: bool = False) -> Tensor:
     """Return the row of every id that `active` was made of, ``(*shape of the ids, dim)``.
 
     Parameters
     ----------
     active : ActiveRows
-    padding : int
-        Position among the active rows of the one whose gradient is zero; -1: none.
     scale_grad_by_freq : bool
         Divide the gradient of a row by the number of times that its id occurs.
     """
-    rows, inverse = active.rows, active.inverse
-    if rows.device.type == "cpu" and not scale_grad_by_freq and rows.dtype in (torch.float32, torch.float64):
-        return _Lookup.apply(rows, active.groups, inverse.shape, padding)
+    rows, inverse, padding = active.rows, active.inverse, active._groups.found
+    large = inverse.numel() * rows.shape[1] * rows.element_size() >= buffers.SMALL_BYTES and not rows.is_cuda
+    if large and not scale_grad_by_freq and rows.dtype in (torch.float32, torch.float64):
+        return _Lookup.apply(rows, active._groups, inverse.shape, padding)
     return F.embedding(inverse, rows, padding if padding >= 0 else None, scale_grad_by_freq=scale_grad_by_freq)
 
 
@@ -91,7 +90,7 @@ def bag_lookup(
     sparse : bool
         Whether torch would make a sparse gradient, whose sums of half precision it adds up in another order.
     """
-    padding = active.groups.found
+    padding = active._groups.found
     if include_last_offset and padding < 0 and offsets is not None and offsets.dim() == 1 and has_padding:
         # With a padding row, torch lets the last bag reach to the end of the ids.
         offsets, include_last_offset = offsets[:-1], False

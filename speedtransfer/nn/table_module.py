@@ -184,25 +184,18 @@ class TableModule(nn.Module):
             Row numbers, any integer dtype, shape and device. Or what `tables.unique_rows` has found among some on the CPU,
             where it looked for `padding_idx`, if there is one.
         """
-        training = self._wants_grad()
-        active = activate(self._handle, ids, self.max_norm, self.norm_type, self.padding_idx)
-        if training:
-            active.track_grad()
-        return active
-
-    def _has_rows(self) -> bool:
-        """Tell whether the weight is that of the table, and not what functional_call or a parametrization put in its place."""
-        weight, handle = self._parameters.get("weight"), self.__dict__.get("_handle")
-        return weight is not None and handle is not None and weight is handle.param_or_none()
-
-    def _wants_grad(self) -> bool:
-        """Tell whether a lookup now wants gradients."""
         if not self._has_rows():
             raise InvalidTypeError(
                 f"weight of {type(self).__name__} was swapped from outside (functional_call, a parametrization), so there are "
                 "no rows of the table to activate; call the module instead, which computes with what was swapped in"
             )
-        return torch.is_grad_enabled() and self._handle.requires_grad
+        training = torch.is_grad_enabled() and self._handle.requires_grad
+        return activate(self._handle, ids, training, self.max_norm, self.norm_type, self.padding_idx)
+
+    def _has_rows(self) -> bool:
+        """Tell whether the weight is that of the table, and not what functional_call or a parametrization put in its place."""
+        weight, handle = self._parameters.get("weight"), self.__dict__.get("_handle")
+        return weight is not None and handle is not None and weight is handle.param_ref()
 
     # --- nn.Module ----------------------------------------------------------------------------------------------------
 

@@ -184,7 +184,7 @@ def take_weight(handle: Handle, param: nn.Parameter) -> None:
 
 
 def _weight_of(handle: Handle) -> nn.Parameter:
-    param = handle.param_or_none()
+    param = handle.param_ref()
     return handle.new_param(TableWeight) if param is None else param
 
 

@@ -123,10 +123,8 @@ def _activated(
     handle = handle_of(weight)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += handle.table.num_rows
-    active = activate(handle, input, max_norm, norm_type, padding_idx)
-    if isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad:
-        active.track_grad()
-    return active
+    training = isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad
+    return activate(handle, input, training, max_norm, norm_type, padding_idx)
 
 
 def _embedding(
@@ -141,7 +139,7 @@ def _embedding(
     active = _activated(weight, input, padding_idx, max_norm, norm_type)
     if active is None:
         return NotImplemented
-    return lookup(active, active.groups.found, scale_grad_by_freq)
+    return lookup(active, scale_grad_by_freq)
 
 
 def _embedding_bag(

@@ -22,7 +22,7 @@ _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 def find_handle(param: Any) -> Handle | None:
     """Return the handle that `param` belongs to, or None for an ordinary parameter."""
     handle: Handle | None = getattr(param, "__dict__", {}).get(_KEY)
-    return handle if handle is not None and handle._param() is param else None
+    return handle if handle is not None and handle.param_ref() is param else None
 
 
 def any_handles() -> bool:
@@ -58,7 +58,7 @@ class Handle(PendingGradient):
         It stays the object that it is, so optimizers and modules that hold it go on to work; its values must be in the table.
         `parted`: the memory of the table has become another, and the parameter so far keeps the old one.
         """
-        old = self._param()
+        old = self.param_ref()
         if old is not None and old is not param:
             old.__dict__.pop(_KEY, None)
             if parted:
@@ -66,7 +66,7 @@ class Handle(PendingGradient):
         with as_tensor():
             given, param.grad = param.grad, None
             self.requires_grad = param.requires_grad
-        self._param, self._kind = weakref.ref(param), kind
+        self.param_ref, self._kind = weakref.ref(param), kind
         param.__dict__[_KEY] = self
         self.show()
         if given is not None:
@@ -130,12 +130,12 @@ class Handle(PendingGradient):
         self.drop_state("another weight was assigned to the module")
         self.clear()
         parted = self._can_take(values) and len(values) == self.table.num_rows and values.dtype == self.rows.dtype
-        old = self._param()
+        old = self.param_ref()
         if old is not None and parted:
-            self._param = lambda: None  # it keeps its memory
+            self.param_ref = lambda: None  # it keeps its memory
         self.set_whole(values)
         if old is not None:
-            self._param = weakref.ref(old)
+            self.param_ref = weakref.ref(old)
         self.bind(param, kind, parted)
         if old is not None and parted:
             old.grad = grad  # others may hold and train it

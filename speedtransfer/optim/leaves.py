@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -11,25 +11,25 @@ from torch import Tensor
 from speedtransfer.optim.placeholder import EncodedPlane
 
 _SEQUENCES = (list, tuple, deque)
+_CONTAINERS = (dict, *_SEQUENCES)
 
 
 def leaves(state: dict[Any, Any]) -> dict[str, Any]:
     """Return every tensor of `state`, or what stands for one, by name: "exp_avg", or "buffers.0" for the first of a list."""
     found: dict[str, Any] = {}
-    for name, value in _walk(state, ""):
-        if name in found:
-            raise ValueError(f"two entries of its state are called {name!r}")
-        found[name] = value
+    _collect(state.items(), "", found)
     return found
 
 
-def _walk(container: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    items = container.items() if isinstance(container, dict) else enumerate(container)
+def _collect(items: Iterable[tuple[Any, Any]], prefix: str, found: dict[str, Any]) -> None:
     for key, value in items:
+        name = f"{prefix}{key}"
         if isinstance(value, (Tensor, EncodedPlane)):
-            yield f"{prefix}{key}", value
-        elif isinstance(value, (dict, *_SEQUENCES)):
-            yield from _walk(value, f"{prefix}{key}.")
+            if name in found:
+                raise ValueError(f"two entries of its state are called {name!r}")
+            found[name] = value
+        elif isinstance(value, _CONTAINERS):
+            _collect(value.items() if isinstance(value, dict) else enumerate(value), f"{name}.", found)
 
 
 def put(state: dict[Any, Any], values: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ def _fill(container: Any, prefix: str, values: dict[str, Any]) -> Any:
     changed = {}
     for key, value in items:
         name = f"{prefix}{key}"
-        nested = isinstance(value, (dict, *_SEQUENCES))
+        nested = isinstance(value, _CONTAINERS)
         new = _fill(value, f"{name}.", values) if nested else values.get(name, value)
         if new is not value:
             changed[key] = new

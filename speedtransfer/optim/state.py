@@ -189,16 +189,13 @@ class RowState:
             if found.keys() != views.keys() | self._shared or any(found[n] is not v for n, v in views.items()):
                 given = self._adopt(found, optimizer, given)
             if views and ids is not None:
-                put(state, self._rows_of_state(ids, given))
+                planes = self._planes
+                if not given.keys() >= set(planes.values()):
+                    given = self.rows.read(ids, list(planes.values()))
+                put(state, {name: self._as_state(name, given[plane]) for name, plane in planes.items()})
         self._mapping, self._first = optimizer.state, not state
         self._step = None if frame is None else (frame, threading.get_ident())
         self.in_step = True
-
-    def _rows_of_state(self, ids: Tensor, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        planes = self._planes
-        if not given.keys() >= set(planes.values()):
-            given = self.rows.read(ids, list(planes.values()))
-        return {name: self._as_state(name, given[plane]) for name, plane in planes.items()}
 
     def store(self, optimizer: Optimizer, group: dict[str, Any], ids: Tensor | None) -> None:
         """Write the active rows `ids` (n,) and their state into the table; None: all, as `load`."""

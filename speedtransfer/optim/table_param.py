@@ -59,7 +59,7 @@ class TableParam:
         # What a backward has deposited so far, by its number, where hooks wait for all of it: ids, gradient.
         self._arriving: dict[int, tuple[Tensor, Tensor]] = {}
         # Not the parameter itself, which holds this object: a cycle would keep the table until the next gc.
-        self._param: Callable[[], nn.Parameter | None] = lambda: None
+        self.param_ref: Callable[[], nn.Parameter | None] = lambda: None
         self._placeholder: Tensor | None = None  # what the parameter holds between steps
         self._kind: type[nn.Parameter] = nn.Parameter
 
@@ -74,13 +74,9 @@ class TableParam:
     @property
     def param(self) -> nn.Parameter:
         """The parameter."""
-        param = self._param()
+        param = self.param_ref()
         assert param is not None
         return param
-
-    def param_or_none(self) -> nn.Parameter | None:
-        """Return the parameter, if it still lives."""
-        return self._param()
 
     @property
     def aliased(self) -> bool:
@@ -103,7 +99,7 @@ class TableParam:
 
     def show(self) -> None:
         """Let the parameter stand for the whole table."""
-        param = self._param()
+        param = self.param_ref()
         if param is not None:
             param.__class__ = nn.Parameter
             param.grad = None
@@ -111,9 +107,12 @@ class TableParam:
             param.requires_grad_(self.requires_grad)
             param.__class__ = self._kind
 
-    def read(self, ids: Tensor) -> dict[str, Tensor]:
-        """Return the rows `ids` (n,), known to be good, as the next step will find them: "weight", and maybe state."""
-        return self.rows.read(ids)
+    def looks_up_directly(self) -> bool:
+        """Tell whether a lookup without gradients may read the table, a row for each id, also where several are the same.
+
+        Across a bus one row for all that share it is faster.
+        """
+        return (self.table.device.type == "cpu" or self.table.memory == "device") and not self.rows.lags
 
     def give(self, alias: Tensor) -> Tensor:
         """Remember a tensor that reads and writes as the table, and return it."""

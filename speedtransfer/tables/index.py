@@ -15,10 +15,13 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
 _INT64_MAX = 2**63 - 1
+_FEW_IDS = 1 << 9  # torch.unique is faster for no more
 _MARK_ROWS = 64  # rows of a table for each one named, up to which marking those is faster than sorting them
 
 
-def as_index(index: Any, num_rows: int, device: torch.device) -> tuple[Tensor, tuple[int, ...], bool]:
+def as_index(
+    index: Any, num_rows: int, device: torch.device, check: bool = True
+) -> tuple[Tensor, tuple[int, ...], bool]:
     """Return `index` as a contiguous 1-D int64 tensor, its shape, and whether its values are known to be in range.
 
     What is given on the host stays there and is checked; anything else goes to `device` unchecked, since the host would have
@@ -32,6 +35,8 @@ def as_index(index: Any, num_rows: int, device: torch.device) -> tuple[Tensor, t
         Rows of the table.
     device : torch.device
         The compute device.
+    check : bool
+        False: somebody else looks whether values on the host are in range.
 
     Raises
     ------
@@ -51,9 +56,9 @@ def as_index(index: Any, num_rows: int, device: torch.device) -> tuple[Tensor, t
     on_host = tensor.device.type == "cpu"
     where = tensor.device if on_host else device
     flat = tensor.detach().to(device=where, dtype=torch.int64).reshape(-1).contiguous()
-    if on_host:
+    if on_host and check:
         check_bounds(flat, num_rows, given)
-    return flat, tuple(tensor.shape), on_host
+    return flat, tuple(tensor.shape), on_host and check
 
 
 def _array_of(index: Any) -> np.ndarray:
@@ -160,7 +165,7 @@ class UniqueRows(NamedTuple):
         Where each value of the index is in `ids`.
     order, starts : Tensor or None
         The positions of the index sorted by value, each group in its old order, and where in `order` the ``n`` groups begin;
-        None unless the index is on the CPU.
+        None unless the index is on the CPU and long.
     found : int
         Position in `ids` of the row that was looked for; -1 where it is not among them.
     """
@@ -195,10 +200,17 @@ def unique_rows(
         return UniqueRows(flat, flat)
     if flat.device.type != "cpu":
         return _unique_on_device(flat, num_rows, given, look_for)
-    bits, largest = count.bit_length(), int(flat.numpy().max())
-    if largest >> (63 - bits):
+    bits, largest = count.bit_length(), 0
+    if count > _FEW_IDS:
+        if num_rows is not None:
+            check_bounds(flat, num_rows, flat if given is None else given)
+        largest = int(flat.numpy().max())
+    if count <= _FEW_IDS or largest >> (63 - bits):
         ids, inverse = torch.unique(flat, return_inverse=True)
-        return UniqueRows(ids, inverse, found=_position(ids.numpy(), look_for))
+        array = ids.numpy()
+        if num_rows is not None and (array[0] < 0 or array[-1] >= num_rows):
+            check_bounds(flat, num_rows, flat if given is None else given)
+        return UniqueRows(ids, inverse, found=-1 if look_for is None else _position(array, look_for))
     # One sort of "value, position" in a single integer: sorting with indices, as torch.unique does, costs twice that and more.
     key = sort_keys((flat.numpy() << bits) | np.arange(count), bits, bits + largest.bit_length())
     order = key & ((1 << bits) - 1)
@@ -211,11 +223,11 @@ def unique_rows(
     starts = np.flatnonzero(first)
     ids = key[starts]
     unique, inverse, positions, edges = (torch.from_numpy(array) for array in (ids, place, order, starts))
-    return UniqueRows(unique, inverse, positions, edges, _position(ids, look_for))
+    return UniqueRows(unique, inverse, positions, edges, -1 if look_for is None else _position(ids, look_for))
 
 
-def _position(ids: np.ndarray, wanted: int | None) -> int:
-    at = len(ids) if wanted is None else int(np.searchsorted(ids, wanted))
+def _position(ids: np.ndarray, wanted: int) -> int:
+    at = int(np.searchsorted(ids, wanted))
     return at if at < len(ids) and ids[at] == wanted else -1
 
 

@@ -22,7 +22,7 @@ from speedtransfer.system import physical_bytes
 # (it starts to write at a tenth, and makes the program wait at a fifth), so from here on each page too many costs time.
 LARGE_PART = 1 / 16
 _PIECE_BYTES = 1 << 17  # Linux cuts a longer request off at the read-ahead of the disk, which is 128 kB by default
-_RUN_ROWS = 256  # fewer consecutive rows are no pass
+RUN_ROWS = 256  # fewer consecutive rows are no pass
 _CAN_ADVISE = all(hasattr(mmap, name) for name in ("MADV_RANDOM", "MADV_WILLNEED"))
 
 _at_random: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # where each begins
@@ -54,7 +54,7 @@ def read_ahead(rows: Tensor) -> None:
 def read_ahead_of_run(planes: Iterable[Tensor], index: Tensor) -> None:
     """Read ahead where `index` (n,) is a run of consecutive rows, as in a pass through `gather`."""
     count = len(index)
-    if not _at_random or count < _RUN_ROWS or index.device.type != "cpu":
+    if not _at_random or count < RUN_ROWS or index.device.type != "cpu":
         return
     first, last = int(index[0]), int(index[-1])
     if last - first == count - 1:  # others that end like this lose a little time

@@ -24,6 +24,15 @@ from speedtransfer.tables.types import Device, DType, Generator, TorchDevice
 class Planes:
     """The part of a :class:`~speedtransfer.Table` that handles whole planes."""
 
+    # Number of rows.
+    num_rows: int
+    # Values in a row of the weight plane.
+    dim: int
+    # Dtype of the weight plane.
+    dtype: DType
+    # The compute device: where `gather` puts rows and `scatter` takes them from.
+    device: TorchDevice
+
     _stats: TableStats
 
     def _adopt(self, place: Memory, weight: Tensor) -> Self:
@@ -31,25 +40,11 @@ class Planes:
         self._place = place
         self._engine = place.engine()
         self._planes = {"weight": _filled(weight)}
+        self.num_rows, self.dim, self.dtype, self.device = weight.shape[0], weight.shape[1], weight.dtype, place.device
         self._writes = 0
         self._settle: Callable[[Tensor | None], None] | None = None
         self._stats = TableStats()
         return self
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows."""
-        return self._planes["weight"].shape[0]
-
-    @property
-    def dim(self) -> int:
-        """Values in a row of the weight plane."""
-        return self._planes["weight"].shape[1]
-
-    @property
-    def dtype(self) -> DType:
-        """Dtype of the weight plane."""
-        return self._planes["weight"].dtype
 
     @property
     def memory(self) -> str:
@@ -60,11 +55,6 @@ class Planes:
     def path(self) -> Path | None:
         """File of the weight plane, for a "mmap" table."""
         return self._place.path
-
-    @property
-    def device(self) -> TorchDevice:
-        """The compute device: where `gather` puts rows and `scatter` takes them from."""
-        return self._place.device
 
     @property
     def engine(self) -> str:
@@ -272,6 +262,7 @@ class Planes:
             self._engine.wait()
             self._writes += self.version  # moved planes count their changes from zero again
             self._planes = self._place.move_to(target, self._planes)
+            self.device = target
             name = self._engine.name
             self._engine = self._place.engine(name if name in engine_names(self.memory, target) else None)
         return self

@@ -22,7 +22,7 @@ from speedtransfer.tables.device import DeviceMemory
 from speedtransfer.tables.index import as_index, check_distinct, unique_rows
 from speedtransfer.tables.memories import MmapMemory, PageableMemory, PinnedMemory
 from speedtransfer.tables.memory import Memory
-from speedtransfer.tables.page_advice import read_ahead, read_ahead_of_run
+from speedtransfer.tables.page_advice import RUN_ROWS, read_ahead, read_ahead_of_run
 from speedtransfer.tables.planes import Planes, check_dtype
 from speedtransfer.tables.row_values import as_rows, check_conversion, check_rows, overlap, tensor_of
 from speedtransfer.tables.stats import TableStats
@@ -166,8 +166,9 @@ class Table(Planes):
         """Gather rows as they are stored: `ids` (n,), contiguous int64 on `device` or the CPU, are known to be in range."""
         stored = [self._planes[name] for name in planes]
         count = ids.shape[0]
-        rows = [buffers.empty((count, plane.shape[1]), plane.dtype, self._place.device) for plane in stored]
-        read_ahead_of_run(stored, ids)
+        rows = [buffers.empty((count, plane.shape[1]), plane.dtype, self.device) for plane in stored]
+        if count >= RUN_ROWS:
+            read_ahead_of_run(stored, ids)
         self._engine.gather(stored, ids, rows)
         self._stats.gathered_rows += count
         for values in rows:

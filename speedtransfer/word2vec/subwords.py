@@ -225,7 +225,8 @@ class ActiveWords:
     def __init__(self, embedding: Embedding, subwords: Subwords, words: Tensor) -> None:
         unique = unique_rows(words.flatten())
         rows, counts = subwords.bags(unique.ids)
-        self._active, device = embedding.activate(rows), embedding.table.device
+        self._groups = unique_rows(rows)
+        self._active, device = embedding.activate(self._groups), embedding.table.device
         self._counts = counts.to(device)
         self.inverse = unique.inverse.view(words.shape).to(device)
         offsets = self._counts.cumsum(0) - self._counts
@@ -235,7 +236,7 @@ class ActiveWords:
         """Deposit the gradient of `rows`, shape (u, dim), for ``optimizer.step()``: each row of a word gets its share."""
         share = grad / self._counts[:, None]
         bag_of = torch.repeat_interleave(torch.arange(len(share), device=share.device), self._counts)
-        groups, rows = self._active.groups, self._active.rows
+        groups, rows = self._groups, self._active.rows
         if groups.order is not None:  # sorted by row already; for float32 twice as fast as index_add_
             total = F.embedding_bag(bag_of[groups.order], share, groups.starts, mode="sum")
         else:
