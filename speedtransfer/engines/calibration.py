@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -193,7 +193,7 @@ def calibrate(
                 for _ in range(_SAMPLES):
                     for name, call in right.items():
                         samples[name].append(call.time(direction))
-                seconds = {name: median(values) for name, values in samples.items()}
+                seconds = {name: float(np.median(values)) for name, values in samples.items()}
                 point = Point(direction, size, count, seconds)
                 result.points.append(point)
                 if progress is not None:
@@ -258,7 +258,7 @@ def _copy_rate(plane: Tensor, device: torch.device) -> float:
         there.copy_(part, non_blocking=True)
         _synchronize(device)
         samples.append(time.perf_counter() - start)
-    return len(part) / median(samples)
+    return len(part) / float(np.median(samples))
 
 
 def _synchronize(device: torch.device) -> None:
