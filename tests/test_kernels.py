@@ -14,9 +14,7 @@ from speedtransfer.cuda import kernel_source
 from speedtransfer.engines.mapped import BULK_SLOT_BYTES, MAX_PLANES, pack_plane
 
 SOURCES = sorted(
-    entry.name
-    for entry in importlib.resources.files("speedtransfer.kernels").iterdir()
-    if entry.name.endswith(".cu")
+    entry.name for entry in importlib.resources.files("speedtransfer.kernels").iterdir() if entry.name.endswith(".cu")
 )
 KERNELS = {"rows.cu": "rows", "convert.cu": "converted", "bulk.cu": "bulk"}
 NUM_ROWS = 37
