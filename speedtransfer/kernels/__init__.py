@@ -1,1 +1,1 @@
-"""CUDA sources, compiled by NVRTC on first use; `device.load_kernel` reads them."""
+"""CUDA sources, compiled by NVRTC on first use; `cuda.load_kernel` reads them."""
