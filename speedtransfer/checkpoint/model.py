@@ -1,4 +1,4 @@
-"""The model in the terms of its `state_dict`: rows of tables by streaming, the rest by torch's own calls."""
+"""Save and load a model by its `state_dict`, in which the rows of tables are placeholders and streamed beside it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from speedtransfer.checkpoint.plain_data import Keep, decode, encode
 from speedtransfer.checkpoint.table_rows import SavedRows, encode_rows
 from speedtransfer.checkpoint.tensors import TensorReader
 from speedtransfer.errors import InvalidValueError, suggest
-from speedtransfer.nn.table_module import rows_aside
+from speedtransfer.nn.module_state import placeholder_rows
 from speedtransfer.optim import Handle
 
 
 def _state(model: nn.Module) -> tuple[dict[str, Any], dict[str, Handle]]:
-    """Return the state dict with stand-ins for the rows of tables, and the tables by their keys."""
-    with rows_aside() as met:
+    """Return the state dict with placeholders for the rows of tables, and the handles of tables by key."""
+    with placeholder_rows() as used:
         state = model.state_dict()
-    handles = {id(stand_in): handle for stand_in, handle in met}
+    handles = {id(placeholder): handle for placeholder, handle in used}
     return state, {key: handles[id(value)] for key, value in state.items() if id(value) in handles}
 
 
@@ -75,7 +75,8 @@ class SavedModel:
                     "model; make the model as it was saved (model.to(dtype) before loading)"
                 )
             if key in self._tables:
-                self._rows[key], self._state[key] = saved, current  # the stand-in
+                # What the state dict of the model has there is a placeholder.
+                self._rows[key], self._state[key] = saved, current
             else:
                 self._state[key] = saved if isinstance(saved, Tensor) else saved.mapped()
         metadata = decode(node["metadata"], reader.read)
@@ -89,12 +90,12 @@ class SavedModel:
 
     def load(self, advance: Callable[[int], None]) -> None:
         """Load the model, the rows of tables in chunks."""
-        stand_ins = {id(self._state[key]): key for key in self._tables}
-        with rows_aside() as met:
+        keys = {id(self._state[key]): key for key in self._tables}
+        with placeholder_rows() as used:
             self.model.load_state_dict(self._state)
         done = set()
-        for stand_in, handle in met:
-            key = stand_ins.get(id(stand_in))
+        for placeholder, handle in used:
+            key = keys.get(id(placeholder))
             if key is None:
                 raise InvalidValueError(
                     "a hook of load_state_dict made other values of a table's rows, which it does not see here; remove the "

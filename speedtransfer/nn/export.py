@@ -1,10 +1,8 @@
-"""A copy of a model with ordinary ``torch.nn`` embeddings: for exporters, which need modules that they know."""
+"""Copy a model with ordinary ``torch.nn`` embeddings in place of tables, for exporters."""
 
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.errors import HostMemoryError, format_bytes
-from speedtransfer.nn.bag import EmbeddingBag
-from speedtransfer.nn.embedding import Embedding
+from speedtransfer.nn.subclasses import empty_dense_module
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.optim import Handle
 from speedtransfer.system import physical_bytes
 
-_OURS: dict[type[TableModule], type[nn.Module]] = {Embedding: nn.Embedding, EmbeddingBag: nn.EmbeddingBag}
-_OF_OURS = {"_handle", "idle"}  # attributes of a table module that one of torch.nn does not have
-# What every class has of its own.
-_OF_A_CLASS = {"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__qualname__"}
+# Attributes of a table module that one of torch.nn does not have.
+_OF_OURS = {"_handle", "idle"}
+# By this name pickles of earlier versions find it.
+_empty = empty_dense_module
 
 
 def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -> nn.Module:
@@ -60,10 +57,10 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
         rows = _rows(handle, places[handle])
         memo[id(handle.param)] = nn.Parameter(rows, requires_grad=handle.param.requires_grad)
     for key, module in found.items():
-        made = _empty(type(module))
-        memo[key] = made
-        copied.append((made, module))
-    for made, module in copied:  # all are in `memo` by now: hooks may hold modules
+        memo[key] = empty_dense_module(type(module))
+        copied.append((memo[key], module))
+    # All are in `memo` by now: hooks may hold modules.
+    for made, module in copied:
         state = {name: value for name, value in vars(module).items() if name not in _OF_OURS}
         vars(made).update(copy.deepcopy(state, memo))
     result: nn.Module = copy.deepcopy(model, memo)
@@ -91,7 +88,7 @@ def check_room(names: dict[Handle, str], places: dict[Handle, torch.device]) -> 
 
 
 def _room(place: torch.device, handles: Iterable[Handle]) -> int | None:
-    """Return the bytes that `place` has left, or None where nobody knows."""
+    """Return the bytes that `place` has left, or None where that is unknown."""
     if place.type == "cuda":
         free, _ = torch.cuda.mem_get_info(place)
         return free + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
@@ -104,43 +101,6 @@ def _room(place: torch.device, handles: Iterable[Handle]) -> int | None:
 
 @torch.no_grad()
 def _rows(handle: Handle, place: torch.device) -> Tensor:
-    """Return a copy of all rows, ``(num_rows, dim)``, on `place`, of the dtype that they are computed with."""
+    """Return a copy of all rows, ``(num_rows, dim)``, on `place`, in the dtype that they are computed in."""
     whole = handle.rows.whole("weight")
-    rows = torch.empty(whole.shape, dtype=handle.rows.dtype, device=place)
-    return rows.copy_(whole)
-
-
-# --- classes ------------------------------------------------------------------------------------------------------------
-
-
-def _empty(cls: type[TableModule]) -> nn.Module:
-    """Return a module without attributes, of the class that stands for `cls`."""
-    # mypy takes the class's __hash__ for that of its objects.
-    dense = _dense_class(cls)  # type: ignore[arg-type]
-    return dense.__new__(dense)
-
-
-@functools.cache
-def _dense_class(cls: type[TableModule]) -> type[nn.Module]:
-    """Return the class of ``torch.nn`` for one of ours, or a subclass of `cls` with the methods of ``torch.nn`` for ours.
-
-    There ``super().forward(ids)`` looks up in the weight, whichever way the code of `cls` spells super().
-    """
-    if cls in _OURS:
-        return _OURS[cls]
-    before: type[nn.Module] | None = vars(cls).get("_without_table")  # of classes that replace_embeddings made
-    if before is not None:
-        return before
-    ours = next(base for base in cls.__mro__ if base in _OURS)
-    theirs = _OURS[ours]
-    replaced = (vars(TableModule).keys() | vars(ours).keys()) - _OF_A_CLASS
-    methods = {name: inspect.getattr_static(theirs, name) for name in replaced if hasattr(theirs, name)}
-    base = type(f"Dense{ours.__name__}", (ours,), {**methods, "__module__": __name__})
-    return type(
-        cls.__name__, (cls, base), {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": _reduce}
-    )
-
-
-def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """Pickle and copy by the class that people wrote: the other has no name to be found under."""
-    return _empty, (type(module).__mro__[1],), vars(module).copy()
+    return torch.empty(whole.shape, dtype=handle.rows.dtype, device=place).copy_(whole)

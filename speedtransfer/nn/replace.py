@@ -1,4 +1,4 @@
-"""Tables for the embeddings of a model that exists: its modules and parameters stay the objects that they are."""
+"""Replace the embeddings of an existing model by tables; its modules and parameters stay the same objects."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from speedtransfer.errors import InvalidValueError, check_size
-from speedtransfer.nn.bag import EmbeddingBag
-from speedtransfer.nn.embedding import Embedding
+from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, complete, takes_options
-from speedtransfer.nn.table_module import TableModule, make_handle
-from speedtransfer.nn.weight import table_weight
+from speedtransfer.nn.subclasses import empty_table_module, table_class
+from speedtransfer.nn.table_module import TableModule
+from speedtransfer.nn.weight import TableWeight
 from speedtransfer.optim import Handle, find_handle
 
+# By this name pickles of earlier versions find it.
+_bare = empty_table_module
 Names = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 
 class Replaced(list[str]):
-    """The names of the modules that have tables now.
+    """The names of the modules that were given tables.
 
     Attributes
     ----------
     left : dict of str to str
         The embeddings left as they were, by name, and why.
     notes : dict of str to str
-        What to know of some of those replaced.
+        For some of the modules replaced, what their use of the table costs.
     """
 
     def __init__(self) -> None:
@@ -106,8 +108,11 @@ def replace_embeddings(
     for name, module in found.items():
         weight = module.weight
         if id(weight) not in handles and not weight.is_meta:
-            handles[id(weight)] = find_handle(weight) or _handle(weight, options)
-            handles[id(weight)].name = name
+            shape, device, dtype = (len(weight), weight.shape[1]), weight.device, weight.dtype
+            handle = find_handle(weight) or make_handle(
+                weight.detach(), shape, device, dtype, weight.requires_grad, options
+            )
+            handles[id(weight)], handle.name = handle, name
     users = _users(model)
     for name, module in found.items():
         others = sorted(users.get(id(module.weight), set()) - {n for n, m in found.items() if m is module})
@@ -151,48 +156,14 @@ def _users(model: nn.Module) -> dict[int, set[str]]:
     return users
 
 
-def _handle(weight: Tensor, options: TableOptions) -> Handle:
-    shape = len(weight), weight.shape[1]
-    return make_handle(weight.detach(), shape, weight.device, weight.dtype, weight.requires_grad, options)
-
-
 def _give_table(module: Any, handle: Handle | None, options: TableOptions) -> None:
     weight = module.weight
-    module.__class__ = _table_class(type(module))
+    cls: Any = type(module)
+    module.__class__ = table_class(cls)
     module.idle = options["idle"]
     if handle is None:
         module._wait(weight, options)
         return
-    module.__dict__["_handle"] = handle
-    module._describe()
+    module._use(handle)
     if find_handle(weight) is None:
-        table_weight(handle, weight)
-
-
-_classes: dict[type[Any], type[Any]] = {}
-
-
-def _table_class(kind: type[Any]) -> type[Any]:
-    """Return the class of a `kind` of embedding with a table: its own code, before ours, before that of torch."""
-    if kind not in _classes:
-        _classes[kind] = _new_class(kind)
-    return _classes[kind]
-
-
-def _new_class(kind: type[Any]) -> type[Any]:
-    ours = EmbeddingBag if issubclass(kind, nn.EmbeddingBag) else Embedding
-    if kind in (nn.Embedding, nn.EmbeddingBag):
-        return ours
-    body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": _reduce, "_without_table": kind}
-    return type(kind.__name__, (kind, ours), body)
-
-
-def _reduce(module: Any, protocol: Any) -> Any:
-    """Pickle a module whose class was made here."""
-    made: Any = object.__reduce_ex__(module, 2)
-    return _bare, (module._without_table,), made[2]
-
-
-def _bare(kind: type[Any]) -> Any:
-    made = _table_class(kind)
-    return object.__new__(made)
+        handle.bind(weight, TableWeight)

@@ -173,16 +173,6 @@ def _written_back(tensor: Tensor, sources: list[tuple[Handle, Tensor, int]]) -> 
     return tensor
 
 
-def table_weight(handle: Handle, param: nn.Parameter | None = None) -> nn.Parameter:
-    """Return a new weight for `handle`, or make the parameter `param`, whose values the table has, its weight."""
-    return handle.new_param(TableWeight) if param is None else handle.bind(param, TableWeight)
-
-
-def take_weight(handle: Handle, param: nn.Parameter) -> None:
-    """Make an ordinary parameter the weight of `handle`, with its values."""
-    handle.take_param(param, TableWeight)
-
-
 def _weight_of(handle: Handle) -> nn.Parameter:
     param = handle.param_ref()
     return handle.new_param(TableWeight) if param is None else param

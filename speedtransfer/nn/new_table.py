@@ -1,0 +1,58 @@
+"""Make the table of a module and its handle."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from speedtransfer.encoding.codecs import check_dtypes
+from speedtransfer.nn.options import TableOptions
+from speedtransfer.optim import Handle, Rows, install
+from speedtransfer.tables import Table
+
+
+def make_handle(
+    weight: Tensor | None,
+    shape: tuple[int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    options: TableOptions,
+) -> Handle:
+    """Make a table of `shape` and its handle: with the values of `weight`, ``(num_rows, dim)``, or zeros.
+
+    `options` are complete; `dtype` is that of `weight`, if given.
+    """
+    memory, path, storage_dtype = options["memory"], options["path"], options["storage_dtype"]
+    if weight is not None and storage_dtype is not None and weight.is_floating_point():
+        # Rows stored in another dtype are computed in float32, whatever `weight` is.
+        dtype = torch.float32
+    _follow_names()
+    check_dtypes(dtype, storage_dtype, options["state_dtype"])
+    stored = dtype if storage_dtype is None else storage_dtype
+    in_place = weight is not None and weight.dtype == stored
+    if weight is not None and in_place:
+        table = Table.from_array(weight, memory=memory, path=path, device=device, copy=False)
+    else:
+        table = Table(shape[0], shape[1], stored, memory=memory, path=path, device=device)
+    install()
+    rows = Rows(table, storage_dtype, options["state_dtype"])
+    if weight is not None and not in_place:
+        rows.load("weight", weight)
+    return Handle(table, requires_grad, options["idle"], rows)
+
+
+@functools.cache
+def _follow_names() -> None:
+    """Name handles after their modules, for messages: as in ``named_modules()`` of the outermost module so far."""
+
+    def name(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        for path, module in [] if child is None else child.named_modules(prefix=name):
+            handle = vars(module).get("_handle")
+            if isinstance(handle, Handle):
+                handle.name = path
+
+    register_module_module_registration_hook(name)
