@@ -1,4 +1,4 @@
-"""What a model sees: the drop-in modules and their active rows."""
+"""The modules a model uses in place of those of ``torch.nn``, and their active rows."""
 
 from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.bag import EmbeddingBag

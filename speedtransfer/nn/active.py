@@ -1,4 +1,4 @@
-"""The rows a batch touches: unique, dense and small, with the way back for their gradient."""
+"""The unique rows that a batch touches, as a dense tensor; backward deposits its gradient for the optimizer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from speedtransfer.tables import UniqueRows, as_index, unique_rows
 
 
 class ActiveRows:
-    """The unique rows named by some ids; `training`: backward deposits the gradient of `rows`.
+    """The unique rows of some ids. With `training` backward deposits the gradient of `rows`.
 
     Attributes
     ----------
     ids : Tensor
         ``(n,)`` int64, sorted.
     inverse : Tensor
-        Where each of the original ids is in `ids`; the shape of the original.
+        Position in `ids` of each of the original ids, in their shape.
     rows : Tensor
-        ``(n, dim)`` on the compute device. A leaf of autograd where gradients are wanted: what backward leaves there is
-        deposited for the optimizer. The next step updates this memory in place.
+        ``(n, dim)`` on the compute device. With gradients a leaf of autograd: its gradient is deposited for the optimizer. The
+        next step updates this memory in place.
     """
 
     __slots__ = ("_groups", "_handle", "_state_rows", "_version", "ids", "inverse", "rows")
@@ -33,16 +33,11 @@ class ActiveRows:
     def __init__(
         self, handle: Handle, groups: UniqueRows, shape: tuple[int, ...], rows: dict[str, Tensor], training: bool
     ) -> None:
-        # `_groups`: the positions of the original ids grouped by row, and where the padding row is.
-        self.ids, self.inverse, self._groups, self.rows = (
-            groups.ids,
-            groups.inverse.view(shape),
-            groups,
-            rows.pop("weight"),
-        )
-        self._handle, self._version, self._state_rows = handle, handle.rows.table.version, rows
+        self.ids, self.inverse, self.rows = groups.ids, groups.inverse.view(shape), rows.pop("weight")
+        # `_groups` has the positions of the original ids grouped by row, and the position of the padding row.
+        self._groups, self._handle, self._version, self._state_rows = groups, handle, handle.rows.table.version, rows
         if training:
-            # Not self: the cycle would keep the rows alive.
+            # A partial of self would be a cycle that keeps the rows alive.
             deposit = functools.partial(_deposit, handle, self.ids, self._version, rows)
             self.rows.requires_grad_()
             self.rows.register_post_accumulate_grad_hook(deposit)
@@ -54,8 +49,8 @@ class ActiveRows:
         Parameters
         ----------
         grad : Tensor
-            ``(n, dim)``, dtype and device of `rows`; added to what was deposited since the last step. The step may use its
-            memory.
+            ``(n, dim)``, dtype and device of `rows`; added to the gradient deposited since the last step. The step may use
+            its memory.
         """
         if grad.shape != self.rows.shape:
             raise InvalidValueError(
@@ -73,10 +68,11 @@ class ActiveRows:
 
 @uncompiled
 def _deposit(handle: Handle, ids: Tensor, version: int, state_rows: dict[str, Tensor], leaf: Tensor) -> None:
-    """Deposit the gradient that backward has left at a leaf of active rows."""
+    """Deposit the gradient of a leaf, ``(n, dim)``, for the rows `ids`."""
     grad, leaf.grad = leaf.grad, None
     assert grad is not None
-    if handle.requires_grad:  # and not frozen since, where torch drops the gradient too
+    # Frozen since the forward pass: torch drops the gradient too.
+    if handle.requires_grad:
         grad = grad.to_dense() if grad.is_sparse else grad
         handle.deposit(ids, grad, leaf.detach(), version, state_rows)
 
@@ -89,9 +85,9 @@ def activate(
     norm_type: float = 2.0,
     padding_idx: int | None = None,
 ) -> ActiveRows:
-    """Gather the unique rows of `ids`, which may be `UniqueRows` of the host already.
+    """Read the unique rows of `ids`, which may be `UniqueRows` on the CPU already.
 
-    Rows longer than `max_norm` are shortened first, in the table too. `training`: they will want gradients.
+    Rows longer than `max_norm` are rescaled first, in the table too. With `training` they are a leaf of autograd.
     """
     if handle.state is not None and handle.state.in_step:
         handle.recover()
@@ -99,14 +95,17 @@ def activate(
     with torch.no_grad():
         if isinstance(ids, UniqueRows):
             groups, shape = ids, tuple(ids.inverse.shape)
-            as_index(groups.ids, table.num_rows, table.device)  # may refuse
+            # Raises if an id is out of range.
+            as_index(groups.ids, table.num_rows, table.device)
         else:
             flat, shape, _ = as_index(ids, table.num_rows, table.device, check=False)
             groups = unique_rows(flat, table.num_rows, ids, padding_idx)
-        if groups.ids.device != table.device and table.engine != "staged":  # which wants the ids on the host
+        # The staged engine takes its ids on the host.
+        if groups.ids.device != table.device and table.engine != "staged":
             groups = groups.to(table.device)
+        # Rescaled rows are written back.
         if max_norm is not None:
-            handle.rows.catch_up(groups.ids)  # shortened rows are written back
+            handle.rows.catch_up(groups.ids)
         rows = handle.rows.read(groups.ids)
         if groups.ids.device != table.device:
             groups = groups.to(table.device)

@@ -1,6 +1,8 @@
-"""The drop-in for ``torch.nn.EmbeddingBag``."""
+"""The drop-in replacement for ``torch.nn.EmbeddingBag``."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from speedtransfer.nn.weight_calls import in_transform
 
 
 class EmbeddingBag(TableModule, nn.EmbeddingBag):
-    """``torch.nn.EmbeddingBag`` whose rows live in a :class:`~speedtransfer.Table`.
+    """Replace ``torch.nn.EmbeddingBag``: the rows live in a :class:`~speedtransfer.Table`.
 
     Positional arguments and behaviour are those of ``torch.nn.EmbeddingBag``; the keywords after them are those of
     :class:`~speedtransfer.Embedding`.
@@ -55,9 +57,9 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         input : Tensor
             Ids: ``(bags, n)``, or 1-D with `offsets`.
         offsets : Tensor, optional
-            Where each bag begins in a 1-D `input`.
+            ``(bags,)``, where each bag begins in a 1-D `input`.
         per_sample_weights : Tensor, optional
-            A weight for each id (mode "sum" only).
+            A weight for each id, the shape of `input` (mode "sum" only).
         """
         if not self._has_rows() or in_transform():
             return super().forward(input, offsets, per_sample_weights)
@@ -83,19 +85,8 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
     ) -> EmbeddingBag:
         """Make a bag of the rows of a 2-D tensor, used in place as in :meth:`Embedding.from_pretrained`."""
         rows, dim = check_pretrained(embeddings)
-        bag = cls(
-            rows,
-            dim,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            mode,
-            sparse,
-            embeddings,
-            include_last_offset,
-            padding_idx,
-            device=embeddings.device,
-            **options,
-        )
+        given: Any = {"_weight": embeddings, "device": embeddings.device, **options}
+        given |= {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
+        bag = cls(rows, dim, max_norm, norm_type, scale_grad_by_freq, mode, sparse, **given)
         bag.weight.requires_grad_(bag.weight.requires_grad and not freeze)
         return bag

@@ -1,4 +1,4 @@
-"""The drop-in for ``torch.nn.Embedding``."""
+"""The drop-in replacement for ``torch.nn.Embedding``."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from speedtransfer.nn.weight_calls import in_transform
 
 
 class Embedding(TableModule, nn.Embedding):
-    """``torch.nn.Embedding`` whose rows live in a :class:`~speedtransfer.Table`, trained by any row-by-row optimizer.
+    """Replace ``torch.nn.Embedding``: the rows live in a :class:`~speedtransfer.Table`, trained by any row-by-row optimizer.
 
-    Only the rows that a batch touches come to the compute device. Positional arguments and behaviour are those of
-    ``torch.nn.Embedding``; with one seed so are the numbers.
+    Only the rows that a batch touches are copied to the compute device. Positional arguments and behaviour are those of
+    ``torch.nn.Embedding``, and with the same seed the same numbers.
 
     Parameters
     ----------
     num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, _weight, _freeze, dtype
         As in ``torch.nn.Embedding``.
     sparse : bool
-        Whether an optimizer finds sparse gradients, as with ``torch.nn``: only where that makes a difference, and dense ones
-        where it refuses sparse ones. Outside of its step ``weight.grad`` reads as a sparse gradient, coalesced.
+        Whether optimizers get sparse gradients, as with ``torch.nn``: only where that makes a difference, and dense ones if
+        an optimizer refuses sparse ones. Outside of a step ``weight.grad`` reads as a sparse gradient, coalesced.
     device : torch.device, optional
         The compute device, as for any module; ``.to()`` moves it.
     memory : {"auto", "pinned", "pageable", "mmap", "device"}
@@ -43,12 +43,12 @@ class Embedding(TableModule, nn.Embedding):
         "lazy": nothing, as with ``torch.optim.SparseAdam``. "auto": "exact" with those optimizers; with others "lazy" and a
         warning.
     storage_dtype : {torch.float32, torch.bfloat16, torch.float16, torch.int8}, optional
-        What the table holds of rows that are float32 everywhere else: lookups, gradients, steps. int8 has a float32 scale for
-        each row, and such a "mmap" table its scales in memory of its own: the file alone is no copy of the rows.
-        A step rounds what it writes stochastically, by ``torch.initial_seed()`` as it was when the module was made. Numbers
-        beyond float16's are stored as its largest; an infinity or NaN makes a row of int8 all NaN.
+        The dtype that rows are stored in; lookups, gradients and steps compute in float32. int8 rows have a float32 scale
+        each; those of a "mmap" table are kept in memory, so that its file alone is no copy of the rows.
+        A step rounds stochastically, with ``torch.initial_seed()`` as it was when the module was made. Values beyond the range
+        of float16 are stored as its largest; if one value of an int8 row is inf or NaN, the whole row becomes NaN.
     state_dtype : {torch.float32, torch.bfloat16, torch.uint8}, optional
-        The same of optimizer state as wide as the rows. uint8 holds 8-bit floats with a float32 scale for up to 128 columns.
+        The same for optimizer state as wide as the rows. uint8: 8-bit floats with a float32 scale for up to 128 columns.
 
     Raises
     ------
@@ -85,7 +85,7 @@ class Embedding(TableModule, nn.Embedding):
         Raises
         ------
         RowIndexError, InvalidTypeError
-            An id out of range (negative counts as such), or no integer.
+            An id is out of range (negative ids are), or no integer.
         """
         if not self._has_rows() or in_transform():
             return super().forward(input)
@@ -111,27 +111,16 @@ class Embedding(TableModule, nn.Embedding):
     ) -> Embedding:
         """Make an embedding of the rows of a 2-D tensor.
 
-        As in ``torch.nn`` a CPU tensor is used in place, where `memory` is ordinary memory and `storage_dtype` its dtype, if
-        given; otherwise it is copied.
+        As in ``torch.nn`` a CPU tensor is used in place if `memory` is pageable and `storage_dtype` is None or its dtype;
+        otherwise it is copied.
         """
         rows, dim = check_pretrained(embeddings)
-        return cls(
-            rows,
-            dim,
-            padding_idx,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            sparse,
-            _weight=embeddings,
-            _freeze=freeze,
-            device=embeddings.device,
-            **options,
-        )
+        given: Any = {"_weight": embeddings, "_freeze": freeze, "device": embeddings.device, **options}
+        return cls(rows, dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, **given)
 
 
 def check_pretrained(embeddings: Tensor) -> tuple[int, int]:
-    """Return rows and dim of the tensor given to ``from_pretrained``."""
+    """Return the shape ``(rows, dim)`` of the tensor given to ``from_pretrained``; raise unless it is 2-D."""
     if embeddings.dim() != 2:
         raise InvalidValueError(
             f"embeddings has shape {tuple(embeddings.shape)} but must be 2-D; reshape it to (rows, dim)"

@@ -1,4 +1,4 @@
-"""``F.embedding`` and ``F.embedding_bag`` of active rows, without the cost of fresh memory on the CPU."""
+"""Look active rows up as ``F.embedding`` and ``F.embedding_bag`` do, in recycled memory on the CPU."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from speedtransfer.tables import UniqueRows
 
 
 class _Lookup(torch.autograd.Function):
-    """``rows[inverse]``, in the shape of the ids: a view of the result could not be changed in place.
+    """Compute ``rows[inverse]`` in recycled memory: on the CPU fresh pages cost several times the copy.
 
-    Fresh pages cost the CPU several times the copy, in forward and in backward: use them again.
+    The result has the shape of the ids already, since a view of it could not be changed in place.
     """
 
     @staticmethod
@@ -34,17 +34,19 @@ class _Lookup(torch.autograd.Function):
         _, inverse, order, starts, _ = ctx.groups
         grad = grads[0].reshape(inverse.numel(), grads[0].shape[-1])
         if torch._C._functorch.is_legacy_batchedtensor(grad) or torch._C._functorch.is_batchedtensor(grad):
-            # Many gradients at once (is_grads_batched, vmap), which are written to no memory of one alone.
+            # Many gradients at once (is_grads_batched, vmap) cannot be written to the memory of one.
             total = grad.new_zeros(ctx.num_rows, grad.shape[1]).index_add(0, inverse, grad)
             if ctx.padding >= 0:
                 total = total.index_fill(0, inverse.new_tensor([ctx.padding]), 0)
             return total, None, None, None
-        if torch.is_grad_enabled():  # create_graph: a gradient of this gradient may follow
+        # create_graph: the gradient of this gradient may be asked for.
+        if torch.is_grad_enabled():
             total = torch.ops.aten.embedding_dense_backward(grad, inverse, ctx.num_rows, ctx.padding, False)
             return total, None, None, None
         if order is not None and grad.dtype == torch.float32:
-            # Sums of each row's gradients, in the order of the batch: for float32 a kernel twice as fast as index_add_.
-            if not grad.is_contiguous():  # a sum gives the same memory for every value
+            # Sums the gradients of each row in the order of the batch, in float32 twice as fast as index_add_.
+            # The gradient of a sum is one value expanded.
+            if not grad.is_contiguous():
                 grad = buffers.empty(tuple(grad.shape), grad.dtype, grad.device).copy_(grad)
             total = F.embedding_bag(order, grad, starts, mode="sum")
         else:
@@ -56,7 +58,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def lookup(active: ActiveRows, scale_grad_by_freq: bool = False) -> Tensor:
-    """Return the row of every id that `active` was made of, ``(*shape of the ids, dim)``.
+    """Return the row of each id that `active` was made from, ``(*shape of the ids, dim)``.
 
     Parameters
     ----------
@@ -81,18 +83,18 @@ def bag_lookup(
     has_padding: bool,
     sparse: bool = False,
 ) -> Tensor:
-    """Return the sum, mean or max of the rows of each bag of the ids that `active` was made of, ``(bags, dim)``.
+    """Return the sum, mean or max of the rows of each bag of the ids that `active` was made from, ``(bags, dim)``.
 
     Parameters
     ----------
     has_padding : bool
-        Whether there is a padding row, be it among the ids or not.
+        Whether there is a padding row, among the ids or not.
     sparse : bool
-        Whether torch would make a sparse gradient, whose sums of half precision it adds up in another order.
+        Whether torch would make a sparse gradient, which it sums in another order in half precision.
     """
     padding = active._groups.found
     if include_last_offset and padding < 0 and offsets is not None and offsets.dim() == 1 and has_padding:
-        # With a padding row, torch lets the last bag reach to the end of the ids.
+        # With a padding row the last bag of torch extends to the end of the ids.
         offsets, include_last_offset = offsets[:-1], False
     as_sparse = sparse and active.rows.dtype.itemsize == 2 and mode != "max" and not scale_grad_by_freq
     return F.embedding_bag(

@@ -1,4 +1,4 @@
-"""The keywords that modules with a table have after those of ``torch.nn``: said here once, shown in every signature."""
+"""The keyword arguments that modules with a table have besides those of ``torch.nn``, defined once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class TableOptions(TypedDict, total=False):
-    """See :class:`speedtransfer.Embedding` for what they mean."""
+    """Keyword arguments of :class:`speedtransfer.Embedding`, which documents them."""
 
     memory: str
     path: str | os.PathLike[str] | None
@@ -31,7 +31,7 @@ DEFAULTS = TableOptions(memory="auto", path=None, idle="auto", storage_dtype=Non
 
 
 def takes_options(function: Function) -> Function:
-    """Show the options in the signature of a function with ``**options``, and refuse other keywords with a suggestion."""
+    """Show the options in the signature of a function with ``**options``; other keywords raise with a suggestion."""
     signature = inspect.signature(function)
     shown = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     for name, kind in TableOptions.__annotations__.items():
@@ -53,7 +53,7 @@ def takes_options(function: Function) -> Function:
 
 
 def complete(options: TableOptions) -> TableOptions:
-    """Return `options` with the defaults of those left out; InvalidValueError where `idle` is none of `IDLE`."""
+    """Return `options` with defaults for those left out; raise InvalidValueError unless `idle` is one of `IDLE`."""
     options = {**DEFAULTS, **options}
     if options["idle"] not in IDLE:
         raise InvalidValueError(

@@ -1,4 +1,4 @@
-"""What tables a model has, what they take, and which optimizer trains them."""
+"""Summarize the tables of a model: their size, memory, idle rows and optimizer."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class TableSummary:
     rows, dim : int
         Its shape.
     dtype : torch.dtype
-        What the weights are stored as.
+        The dtype that the weights are stored in.
     idle : str
         What happens to rows that a step does not touch.
     memory : str
-        Where the rows live; of a "mmap" table with its file.
+        Where the rows live; for a "mmap" table with its file.
     planes : tuple of str
         "weight" first, then the optimizer's state, which appears at the first step.
     num_bytes : int
         Bytes of all planes.
     optimizer : str
-        Which optimizer and which of its ``param_groups`` the table is in, such as "AdamW group 0"; "frozen" where it wants no
-        gradient, "no optimizer has this table", or "" where none was given and none has trained it.
+        Which optimizer and which of its ``param_groups`` the table is in, such as "AdamW group 0"; "frozen" if it requires no
+        gradient; "no optimizer has this table"; or "" if none was given and none has trained it.
     """
 
     names: tuple[str, ...]
@@ -78,7 +78,7 @@ class Summary:
     num_bytes : int
         Bytes of all tables.
     other_parameters, other_bytes : int
-        Number of values and bytes of the parameters that are no tables.
+        Number of values and of bytes of all other parameters.
     """
 
     tables: tuple[TableSummary, ...]
@@ -105,7 +105,7 @@ def summary(model: nn.Module, opt: Optimizer | Iterable[Optimizer] | None = None
     ----------
     model : nn.Module
     opt : Optimizer or iterable of Optimizer, optional
-        Those that train the model. By default, of each table the optimizer that trained it last.
+        Those that train the model. By default, for each table the optimizer that trained it last.
 
     Returns
     -------

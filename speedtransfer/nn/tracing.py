@@ -1,4 +1,4 @@
-"""Modules of tables under tools that record what a model does: torch.compile goes round them, others are refused by name."""
+"""Keep table modules out of tracing: torch.compile runs them eagerly, other tools raise an error that names the remedy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 def unrecorded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Run a method of a table module as it is inside a compiled model too: ids are known only when it runs.
+    """Run a method of a table module eagerly inside a compiled model: ids are known only when it runs.
 
-    Tools that record what runs, to run it elsewhere, would record the rows of one batch: there it raises.
+    Tools that trace a model would record the rows of one batch: under them the method raises.
     """
 
     @functools.wraps(method)
@@ -44,7 +44,7 @@ def _is_exporting() -> bool:
 
 
 def refuse_to_record(module: nn.Module, tool: str) -> NoReturn:
-    """Raise the error that names the copy which `tool` can take."""
+    """Raise the error that names `to_dense`, whose copy `tool` can record."""
     handle = vars(module).get("_handle")
     name = type(module).__name__ if handle is None or not handle.name else repr(handle.name)
     raise InvalidTypeError(

@@ -1,8 +1,8 @@
 """The weight of a table module: a parameter that reads and writes as the whole table.
 
-Every function of torch that is given the weight gets all rows, up to date: the memory of the table where a tensor can be over
-it, else a copy that is written back after a function that has written to it. Where gradients are wanted, that is a leaf of
-autograd whose gradient is deposited for all rows; lookups (``F.embedding``, indexing by integers) take their rows alone.
+Every function of torch that is given the weight gets all rows, caught up: the memory of the table where a tensor can alias it,
+else a copy, which is written back if the function has changed it. With gradients enabled these are a leaf of autograd, whose
+gradient is deposited for all rows; lookups (``F.embedding``, indexing by integers) read the rows they name and no others.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from speedtransfer.optim import Handle, find_handle
 from speedtransfer.optim.table_param import as_tensor
 from speedtransfer.tables import Table
 
-# Functions that are given the weight as the tensor that it is: they tell of it and need no row. `weight_calls` fills both.
-aside: set[Any] = set()
-# What is called in place of a function; where it returns NotImplemented, the function is called with the whole table.
+# Both are filled by `weight_calls`. Functions that need no rows (shape, dtype, hooks): called with the placeholder itself.
+rowless: set[Any] = set()
+# Called in place of a function. If it returns NotImplemented, the function itself is called with the whole table.
 special: dict[Any, Callable[..., Any]] = {}
 
 
@@ -33,7 +33,7 @@ class TableWeight(nn.Parameter):
 
     @staticmethod
     def __new__(cls, data: Any = None, requires_grad: bool = True, **_: Any) -> Any:
-        """Return an ordinary parameter: what others make by the class of a weight is none of a table."""
+        """Return an ordinary parameter: code that calls ``type(weight)(data)`` makes no table."""
         return nn.Parameter(data, requires_grad)
 
     @classmethod
@@ -41,7 +41,7 @@ class TableWeight(nn.Parameter):
         """Call `func` with the whole table."""
         return _call(func, args, kwargs or {})
 
-    # Two methods of which torch does not tell __torch_function__.
+    # For these two methods torch does not call __torch_function__.
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Write the rows of a tensor to the table."""
@@ -66,17 +66,17 @@ class TableWeight(nn.Parameter):
 
 
 class WeightData(Tensor):
-    """``weight.data`` of a table that no tensor can be over: reads and writes as the weight does, without gradients.
+    """``weight.data`` of a table that no tensor can alias: reads and writes as the weight does, without gradients.
 
-    Where __torch_function__ is not told (torch.tensor, vmap, compiled scripts) the dispatcher asks it. Its own memory is that
-    which stands for the table: NaN.
+    Code that does not call __torch_function__ (torch.tensor, vmap, compiled scripts) reaches __torch_dispatch__. Its own
+    memory is a placeholder: NaN.
     """
 
     handle: Handle
 
     @staticmethod
     def __new__(cls, handle: Handle) -> Any:
-        """Make the data of the weight of `handle`."""
+        """Return the data of the weight of `handle`."""
         made = Tensor._make_subclass(cls, handle.placeholder())
         made.handle = handle
         return made
@@ -105,8 +105,8 @@ class WeightData(Tensor):
         """Return the whole table as a tensor of another class."""
         return self.handle.whole().as_subclass(cls)
 
-    def part(self, kept: Tensor) -> None:
-        """Read and write `kept` from now on: the table has other rows."""
+    def detach_from_table(self, kept: Tensor) -> None:
+        """Read and write `kept`, ``(num_rows, dim)``, from now on: the table gets other rows."""
         memory = "pageable" if kept.device.type == "cpu" else "device"
         self.handle = Handle(Table.from_array(kept, memory, device=kept.device, copy=False))
 
@@ -120,7 +120,7 @@ class WeightData(Tensor):
         return repr(self.handle.whole())
 
 
-# What depends on shape, dtype and device alone.
+# Functions whose result depends on shape, dtype and device only.
 _NAMES = """
     zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_zeros new_ones new_full new_empty
     new_empty_strided
@@ -129,9 +129,10 @@ _LIKE = {getattr(torch.ops.aten, name) for name in _NAMES.split()}
 
 
 class CopiedRows(Tensor):
-    """A view of the whole of a table that no tensor can be over. What is written to it is written back."""
+    """A view of a copy of all rows of a table that no tensor can alias. What is written to it is written back."""
 
-    source: tuple[Handle, Tensor, int]  # the handle, the copy that this is a view of, the version of the table then
+    # The handle, the copy that this is a view of, and the version of the table when it was made.
+    source: tuple[Handle, Tensor, int]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -148,7 +149,7 @@ class CopiedRows(Tensor):
             for tensor, version in copies:
                 if tensor._version != version:
                     tensor.write_back()
-        return tree_map_only(Tensor, lambda view: _written_back(view, [c.source for c, _ in copies]), result)
+        return tree_map_only(Tensor, lambda view: _writing_back(view, [c.source for c, _ in copies]), result)
 
     def write_back(self) -> None:
         """Write the copy to the table, unless the table has changed since it was made."""
@@ -162,8 +163,8 @@ class CopiedRows(Tensor):
         self.source = handle, values, handle.table.version
 
 
-def _written_back(tensor: Tensor, sources: list[tuple[Handle, Tensor, int]]) -> Tensor:
-    """Return `tensor` so that writes reach the table, where it is a view of the copy of one that no tensor can be over."""
+def _writing_back(tensor: Tensor, sources: list[tuple[Handle, Tensor, int]]) -> Tensor:
+    """Return `tensor`, as `CopiedRows` if it is a view of the copy of a table."""
     if type(tensor) is Tensor and not tensor.requires_grad and tensor._is_view():
         for handle, values, version in sources:
             if tensor._base is values and not handle.aliased:
@@ -179,7 +180,7 @@ def _weight_of(handle: Handle) -> nn.Parameter:
 
 
 def handle_of(weight: Any) -> Handle:
-    """Return the handle of a weight, or of its data; raise where it is one no more."""
+    """Return the handle of a weight or of its data; raise if another weight has taken its place."""
     handle = weight.handle if isinstance(weight, WeightData) else find_handle(weight)
     if handle is None:
         raise InvalidValueError(
@@ -194,7 +195,7 @@ def handle_of(weight: Any) -> Handle:
 @uncompiled
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` with the whole table in place of each weight among its arguments."""
-    if func in aside:
+    if func in rowless:
         with as_tensor():
             return func(*args, **kwargs)
     instead = special.get(func)
@@ -206,6 +207,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # By id of the whole: the weight, the whole, its handle, the version of the whole before the call.
     given: dict[int, tuple[Any, Tensor, Handle, int]] = {}
 
     def whole(weight: Any) -> Tensor:
@@ -227,13 +229,12 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if values._version != version and not handle.aliased:
             handle.store(values)
     if isinstance(result, np.ndarray) and not all(handle.aliased for _, _, handle, _ in given.values()):
-        result.flags.writeable = False  # an array over a copy, of whose changes nobody would learn
-    return tree_map_only(Tensor, lambda tensor: _given_back(tensor, given), result)
+        # An array over a copy: writes to it would not reach the table.
+        result.flags.writeable = False
+    sources = [(handle, values, handle.table.version) for _, values, handle, _ in given.values()]
 
+    # A function that returned its argument returns the weight; views of a copy write back to the table.
+    def returned(tensor: Tensor) -> Any:
+        return given[id(tensor)][0] if id(tensor) in given else _writing_back(tensor, sources)
 
-def _given_back(tensor: Tensor, given: dict[int, tuple[Any, Tensor, Handle, int]]) -> Tensor:
-    """Return the weight where a function returns its argument, and rows that cannot be written where it returns views."""
-    if id(tensor) in given:
-        weight: Tensor = given[id(tensor)][0]
-        return weight
-    return _written_back(tensor, [(handle, values, handle.table.version) for _, values, handle, _ in given.values()])
+    return tree_map_only(Tensor, returned, result)

@@ -1,4 +1,4 @@
-"""What is done with the weight of a table otherwise than with the whole table: its data, its gradient, lookups of rows."""
+"""Functions of torch that do not get the whole table when called with its weight: data, gradient, layout, lookups of rows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from speedtransfer import buffers
 from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
-from speedtransfer.nn.weight import TableWeight, WeightData, aside, handle_of, special
+from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, rowless, special
 from speedtransfer.optim import Handle
 from speedtransfer.optim.table_param import as_tensor
 
 
 def _moved(func: Callable[..., Any]) -> Callable[..., Any]:
-    """``weight.to(...)`` and its like: the weight itself where it is there already, without a look at its rows."""
+    """Return ``weight.to`` or the like, which reads no rows and returns the weight itself if there is nothing to convert."""
 
     def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(weight, TableWeight | WeightData):  # x.to(weight): like the weight
+        # x.to(weight) takes dtype and device of the weight.
+        if not isinstance(weight, TableWeight | WeightData):
             with as_tensor():
                 return func(weight, *args, **kwargs)
         handle = handle_of(weight)
@@ -37,13 +38,11 @@ def _moved(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _data(weight: Any) -> Tensor:
     handle = handle_of(weight)
-    if handle.aliased:
-        return handle.whole()
-    return handle.give(WeightData(handle))
+    return handle.whole() if handle.aliased else handle.give(WeightData(handle))
 
 
 def _set_data(weight: Any, values: Tensor) -> None:
-    """Write `values` to the rows. Of another number of rows they make a new table; dtype and device follow them."""
+    """Set all rows to `values`, ``(any, dim)``. Another number of rows makes a new table; dtype and device become theirs."""
     if values is weight:
         return
     handle = handle_of(weight)
@@ -62,7 +61,7 @@ def _set(weight: Any, source: Any = None, *args: Any) -> Any:
 
 
 def _of_layout(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What tells how the weight is laid out: as a dense tensor of its shape, also where there is none in memory."""
+    """Return ``weight.stride`` or the like, answered as for a dense tensor of its shape."""
 
     def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
         handle = handle_of(weight)
@@ -70,10 +69,6 @@ def _of_layout(func: Callable[..., Any]) -> Callable[..., Any]:
         return func(torch.empty(shape, dtype=handle.rows.dtype, device="meta"), *args, **kwargs)
 
     return call
-
-
-def _set_grad(weight: Any, grad: Tensor | None) -> None:
-    handle_of(weight).assign_gradient(grad)
 
 
 def _require_grad(weight: Any, requires_grad: bool = True) -> Any:
@@ -84,13 +79,13 @@ def _require_grad(weight: Any, requires_grad: bool = True) -> Any:
 
 
 def _full_like(weight: Any, fill_value: Any, **kwargs: Any) -> Any:
-    """``torch.full_like``, in whose memory Adagrad would keep the state of a table that does not fit on the device."""
+    """Replace ``torch.full_like``, with which Adagrad makes its state: for a table that may not fit on the device."""
     handle = handle_of(weight)
     with as_tensor():
         shape, dtype, device = weight.shape, kwargs.get("dtype") or weight.dtype, kwargs.get("device") or weight.device
         num_bytes = shape.numel() * dtype.itemsize
         if fill_value == 0 and num_bytes and torch.device(device).type == "cpu":
-            # Pages that nobody touches take no memory, which those of torch.zeros do.
+            # Untouched pages of an anonymous mapping take no memory; those of torch.zeros do.
             made = torch.frombuffer(buffers.anonymous(num_bytes), dtype=dtype).view(shape)
         elif handle.aliased or kwargs.get("device") is not None:
             made = torch.full(shape, fill_value, dtype=dtype, device=device)
@@ -107,7 +102,7 @@ def _refused(remedy: str) -> Callable[..., Any]:
 
 
 def in_transform() -> bool:
-    """Tell whether torch.func transforms what runs: its tensors have no memory in which ids could be looked at."""
+    """Tell whether a transform of torch.func is running: its tensors have no memory to read ids from."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -117,7 +112,7 @@ def in_transform() -> bool:
 def _activated(
     weight: Any, input: Any, padding_idx: int | None, max_norm: float | None, norm_type: float
 ) -> ActiveRows | None:
-    """Return the rows of a weight that a lookup names; None where there is no weight to look them up in."""
+    """Return the active rows of a lookup; None if `weight` is no weight of a table, or a transform is running."""
     if not isinstance(weight, TableWeight | WeightData) or in_transform():
         return None
     handle = handle_of(weight)
@@ -137,9 +132,7 @@ def _embedding(
     sparse: bool = False,
 ) -> Any:
     active = _activated(weight, input, padding_idx, max_norm, norm_type)
-    if active is None:
-        return NotImplemented
-    return lookup(active, scale_grad_by_freq)
+    return NotImplemented if active is None else lookup(active, scale_grad_by_freq)
 
 
 def _embedding_bag(
@@ -164,19 +157,21 @@ def _embedding_bag(
 
 
 def _rows_at(weight: Any, index: Any) -> Any:
-    """``weight[index]`` where integers name the rows: those rows alone."""
+    """Replace ``weight[index]`` where integers name the rows: read only those."""
     first, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
     number = type(first) is int
     rows = isinstance(first, Tensor) and first.dtype in (torch.int64, torch.int32) and first.dim() > 0
     rows = rows or (isinstance(first, list) and bool(first) and all(type(i) is int for i in first))
     if rest and rows and not all(isinstance(part, slice) for part in rest):
-        return NotImplemented  # indices broadcast with one another
+        # Indices are broadcast with one another.
+        return NotImplemented
     if not isinstance(weight, TableWeight | WeightData) or not (rows or number) or in_transform():
         return NotImplemented
     handle = handle_of(weight)
     trains = isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad
+    # A view, which may be written to.
     if number and not trains:
-        return NotImplemented  # a view, which may be written to
+        return NotImplemented
     ids = torch.as_tensor(first)
     if ids.is_cuda or bool((ids < 0).any()):
         ids = torch.where(ids < 0, ids + handle.table.num_rows, ids)
@@ -190,35 +185,33 @@ def _index_select(weight: Any, dim: Any, index: Tensor) -> Any:
     return NotImplemented
 
 
-# --- gradients by the weight -----------------------------------------------------------------------------------------
+# --- torch.autograd.grad ----------------------------------------------------------------------------------------------------
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.grad`` by weights: what reaches the rows that lookups took of them, as one gradient each."""
+    """Replace ``torch.autograd.grad``: the gradient of a weight is the sum of those of the leaves of its lookups."""
     wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     followed = [handle_of(w).leaves() if isinstance(w, TableWeight) else [(w, None)] for w in wanted]
     flat = [leaf for leaves in followed for leaf, _ in leaves]
     allowed = kwargs.get("allow_unused") or kwargs.get("materialize_grads", False)
-    unused = {**kwargs, "allow_unused": True}
-    found = iter(torch.autograd.grad(outputs, flat, *args, **unused) if flat else ())
+    found = iter(torch.autograd.grad(outputs, flat, *args, **{**kwargs, "allow_unused": True}) if flat else ())
     results: list[Tensor | None] = []
     for weight, leaves in zip(wanted, followed, strict=True):
         grads: list[tuple[Tensor | None, Tensor | None]] = [(next(found), ids) for _, ids in leaves]
-        if not isinstance(weight, TableWeight):
-            results.append(grads[0][0])
-        else:
-            results.append(_summed(handle_of(weight), grads))
-        if results[-1] is None and not allowed:
+        result = _summed(handle_of(weight), grads) if isinstance(weight, TableWeight) else grads[0][0]
+        if result is None and not allowed:
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this "
                 "is the desired behavior."
             )
-        if results[-1] is None and kwargs.get("materialize_grads", False):
-            results[-1] = torch.zeros_like(weight)
+        if result is None and kwargs.get("materialize_grads", False):
+            result = torch.zeros_like(weight)
+        results.append(result)
     return tuple(results)
 
 
 def _summed(handle: Handle, grads: list[tuple[Tensor | None, Tensor | None]]) -> Tensor | None:
+    """Return the sum of gradients ``(n, dim)`` of the rows with the ids beside them; ids None: of all rows."""
     total: Tensor | None = None
     pairs = [(grad.to_dense() if grad.is_sparse else grad, ids) for grad, ids in grads if grad is not None]
     shape = (handle.table.num_rows, handle.table.dim)
@@ -226,13 +219,14 @@ def _summed(handle: Handle, grads: list[tuple[Tensor | None, Tensor | None]]) ->
         index = torch.cat([ids for _, ids in pairs if ids is not None]).unsqueeze(0)
         return torch.sparse_coo_tensor(index, torch.cat([grad for grad, _ in pairs]), shape, check_invariants=False)
     for grad, ids in pairs:
-        if ids is not None:  # of many gradients at once (is_grads_batched) there is a dimension more
+        if ids is not None:
+            # Many gradients at once (is_grads_batched) have one more dimension.
             grad = grad.new_zeros(*grad.shape[:-2], *shape).index_add(-2, ids.to(grad.device), grad)
         total = grad if total is None else total + grad
     return None if total is None else handle.hooked(total)
 
 
-# --- which functions these are ----------------------------------------------------------------------------------------------
+# --- the functions ----------------------------------------------------------------------------------------------
 
 _PROPERTIES = """
     shape dtype device layout ndim is_leaf is_cuda is_cpu is_meta is_mps is_xpu is_sparse is_sparse_csr is_quantized is_nested
@@ -253,27 +247,25 @@ _LAYOUT = "stride storage_offset is_contiguous"
 _MOVES = "to cpu cuda float double half bfloat16 contiguous type_as"
 
 
-def _property(name: str) -> Any:
-    return getattr(Tensor, name, None)
-
-
-aside.update(_property(name).__get__ for name in _PROPERTIES.split() if hasattr(_property(name), "__get__"))
-aside.update(_property(name).__set__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
-aside.update(getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name))
-aside.update(getattr(torch, name) for name in _FUNCTIONS.split() if hasattr(torch, name))
-aside.add(torch._has_compatible_shallow_copy_type)
+_property = {name: getattr(Tensor, name) for name in f"{_PROPERTIES} data grad".split() if hasattr(Tensor, name)}
+rowless.update(_property[name].__get__ for name in _PROPERTIES.split() if name in _property)
+rowless.update(_property[name].__set__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+rowless.update(getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name))
+rowless.update(getattr(torch, name) for name in _FUNCTIONS.split() if hasattr(torch, name))
+rowless.add(torch._has_compatible_shallow_copy_type)
 special.update({getattr(Tensor, name): _moved(getattr(Tensor, name)) for name in _MOVES.split()})
 special.update({getattr(Tensor, name): _of_layout(getattr(Tensor, name)) for name in _LAYOUT.split()})
+_resize = _refused("is resized by emb.weight.data = rows, of as many rows as it is to have")
 special.update(
     {
-        _property("data").__get__: _data,
-        _property("data").__set__: _set_data,
+        _property["data"].__get__: _data,
+        _property["data"].__set__: _set_data,
         Tensor.detach: _data,
         torch.detach: _data,
-        _property("grad").__get__: lambda weight: handle_of(weight).gradient(),
-        _property("grad").__set__: _set_grad,
-        _property("grad").__delete__: lambda weight: _set_grad(weight, None),
-        _property("requires_grad").__set__: _require_grad,
+        _property["grad"].__get__: lambda weight: handle_of(weight).gradient(),
+        _property["grad"].__set__: lambda weight, grad: handle_of(weight).assign_gradient(grad),
+        _property["grad"].__delete__: lambda weight: handle_of(weight).assign_gradient(None),
+        _property["requires_grad"].__set__: _require_grad,
         Tensor.requires_grad_: _require_grad,
         torch.full_like: _full_like,
         F.embedding: _embedding,
@@ -284,7 +276,7 @@ special.update(
         torch.autograd.grad: _grad,
         Tensor.share_memory_: _refused("cannot be shared by forked processes; make each its own, or train in one"),
         Tensor.set_: _set,
-        Tensor.resize_: _refused("is resized by emb.weight.data = rows, of as many rows as it is to have"),
-        Tensor.resize_as_: _refused("is resized by emb.weight.data = rows, of as many rows as it is to have"),
+        Tensor.resize_: _resize,
+        Tensor.resize_as_: _resize,
     }
 )

@@ -197,7 +197,7 @@ class Handle(PendingGradient):
                 if type(tensor) is Tensor:
                     tensor.data = kept
                 else:
-                    tensor.part(kept)  # type: ignore[attr-defined]
+                    tensor.detach_from_table(kept)  # type: ignore[attr-defined]
         self._given = []
 
     def convert(self, dtype: torch.dtype) -> None:
