@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from speedtransfer.encoding.codecs import Codec, codec_for
-from speedtransfer.encoding.convert import decode_rows, encode_rows
-from speedtransfer.encoding.rounding import Keys, column_keys, row_keys
+from speedtransfer.encoding import Codec, Keys, codec_for, column_keys, decode_rows, encode_rows, row_keys
 from speedtransfer.tables import Table
 from speedtransfer.tables.chunks import row_chunks
 from speedtransfer.tables.page_advice import read_ahead

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from speedtransfer.checkpoint.plain_data import Keep
 from speedtransfer.checkpoint.reading import TensorReader
-from speedtransfer.encoding.codecs import codec_named
-from speedtransfer.encoding.convert import decode_rows
+from speedtransfer.encoding import codec_named, decode_rows
 from speedtransfer.rows import Rows
 from speedtransfer.tables.chunks import row_chunks
 from speedtransfer.tables.files import SAFE_NAMES

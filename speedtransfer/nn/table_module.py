@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from speedtransfer.encoding.codecs import check_dtypes
+from speedtransfer.encoding import check_dtypes
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.tracing import refuse_to_record, unrecorded

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.idle import Rule
-from speedtransfer.idle.lag import Lag
+from speedtransfer.idle import Lag, Rule
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.optim.probe import STEPS, PlaneSpec, probe_optimizer
