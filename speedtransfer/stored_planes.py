@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from speedtransfer.cuda import wait_until_filled
 from speedtransfer.encoding import Codec, Keys, codec_for, column_keys, decode_rows, encode_rows, row_keys
-from speedtransfer.tables import Table
-from speedtransfer.tables.chunks import row_chunks
-from speedtransfer.tables.page_advice import read_ahead
+from speedtransfer.tables import Table, read_ahead, row_chunks
 
 
 class StoredPlanes:
@@ -172,8 +171,7 @@ class StoredPlanes:
         for rows in self._chunks(name):
             for suffix, part in self.encode(name, values(rows)).items():
                 planes[suffix][rows] = part.to(planes[suffix].device)
-        if planes[""].is_cuda:  # engines on other streams know nothing of who filled it
-            torch.cuda.current_stream(planes[""].device).synchronize()
+        wait_until_filled(planes[""])
 
     def _chunk(self, name: str, rows: slice) -> Tensor:
         parts = {suffix: plane[rows] for suffix, plane in self.parts(name).items()}

@@ -123,5 +123,5 @@ def as_engine_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuKernels]:
 
     with monkeypatch.context() as patch:
         patch.setattr(f"{module}.load_kernel", load_kernel)
-        patch.setattr(f"{module}.launch", launch)
+        patch.setattr(f"{module}.launch_kernel", launch)
         yield kernels

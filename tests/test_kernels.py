@@ -10,7 +10,7 @@ import pytest
 import torch
 from cpu_kernels import cpu_kernels, pack
 
-from speedtransfer.cuda.runtime import kernel_source
+from speedtransfer.cuda import kernel_source
 from speedtransfer.engines.mapped import BULK_SLOT_BYTES, MAX_PLANES, pack_plane
 
 SOURCES = sorted(

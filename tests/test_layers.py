@@ -15,9 +15,9 @@ import speedtransfer
 PACKAGE = Path(speedtransfer.__file__).parent
 # Lowest first; modules of one entry may import each other.
 LAYERS = [
-    {"version", "errors"},
-    {"eager", "jit", "progress"},
-    {"buffers", "cuda"},
+    {"errors", "version", "dtypes"},
+    {"system", "jit", "progress", "eager"},
+    {"buffers", "safetensors_io", "cuda"},
     {"engines", "encoding", "idle"},
     {"tables"},
     {"rows", "stored_planes"},
@@ -27,10 +27,8 @@ LAYERS = [
     {"cli"},
     {"__init__", "__main__"},
 ]
-KNOWS_ONLY = {
-    "idle": {"errors", "jit"},
-    "encoding": {"buffers", "errors", "jit"},
-}  # parts that must not see more of the package
+# Parts that must not see more of the package.
+KNOWS_ONLY = {"idle": {"errors", "jit"}, "encoding": {"errors", "buffers", "jit"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -93,6 +91,27 @@ def test_import_starts_no_cuda_and_loads_no_cupy():
     code = "import sys, torch, speedtransfer.speedtorch; print('cupy' in sys.modules, torch.cuda.is_initialized())"
     result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]
+
+
+def test_import_is_light():
+    heavy = ["cupy", "numba", "rich", "typer", "safetensors", "torch._dynamo", "torch.testing"]
+    parts = ["benchmark", "cli", "speedtorch", "word2vec"]
+    names = [*heavy, *(f"speedtransfer.{part}" for part in parts)]
+    code = f"import sys, torch; had = set(sys.modules); import speedtransfer; print({{*{names}}} & ({{*sys.modules}} - had))"
+    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
+
+
+def test_public_face_shows_the_public_names_alone():
+    code = """
+import speedtransfer as st
+assert st.word2vec.train and st.speedtorch.COM
+for name in ("device", "Handle", "Tensor"):
+    assert not hasattr(st, name), name
+print(dir(st) == sorted(st.__all__))
+"""
+    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "True"
 
 
 def test_public_names_are_sorted_and_there():

@@ -16,7 +16,7 @@ import pytest
 
 from speedtransfer.benchmark import measure
 from speedtransfer.benchmark.measure import Case, CaseResult, Group, GroupResult
-from speedtransfer.cuda.runtime import CudaStatus, cuda_status
+from speedtransfer.cuda import CudaStatus, cuda_status
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 SCRIPT = BENCH / "record.py"
@@ -584,7 +584,7 @@ def test_options(record, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(record, "record", lambda *args, archive: asked.append((*args, archive)) or 0)
     found = CudaStatus(True, "", "14.2", "13.0", "13.0", ("NVIDIA Test 1",))
-    monkeypatch.setattr("speedtransfer.cuda.runtime.cuda_status", lambda: found)
+    monkeypatch.setattr("speedtransfer.cuda.cuda_status", lambda: found)
     assert record.main(["here", "--only", "step,tax", "--quick", "--limit", "60", "--total", "90"]) == 0
     assert record.main(["gpu", "--archive", "a.tgz"]) == 0
     assert asked == [

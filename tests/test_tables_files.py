@@ -224,7 +224,7 @@ BAD_ENTRIES = {
     "bool shape": ({"shape": [True, 4]}, "does not match its bytes"),
     "number as shape": ({"shape": 4}, "is no valid .safetensors"),
     "dtype of a list": ({"dtype": ["F32"]}, "is no valid .safetensors"),
-    "huge shape without data": ({"shape": [2**70, 0], "data_offsets": [0, 0]}, "which no array has"),
+    "huge shape without data": ({"shape": [2**70, 0], "data_offsets": [0, 0]}, "a shape that no tensor has"),
 }
 for _name, (_change, _message) in BAD_ENTRIES.items():
     RUBBISH[f"entry with {_name}"] = (

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from speedtransfer.cuda.runtime import cuda_status, resolve_device
-from speedtransfer.tables.memory import physical_bytes
+from speedtransfer.cuda import cuda_status, resolve_device
+from speedtransfer.system import physical_bytes
 from speedtransfer.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from torch import nn
 from speedtransfer.benchmark.kinds import DIM, OURS, PLANES, ROW_BYTES, Kind, kinds
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.errors import DeviceError, HostMemoryError, SpeedtransferError, check_size, format_bytes
-from speedtransfer.tables.memory import physical_bytes
+from speedtransfer.system import physical_bytes
 
 NOTE = (
     "Peaks beyond what the process held before, after training steps that have touched every row; each kind of table in a "

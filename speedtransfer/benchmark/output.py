@@ -11,7 +11,7 @@ from typing import Any
 from speedtransfer.benchmark import html, plots
 from speedtransfer.benchmark.drawing import require_matplotlib
 from speedtransfer.errors import StorageError
-from speedtransfer.tables.files import atomic
+from speedtransfer.system import replace_file
 
 
 class Output:
@@ -72,7 +72,7 @@ class Output:
         return list(self._written)
 
     def _write(self, path: Path, content: bytes) -> None:
-        with atomic(path) as file:
+        with replace_file(path) as file:
             file.write(content)
         self._written[path] = None
 

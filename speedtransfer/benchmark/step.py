@@ -16,7 +16,7 @@ from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.step_idle import HISTORY, QUICK_HISTORY
 from speedtransfer.benchmark.step_training import Batches, Step, fitting
 from speedtransfer.errors import check_size, format_bytes
-from speedtransfer.tables.memory import physical_bytes
+from speedtransfer.system import physical_bytes
 
 NOTE = (
     "Every size sees the same accesses, spread over the whole table. Tables that are compared are in memory at the same time; "

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from speedtransfer.benchmark.measure import synchronize
+from speedtransfer.system import physical_bytes
 from speedtransfer.tables import Table
-from speedtransfer.tables.memory import physical_bytes
 
 _BASE_DIM = 128  # of the float32 table that all others are views of
 _MIX = -7046029254386353131  # 2**64 divided by the golden ratio: makes words that differ of numbers that count up

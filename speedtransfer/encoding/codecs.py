@@ -1,8 +1,8 @@
 """Encode float32 values to fewer bits for a table to store, and decode them.
 
 Every codec takes ``(n, width)`` values to encoded rows and back, one tensor for each part (the part "" is the plane itself,
-".scale" lies beside it). Rounding is stochastic where random bits are given: up or down with the probability that makes the mean
-right, so that updates far below a step of the codec still add up. Without bits it is to the nearest.
+".scale" lies beside it). Rounding is stochastic where random bits are given: up or down with the probability that makes the
+mean right, so that updates far below a step of the codec still add up. Without bits it is to the nearest.
 
 What is stored comes back from a round trip bit for bit, however it is rounded: scales keep just as many digits as leave
 their products with the codes exact.

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
 import logging
 import math
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda.runtime import cuda_status
+from speedtransfer.cuda import cuda_status
 from speedtransfer.engines.base import Engine
-from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
+from speedtransfer.errors import InvalidValueError, SpeedtransferError
+from speedtransfer.system import cache_folder, cpu_model, replace_file
 from speedtransfer.version import __version__
 
 Direction = Literal["gather", "scatter"]
@@ -77,13 +77,6 @@ class Calibration:
         same = [point for point in self.points if point.direction == direction and point.seconds]
         return min(same, key=distance, default=None)
 
-    def seconds(self, direction: Direction, row_bytes: int, num_rows: int) -> float:
-        """Return about how long the fastest engine takes for a call: the nearest point, by the bytes; inf without one."""
-        point = self.nearest(direction, row_bytes, num_rows)
-        if point is None:
-            return math.inf
-        return point.seconds[point.fastest] * (row_bytes * num_rows) / (point.row_bytes * point.num_rows)
-
     def save(self) -> Path:
         """Write the file that :func:`load` finds, whole or not at all, and return its path; StorageError where it cannot."""
         path = file_of(self.machine)
@@ -92,16 +85,10 @@ class Calibration:
             "copy_bytes_per_s": self.copy_bytes_per_s,
             "points": [vars(point) for point in self.points],
         }
-        new = path.with_suffix(f".{os.getpid()}.tmp")
-        try:
+        with contextlib.suppress(OSError):  # where that fails the next line says so
             path.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-            new.replace(path)
-        except OSError as error:
-            raise StorageError(
-                f"the calibration cannot be kept in {str(path.parent)!r} ({error.strerror}); let SPEEDTRANSFER_CACHE name a "
-                "folder that you may write to"
-            ) from error
+        with replace_file(path, "let SPEEDTRANSFER_CACHE name a folder that you may write to") as file:
+            file.write((json.dumps(data, indent=1) + "\n").encode())
         return path
 
 
@@ -120,21 +107,10 @@ def machine_of(device: torch.device) -> dict[str, Any]:
     }
 
 
-def cpu_model() -> str:
-    """Return what the system calls its processor."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def file_of(machine: Mapping[str, Any]) -> Path:
     """Return where the calibration of `machine` is kept: below $SPEEDTRANSFER_CACHE, or the user's cache folder."""
-    folder = os.environ.get("SPEEDTRANSFER_CACHE")
-    if not folder:
-        folder = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speedtransfer")
     name = hashlib.sha256(json.dumps(dict(machine), sort_keys=True).encode()).hexdigest()[:16]
-    return Path(folder) / f"calibration-{name}.json"
+    return cache_folder() / f"calibration-{name}.json"
 
 
 _known: dict[torch.device, Calibration | None] = {}
@@ -217,7 +193,7 @@ def calibrate(
                 for _ in range(_SAMPLES):
                     for name, call in right.items():
                         samples[name].append(call.time(direction))
-                seconds = {name: median(values) for name, values in samples.items()}
+                seconds = {name: float(np.median(values)) for name, values in samples.items()}
                 point = Point(direction, size, count, seconds)
                 result.points.append(point)
                 if progress is not None:
@@ -282,7 +258,7 @@ def _copy_rate(plane: Tensor, device: torch.device) -> float:
         there.copy_(part, non_blocking=True)
         _synchronize(device)
         samples.append(time.perf_counter() - start)
-    return len(part) / median(samples)
+    return len(part) / float(np.median(samples))
 
 
 def _synchronize(device: torch.device) -> None:

@@ -16,7 +16,7 @@ from speedtransfer.nn.bag import EmbeddingBag
 from speedtransfer.nn.embedding import Embedding
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.optim import Handle
-from speedtransfer.tables.memory import physical_bytes
+from speedtransfer.system import physical_bytes
 
 _OURS: dict[type[TableModule], type[nn.Module]] = {Embedding: nn.Embedding, EmbeddingBag: nn.EmbeddingBag}
 _OF_OURS = {"_handle", "idle"}  # attributes of a table module that one of torch.nn does not have

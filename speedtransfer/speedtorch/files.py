@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, StorageError
-from speedtransfer.tables.chunks import row_chunks
-from speedtransfer.tables.files import atomic
-from speedtransfer.tables.page_advice import read_ahead
-from speedtransfer.tables.types import PathLike
+from speedtransfer.system import replace_file
+from speedtransfer.tables import PathLike, plane_chunks
 
 
 def npy_path(path: PathLike) -> Path:
@@ -45,11 +43,10 @@ def write_npy(path: Path, tensors: list[Tensor], stacked: bool) -> None:
         raise InvalidTypeError("NumPy has no bfloat16 and so no .npy file of it; use saveTorch, or another datatype")
     kind = np.dtype(str(dtype).removeprefix("torch."))
     fields = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False}
-    with atomic(path) as file:
+    with replace_file(path) as file:
         np.lib.format.write_array_header_1_0(file, {**fields, "shape": (len(tensors), *shape) if stacked else shape})
         for tensor in tensors:
-            for rows in row_chunks(len(tensor), tensor[:1].numel() * tensor.element_size()):
-                read_ahead(tensor[rows])
+            for rows in plane_chunks(tensor):
                 if tensor[rows].numel():
                     file.write(tensor[rows].cpu().contiguous().view(torch.uint8).numpy().data.cast("B"))
 
@@ -80,7 +77,7 @@ def read_npy(path: PathLike, writable: bool = False) -> np.ndarray:
 def write_torch(path: PathLike, value: Tensor | list[Tensor]) -> None:
     """Write tensors by torch.save; an old file stays whole until the end."""
     on_host = [tensor.cpu() for tensor in value] if isinstance(value, list) else value.cpu()
-    with atomic(Path(path)) as file:
+    with replace_file(Path(path)) as file:
         torch.save(on_host, file)
 
 

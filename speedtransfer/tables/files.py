@@ -1,45 +1,27 @@
 """Tables in files: `.npy` and `.safetensors`, read and written in chunks or mapped in place.
 
-`safetensors` and NumPy both want the whole array in memory to write it; a header is small, so ours is written here and the
-rows stream after it. Data begins at a multiple of 64 bytes, so that a mapped row is as well aligned as one in memory.
+The rows stream after a header. They begin at a multiple of 64 bytes, so that a mapped row is as well aligned as one in memory.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from io import BufferedWriter, BytesIO
+from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer import safetensors_io
+from speedtransfer.dtypes import NUMPY_OF_TORCH, SAFETENSORS_DTYPES, TABLE_DTYPES, TORCH_OF_NUMPY
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError, suggest
+from speedtransfer.system import replace_file
 
-_SAFE_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
-SAFE_NAMES = {dtype: name for name, dtype in _SAFE_DTYPES.items()}
-NUMPY_DTYPES = {torch.empty(0, dtype=d).numpy().dtype: d for d in SAFE_NAMES if d != torch.bfloat16}
-_NUMPY_NAMES = {d: n for n, d in NUMPY_DTYPES.items()}
-_ALIGN = 64
 _MAX_SIZE = 2**63 - 1
-_MAX_HEADER_BYTES = 100_000_000  # as the safetensors library itself
-CHUNK_BYTES = 1 << 24
 
 
 def check_suffix(path: Path, dtype: torch.dtype) -> None:
@@ -48,7 +30,7 @@ def check_suffix(path: Path, dtype: torch.dtype) -> None:
         raise InvalidValueError(
             f"path {str(path)!r} ends in {path.suffix!r} but a table is .npy or .safetensors; rename it"
         )
-    if path.suffix == ".npy" and dtype not in _NUMPY_NAMES:
+    if path.suffix == ".npy" and dtype not in NUMPY_OF_TORCH:
         raise InvalidTypeError(f"{dtype} has no .npy form (path {str(path)!r}); use a path that ends in .safetensors")
 
 
@@ -56,13 +38,10 @@ def _header(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> bytes:
     check_suffix(path, dtype)
     if path.suffix == ".npy":
         buffer = BytesIO()
-        fields = {"descr": np.lib.format.dtype_to_descr(_NUMPY_NAMES[dtype]), "fortran_order": False, "shape": shape}
+        fields = {"descr": np.lib.format.dtype_to_descr(NUMPY_OF_TORCH[dtype]), "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(buffer, fields)  # pads to 64 bytes by itself
         return buffer.getvalue()
-    num_bytes = math.prod(shape) * dtype.itemsize
-    text = json.dumps({"weight": {"dtype": SAFE_NAMES[dtype], "shape": list(shape), "data_offsets": [0, num_bytes]}})
-    text += " " * (-(8 + len(text)) % _ALIGN)
-    return len(text).to_bytes(8, "little") + text.encode()
+    return safetensors_io.header_bytes(safetensors_io.make_header([("weight", dtype, shape)]))
 
 
 def create(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -80,38 +59,11 @@ def create(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> None:
 def write(path: Path, rows: Iterator[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Write CPU `rows` (chunks of a ``shape`` table, in order) to `path`: the old file stays whole until the new one is."""
     header = _header(path, shape, dtype)
-    with atomic(path) as file:
+    with replace_file(path) as file:
         file.write(header)
         for chunk in rows:
             if chunk.numel():
                 file.write(chunk.contiguous().view(torch.uint8).numpy().data.cast("B"))
-
-
-@contextmanager
-def atomic(path: Path) -> Iterator[BufferedWriter]:
-    """Open a temporary file beside `path` for writing; rename it into place once all of it is on the disk."""
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {str(path)!r} ({error.strerror}); choose a folder you may write to"
-        ) from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # mkstemp makes files that only their owner reads
-        os.replace(name, path)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {str(path)!r} ({error.strerror}); free some space or choose another path"
-        ) from error
-    finally:
-        if os.path.exists(name):
-            os.unlink(name)
 
 
 def read_header(path: Path, key: str | None = None) -> tuple[torch.dtype, tuple[int, int], int]:
@@ -130,7 +82,7 @@ def read_header(path: Path, key: str | None = None) -> tuple[torch.dtype, tuple[
             if path.suffix == ".npy":
                 dtype, shape, offset = _read_npy(file)
             elif path.suffix == ".safetensors":
-                dtype, shape, offset = _read_safetensors(file, size, path, key)
+                dtype, shape, offset = _read_safetensors(file, path, key)
             else:
                 check_suffix(path, torch.float32)
     except SpeedtransferError:  # first: some are an OSError as well
@@ -158,46 +110,42 @@ def _read_npy(file: BinaryIO) -> tuple[torch.dtype, tuple[int, ...], int]:
     shape, fortran, dtype = reader(file)
     if fortran:
         raise InvalidValueError(f"{file.name!r} is in Fortran order but rows must be contiguous; save a C-ordered copy")
-    if dtype not in NUMPY_DTYPES:
+    if dtype not in TORCH_OF_NUMPY:
         raise InvalidTypeError(f"{file.name!r} holds {dtype} but a table holds floats or integers; convert it first")
-    return NUMPY_DTYPES[dtype], shape, file.tell()
+    return TORCH_OF_NUMPY[dtype], shape, file.tell()
 
 
-def _read_safetensors(
-    file: BinaryIO, size: int, path: Path, key: str | None
-) -> tuple[torch.dtype, tuple[int, ...], int]:
-    length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-        raise StorageError(f"{str(path)!r} is no .safetensors file or is truncated ({size} bytes); write it again")
-    entries: dict[str, Any] = json.loads(file.read(length))
-    if not isinstance(entries, dict):
-        raise TypeError("its header is no JSON object")
-    names = [name for name in entries if name != "__metadata__"]
+def _read_safetensors(file: BinaryIO, path: Path, key: str | None) -> tuple[torch.dtype, tuple[int, ...], int]:
+    header, offset = safetensors_io.read_header(file, path)
+    names = [name for name in header if name != safetensors_io.METADATA]
     if key is None:
         key = names[0] if len(names) == 1 else "weight"
     if key not in names:
         raise InvalidValueError(f"{str(path)!r} has no tensor {key!r}{suggest(key, names or ['none'])} (argument key)")
-    entry = entries[key]
-    begin, end = entry["data_offsets"]
-    if entry["dtype"] not in _SAFE_DTYPES:
-        raise InvalidTypeError(f"tensor {key!r} of {str(path)!r} is {entry['dtype']}; a table holds floats or integers")
-    dtype, shape = _SAFE_DTYPES[entry["dtype"]], tuple(entry["shape"])
-    whole = all(type(n) is int and n >= 0 for n in (begin, end, *shape))
-    if not whole or end - begin != math.prod(shape) * dtype.itemsize:
-        raise StorageError(f"{str(path)!r}: shape {shape} of tensor {key!r} does not match its bytes; write it again")
-    return dtype, shape, 8 + length + begin
+    kind = header[key]["dtype"]
+    if SAFETENSORS_DTYPES.get(kind) not in TABLE_DTYPES:
+        raise InvalidTypeError(f"tensor {key!r} of {str(path)!r} is {kind}; a table holds floats or integers")
+    dtype, shape, begin, _ = safetensors_io.check_entry(header[key])
+    return dtype, shape, offset + begin
 
 
 def open_mapped(path: Path, writable: bool, key: str | None = None) -> tuple[Tensor, np.memmap | None]:
     """Return the table at `path` as a tensor over the mapped file, and the map; `writable`: changes go to the file."""
     dtype, shape, offset = read_header(path, key)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes == 0:
-        return torch.zeros(shape, dtype=dtype, device="cpu"), None
     try:
         # "c" maps privately: torch wants writable memory, and the file stays as it is.
-        data = np.memmap(path, dtype=np.uint8, mode="r+" if writable else "c", offset=offset, shape=(num_bytes,))
+        return map_tensor(path, offset, shape, dtype, "r+" if writable else "c")
     except OSError as error:
         raise StorageError(f"cannot map {str(path)!r} ({error.strerror}); check that you may write to it") from error
+
+
+def map_tensor(
+    file: Path | BinaryIO, offset: int, shape: tuple[int, ...], dtype: torch.dtype, mode: Literal["r+", "c"]
+) -> tuple[Tensor, np.memmap | None]:
+    """Return a tensor over a part of a file, and the map, which is None where there is nothing to map."""
+    num_bytes = math.prod(shape) * dtype.itemsize
     with torch.inference_mode(False):  # an inference tensor could never be trained
+        if num_bytes == 0:
+            return torch.zeros(shape, dtype=dtype, device="cpu"), None
+        data = np.memmap(file, np.uint8, mode, offset, (num_bytes,))
         return torch.from_numpy(data.view(np.ndarray)).view(dtype).view(shape), data

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.dtypes import TORCH_OF_NUMPY
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.tables.files import NUMPY_DTYPES
 
 CONVERTIBLE = {torch.float32, torch.float16, torch.bfloat16}  # into each other, by every engine
 
@@ -82,7 +82,7 @@ def tensor_of(array: Any, what: str = "array") -> Tensor:
     except ValueError:
         raise InvalidValueError(f"{what} is a ragged sequence but needs one shape; make all rows as long") from None
     native = array.dtype.newbyteorder("=")
-    if native not in NUMPY_DTYPES:
+    if native not in TORCH_OF_NUMPY:
         raise InvalidTypeError(f"{what} has dtype {array.dtype} but a table holds floats or integers; convert it first")
     flags = array.flags
     if not (flags.c_contiguous and flags.aligned and flags.writeable and array.dtype.isnative):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.tables.files import atomic
+from speedtransfer.system import replace_file
 from speedtransfer.word2vec.evaluation import Analogies, Section, Similarity, load_set
 from speedtransfer.word2vec.evaluation import evaluate as measure
 from speedtransfer.word2vec.formats import find_format
@@ -60,7 +60,7 @@ def evaluate(
     results = [measure(known, one, restrict) for one in loaded]
     if json_file is not None:
         facts = {"vectors": str(vectors), "restrict": restrict, "sets": [result.as_dict() for result in results]}
-        with atomic(json_file) as file:
+        with replace_file(json_file) as file:
             file.write((json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode())
     console = Console(soft_wrap=True, highlight=False, markup=False)
     pairs = [result for result in results if isinstance(result, Similarity)]

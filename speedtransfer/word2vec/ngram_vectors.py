@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import numpy as np
 import safetensors
+import torch
 
 from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.safetensors_io import header_bytes, make_header
+from speedtransfer.system import replace_file
 from speedtransfer.tables import files, row_chunks
 from speedtransfer.word2vec.subwords import check_ngrams, hash_word
 
@@ -72,15 +74,9 @@ class NgramVectors:
             The file cannot be written.
         """
         path = _check_suffix(path)
-        num_bytes = 4 * self.matrix.size
-        header = {
-            "__metadata__": {"format": _FORMAT, "min_n": str(self.min_n), "max_n": str(self.max_n)},
-            "ngrams": {"dtype": "F32", "shape": list(self.matrix.shape), "data_offsets": [0, num_bytes]},
-        }
-        text = json.dumps(header)
-        text += " " * (-(8 + len(text)) % 64)  # rows of a mapped file are then as well aligned as in memory
-        with files.atomic(path) as file:
-            file.write(len(text).to_bytes(8, "little") + text.encode())
+        facts = {"format": _FORMAT, "min_n": str(self.min_n), "max_n": str(self.max_n)}
+        with replace_file(path) as file:
+            file.write(header_bytes(make_header([("ngrams", torch.float32, self.matrix.shape)], facts)))
             for rows in row_chunks(len(self.matrix), 4 * self.matrix.shape[1]):
                 file.write(self.matrix[rows].astype("<f4", copy=False).tobytes())
 

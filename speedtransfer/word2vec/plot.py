@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from speedtransfer.errors import InvalidValueError, check_size
-from speedtransfer.tables.files import atomic
+from speedtransfer.system import replace_file
 from speedtransfer.word2vec.extras import MissingPackageError as MissingPackageError
 from speedtransfer.word2vec.extras import import_extra
 from speedtransfer.word2vec.layout import neighbour_map, spread_labels
@@ -76,7 +76,7 @@ def plot(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # one for every letter the font lacks
         _draw(figure, [vectors.words[row] for row in rows], neighbour_map(vectors.matrix[rows]), num_bold, title)
-        with atomic(path) as file:
+        with replace_file(path) as file:
             figure.savefig(file, format="png")
 
 

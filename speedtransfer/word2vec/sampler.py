@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import HostMemoryError, InvalidValueError, check_size, format_bytes
+from speedtransfer.system import physical_bytes
 from speedtransfer.tables import UniqueRows, unique_rows
-from speedtransfer.tables.memory import physical_bytes
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
 GROUP_WORDS = 512  # words that share their negatives: one matrix product

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
-from speedtransfer.tables.files import atomic
+from speedtransfer.system import replace_file
 
 _CHUNK_WORDS = 1 << 18
 _COUNT_DIGITS = 19  # of the largest int64
@@ -204,7 +204,7 @@ class Vocabulary:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a line ``word count`` a word, which gensim reads as `fvocab`; the old file stays whole until the end."""
-        with atomic(Path(path)) as file:
+        with replace_file(Path(path)) as file:
             for word, count in zip(self.words, self.counts.tolist(), strict=True):
                 file.write(f"{word} {count}\n".encode())
 

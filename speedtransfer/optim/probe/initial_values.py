@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.probe.trajectories import ROWS, STEPS, InitialValue, close, sparse_gradient
 from speedtransfer.optim.probe.trial import Seen, StateError, Trial
-from speedtransfer.tables.files import SAFE_NAMES
 
 # The initial values of the state that follows the rows, by name, and the names of the other state.
 Found = tuple[dict[str, InitialValue], set[str]]
@@ -86,7 +86,7 @@ def _seen(
             raise StateError(
                 f"its state {name!r} is {shape} for {ROWS} rows and {other} for {ROWS - 1}, not one entry a row, rows first"
             )
-        if entry.value.dtype not in (*SAFE_NAMES, torch.bool):
+        if entry.value.dtype not in (*TABLE_DTYPES, torch.bool):
             raise StateError(f"its state {name!r} is {entry.value.dtype}, which no table can hold")
         follow.append(name)
     return seen, follow

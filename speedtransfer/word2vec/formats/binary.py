@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from speedtransfer.errors import StorageError
-from speedtransfer.tables import files
+from speedtransfer.system import replace_file
 from speedtransfer.word2vec.formats.common import HEADER_BYTES, Stored, check_room, check_words, parse_header, reading
 
 _WORD_BYTES = 100_000  # a longer "word" means that the reader is lost
@@ -18,7 +18,7 @@ _BYTES_AT_ONCE = 1 << 20
 def write(path: Path, words: Sequence[str], matrix: np.ndarray, counts: np.ndarray | None = None) -> None:
     """Write as word2vec.c does: a line end after every vector, which readers skip; it has no place for counts."""
     check_words(words, path)
-    with files.atomic(path) as file:
+    with replace_file(path) as file:
         file.write(f"{len(words)} {matrix.shape[1]}\n".encode())
         for word, row in zip(words, matrix, strict=True):
             file.write(b"%b %b\n" % (word.encode(), row.astype("<f4", copy=False).tobytes()))

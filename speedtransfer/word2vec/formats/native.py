@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from speedtransfer.errors import StorageError
-from speedtransfer.tables import files
+from speedtransfer.system import replace_file
 from speedtransfer.word2vec import gensim_bridge
 from speedtransfer.word2vec.formats.common import Stored
 
@@ -18,7 +18,7 @@ check = gensim_bridge.import_gensim
 def write(path: Path, words: Sequence[str], matrix: np.ndarray, counts: np.ndarray | None = None) -> None:
     """Write one file, without the .npy files that gensim puts beside large ones when it is given a name."""
     keyed = gensim_bridge.to_keyed_vectors(list(words), matrix, counts)
-    with files.atomic(path) as file:
+    with replace_file(path) as file:
         keyed.save(file)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import safetensors
+import torch
 
 from speedtransfer.errors import StorageError
+from speedtransfer.safetensors_io import header_bytes, make_header
+from speedtransfer.system import replace_file
 from speedtransfer.tables import files
 from speedtransfer.word2vec.formats.common import ROWS_AT_ONCE, Stored, encode
 
@@ -19,20 +21,12 @@ def write(path: Path, words: Sequence[str], matrix: np.ndarray, counts: np.ndarr
     """Write the tensors `vectors`, `word_ends`, `words` and, where there are counts, `counts`."""
     encoded = [encode(word) for word in words]
     ends = np.cumsum([len(word) for word in encoded], dtype="<i8")
-    num_bytes = sum(map(len, encoded))
-    parts = [("vectors", "F32", list(matrix.shape), matrix.size * 4), ("word_ends", "I64", [len(ends)], ends.nbytes)]
+    parts = [("vectors", torch.float32, matrix.shape), ("word_ends", torch.int64, ends.shape)]
     if counts is not None:
-        parts.append(("counts", "I64", [len(counts)], 8 * len(counts)))
-    parts.append(("words", "U8", [num_bytes], num_bytes))
-    header: dict[str, object] = {"__metadata__": {"format": "speedtransfer word vectors 1"}}
-    offset = 0
-    for name, kind, shape, size in parts:
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header)
-    text += " " * (-(8 + len(text)) % 64)  # rows of a mapped file are then as well aligned as in memory
-    with files.atomic(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text.encode())
+        parts.append(("counts", torch.int64, counts.shape))
+    parts.append(("words", torch.uint8, (sum(map(len, encoded)),)))
+    with replace_file(path) as file:
+        file.write(header_bytes(make_header(parts, {"format": "speedtransfer word vectors 1"})))
         for start in range(0, len(words), ROWS_AT_ONCE):
             file.write(matrix[start : start + ROWS_AT_ONCE].astype("<f4", copy=False).tobytes())
         file.write(ends.tobytes())

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.tables import files
+from speedtransfer.system import replace_file
 from speedtransfer.word2vec.formats.common import (
     HEADER_BYTES,
     ROWS_AT_ONCE,
@@ -27,7 +27,7 @@ def write(
     """Write `matrix` in nine digits, enough to read the same float32 numbers back; text has no place for counts."""
     check_words(words, path)
     line = "%s" + " %.9g" * matrix.shape[1] + "\n"
-    with files.atomic(path) as file:
+    with replace_file(path) as file:
         if header:
             file.write(f"{len(words)} {matrix.shape[1]}\n".encode())
         for start in range(0, len(words), ROWS_AT_ONCE):

@@ -1,0 +1,37 @@
+"""Dtypes under the names that others give them: safetensors, NumPy, and integers of the same size."""
+
+from __future__ import annotations
+
+import torch
+
+# Rows move as bits, under these dtypes by size: torch and CuPy lack operations and names for many small floats and
+# unsigned integers, but not for these.
+INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# By the name in a safetensors file. First those that a table holds, then those that only checkpoints do.
+_OF_TABLES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+SAFETENSORS_DTYPES = {
+    **_OF_TABLES,
+    "BOOL": torch.bool,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+TABLE_DTYPES = frozenset(_OF_TABLES.values())
+
+# Of a table's dtypes, those that NumPy has.
+TORCH_OF_NUMPY = {torch.empty(0, dtype=d).numpy().dtype: d for d in _OF_TABLES.values() if d != torch.bfloat16}
+NUMPY_OF_TORCH = {dtype: name for name, dtype in TORCH_OF_NUMPY.items()}
