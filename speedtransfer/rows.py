@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtransfer.idle.lag import Lag
+from speedtransfer.idle import Lag
 from speedtransfer.progress import ByteProgress
 from speedtransfer.stored_planes import StoredPlanes
 from speedtransfer.tables import Table, row_chunks
