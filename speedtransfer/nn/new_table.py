@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from speedtransfer.encoding.codecs import check_dtypes
+from speedtransfer.encoding import check_dtypes
 from speedtransfer.nn.options import TableOptions
 from speedtransfer.optim import Handle, Rows, install
 from speedtransfer.tables import Table
