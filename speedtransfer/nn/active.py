@@ -41,7 +41,7 @@ class ActiveRows:
             deposit = functools.partial(_deposit, handle, self.ids, self._version, rows)
             self.rows.requires_grad_()
             self.rows.register_post_accumulate_grad_hook(deposit)
-            handle.follow(self.rows, self.ids)
+            handle.track_leaf(self.rows, self.ids)
 
     def add_grad(self, grad: Tensor) -> None:
         """Deposit a gradient written by hand for ``optimizer.step()``, without autograd.
@@ -89,7 +89,7 @@ def activate(
 
     Rows longer than `max_norm` are rescaled first, in the table too. With `training` they are a leaf of autograd.
     """
-    if handle.state is not None and handle.state.in_step:
+    if handle.state is not None and handle.state.running:
         handle.recover()
     table = handle.rows.table
     with torch.no_grad():

@@ -104,7 +104,7 @@ class WeightData(Tensor):
             args, kwargs = tree_map_only(WeightData, lambda data: data.handle.placeholder(), (args, kwargs or {}))
             return func(*args, **kwargs)
         if func.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.alias):
-            return args[0].handle.give(WeightData(args[0].handle))
+            return args[0].handle.track_alias(WeightData(args[0].handle))
         return _with_whole(func, args, kwargs or {})
 
     @classmethod

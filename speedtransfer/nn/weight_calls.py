@@ -38,7 +38,7 @@ def _moved(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _data(weight: Any) -> Tensor:
     handle = handle_of(weight)
-    return handle.whole() if handle.aliased else handle.give(WeightData(handle))
+    return handle.whole() if handle.aliased else handle.track_alias(WeightData(handle))
 
 
 def _set_data(weight: Any, values: Tensor) -> None:

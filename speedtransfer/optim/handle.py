@@ -1,4 +1,20 @@
-"""What ties a parameter to a table: the active rows with their gradient, and the parameter that holds them during a step."""
+"""Tie a parameter to a table: from here the way of a row, from forward to step and back, can be followed.
+
+forward
+    `nn.active.activate` finds the unique ids of a batch. `Rows.read` gathers their rows (`fetch`), decodes them and applies the
+    steps that they have missed (`finish`). They become `ActiveRows.rows`, a leaf of autograd; `nn.lookup.lookup` indexes it.
+backward
+    The hook of that leaf calls `Handle.deposit`, which adds its gradient to the pending one: `ids`, `grad`, `active`.
+step
+    Before it `hooks._load` probes an optimizer that is new to the table (`give_state` adds planes for its state) and calls
+    `Handle.begin_step`: `refresh` reads the active rows again if the table has changed, `RowState.load` puts their state into
+    `optimizer.state`, and `_enter` makes the parameter an ordinary one that holds the active rows and their gradient.
+    The optimizer updates them. After it `hooks._after_step` calls `Handle.end_step`: `RowState.store` writes rows and state
+    (`Rows.write`: encode, scatter, record the step for idle rows), and `_leave` makes the parameter a placeholder again.
+    A step that raises ends in `abort_step`, or in `recover` when the table is used next; neither writes to the table.
+zero_grad
+    ``weight.grad = None`` calls `assign_gradient`, which calls `clear`.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +31,28 @@ from speedtransfer.optim.table_param import as_tensor
 from speedtransfer.rows import Rows
 from speedtransfer.tables import Table
 
-_KEY = "_speedtransfer_handle"  # in the __dict__ of a parameter
+# In the __dict__ of a parameter.
+_KEY = "_speedtransfer_handle"
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 def find_handle(param: Any) -> Handle | None:
-    """Return the handle that `param` belongs to, or None for an ordinary parameter."""
+    """Return the handle of `param`, or None for an ordinary parameter."""
     handle: Handle | None = getattr(param, "__dict__", {}).get(_KEY)
     return handle if handle is not None and handle.param_ref() is param else None
 
 
 def any_handles() -> bool:
-    """Tell whether there is any handle at all (lets the hooks of a process without tables cost nothing)."""
+    """Tell whether there is any handle: without one the hooks do nothing."""
     return len(_handles) > 0
 
 
 class Handle(PendingGradient):
-    """Ties a parameter to a table.
+    """Tie a parameter to a table.
 
-    Outside of a step the parameter stands for the whole table (`kind` says how), and the active rows and their gradient are
-    kept here. In the step of an optimizer it is an ordinary ``nn.Parameter``: its data the ``(active, dim)`` rows, its grad
-    their gradient. It never enters autograd.
+    Between steps the parameter is a placeholder for the whole table, of a class that reads and writes the table
+    (`nn.weight.TableWeight`); the active rows and their gradient are kept here. In the step of an optimizer it is an ordinary
+    ``nn.Parameter``: its data the active rows, ``(n, dim)``, its grad their gradient. It never enters autograd.
 
     Parameters
     ----------
@@ -43,32 +60,32 @@ class Handle(PendingGradient):
     requires_grad : bool
         Whether the rows are trained.
     idle : {"auto", "exact", "lazy"}
-        What becomes of rows that a step does not touch.
+        What happens to rows that a step does not touch.
     rows : Rows, optional
-        The way to the rows of `table`; by default they are stored as they are computed with.
+        Reads and writes the rows of `table`; by default without a codec.
     """
 
     def __init__(self, table: Table, requires_grad: bool = True, idle: str = "lazy", rows: Rows | None = None) -> None:
         super().__init__(table, requires_grad, idle, rows)
         _handles.add(self)
 
-    def bind(self, param: nn.Parameter, kind: type[nn.Parameter], parted: bool = False) -> nn.Parameter:
-        """Make `param` the parameter of this handle, a `kind` between steps, and return it.
+    def bind(self, param: nn.Parameter, kind: type[nn.Parameter], release: bool = False) -> nn.Parameter:
+        """Make `param`, whose values the table has, the parameter of this handle, of class `kind` between steps; return it.
 
-        It stays the object that it is, so optimizers and modules that hold it go on to work; its values must be in the table.
-        `parted`: the memory of the table has become another, and the parameter so far keeps the old one.
+        It stays the same object, for optimizers and modules that hold it. `release`: the parameter so far becomes an ordinary
+        one, with the memory that was that of the table.
         """
         old = self.param_ref()
         if old is not None and old is not param:
             old.__dict__.pop(_KEY, None)
-            if parted:
-                old.__class__ = nn.Parameter  # with the memory that was the table's
+            if release:
+                old.__class__ = nn.Parameter
         with as_tensor():
             given, param.grad = param.grad, None
             self.requires_grad = param.requires_grad
         self.param_ref, self._kind = weakref.ref(param), kind
         param.__dict__[_KEY] = self
-        self.show()
+        self.reset_param()
         if given is not None:
             self.assign_gradient(given.to(self.table.device, self.rows.dtype))
         return param
@@ -79,15 +96,16 @@ class Handle(PendingGradient):
             return self.bind(nn.Parameter(self.placeholder(), requires_grad=self.requires_grad), kind)
 
     def whole(self) -> Tensor:
-        """Return all rows, up to date, on the compute device: the memory of the table where `aliased`, else a copy."""
+        """Return all rows, caught up, ``(num_rows, dim)`` on the compute device: an alias of the table if `aliased`, else a copy."""
         self.recover()
         values = self.rows.whole("weight").detach()
-        # Who has the memory may write to it without a trace (NumPy), so that the next step must read its rows again.
+        # Writes to this memory may go unnoticed (NumPy), so that the next step must read its rows again.
         self._exposed = True
         if self.aliased:
-            return self.give(values)
+            return self.track_alias(values)
         try:
-            with torch.inference_mode(False):  # an inference tensor tells of no writes
+            # An inference tensor has no version, which shows writes.
+            with torch.inference_mode(False):
                 moved = values.to(self.table.device, self.rows.dtype)
                 return moved.clone() if moved is values else moved
         except torch.OutOfMemoryError as error:
@@ -97,7 +115,7 @@ class Handle(PendingGradient):
             ) from error
 
     def whole_leaf(self) -> Tensor:
-        """Return all rows as a leaf of autograd; backward deposits the gradient of all of them."""
+        """Return all rows, ``(num_rows, dim)``, as a leaf of autograd; backward deposits the gradient of all of them."""
         if self._whole is not None:
             leaf = self._whole[0]()
             if leaf is not None and self._whole[1] == self.table.version:
@@ -110,12 +128,13 @@ class Handle(PendingGradient):
         def deposit(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             assert grad is not None
-            if handle.requires_grad:  # and not frozen since, where torch drops the gradient too
+            # Frozen since the forward pass: torch drops the gradient too.
+            if handle.requires_grad:
                 handle.deposit_dense(grad)
 
         leaf.register_post_accumulate_grad_hook(deposit)
         self._whole = weakref.ref(leaf), self.table.version
-        self.follow(leaf, None)
+        self.track_leaf(leaf, None)
         return leaf
 
     def store(self, values: Tensor) -> None:
@@ -125,25 +144,32 @@ class Handle(PendingGradient):
         self.rows.load("weight", values.detach())
 
     def take_param(self, param: nn.Parameter, kind: type[nn.Parameter]) -> None:
-        """Make an ordinary parameter the weight, with its values. The one so far is an ordinary one again, or of no use."""
+        """Make an ordinary parameter, with its values, the weight.
+
+        If the table takes over its memory, the weight so far becomes an ordinary parameter; else it can no longer be used.
+        """
         values, grad = param.detach(), self.gradient()
         self.drop_state("another weight was assigned to the module")
         self.clear()
-        parted = self._can_take(values) and len(values) == self.table.num_rows and values.dtype == self.rows.dtype
-        old = self.param_ref()
-        if old is not None and parted:
-            self.param_ref = lambda: None  # it keeps its memory
-        self.set_whole(values)
+        release = self._can_take(values) and len(values) == self.table.num_rows and values.dtype == self.rows.dtype
+        old = self.param_ref() if release else None
         if old is not None:
-            self.param_ref = weakref.ref(old)
-        self.bind(param, kind, parted)
-        if old is not None and parted:
-            old.grad = grad  # others may hold and train it
+            # `set_whole` must not make it show the new memory.
+            self.param_ref = lambda: None
+        try:
+            self.set_whole(values)
+        finally:
+            if old is not None:
+                self.param_ref = weakref.ref(old)
+        self.bind(param, kind, release)
+        if old is not None:
+            # It may still be held, and trained, elsewhere.
+            old.grad = grad
 
     def set_whole(self, values: Tensor) -> None:
-        """Set all rows to `values`, ``(any, dim)``: of another number of rows they make a new table, without state.
+        """Set all rows to `values`, ``(any, dim)``. Another number of rows makes a new table, without state.
 
-        Their device, and where rows are stored as they are computed their dtype, become those of `values`, as in torch.
+        The device of the rows becomes that of `values`, as in torch, and without `storage_dtype` their dtype too.
         """
         table, rows = self.table, self.rows
         if values.dim() != 2 or values.shape[1] != table.dim:
@@ -168,12 +194,11 @@ class Handle(PendingGradient):
             self.move(values.device)
         if not resized and not retyped and self._can_take(values):
             self.rows.catch_up()
-            table.take(
-                "weight", values
-            )  # as torch: what held the memory so far keeps it, and `values` is the weight now
-            self.show()
+            # As in torch: `values` becomes the memory of the weight, and other tensors over the memory so far keep it.
+            table.take("weight", values)
+            self.reset_param()
             return
-        self._part_with_given()
+        self._detach_aliases()
         if resized or retyped:
             dtype = values.dtype if rows.storage_dtype is None else rows.storage_dtype
             made = Table(len(values), table.dim, dtype, table.memory, device=table.device)
@@ -182,15 +207,15 @@ class Handle(PendingGradient):
         self.store(values)
 
     def _can_take(self, values: Tensor) -> bool:
-        """Tell whether the memory of `values` can become that of the table."""
+        """Tell whether `values` can become the memory of the table."""
         ordinary = values.is_contiguous() and not values.is_inference() and type(values) is Tensor
         own = self.table.memory == "pageable" and values.device.type == "cpu"
         own = own or (self.table.memory == "device" and values.device == self.table.device)
         return self.aliased and ordinary and own
 
-    def _part_with_given(self) -> None:
-        """Let tensors over the table keep the values that they have: others are about to be written there."""
-        alive = [tensor for tensor in (reference() for reference in self._given) if tensor is not None]
+    def _detach_aliases(self) -> None:
+        """Give the tensors that alias the table a copy of its values, before others are written there."""
+        alive = [tensor for tensor in (reference() for reference in self._aliases) if tensor is not None]
         if alive:
             kept = self.whole().clone()
             for tensor in alive:
@@ -198,35 +223,34 @@ class Handle(PendingGradient):
                     tensor.data = kept
                 else:
                     tensor.detach_from_table(kept)  # type: ignore[attr-defined]
-        self._given = []
+        self._aliases = []
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Convert the table to `dtype`. The state of its rows goes: an optimizer does not follow such a change either."""
+        """Convert the table to `dtype`, and drop the state of its rows."""
         self.drop_state(f"the table became {dtype}")
         self.rows = self.rows.astype(dtype)
         self.clear()
-        self.show()
+        self.reset_param()
 
     def move(self, device: torch.device) -> None:
         """Make `device` the compute device."""
-        # Planes of state on the device move along, and the optimizer's views of them do not.
+        # Planes of state on the device would move, but not the optimizer's views of them.
         if self.table.memory == "device" and len(self.table.planes) > len(self.rows.parts("weight")):
             self.drop_state(f"the table moved to {device}")
         self.table.to(device)
         if self.ids is not None and self.grad is not None:
-            self.ids, self.grad = self.ids.to(self.table.device), self.grad.to(self.table.device)
-            self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
-        self.show()
+            self._set_gradient(self.ids.to(self.table.device), self.grad.to(self.table.device))
+        self.reset_param()
 
     def replace(self, rows: Rows, reason: str) -> None:
-        """Let the rows be those of another table. The state of the rows goes, and the gradient."""
+        """Use the rows of another table; drop the state of the rows, and the gradient."""
         self.drop_state(reason)
         self.rows = rows
         self.clear()
-        self.show()
+        self.reset_param()
 
     def drop_state(self, reason: str) -> None:
-        """Remove the state of the rows and remember, for the optimizer that had it, why."""
+        """Remove the state of the rows, and keep the reason for the optimizer that had it."""
         if self.state is not None:
             self.rows.catch_up()
             self.state_rows = {}
@@ -237,7 +261,7 @@ class Handle(PendingGradient):
             self.state = None
 
     def check_not_lost(self, optimizer: Any) -> None:
-        """Raise where `optimizer` had state of these rows that is gone."""
+        """Raise if `optimizer` had state of these rows that was dropped."""
         if optimizer in self.lost:
             raise OptimizerError(
                 f"this {type(optimizer).__name__} trained the table of {self} before and its row state is gone: "
@@ -245,20 +269,13 @@ class Handle(PendingGradient):
             )
 
     def __reduce__(self) -> Any:
-        """Pickle the rows, without their state, which is the optimizer's, and without a gradient, as torch does."""
-        memory = "device" if self.table.memory == "device" else "auto"  # a file stays where it is, pinned may not exist
-        arguments = (
-            self.table.torch(),
-            memory,
-            str(self.table.device),
-            self.requires_grad,
-            self.idle,
-            self.rows.pickled(),
-        )
-        return _unpickle, arguments
+        """Pickle the rows without their state, which is the optimizer's, and without a gradient, as torch does."""
+        # The copy uses no file, and may be unpickled where memory cannot be pinned.
+        memory, device = "device" if self.table.memory == "device" else "auto", str(self.table.device)
+        return _unpickle, (self.table.torch(), memory, device, self.requires_grad, self.idle, self.rows.pickled())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
-        # Without the planes of state: a copy of the optimizer, if there is one, brings its own.
+        # Without the planes of state, which a copy of the optimizer has.
         self.rows.catch_up()
         rows = self.rows.copy()
         duplicate = Handle(rows.table, self.requires_grad, self.idle, rows)
@@ -268,11 +285,10 @@ class Handle(PendingGradient):
 
 
 def _shares(values: Tensor, plane: Tensor) -> bool:
-    """Tell whether two dense tensors are over the same memory: not of one storage alone, which a vector of all rows is."""
+    """Tell whether the memory of two dense tensors overlaps; tensors of one storage need not."""
     if values.device != plane.device or not values.is_contiguous() or values.is_meta:
         return False
-    ends = (tensor.data_ptr() + tensor.numel() * tensor.element_size() for tensor in (values, plane))
-    return all(start < end for start, end in zip((plane.data_ptr(), values.data_ptr()), ends, strict=True))
+    return values.data_ptr() < plane.data_ptr() + plane.nbytes and plane.data_ptr() < values.data_ptr() + values.nbytes
 
 
 def _unpickle(

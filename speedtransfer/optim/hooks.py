@@ -122,7 +122,7 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
     if found:
         _end_with_hook(optimizer)
     for handle, group in found:
-        if handle.state is not None and handle.state.in_step:
+        if handle.state is not None and handle.state.running:
             handle.recover()
         if handle.grad is None:
             continue
@@ -140,7 +140,7 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
 def _unload(optimizer: Optimizer) -> None:
     """Undo `_load`: a closure is about to run the model."""
     for handle, _ in state_dicts.handles_of(optimizer):
-        if handle.state is not None and handle.state.in_step and handle.state.optimizer() is optimizer:
+        if handle.state is not None and handle.state.running and handle.state.optimizer() is optimizer:
             if handle.is_changed():
                 raise OptimizerError(
                     f"{type(optimizer).__name__} changed the active rows of {handle} before it called its closure, which "
@@ -200,5 +200,5 @@ def _end_with_hook(optimizer: Optimizer) -> None:
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _forget_closure(optimizer)
     for handle, group in state_dicts.handles_of(optimizer):
-        if handle.state is not None and handle.state.in_step and handle.state.optimizer() is optimizer:
+        if handle.state is not None and handle.state.running and handle.state.optimizer() is optimizer:
             handle.end_step(optimizer, group)

@@ -1,4 +1,4 @@
-"""The gradient of a table from backward to the step that applies it: of the active rows, which it knows and reads."""
+"""Collect the gradient of the active rows, from backward to the step that applies it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim.row_gradient import RowGradient
@@ -15,12 +15,13 @@ from speedtransfer.optim.stepping import Stepping
 from speedtransfer.optim.table_param import as_tensor
 from speedtransfer.tables import unique_rows
 
-_UNTRAINED_STEPS = 100  # of other optimizers, after which a growing gradient is worth a warning
+# Steps of other optimizers after which a gradient that no step takes is worth a warning.
+_UNTRAINED_STEPS = 100
 _steps_made = 0
 
 
 def count_step() -> None:
-    """Take note of a step of any optimizer."""
+    """Count a step of any optimizer."""
     global _steps_made
     _steps_made += 1
 
@@ -37,25 +38,25 @@ class PendingGradient(Stepping):
         state_rows: dict[str, Tensor] | None = None,
         whole: bool = False,
     ) -> None:
-        """Add the gradient of some rows to what the next step will apply.
+        """Add the gradient of some rows to the pending gradient, which the next step applies.
 
         Parameters
         ----------
         ids : Tensor
-            ``(n,)`` int64, sorted, no row twice.
+            ``(n,)`` int64, sorted, unique.
         grad : Tensor
             ``(n, dim)``.
         rows : Tensor, optional
-            ``(n, dim)``, the rows as they were when the table's version was `version`; the step writes to this memory.
+            ``(n, dim)``, the rows as read at version `version` of the table; the step writes to this memory.
         state_rows : dict of str to Tensor, optional
-            Their state, as of then.
+            Their state by plane, each ``(n, *tail)``, as read then.
         whole : bool
-            Whether it is that of a use of all rows, which torch makes dense.
+            Whether it comes from a use of all rows, whose gradient is dense in torch.
         """
-        if self.state is not None and self.state.in_step:
+        if self.state is not None and self.state.running:
             self.recover()
         if self.grad is not None and self._assigned is None and self._discarded():
-            reused = self._followed() is not None
+            reused = self._shown_gradient() is not None
             self.clear()
             self._reused = reused
         self.used_whole = self.used_whole or whole
@@ -66,9 +67,8 @@ class PendingGradient(Stepping):
             self._accumulate(ids, grad, rows, version, state_rows)
 
     def deposit_dense(self, grad: Tensor) -> None:
-        """Add a gradient of all rows, ``(num_rows, dim)``. With lazy idle rows those without any stay idle."""
-        ids, rows = self._rows_of(grad.detach())
-        self.deposit(ids, rows, whole=True)
+        """Add a gradient of all rows, ``(num_rows, dim)``. With lazy idle rows those whose gradient is zero stay idle."""
+        self.deposit(*self._rows_of(grad.detach()), whole=True)
 
     def _accumulate(
         self,
@@ -79,20 +79,22 @@ class PendingGradient(Stepping):
         state_rows: dict[str, Tensor] | None = None,
     ) -> None:
         grad = _writable(grad)
-        shown = self._followed()
+        shown = self._shown_gradient()
         if self.ids is None:
-            self.ids, self.active, self.state_rows, self._version = ids, rows, state_rows or {}, version
+            self.ids, self.grad, self._grad_version = ids, grad, grad._version
+            self.active, self.state_rows, self._version = rows, state_rows or {}, version
         else:
             assert self.grad is not None
             ids, grad = self._merged((self.ids, self.grad), (ids, grad))
-            self.ids, self.active, self.state_rows = ids, None, {}
-        self.grad, self._grad_version, self._reused = grad, grad._version, False
-        if shown is not None:  # as in torch, where a gradient stays the object that it is until it is set to None
+            self._set_gradient(ids, grad)
+        self._reused = False
+        # As in torch, where a gradient stays the same object until it is set to None.
+        if shown is not None:
             shown.ids, shown.rows = ids, grad
         self._warn_untrained()
 
-    def _followed(self) -> RowGradient | None:
-        """Return the gradient that somebody has got from here and holds, if it is still that of the weight."""
+    def _shown_gradient(self) -> RowGradient | None:
+        """Return the object that `gradient` returned, if it is alive and still the gradient of the weight."""
         shown = None if self._shown is None else self._shown()
         return shown if shown is not None and (self._reused or shown.rows is self.grad) else None
 
@@ -104,9 +106,10 @@ class PendingGradient(Stepping):
             return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
 
     def _arrive(self, ids: Tensor, grad: Tensor) -> None:
-        """Add a part of the gradient that hooks will see at the end of the backward that runs, if one does."""
+        """Add a part of the gradient, for hooks to see all of it at the end of the running backward."""
         task = torch._C._current_graph_task_id()
-        if task < 0:  # written by hand
+        # Outside of a backward: written by hand.
+        if task < 0:
             self._finish(ids, grad)
         elif task in self._arriving:
             self._arriving[task] = self._merged(self._arriving[task], (ids, grad))
@@ -116,11 +119,11 @@ class PendingGradient(Stepping):
 
     @torch.no_grad()
     def _finish(self, ids: Tensor, grad: Tensor) -> None:
-        """Run the hooks on the gradient of one backward, and accumulate it between them."""
+        """Run the hooks of the parameter on the gradient of one backward, and accumulate it between them."""
         param = self.param_ref()
         if param is not None and param._backward_hooks:
             shown = RowGradient(self.table.num_rows, ids, grad, sparse=self.sparse and not self.used_whole)
-            ids, grad = self._rows_of(self._hooked(param, shown).detach())
+            ids, grad = self._rows_of(self.hooked(shown).detach())
         self._accumulate(ids, grad)
         if param is not None:
             with as_tensor():
@@ -129,7 +132,7 @@ class PendingGradient(Stepping):
                 hook(param)
 
     def _warn_untrained(self) -> None:
-        """Warn, once, of a gradient that grows while optimizers without this weight step."""
+        """Warn once if the gradient grows while only optimizers without this weight step."""
         if self._waiting_since is None:
             self._waiting_since = _steps_made
         elif _steps_made - self._waiting_since >= _UNTRAINED_STEPS and not self._warned:
@@ -142,26 +145,24 @@ class PendingGradient(Stepping):
             )
 
     def _rows_of(self, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the active rows of a dense gradient and their values."""
+        """Return the active rows (n,) of a gradient ``(num_rows, dim)``, and their gradient (n, dim)."""
         if isinstance(grad, RowGradient):
             return grad.ids, grad.rows
         if grad.is_sparse:
             grad = grad.coalesce()
             return grad.indices()[0], grad.values()
-        if self.rows.lag is not None:  # an idle row and one with a gradient of zero go the same way
-            return torch.arange(len(grad), device=grad.device), grad
-        if grad.shape[1] and bool((grad[:, 0] != 0).all()):  # as that of a softmax over all rows: one column tells
+        # With exact idle rows a zero gradient and none are the same. After a softmax over all rows, where no row is zero, one
+        # column shows that.
+        if self.rows.lag is not None or (grad.shape[1] and bool((grad[:, 0] != 0).all())):
             return torch.arange(len(grad), device=grad.device), grad
         ids = (grad != 0).any(dim=1).nonzero().flatten()
         return ids, grad if len(ids) == len(grad) else grad[ids]
 
     def hooked(self, grad: Tensor) -> Tensor:
-        """Return what the hooks of the parameter make of the gradient of the whole table."""
+        """Return the gradient of the whole table, ``(num_rows, dim)``, as the hooks of the parameter change it."""
         param = self.param_ref()
-        return grad if param is None or not param._backward_hooks else self._hooked(param, grad)
-
-    def _hooked(self, param: nn.Parameter, grad: Tensor) -> Tensor:
-        for hook in list(param._backward_hooks.values()):  # type: ignore[union-attr]
+        hooks = None if param is None else param._backward_hooks
+        for hook in list((hooks or {}).values()):
             changed = hook(grad)
             if changed is not None:
                 self._check_gradient(changed)
@@ -169,7 +170,7 @@ class PendingGradient(Stepping):
         return grad
 
     def _merged(self, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the rows and the sum of two gradients: in the memory of the first where that has all the rows."""
+        """Return ids and sum of two gradients (ids, gradient), in the memory of the first if it has all their rows."""
         (ids, grad), (more_ids, more) = one, other
         if more_ids.shape == ids.shape and torch.equal(more_ids, ids):
             return ids, grad.add_(more)
@@ -180,15 +181,16 @@ class PendingGradient(Stepping):
         union, position, *_ = unique_rows(torch.cat([ids, more_ids]))
         total = grad.new_zeros(len(union), grad.shape[1])
         total[position[: len(ids)]] = grad
-        total[position[len(ids) :]] += more  # which holds no row twice
+        # `more_ids` are unique.
+        total[position[len(ids) :]] += more
         return union, total
 
     def _discarded(self) -> bool:
-        """Tell whether the gradient deposited before has been set to zero."""
+        """Tell whether the pending gradient was set to zero since it was deposited."""
         grad = self.grad
         if grad is None:
             return True
-        # Clipping and unscaling change a gradient in place too; only zero_grad(set_to_none=False) leaves nothing.
+        # Clipping and unscaling change a gradient in place too; only zero_grad(set_to_none=False) makes it all zero.
         return grad._version != self._grad_version and grad.numel() > 0 and not bool(grad.any())
 
     def gradient(self) -> Tensor | None:
@@ -204,17 +206,18 @@ class PendingGradient(Stepping):
         return shown
 
     def _densified(self, ids: Tensor, grad: Tensor) -> None:
-        """Take over a gradient that somebody has made dense to write to it."""
+        """Use the gradient that `gradient` returned, made dense for a function that writes to it."""
         if self.grad is not None:
-            self._touched, self.ids, self.grad = self.ids, ids, grad
-            self.active, self.state_rows, self._grad_version = None, {}, grad._version
+            self._touched = self.ids
+            self._set_gradient(ids, grad)
 
     def assign_gradient(self, grad: Tensor | None) -> None:
-        """Make `grad` the gradient of the whole table; None: there is none."""
+        """Set the gradient of the whole table to `grad`, ``(num_rows, dim)`` or None."""
         self.recover()
-        if grad is None or grad is self.gradient():
-            if grad is None:
-                self.clear()
+        if grad is None:
+            self.clear()
+            return
+        if grad is self.gradient():
             return
         self._check_gradient(grad)
         given = grad
@@ -222,15 +225,16 @@ class PendingGradient(Stepping):
         if isinstance(grad, RowGradient) or grad.is_sparse:
             self.used_whole = not grad.is_sparse
             again = grad is given and self._shown is not None and given is self._shown() and self.grad is None
-            (self.ids, self.grad), self._touched, self._assigned = self._rows_of(grad), None, None
-            if again and self._cleared is not None:  # put back, by a probe for one
+            self._set_gradient(*self._rows_of(grad))
+            self._touched = self._assigned = None
+            # Cleared and assigned again, by a probe for one.
+            if again and self._cleared is not None:
                 self.used_whole, was_assigned, self._touched = self._cleared
                 self._assigned = self.grad if was_assigned else None
-        else:  # others may write to this memory before the step, which finds out what rows there are
+        else:
+            # The caller may write to this memory before the step, which looks for the active rows.
             self._assigned, self.used_whole = grad, True
             self._use_assigned()
-        assert self.grad is not None
-        self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
 
     def _check_gradient(self, grad: Any) -> None:
         shape = (self.table.num_rows, self.table.dim)
@@ -246,7 +250,7 @@ class PendingGradient(Stepping):
             )
 
     def clear(self) -> None:
-        """Forget the gradient and the active rows."""
+        """Set the gradient to None and forget the active rows."""
         if self.grad is not None:
             self._cleared = self.used_whole, self._assigned is not None, self._touched
         self.ids = self.grad = self.active = self._touched = None
@@ -255,6 +259,6 @@ class PendingGradient(Stepping):
 
 
 def _writable(grad: Tensor) -> Tensor:
-    """Return a gradient that can be written in place: not one number that stands for many."""
+    """Return a gradient that can be written in place: a copy of one that is expanded."""
     expanded = grad.layout == torch.strided and not isinstance(grad, RowGradient) and 0 in grad.stride()
     return grad.clone(memory_format=torch.contiguous_format) if expanded else grad

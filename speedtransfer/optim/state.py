@@ -1,4 +1,4 @@
-"""State per row: planes of the table that an optimizer sees, for the active rows, as its ordinary state."""
+"""Keep optimizer state per row in planes of the table; in a step the optimizer finds that of the active rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,20 @@ from speedtransfer.rows import Rows
 from speedtransfer.tables import row_chunks
 
 
+class _Step(NamedTuple):
+    """A running step: the frame that runs it and its thread, `optimizer.state`, and whether that had no state of the rows."""
+
+    frame: FrameType | None
+    thread: int
+    mapping: Any
+    first: bool
+
+
 class RowState:
-    """The state that one optimizer keeps for the rows of one table.
+    """The state of one optimizer for the rows of one table.
 
     Between steps ``optimizer.state[param]`` holds the whole planes as views, so ``optimizer.state_dict()`` is that of a dense
-    optimizer; during a step it holds the rows of the active ids. What is shared by all rows (`step`, ...) stays as it is.
+    optimizer; in a step it holds the state of the active rows. What all rows share (`step`, ...) stays as it is.
 
     Parameters
     ----------
@@ -35,15 +44,15 @@ class RowState:
         The parameter of the rows.
     optimizer : Optimizer
     specs : dict of str to PlaneSpec
-        Its state per row.
+        The state per row, by name.
     rule : Rule, optional
-        What its steps do to idle rows, which lag behind then.
+        What its steps do to idle rows, which catch up later.
     sparse : bool
-        Whether a step finds a sparse gradient over the active rows.
+        Whether steps get a sparse gradient.
     from_sparse : bool
         Whether the module was made with ``sparse=True``.
     owner : object
-        Whatever holds `rows` as long as the table is used by it.
+        The object that keeps `rows` alive.
     """
 
     def __init__(
@@ -58,18 +67,20 @@ class RowState:
         owner: object = None,
     ) -> None:
         self.rows, self.sparse, self._from_sparse = rows, sparse, from_sparse
-        # Neither may be kept alive by the state of the rows, which the parameter holds.
+        # Weak, as the parameter holds this object.
         self.optimizer, self._param = weakref.ref(optimizer), weakref.ref(param)
-        self.in_step = False  # from load to store; still True at the next load: the step between failed
-        self._step: tuple[FrameType, int] | None = None  # the frame that is in the step, and its thread
-        self._assumed: dict[str, Any] | None = None  # hyperparameters with which idle rows stay as they are
+        # Set from `load` to `store`; still set afterwards if the step failed.
+        self.running: _Step | None = None
+        # Hyperparameters with which the optimizer leaves idle rows alone.
+        self._assumed: dict[str, Any] | None = None
+        # By name of the state: its spec, the name of its plane, and the view of the whole plane or its placeholder.
         self._specs: dict[str, PlaneSpec] = {}
-        self._planes: dict[str, str] = {}  # names of the planes, by those of the state
-        self._views: dict[str, Any] = {}  # views of whole planes, or placeholders
-        self._shared: set[str] = set()  # tensors of state that are known to follow no rows
-        self._mapping: Any = None  # optimizer.state as of the last load; load_state_dict makes another
-        self._first = True  # there was no state in it
-        self._fresh = True  # no row has been stored yet
+        self._planes: dict[str, str] = {}
+        self._views: dict[str, Any] = {}
+        # Names of tensors of state that are not per row.
+        self._shared: set[str] = set()
+        # Whether no row has been stored yet.
+        self._fresh = True
         self.add({name: spec for name, spec in specs.items() if not spec.late})
         if rule is not None:
             try:
@@ -88,28 +99,28 @@ class RowState:
     # --- planes -------------------------------------------------------------------------------------------------------
 
     def add(self, specs: dict[str, PlaneSpec]) -> None:
-        """Add the planes of `specs` that there are not yet: all of them or, where there is no room, none."""
+        """Add the planes of `specs` that are missing: all of them or, if there is no room, none."""
         added: list[str] = []
         try:
             for name, spec in specs.items():
-                if name not in self._views:
-                    plane = "state.weight" if name == "weight" else name
-                    # Tables have no bool.
-                    self.rows.add(
-                        plane, spec.tail, torch.uint8 if spec.dtype == torch.bool else spec.dtype, spec.initial
-                    )
-                    self._specs[name], self._planes[name] = spec, plane
-                    viewable = self.rows.is_viewable(plane)
-                    self._views[name] = (
-                        self._as_state(name, self.rows.whole(plane)) if viewable else EncodedPlane(self.rows, plane)
-                    )
-                    added.append(name)
+                if name in self._views:
+                    continue
+                plane = "state.weight" if name == "weight" else name
+                # Tables have no bool.
+                dtype = torch.uint8 if spec.dtype == torch.bool else spec.dtype
+                self.rows.add(plane, spec.tail, dtype, spec.initial)
+                self._specs[name], self._planes[name] = spec, plane
+                if self.rows.is_viewable(plane):
+                    self._views[name] = self._as_state(name, self.rows.whole(plane))
+                else:
+                    self._views[name] = EncodedPlane(self.rows, plane)
+                added.append(name)
         except BaseException:
             self._remove(added)
             raise
 
     def _as_state(self, name: str, values: Tensor) -> Tensor:
-        """Return `values` of a plane as the state that they are, without a copy."""
+        """Return `values` of a plane in the dtype of the state, without a copy."""
         return values.view(torch.bool) if self._specs[name].dtype == torch.bool else values
 
     def _remove(self, names: Iterable[str]) -> None:
@@ -124,10 +135,10 @@ class RowState:
         optimizer, param = self.optimizer(), self._param()
         if optimizer is not None and param is not None:
             optimizer.state.pop(param, None)
-        self._mapping, self.in_step, self._step = None, False, None
+        self.running = None
 
     def stored(self, state: dict[str, Any]) -> dict[str, tuple[str, PlaneSpec]]:
-        """Return which entries of the optimizer's `state` are planes of the table: what those are called there, and theirs."""
+        """Return, for the entries of the optimizer's `state` that are planes of the table, name and spec of the plane."""
         names = [name for name, view in self._views.items() if state.get(name) is view]
         return {name: (self._planes[name], self._specs[name]) for name in names}
 
@@ -139,18 +150,18 @@ class RowState:
         )
 
     def adopt(self, optimizer: Optimizer, names: Iterable[str]) -> None:
-        """Take the planes of the state `names`, which have been filled from outside, as what the optimizer has."""
+        """Make planes that a checkpoint has filled the state `names` of the optimizer."""
         put(optimizer.state[self.param], {name: self._views[name] for name in names})
-        self._mapping, self.in_step, self._fresh = None, False, False
+        self.running, self._fresh = None, False
 
-    # --- what idle rows take for granted ------------------------------------------------------------------------------
+    # --- hyperparameters that idle rows depend on ---------------------------------------------------------------------
 
     def assume(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Count on it that, with the hyperparameters `group`, the optimizer leaves idle rows alone."""
+        """Note that the optimizer leaves idle rows alone with the hyperparameters `group`."""
         self._assumed = _switches(optimizer, group)
 
     def is_assumed_otherwise(self, optimizer: Optimizer, group: dict[str, Any]) -> bool:
-        """Tell whether `assume` has been called with hyperparameters of which one was switched on or off since."""
+        """Tell whether a hyperparameter was switched on or off since `assume`."""
         return self._assumed is not None and self._assumed != _switches(optimizer, group)
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -163,27 +174,28 @@ class RowState:
         ids: Tensor | None,
         given: dict[str, Tensor],
     ) -> None:
-        """Put the state of the active rows where the optimizer looks for it.
+        """Put the state of the active rows into `optimizer.state`.
 
         Parameters
         ----------
         optimizer : Optimizer
         group : dict
-            That of the parameter.
+            The group of the parameter.
         frame : FrameType
-            Of the function that runs the step.
+            The frame of the function that runs the step.
         ids : Tensor or None
-            ``(n,)``, the active rows; None: all, and the optimizer has the planes themselves.
+            ``(n,)``, the active rows; None: all, and the state is the planes themselves.
         given : dict of str to Tensor
-            Planes of the active rows that came with their weights.
+            State of the active rows by plane, each ``(n, *tail)``, that was read with their weights.
         """
         state = optimizer.state.get(self.param)
         if self.rows.lag is not None:
             self.rows.lag.begin(group, state or {}, self.rows.catch_up)
-        if not state:  # the optimizer makes its own first state, for all keys or none
+        if not state:
+            # The optimizer will make its first state. If there were steps before, its state was cleared.
             if not self._fresh:
                 self.rows.catch_up()
-                self._start_anew(list(self._views))
+                self._reset(list(self._views))
         else:
             found, views = leaves(state), self._views
             if found.keys() != views.keys() | self._shared or any(found[n] is not v for n, v in views.items()):
@@ -193,12 +205,10 @@ class RowState:
                 if not given.keys() >= set(planes.values()):
                     given = self.rows.read(ids, list(planes.values()))
                 put(state, {name: self._as_state(name, given[plane]) for name, plane in planes.items()})
-        self._mapping, self._first = optimizer.state, not state
-        self._step = None if frame is None else (frame, threading.get_ident())
-        self.in_step = True
+        self.running = _Step(frame, threading.get_ident(), optimizer.state, not state)
 
     def store(self, optimizer: Optimizer, group: dict[str, Any], ids: Tensor | None) -> None:
-        """Write the active rows `ids` (n,) and their state into the table; None: all, as `load`."""
+        """Write the active rows `ids` (n,) and their state to the table; None: all, as in `load`."""
         param, rows = self.param, self.rows
         state = optimizer.state.get(param, {})
         found = leaves(state)
@@ -214,15 +224,15 @@ class RowState:
             rows.write(ids, values, step)
         elif all(value.data_ptr() == rows.table.stored(plane).data_ptr() for plane, value in values.items()):
             rows.stepped_in_place(step)
-        else:  # the optimizer has put another tensor in the place of some
+        else:
+            # The optimizer has replaced a tensor.
             rows.write(torch.arange(count, device=param.device), values, step)
         if state:
             put(state, self._views)
-        self.in_step = False
-        self._mapping, self._step, self._fresh = None, None, False
+        self.running, self._fresh = None, False
 
     def _of_plane(self, name: str, values: Tensor, count: int) -> Tensor:
-        """Return the state of `count` active rows as its plane holds it."""
+        """Return the state of `count` active rows, ``(count, *tail)``, in the dtype of its plane; raise if it does not fit."""
         spec = self._specs[name]
         if values.shape != (count, *spec.tail) or values.dtype != spec.dtype:
             raise OptimizerError(
@@ -232,19 +242,20 @@ class RowState:
         return values.view(torch.uint8) if spec.dtype == torch.bool else values
 
     def stepping(self) -> bool:
-        """Tell whether the step that `load` has begun still runs; it may have failed, of which nobody tells."""
-        if self._step is None:
+        """Tell whether the step that `load` has begun still runs: a step that fails may call no hook."""
+        running = self.running
+        if running is None or running.frame is None:
             return False
-        begun, thread = self._step
-        if thread != threading.get_ident():
-            return thread in sys._current_frames()  # its own business, while it lives
+        # In another thread: as long as that lives.
+        if running.thread != threading.get_ident():
+            return running.thread in sys._current_frames()
         frame: FrameType | None = sys._getframe()
-        while frame is not None and frame is not begun:
+        while frame is not None and frame is not running.frame:
             frame = frame.f_back
-        return frame is begun
+        return frame is not None
 
     def steps_in_place(self) -> bool:
-        """Tell whether the optimizer has the planes themselves as its state, so that a step of all rows needs no copies."""
+        """Tell whether the planes themselves are the optimizer's state, so that a step of all rows needs no copies."""
         optimizer = self.optimizer()
         state = None if optimizer is None else optimizer.state.get(self.param)
         if not state or self.sparse or self._fresh:
@@ -253,25 +264,26 @@ class RowState:
         return all(isinstance(view, Tensor) and found.get(name) is view for name, view in self._views.items())
 
     def recover(self, optimizer: Optimizer) -> None:
-        """Undo what a step that failed has left in the optimizer; the table it has not reached."""
-        self.in_step, self._step = False, None
-        state, mapping = optimizer.state.get(self.param), self._mapping
-        self._mapping = None  # it holds the parameter, and so the table
-        if state and optimizer.state is mapping:  # nobody has loaded another state since
-            if self._first:
-                del optimizer.state[self.param]  # made by that step for the active rows only
+        """Restore the optimizer's state after a step that failed."""
+        running, self.running = self.running, None
+        state = optimizer.state.get(self.param)
+        # load_state_dict makes another `optimizer.state`.
+        if running and state and optimizer.state is running.mapping:
+            if running.first:
+                # The step made it for the active rows only.
+                del optimizer.state[self.param]
             else:
                 put(state, self._views)
 
-    # --- state that comes from elsewhere ------------------------------------------------------------------------------
+    # --- loaded state -------------------------------------------------------------------------------------------------
 
-    def _start_anew(self, names: list[str]) -> None:
-        """Fill planes with what untouched rows hold, as where somebody has emptied the optimizer's state."""
+    def _reset(self, names: list[str]) -> None:
+        """Fill planes with their initial values."""
         self._remove(names)
         self.add({name: self._specs[name] for name in names})
 
     def _adopt(self, found: dict[str, Any], optimizer: Optimizer, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy planes that came from a loaded state dict into the table; return what of `given` is still true."""
+        """Copy loaded state into the planes; return `given`, or nothing if it is out of date."""
         if found.keys() - self._views.keys() - self._shared:
             self._learn(found, optimizer)
         foreign = {name: found.get(name) for name, view in self._views.items() if found.get(name) is not view}
@@ -283,10 +295,11 @@ class RowState:
         for name, value in loaded.items():
             check_shape(name, value, self._views[name].shape)
         if loaded or (foreign and not self._fresh):
-            self.rows.catch_up()  # by the state that is about to go
+            # With the state that is about to be replaced.
+            self.rows.catch_up()
             given = {}
         if not self._fresh:
-            self._start_anew([name for name in foreign if name not in loaded])
+            self._reset([name for name in foreign if name not in loaded])
         if loaded:
             self.rows.table.wait()
         for name, value in loaded.items():
@@ -294,17 +307,18 @@ class RowState:
         return given
 
     def _holds_initial(self, name: str, value: Tensor) -> bool:
-        """Tell whether a state is what untouched rows have, as constructors make it (Adagrad): planes hold that already."""
-        start = self._specs[name].initial
-        if start is None:
+        """Tell whether a state has its initial value everywhere (Adagrad's constructor makes that), as the planes do already."""
+        initial = self._specs[name].initial
+        if initial is None:
             return False
-        if 0 in value.stride():  # one number in the shape of all
-            return bool((value[:1] == start).all())
+        # One value expanded.
+        if 0 in value.stride():
+            return bool((value[:1] == initial).all())
         row_bytes = value[:1].numel() * value.element_size()
-        return all(bool((value[rows] == start).all()) for rows in row_chunks(len(value), row_bytes))
+        return all(bool((value[rows] == initial).all()) for rows in row_chunks(len(value), row_bytes))
 
     def _learn(self, found: dict[str, Tensor], optimizer: Optimizer) -> None:
-        """Make planes for state that was not there before: the optimizer makes it late, or a hyperparameter has changed."""
+        """Add planes for new state: the optimizer makes it late, or a hyperparameter has changed."""
         unknown = {name for name in found if name not in self._views and name not in self._shared}
         self._shared |= {name for name in unknown if found[name].dim() == 0}
         if unknown <= self._shared:
@@ -323,12 +337,12 @@ class RowState:
 
 
 def _switches(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, bool]:
-    """Return which hyperparameters are on (not zero): decay, momentum."""
+    """Return which hyperparameters are not zero: weight decay, momentum."""
     return {key: bool(group[key]) for key in optimizer.defaults if isinstance(group.get(key), bool | int | float)}
 
 
 def check_shape(name: str, value: Tensor, shape: Iterable[int]) -> None:
-    """Raise where loaded state does not fit the table."""
+    """Raise unless loaded state has the shape that the table needs."""
     if value.shape != (shape := tuple(shape)):
         raise OptimizerError(
             f"loaded state {name!r} has shape {tuple(value.shape)} but the table needs {shape}; load the state that was saved "

@@ -1,4 +1,4 @@
-"""The parameter of a table in the step of an optimizer: it holds the active rows, and the optimizer their state."""
+"""Lend the parameter of a table to the step of an optimizer: it holds the active rows, and the optimizer their state."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ class Stepping(TableParam):
     """The part of a :class:`Handle` that lends the parameter to a step."""
 
     def begin_step(self, optimizer: Optimizer, group: dict[str, Any], frame: FrameType | None) -> None:
-        """Let the parameter hold the active rows and their gradient, and `optimizer` their state, for a step.
+        """Make the parameter hold the active rows and their gradient, and `optimizer` their state.
 
-        `group` is that of the parameter, `frame` that of the function which runs the step.
+        `group` is the parameter group of the table; `frame` that of the function which runs the step.
         """
         state = self.state
         assert state is not None
         with self.rows.lock:
             self.refresh()
             state.load(optimizer, group, frame, None if self.in_place else self.ids, self.state_rows)
-            if self.active is None:  # a probe has hidden the gradient meanwhile
+            # A probe may have assigned the gradient anew.
+            if self.active is None:
                 self.refresh()
             self._enter(state.sparse)
 
     def end_step(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Write the active rows and their state into the table, and make the parameter idle."""
+        """Write the active rows and their state to the table, and make the parameter a placeholder again."""
         state = self.state
         assert state is not None
         with self.rows.lock:
@@ -43,16 +44,16 @@ class Stepping(TableParam):
                 self.rows.catch_up()
 
     def abort_step(self, optimizer: Optimizer) -> None:
-        """End a step that failed, and undo what it has left in `optimizer`: the table it has not reached."""
+        """End a step that failed and restore the state in `optimizer`; nothing was written to the table."""
         state = self.state
-        if state is not None and state.in_step and state.optimizer() is optimizer:
+        if state is not None and state.running and state.optimizer() is optimizer:
             self._leave()
             state.recover(optimizer)
 
     def recover(self) -> None:
-        """End a step that failed, of which nobody has told."""
+        """End a step that failed without calling a hook, if there is one."""
         state = self.state
-        if state is not None and state.in_step and not state.stepping():
+        if state is not None and state.running and not state.stepping():
             optimizer = state.optimizer()
             if optimizer is not None:
                 self.abort_step(optimizer)
@@ -67,11 +68,11 @@ class Stepping(TableParam):
         self._entered = param._version
 
     def is_changed(self) -> bool:
-        """Tell whether the optimizer has written to the active rows since the step began."""
+        """Tell whether the optimizer has changed the active rows since the step began."""
         return self.param._version != self._entered
 
     def _sparse_gradient(self) -> Tensor:
-        """Return the gradient as a sparse one of the active rows, without that of padding, which torch leaves out too."""
+        """Return the gradient as a sparse tensor over the active rows, without the padding row, as in torch."""
         assert self.ids is not None
         assert self.grad is not None
         if self.used_whole:
@@ -86,40 +87,42 @@ class Stepping(TableParam):
         return sparse_gradient(grad, rows, len(self.ids))
 
     def _leave(self) -> None:
-        """Let the parameter stand for the whole table again. The gradient stays until somebody clears it."""
+        """Make the parameter a placeholder again. The gradient stays until it is cleared."""
         param = self.param
         grad = param.grad
         if grad is None or not grad.is_sparse:
             self.grad = grad
-        self._grad_version = -1 if self.grad is None else self.grad._version
         if self.grad is None:
             self.ids = self._assigned = None
         elif self._assigned is not None:
             self._use_assigned()
+        else:
+            self._grad_version = self.grad._version
         self.active, self.state_rows, self.in_place, self._waiting_since = None, {}, False, None
         assert self._placeholder is not None
         param.grad, param.data = None, self._placeholder
         param.__class__ = self._kind
 
     def _use_assigned(self) -> None:
+        """Take every row of the assigned gradient as active until the step, which looks for zeros."""
         assert self._assigned is not None
-        self.ids, self.grad = torch.arange(len(self._assigned), device=self._assigned.device), self._assigned
-        self._touched = self.ids[:0]
+        ids = torch.arange(len(self._assigned), device=self._assigned.device)
+        self._set_gradient(ids, self._assigned)
+        self._touched = ids[:0]
 
     def refresh(self) -> None:
-        """Read the active rows anew if the table has changed since: a step must not undo what was written meanwhile."""
+        """Read the active rows again if the table has changed since: a step must not undo those writes."""
         if self.ids is None:
             return
         if self._touched is not None and self.rows.lag is None:
             assert self.grad is not None
             touched = (self.grad != 0).any(dim=1)
             touched[self._touched] = True
-            self.ids = touched.nonzero().flatten()
-            self.grad = self.grad[self.ids]
-            self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
+            ids = touched.nonzero().flatten()
+            self._set_gradient(ids, self.grad[ids])
         self._touched = None
         self._exposed, exposed = False, self._exposed
-        exposed = exposed or any(reference() is not None for reference in self._given)
+        exposed = exposed or any(reference() is not None for reference in self._aliases)
         if exposed or self.active is None or self._version != self.table.version:
             self.in_place = self._steps_in_place()
             if self.in_place:
@@ -131,7 +134,7 @@ class Stepping(TableParam):
             self._version = self.table.version
 
     def _steps_in_place(self) -> bool:
-        """Tell whether the next step is one of all rows, which it can take where they are stored."""
+        """Tell whether all rows are active and the step can update them where they are stored."""
         assert self.ids is not None
         every = len(self.ids) == self.table.num_rows > 0
         return every and self.aliased and self.state is not None and self.state.steps_in_place()
