@@ -1,7 +1,7 @@
-"""The rows of a table as an optimizer computes with them: the one way in and out for handles and their state.
+"""Read and write the rows of a table as an optimizer computes with them; handles and optimizer state have no other way.
 
-A plane ("weight", "exp_avg") is one plane of the table, or several where a codec stores it: "weight" and "weight.scale".
-Rows are decoded and encoded on the compute device: the encoded form is what crosses the bus.
+A plane ("weight", "exp_avg") is one plane of the table, or several if a codec encodes it: "weight" and "weight.scale".
+Rows are encoded and decoded on the compute device, so that encoded rows cross the bus.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from speedtransfer.progress import ByteProgress
 from speedtransfer.stored_planes import StoredPlanes
 from speedtransfer.tables import Table, row_chunks
 
-LAST_STEP = "idle.last_step"  # the plane: int32, the last step that each row has taken
+# The plane of the last step that each row has taken, int32.
+LAST_STEP = "idle.last_step"
 
 
 class Rows(StoredPlanes):
-    """Reads and writes rows of a table's planes; its parameters are those of :class:`StoredPlanes`.
+    """Read and write rows of the planes of a table; its parameters are those of :class:`StoredPlanes`.
 
-    A read is two parts: `fetch` gathers rows as they are stored, and may run ahead of their use; `finish` decodes them and,
-    where idle rows lag behind (``idle="exact"``), applies the steps that they have missed.
+    A read has two parts: `fetch` gathers rows as they are stored, and may run ahead of their use; `finish` decodes them and,
+    with ``idle="exact"``, applies the steps that they have missed.
     """
 
     def __init__(
@@ -41,9 +42,9 @@ class Rows(StoredPlanes):
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def read(self, ids: Tensor, planes: Sequence[str] = ("weight",)) -> dict[str, Tensor]:
-        """Return the rows `ids` (n,), known to be good, of each plane: ``(n, *tail)`` on the compute device.
+        """Return the rows `ids` (n,), not checked, of each plane: ``(n, *tail)`` on the compute device.
 
-        They are as after all steps so far: where some lag behind, those of every plane come along.
+        They are caught up with all steps so far. If some may have missed steps, the rows of every plane are returned.
         """
         if not self.lag:
             return self.finish(self.fetch(ids, planes))
@@ -51,11 +52,11 @@ class Rows(StoredPlanes):
             return self.finish(self.fetch(ids, tuple(self._codecs)))
 
     def fetch(self, ids: Tensor, planes: Sequence[str]) -> dict[str, Tensor]:
-        """Gather the rows `ids` (n,), known to be good, as they are stored; on any thread and stream."""
+        """Gather the rows `ids` (n,), not checked, as they are stored; on any thread and stream."""
         return self.table.read(ids, planes if self._as_stored else self._stored_names(planes))
 
     def finish(self, fetched: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Decode the rows that `fetch` has returned, and catch up those that came with their last step."""
+        """Decode the rows that `fetch` returned, and catch them up if their last step was fetched too."""
         rows = fetched
         if not self._as_stored:
             rows = {name: self.decode(name, self._parts_of(name, fetched)) for name in self._codecs if name in fetched}
@@ -65,15 +66,16 @@ class Rows(StoredPlanes):
         return rows
 
     def write(self, ids: Tensor, rows: dict[str, Tensor], step: Any = None) -> None:
-        """Set the rows `ids` (n,), none twice, of each plane to ``(n, *tail)`` values on the compute device.
+        """Set the rows `ids` (n,), unique, of each plane to ``(n, *tail)`` values on the compute device.
 
-        Encoded planes are rounded stochastically, every write anew. `step`: what the step that made the values does to idle
-        rows, recorded once they are written.
+        Encoded planes are rounded stochastically, with new random numbers at each write. `step`: the effect on idle rows of
+        the step that made the values, recorded once they are written.
         """
         if self.lag is None:
             self._write(ids, rows)
             return
-        with self.lock:  # the record last: where the write fails there was no step
+        # The record last: if the write fails there was no step.
+        with self.lock:
             if step is not None:
                 self._mark_steps()
             if LAST_STEP in self._codecs:
@@ -94,26 +96,25 @@ class Rows(StoredPlanes):
         self._count += 1
 
     def lookup(self, index: Any) -> Tensor:
-        """Return the weights of any index, as `Table.gather` takes it, as they are stored: ``(*index.shape, dim)``."""
-        # A thread that evaluates must not write the rows that another one trains, be it to bring them up to date.
+        """Return the weights at any index that `Table.gather` takes, ``(*index.shape, dim)``; no row may have missed steps."""
+        # A thread that evaluates must not write rows that another one trains, not even to catch them up.
         if self.plain:
-            return self.table.gather(index, settle=False)
-        rows = self.table.gather(index, self._stored_names(["weight"]), settle=False)
+            return self.table.gather(index, catch_up=False)
+        rows = self.table.gather(index, self._stored_names(["weight"]), catch_up=False)
         flat = {s: part.reshape(-1, part.shape[-1]) for s, part in self._parts_of("weight", rows).items()}
-        return self.decode("weight", flat).resize_(rows["weight"].shape)  # no view: see `buffers.empty`
+        # No view: see `buffers.empty`.
+        return self.decode("weight", flat).resize_(rows["weight"].shape)
 
     # --- idle rows ----------------------------------------------------------------------------------------------------
 
-    @property
-    def lags(self) -> bool:
-        """Whether there may be rows that have missed steps, so that reading the table itself is not enough."""
-        return bool(self.lag)
+    def enable_catch_up(self, lag: Lag, owner: object) -> None:
+        """Let idle rows miss the steps of an optimizer until they are read, by this object or by public methods of the table.
 
-    def let_lag(self, lag: Lag, owner: object) -> None:
-        """Let idle rows lag behind the steps of an optimizer until they are read, while `owner` lives, or longer."""
+        They also catch up after `owner`, which holds this object, is gone.
+        """
         self.lag = lag
-        # Neither may the table hold this object, which holds the table, nor the other way round: a cycle would keep it until
-        # the next gc. So it knows how to catch up by a weak reference, and once `owner` is gone by a copy without the table.
+        # This object holds the table: a strong reference back would be a cycle, which keeps both until the next gc. So the
+        # table has a weak one, and once `owner` is gone a copy of this object that has a weak reference to the table.
         catch_up = weakref.WeakMethod(self.catch_up)
 
         def caught_up(ids: Tensor | None) -> None:
@@ -121,26 +122,28 @@ class Rows(StoredPlanes):
             if method is not None:
                 method(ids)
 
-        self.table._settle_with(caught_up)
+        self.table._catch_up_with(caught_up)
         self._at_end = weakref.finalize(owner, _outlive, self)
         self._at_end.atexit = False
 
-    def drop_lag(self) -> None:
-        """Forget the steps that rows have missed, and which each has taken."""
+    def disable_catch_up(self) -> None:
+        """Forget the steps that rows have missed, and the last step of each."""
         if self.lag is None:
             return
-        self.table._settle_with(None)
-        self._at_end.detach()  # it holds the table
+        self.table._catch_up_with(None)
+        # The finalizer holds the table.
+        self._at_end.detach()
         if LAST_STEP in self._codecs:
             self.drop(LAST_STEP)
         self.lag = None
 
     @torch.no_grad()
     def catch_up(self, ids: Tensor | None = None) -> None:
-        """Write the rows `ids` (n,), none twice, as they are after the steps that they have missed; None: all rows."""
+        """Apply the steps that the rows `ids` (n,), unique, have missed, and write them; None: all rows."""
         if not self.lag:
             return
-        with self.lock:  # also as a whole: steps made meanwhile must not be forgotten at the end
+        # Held for all chunks: steps made meanwhile must not be forgotten at the end.
+        with self.lock:
             if ids is not None:
                 self.write(ids, self.read(ids))
                 return
@@ -150,10 +153,11 @@ class Rows(StoredPlanes):
                 for part in row_chunks(len(table), row_bytes):
                     self.catch_up(torch.arange(part.start, part.stop, device=table.device))
                     bar.advance((part.stop - part.start) * row_bytes)
-            self.lag.forget()  # last: whoever interrupts it finds every row with the steps it has taken
+            # Last: if this is interrupted, each row still has its own last step.
+            self.lag.forget()
 
     def stepped_in_place(self, step: Any) -> None:
-        """Record a step that all rows have taken where they are stored; none had missed any before."""
+        """Record a step that has updated all rows in place; none had missed any before."""
         if self.lag is not None and step is not None:
             with self.lock:
                 self._mark_steps()
@@ -161,13 +165,13 @@ class Rows(StoredPlanes):
                 self.lag.record_for_all()
 
     def _mark_steps(self) -> None:
-        """Add the plane `LAST_STEP` with the first step that idle rows notice; plain SGD makes none."""
+        """Add the plane `LAST_STEP` at the first step that moves idle rows; plain SGD makes no such step."""
         if LAST_STEP not in self._codecs:
             self.add(LAST_STEP, (1,), torch.int32, 0)
 
 
 def _outlive(rows: Rows) -> None:
-    """Have the table catch up its rows without the owner of `rows`, whoever reads it then."""
+    """Have the table catch up by a copy of `rows`, whose owner is gone, with a weak reference to the table."""
     orphan = copy.copy(rows)
     orphan.table = weakref.proxy(rows.table)
-    rows.table._settle_with(orphan.catch_up)
+    rows.table._catch_up_with(orphan.catch_up)

@@ -1,4 +1,4 @@
-"""The planes of a table as they are computed with: which codec stores each, how they start, whole planes in and out."""
+"""Encode the planes of a table: the codec and the initial value of each, and whole planes read and written."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from speedtransfer.tables import Table, read_ahead, row_chunks
 
 
 class StoredPlanes:
-    """The part of :class:`~speedtransfer.rows.Rows` that handles whole planes and how they are stored.
+    """The part of :class:`~speedtransfer.rows.Rows` that handles whole planes and their codecs.
 
     Parameters
     ----------
     table : Table
         Its dtype is the one stored.
     storage_dtype : torch.dtype, optional
-        That of `table`, where rows are computed in float32 whatever it is; None: they are computed as they are stored. With
-        int8 a plane of scales is added.
+        The dtype of `table`; rows are computed in float32, and for int8 a plane of scales is added. None: rows are computed in
+        the dtype of the table.
     state_dtype : torch.dtype, optional
-        Of optimizer state that has the width and dtype of the weights: float32, bfloat16, or uint8 for 8-bit blocks. None: as
-        the optimizer makes it.
+        The dtype that optimizer state of the width and dtype of the weights is stored in: float32, bfloat16, or uint8 for
+        8-bit blocks. None: as the optimizer makes it.
     """
 
     def __init__(
@@ -35,36 +35,38 @@ class StoredPlanes:
     ) -> None:
         self.table = table
         self.storage_dtype, self.state_dtype = storage_dtype, state_dtype
-        self.dtype = table.dtype if storage_dtype is None else torch.float32  # that the weights are computed with
+        # The dtype that the weights are computed in.
+        self.dtype = table.dtype if storage_dtype is None else torch.float32
         self._tails: dict[str, tuple[int, ...]] = {}
         self._codecs: dict[str, Codec] = {}
         self._keep_layout("weight", codec_for(table.dim, self.dtype, table.dtype), (table.dim,))
         for suffix, part in self._codecs["weight"].parts.items():
             if suffix and "weight" + suffix not in table.planes:
                 table.add_plane("weight" + suffix, part.width, part.dtype)
-        self._seed, self._count = torch.initial_seed(), 0  # asked for, not drawn: weights must be those of torch.nn
+        # Read, not drawn: the numbers drawn for the weights must be those of torch.nn.
+        self._seed, self._count = torch.initial_seed(), 0
 
     def _keep_layout(self, name: str, codec: Codec | None, tail: tuple[int, ...] = ()) -> None:
-        """Note how a plane is stored; None: it is no more."""
+        """Set the codec of a plane; None: the plane was dropped."""
         if codec is None:
             self._codecs.pop(name, None)
             self._tails.pop(name, None)
         else:
             self._codecs[name], self._tails[name] = codec, tail
-        # Whether every plane is one of the table, two-dimensional and not encoded: then rows move without a look at them.
+        # Whether every plane is a 2-D plane of the table without a codec: then rows need no decoding.
         self._as_stored = all(codec.name == "plain" and len(self._tails[n]) == 1 for n, codec in self._codecs.items())
 
     @property
     def plain(self) -> bool:
-        """Whether the weights are stored as they are computed with."""
+        """Whether the weights are stored without a codec."""
         return self.encoding("weight") == "plain"
 
-    def add(self, name: str, tail: tuple[int, ...], dtype: torch.dtype, start: float | None) -> None:
-        """Add a plane of `tail` values a row, each `start`; None: a copy of the weights."""
+    def add(self, name: str, tail: tuple[int, ...], dtype: torch.dtype, initial: float | None) -> None:
+        """Add a plane of rows of shape `tail` with the value `initial`; None: a copy of the weights."""
         width = math.prod(tail)
         small = self.state_dtype is not None and dtype == self.dtype and width > 1
         codec = codec_for(width, dtype, self.state_dtype if small and self.state_dtype else dtype)
-        first = encode_rows(codec, torch.full((1, width), start or 0.0, dtype=dtype, device="cpu"), None)
+        first = encode_rows(codec, torch.full((1, width), initial or 0.0, dtype=dtype, device="cpu"), None)
         added: list[str] = []
         try:
             for suffix, part in codec.parts.items():
@@ -72,7 +74,7 @@ class StoredPlanes:
                 self.table.add_plane(name + suffix, part.width, part.dtype, fill=fill)
                 added.append(name + suffix)
             self._keep_layout(name, codec, tail)
-            if start is None:
+            if initial is None:
                 self._fill(name, lambda rows: self._chunk("weight", rows))
         except BaseException:
             for plane in added:
@@ -81,16 +83,15 @@ class StoredPlanes:
             raise
 
     def drop(self, name: str) -> None:
-        """Forget a plane."""
+        """Remove a plane."""
         for plane in self._stored_names([name]):
             self.table.drop_plane(plane)
         self._keep_layout(name, None)
 
     def whole(self, name: str) -> Tensor:
-        """Return the whole of a plane, ``(num_rows, *tail)``: what a state dict shows. It lives where the memory is.
+        """Return a whole plane, ``(num_rows, *tail)``, as a state dict shows it, on the device of the memory.
 
-        A view of the raw plane where that has a value in each place, of its dtype; a decoded copy, made in chunks but of
-        four bytes a value, of int8 and 8-bit planes.
+        A view of the table if `is_viewable`; else (int8, 8-bit planes) a float32 copy, decoded in chunks.
         """
         shape = self.shape_of(name)
         if self.is_viewable(name):
@@ -105,46 +106,48 @@ class StoredPlanes:
         return self.table.num_rows, *self._tails[name]
 
     def is_viewable(self, name: str) -> bool:
-        """Tell whether the whole of a plane is a view of the table."""
+        """Tell whether a whole plane can be a view of the table: its codec stores one number for each value."""
         return self._codecs[name].viewable
 
     def load(self, name: str, values: Tensor) -> None:
-        """Set the whole of a plane to ``(num_rows, *tail)`` values of any dtype and device, rounded to the nearest."""
-        if values.layout != torch.strided:  # the momentum of torch's SGD for sparse gradients
+        """Set a whole plane to ``(num_rows, *tail)`` values of any dtype and device, rounded to nearest."""
+        # The momentum of torch's SGD for sparse gradients.
+        if values.layout != torch.strided:
             values = values.to_dense()
         self._fill(name, lambda rows: values[rows])
 
     @torch.no_grad()
     def normal_(self) -> None:
-        """Draw the weights from N(0, 1): with one seed the numbers of ``torch.nn``, whatever they are stored as."""
+        """Draw the weights from N(0, 1): with the same seed the numbers of ``torch.nn``, whatever the codec."""
         if self.plain:
             self.table.normal_()
         else:
             dim = self.table.dim
-            empty = torch.empty(0, dtype=self.dtype, device="cpu")  # whatever the defaults are
+            # With explicit dtype and device: the defaults of torch may be others.
+            empty = torch.empty(0, dtype=self.dtype, device="cpu")
             self._fill("weight", lambda rows: empty.new_empty(rows.stop - rows.start, dim).normal_())
 
-    # --- rows as they are stored --------------------------------------------------------------------------------------
+    # --- codecs --------------------------------------------------------------------------------------
 
     def encoding(self, name: str) -> str:
-        """Return how a plane is stored: "plain", or a name of the form with its dtype and block."""
+        """Return the name of a plane's codec: "plain", or a name with its dtype and block."""
         return self._codecs[name].name
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """Return the raw planes of a logical one by what follows its name: "" for the first, and ".scale"."""
+        """Return the planes of the table that store a plane, by the suffix of their names: "" and ".scale"."""
         return {suffix: self.table.plane(name + suffix) for suffix in self._codecs[name].parts}
 
     def decode(self, name: str, parts: dict[str, Tensor]) -> Tensor:
-        """Return the values, ``(n, *tail)``, of raw rows, each part ``(n, width)``."""
+        """Decode rows, each part ``(n, width)``, to ``(n, *tail)`` values."""
         codec, tail = self._codecs[name], self._tails[name]
         rows = parts[""] if codec.name == "plain" else decode_rows(codec, parts)
         # No view where none is needed: see `buffers.empty`.
         return rows if rows.shape[1:] == tail else rows.view(len(rows), *tail)
 
     def encode(self, name: str, values: Tensor, ids: Tensor | None = None) -> dict[str, Tensor]:
-        """Return ``(n, *tail)`` values as they are stored, each part ``(n, width)``.
+        """Encode ``(n, *tail)`` values, each part ``(n, width)``.
 
-        To the nearest, so that to load the same again gives the same; with `ids` (n,), as a step writes them, stochastically.
+        Rounded to nearest, so that loading a state dict again gives the same; with `ids` (n,), as in a step, stochastically.
         """
         codec, width = self._codecs[name], math.prod(self._tails[name])
         if ids is None:
@@ -158,11 +161,11 @@ class StoredPlanes:
         return encode_rows(codec, flat, Keys(keys, column_keys(width, flat.device)))
 
     def state_dict(self) -> dict[str, int]:
-        """Return what rounding goes on from: the seed and the number of writes."""
+        """Return the state of stochastic rounding: the seed and the number of writes."""
         return {"seed": self._seed, "writes": self._count}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on rounding as the store that `state` was saved from; one that is empty changes nothing."""
+        """Continue rounding from `state`; an empty one changes nothing."""
         self._seed, self._count = int(state.get("seed", self._seed)), int(state.get("writes", self._count))
 
     @torch.no_grad()
@@ -191,14 +194,14 @@ class StoredPlanes:
     # --- copies -------------------------------------------------------------------------------------------------------
 
     def astype(self, dtype: torch.dtype) -> Self:
-        """Return a store over a table of the same kind with the weights as plain `dtype`, and without state."""
+        """Return rows of a new table of the same kind, with the weights in `dtype` without a codec, and without state."""
         made = type(self)(self.table.astype(dtype))
         if not self._codecs["weight"].viewable:
             made._fill("weight", lambda rows: self._chunk("weight", rows))
         return made
 
     def copy(self) -> Self:
-        """Return a store over a copy of the weights as they are stored, without state."""
+        """Return rows of a copy of the table with the same codecs, without state."""
         made = type(self)(self.table.astype(self.table.dtype), self.storage_dtype, self.state_dtype)
         for suffix, plane in self.parts("weight").items():
             if suffix:
@@ -207,17 +210,13 @@ class StoredPlanes:
         return made
 
     def pickled(self) -> dict[str, Any]:
-        """Return what `unpickled` needs, beside a table with the plane of weights."""
+        """Return what `unpickled` needs besides a table with the weight plane."""
         beside = {suffix: plane for suffix, plane in self.parts("weight").items() if suffix}
-        return {
-            "dtypes": (self.storage_dtype, self.state_dtype),
-            "beside": beside,
-            "rounding": self.state_dict(),
-        }
+        return {"dtypes": (self.storage_dtype, self.state_dtype), "beside": beside, "rounding": self.state_dict()}
 
     @classmethod
     def unpickled(cls, table: Table, pickled: dict[str, Any]) -> Self:
-        """Return the store that `pickled` tells of."""
+        """Return the rows that `pickled` describes."""
         made = cls(table, *pickled["dtypes"])
         for suffix, plane in pickled["beside"].items():
             made.table.plane("weight" + suffix).copy_(plane)

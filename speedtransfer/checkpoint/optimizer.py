@@ -53,16 +53,14 @@ def encode_optimizer(optimizer: Optimizer, name: str, keep: Keep) -> dict[str, A
             assert handle.state is not None
             state = optimizer.state.get(handle.param, {})
             planes[number] = handle.state.stored(state)
-            # Out of the way of state_dict(), which would show, and may have to make, the whole of them.
-            taken.append((handle, handle.state, state, dict(state)))
+            # state_dict() would return, and may have to decode, whole planes.
+            taken.append((state, dict(state)))
             for key in planes[number]:
                 del state[key]
-            handle.state = None
         content = dict(optimizer.state_dict())
         content["state"] = {n: dict(v) if isinstance(v, dict) else v for n, v in content["state"].items()}
     finally:
-        for handle, row_state, state, entries in taken:
-            handle.state = row_state
+        for state, entries in taken:
             state.clear()
             state.update(entries)
     states = []

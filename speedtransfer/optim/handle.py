@@ -1,8 +1,9 @@
 """Tie a parameter to a table: from here the way of a row, from forward to step and back, can be followed.
 
 forward
-    `nn.active.activate` finds the unique ids of a batch. `Rows.read` gathers their rows (`fetch`), decodes them and applies the
-    steps that they have missed (`finish`). They become `ActiveRows.rows`, a leaf of autograd; `nn.lookup.lookup` indexes it.
+    `nn.active.activate` finds the unique ids of a batch. `Rows.read` gathers their rows (`fetch`), decodes them and applies
+    the steps that they have missed (`finish`). They become `ActiveRows.rows`, a leaf of autograd, which `nn.lookup.lookup`
+    indexes.
 backward
     The hook of that leaf calls `Handle.deposit`, which adds its gradient to the pending one: `ids`, `grad`, `active`.
 step
@@ -96,7 +97,7 @@ class Handle(PendingGradient):
             return self.bind(nn.Parameter(self.placeholder(), requires_grad=self.requires_grad), kind)
 
     def whole(self) -> Tensor:
-        """Return all rows, caught up, ``(num_rows, dim)`` on the compute device: an alias of the table if `aliased`, else a copy."""
+        """Return all rows, caught up, ``(num_rows, dim)`` on the compute device; if `aliased` over the table's memory."""
         self.recover()
         values = self.rows.whole("weight").detach()
         # Writes to this memory may go unnoticed (NumPy), so that the next step must read its rows again.

@@ -1,4 +1,4 @@
-"""The hooks of torch.optim by which any optimizer trains rows: rows and state in before its step, out after it."""
+"""Hooks of torch.optim that let any optimizer train rows: load rows and their state before its step, store them after it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ def install() -> None:
 
 
 def _guard_steps() -> None:
-    """Have a step that raises end here at once: torch calls no hook then, and the parameter would stay the active rows."""
+    """End a step that raises at once: torch calls no hook then, and the parameter would stay the active rows."""
     Optimizer.profile_hook_step = staticmethod(_guarded(Optimizer.profile_hook_step))  # type: ignore[method-assign]
     kinds: list[type[Optimizer]] = [Optimizer]
     for kind in kinds:
         kinds.extend(kind.__subclasses__())
-        if getattr(vars(kind).get("step"), "hooked", False):  # an optimizer of this class has been made before
+        # Already wrapped by torch: there have been optimizers of this class.
+        if getattr(vars(kind).get("step"), "hooked", False):
             kind.step = _recovering(kind.step)  # type: ignore[method-assign]
 
 
@@ -51,7 +52,8 @@ def _guarded(hooking: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hooking)
     def hook(step: Callable[..., Any]) -> Callable[..., Any]:
         hooked: Any = hooking(step)
-        hooked.hooked = True  # as torch marks what it wraps: trials look for the step within
+        # As torch marks the methods that it wraps: the probe looks for the original step.
+        hooked.hooked = True
         return _recovering(hooked)
 
     return hook
@@ -83,7 +85,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     count_step()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     frame = sys._getframe().f_back
-    # Before the closure runs too, for a step that does not call it; what is no function has another meaning.
+    # Even if there is a closure, which the step need not call. An argument that is not callable is something else.
     if not _load(optimizer, frame) or not callable(closure):
         return None
     wrapped = _closures[optimizer] = _Closure(closure, optimizer, frame)
@@ -93,7 +95,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _Closure:
-    """A closure, which runs forward and backward inside the step: the rows of the gradient are known after it."""
+    """A closure, which runs forward and backward inside the step: the active rows are known after it."""
 
     def __init__(self, closure: Callable[[], Any], optimizer: Optimizer, frame: FrameType | None) -> None:
         self._closure, self._optimizer, self.frame = closure, optimizer, frame
@@ -105,7 +107,7 @@ class _Closure:
         return loss
 
 
-# Of the steps that run. Each holds the frame of its step, which holds it: a cycle, which the end of the step breaks.
+# The closures of running steps. Each holds the frame of its step, which holds it: the end of the step breaks this cycle.
 _closures: weakref.WeakKeyDictionary[Optimizer, _Closure] = weakref.WeakKeyDictionary()
 
 
@@ -117,7 +119,7 @@ def _forget_closure(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
-    """Begin the step of `optimizer` for the tables among its parameters; tell whether there are any."""
+    """Begin the step of `optimizer` for the tables among its parameters; return whether there are any."""
     found = state_dicts.handles_of(optimizer)
     if found:
         _end_with_hook(optimizer)
@@ -131,14 +133,15 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
             _take_over(handle, optimizer, group)
         assert handle.state is not None
         if handle.state.is_assumed_otherwise(optimizer, group):
-            way_to_step(handle, optimizer, group, Findings())  # may refuse, or warn: idle rows may move now
+            # Raises or warns if `idle` does not allow that idle rows move now.
+            way_to_step(handle, optimizer, group, Findings())
             handle.state.assume(optimizer, group)
         handle.begin_step(optimizer, group, frame)
     return bool(found)
 
 
 def _unload(optimizer: Optimizer) -> None:
-    """Undo `_load`: a closure is about to run the model."""
+    """Undo `_load` before a closure runs the model."""
     for handle, _ in state_dicts.handles_of(optimizer):
         if handle.state is not None and handle.state.running and handle.state.optimizer() is optimizer:
             if handle.is_changed():
@@ -150,15 +153,16 @@ def _unload(optimizer: Optimizer) -> None:
 
 
 def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Let `optimizer` train the table from now on, with fresh state."""
+    """Let `optimizer` train the table from now on, with new state."""
     handle.check_not_lost(optimizer)
-    specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)  # may refuse, and then nothing has changed
+    # If this raises nothing has changed.
+    specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)
     give_state(handle, optimizer, group, specs)
 
 
 def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], specs: Findings) -> RowState:
-    """Make planes of state for `optimizer`, in place of those that the table has, and return it."""
-    rule, sparse = way_to_step(handle, optimizer, group, specs)  # may refuse too
+    """Replace the state of the rows by new planes for `optimizer`, and return it."""
+    rule, sparse = way_to_step(handle, optimizer, group, specs)
     handle.drop_state(f"a new {type(optimizer).__name__} took it over")
     handle.state = RowState(handle.rows, handle.param, optimizer, specs, rule, sparse, handle.sparse, handle)
     if rule is None and not sparse and handle.idle != "lazy":
@@ -170,14 +174,15 @@ def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], spec
 def way_to_step(
     handle: Handle, optimizer: Optimizer, group: dict[str, Any], specs: Findings
 ) -> tuple[Rule | None, bool]:
-    """Return the rule for idle rows, if they need one, and whether steps get sparse gradients.
+    """Return the rule for idle rows, or None, and whether steps get sparse gradients.
 
     Raises
     ------
     OptimizerError
         ``idle="exact"``, and what the optimizer does to idle rows is not known.
     """
-    if specs.gradient == "sparse":  # which leave idle rows alone in torch, too
+    # Sparse gradients leave idle rows alone in torch too.
+    if specs.gradient == "sparse":
         return None, True
     if handle.idle != "lazy" and not has_rule(optimizer):
         if specs.gradient == "either":
@@ -188,8 +193,9 @@ def way_to_step(
 
 
 def _end_with_hook(optimizer: Optimizer) -> None:
-    """Have rows written after a step before hooks that others have registered on `optimizer` run, which may look at them."""
-    hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
+    """Make `_after_step` the first post hook of `optimizer`: others may read the rows."""
+    # An OrderedDict.
+    hooks: Any = optimizer._optimizer_step_post_hooks
     if next(iter(hooks.values()), None) is not _after_step:
         handle = optimizer.register_step_post_hook(_after_step)
         hooks.move_to_end(handle.id, last=False)

@@ -13,10 +13,11 @@ from speedtransfer.rows import Rows
 
 
 class EncodedPlane:
-    """Placeholder in ``optimizer.state`` for an encoded plane. State dicts, copies and pickles get its values."""
+    """Hold the place of an encoded plane in ``optimizer.state``. State dicts, copies and pickles get its values."""
 
     def __init__(self, rows: Rows, name: str) -> None:
-        self._rows, self._name = weakref.ref(rows), name  # the table must not live as long as an old optimizer
+        # Weak: an optimizer that is no longer used must not keep the table.
+        self._rows, self._name = weakref.ref(rows), name
         self.shape = torch.Size(rows.shape_of(name))
 
     def decode(self) -> Tensor:
@@ -30,7 +31,8 @@ class EncodedPlane:
         return self.decode()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.decode().__reduce_ex__(protocol)  # names nothing of this package
+        # A tensor, so that the pickle can be loaded without this package.
+        return self.decode().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r}, shape={tuple(self.shape)})"

@@ -1,8 +1,8 @@
-"""The gradient of a table as users see it: ``(num_rows, dim)``, stored for the active rows alone.
+"""The gradient of a table as ``weight.grad`` shows it: ``(num_rows, dim)``, stored for the active rows only.
 
-Where the module was made with ``sparse=True`` it reads as the sparse gradient that torch makes there, and yet does all that a
-dense one does. Whatever leaves zeros where they are (norms, scaling, clipping, unscaling) acts on the active rows. Every other
-function sees the dense values. One that writes, or returns a view that may be written to, makes the gradient dense for good.
+Functions that map zeros to zeros (norms, scaling, clipping, unscaling) act on the active rows; all others get the dense
+values, and one that writes, or returns a view that may be written to, makes the gradient dense for good. With ``sparse=True``
+it reads as the sparse gradient that torch makes, and still supports what a dense one does.
 """
 
 from __future__ import annotations
@@ -17,54 +17,31 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 
-# Elementwise functions that map zero to zero, whatever their further arguments are.
-_ZERO_TO_ZERO = {
-    aten.abs,
-    aten.abs_,
-    aten.neg,
-    aten.neg_,
-    aten.sign,
-    aten.sgn,
-    aten.sqrt,
-    aten.square,
-    aten.isnan,
-    aten.isinf,
-    aten.nan_to_num,
-    aten.nan_to_num_,
-    aten.zero_,
-    aten.clone,
-    aten._to_copy,
-}
-_SCALED = {aten.mul, aten.mul_, aten.div, aten.div_}
-_CLAMPED = {aten.clamp, aten.clamp_}
-# Functions of lists: in the first list, gradients may be mixed with ordinary tensors.
-_LISTS = {
-    aten._foreach_mul,
-    aten._foreach_mul_,
-    aten._foreach_div,
-    aten._foreach_div_,
-    aten._foreach_neg,
-    aten._foreach_neg_,
-    aten._foreach_abs,
-    aten._foreach_abs_,
-    aten._foreach_zero_,
-    aten._foreach_clamp_min,
-    aten._foreach_clamp_min_,
-    aten._foreach_clamp_max,
-    aten._foreach_clamp_max_,
-    aten._amp_foreach_non_finite_check_and_unscale_,
-}
 
-_LISTS_CLAMPED = {
-    aten._foreach_clamp_min: "min",
-    aten._foreach_clamp_min_: "min",
-    aten._foreach_clamp_max: "max",
-    aten._foreach_clamp_max_: "max",
-}
+def _packets(names: str) -> set[Any]:
+    return {getattr(aten, name) for name in names.split()}
+
+
+# Elementwise functions that map zero to zero, whatever their further arguments are.
+_ZERO_TO_ZERO = _packets(
+    "abs abs_ neg neg_ sign sgn sqrt square isnan isinf nan_to_num nan_to_num_ zero_ clone _to_copy"
+)
+_SCALED = _packets("mul mul_ div div_")
+_DIVISIONS = _packets("div div_")
+_CLAMPED = _packets("clamp clamp_")
+_SUMS = _packets("add add_ sub sub_")
+# Functions of lists: the first list may hold RowGradients and ordinary tensors.
+_LISTS_CLAMPED_MIN = _packets("_foreach_clamp_min _foreach_clamp_min_")
+_LISTS_CLAMPED_MAX = _packets("_foreach_clamp_max _foreach_clamp_max_")
+_LISTS = _LISTS_CLAMPED_MIN | _LISTS_CLAMPED_MAX
+_LISTS |= _packets(
+    "_foreach_mul _foreach_mul_ _foreach_div _foreach_div_ _foreach_neg _foreach_neg_ _foreach_abs _foreach_abs_"
+)
+_LISTS |= _packets("_foreach_zero_ _amp_foreach_non_finite_check_and_unscale_")
 
 
 class RowGradient(Tensor):
-    """The gradient of all rows, of which only some are not zero.
+    """The gradient of all rows, zero except in the active rows.
 
     Attributes
     ----------
@@ -90,7 +67,7 @@ class RowGradient(Tensor):
         densified: Callable[[Tensor, Tensor], None] | None = None,
         sparse: bool = False,
     ) -> RowGradient:
-        """Make the gradient of `num_rows` rows; `densified` is told the new ids and rows once it has become dense."""
+        """Return the gradient of `num_rows` rows; `densified` is called with the new ids and rows once it becomes dense."""
         shape = (num_rows, *rows.shape[1:])
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)
         made.ids, made.rows, made._densified, made.sparse = ids, rows, densified, sparse
@@ -98,44 +75,44 @@ class RowGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Take values assigned to ``grad.data``, of which the dispatcher does not learn."""
+        """Handle functions that the dispatcher does not see: assigning ``grad.data``, and those of sparse tensors."""
         if func == Tensor.data.__set__ and isinstance(args[0], RowGradient):  # type: ignore[attr-defined]
             args[0].make_dense().copy_(args[1])
             torch.autograd.graph.increment_version(args[0].rows)
             return None
         if not all(kind in (RowGradient, Tensor, torch.nn.Parameter) for kind in types):
-            return NotImplemented  # the weight of a table, which is asked next
+            # Torch asks the weight of a table next.
+            return NotImplemented
         if func in _OF_SPARSE and isinstance(args[0], RowGradient) and args[0].sparse:
             return _OF_SPARSE[func](*args, **(kwargs or {}))
-        # The default of Tensor would make results that are dense values a RowGradient of no rows.
+        # The default of Tensor would wrap dense results in a RowGradient without rows.
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Compute on the active rows where that gives what the dense gradient gives; else on dense values."""
+        """Compute on the active rows if the result is that of the dense gradient; else on dense values."""
         result = _by_rows(func, args, kwargs or {})
         return _densely(func, args, kwargs or {}) if result is NotImplemented else result
 
     def like(self, rows: Tensor) -> RowGradient:
-        """Return a gradient of the same rows with other values."""
+        """Return a gradient of the same rows with the values `rows`, ``(n, dim)``."""
         return RowGradient(self.shape[0], self.ids.to(rows.device), rows, sparse=self.sparse)
 
     def coo(self) -> Tensor:
-        """Return the same as a sparse tensor of torch, over the memory of `rows`."""
-        return torch.sparse_coo_tensor(
-            self.ids.unsqueeze(0), self.rows, self.shape, check_invariants=False, is_coalesced=True
-        )
+        """Return the gradient as a sparse tensor of torch, over the memory of `rows`."""
+        ids = self.ids.unsqueeze(0)
+        return torch.sparse_coo_tensor(ids, self.rows, self.shape, check_invariants=False, is_coalesced=True)
 
     def dense(self) -> Tensor:
-        """Return the dense values, ``(num_rows, dim)``: a copy, or `rows` where every row is active."""
+        """Return the dense values, ``(num_rows, dim)``: a copy, or `rows` if every row is active."""
         if len(self.ids) == self.shape[0]:
             return self.rows
         return self.rows.new_zeros(self.shape).index_copy_(0, self.ids, self.rows)
 
     def make_dense(self) -> Tensor:
-        """Make every row active, with zeros where there was nothing, and return the values."""
+        """Make every row active, others with zeros, and return the dense values."""
         if len(self.ids) != self.shape[0]:
             self.rows = self.dense()
             self.ids = torch.arange(self.shape[0], device=self.ids.device)
@@ -143,22 +120,22 @@ class RowGradient(Tensor):
                 self._densified(self.ids, self.rows)
         return self.rows
 
-    # What does not reach the dispatcher: functions that want memory.
+    # Functions that read memory and do not reach the dispatcher.
 
     def to_dense(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the dense values in memory of their own."""
+        """Return a copy of the dense values."""
         return self.dense().clone()
 
     def numpy(self, **kwargs: Any) -> Any:
-        """Return the dense values as an array over memory of its own, or `rows` where every row is active."""
+        """Return the dense values as an array: a copy, or over `rows` if every row is active."""
         return self.dense().numpy(**kwargs)
 
     def tolist(self) -> Any:
-        """Return the dense values."""
+        """Return the dense values as nested lists."""
         return self.dense().tolist()
 
     def data_ptr(self) -> int:
-        """Return where the dense values are, which makes them."""
+        """Return the address of the dense values, which makes the gradient dense."""
         return self.make_dense().data_ptr()
 
     def __array__(self, dtype: Any = None) -> Any:
@@ -182,7 +159,7 @@ def _by_coo(func: Callable[..., Any]) -> Callable[..., Any]:
     return lambda grad, *args, **kwargs: func(grad.coo(), *args, **kwargs)
 
 
-# What tells a sparse tensor from a dense one, and the functions of sparse tensors alone. It is coalesced at all times.
+# Attributes that tell sparse tensors from dense ones, and functions of sparse tensors only. It is always coalesced.
 _OF_SPARSE: dict[Any, Callable[..., Any]] = {
     Tensor.is_sparse.__get__: _given(True),  # type: ignore[attr-defined]
     Tensor.layout.__get__: _given(torch.sparse_coo),  # type: ignore[attr-defined]
@@ -199,12 +176,13 @@ _OF_SPARSE: dict[Any, Callable[..., Any]] = {
     torch._sparse_sum: _by_coo(torch._sparse_sum),
 }
 
-if RowGradient not in _foreach_utils._foreach_supported_types:  # else clip_grad_norm_(foreach=True) refuses tables
+# Else clip_grad_norm_(foreach=True) refuses tables.
+if RowGradient not in _foreach_utils._foreach_supported_types:
     _foreach_utils._foreach_supported_types.append(RowGradient)  # type: ignore[arg-type]
 
 
 def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what `func` gives, computed on the active rows; NotImplemented where it needs all of them."""
+    """Return the result of `func` computed on the active rows; NotImplemented if it needs all rows."""
     name = func.overloadpacket
     if name in _LISTS:
         return _of_lists(func, args, kwargs)
@@ -219,13 +197,13 @@ def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _wrapped(grad, func(grad.rows, *rest, **kwargs))
     if name in _SCALED:
         return _scaled(func, args)
-    if name in (aten.add, aten.add_, aten.sub, aten.sub_) and isinstance(rest[0], RowGradient):
+    if name in _SUMS and isinstance(rest[0], RowGradient):
         if rest[0].shape == grad.shape and torch.equal(rest[0].ids, grad.ids):
             return _wrapped(grad, func(grad.rows, rest[0].rows, **kwargs))
         return NotImplemented
-    if name in (aten.linalg_vector_norm, aten.norm) and _over_all(rest, kwargs) and _order(args, kwargs) > 0:
-        return func(grad.rows, *rest, **kwargs)
-    if func in (aten.sum.default, aten.any.default, aten.count_nonzero.default):
+    over_all = len(rest) < 2 and kwargs.get("dim") is None
+    norm = name in (aten.linalg_vector_norm, aten.norm) and over_all and _order(args, kwargs) > 0
+    if norm or func in (aten.sum.default, aten.any.default, aten.count_nonzero.default):
         return func(grad.rows, *rest, **kwargs)
     if func in (aten.max.default, aten.min.default):
         if not grad.rows.numel():
@@ -238,18 +216,14 @@ def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _wrapped(grad: RowGradient, result: Any) -> Any:
     if result is not grad.rows:
         return grad.like(result)
-    torch.autograd.graph.increment_version(result)  # which torch does not do below the dispatcher
+    # Torch does not do that below the dispatcher.
+    torch.autograd.graph.increment_version(result)
     return grad
 
 
 def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     return 2.0 if order is None else float(order)
-
-
-def _over_all(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a norm is one of all values: no `dim`."""
-    return len(rest) < 2 and kwargs.get("dim") is None
 
 
 def _keeps_zero(low: Any = None, high: Any = None, **kwargs: Any) -> bool:
@@ -259,7 +233,7 @@ def _keeps_zero(low: Any = None, high: Any = None, **kwargs: Any) -> bool:
 
 
 def _scaled(func: Any, args: tuple[Any, ...]) -> Any:
-    """Multiply or divide by a number, or by a tensor of as many columns or rows."""
+    """Multiply or divide by a number, or by a tensor that broadcasts to the shape of the gradient."""
     first, second = args[0], args[1]
     if len(args) > 2 or (isinstance(first, RowGradient) and isinstance(second, RowGradient)):
         return NotImplemented
@@ -267,15 +241,16 @@ def _scaled(func: Any, args: tuple[Any, ...]) -> Any:
     if isinstance(other, Tensor):
         if other.dim() > 2 or torch.broadcast_shapes(other.shape, grad.shape) != grad.shape:
             return NotImplemented
+        # A factor for each row, such as a mask.
         if other.dim() == 2 and other.shape[0] == grad.shape[0] != 1:
-            other = other[grad.ids.to(other.device)]  # a factor for each row: a mask of rows that stay
-        # Rows that are not here become NaN by 0 / 0 and 0 * inf. Of one factor for all, the loss has shown it, and to look
-        # would make the host wait for a GPU.
+            other = other[grad.ids.to(other.device)]
+        # 0 / 0 and 0 * inf make rows without a gradient NaN. A single factor is not checked: the host would wait for the GPU,
+        # and such a factor shows in the loss.
         if other.numel() > 1:
-            divides = func.overloadpacket in (aten.div, aten.div_)
-            if not bool(((other != 0) & ~other.isnan() if divides else other.isfinite()).all()):
+            kept = (other != 0) & ~other.isnan() if func.overloadpacket in _DIVISIONS else other.isfinite()
+            if not bool(kept.all()):
                 return NotImplemented
-    elif func.overloadpacket in (aten.div, aten.div_) and other == 0:
+    elif func.overloadpacket in _DIVISIONS and other == 0:
         return NotImplemented
     result = func(grad.rows, other) if first is grad else func(other, grad.rows)
     return _wrapped(grad, result)
@@ -285,21 +260,21 @@ def _of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grads = args[0]
     flat = [item for other in args[1:] if isinstance(other, list | tuple) for item in other]
     if any(isinstance(item, Tensor) and item.dim() for item in flat):
-        return NotImplemented  # a list of arrays beside it
-    clamped = func.overloadpacket in _LISTS_CLAMPED
-    if clamped and not (
-        isinstance(args[1], int | float) and _keeps_zero(**{_LISTS_CLAMPED[func.overloadpacket]: args[1]})
-    ):
+        return NotImplemented
+    low = args[1] if func.overloadpacket in _LISTS_CLAMPED_MIN else None
+    high = args[1] if func.overloadpacket in _LISTS_CLAMPED_MAX else None
+    if not _keeps_zero(low, high):
         return NotImplemented
     results = func([g.rows if isinstance(g, RowGradient) else g for g in grads], *args[1:], **kwargs)
-    if results is None:  # in place
+    # In place.
+    if results is None:
         torch.autograd.graph.increment_version([g.rows for g in grads if isinstance(g, RowGradient)])
         return None
     return [_wrapped(g, r) if isinstance(g, RowGradient) else r for g, r in zip(grads, results, strict=True)]
 
 
 def _densely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `func` with dense values; what writes to a gradient, or returns a view of one, makes that one dense for good."""
+    """Call `func` with dense values; if it writes to a gradient or returns a view of it, that is made dense for good."""
     schema = func._schema.arguments
     aliased = any(result.alias_info is not None for result in func._schema.returns)
     dense: dict[int, RowGradient] = {}

@@ -84,7 +84,7 @@ class RowState:
         self.add({name: spec for name, spec in specs.items() if not spec.late})
         if rule is not None:
             try:
-                rows.let_lag(Lag(rule, rows.dtype), owner)
+                rows.enable_catch_up(Lag(rule, rows.dtype), owner)
             except BaseException:
                 self.drop()
                 raise
@@ -131,7 +131,7 @@ class RowState:
     def drop(self) -> None:
         """Remove the planes and the views of them that the optimizer holds."""
         self._remove(list(self._views))
-        self.rows.drop_lag()
+        self.rows.disable_catch_up()
         optimizer, param = self.optimizer(), self._param()
         if optimizer is not None and param is not None:
             optimizer.state.pop(param, None)
@@ -307,7 +307,7 @@ class RowState:
         return given
 
     def _holds_initial(self, name: str, value: Tensor) -> bool:
-        """Tell whether a state has its initial value everywhere (Adagrad's constructor makes that), as the planes do already."""
+        """Tell whether a state is its initial value everywhere (Adagrad makes it in its constructor): planes hold that already."""
         initial = self._specs[name].initial
         if initial is None:
             return False

@@ -1,7 +1,7 @@
-"""State dicts of optimizers that train tables: whole planes, which stay in host memory on their way in and out.
+"""State dicts of optimizers that train tables: saved and loaded with whole planes, which stay in host memory.
 
-Torch has hooks for the state dicts of one optimizer, and none for those of all optimizers. An optimizer must have them before
-its first step, when it meets a table for the first time here; so its `state_dict` and `load_state_dict` look for tables first.
+Torch has hooks for the state dicts of one optimizer, but none for those of all. A state dict may be loaded before the first
+step, so `state_dict` and `load_state_dict` of all optimizers register the hooks if there are tables.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.optim.probe import PlaneSpec, probe_optimizer
 from speedtransfer.optim.state import check_shape
 
-# Between the two hooks of a load: planes that torch must not copy to the device of the parameter, nor cast to its dtype.
+# Planes between the two hooks of a load: torch must not copy them to the device of the parameter, nor cast them to its dtype.
 _held: weakref.WeakKeyDictionary[Optimizer, list[tuple[nn.Parameter, dict[str, Tensor]]]] = weakref.WeakKeyDictionary()
 
-
-load_plainly = Optimizer.load_state_dict  # without a look for tables
+# The method of torch, which does not look for tables.
+load_plainly = Optimizer.load_state_dict
 
 
 def install() -> None:
-    """Make every optimizer look for tables before it saves, copies or loads its state."""
+    """Make every optimizer look for tables before its state is saved, copied or loaded."""
     Optimizer.state_dict = _watching(Optimizer.state_dict)  # type: ignore[method-assign]
     Optimizer.load_state_dict = _watching(Optimizer.load_state_dict)  # type: ignore[method-assign]
     Optimizer.__getstate__ = _saving(Optimizer.__getstate__)  # type: ignore[method-assign]
@@ -47,10 +47,9 @@ def _watching(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Copies and pickles get planes that are up to date, as state dicts do."""
-
     @functools.wraps(method)
     def saving(self: Optimizer) -> Any:
+        # For copies and pickles.
         if any_handles():
             _before_save(self)
         return method(self)
@@ -60,9 +59,8 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def watch(optimizer: Optimizer) -> None:
     """Register the hooks of `optimizer`, once."""
-    if (
-        _before_load not in optimizer._optimizer_load_state_dict_pre_hooks.values()
-    ):  # a copy may have brought them along
+    # A copy of an optimizer has its hooks.
+    if _before_load not in optimizer._optimizer_load_state_dict_pre_hooks.values():
         optimizer.register_state_dict_pre_hook(_before_save)
         optimizer.register_state_dict_post_hook(_after_save)
         optimizer.register_load_state_dict_pre_hook(_before_load)
@@ -70,7 +68,7 @@ def watch(optimizer: Optimizer) -> None:
 
 
 def has_other_hooks(optimizer: Optimizer) -> bool:
-    """Tell whether somebody else has registered hooks on what the optimizer loads."""
+    """Tell whether there are other hooks for loading a state dict."""
     before, after = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
     return any(hook not in (_before_load, _after_load) for hook in (*before.values(), *after.values()))
 
@@ -98,13 +96,14 @@ def _entries(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[tuple
 def _planes(optimizer: Optimizer, group: dict[str, Any], handle: Handle) -> dict[str, PlaneSpec]:
     try:
         return probe_optimizer(optimizer, group, handle.param, handle.sparse)
-    except OptimizerError:  # the first step will say why
+    except OptimizerError:
+        # The first step will raise it.
         return {}
 
 
 @torch.no_grad()
 def _before_save(optimizer: Optimizer) -> None:
-    """Give the whole planes, up to date, also where the last step failed (Ctrl-C, and then a checkpoint)."""
+    """Put whole planes, caught up, into the state, also after a step that failed (Ctrl-C, then a checkpoint)."""
     for handle, _ in handles_of(optimizer):
         if handle.state is not None and handle.state.optimizer() is optimizer:
             handle.abort_step(optimizer)
@@ -114,10 +113,10 @@ def _before_save(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Put values where the state, which is not itself changed, has something else.
+    """Replace placeholders in a state dict by values; the state itself is not changed.
 
-    That is planes stored in 8 bits, and what a constructor made for a parameter without rows (Adagrad), where now stands what
-    rows start from.
+    These are placeholders for encoded planes, and state that a constructor made for no rows (Adagrad), which gets its initial
+    value.
     """
     for handle, group, key in _entries(optimizer, state_dict):
         entry = state_dict["state"][key]
@@ -125,10 +124,9 @@ def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if encoded:
             state_dict["state"][key] = entry = cloned(entry, tensors=False)
             put(entry, encoded)
-        # Of no rows, or one number in the shape of all, which a dense optimizer could not write to.
-        empty = {
-            name for name, value in leaves(entry).items() if value.dim() and (not len(value) or 0 in value.stride())
-        }
+        # Without rows, or one value expanded, which a dense optimizer could not write to.
+        found = leaves(entry).items()
+        empty = {name for name, value in found if value.dim() and (not len(value) or 0 in value.stride())}
         if not empty:
             continue
         whole, weight = {}, handle.rows.whole("weight")
@@ -136,12 +134,12 @@ def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             if name in empty:
                 whole[name] = weight.new_empty(len(weight), *spec.tail, dtype=spec.dtype)
                 whole[name].copy_(weight) if spec.initial is None else whole[name].fill_(spec.initial)
-        state_dict["state"][key] = entry = cloned(entry, tensors=False)  # that of the optimizer stays as it is
+        state_dict["state"][key] = entry = cloned(entry, tensors=False)
         put(entry, whole)
 
 
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Take the planes out of what torch will copy, once their shapes have been found to fit."""
+    """Check the shapes of planes, and keep them from being copied by torch."""
     state, held = dict(state_dict["state"]), []
     for handle, group, key in _entries(optimizer, state_dict):
         found = leaves(state[key])
@@ -157,6 +155,6 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 
 
 def _after_load(optimizer: Optimizer) -> None:
-    """Hand the planes to the optimizer; the next step copies them into the table."""
+    """Put the planes into the optimizer's state; the next step copies them into the table."""
     for param, planes in _held.pop(optimizer, []):
         put(optimizer.state[param], planes)

@@ -129,7 +129,7 @@ class TableParam:
 
         Across a bus reading each of the unique rows once is faster.
         """
-        return (self.table.device.type == "cpu" or self.table.memory == "device") and not self.rows.lags
+        return (self.table.device.type == "cpu" or self.table.memory == "device") and not self.rows.lag
 
     def track_alias(self, alias: Tensor) -> Tensor:
         """Remember a tensor that reads and writes the table, and return it."""

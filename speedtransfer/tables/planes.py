@@ -69,7 +69,7 @@ class Planes:
         self._planes = {"weight": wait_until_filled(weight)}
         self.num_rows, self.dim, self.dtype, self.device = weight.shape[0], weight.shape[1], weight.dtype, place.device
         self._writes = 0
-        self._settle: Callable[[Tensor | None], None] | None = None
+        self._catch_up: Callable[[Tensor | None], None] | None = None
         self._stats = TableStats()
         return self
 
@@ -182,8 +182,8 @@ class Planes:
 
     def plane(self, name: str) -> Tensor:
         """Return the whole of a plane, ``(num_rows, width)``, without a copy; it lives where the memory is."""
-        if self._settle is not None:
-            self._settle(None)
+        if self._catch_up is not None:
+            self._catch_up(None)
         self.wait()
         return self._planes[self._check_plane(name)]
 
@@ -197,12 +197,12 @@ class Planes:
         self._writes += self.version + 1  # another tensor counts its changes from zero
         self._planes[self._check_plane(name)] = wait_until_filled(values)
 
-    def _settle_with(self, settle: Callable[[Tensor | None], None] | None) -> None:
-        """Have `settle` called with row numbers, or None for all rows, before these are read or written from outside.
+    def _catch_up_with(self, catch_up: Callable[[Tensor | None], None] | None) -> None:
+        """Call `catch_up` with row numbers, or None for all rows, before these are read or written by public methods.
 
-        For whoever trains the rows and lets some lag behind. What is moved with ``check=False`` is moved as it is stored.
+        For idle rows that have missed steps. It is not called by `read`, `write` and ``check=False``.
         """
-        self._settle = settle
+        self._catch_up = catch_up
 
     def wait(self) -> None:
         """Block until the planes are up to date: on CUDA, rows that were scattered may still be on their way."""

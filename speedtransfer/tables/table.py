@@ -79,11 +79,11 @@ class Table(Planes):
         *,
         dtype: DType | None = ...,
         check: bool = ...,
-        settle: bool = ...,
+        catch_up: bool = ...,
     ) -> Tensor: ...
     @overload
     def gather(
-        self, index: Any, planes: Sequence[str], *, dtype: DType | None = ..., check: bool = ..., settle: bool = ...
+        self, index: Any, planes: Sequence[str], *, dtype: DType | None = ..., check: bool = ..., catch_up: bool = ...
     ) -> dict[str, Tensor]: ...
     def gather(
         self,
@@ -93,7 +93,7 @@ class Table(Planes):
         *,
         dtype: DType | None = None,
         check: bool = True,
-        settle: bool = True,
+        catch_up: bool = True,
     ) -> Tensor | dict[str, Tensor]:
         """Copy rows to the compute device.
 
@@ -111,8 +111,8 @@ class Table(Planes):
         check : bool
             False: `index` is known to be a contiguous 1-D int64 tensor, on `device` or the CPU, with every value in range, and
             rows are wanted as they are stored.
-        settle : bool
-            False: rows are wanted as they are stored, whatever they have still to catch up with.
+        catch_up : bool
+            False: return rows as they are stored, even if they have missed steps (``idle="exact"``).
 
         Returns
         -------
@@ -127,8 +127,8 @@ class Table(Planes):
             raised by the next call of the table that finds it (`wait` does for certain); until then others may come back so.
         """
         flat, shape, checked = as_index(index, self.num_rows, self.device) if check else (index, index.shape, True)
-        if check and settle and self._settle is not None:
-            self._settle(unique_rows(flat, None if checked else self.num_rows, index).ids)
+        if check and catch_up and self._catch_up is not None:
+            self._catch_up(unique_rows(flat, None if checked else self.num_rows, index).ids)
         names = [planes] if isinstance(planes, str) else list(planes)
         stored = [self._planes[self._check_plane(name)] for name in names]
         dtypes = [check_conversion(plane.dtype, dtype) for plane in stored]
@@ -210,8 +210,8 @@ class Table(Planes):
                 dtype = check_conversion(plane.dtype, given)
                 values.append(as_rows(value, (*shape, plane.shape[1]), dtype, self.device, f"rows for plane {name!r}"))
             values = [v.clone() if any(overlap(v, plane) for plane in stored) else v for v in values]
-            if self._settle is not None:
-                self._settle(flat)
+            if self._catch_up is not None:
+                self._catch_up(flat)
         else:
             values = [value.detach() for value in by_plane.values()]
         self._engine.scatter(stored, index, values)
