@@ -20,7 +20,7 @@ from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.optim.probe import PlaneSpec, probe_optimizer
-from speedtransfer.optim.state import check_shape
+from speedtransfer.optim.state_planes import check_shape
 
 # Planes between the two hooks of a load: torch must not copy them to the device of the parameter, nor cast them to its dtype.
 _held: weakref.WeakKeyDictionary[Optimizer, list[tuple[nn.Parameter, dict[str, Tensor]]]] = weakref.WeakKeyDictionary()

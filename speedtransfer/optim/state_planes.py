@@ -1,0 +1,152 @@
+"""Hold optimizer state per row in planes of a table; load state into them, and find state that needs a new one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedtransfer.errors import OptimizerError
+from speedtransfer.optim.placeholder import EncodedPlane
+from speedtransfer.optim.probe import STEPS, PlaneSpec, probe_optimizer
+from speedtransfer.rows import Rows
+from speedtransfer.tables import row_chunks
+
+
+class StatePlanes:
+    """The part of :class:`RowState` that holds the planes."""
+
+    def __init__(self, rows: Rows, param: nn.Parameter, optimizer: Optimizer, from_sparse: bool) -> None:
+        self.rows, self._from_sparse = rows, from_sparse
+        # Weak, as the parameter holds this object.
+        self.optimizer, self._param = weakref.ref(optimizer), weakref.ref(param)
+        # By name of the state: its spec, the name of its plane, and the view of the whole plane or its placeholder.
+        self._specs: dict[str, PlaneSpec] = {}
+        self._planes: dict[str, str] = {}
+        self._views: dict[str, Any] = {}
+        # Names of tensors of state that are not per row.
+        self._shared: set[str] = set()
+        # Whether no row has been stored yet.
+        self._fresh = True
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter of the rows."""
+        param = self._param()
+        assert param is not None
+        return param
+
+    def add(self, specs: dict[str, PlaneSpec]) -> None:
+        """Add the planes of `specs` that are missing: all of them or, if there is no room, none."""
+        added: list[str] = []
+        try:
+            for name, spec in specs.items():
+                if name in self._views:
+                    continue
+                plane = "state.weight" if name == "weight" else name
+                # Tables have no bool.
+                dtype = torch.uint8 if spec.dtype == torch.bool else spec.dtype
+                self.rows.add(plane, spec.tail, dtype, spec.initial)
+                self._specs[name], self._planes[name] = spec, plane
+                if self.rows.is_viewable(plane):
+                    self._views[name] = self._as_state(name, self.rows.whole(plane))
+                else:
+                    self._views[name] = EncodedPlane(self.rows, plane)
+                added.append(name)
+        except BaseException:
+            self._remove(added)
+            raise
+
+    def _as_state(self, name: str, values: Tensor) -> Tensor:
+        """Return `values` of a plane in the dtype of the state, without a copy."""
+        return values.view(torch.bool) if self._specs[name].dtype == torch.bool else values
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.rows.drop(self._planes.pop(name))
+            del self._views[name]
+
+    def stored(self, state: dict[str, Any]) -> dict[str, tuple[str, PlaneSpec]]:
+        """Return, for the entries of the optimizer's `state` that are planes of the table, name and spec of the plane."""
+        names = [name for name, view in self._views.items() if state.get(name) is view]
+        return {name: (self._planes[name], self._specs[name]) for name in names}
+
+    def matches(self, specs: dict[str, PlaneSpec]) -> bool:
+        """Tell whether the planes have the names, shapes and dtypes of `specs`."""
+        own = self._specs
+        return own.keys() == specs.keys() and all(
+            (own[n].tail, own[n].dtype) == (spec.tail, spec.dtype) for n, spec in specs.items()
+        )
+
+    # --- loaded state -------------------------------------------------------------------------------------------------
+
+    def _reset(self, names: list[str]) -> None:
+        """Fill planes with their initial values."""
+        self._remove(names)
+        self.add({name: self._specs[name] for name in names})
+
+    def _adopt(self, found: dict[str, Any], optimizer: Optimizer, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copy loaded state into the planes; return `given`, or nothing if it is out of date."""
+        if found.keys() - self._views.keys() - self._shared:
+            self._learn(found, optimizer)
+        foreign = {name: found.get(name) for name, view in self._views.items() if found.get(name) is not view}
+        loaded = {
+            name: value
+            for name, value in foreign.items()
+            if value is not None and value.shape[0] and not (self._fresh and self._holds_initial(name, value))
+        }
+        for name, value in loaded.items():
+            check_shape(name, value, self._views[name].shape)
+        if loaded or (foreign and not self._fresh):
+            # With the state that is about to be replaced.
+            self.rows.catch_up()
+            given = {}
+        if not self._fresh:
+            self._reset([name for name in foreign if name not in loaded])
+        if loaded:
+            self.rows.table.wait()
+        for name, value in loaded.items():
+            self.rows.load(self._planes[name], value.decode() if isinstance(value, EncodedPlane) else value)
+        return given
+
+    def _holds_initial(self, name: str, value: Tensor) -> bool:
+        """Tell whether a state is its initial value everywhere (Adagrad's constructor makes it): planes hold that already."""
+        initial = self._specs[name].initial
+        if initial is None:
+            return False
+        # One value expanded.
+        if 0 in value.stride():
+            return bool((value[:1] == initial).all())
+        row_bytes = value[:1].numel() * value.element_size()
+        return all(bool((value[rows] == initial).all()) for rows in row_chunks(len(value), row_bytes))
+
+    def _learn(self, found: dict[str, Tensor], optimizer: Optimizer) -> None:
+        """Add planes for new state: the optimizer makes it late, or a hyperparameter has changed."""
+        unknown = {name for name in found if name not in self._views and name not in self._shared}
+        self._shared |= {name for name in unknown if found[name].dim() == 0}
+        if unknown <= self._shared:
+            return
+        param = self.param
+        group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+        findings = probe_optimizer(optimizer, group, param, self._from_sparse)
+        self.add({name: spec for name, spec in findings.items() if name in unknown})
+        late = unknown - self._views.keys() - self._shared - findings.shared
+        if late:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} made state {min(late)!r} that it did not make in a trial of {STEPS} steps, so "
+                "that what other rows start from is unknown; use an optimizer that makes its state in its first steps"
+            )
+        self._shared |= unknown - self._views.keys()
+
+
+def check_shape(name: str, value: Tensor, shape: Iterable[int]) -> None:
+    """Raise unless loaded state has the shape that the table needs."""
+    if value.shape != (shape := tuple(shape)):
+        raise OptimizerError(
+            f"loaded state {name!r} has shape {tuple(value.shape)} but the table needs {shape}; load the state that was saved "
+            "with this table"
+        )
