@@ -65,13 +65,14 @@ def select_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor])
         elif plane.dtype in _SELECTED:
             torch.index_select(plane, 0, index, out=out)
         else:
-            word = INTEGER_OF_SIZE[plane.element_size()]
+            word = INTEGER_OF_SIZE.get(plane.element_size(), plane.dtype)
             torch.index_select(plane.view(word), 0, index, out=out.view(word))
 
 
 def put_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
     """Set ``planes[i][index]`` to ``rows[i]``, in the dtype of ``planes[i]``, all on one device and without gradients."""
     for plane, source in zip(planes, rows, strict=True):
+        source = source.detach()
         if source.dtype != plane.dtype:
             source = source.to(plane.dtype)
         if source.numel() < _FEW_VALUES and plane.dtype in _SELECTED:

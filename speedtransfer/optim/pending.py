@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
-from speedtransfer.optim.probe.trajectories import sparse_gradient
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim.row_gradient import RowGradient
-from speedtransfer.optim.table_param import TableParam, as_tensor
+from speedtransfer.optim.stepping import Stepping
+from speedtransfer.optim.table_param import as_tensor
 from speedtransfer.tables import unique_rows
 
 _UNTRAINED_STEPS = 100  # of other optimizers, after which a growing gradient is worth a warning
@@ -27,8 +25,8 @@ def count_step() -> None:
     _steps_made += 1
 
 
-class PendingGradient(TableParam):
-    """The part of a :class:`Handle` that collects gradients and lends the parameter to a step."""
+class PendingGradient(Stepping):
+    """The part of a :class:`Handle` that collects gradients."""
 
     def deposit(
         self,
@@ -234,11 +232,6 @@ class PendingGradient(TableParam):
         assert self.grad is not None
         self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
 
-    def _use_assigned(self) -> None:
-        assert self._assigned is not None
-        self.ids, self.grad = torch.arange(len(self._assigned), device=self._assigned.device), self._assigned
-        self._touched = self.ids[:0]
-
     def _check_gradient(self, grad: Any) -> None:
         shape = (self.table.num_rows, self.table.dim)
         if not isinstance(grad, Tensor) or tuple(grad.shape) != shape:
@@ -259,122 +252,6 @@ class PendingGradient(TableParam):
         self.ids = self.grad = self.active = self._touched = None
         self._reused, self._assigned = False, None
         self.state_rows, self.used_whole, self.in_place, self._waiting_since = {}, False, False, None
-
-    # --- steps --------------------------------------------------------------------------------------------------------
-
-    def begin_step(self, optimizer: Optimizer, group: dict[str, Any], frame: FrameType | None) -> None:
-        """Let the parameter hold the active rows and their gradient, and `optimizer` their state, for a step.
-
-        `group` is that of the parameter, `frame` that of the function which runs the step.
-        """
-        state = self.state
-        assert state is not None
-        with self.rows.lock:
-            self.refresh()
-            state.load(optimizer, group, frame, None if self.in_place else self.ids, self.state_rows)
-            if self.active is None:  # a probe has hidden the gradient meanwhile
-                self.refresh()
-            self._enter(state.sparse)
-
-    def end_step(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Write the active rows and their state into the table, and make the parameter idle."""
-        state = self.state
-        assert state is not None
-        with self.rows.lock:
-            state.store(optimizer, group, None if self.in_place else self.ids)
-            self._mark_stepped()
-            self._leave()
-            if self.rows.lag is not None and self.rows.lag.is_long:
-                self.rows.catch_up()
-
-    def abort_step(self, optimizer: Optimizer) -> None:
-        """End a step that failed, and undo what it has left in `optimizer`: the table it has not reached."""
-        state = self.state
-        if state is not None and state.in_step and state.optimizer() is optimizer:
-            self._leave()
-            state.recover(optimizer)
-
-    def recover(self) -> None:
-        """End a step that failed, of which nobody has told."""
-        state = self.state
-        if state is not None and state.in_step and not state.stepping():
-            optimizer = state.optimizer()
-            if optimizer is not None:
-                self.abort_step(optimizer)
-
-    def _enter(self, sparse: bool) -> None:
-        param = self.param
-        assert self.active is not None
-        param.__class__ = nn.Parameter
-        param.grad = None
-        param.data = self.active
-        param.grad = self._sparse_gradient() if sparse else self.grad
-        self._entered = param._version
-
-    def is_changed(self) -> bool:
-        """Tell whether the optimizer has written to the active rows since the step began."""
-        return self.param._version != self._entered
-
-    def _sparse_gradient(self) -> Tensor:
-        """Return the gradient as a sparse one of the active rows, without that of padding, which torch leaves out too."""
-        assert self.ids is not None
-        assert self.grad is not None
-        if self.used_whole:
-            raise OptimizerError(
-                f"{self} was made with sparse=True and used as a whole (in a product, a penalty), or given a dense gradient; "
-                "make the embedding with sparse=False, or use the rows that are needed (emb(ids))"
-            )
-        grad, rows = self.grad, None
-        if self.padding_idx is not None:
-            rows = (self.ids != self.padding_idx).nonzero().flatten()
-            grad = grad[rows] if len(rows) < len(grad) else grad
-        return sparse_gradient(grad, rows, len(self.ids))
-
-    def _leave(self) -> None:
-        """Let the parameter stand for the whole table again. The gradient stays until somebody clears it."""
-        param = self.param
-        grad = param.grad
-        if grad is None or not grad.is_sparse:
-            self.grad = grad
-        self._grad_version = -1 if self.grad is None else self.grad._version
-        if self.grad is None:
-            self.ids = self._assigned = None
-        elif self._assigned is not None:
-            self._use_assigned()
-        self.active, self.state_rows, self.in_place, self._waiting_since = None, {}, False, None
-        assert self._placeholder is not None
-        param.grad, param.data = None, self._placeholder
-        param.__class__ = self._kind
-
-    def refresh(self, again: bool = False) -> None:
-        """Read the active rows `again`, or if the table has changed since: a step must not undo what was written meanwhile."""
-        if self.ids is None:
-            return
-        if self._touched is not None and self.rows.lag is None:
-            assert self.grad is not None
-            touched = (self.grad != 0).any(dim=1)
-            touched[self._touched] = True
-            self.ids = touched.nonzero().flatten()
-            self.grad = self.grad[self.ids]
-            self.active, self.state_rows, self._grad_version = None, {}, self.grad._version
-        self._touched = None
-        self._exposed, exposed = False, self._exposed
-        again = again or exposed or any(reference() is not None for reference in self._given)
-        if again or self.active is None or self._version != self.table.version:
-            self.in_place = self._steps_in_place()
-            if self.in_place:
-                self.rows.catch_up()
-                self.active, self.state_rows = self.table.stored("weight").detach(), {}
-            else:
-                self.state_rows = self.rows.read(self.ids)
-                self.active = self.state_rows.pop("weight")
-            self._version = self.table.version
-
-    def _steps_in_place(self) -> bool:
-        """Tell whether the next step is one of all rows, which it can take where they are stored."""
-        assert self.ids is not None
-        every = len(self.ids) == self.table.num_rows > 0
-        return every and self.aliased and self.state is not None and self.state.steps_in_place()
 
 
 def _writable(grad: Tensor) -> Tensor:
