@@ -1,10 +1,19 @@
 """Embedding tables larger than GPU memory, trained with any row-by-row ``torch.optim`` optimizer."""
 
-from speedtransfer import word2vec
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from speedtransfer import errors
 from speedtransfer.checkpoint import load_checkpoint, save_checkpoint
 from speedtransfer.nn import ActiveRows, Embedding, EmbeddingBag, replace_embeddings, summary, to_dense
 from speedtransfer.tables import Table, TableStats
 from speedtransfer.version import __version__
+
+if TYPE_CHECKING:
+    from speedtransfer import speedtorch, word2vec
 
 __all__ = [
     "ActiveRows",
@@ -13,10 +22,22 @@ __all__ = [
     "Table",
     "TableStats",
     "__version__",
+    "errors",
     "load_checkpoint",
     "replace_embeddings",
     "save_checkpoint",
+    "speedtorch",
     "summary",
     "to_dense",
     "word2vec",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("speedtorch", "word2vec"):  # larger than all the rest, and few programs use them
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return __all__

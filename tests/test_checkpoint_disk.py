@@ -20,6 +20,7 @@ from optimizer_cases import case_named
 from torch import nn
 
 import speedtransfer as st
+from speedtransfer.checkpoint import save
 from speedtransfer.errors import InvalidValueError, StorageError
 
 TESTS = Path(__file__).parent
@@ -223,18 +224,15 @@ def test_savers_and_loaders_at_the_same_time(tmp_path: Path) -> None:
 
 
 def test_a_save_in_progress_is_not_cleaned_away(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from speedtransfer.checkpoint.folder import Saving
+    commit, inner = save.commit, Run(case_named("adamw"), 3)
 
-    commit = Saving.commit
-    inner = Run(case_named("adamw"), 3)
-
-    def late(self: Saving, text: bytes) -> None:
-        monkeypatch.setattr(Saving, "commit", commit)
+    def late(path: Path, text: bytes) -> None:
+        monkeypatch.setattr(save, "commit", commit)
         inner.save(tmp_path)  # another one starts later and ends first
         assert len(os.listdir(tmp_path)) == 7
-        commit(self, text)
+        commit(path, text)
 
-    monkeypatch.setattr(Saving, "commit", late)
+    monkeypatch.setattr(save, "commit", late)
     run.save(tmp_path)
     assert_clean(tmp_path)
     assert loaded(tmp_path) == run.digest()

@@ -283,7 +283,7 @@ def bomb(folder: Path) -> None:
 def vast(folder: Path) -> None:
     def change(content: Any) -> None:
         entry = next(iter(content["files"]["model"]["tensors"].values()))
-        entry["shape"] = [2**62, 0, 2**62]
+        entry.update(shape=[2**62, 0, 2**62], data_offsets=[0, 0])
 
     resign(folder, change)
 

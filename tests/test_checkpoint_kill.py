@@ -28,7 +28,7 @@ folder, log, moments, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[
 def kill_at_line(count):
     left = [count]
     def trace(frame, event, arg):
-        if not frame.f_code.co_filename.endswith(("checkpoint/folder.py", "checkpoint/writing.py", "checkpoint/save.py")):
+        if not frame.f_code.co_filename.endswith(("checkpoint/folder.py", "checkpoint/tensors.py", "checkpoint/save.py")):
             return None
         if event == "line":
             left[0] -= 1

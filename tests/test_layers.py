@@ -93,6 +93,27 @@ def test_import_starts_no_cuda_and_loads_no_cupy():
     assert result.stdout.split() == ["False", "False"]
 
 
+def test_import_is_light():
+    heavy = ["cupy", "numba", "rich", "typer", "safetensors", "torch._dynamo", "torch.testing"]
+    parts = ["benchmark", "cli", "speedtorch", "word2vec"]
+    names = [*heavy, *(f"speedtransfer.{part}" for part in parts)]
+    code = f"import sys, torch; had = set(sys.modules); import speedtransfer; print({{*{names}}} & ({{*sys.modules}} - had))"
+    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
+
+
+def test_public_face_shows_the_public_names_alone():
+    code = """
+import speedtransfer as st
+assert st.word2vec.train and st.speedtorch.COM
+for name in ("device", "Handle", "Tensor"):
+    assert not hasattr(st, name), name
+print(dir(st) == sorted(st.__all__))
+"""
+    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "True"
+
+
 def test_public_names_are_sorted_and_there():
     assert speedtransfer.__all__ == sorted(speedtransfer.__all__)
     assert all(hasattr(speedtransfer, name) for name in speedtransfer.__all__)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import pydoc
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -54,6 +59,48 @@ def test_bad_options(options: dict, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words) as caught:
         speedtransfer.Embedding(4, 2, **options)
     assert "\n" not in str(caught.value)
+
+
+MAKERS = [
+    lambda **options: speedtransfer.Embedding(4, 2, **options),
+    lambda **options: speedtransfer.EmbeddingBag(4, 2, **options),
+    lambda **options: speedtransfer.Embedding.from_pretrained(torch.zeros(4, 2), **options),
+    lambda **options: speedtransfer.EmbeddingBag.from_pretrained(torch.zeros(4, 2), **options),
+    lambda **options: speedtransfer.replace_embeddings(nn.Sequential(nn.Embedding(4, 2)), 0, **options),
+]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(("name", "near"), [("memroy", "memory"), ("storage_type", "storage_dtype")])
+def test_an_unknown_option_is_refused(make: Callable[..., Any], name: str, near: str) -> None:
+    with pytest.raises(TypeError, match=rf"\(\) got an unexpected keyword argument '{name}'; did you mean '{near}'"):
+        make(**{name: "pageable"})
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_options_reach_the_table(make: Callable[..., Any]) -> None:
+    assert make(memory="pageable", idle="lazy", storage_dtype=torch.bfloat16, state_dtype=torch.uint8) is not None
+    with pytest.raises(ValueError, match="did you mean 'lazy'"):
+        make(idle="lasy")
+    with pytest.raises(TypeError, match="storage_dtype"):
+        make(storage_dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        speedtransfer.Embedding,
+        speedtransfer.Embedding.from_pretrained,
+        speedtransfer.EmbeddingBag,
+        speedtransfer.EmbeddingBag.from_pretrained,
+        speedtransfer.replace_embeddings,
+    ],
+)
+def test_help_names_the_options_with_their_defaults(function: Callable[..., Any]) -> None:
+    text = pydoc.render_doc(function, renderer=pydoc.plaintext)
+    for option in ("memory: 'str' = 'auto'", "idle: 'str' = 'auto'", "storage_dtype: 'torch.dtype | None' = None"):
+        assert option in text
+    assert "**options" not in str(inspect.signature(function))
 
 
 @pytest.mark.parametrize(("rows", "dim"), [(0, 3), (5, 0), (0, 0)])

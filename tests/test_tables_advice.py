@@ -13,7 +13,7 @@ import torch
 from cases import assert_same_bits, numbers
 
 import speedtransfer as st
-from speedtransfer.checkpoint.writing import _chunks
+from speedtransfer.checkpoint.tensors import read_chunks
 from speedtransfer.tables import page_advice as advice
 
 ROWS, DIM = 70_000, 16  # 4.5 MB: 1100 pages, and not whole in a chunk that begins elsewhere
@@ -106,7 +106,9 @@ def gather_in_runs(table, folder):
 
 PASSES = {
     "save": save,
-    "checkpoint": lambda table, folder: torch.cat([chunk.clone() for chunk in _chunks(table.torch())]).view(ROWS, DIM),
+    "checkpoint": lambda table, folder: torch.cat([chunk.clone() for chunk in read_chunks(table.torch())]).view(
+        ROWS, DIM
+    ),
     "copy": lambda table, folder: table.astype(torch.float32).torch(),
     "gather": gather_in_runs,
     "init_": lambda table, folder: table.init_(lambda chunk: None).torch().clone(),

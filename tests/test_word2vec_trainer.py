@@ -432,6 +432,12 @@ def test_few_steps_are_told(corpus, caplog):
     assert not any("too few" in message for message in caplog.messages), "the advice is enough"
 
 
+def test_few_steps_of_small_blocks_are_told(caplog, tmp_path):
+    (tmp_path / "tiny.txt").write_text("one two three four five six\n" * 4)
+    quietly(tmp_path / "tiny.txt", epochs=1, min_count=1, block_words=4)
+    assert any("too few to train much (fewer than 100); pass more epochs than 1" in text for text in caplog.messages)
+
+
 def test_a_loss_that_rose_is_told(corpus, caplog):
     quietly(corpus, optimizer="sgd", lr=300.0, epochs=4, block_words=64)
     assert any("above the 4.159 that it began with; pass a smaller lr than 300" in text for text in caplog.messages)

@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from speedtransfer.checkpoint import manifest
-from speedtransfer.checkpoint.reading import open_plain
+from speedtransfer.checkpoint.tensors import open_plain
 from speedtransfer.errors import InvalidValueError, StorageError, format_bytes
 
 try:
     import fcntl
-except ImportError:  # Windows: no locks, and open files cannot be removed there
+except ImportError:  # Windows: no locks, folders cannot be opened, and open files cannot be removed there
     fcntl = None  # type: ignore[assignment]
 
 _TEMPORARY = re.compile(r"\.manifest-[0-9a-f]{32}\.json")
@@ -68,139 +67,113 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-class Saving:
-    """One save into the folder `path`, which is made if need be. Leaving without `commit` removes what it has written.
+@contextlib.contextmanager
+def new_files(path: Path, roles: Iterable[str], need_bytes: int) -> Iterator[dict[str, BinaryIO]]:
+    """Make a file for each role in the folder `path`, which is made too; remove all of it again where the block raises.
 
     Raises
     ------
     StorageError
-        The folder cannot be made or written.
+        The folder cannot be made or written, or the block raised an OSError: the message says that it needs `need_bytes`.
     """
-
-    def __init__(self, path: Path, roles: list[str], need_bytes: int) -> None:
-        self.path, self._need = path, need_bytes
-        self._names = {role: f"{role}-{secrets.token_hex(16)}.safetensors" for role in roles}
-        self._made = False
-        self._stack = contextlib.ExitStack()
-        self.files: dict[str, BinaryIO] = {}
-
-    def __enter__(self) -> Saving:
+    made = not path.exists()
+    names = {role: f"{role}-{_unique()}.safetensors" for role in roles}
+    files: dict[str, BinaryIO] = {}
+    with contextlib.ExitStack() as stack:
         try:
-            with self._storage_errors():
-                self._made = not self.path.exists()
-                self.path.mkdir(parents=True, exist_ok=True)
-                with _exclusive(self.path):
-                    for role, name in self._names.items():
-                        self.files[role] = self._stack.enter_context(open(self.path / name, "xb"))
-                        _lock(self.files[role].fileno())
-        except BaseException:
-            self._undo()
-            raise
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self._undo()
-            if isinstance(error, OSError) and not isinstance(error, StorageError):
-                with self._storage_errors():
-                    raise error
-        self._stack.close()
-
-    @contextlib.contextmanager
-    def _storage_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except StorageError:
-            raise
-        except OSError as error:
-            free = format_bytes(free_bytes(self.path))
-            raise StorageError(
-                f"cannot save to {str(self.path)!r} ({error.strerror}): it needs {format_bytes(self._need)} and {free} are "
-                "free; free some space or choose another path"
-            ) from error
-
-    def name(self, role: str) -> str:
-        """Return the name of the file of `role`."""
-        return self._names[role]
-
-    def commit(self, text: bytes) -> None:
-        """Put the manifest `text` in place: from here on this is the checkpoint. Then remove what no manifest names."""
-        temporary = self.path / f".manifest-{secrets.token_hex(16)}.json"
-        with _exclusive(self.path):
-            previous = manifest.names_in(self.path) or set()
-            try:
-                with open(temporary, "xb") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                _sync_folder(self.path)  # the data files are in it before the manifest names them
-                os.replace(temporary, self.path / manifest.NAME)
-            finally:
-                temporary.unlink(missing_ok=True)
-            _sync_folder(self.path)
-            if self._made:
-                _sync_folder(self.path.absolute().parent)
-            self._clean(previous)
-
-    def _clean(self, previous: set[str]) -> None:
-        current = manifest.names_in(self.path)
-        if not current:
-            return
-        for name in os.listdir(self.path):
-            if _ours(name) and name not in current and (name in previous or _abandoned(self.path / name)):
+            path.mkdir(parents=True, exist_ok=True)
+            if made:
+                _sync_folder(path.absolute().parent)
+            with _exclusive(path):
+                for role, name in names.items():
+                    files[role] = stack.enter_context(open(path / name, "xb"))
+                    _lock(files[role].fileno())
+            yield files
+        except BaseException as error:
+            with contextlib.suppress(OSError), _exclusive(path):
+                current = manifest.names_in(path)  # names our files where the interruption came after the commit
+                for name in () if current is None else set(names.values()) - current:
+                    (path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what a buffer still holds may find no room either
+                stack.close()
+            if made:
                 with contextlib.suppress(OSError):
-                    (self.path / name).unlink()
+                    path.rmdir()
+            if isinstance(error, OSError) and not isinstance(error, StorageError):
+                raise StorageError(
+                    f"cannot save to {str(path)!r} ({error.strerror}): it needs {format_bytes(need_bytes)} and "
+                    f"{format_bytes(free_bytes(path))} are free; free some space or choose another path"
+                ) from error
+            raise
 
-    def _undo(self) -> None:
-        with contextlib.suppress(OSError), _exclusive(self.path):
-            current = manifest.names_in(self.path)  # names our files where the interruption came after the commit
-            for name in () if current is None else set(self._names.values()) - current:
-                (self.path / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # what a buffer still holds may find no room either
-            self._stack.close()
-        if self._made:
-            with contextlib.suppress(OSError):
-                self.path.rmdir()
+
+def commit(path: Path, text: bytes) -> None:
+    """Put the manifest `text` in place: from here on this is the checkpoint. Then remove what no manifest names."""
+    temporary = path / f".manifest-{_unique()}.json"
+    with _exclusive(path):
+        previous = manifest.names_in(path) or set()
+        try:
+            with open(temporary, "xb") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            _sync_folder(path)  # the data files are in it before the manifest names them
+            os.replace(temporary, path / manifest.NAME)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync_folder(path)
+        if current := manifest.names_in(path):
+            for name in filter(_ours, set(os.listdir(path)) - current):
+                if name in previous or _abandoned(path / name):
+                    with contextlib.suppress(OSError):
+                        (path / name).unlink()
+
+
+def _unique() -> str:
+    return os.urandom(16).hex()
 
 
 @contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Keep other savers out of the folder."""
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(path, os.O_RDONLY)
+def _opened(folder: Path) -> Iterator[int | None]:
+    """Yield a descriptor of a folder, None on Windows, which has none."""
+    handle = None if fcntl is None else os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a filesystem without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        yield handle
     finally:
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
 
 
-def _lock(handle: int) -> None:
-    if fcntl is not None:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+@contextlib.contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    """Keep other savers out of the folder."""
+    with _opened(folder) as handle:
+        if handle is not None:
+            _lock(handle, wait=True)
+        yield
 
 
-def _abandoned(path: Path) -> bool:
-    """Tell whether no saver holds the file any more; not where it cannot be known."""
+def _sync_folder(folder: Path) -> None:
+    with _opened(folder) as handle:
+        if handle is not None:
+            os.fsync(handle)
+
+
+def _lock(handle: int, wait: bool = False) -> bool:
+    """Lock a file until it is closed and tell whether that worked: not on a filesystem without locks."""
     if fcntl is None:
         return True
     try:
-        with os.fdopen(open_plain(path), "rb") as file:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
         return False
     return True
 
 
-def _sync_folder(path: Path) -> None:
-    if fcntl is None:  # nothing to synchronise a folder by
-        return
-    handle = os.open(path, os.O_RDONLY)
+def _abandoned(path: Path) -> bool:
+    """Tell whether no saver holds the file any more; not where it cannot be known."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        with os.fdopen(open_plain(path), "rb") as file:
+            return _lock(file.fileno())
+    except OSError:
+        return False

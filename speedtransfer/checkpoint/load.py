@@ -13,12 +13,11 @@ from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.model import SavedModel
-from speedtransfer.checkpoint.objects import set_states
+from speedtransfer.checkpoint.objects import check_rng_states, set_rng_states, set_states
 from speedtransfer.checkpoint.optimizer import SavedOptimizer
 from speedtransfer.checkpoint.plain_data import decode
-from speedtransfer.checkpoint.reading import TensorReader
-from speedtransfer.checkpoint.rng import check_rng_states, set_rng_states
 from speedtransfer.checkpoint.save import as_path, check_arguments
+from speedtransfer.checkpoint.tensors import TensorReader
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError, suggest
 from speedtransfer.progress import ByteProgress
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import re
@@ -17,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from speedtransfer.checkpoint import plain_data as values
-from speedtransfer.checkpoint.reading import open_plain
-from speedtransfer.dtypes import SAFETENSORS_DTYPES
+from speedtransfer.checkpoint.plain_data import find_tensors
+from speedtransfer.checkpoint.tensors import open_plain
 from speedtransfer.errors import InvalidValueError, StorageError, format_bytes
+from speedtransfer.safetensors_io import check_entry
 from speedtransfer.version import __version__
 
 NAME = "manifest.json"
@@ -32,17 +31,13 @@ MAX_BYTES = 1 << 28
 _HEAD = '{{"sha256":"{}",\n'
 _HEAD_BYTES = len(_HEAD.format("0" * 64))
 _SHA = re.compile(r"[0-9a-f]{64}")
-_SECTIONS = {"files": dict, "model": dict, "optimizers": dict, "objects": dict, "rng": dict, "versions": dict}
-
-
-def versions() -> dict[str, str]:
-    """Return what the checkpoint was made with."""
-    return {
-        "speedtransfer": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
+_SECTIONS = ("files", "model", "optimizers", "objects", "rng", "versions")
+VERSIONS = {
+    "speedtransfer": __version__,
+    "torch": torch.__version__,
+    "python": platform.python_version(),
+    "numpy": np.__version__,
+}
 
 
 def to_bytes(content: dict[str, Any]) -> bytes:
@@ -60,7 +55,11 @@ def to_bytes(content: dict[str, Any]) -> bytes:
             f"the plain values of extra and the objects take {format_bytes(len(body))} of JSON but a checkpoint takes "
             f"{format_bytes(MAX_BYTES)}; pass long lists as tensors or arrays"
         )
-    return _HEAD.format(hashlib.sha256(body).hexdigest()).encode() + body
+    return _head_of(body) + body
+
+
+def _head_of(body: bytes) -> bytes:
+    return _HEAD.format(hashlib.sha256(body).hexdigest()).encode()
 
 
 def read_bytes(folder: Path) -> bytes:
@@ -90,10 +89,9 @@ def is_one(folder: Path) -> bool:
     """Tell whether the manifest in the folder is one of a checkpoint, of any version. StorageError if it cannot be read."""
     raw = read_bytes(folder)
     try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError):
+        return bool(json.loads(raw)["format"] == FORMAT)
+    except (ValueError, RecursionError, TypeError, KeyError):
         return False
-    return isinstance(content, dict) and content.get("format") == FORMAT
 
 
 def names_in(folder: Path) -> set[str] | None:
@@ -101,8 +99,7 @@ def names_in(folder: Path) -> set[str] | None:
     if not os.path.lexists(folder / NAME):
         return set()
     try:
-        files = json.loads(read_bytes(folder))["files"]
-        return {facts["name"] for facts in files.values()}
+        return {facts["name"] for facts in json.loads(read_bytes(folder))["files"].values()}
     except (StorageError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
         return None
 
@@ -124,8 +121,7 @@ def parse(raw: bytes, path: Path) -> dict[str, Any]:
                 f"{str(path)!r} has format version {str(content.get('format_version'))[:20]} but this speedtransfer reads "
                 f"{FORMAT_VERSION}; use the version that saved it: {str(content.get('versions'))[:200]}"
             )
-        head = _HEAD.format(hashlib.sha256(raw[_HEAD_BYTES:]).hexdigest()).encode()
-        if raw[:_HEAD_BYTES] != head:
+        if raw[:_HEAD_BYTES] != _head_of(raw[_HEAD_BYTES:]):
             raise ValueError("its checksum does not match")
         _check(content)
     except StorageError:
@@ -141,19 +137,18 @@ def _no_constant(text: str) -> Any:
 
 
 def _check(content: dict[str, Any]) -> None:
-    for section, kind in _SECTIONS.items():
-        if type(content[section]) is not kind:
-            raise TypeError(f"{section} is no {kind.__name__}")
+    for section in _SECTIONS:
+        if type(content[section]) is not dict:
+            raise TypeError(f"{section} is no dict")
     if set(content["files"]) != set(ROLES):
         raise ValueError(f"files are {sorted(content['files'])}")
-    for role, facts in content["files"].items():
-        _check_file(role, facts)
     sections = {"model": content["model"], "optimizer": content["optimizers"]}
     sections["objects"] = [content["rng"], content["objects"], content["extra"]]
-    for role, nodes in sections.items():
-        used = values.find_tensors(nodes)
+    for role, facts in content["files"].items():
+        _check_file(role, facts)
+        used = find_tensors(sections[role])
         # Each once: what is read twice could fill the memory, and what nobody reads is not ours.
-        if len(used) != len(set(used)) or set(used) != set(content["files"][role]["tensors"]):
+        if len(used) != len(set(used)) or set(used) != set(facts["tensors"]):
             raise ValueError(f"the tensors of the {role} file are not those that the manifest refers to")
 
 
@@ -167,17 +162,10 @@ def _check_file(role: str, facts: dict[str, Any]) -> None:
         raise TypeError(f"{name} has no size")
     position = 0
     for key, entry in facts["tensors"].items():
-        begin, end = entry["data_offsets"]
-        numbers = (begin, end, *entry["shape"])
-        if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or set(entry) != {
-            "dtype",
-            "shape",
-            "data_offsets",
-        }:
-            raise ValueError(f"tensor {key[:60]!r} is not described as a tensor is")
-        if math.prod(max(n, 1) for n in entry["shape"]) >= 2**60 or len(entry["shape"]) > 64:
-            raise ValueError(f"tensor {key[:60]!r} has a shape that no tensor has")
-        num_bytes = math.prod(entry["shape"]) * SAFETENSORS_DTYPES[entry["dtype"]].itemsize
-        if begin != position or end - begin != num_bytes:
-            raise ValueError(f"tensor {key[:60]!r} has another size than its place in the file")
-        position = end
+        try:
+            found = check_entry(entry)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"tensor {key[:60]!r}: {error}") from error
+        if found.begin != position or len(entry) != 3:
+            raise ValueError(f"tensor {key[:60]!r} has another place in the file, or more than dtype, shape and place")
+        position = found.end

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from speedtransfer.checkpoint.plain_data import Keep, decode, encode
-from speedtransfer.checkpoint.reading import TensorReader
 from speedtransfer.checkpoint.table_rows import SavedRows, encode_rows
+from speedtransfer.checkpoint.tensors import TensorReader
 from speedtransfer.errors import InvalidValueError, suggest
 from speedtransfer.nn.table_module import rows_aside
 from speedtransfer.optim import Handle

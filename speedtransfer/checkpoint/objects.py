@@ -1,8 +1,9 @@
-"""Anything else with a state: schedulers, scalers, samplers, loaders, generators."""
+"""Save and set the state of anything else: schedulers, scalers, samplers, loaders, and random number generators."""
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+
+_CUDA_BYTES = 16  # seed and offset of Philox
 
 
 def check_object(name: str, value: object) -> None:
@@ -26,13 +29,10 @@ def state_of(value: Any) -> Any:
     """Return the state of an object."""
     if isinstance(value, torch.Generator):
         return value.get_state()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    return value.state_dict()
+    return value.bit_generator.state if isinstance(value, np.random.Generator) else value.state_dict()
 
 
-def set_state(value: Any, state: Any) -> None:
-    """Give an object the `state` of `state_of`."""
+def _set_state(value: Any, state: Any) -> None:
     if isinstance(value, torch.Generator):
         value.set_state(state)
     elif isinstance(value, np.random.Generator):
@@ -48,7 +48,7 @@ def set_states(objects: dict[str, Any], states: dict[str, Any], then: Callable[[
         for name, value in objects.items():
             before[name] = copy.deepcopy(state_of(value)), dict(getattr(value, "__dict__", {}))
             try:
-                set_state(value, states[name])
+                _set_state(value, states[name])
             except Exception as error:
                 why = " ".join(str(error).split())[:200]
                 raise InvalidValueError(
@@ -60,5 +60,36 @@ def set_states(objects: dict[str, Any], states: dict[str, Any], then: Callable[[
             if attributes:  # a scheduler makes attributes of whatever it is given
                 vars(objects[name]).clear()
                 vars(objects[name]).update(attributes)
-            set_state(objects[name], state)
+            _set_state(objects[name], state)
         raise
+
+
+def rng_states() -> dict[str, Any]:
+    """Return the states of the generators of Python, NumPy and torch; CUDA is not started for those that nobody has used."""
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if used else [],
+    }
+
+
+def check_rng_states(states: Any) -> None:
+    """Raise whatever comes where a generator does not take its state; those of the process stay as they are."""
+    random.Random().setstate(states["python"])
+    np.random.RandomState().set_state(states["numpy"])
+    torch.Generator().set_state(states["torch"])
+    for state in states["cuda"]:
+        if state.dtype != torch.uint8 or state.shape != (_CUDA_BYTES,):
+            raise ValueError(f"the state of a CUDA generator has {state.numel()} bytes, not {_CUDA_BYTES}")
+
+
+def set_rng_states(states: dict[str, Any]) -> None:
+    """Set the states of `rng_states`; those of CUDA devices that this machine lacks are left out."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for number, state in enumerate(states["cuda"][:devices]):
+        torch.cuda.set_rng_state(state, number)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.checkpoint.plain_data import Keep, decode, encode
-from speedtransfer.checkpoint.reading import TensorReader
 from speedtransfer.checkpoint.table_rows import SavedRows, encode_rows
+from speedtransfer.checkpoint.tensors import TensorReader
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim import Handle, find_handle, probe
 from speedtransfer.optim.hooks import give_state, way_to_step

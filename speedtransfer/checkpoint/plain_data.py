@@ -21,8 +21,16 @@ Fetch = Callable[[Any], Tensor]  # that name -> the tensor
 
 _MAX_DEPTH = 100
 _MAX_INT_BITS = 10_000  # Python reads no longer integers from text
-_MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset}
+_MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_CONTAINERS = {kind: tag for tag, kind in (*_SEQUENCES.items(), *_MAPPINGS.items())}
+# What has a text: its tag, and the text.
+_TEXTS: dict[type, tuple[str, Callable[[Any], str]]] = {
+    float: ("float", str),
+    bytes: ("bytes", bytes.hex),
+    torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch.")),
+    torch.device: ("device", str),
+}
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _SCALARS = {"bool", *_INTEGERS, "float16", "float32", "float64", "complex64", "complex128"}
@@ -50,36 +58,27 @@ def encode(value: Any, path: str, keep: Keep, depth: int = 0) -> Any:
             f"{path[:80]}... nests deeper than {_MAX_DEPTH} levels (or holds itself); a checkpoint takes flatter data"
         )
     kind = type(value)
-    if value is None or kind in (bool, str):
+    if kind is int and value.bit_length() > _MAX_INT_BITS:
+        raise InvalidValueError(f"{path} is an integer of {value.bit_length()} bits; save it as a string")
+    if value is None or kind in (bool, str, int) or (kind is float and math.isfinite(value)):
         return value
-    if kind is int:
-        if value.bit_length() > _MAX_INT_BITS:
-            raise InvalidValueError(f"{path} is an integer of {value.bit_length()} bits; save it as a string")
-        return value
-    if kind is float:
-        return value if math.isfinite(value) else {"$": "float", "v": str(value)}
+    if kind in _TEXTS:
+        tag, text = _TEXTS[kind]
+        return {"$": tag, "v": text(value)}
     if kind is complex:
         return {"$": "complex", "v": [encode(x, path, keep, depth + 1) for x in (value.real, value.imag)]}
-    if kind is bytes:
-        return {"$": "bytes", "v": value.hex()}
     if isinstance(value, Tensor):
         return _encode_tensor(value, path, keep)
     if isinstance(value, np.ndarray):
         return {**_encode_tensor(_from_numpy(value, path), path, keep), "$": "ndarray"}
     if isinstance(value, np.generic) and value.dtype.name in _SCALARS:
         return {"$": "scalar", "dtype": value.dtype.name, "v": encode(value.item(), path, keep, depth + 1)}
-    if kind is torch.dtype:
-        return {"$": "dtype", "v": str(value).removeprefix("torch.")}
-    if kind is torch.device:
-        return {"$": "device", "v": str(value)}
-    if kind is list:
-        return [encode(item, f"{path}[{i}]", keep, depth + 1) for i, item in enumerate(value)]
-    for tag, cls in _SEQUENCES.items():
-        if kind is cls:
-            return {"$": tag, "v": [encode(item, f"{path}[{i}]", keep, depth + 1) for i, item in enumerate(value)]}
-    for tag, cls in _MAPPINGS.items():
-        if kind is cls:
-            return _encode_mapping(value, tag, path, keep, depth)
+    tag = _CONTAINERS.get(kind, "")
+    if tag in _MAPPINGS:
+        return _encode_mapping(value, tag, path, keep, depth)
+    if tag or kind is list:
+        items = [encode(item, f"{path}[{i}]", keep, depth + 1) for i, item in enumerate(value)]
+        return {"$": tag, "v": items} if tag else items
     raise InvalidTypeError(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; convert it to plain data "
         f"({_ALLOWED})"
@@ -130,38 +129,30 @@ def decode(node: Any, fetch: Fetch) -> Any:
     if "$" not in node:
         return {key: decode(item, fetch) for key, item in node.items()}
     tag, value = node["$"], node["v"]
-    if tag == "float":
-        if value not in ("nan", "inf", "-inf"):
-            raise ValueError(f"{value!r} is no float that JSON lacks")
-        return float(value)
     if tag in ("tensor", "ndarray"):
         tensor = fetch(value)
         if node.get("complex") is True:
             tensor = torch.view_as_complex(tensor)
         return tensor.numpy() if tag == "ndarray" else tensor
-    if tag in _SEQUENCES:
-        return _SEQUENCES[tag]([decode(item, fetch) for item in _list(value)])
-    if tag in _MAPPINGS:
-        pairs = {decode(k, fetch): decode(v, fetch) for k, v in _list(value)}
-        return pairs if tag == "dict" else _MAPPINGS[tag](pairs)
-    if tag == "complex":
-        real, imag = (decode(x, fetch) for x in _list(value))
-        return complex(real, imag)
+    if tag in _SEQUENCES or tag in _MAPPINGS or tag == "complex":
+        if not isinstance(value, list):
+            raise TypeError(f"a {type(value).__name__} where a list belongs")
+        items = decode(value, fetch)
+        if tag == "complex":
+            real, imag = items
+            return complex(real, imag)
+        return _SEQUENCES[tag](items) if tag in _SEQUENCES else _MAPPINGS[tag](dict(items))
     if tag == "bytes":
         return bytes.fromhex(value)
     if tag == "scalar" and node["dtype"] in _SCALARS:
         return np.dtype(node["dtype"]).type(decode(value, fetch))
+    if tag == "float" and value in ("nan", "inf", "-inf"):
+        return float(value)
     if tag == "dtype" and value in _DTYPES:
         return _DTYPES[value]
     if tag == "device" and isinstance(value, str):
         return torch.device(value)
-    raise ValueError(f"{str(tag)[:40]!r} is no kind of value")
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"a {type(value).__name__} where a list belongs")
-    return value
+    raise ValueError(f"{str(value)[:40]!r} of kind {str(tag)[:40]!r} is no value that is saved")
 
 
 def find_tensors(node: Any) -> list[str]:
@@ -174,4 +165,4 @@ def find_tensors(node: Any) -> list[str]:
         return [node["v"]]
     if node.get("$") == "rows":
         return list(node["parts"].values())
-    return [name for item in node.values() for name in find_tensors(item)]
+    return find_tensors(list(node.values()))

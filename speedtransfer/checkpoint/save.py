@@ -1,4 +1,4 @@
-"""Saving."""
+"""Save a training run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
-from speedtransfer.checkpoint.folder import Saving, check_target, free_bytes
+from speedtransfer.checkpoint.folder import check_target, commit, free_bytes, new_files
 from speedtransfer.checkpoint.model import encode_model
-from speedtransfer.checkpoint.objects import check_object, state_of
+from speedtransfer.checkpoint.objects import check_object, rng_states, state_of
 from speedtransfer.checkpoint.optimizer import encode_optimizer
 from speedtransfer.checkpoint.plain_data import encode
-from speedtransfer.checkpoint.rng import rng_states
-from speedtransfer.checkpoint.writing import TensorPlan
+from speedtransfer.checkpoint.tensors import TensorPlan
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, format_bytes
 from speedtransfer.progress import ByteProgress
 
@@ -71,7 +70,7 @@ def save_checkpoint(
         optimizers = {"optimizer": optimizer, **optimizers}
     keep = plans["objects"].keep
     content = {
-        "versions": manifest.versions(),
+        "versions": manifest.VERSIONS,
         "model": encode_model(model, plans["model"].keep),
         "optimizers": {n: encode_optimizer(o, n, plans["optimizer"].keep) for n, o in optimizers.items()},
         "rng": encode(rng_states(), "rng", keep),
@@ -86,11 +85,9 @@ def save_checkpoint(
             f"a checkpoint at {str(path)!r} needs {format_bytes(need)} but {format_bytes(free)} are free; free some space or "
             "choose another path (an older checkpoint stays until the new one is whole)"
         )
-    with Saving(path, list(plans), need) as saving, ByteProgress(f"saving {path.name}", need, progress) as bar:
-        files = {role: {"name": saving.name(role)} for role in plans}
-        for role, plan in plans.items():
-            files[role].update(plan.write(saving.files[role], bar.advance))
-        saving.commit(manifest.to_bytes({"files": files, **content}))
+    with new_files(path, plans, need) as made, ByteProgress(f"saving {path.name}", need, progress) as bar:
+        files = {r: {"name": Path(made[r].name).name, **plan.write(made[r], bar.advance)} for r, plan in plans.items()}
+        commit(path, manifest.to_bytes({"files": files, **content}))
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:

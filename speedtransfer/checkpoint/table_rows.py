@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from speedtransfer.checkpoint.plain_data import Keep
-from speedtransfer.checkpoint.reading import TensorReader
+from speedtransfer.checkpoint.tensors import TensorReader
+from speedtransfer.cuda import wait_until_filled
 from speedtransfer.dtypes import TABLE_DTYPES
-from speedtransfer.encoding.codecs import codec_named
+from speedtransfer.encoding.codecs import Part, codec_named
 from speedtransfer.encoding.convert import decode_rows
 from speedtransfer.rows import Rows
 from speedtransfer.tables import row_chunks
@@ -20,108 +21,91 @@ from speedtransfer.tables import row_chunks
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*TABLE_DTYPES, torch.bool)}  # bool is stored as uint8
 
 
-def encode_rows(store: Rows, plane: str, path: str, keep: Keep, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+def encode_rows(rows: Rows, plane: str, path: str, keep: Keep, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Return what the manifest says of a plane of values `shape` and `dtype`, and have its raw parts kept."""
-    parts = {part: keep(f"{path}:{part}" if part else path, raw) for part, raw in store.parts(plane).items()}
+    parts = {part: keep(f"{path}:{part}" if part else path, raw) for part, raw in rows.parts(plane).items()}
     name = str(dtype).removeprefix("torch.")
-    return {"$": "rows", "encoding": store.encoding(plane), "dtype": name, "shape": list(shape), "parts": parts}
+    return {"$": "rows", "encoding": rows.encoding(plane), "dtype": name, "shape": list(shape), "parts": parts}
 
 
 class SavedRows:
     """Rows in a checkpoint: a plane of a table, or the tensor that a dense module or its optimizer had for one.
 
-    Parameters
-    ----------
-    node : dict
-        What the manifest says of them.
-    reader : TensorReader
-        Of the file that holds them.
-
-    Raises
-    ------
-    ValueError, TypeError, KeyError
-        `node` is malformed, or of an encoding that this version does not know.
+    ValueError, TypeError or KeyError: `node`, what the manifest says of them, is malformed, or of an encoding that this
+    version does not know.
     """
 
     def __init__(self, node: dict[str, Any], reader: TensorReader) -> None:
-        self._reader = reader
+        self._reader, self.encoding = reader, "plain"
         if node["$"] == "tensor" and "complex" not in node:
-            self.encoding, self._parts = "plain", {"": node["v"]}
+            self._names = {"": node["v"]}
             self.dtype, self.shape = reader.spec(node["v"])
         elif node["$"] == "rows":
-            self.encoding, self._parts = node["encoding"], dict(node["parts"])
+            self.encoding, self._names = node["encoding"], dict(node["parts"])
             self.dtype, self.shape = _DTYPES[node["dtype"]], tuple(node["shape"])
-            self._check_parts()
         else:
             raise TypeError("a value where rows belong")
+        self._width = math.prod(self.shape[1:])
+        self._specs = {part: reader.spec(name) for part, name in self._names.items()}
+        self.row_bytes = sum(math.prod(shape[1:]) * dtype.itemsize for dtype, shape in self._specs.values())
+        if node["$"] == "rows":
+            self._check()
 
-    def _check_parts(self) -> None:
-        if not self.shape or not all(type(n) is int and 0 <= n < 2**63 for n in self.shape) or not self._parts:
-            raise ValueError("rows without a shape or parts")
+    def _check(self) -> None:
+        if not self.shape or not all(type(n) is int and 0 <= n < 2**63 for n in self.shape):
+            raise ValueError("rows without a shape")
         if math.prod(max(n, 1) for n in self.shape) >= 2**60:
             raise ValueError("rows of a shape that no tensor has")
-        width = math.prod(self.shape[1:])
         if self.encoding == "plain":
-            ((dtype, shape),) = (self._reader.spec(name) for name in self._parts.values())
-            good = set(self._parts) == {""} and shape[:1] == self.shape[:1] and math.prod(shape[1:]) == width
-            good = good and dtype == (torch.uint8 if self.dtype == torch.bool else self.dtype)
+            wanted = {"": Part(self._width, torch.uint8 if self.dtype == torch.bool else self.dtype)}
         else:
-            wanted = codec_named(str(self.encoding), width).parts
-            specs = {part: self._reader.spec(name) for part, name in self._parts.items()}
-            good = specs == {part: (spec.dtype, (self.shape[0], spec.width)) for part, spec in wanted.items()}
-        if not good:
+            wanted = codec_named(str(self.encoding), self._width).parts
+        found = {part: (dtype, shape[:1], math.prod(shape[1:])) for part, (dtype, shape) in self._specs.items()}
+        if found != {part: (spec.dtype, self.shape[:1], spec.width) for part, spec in wanted.items()}:
             raise ValueError("parts of rows that do not make up their shape")
+
+    def _read(self, rows: slice, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return some rows as they are stored, by part, in the memory that `buffers` keep from call to call."""
+        return {part: self._reader.read(name, rows, buffers) for part, name in self._names.items()}
 
     def _decoded(self, parts: dict[str, Tensor]) -> Tensor:
         """Return the values ``(n, *shape[1:])`` of raw rows."""
-        width = math.prod(self.shape[1:])
-        values = parts[""] if self.encoding == "plain" else decode_rows(codec_named(self.encoding, width), parts)
+        values = parts[""]
+        if self.encoding != "plain":
+            values = decode_rows(codec_named(self.encoding, self._width), parts)
         return values.view(len(values), *self.shape[1:]).to(self.dtype)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row in the file."""
-        specs = (self._reader.spec(name) for name in self._parts.values())
-        return sum(math.prod(shape[1:]) * dtype.itemsize for dtype, shape in specs)
-
-    def raw(self, rows: slice, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return some rows as they are stored, by part, in the memory that `buffers` keep from call to call."""
-        return {part: self._reader.read(name, rows, buffers) for part, name in self._parts.items()}
 
     def values(self) -> Tensor:
         """Return all rows, for a dense parameter or its state."""
         if self.encoding == "plain":
-            return self._decoded({"": self._reader.read(self._parts[""])})
+            return self._decoded({"": self._reader.read(self._names[""])})
         with torch.inference_mode(False):
             whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         buffers: dict[str, Tensor] = {}
         for rows in row_chunks(self.shape[0], self.row_bytes):
-            whole[rows] = self._decoded(self.raw(rows, buffers))
+            whole[rows] = self._decoded(self._read(rows, buffers))
         return whole
 
     def mapped(self) -> Tensor:
         """Return all rows to be copied from at once, without memory of their own if they are stored plainly."""
-        return self._reader.mapped(self._parts[""]) if self.encoding == "plain" else self.values()
+        return self._reader.mapped(self._names[""]) if self.encoding == "plain" else self.values()
 
-    def stored_as(self, store: Rows, plane: str) -> bool:
+    def stored_as(self, rows: Rows, plane: str) -> bool:
         """Tell whether a plane is stored just as these rows, so that the bits can be copied."""
-        if self.encoding != store.encoding(plane):
-            return False
-        specs = {part: self._reader.spec(name) for part, name in self._parts.items()}
-        return specs == {part: (raw.dtype, tuple(raw.shape)) for part, raw in store.parts(plane).items()}
+        specs = {part: (raw.dtype, tuple(raw.shape)) for part, raw in rows.parts(plane).items()}
+        return self.encoding == rows.encoding(plane) and self._specs == specs
 
     @torch.no_grad()
-    def copy_into(self, store: Rows, plane: str, advance: Callable[[int], None]) -> None:
+    def copy_into(self, rows: Rows, plane: str, advance: Callable[[int], None]) -> None:
         """Write all rows into a plane of as many."""
-        targets, alike = store.parts(plane), self.stored_as(store, plane)
+        targets, alike = rows.parts(plane), self.stored_as(rows, plane)
         buffers: dict[str, Tensor] = {}  # the allocator would not always give the memory of a chunk to the next
-        for rows in row_chunks(self.shape[0], self.row_bytes):
-            chunk = self.raw(rows, buffers)
+        for chunk in row_chunks(self.shape[0], self.row_bytes):
+            parts = self._read(chunk, buffers)
             if not alike:
-                chunk = store.encode(plane, self._decoded(chunk))
+                parts = rows.encode(plane, self._decoded(parts))
             for part, target in targets.items():
-                target[rows].copy_(chunk[part].view(target[rows].shape))
-            advance((rows.stop - rows.start) * self.row_bytes)
+                target[chunk].copy_(parts[part].view(target[chunk].shape))
+            advance((chunk.stop - chunk.start) * self.row_bytes)
         for target in targets.values():
-            if target.is_cuda:  # engines on other streams know nothing of these copies
-                torch.cuda.current_stream(target.device).synchronize()
+            wait_until_filled(target)

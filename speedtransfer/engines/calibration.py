@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -205,7 +205,7 @@ def _medians(calls: Mapping[str, Callable[[], object]], device: torch.device) ->
             call()
             _synchronize(device)
             samples[name].append(time.perf_counter() - start)
-    return {name: median(values) for name, values in samples.items()}
+    return {name: float(np.median(values)) for name, values in samples.items()}
 
 
 class _Call:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from speedtransfer.nn.active import activate
 from speedtransfer.nn.embedding import check_pretrained
 from speedtransfer.nn.lookup import bag_lookup
+from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.tracing import unrecorded
 from speedtransfer.nn.weight_calls import in_transform
@@ -22,6 +22,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
     :class:`~speedtransfer.Embedding`.
     """
 
+    @takes_options
     def __init__(
         self,
         num_embeddings: int,
@@ -36,19 +37,14 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         padding_idx: int | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        memory: str = "auto",
-        path: str | os.PathLike[str] | None = None,
-        idle: str = "auto",
-        storage_dtype: torch.dtype | None = None,
-        state_dtype: torch.dtype | None = None,
+        **options: Unpack[TableOptions],
     ) -> None:
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
         self.scale_grad_by_freq, self.mode, self.sparse = scale_grad_by_freq, mode, sparse
         self.include_last_offset = include_last_offset
-        self._set_up(_weight, False, device, dtype, memory, path, idle, storage_dtype, state_dtype)
+        self._set_up(_weight, False, device, dtype, options)
 
     @unrecorded
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
@@ -71,6 +67,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         return bag_lookup(active, offsets, per_sample_weights, self.mode, freq, last, padded, self.sparse)
 
     @classmethod
+    @takes_options
     def from_pretrained(
         cls,
         embeddings: Tensor,
@@ -82,12 +79,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         sparse: bool = False,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
-        *,
-        memory: str = "auto",
-        path: str | os.PathLike[str] | None = None,
-        idle: str = "auto",
-        storage_dtype: torch.dtype | None = None,
-        state_dtype: torch.dtype | None = None,
+        **options: Unpack[TableOptions],
     ) -> EmbeddingBag:
         """Make a bag of the rows of a 2-D tensor, used in place as in :meth:`Embedding.from_pretrained`."""
         rows, dim = check_pretrained(embeddings)
@@ -103,11 +95,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
             include_last_offset,
             padding_idx,
             device=embeddings.device,
-            memory=memory,
-            path=path,
-            idle=idle,
-            storage_dtype=storage_dtype,
-            state_dtype=state_dtype,
+            **options,
         )
         bag.weight.requires_grad_(bag.weight.requires_grad and not freeze)
         return bag

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.active import activate
 from speedtransfer.nn.lookup import lookup
+from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.tracing import unrecorded
 from speedtransfer.nn.weight_calls import in_transform
@@ -55,6 +56,7 @@ class Embedding(TableModule, nn.Embedding):
         As :class:`~speedtransfer.Table`.
     """
 
+    @takes_options
     def __init__(
         self,
         num_embeddings: int,
@@ -68,18 +70,13 @@ class Embedding(TableModule, nn.Embedding):
         _freeze: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        memory: str = "auto",
-        path: str | os.PathLike[str] | None = None,
-        idle: str = "auto",
-        storage_dtype: torch.dtype | None = None,
-        state_dtype: torch.dtype | None = None,
+        **options: Unpack[TableOptions],
     ) -> None:
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self._set_up(_weight, _freeze, device, dtype, memory, path, idle, storage_dtype, state_dtype)
+        self._set_up(_weight, _freeze, device, dtype, options)
 
     @unrecorded
     def forward(self, input: Any) -> Tensor:
@@ -100,6 +97,7 @@ class Embedding(TableModule, nn.Embedding):
         return lookup(active, self.scale_grad_by_freq)
 
     @classmethod
+    @takes_options
     def from_pretrained(
         cls,
         embeddings: Tensor,
@@ -109,12 +107,7 @@ class Embedding(TableModule, nn.Embedding):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
-        *,
-        memory: str = "auto",
-        path: str | os.PathLike[str] | None = None,
-        idle: str = "auto",
-        storage_dtype: torch.dtype | None = None,
-        state_dtype: torch.dtype | None = None,
+        **options: Unpack[TableOptions],
     ) -> Embedding:
         """Make an embedding of the rows of a 2-D tensor.
 
@@ -133,11 +126,7 @@ class Embedding(TableModule, nn.Embedding):
             _weight=embeddings,
             _freeze=freeze,
             device=embeddings.device,
-            memory=memory,
-            path=path,
-            idle=idle,
-            storage_dtype=storage_dtype,
-            state_dtype=state_dtype,
+            **options,
         )
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.nn.bag import EmbeddingBag
 from speedtransfer.nn.embedding import Embedding
+from speedtransfer.nn.options import TableOptions, complete, takes_options
 from speedtransfer.nn.table_module import TableModule, make_handle
 from speedtransfer.nn.weight import table_weight
 from speedtransfer.optim import Handle, find_handle
@@ -43,8 +45,13 @@ class Replaced(list[str]):
         return "\n".join(lines) or "the model has no nn.Embedding and no nn.EmbeddingBag"
 
 
+@takes_options
 def replace_embeddings(
-    model: nn.Module, min_rows: int = 10_000, names: Names | None = None, strict: bool = False, **options: Any
+    model: nn.Module,
+    min_rows: int = 10_000,
+    names: Names | None = None,
+    strict: bool = False,
+    **options: Unpack[TableOptions],
 ) -> Replaced:
     """Give the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules inside `model` tables, with the weights that they have.
 
@@ -62,8 +69,8 @@ def replace_embeddings(
         module that says whether to replace it. By default all.
     strict : bool
         Raise where an embedding that was asked for cannot be replaced, instead of leaving it as it is.
-    **options
-        Passed on: `memory`, `idle`, `storage_dtype`, `state_dtype`.
+    memory, path, idle, storage_dtype, state_dtype
+        As in :class:`~speedtransfer.Embedding`; a `path` is the file of one table.
 
     Returns
     -------
@@ -79,6 +86,7 @@ def replace_embeddings(
         There is no room for a table. The model is then as it was.
     """
     check_size(min_rows, "min_rows")
+    options = complete(options)
     report, found = Replaced(), {}
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or isinstance(module, TableModule):
@@ -143,17 +151,17 @@ def _users(model: nn.Module) -> dict[int, set[str]]:
     return users
 
 
-def _handle(weight: Tensor, options: dict[str, Any]) -> Handle:
+def _handle(weight: Tensor, options: TableOptions) -> Handle:
     shape = len(weight), weight.shape[1]
-    return make_handle(weight.detach(), shape, weight.device, weight.dtype, weight.requires_grad, **options)
+    return make_handle(weight.detach(), shape, weight.device, weight.dtype, weight.requires_grad, options)
 
 
-def _give_table(module: Any, handle: Handle | None, options: dict[str, Any]) -> None:
+def _give_table(module: Any, handle: Handle | None, options: TableOptions) -> None:
     weight = module.weight
     module.__class__ = _table_class(type(module))
-    module.idle = options.get("idle", "auto")
+    module.idle = options["idle"]
     if handle is None:
-        module._wait(weight, {**options})
+        module._wait(weight, options)
         return
     module.__dict__["_handle"] = handle
     module._describe()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,14 +13,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from speedtransfer.encoding.codecs import check_dtypes
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.active import ActiveRows, activate
+from speedtransfer.nn.options import TableOptions, complete
 from speedtransfer.nn.tracing import refuse_to_record, unrecorded
 from speedtransfer.nn.weight import table_weight, take_weight
 from speedtransfer.optim import Handle, Rows, find_handle, install
 from speedtransfer.tables import Table
-
-IDLE = ("auto", "exact", "lazy")
 
 # Meta tensors that stand for the rows in a state dict, each with its handle; None: state dicts hold the rows themselves.
 _stand_ins: ContextVar[list[tuple[Tensor, Handle]] | None] = ContextVar("stand_ins", default=None)
@@ -47,31 +45,26 @@ def make_handle(
     device: torch.device,
     dtype: torch.dtype | None,
     requires_grad: bool,
-    memory: str = "auto",
-    path: str | os.PathLike[str] | None = None,
-    idle: str = "auto",
-    storage_dtype: torch.dtype | None = None,
-    state_dtype: torch.dtype | None = None,
+    options: TableOptions,
 ) -> Handle:
-    """Make a table of `shape` and its handle: with the values of `weight`, or of zeros."""
-    if idle not in IDLE:
-        raise InvalidValueError(f"idle is {idle!r}, which is no way to treat idle rows{suggest(str(idle), IDLE)}")
+    """Make a table of `shape` and its handle: with the values of `weight`, or of zeros. `options` are complete."""
+    memory, path, storage_dtype = options["memory"], options["path"], options["storage_dtype"]
     if weight is not None:
         # With storage_dtype rows are float32, whatever floats they were given as.
         dtype = torch.float32 if storage_dtype is not None and weight.is_floating_point() else weight.dtype
     assert dtype is not None
     _follow_names()
-    check_dtypes(dtype, storage_dtype, state_dtype)
+    check_dtypes(dtype, storage_dtype, options["state_dtype"])
     stored = dtype if storage_dtype is None else storage_dtype
     if weight is not None and weight.dtype == stored:
         table, given = Table.from_array(weight, memory=memory, path=path, device=device, copy=False), None
     else:
         table, given = Table(shape[0], shape[1], stored, memory=memory, path=path, device=device), weight
     install()
-    store = Rows(table, storage_dtype, state_dtype)
+    store = Rows(table, storage_dtype, options["state_dtype"])
     if given is not None:
         store.load("weight", given)
-    return Handle(table, requires_grad, idle, store)
+    return Handle(table, requires_grad, options["idle"], store)
 
 
 @functools.cache
@@ -103,15 +96,10 @@ class TableModule(nn.Module):
         freeze: bool,
         device: torch.device | str | int | None,
         dtype: torch.dtype | None,
-        memory: str,
-        path: str | os.PathLike[str] | None,
-        idle: str,
-        storage_dtype: torch.dtype | None,
-        state_dtype: torch.dtype | None,
+        options: TableOptions,
     ) -> None:
         """Make the table and its handle: with the values of `weight`, or fresh ones."""
-        if idle not in IDLE:
-            raise InvalidValueError(f"idle is {idle!r}, which is no way to treat idle rows{suggest(str(idle), IDLE)}")
+        options = complete(options)
         shape = (check_size(self.num_embeddings, "num_embeddings"), check_size(self.embedding_dim, "embedding_dim"))
         if self.padding_idx is not None:
             rows = self.num_embeddings
@@ -120,7 +108,7 @@ class TableModule(nn.Module):
                 f"padding_idx must be within num_embeddings: it is {self.padding_idx} but there are {rows} rows"
             )
             self.padding_idx %= rows
-        self.idle = idle
+        self.idle = options["idle"]
         device = torch.get_default_device() if device is None else torch.device(device)
         if weight is None:
             dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -131,17 +119,10 @@ class TableModule(nn.Module):
             )
         else:
             dtype = weight.dtype
-        options: dict[str, Any] = {
-            "memory": memory,
-            "path": path,
-            "idle": idle,
-            "storage_dtype": storage_dtype,
-            "state_dtype": state_dtype,
-        }
         if device.type == "meta":
             self._wait(nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=not freeze), options)
             return
-        self._handle = make_handle(weight, shape, device, dtype, requires_grad=not freeze, **options)
+        self._handle = make_handle(weight, shape, device, dtype, not freeze, options)
         self._describe()
         self.register_parameter("weight", table_weight(self._handle))
         weight_now = self._parameters["weight"]
@@ -156,7 +137,7 @@ class TableModule(nn.Module):
 
     # --- on the meta device: no rows yet --------------------------------------------------------------------------------
 
-    def _wait(self, weight: nn.Parameter, options: dict[str, Any]) -> None:
+    def _wait(self, weight: nn.Parameter, options: TableOptions) -> None:
         """Be a module of torch.nn with a weight on the meta device, until one with values comes in its place."""
         self.__dict__.pop("_handle", None)
         self._parameters["weight"] = weight
@@ -168,7 +149,7 @@ class TableModule(nn.Module):
     def _end_wait(self, weight: Tensor | None, device: torch.device, dtype: torch.dtype, param: nn.Parameter) -> None:
         """Make the table, of the values of `weight`, and `param` its weight."""
         shape = (self.num_embeddings, self.embedding_dim) if weight is None else (len(weight), weight.shape[1])
-        handle = make_handle(weight, shape, device, dtype, requires_grad=param.requires_grad, **self._options)
+        handle = make_handle(weight, shape, device, dtype, param.requires_grad, self._options)
         del self._options
         self._handle = handle
         self._describe()

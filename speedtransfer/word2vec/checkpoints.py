@@ -15,7 +15,7 @@ import torch
 from speedtransfer.checkpoint import load_checkpoint, manifest, save_checkpoint
 from speedtransfer.checkpoint.folder import check_target
 from speedtransfer.checkpoint.plain_data import decode
-from speedtransfer.checkpoint.reading import TensorReader
+from speedtransfer.checkpoint.tensors import TensorReader
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, StorageError, check_size
 from speedtransfer.word2vec.corpus import Corpus

@@ -37,7 +37,8 @@ def warning_of_few_steps(num_steps: int, settings: Settings) -> str:
     """Return what to say of a run of so few steps that vectors hardly move; "" where there are enough."""
     if num_steps >= FEW_STEPS:
         return ""
-    fitting = max(16, 1 << (num_steps * settings.block_words // (4 * FEW_STEPS)).bit_length() - 1)  # some hundred steps
+    words = num_steps * settings.block_words // (4 * FEW_STEPS)  # a block, for some hundred steps
+    fitting = 1 << max(words, 16).bit_length() - 1
     smaller = f"a smaller block_words, such as {fitting}, or " if fitting < settings.block_words else ""
     return (
         f"this run has {num_steps} steps, too few to train much (fewer than {FEW_STEPS}); pass {smaller}more epochs than "

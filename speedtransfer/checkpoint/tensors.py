@@ -1,0 +1,202 @@
+"""Stream tensors to a safetensors file and back in chunks, with a checksum of every byte."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.dtypes import SAFETENSORS_NAMES
+from speedtransfer.errors import InvalidTypeError, StorageError
+from speedtransfer.safetensors_io import METADATA, check_entry, header_bytes, make_header
+from speedtransfer.tables import CHUNK_BYTES, read_ahead, row_chunks
+
+
+class TensorPlan:
+    """The tensors that a file will hold. They are read when it is written, so they must not change until then."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def keep(self, path: str, tensor: Tensor) -> str:
+        """Take `tensor` into the file and return its name there: `path`, or one like it."""
+        if tensor.dtype not in SAFETENSORS_NAMES:
+            raise InvalidTypeError(
+                f"{path} has dtype {tensor.dtype}, which a checkpoint cannot hold; convert it, to float32 or uint8 say"
+            )
+        name, count = path, 2
+        while name in self.tensors or name == METADATA:
+            name, count = f"{path}#{count}", count + 1
+        self.tensors[name] = tensor.detach()
+        return name
+
+    def header(self) -> dict[str, Any]:
+        """Return the header of the file. Wide dtypes come first, so that all are aligned."""
+        widest_first = sorted(self.tensors.items(), key=lambda item: -item[1].element_size())
+        return make_header((name, tensor.dtype, tensor.shape) for name, tensor in widest_first)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return len(header_bytes(self.header())) + sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def write(self, file: BinaryIO, advance: Callable[[int], None]) -> dict[str, Any]:
+        """Write the file to the disk itself and return what the manifest says of it."""
+        header, digest = self.header(), hashlib.sha256()
+        chunks = itertools.chain.from_iterable(read_chunks(self.tensors[name]) for name in header)
+        values: Iterator[Any] = (chunk.view(torch.uint8).numpy().data for chunk in chunks)
+        for data in itertools.chain([header_bytes(header)], values):
+            digest.update(data)
+            file.write(data)
+            advance(len(data))
+        size = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+        return {"bytes": size, "sha256": digest.hexdigest(), "tensors": header}
+
+
+def read_chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the values in order, about 16 MB at a time, 1-D and on the host."""
+    if tensor.is_contiguous():
+        tensor = tensor.reshape(-1)
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+    if tensor.dim() > 1 and row_bytes > CHUNK_BYTES:  # few rows, long ones
+        for row in tensor:
+            yield from read_chunks(row)
+        return
+    # The allocator would not always give the memory of a chunk to the next.
+    staging = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    for rows in row_chunks(len(tensor), row_bytes):
+        chunk = tensor[rows]
+        if chunk.is_contiguous():
+            read_ahead(chunk)
+        if chunk.device.type != "cpu" or not chunk.is_contiguous():
+            if len(staging) < chunk.numel():
+                staging = torch.empty(chunk.numel(), dtype=tensor.dtype, device="cpu")
+            chunk = staging[: chunk.numel()].view(chunk.shape).copy_(chunk)
+        yield chunk.reshape(-1)
+
+
+def open_plain(path: Path) -> int:
+    """Return a descriptor of the file at `path`, which must be an ordinary one: no link, no pipe. OSError if it is not."""
+    # A pipe would block for ever; a link may lead anywhere.
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(0, "it is no ordinary file")
+    return handle
+
+
+class TensorReader:
+    """The tensors of one file, which is held open, so that what is read is what was checked.
+
+    Parameters
+    ----------
+    path : Path
+    facts : dict
+        What the manifest says of it, known to be well formed.
+
+    Raises
+    ------
+    OSError
+        It cannot be opened.
+    """
+
+    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+        self.path, self.facts = path, facts
+        self._entries = {name: check_entry(entry) for name, entry in facts["tensors"].items()}
+        self._file = os.fdopen(open_plain(path), "rb", buffering=0)
+
+    def close(self) -> None:
+        """Close the file. Tensors of `mapped` live on."""
+        self._file.close()
+
+    def check(self, advance: Callable[[int], None]) -> None:
+        """Raise `StorageError` unless the file is, to the bit, the one that the manifest speaks of."""
+        size = os.fstat(self._file.fileno()).st_size
+        if size != self.facts["bytes"]:
+            raise self._damaged(f"has {size} bytes but {self.facts['bytes']} were written")
+        data = max((entry.end for entry in self._entries.values()), default=0)
+        length = int.from_bytes(self._read(0, bytearray(min(8, size))), "little")
+        self._begin = 8 + length
+        if size < 8 or self._begin + data != size:
+            raise self._damaged(f"has a header of {length} bytes and {data} of tensors in a file of {size}")
+        digest, buffer = hashlib.sha256(), bytearray(min(CHUNK_BYTES, size))
+        for start in range(0, size, len(buffer)):
+            part = self._read(start, memoryview(buffer)[: size - start])
+            digest.update(part)
+            advance(len(part))
+        if digest.hexdigest() != self.facts["sha256"]:
+            raise self._damaged("does not have the checksum that was written")
+        try:
+            header = json.loads(self._read(8, bytearray(length)))
+        except (ValueError, RecursionError):
+            header = None
+        if header != self.facts["tensors"]:
+            raise self._damaged("has another header than the manifest says")
+
+    def _damaged(self, what: str) -> StorageError:
+        return StorageError(f"{str(self.path)!r} {what}: it is damaged or was replaced; use another checkpoint")
+
+    def _read(self, start: int, target: Any) -> Any:
+        """Fill the buffer `target` from byte `start` on and return it."""
+        left = memoryview(target)
+        try:
+            self._file.seek(start)
+            while left:
+                count = self._file.readinto(left)
+                if not count:
+                    raise self._damaged("was truncated while it was read")
+                left = left[count:]
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(f"cannot read {str(self.path)!r} ({error.strerror}); check the disk") from error
+        return target
+
+    def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Return dtype and shape of a tensor."""
+        entry = self._entries[name]
+        return entry.dtype, entry.shape
+
+    def read(self, name: str, rows: slice | None = None, buffers: dict[str, Tensor] | None = None) -> Tensor:
+        """Return a tensor, or some of its rows, on the host.
+
+        It has fresh memory, or, with `buffers`, that which the last call with the same ones used.
+        """
+        dtype, shape, begin, _ = self._entries[name]
+        begin += self._begin
+        if rows is not None:
+            begin += rows.start * math.prod(shape[1:]) * dtype.itemsize
+            shape = (rows.stop - rows.start, *shape[1:])
+        num_bytes = math.prod(shape) * dtype.itemsize
+        with torch.inference_mode(False):
+            if buffers is None:
+                tensor = torch.empty(shape, dtype=dtype, device="cpu")
+            else:
+                if name not in buffers or len(buffers[name]) < num_bytes:
+                    buffers[name] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+                tensor = buffers[name][:num_bytes].view(dtype).view(shape)
+        target = tensor.view(-1).view(torch.uint8).numpy().data if num_bytes else memoryview(b"")
+        for start in range(0, num_bytes, CHUNK_BYTES):
+            self._read(begin + start, target[start : start + CHUNK_BYTES])
+        return tensor
+
+    def mapped(self, name: str) -> Tensor:
+        """Return a tensor over the file itself, to be copied from at once: it takes no memory of its own."""
+        dtype, shape, begin, end = self._entries[name]
+        if begin == end:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        # "c" maps privately: torch wants writable memory, and the file stays as it is.
+        data = np.memmap(self._file, np.uint8, "c", self._begin + begin, (end - begin,))
+        return torch.from_numpy(data.view(np.ndarray)).view(dtype).view(shape)

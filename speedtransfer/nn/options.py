@@ -1,0 +1,62 @@
+"""The keywords that modules with a table have after those of ``torch.nn``: said here once, shown in every signature."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any, TypedDict, TypeVar
+
+import torch
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
+
+IDLE = ("auto", "exact", "lazy")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class TableOptions(TypedDict, total=False):
+    """See :class:`speedtransfer.Embedding` for what they mean."""
+
+    memory: str
+    path: str | os.PathLike[str] | None
+    idle: str
+    storage_dtype: torch.dtype | None
+    state_dtype: torch.dtype | None
+
+
+DEFAULTS = TableOptions(memory="auto", path=None, idle="auto", storage_dtype=None, state_dtype=None)
+
+
+def takes_options(function: Function) -> Function:
+    """Show the options in the signature of a function with ``**options``, and refuse other keywords with a suggestion."""
+    signature = inspect.signature(function)
+    shown = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    for name, kind in TableOptions.__annotations__.items():
+        about = {"default": DEFAULTS[name], "annotation": kind.__forward_arg__}  # type: ignore[literal-required]
+        shown.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, **about))
+    names = [parameter.name for parameter in shown if parameter.name not in ("self", "cls")]
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in names:
+                raise InvalidTypeError(
+                    f"{function.__qualname__}() got an unexpected keyword argument {name!r}{suggest(name, names)}"
+                )
+        return function(*args, **kwargs)
+
+    checked.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return checked  # type: ignore[return-value]
+
+
+def complete(options: TableOptions) -> TableOptions:
+    """Return `options` with the defaults of those left out; InvalidValueError where `idle` is none of `IDLE`."""
+    options = {**DEFAULTS, **options}
+    if options["idle"] not in IDLE:
+        raise InvalidValueError(
+            f"idle is {options['idle']!r}, which is no way to treat idle rows{suggest(str(options['idle']), IDLE)}"
+        )
+    return options
