@@ -21,7 +21,7 @@ from speedtransfer.cuda import (
     to_device,
 )
 from speedtransfer.engines.base import check_host_index, out_of_range
-from speedtransfer.errors import DeviceError, InvalidValueError, suggest
+from speedtransfer.errors import DeviceError, InvalidValueError
 
 MAX_PLANES = 16  # of one launch, as in move.cuh
 BULK_SLOTS = 4  # of a thread, as in bulk.cu
@@ -82,7 +82,7 @@ class MappedEngine:
         self.device = resolve_cuda(device, "the mapped engine")
         require_mapped(self.device)
         if kernel not in _THREADS:
-            raise InvalidValueError(f"kernel is {kernel!r}, which there is not{suggest(kernel, _THREADS)}")
+            raise InvalidValueError(f"kernel must be one of 'lanes', 'bulk'; got {kernel!r}")
         self.kernel = kernel
         self.max_blocks = max_blocks or 2 * torch.cuda.get_device_properties(self.device).multi_processor_count
         self.threads = threads or _THREADS[kernel]

@@ -107,18 +107,9 @@ def check_bounds(flat: Tensor, num_rows: int, given: Any) -> None:
 
 
 def check_distinct(flat: Tensor, num_rows: int, given: Any, checked: bool) -> None:
-    """Raise unless `flat` names every row once: which of two values should last is anybody's guess.
+    """Raise if `flat`, (n,) int64, repeats a row: the result would be undefined.
 
-    Parameters
-    ----------
-    flat : Tensor
-        (n,) int64.
-    num_rows : int
-        Rows of the table.
-    given : Any
-        The index that `flat` was made of, for the message.
-    checked : bool
-        Its values are known to be in range; else they are checked along.
+    `given` is the index as the caller has it, for the message. Values not yet `checked` are checked to be in range as well.
     """
     if flat.device.type == "cpu":
         # In NumPy: after a call of torch its threads spin for a while, on the cores that are to move the rows.
