@@ -42,7 +42,7 @@ class CpuKernels:
     def __init__(self, folder: Path) -> None:
         assert COMPILER is not None
         self._libraries = {}
-        with importlib.resources.as_file(importlib.resources.files("speedtransfer.cuda.kernels")) as kernels:
+        with importlib.resources.as_file(importlib.resources.files("speedtransfer.kernels")) as kernels:
             builds = {
                 kind: subprocess.Popen(
                     [

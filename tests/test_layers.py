@@ -17,7 +17,7 @@ PACKAGE = Path(speedtransfer.__file__).parent
 LAYERS = [
     {"errors", "version", "dtypes"},
     {"system", "jit", "progress", "eager"},
-    {"buffers", "safetensors_io", "cuda"},
+    {"buffers", "safetensors_io", "cuda", "kernels"},
     {"engines", "encoding", "idle"},
     {"tables"},
     {"rows", "stored_planes"},

@@ -43,7 +43,7 @@ def tree(tmp_path, monkeypatch):
     for name in (
         "speedtransfer/cuda/runtime.py",
         "speedtransfer/cli.py",
-        "speedtransfer/cuda/kernels/rows.cu",
+        "speedtransfer/kernels/rows.cu",
         "speedtransfer/word2vec/model.py",
         "speedtransfer/benchmark/measure.py",
         "speedtransfer/benchmark/step.py",
@@ -145,7 +145,7 @@ def test_every_part_is_listed(record, store, tree, capsys):
     ("changed", "stale"),
     [
         ("speedtransfer/cuda/runtime.py", {"tests", "sanitizer", "transfer", "step"}),
-        ("speedtransfer/cuda/kernels/rows.cu", {"tests", "sanitizer", "transfer", "step"}),
+        ("speedtransfer/kernels/rows.cu", {"tests", "sanitizer", "transfer", "step"}),
         ("speedtransfer/new.py", {"tests", "sanitizer", "transfer", "step"}),
         ("speedtransfer/benchmark/measure.py", {"transfer", "step"}),
         ("speedtransfer/benchmark/step.py", {"step"}),

@@ -16,7 +16,7 @@ from speedtransfer.errors import DeviceError
 
 
 def load_kernel(source_name: str, function_name: str, device: torch.device, shared_bytes: int = 0) -> Any:
-    """Return the kernel `function_name` of ``speedtransfer/cuda/kernels/<source_name>``, compiled for `device`.
+    """Return the kernel `function_name` of ``speedtransfer/kernels/<source_name>``, compiled for `device`.
 
     Call it by :func:`launch_kernel`, with at most `shared_bytes` of dynamic shared memory a block. It is compiled once a
     process and device; CuPy keeps the binary in its cache folder.
@@ -56,11 +56,11 @@ def launch_kernel(
 
 
 def kernel_source(name: str) -> str:
-    """Return the text of ``speedtransfer/cuda/kernels/<name>`` with its includes in place.
+    """Return the text of ``speedtransfer/kernels/<name>`` with its includes in place.
 
     CuPy keys its cache by the text that it is given, and would go on using a binary of an older header.
     """
-    text = importlib.resources.files(f"{__package__}.kernels").joinpath(name).read_text(encoding="utf-8")
+    text = importlib.resources.files("speedtransfer.kernels").joinpath(name).read_text(encoding="utf-8")
     lines = [f'#line 1 "{name}"']  # errors then name the file and its own lines
     for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith('#include "'):
