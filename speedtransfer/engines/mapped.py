@@ -46,7 +46,7 @@ class MappedEngine:
     torch's allocator could give away early when they come from another stream; page-locked planes are not freed before
     the device is idle (see :func:`speedtransfer.cuda.pinned_empty`).
 
-    A row that does not exist is gathered as zeros and scattered nowhere, so that a bad index that nobody has looked at yet
+    A row that does not exist is gathered as zeros and scattered nowhere, so that an index that has not been checked
     cannot reach other memory. With `check` the device reports it, and the next call raises.
 
     Parameters

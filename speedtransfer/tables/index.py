@@ -1,4 +1,4 @@
-"""What counts as an index, and the checks that come before anything is read or written."""
+"""Check indices before anything is read or written, and sort them into unique rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
 _INT64_MAX = 2**63 - 1
 _FEW_IDS = 1 << 9  # torch.unique is faster for no more
-_MARK_ROWS = 64  # rows of a table for each one named, up to which marking those is faster than sorting them
+_MARK_ROWS = 64  # up to so many rows of the table for each one named, marking those is faster than sorting them
 
 
 def as_index(

@@ -1,4 +1,4 @@
-"""Named planes over the same rows, in one memory: what there is, how it starts, and zero-copy views of it."""
+"""Named planes over the same rows in one memory: add, fill and copy them, and view them without a copy."""
 
 from __future__ import annotations
 
@@ -190,11 +190,11 @@ class Planes:
         return self._planes[self._check_plane(name)]
 
     def stored(self, name: str) -> Tensor:
-        """Return the whole of a plane as it is stored, whatever its rows still have to catch up with."""
+        """Return the whole of a plane as it is stored, whatever steps its rows have missed."""
         return self._planes[self._check_plane(name)]
 
     def take(self, name: str, values: Tensor) -> None:
-        """Let the memory of `values`, of the plane's shape, dtype and place, be that of the plane from now on."""
+        """Make the memory of `values`, of the plane's shape, dtype and device, that of the plane from now on."""
         self._engine.wait()
         self._writes += self.version + 1  # another tensor counts its changes from zero
         self._planes[self._check_plane(name)] = wait_until_filled(values)

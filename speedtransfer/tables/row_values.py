@@ -1,4 +1,4 @@
-"""What counts as rows: arrays that come in from outside, and the checks that come before anything is written."""
+"""Check the values of rows, and convert arrays to tensors, before anything is written."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def tensor_of(array: Any, what: str = "array") -> Tensor:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Say whether two contiguous tensors share memory: one engine raises there, another would read what it just wrote."""
+    """Tell whether two contiguous tensors share memory: one engine raises there, another would read what it just wrote."""
     # Whatever the devices: a CUDA view of page-locked memory has the address of the host.
     (start_a, stop_a), (start_b, stop_b) = ((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (a, b))
     return start_a < stop_b and start_b < stop_a

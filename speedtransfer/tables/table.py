@@ -1,4 +1,4 @@
-"""The table: named planes over the same rows, in one memory, with one way in and one way out."""
+"""The table: named planes over the same rows in one memory, gathered from and scattered to."""
 
 from __future__ import annotations
 
