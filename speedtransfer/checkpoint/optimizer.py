@@ -14,9 +14,9 @@ from speedtransfer.checkpoint.plain_data import Keep, decode, encode
 from speedtransfer.checkpoint.table_rows import SavedRows, encode_rows
 from speedtransfer.checkpoint.tensors import TensorReader
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.optim import Handle, find_handle, probe
+from speedtransfer.optim import Handle, find_handle, probe_optimizer
 from speedtransfer.optim.hooks import give_state, way_to_step
-from speedtransfer.optim.probe.probe import Findings, PlaneSpec
+from speedtransfer.optim.probe import Findings, PlaneSpec
 from speedtransfer.optim.state_dicts import has_other_hooks, load_plainly
 
 
@@ -87,7 +87,7 @@ def _make_first_state(optimizer: Optimizer) -> None:
                 continue  # its own planes, or those of another, which only a step may replace
             names = [k for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0 and len(v) == 0]
             if names and handle.table.num_rows and optimizer not in handle.lost:
-                specs = probe(optimizer, group, param, handle.sparse)
+                specs = probe_optimizer(optimizer, group, param, handle.sparse)
                 entries = dict(state)
                 rows_state = give_state(handle, optimizer, group, specs)
                 optimizer.state[param].update(entries)
@@ -142,7 +142,7 @@ class SavedOptimizer:
             handle = None if param is None else find_handle(param)
             planes: dict[str, SavedRows] = {}
             if handle is not None and (saved["rows"] or saved["entries"]):
-                specs = probe(
+                specs = probe_optimizer(
                     optimizer, group, handle.param, handle.sparse
                 )  # with the hyperparameters that come with it
                 planes = self._planes_of(handle, specs, saved, f"{name}.state[{number}]", reader)

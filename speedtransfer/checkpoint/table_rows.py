@@ -13,8 +13,7 @@ from speedtransfer.checkpoint.plain_data import Keep
 from speedtransfer.checkpoint.tensors import TensorReader
 from speedtransfer.cuda import wait_until_filled
 from speedtransfer.dtypes import TABLE_DTYPES
-from speedtransfer.encoding.codecs import Part, codec_named
-from speedtransfer.encoding.convert import decode_rows
+from speedtransfer.encoding import Part, codec_named, decode_rows
 from speedtransfer.rows import Rows
 from speedtransfer.tables import row_chunks
 
