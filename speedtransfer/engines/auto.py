@@ -119,7 +119,8 @@ def engine_names(memory: str, device: torch.device) -> tuple[str, ...]:
 def make_engine(memory: str, device: torch.device, name: str | None = None) -> Engine:
     """Return an engine for planes in `memory`.
 
-    Without a `name` it is the environment's SPEEDTRANSFER_ENGINE where that can serve, else the first of :func:`engine_names`.
+    Without a `name` it is the environment's SPEEDTRANSFER_ENGINE where that can serve, else the first of :func:`engine_names`,
+    which "auto" names too where there is nothing to choose from.
 
     Raises
     ------
@@ -130,6 +131,8 @@ def make_engine(memory: str, device: torch.device, name: str | None = None) -> E
     if name is None:
         wanted = os.environ.get("SPEEDTRANSFER_ENGINE", "")
         name = wanted if wanted in names else names[0]
+    elif name == "auto":
+        name = names[0]
     if name not in names:
         hint = suggest(str(name), names)
         raise InvalidValueError(f"engine is {name!r}, which does not move rows of memory={memory!r} on {device}{hint}")
