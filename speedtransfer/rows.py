@@ -122,7 +122,7 @@ class Rows(StoredPlanes):
             if method is not None:
                 method(ids)
 
-        self.table._catch_up_with(caught_up)
+        self.table._catch_up = caught_up
         self._at_end = weakref.finalize(owner, _outlive, self)
         self._at_end.atexit = False
 
@@ -130,7 +130,7 @@ class Rows(StoredPlanes):
         """Forget the steps that rows have missed, and the last step of each."""
         if self.lag is None:
             return
-        self.table._catch_up_with(None)
+        self.table._catch_up = None
         # The finalizer holds the table.
         self._at_end.detach()
         if LAST_STEP in self._codecs:
@@ -174,4 +174,4 @@ def _outlive(rows: Rows) -> None:
     """Have the table catch up by a copy of `rows`, whose owner is gone, with a weak reference to the table."""
     orphan = copy.copy(rows)
     orphan.table = weakref.proxy(rows.table)
-    rows.table._catch_up_with(orphan.catch_up)
+    rows.table._catch_up = orphan.catch_up

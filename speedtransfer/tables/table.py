@@ -1,4 +1,4 @@
-"""The table: named planes over the same rows, in one memory, with one way in and one way out."""
+"""The table: named planes over the same rows in one memory, gathered from and scattered to."""
 
 from __future__ import annotations
 
@@ -232,13 +232,7 @@ class Table(Planes):
 
     @classmethod
     def from_array(
-        cls,
-        array: Any,
-        memory: str = "auto",
-        path: PathLike | None = None,
-        device: Device = None,
-        *,
-        copy: bool = True,
+        cls, array: Any, memory: str = "auto", path: PathLike | None = None, device: Device = None, *, copy: bool = True
     ) -> Self:
         """Make a table of a 2-D tensor or array.
 
@@ -260,14 +254,7 @@ class Table(Planes):
         return cls._copied(place, tensor, tensor.dtype)
 
     @classmethod
-    def load(
-        cls,
-        path: PathLike,
-        memory: str = "auto",
-        device: Device = None,
-        *,
-        key: str | None = None,
-    ) -> Self:
+    def load(cls, path: PathLike, memory: str = "auto", device: Device = None, *, key: str | None = None) -> Self:
         """Read a table from a ``.npy`` or ``.safetensors`` file (`key` names the tensor of a file with several).
 
         With ``memory="mmap"`` the file itself becomes the table: opening is instant and changes go to the file.
