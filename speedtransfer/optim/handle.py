@@ -1,11 +1,11 @@
-"""Tie a parameter to a table: from here the way of a row, from forward to step and back, can be followed.
+"""Tie a parameter to the rows of a table. The way of a row, from forward to step and back:
 
 forward
     `nn.active.activate` finds the unique ids of a batch. `Rows.read` gathers their rows (`fetch`), decodes them and applies
     the steps that they have missed (`finish`). They become `ActiveRows.rows`, a leaf of autograd, which `nn.lookup.lookup`
     indexes.
 backward
-    The hook of that leaf calls `Handle.deposit`, which adds its gradient to the pending one: `ids`, `grad`, `active`.
+    The hook of that leaf, `nn.active._deposit`, calls `Handle.deposit`, which adds its gradient to the pending one: `ids`, `grad`, `active`.
 step
     Before it `hooks._load` probes an optimizer that is new to the table (`give_state` adds planes for its state) and calls
     `Handle.begin_step`: `refresh` reads the active rows again if the table has changed, `RowState.load` puts their state into
@@ -15,6 +15,8 @@ step
     A step that raises ends in `abort_step`, or in `recover` when the table is used next; neither writes to the table.
 zero_grad
     ``weight.grad = None`` calls `assign_gradient`, which calls `clear`.
+
+The parts of a handle, each the base of the one before: `Handle`, `Binding`, `PendingGradient`, `Stepping`, `TableParam`.
 """
 
 from __future__ import annotations
@@ -26,20 +28,17 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.eager import uncompiled
-from speedtransfer.errors import InvalidValueError, OptimizerError
-from speedtransfer.optim.pending import PendingGradient
-from speedtransfer.optim.table_param import as_tensor
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.optim.binding import KEY, Binding
 from speedtransfer.rows import Rows
 from speedtransfer.tables import Table
 
-# In the __dict__ of a parameter.
-_KEY = "_speedtransfer_handle"
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 def find_handle(param: Any) -> Handle | None:
     """Return the handle of `param`, or None for an ordinary parameter."""
-    handle: Handle | None = getattr(param, "__dict__", {}).get(_KEY)
+    handle: Handle | None = getattr(param, "__dict__", {}).get(KEY)
     return handle if handle is not None and handle.param_ref() is param else None
 
 
@@ -48,7 +47,7 @@ def any_handles() -> bool:
     return len(_handles) > 0
 
 
-class Handle(PendingGradient):
+class Handle(Binding):
     """Tie a parameter to a table.
 
     Between steps the parameter is a placeholder for the whole table, of a class that reads and writes the table
@@ -69,32 +68,6 @@ class Handle(PendingGradient):
     def __init__(self, table: Table, requires_grad: bool = True, idle: str = "lazy", rows: Rows | None = None) -> None:
         super().__init__(table, requires_grad, idle, rows)
         _handles.add(self)
-
-    def bind(self, param: nn.Parameter, kind: type[nn.Parameter], release: bool = False) -> nn.Parameter:
-        """Make `param`, whose values the table has, the parameter of this handle, of class `kind` between steps; return it.
-
-        It stays the same object, for optimizers and modules that hold it. `release`: the parameter so far becomes an ordinary
-        one, with the memory that was that of the table.
-        """
-        old = self.param_ref()
-        if old is not None and old is not param:
-            old.__dict__.pop(_KEY, None)
-            if release:
-                old.__class__ = nn.Parameter
-        with as_tensor():
-            given, param.grad = param.grad, None
-            self.requires_grad = param.requires_grad
-        self.param_ref, self._kind = weakref.ref(param), kind
-        param.__dict__[_KEY] = self
-        self.reset_param()
-        if given is not None:
-            self.assign_gradient(given.to(self.table.device, self.rows.dtype))
-        return param
-
-    def new_param(self, kind: type[nn.Parameter]) -> nn.Parameter:
-        """Make a parameter for this handle."""
-        with torch.inference_mode(False):
-            return self.bind(nn.Parameter(self.placeholder(), requires_grad=self.requires_grad), kind)
 
     def whole(self) -> Tensor:
         """Return all rows, caught up, ``(num_rows, dim)`` on the compute device; if `aliased` over the table's memory."""
@@ -225,49 +198,6 @@ class Handle(PendingGradient):
                 else:
                     tensor.detach_from_table(kept)  # type: ignore[attr-defined]
         self._aliases = []
-
-    def convert(self, dtype: torch.dtype) -> None:
-        """Convert the table to `dtype`, and drop the state of its rows."""
-        self.drop_state(f"the table became {dtype}")
-        self.rows = self.rows.astype(dtype)
-        self.clear()
-        self.reset_param()
-
-    def move(self, device: torch.device) -> None:
-        """Make `device` the compute device."""
-        # Planes of state on the device would move, but not the optimizer's views of them.
-        if self.table.memory == "device" and len(self.table.planes) > len(self.rows.parts("weight")):
-            self.drop_state(f"the table moved to {device}")
-        self.table.to(device)
-        if self.ids is not None and self.grad is not None:
-            self._set_gradient(self.ids.to(self.table.device), self.grad.to(self.table.device))
-        self.reset_param()
-
-    def replace(self, rows: Rows, reason: str) -> None:
-        """Use the rows of another table; drop the state of the rows, and the gradient."""
-        self.drop_state(reason)
-        self.rows = rows
-        self.clear()
-        self.reset_param()
-
-    def drop_state(self, reason: str) -> None:
-        """Remove the state of the rows, and keep the reason for the optimizer that had it."""
-        if self.state is not None:
-            self.rows.catch_up()
-            self.state_rows = {}
-            owner = self.state.optimizer()
-            if owner is not None:
-                self.lost[owner] = reason
-            self.state.drop()
-            self.state = None
-
-    def check_not_lost(self, optimizer: Any) -> None:
-        """Raise if `optimizer` had state of these rows that was dropped."""
-        if optimizer in self.lost:
-            raise OptimizerError(
-                f"this {type(optimizer).__name__} trained the table of {self} before and its row state is gone: "
-                f"{self.lost[optimizer]}; train a table with one optimizer at a time, or make a new one"
-            )
 
     def __reduce__(self) -> Any:
         """Pickle the rows without their state, which is the optimizer's, and without a gradient, as torch does."""
