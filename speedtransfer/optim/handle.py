@@ -5,7 +5,8 @@ forward
     the steps that they have missed (`finish`). They become `ActiveRows.rows`, a leaf of autograd, which `nn.lookup.lookup`
     indexes.
 backward
-    The hook of that leaf, `nn.active._deposit`, calls `Handle.deposit`, which adds its gradient to the pending one: `ids`, `grad`, `active`.
+    The hook of that leaf, `nn.active._deposit`, calls `Handle.deposit`, which adds its gradient to the pending one: `ids`,
+    `grad`, `active`.
 step
     Before it `hooks._load` probes an optimizer that is new to the table (`give_state` adds planes for its state) and calls
     `Handle.begin_step`: `refresh` reads the active rows again if the table has changed, `RowState.load` puts their state into
