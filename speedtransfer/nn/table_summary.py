@@ -124,7 +124,20 @@ def summary(model: nn.Module, opt: Optimizer | Iterable[Optimizer] | None = None
             names.setdefault(module._handle, []).append(name or type(module).__name__)
             modules.setdefault(module._handle, module)
     optimizers = None if opt is None else _optimizers(opt)
-    tables = tuple(_of_table(handle, modules[handle], names[handle], optimizers) for handle in names)
+    tables = tuple(
+        TableSummary(
+            names=tuple(names[handle]),
+            rows=(table := handle.table).num_rows,
+            dim=table.dim,
+            dtype=table.dtype,
+            idle=modules[handle].idle,
+            memory=table.memory if table.path is None else f"{table.memory} ({table.path})",
+            planes=table.planes,
+            num_bytes=table.nbytes,
+            optimizer=_owner(handle, optimizers),
+        )
+        for handle in names
+    )
     weights = {id(handle.param) for handle in names}
     others = [param for param in model.parameters() if id(param) not in weights]
     return Summary(
@@ -143,23 +156,6 @@ def _optimizers(opt: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
                 f"opt is {each!r} ({type(each).__name__}), no optimizer; pass a torch.optim.Optimizer"
             )
     return found
-
-
-def _of_table(
-    handle: Handle, module: TableModule, names: list[str], optimizers: list[Optimizer] | None
-) -> TableSummary:
-    table = handle.table
-    return TableSummary(
-        tuple(names),
-        table.num_rows,
-        table.dim,
-        table.dtype,
-        module.idle,
-        table.memory if table.path is None else f"{table.memory} ({table.path})",
-        table.planes,
-        table.nbytes,
-        _owner(handle, optimizers),
-    )
 
 
 def _owner(handle: Handle, optimizers: list[Optimizer] | None) -> str:

@@ -31,30 +31,21 @@ load_plainly = Optimizer.load_state_dict
 
 def install() -> None:
     """Make every optimizer look for tables before its state is saved, copied or loaded."""
-    Optimizer.state_dict = _watching(Optimizer.state_dict)  # type: ignore[method-assign]
-    Optimizer.load_state_dict = _watching(Optimizer.load_state_dict)  # type: ignore[method-assign]
-    Optimizer.__getstate__ = _saving(Optimizer.__getstate__)  # type: ignore[method-assign]
+    Optimizer.state_dict = _prepared(watch, Optimizer.state_dict)  # type: ignore[method-assign]
+    Optimizer.load_state_dict = _prepared(watch, Optimizer.load_state_dict)  # type: ignore[method-assign]
+    Optimizer.__getstate__ = _prepared(_before_save, Optimizer.__getstate__)  # type: ignore[method-assign]
 
 
-def _watching(method: Callable[..., Any]) -> Callable[..., Any]:
+def _prepared(prepare: Callable[[Optimizer], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `method` so that it calls `prepare` first for an optimizer of tables."""
+
     @functools.wraps(method)
-    def watched(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def called(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if any_handles() and handles_of(self):
-            watch(self)
+            prepare(self)
         return method(self, *args, **kwargs)
 
-    return watched
-
-
-def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def saving(self: Optimizer) -> Any:
-        # For copies and pickles.
-        if any_handles():
-            _before_save(self)
-        return method(self)
-
-    return saving
+    return called
 
 
 def watch(optimizer: Optimizer) -> None:
