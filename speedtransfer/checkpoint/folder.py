@@ -27,13 +27,7 @@ _TEMPORARY = re.compile(r"\.manifest-[0-9a-f]{32}\.json")
 
 
 def check_target(path: Path) -> None:
-    """Raise where a checkpoint at `path` would replace something that is none, or `path` cannot be a folder.
-
-    Raises
-    ------
-    InvalidValueError
-        `path` is a file, or a folder with other content.
-    """
+    """Raise `InvalidValueError` where `path` is a file, or a folder with other content than a checkpoint."""
     if not os.path.lexists(path):
         return
     if not path.is_dir():
@@ -45,7 +39,7 @@ def check_target(path: Path) -> None:
             f"cannot read {str(path)!r} ({error.strerror}); choose a folder that you may read"
         ) from error
     if os.path.lexists(path / manifest.NAME):
-        if (path / manifest.NAME).is_symlink() or not manifest.is_one(path):
+        if (path / manifest.NAME).is_symlink() or manifest.peek(path).get("format") != manifest.FORMAT:
             raise InvalidValueError(
                 f"path {str(path)!r} holds a {manifest.NAME} that is none of a checkpoint; choose another path, or remove it"
             )
@@ -71,10 +65,7 @@ def free_bytes(path: Path) -> int:
 def new_files(path: Path, roles: Iterable[str], need_bytes: int) -> Iterator[dict[str, BinaryIO]]:
     """Make a file for each role in the folder `path`, which is made too; remove all of it again where the block raises.
 
-    Raises
-    ------
-    StorageError
-        The folder cannot be made or written, or the block raised an OSError: the message says that it needs `need_bytes`.
+    An OSError, of the block too, becomes a StorageError that says that the checkpoint needs `need_bytes`.
     """
     made = not path.exists()
     names = {role: f"{role}-{_unique()}.safetensors" for role in roles}
