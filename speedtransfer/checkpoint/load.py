@@ -15,7 +15,7 @@ from speedtransfer.checkpoint.model import SavedModel
 from speedtransfer.checkpoint.objects import check_rng_states, set_rng_states, states_set
 from speedtransfer.checkpoint.optimizer import SavedOptimizer
 from speedtransfer.checkpoint.plain_data import decode
-from speedtransfer.checkpoint.save import as_path, check_arguments
+from speedtransfer.checkpoint.save import check_arguments
 from speedtransfer.checkpoint.tensors import TensorReader
 from speedtransfer.errors import InvalidValueError, StorageError, suggest
 from speedtransfer.progress import ByteProgress
@@ -62,26 +62,20 @@ def load_checkpoint(
     StorageError
         There is none, or it is damaged or not to be trusted.
     """
-    path = as_path(path)
-    given = {name: value for name, value in objects.items() if value is not None}
-    check_arguments(model, optimizer, given)
+    path, optimizers, others = check_arguments(path, model, optimizer, objects)
     with ExitStack() as stack:
         content, readers = open_checkpoint(path, stack)
-        if optimizer is not None:
-            given = {"optimizer": optimizer, **given}
-        _check_names(content, set(given), set(objects))
+        _check_names(content, {*optimizers, *others}, set(objects))
         size = sum(reader.facts["bytes"] for reader in readers.values())
         bar = stack.enter_context(ByteProgress(f"loading {path.name}", 2 * size, progress))
         for reader in readers.values():
             reader.check(bar.advance)
         with manifest.damage_told(path / manifest.NAME):
             saved_model = SavedModel(content["model"], model, readers["model"])
-            optimizers = {n: v for n, v in given.items() if isinstance(v, Optimizer)}
             saved_optimizers = [
                 SavedOptimizer(content["optimizers"][name], value, name, readers["optimizer"])
                 for name, value in optimizers.items()
             ]
-            others = {n: v for n, v in given.items() if n not in optimizers}
             read = readers["objects"].read
             states = {name: decode(content["objects"][name], read) for name in others}
             extra, rng = decode(content["extra"], read), decode(content["rng"], read)

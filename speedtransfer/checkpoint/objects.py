@@ -12,20 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidValueError
 
 _CUDA_BYTES = 16  # seed and offset of Philox
 
 
-def check_object(name: str, value: object) -> None:
-    """Raise `InvalidTypeError` unless `value` has a state to save and load."""
-    if isinstance(value, type) or not all(map(callable, _methods(value))):
-        raise InvalidTypeError(
-            f"{name} is a {type(value).__name__} without state_dict() and load_state_dict(); pass plain values in extra="
-        )
-
-
-def _methods(value: Any) -> tuple[Any, Any]:
+def state_methods(value: Any) -> tuple[Any, Any]:
     """Return what reads the state of an object, and what sets it."""
     if isinstance(value, torch.Generator):
         return value.get_state, value.set_state
@@ -34,18 +26,13 @@ def _methods(value: Any) -> tuple[Any, Any]:
     return getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
 
 
-def state_of(value: Any) -> Any:
-    """Return the state of an object."""
-    return _methods(value)[0]()
-
-
 @contextlib.contextmanager
 def states_set(objects: dict[str, Any], states: dict[str, Any]) -> Iterator[None]:
     """Give every object its state. Where one does not take its own, or the block raises, put all back."""
     before: dict[str, tuple[Any, dict[str, Any]]] = {}
     try:
         for name, value in objects.items():
-            get, set_to = _methods(value)
+            get, set_to = state_methods(value)
             before[name] = copy.deepcopy(get()), dict(getattr(value, "__dict__", {}))
             try:
                 set_to(states[name])
@@ -60,7 +47,7 @@ def states_set(objects: dict[str, Any], states: dict[str, Any]) -> Iterator[None
             if attributes:  # a scheduler makes attributes of whatever it is given
                 vars(objects[name]).clear()
                 vars(objects[name]).update(attributes)
-            _methods(objects[name])[1](state)
+            state_methods(objects[name])[1](state)
         raise
 
 
