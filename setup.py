@@ -61,7 +61,7 @@ setup(
     packages=find_packages(include=["speedtransfer", "speedtransfer.*"]),
     package_data={
         "speedtransfer": ["py.typed"],
-        "speedtransfer.cuda.kernels": ["*.cu", "*.cuh"],
+        "speedtransfer.kernels": ["*.cu", "*.cuh"],
         "speedtransfer.word2vec": ["corpora/*"],
     },
     install_requires=[

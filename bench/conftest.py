@@ -8,7 +8,7 @@ import pytest
 from store import SUITES
 
 from speedtransfer.benchmark.suites import SUITES as BY_NAME
-from speedtransfer.cuda.runtime import resolve_device
+from speedtransfer.cuda import resolve_device
 
 # BENCH_QUICK: small sizes. BENCH_ROWS: smaller still, as the tests run all of this to see that it works.
 ROWS = int(os.environ.get("BENCH_ROWS", 0))

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # also where the package is not installed
 from idle_figure import save, sentences
 from idle_training import WAYS, train
 
-from speedtransfer.cuda.runtime import resolve_device
+from speedtransfer.cuda import resolve_device
 
 
 def main(arguments: list[str] | None = None) -> int:

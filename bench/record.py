@@ -67,7 +67,7 @@ sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
 def cuda_missing() -> str:
     """Return why there is no CUDA, nothing where there is."""
-    from speedtransfer.cuda.runtime import cuda_status
+    from speedtransfer.cuda import cuda_status
 
     return cuda_status().reason
 

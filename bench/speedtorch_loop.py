@@ -22,7 +22,7 @@ from speedtorch_loop_figure import save, sentences
 from speedtorch_loop_training import Settings, as_data, train
 from speedtorch_loop_words import told
 
-from speedtransfer.cuda.runtime import resolve_device
+from speedtransfer.cuda import resolve_device
 
 
 def main(arguments: list[str] | None = None) -> int:

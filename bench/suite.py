@@ -21,7 +21,7 @@ from rich.console import Console
 from speedtransfer.benchmark.run import run_suite
 from speedtransfer.benchmark.suites import SUITES as BY_NAME
 from speedtransfer.benchmark.workload import default_table_bytes
-from speedtransfer.cuda.runtime import resolve_device
+from speedtransfer.cuda import resolve_device
 
 
 def main() -> int:

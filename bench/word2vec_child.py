@@ -66,7 +66,7 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
     for later in ("torch._dynamo", "numba"):  # imports that the first optimizer and the first block would make
         with contextlib.suppress(ImportError):
             importlib.import_module(later)
-    from speedtransfer.cuda.runtime import resolve_device
+    from speedtransfer.cuda import resolve_device
     from speedtransfer.word2vec import Corpus, Settings, Trainer
     from speedtransfer.word2vec.progress import TrainingProgress
 

@@ -20,7 +20,7 @@ from store import ROOT
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
-from speedtransfer.cuda.runtime import resolve_device
+from speedtransfer.cuda import resolve_device
 from speedtransfer.word2vec import Corpus, Settings, Trainer, Vocabulary
 
 _CHUNK = 1 << 20

@@ -20,8 +20,8 @@ from rich.table import Table as TextTable
 
 from speedtransfer import jit
 from speedtransfer.benchmark.commands import bench
-from speedtransfer.cuda.runtime import cuda_status, resolve_device
-from speedtransfer.engines.auto import calibrate_device
+from speedtransfer.cuda import cuda_status, resolve_device
+from speedtransfer.engines import calibrate_device
 from speedtransfer.engines.calibration import file_of, load
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes
 from speedtransfer.system import physical_bytes
@@ -69,9 +69,10 @@ def calibrate(
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: CUDA where there is one.")] = None,
     show: Annotated[bool, typer.Option(help="Only show what was measured before.")] = False,
 ) -> None:
-    """Measure which engine moves how many rows of which size fastest here, and keep it for every table made from now on.
+    """Measure which engine moves how many rows of which size fastest here, and keep it for every "pinned" table.
 
     On CUDA the first large enough call does this by itself. SPEEDTRANSFER_ENGINE or `table.engine` overrides the choice.
+    On the CPU rows are moved by `host` whatever is measured, unless one of these names `reference`.
     """
     target = resolve_device(device)
     found = load(target)
@@ -85,7 +86,7 @@ def calibrate(
     machine = ", ".join(f"{name} {value}" for name, value in found.machine.items() if value is not None)
     console.print(f"{machine}\none large copy: {found.copy_bytes_per_s / 1e9:.1f} GB/s\n", highlight=False)
     engines = list(dict.fromkeys(name for point in found.points for name in point.seconds))
-    table = TextTable("direction", "row bytes", "rows", *(f"{name}, GB/s" for name in engines), "choice", box=None)
+    table = TextTable("direction", "row bytes", "rows", *(f"{name}, GB/s" for name in engines), "fastest", box=None)
     for point in found.points:
         rates = {name: point.row_bytes * point.num_rows / s / 1e9 for name, s in point.seconds.items()}
         cells = [f"{rates[name]:.2f}" if name in rates else "wrong" for name in engines]

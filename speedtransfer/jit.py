@@ -65,6 +65,9 @@ def run_on_threads(parts: list[Part], count: int, num_bytes: int, memory: tuple[
         What the functions know only the addresses of.
     """
     threads = max(1, min(torch.get_num_threads(), num_bytes // THREAD_BYTES))
+    if threads == 1:
+        _run(parts, 0, count, memory)
+        return
     edges = [count * part // threads for part in range(threads + 1)]
     others = list[concurrent.futures.Future[None]]()
     try:

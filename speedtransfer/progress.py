@@ -1,4 +1,4 @@
-"""A progress bar for passes over whole tables: saving, loading, catching up idle rows."""
+"""Show a progress bar while a whole table is read or written: saves, loads, catching up."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
+if TYPE_CHECKING:  # imported when a bar appears, which is seldom
+    from rich.progress import Progress, TaskID
 
 _SHOW_AFTER_S = 1.0
 
@@ -19,7 +19,7 @@ class ByteProgress:
     Parameters
     ----------
     text : str
-        Description beside the bar.
+        What is being done.
     total_bytes : int
     show : bool, optional
         Default: on a terminal, once a second has passed. True: at once, whatever standard error is. False: never.
@@ -30,7 +30,7 @@ class ByteProgress:
         self._forced = True if show else None
         self._wanted = sys.stderr is not None and sys.stderr.isatty() if show is None else show
         self._due = time.monotonic() + (0.0 if show else _SHOW_AFTER_S)
-        self._bar: Progress | None = None
+        self._bar: tuple[Progress, TaskID] | None = None
 
     def __enter__(self) -> ByteProgress:
         return self
@@ -39,7 +39,7 @@ class ByteProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar[0].stop()
             self._bar = None
 
     def advance(self, num_bytes: int) -> None:
@@ -48,14 +48,18 @@ class ByteProgress:
         if not self._wanted or (self._bar is None and time.monotonic() < self._due):
             return
         if self._bar is None:
-            # Not above: it takes longer to import than all else, and most saves and loads show no bar.
-            from rich import progress as shown
-            from rich.console import Console
+            self._bar = _show_bar(self._text, self._total, self._forced)
+        bar, task = self._bar
+        bar.update(task, completed=self._done)
 
-            columns = shown.TextColumn("{task.description}"), shown.BarColumn(), shown.DownloadColumn()
-            rates = shown.TransferSpeedColumn(), shown.TimeRemainingColumn()
-            console = Console(stderr=True, force_terminal=self._forced)
-            self._bar = shown.Progress(*columns, *rates, console=console, transient=True)
-            self._task = self._bar.add_task(self._text, total=self._total)
-            self._bar.start()
-        self._bar.update(self._task, completed=self._done)
+
+def _show_bar(text: str, total_bytes: int, force_terminal: bool | None) -> tuple[Progress, TaskID]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    console = Console(stderr=True, force_terminal=force_terminal)
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+    task = bar.add_task(text, total=total_bytes)
+    bar.start()
+    return bar, task

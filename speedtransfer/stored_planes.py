@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from speedtransfer.cuda import wait_until_filled
 from speedtransfer.encoding.codecs import Codec, codec_for
 from speedtransfer.encoding.convert import decode_rows, encode_rows
 from speedtransfer.encoding.rounding import Keys, column_keys, row_keys
-from speedtransfer.tables import Table
-from speedtransfer.tables.chunks import row_chunks
-from speedtransfer.tables.page_advice import read_ahead
+from speedtransfer.tables import Table, read_ahead, row_chunks
 
 
 class StoredPlanes:
@@ -174,8 +173,7 @@ class StoredPlanes:
         for rows in self._chunks(name):
             for suffix, part in self.encode(name, values(rows)).items():
                 planes[suffix][rows] = part.to(planes[suffix].device)
-        if planes[""].is_cuda:  # engines on other streams know nothing of who filled it
-            torch.cuda.current_stream(planes[""].device).synchronize()
+        wait_until_filled(planes[""])
 
     def _chunk(self, name: str, rows: slice) -> Tensor:
         parts = {suffix: plane[rows] for suffix, plane in self.parts(name).items()}

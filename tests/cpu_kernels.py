@@ -42,7 +42,7 @@ class CpuKernels:
     def __init__(self, folder: Path) -> None:
         assert COMPILER is not None
         self._libraries = {}
-        with importlib.resources.as_file(importlib.resources.files("speedtransfer.cuda.kernels")) as kernels:
+        with importlib.resources.as_file(importlib.resources.files("speedtransfer.kernels")) as kernels:
             builds = {
                 kind: subprocess.Popen(
                     [
@@ -123,5 +123,5 @@ def as_engine_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuKernels]:
 
     with monkeypatch.context() as patch:
         patch.setattr(f"{module}.load_kernel", load_kernel)
-        patch.setattr(f"{module}.launch", launch)
+        patch.setattr(f"{module}.launch_kernel", launch)
         yield kernels

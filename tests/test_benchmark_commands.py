@@ -14,7 +14,7 @@ from speedtransfer.benchmark.measure import Case, Group, GroupResult
 from speedtransfer.benchmark.run import run_suite
 from speedtransfer.benchmark.suites import SUITES, Suite
 from speedtransfer.cli import main
-from speedtransfer.cuda.runtime import cuda_status
+from speedtransfer.cuda import cuda_status
 from speedtransfer.errors import HostMemoryError
 
 

@@ -10,7 +10,7 @@ import torch
 
 import speedtransfer
 from speedtransfer.cli import main
-from speedtransfer.cuda.runtime import cuda_status
+from speedtransfer.cuda import cuda_status
 
 
 @pytest.fixture

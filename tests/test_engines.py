@@ -9,9 +9,7 @@ import torch
 from cpu_kernels import as_engine_kernels
 from engine_cases import EngineCases
 
-from speedtransfer.cuda import runtime as device_module
-from speedtransfer.cuda import streams as order_module
-from speedtransfer.cuda.streams import StreamOrder
+from speedtransfer.cuda import StreamOrder, launch, status, streams
 from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine
 from speedtransfer.errors import DeviceError, InvalidValueError, RowIndexError
 
@@ -217,7 +215,7 @@ class TestMappedLogic(OnCpu):
 
 
 class TestLaunch:
-    """device.py's part in a launch, with another CuPy."""
+    """A launch with another CuPy."""
 
     @pytest.fixture
     def cupy(self, monkeypatch):
@@ -229,18 +227,19 @@ class TestLaunch:
                 return stream
 
         cuda = types.SimpleNamespace(Stream=CupyStream, Device=self.entered)
-        monkeypatch.setattr(device_module, "_cupy", lambda: types.SimpleNamespace(cuda=cuda))
+        for module in (status, streams):
+            monkeypatch.setattr(module, "load_cupy", lambda: types.SimpleNamespace(cuda=cuda))
         monkeypatch.setattr(torch.cuda, "device", self.entered)
-        device_module._cupy_stream.cache_clear()
+        streams.cupy_stream.cache_clear()
         yield cuda
-        device_module._cupy_stream.cache_clear()
+        streams.cupy_stream.cache_clear()
 
     @pytest.fixture(autouse=True)
     def devices(self, monkeypatch):
         self.inside = []
-        status = types.SimpleNamespace(devices=("A Device",))
-        monkeypatch.setattr(device_module, "cuda_status", lambda: status)
-        return status
+        found = types.SimpleNamespace(devices=("A Device",))
+        monkeypatch.setattr(launch, "cuda_status", lambda: found)
+        return found
 
     @contextlib.contextmanager
     def entered(self, index):
@@ -249,7 +248,7 @@ class TestLaunch:
 
     def launch(self, stream):
         calls = []
-        device_module.launch(lambda *args, **kwargs: calls.append((*args, kwargs)), 3, 64, "move", stream, 128)
+        launch.launch_kernel(lambda *args, **kwargs: calls.append((*args, kwargs)), 3, 64, "move", stream, 128)
         ((grid, block, arguments, keywords),) = calls
         assert (grid, block, arguments, keywords["shared_mem"]) == ((3,), (64,), ("move",), 128)
         return keywords["stream"]
@@ -276,9 +275,9 @@ class TestLaunch:
     @pytest.mark.parametrize(("before", "wanted", "after"), [(49152, 0, 49152), (49152, 66560, 66560), (99, 50, 99)])
     def test_shared_memory_only_grows(self, cupy, monkeypatch, before, wanted, after):
         kernel = types.SimpleNamespace(max_dynamic_shared_size_bytes=before)
-        monkeypatch.setattr(device_module, "require_cuda", lambda what: None)
-        monkeypatch.setattr(device_module, "_compiled", lambda *names: kernel)
-        assert device_module.load_kernel("a.cu", "a", torch.device("cuda", 0), wanted) is kernel
+        monkeypatch.setattr(launch, "require_cuda", lambda what: None)
+        monkeypatch.setattr(launch, "_compiled", lambda *names: kernel)
+        assert launch.load_kernel("a.cu", "a", torch.device("cuda", 0), wanted) is kernel
         assert kernel.max_dynamic_shared_size_bytes == after
 
     def test_too_much_shared_memory(self, cupy, monkeypatch):
@@ -291,13 +290,13 @@ class TestLaunch:
             def max_dynamic_shared_size_bytes(self, size):
                 raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
 
-        monkeypatch.setattr(device_module, "require_cuda", lambda what: None)
-        monkeypatch.setattr(device_module, "_compiled", lambda *names: Kernel())
+        monkeypatch.setattr(launch, "require_cuda", lambda what: None)
+        monkeypatch.setattr(launch, "_compiled", lambda *names: Kernel())
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Device")
         with pytest.raises(
             DeviceError, match=r"^a asks for 600000 bytes of shared memory .+ A Device refuses .+; pass "
         ):
-            device_module.load_kernel("a.cu", "a", torch.device("cuda", 0), 600000)
+            launch.load_kernel("a.cu", "a", torch.device("cuda", 0), 600000)
 
 
 class TestStreamOrder:
@@ -380,15 +379,15 @@ class TestStreamOrder:
 
     def test_the_current_stream_is_looked_up_by_its_address(self, monkeypatch):
         device, current, asked = torch.device("cuda", 0), [Stream(1)], []
-        monkeypatch.setattr(order_module, "_current_pointer", lambda index: current[0].cuda_stream)
+        monkeypatch.setattr(streams, "_current_pointer", lambda index: current[0].cuda_stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: [asked.append(device), current[0]][1])
-        order_module._stream_at.cache_clear()
+        streams._stream_at.cache_clear()
         one, two = current[0], Stream(2)
         for stream in (one, one, two, one):
             current[0] = stream
-            assert order_module.current_stream(device) is stream
+            assert streams.current_stream(device) is stream
         assert len(asked) == 2
-        order_module._stream_at.cache_clear()
+        streams._stream_at.cache_clear()
 
     def test_the_event_is_left_also_after_an_error(self, on):
         order, stream = StreamOrder(torch.device("cpu")), Stream(1)

@@ -22,8 +22,9 @@ from speedtransfer.errors import RowIndexError
 def always_compiled(monkeypatch):
     """Use the compiled copies for a handful of rows too, on more threads than there are rows."""
     pytest.importorskip("numba")
-    for name in ("_COMPILED_BYTES", "_THREAD_BYTES", "_STREAMING_BYTES"):
+    for name in ("_COMPILED_BYTES", "_STREAMING_BYTES"):
         monkeypatch.setattr(host, name, 1)
+    monkeypatch.setattr(jit, "THREAD_BYTES", 1)
 
 
 class OnHost(OnCpu):
@@ -204,21 +205,6 @@ def test_conversion_keeps_what_torch_gives(always_compiled):
             np.testing.assert_array_equal(bits(plane[index]), bits(rows.to(stored)))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("bits", [1, 5, 11, 12, 22, 23, 40])
-@pytest.mark.parametrize("low", [0, 14])
-def test_sort_keys(monkeypatch, compiled, bits, low):
-    monkeypatch.setattr(host, "_COMPILED_KEYS", 0 if compiled else 1 << 60)
-    generator = np.random.default_rng(bits)
-    for count in (1, 2, 10_000):
-        keys = generator.integers(0, 1 << bits, count) << low
-        if low:
-            keys |= np.arange(count)
-        before = keys.copy()
-        np.testing.assert_array_equal(host.sort_keys(keys, low, low + bits), np.sort(keys))
-        np.testing.assert_array_equal(keys, before)
-
-
 def test_a_numba_that_does_not_work_is_left_out(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "speedtransfer.engines.host_copies", None)  # importing it raises ImportError
     monkeypatch.delattr("speedtransfer.engines.host_copies", raising=False)
@@ -247,15 +233,15 @@ atexit.register(lambda: print(float(table.gather(index).sum())))
 
 def test_compiled_without_a_folder_to_keep_the_result(monkeypatch):
     numba = pytest.importorskip("numba")
-    from speedtransfer.engines import host_copies as compiled
+    works = numba.njit
 
     def njit(**options):
         def compile_(function):
             if options.get("cache"):
                 raise RuntimeError("cannot cache function: no locator available")
-            return numba.njit(**options)(function)
+            return works(**options)(function)
 
         return compile_
 
-    monkeypatch.setattr(compiled, "njit", njit)
-    assert compiled.compile_function(lambda a: a + 1)(2) == 3
+    monkeypatch.setattr(numba, "njit", njit)
+    assert jit.compile_function(lambda a: a + 1)(2) == 3

@@ -10,13 +10,11 @@ import pytest
 import torch
 from cpu_kernels import cpu_kernels, pack
 
-from speedtransfer.cuda.runtime import kernel_source
+from speedtransfer.cuda import kernel_source
 from speedtransfer.engines.mapped import BULK_SLOT_BYTES, MAX_PLANES, pack_plane
 
 SOURCES = sorted(
-    entry.name
-    for entry in importlib.resources.files("speedtransfer.cuda.kernels").iterdir()
-    if entry.name.endswith(".cu")
+    entry.name for entry in importlib.resources.files("speedtransfer.kernels").iterdir() if entry.name.endswith(".cu")
 )
 KERNELS = {"rows.cu": "rows", "convert.cu": "converted", "bulk.cu": "bulk"}
 NUM_ROWS = 37
@@ -61,7 +59,7 @@ class TestCompile:
             "rows.cu": "report_faults(move);\n    for",
         }
         for name, at in places.items():
-            text = importlib.resources.files("speedtransfer.cuda.kernels").joinpath(name).read_text()
+            text = importlib.resources.files("speedtransfer.kernels").joinpath(name).read_text()
             line = 1 + text[: text.index(at)].count("\n")
             with pytest.raises(AssertionError, match=rf"{re.escape(name)}\({line}\): error"):
                 nvrtc.compile_cubin(code.replace(at, f"nonsense {at}"), "prog", "sm_90")

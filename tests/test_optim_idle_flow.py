@@ -58,6 +58,38 @@ def test_rows_read_between_steps_are_up_to_date() -> None:
     pair.assert_same()
 
 
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_tables_of_one_optimizer(weight_decay: float) -> None:
+    """Of two groups, some without a gradient in some steps: tables that make the same steps share what is known of them."""
+    modules = []
+    for kind in (nn.Embedding, lambda *shape: speedtransfer.Embedding(*shape, idle="exact")):
+        torch.manual_seed(0)
+        modules.append(nn.ModuleList(kind(30, 4) for _ in range(6)))
+    optimizers = [
+        torch.optim.AdamW(
+            [{"params": own[:4].parameters()}, {"params": own[4:].parameters(), "lr": 0.002}],
+            lr=0.02,
+            weight_decay=weight_decay,
+        )
+        for own in modules
+    ]
+    generator = torch.Generator().manual_seed(1)
+    for step in range(60):
+        ids = torch.randint(0, 30, (6, 5), generator=generator)
+        missing = (2,) if step % 7 == 3 else (1, 3, 5) if step == 40 else ()
+        for own, optimizer in zip(modules, optimizers, strict=True):
+            optimizer.zero_grad()
+            used = [table(ids[number]) for number, table in enumerate(own) if number not in missing]
+            sum(rows.square().sum() for rows in used).backward()
+            optimizer.step()
+            if step == 25:
+                own[0](torch.arange(30))
+        if step == 30:
+            modules[1][1].table.torch()
+    for dense, ours in zip(*modules, strict=True):
+        torch.testing.assert_close(ours.table.torch(), dense.weight.detach(), rtol=0, atol=1e-5)
+
+
 def test_reading_changes_nothing() -> None:
     """Forward without a step leaves the table as it is stored, so that results do not depend on evaluation."""
     pair, other = Exact(case_named("adamw")), Exact(case_named("adamw"))

@@ -16,7 +16,7 @@ import pytest
 
 from speedtransfer.benchmark import measure
 from speedtransfer.benchmark.measure import Case, CaseResult, Group, GroupResult
-from speedtransfer.cuda.runtime import CudaStatus, cuda_status
+from speedtransfer.cuda import CudaStatus, cuda_status
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 SCRIPT = BENCH / "record.py"
@@ -43,7 +43,7 @@ def tree(tmp_path, monkeypatch):
     for name in (
         "speedtransfer/cuda/runtime.py",
         "speedtransfer/cli.py",
-        "speedtransfer/cuda/kernels/rows.cu",
+        "speedtransfer/kernels/rows.cu",
         "speedtransfer/word2vec/model.py",
         "speedtransfer/benchmark/measure.py",
         "speedtransfer/benchmark/step.py",
@@ -145,7 +145,7 @@ def test_every_part_is_listed(record, store, tree, capsys):
     ("changed", "stale"),
     [
         ("speedtransfer/cuda/runtime.py", {"tests", "sanitizer", "transfer", "step"}),
-        ("speedtransfer/cuda/kernels/rows.cu", {"tests", "sanitizer", "transfer", "step"}),
+        ("speedtransfer/kernels/rows.cu", {"tests", "sanitizer", "transfer", "step"}),
         ("speedtransfer/new.py", {"tests", "sanitizer", "transfer", "step"}),
         ("speedtransfer/benchmark/measure.py", {"transfer", "step"}),
         ("speedtransfer/benchmark/step.py", {"step"}),
@@ -584,7 +584,7 @@ def test_options(record, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(record, "record", lambda *args, archive: asked.append((*args, archive)) or 0)
     found = CudaStatus(True, "", "14.2", "13.0", "13.0", ("NVIDIA Test 1",))
-    monkeypatch.setattr("speedtransfer.cuda.runtime.cuda_status", lambda: found)
+    monkeypatch.setattr("speedtransfer.cuda.cuda_status", lambda: found)
     assert record.main(["here", "--only", "step,tax", "--quick", "--limit", "60", "--total", "90"]) == 0
     assert record.main(["gpu", "--archive", "a.tgz"]) == 0
     assert asked == [

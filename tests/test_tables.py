@@ -18,7 +18,7 @@ from cases import NPY_DTYPES, assert_same_bits, numbers, one_line
 from table_contract import TableContract
 
 import speedtransfer as st
-from speedtransfer.cuda.runtime import cuda_status
+from speedtransfer.cuda import cuda_status
 from speedtransfer.errors import (
     DeviceError,
     HostMemoryError,

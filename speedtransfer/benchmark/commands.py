@@ -17,7 +17,7 @@ from speedtransfer.benchmark.measure import GroupResult
 from speedtransfer.benchmark.output import Output
 from speedtransfer.benchmark.run import run_suite
 from speedtransfer.benchmark.suites import MIN_TABLE_BYTES, SUITES, Suite
-from speedtransfer.cuda.runtime import resolve_device
+from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_size, suggest
 
 ALL = "all"

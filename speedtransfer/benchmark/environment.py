@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from speedtransfer.cuda.runtime import cuda_status, resolve_device
+from speedtransfer.cuda import cuda_status, resolve_device
 from speedtransfer.system import physical_bytes
 from speedtransfer.version import __version__
 

@@ -17,7 +17,7 @@ from speedtransfer.benchmark import ways
 from speedtransfer.benchmark.measure import Case, Group, cycle
 from speedtransfer.benchmark.ways import Way
 from speedtransfer.benchmark.workload import Tables, Workload, workload
-from speedtransfer.engines.calibration import Direction
+from speedtransfer.engines import Direction
 from speedtransfer.errors import check_size
 
 ROWS, TABLE_ROWS, DIM = 131_072, 1_000_000, 128

@@ -11,7 +11,7 @@ from speedtransfer.benchmark import ways
 from speedtransfer.benchmark.measure import Case, cycle
 from speedtransfer.benchmark.ways import Way
 from speedtransfer.benchmark.workload import Ids, Workload
-from speedtransfer.engines.calibration import Direction
+from speedtransfer.engines import Direction
 
 
 def together_cases(to: Workload, back: Workload) -> list[Case]:

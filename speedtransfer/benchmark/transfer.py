@@ -16,8 +16,7 @@ from speedtransfer.benchmark.suites import MIN_TABLE_BYTES
 from speedtransfer.benchmark.together import together_cases
 from speedtransfer.benchmark.ways import Way
 from speedtransfer.benchmark.workload import Tables, Workload, default_table_bytes, workload
-from speedtransfer.engines import MappedEngine, TiledEngine
-from speedtransfer.engines.calibration import DIRECTIONS, Direction
+from speedtransfer.engines import DIRECTIONS, Direction, MappedEngine
 from speedtransfer.errors import check_size, format_bytes
 
 ROWS, ROW_BYTES = 131_072, 512  # of the headline: SpeedTorch's own batch
@@ -61,7 +60,7 @@ def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
     if not quick:
         found += [plan.stride(d) for d in DIRECTIONS]
     if cuda:
-        found += [plan.both(), plan.dense()]
+        found += [plan.both()]
     memories = ("pageable", "mmap", "device") if cuda else () if quick else ("mmap",)
     found += [plan.ways(d, memory=memory) for memory in memories for d in DIRECTIONS]
     if cuda and not quick:
@@ -173,23 +172,6 @@ class _Plan:
             f"row stride: {direction} {count:,} rows of {4 * dim} B, padded to {4 * padded} B or not, {self.main} table"
         )
         return Group(title, cases, self._params("stride", direction, self.main, count, 4 * dim))
-
-    def dense(self) -> Group:
-        """Return a gather of half the rows of a table, in order: what whole tiles are for."""
-        count = self._count(1_000_000, ROW_BYTES)
-
-        def cases() -> list[Case]:
-            plane = self.tables.table("pinned", self.table_bytes, ROW_BYTES // 4).torch()
-            work = workload(self.tables.over(plane[: 2 * count]), count, seed=self.seed)
-            for ids in work.sets:
-                ids.host.copy_(ids.host.sort().values)
-                ids.device.copy_(ids.host)
-            engines = [*ways.engines("pinned", self.device), ("tiled", TiledEngine(self.device))]
-            found = [ways.engine_way(name, engine, work, "gather") for name, engine in engines]
-            return [ways.as_case(way, work, "gather") for way in [*found, *ways.roofs(work, "gather")]]
-
-        title = f"dense: gather {count:,} sorted rows of {ROW_BYTES} B, half of a pinned table"
-        return Group(title, cases, self._params("dense", "gather", "pinned", count, ROW_BYTES))
 
     def both(self) -> Group:
         """Return a gather and a scatter at once, against two plain copies at once."""

@@ -14,11 +14,17 @@ from torch import Tensor
 from speedtransfer import jit
 from speedtransfer.benchmark.measure import DEFAULT, UNCHECKED, Case, Role, cycle, synchronize
 from speedtransfer.benchmark.workload import Ids, Workload
-from speedtransfer.cuda.runtime import mapped_view, pinned_empty, to_cupy, torch_stream
-from speedtransfer.engines import AutoEngine, Engine, MappedEngine, make_engine
-from speedtransfer.engines.auto import engine_names
-from speedtransfer.engines.calibration import Direction
-from speedtransfer.engines.host import gather_rows, scatter_rows
+from speedtransfer.cuda import mapped_view, pinned_empty, to_cupy, torch_stream
+from speedtransfer.engines import (
+    AutoEngine,
+    Direction,
+    Engine,
+    MappedEngine,
+    engine_names,
+    gather_rows,
+    make_engine,
+    scatter_rows,
+)
 
 BEST_TORCH = {"gather": "index_select(out=pinned) + copy", "scatter": "copy to pinned + index_copy_"}
 PLAIN_TORCH = {"gather": "t[idx].to(device)", "scatter": "t[idx] = rows.cpu()"}
@@ -137,13 +143,13 @@ def _queues(work: Workload, direction: Direction) -> bool:
     engine = work.table._engine
     if isinstance(engine, AutoEngine):
         row_bytes = work.payload_bytes // max(1, len(work.rows))
-        engine = engine.engines[engine.choose(direction, row_bytes, len(work.rows), work.table.num_rows)]
+        engine = engine.engines[engine.choose(direction, row_bytes, len(work.rows))]
     return isinstance(engine, MappedEngine)
 
 
 def engines(memory: str, device: torch.device) -> list[tuple[str, Engine]]:
     """Return every engine that moves rows of any batch between `memory` and `device`, by name."""
-    names = [name for name in engine_names(memory, device) if name not in ("auto", "tiled")]
+    names = [name for name in engine_names(memory, device) if name != "auto"]
     return [(name, make_engine(memory, device, name)) for name in names]
 
 

@@ -15,7 +15,7 @@ from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.encoding.codecs import Part, codec_named
 from speedtransfer.encoding.convert import decode_rows
 from speedtransfer.rows import Rows
-from speedtransfer.tables.chunks import row_chunks
+from speedtransfer.tables import row_chunks
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*TABLE_DTYPES, torch.bool)}  # bool is stored as uint8
 

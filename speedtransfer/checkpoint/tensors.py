@@ -19,9 +19,7 @@ from torch import Tensor
 from speedtransfer.dtypes import SAFETENSORS_NAMES
 from speedtransfer.errors import InvalidTypeError, StorageError
 from speedtransfer.safetensors_io import METADATA, Entry, check_entry, header_bytes, make_header
-from speedtransfer.tables.chunks import row_chunks
-from speedtransfer.tables.files import CHUNK_BYTES
-from speedtransfer.tables.page_advice import read_ahead
+from speedtransfer.tables import CHUNK_BYTES, read_ahead, row_chunks
 
 
 class TensorPlan:

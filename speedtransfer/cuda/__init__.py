@@ -1,1 +1,26 @@
-"""CUDA as this package sees it; the only folder that imports cupy, and only inside functions."""
+"""The only folder that knows CuPy: what CUDA there is, page-locked memory, streams and kernels."""
+
+from speedtransfer.cuda.launch import kernel_source, launch_kernel, load_kernel
+from speedtransfer.cuda.memory import mapped_view, pinned_empty, require_mapped, to_cupy
+from speedtransfer.cuda.status import CudaStatus, cuda_status, require_cuda, resolve_cuda, resolve_device
+from speedtransfer.cuda.streams import StreamOrder, keep_until_done, to_device, torch_stream, wait_until_filled
+
+__all__ = [
+    "CudaStatus",
+    "StreamOrder",
+    "cuda_status",
+    "keep_until_done",
+    "kernel_source",
+    "launch_kernel",
+    "load_kernel",
+    "mapped_view",
+    "pinned_empty",
+    "require_cuda",
+    "require_mapped",
+    "resolve_cuda",
+    "resolve_device",
+    "to_cupy",
+    "to_device",
+    "torch_stream",
+    "wait_until_filled",
+]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from speedtransfer.cuda.status import load_cupy, on_device
+
+_Step = Callable[[torch.cuda.Stream], None]
 
 
 class StreamOrder:
@@ -27,7 +33,8 @@ class StreamOrder:
         self._writer = -1  # the stream of that event
         self._reads: dict[int, torch.cuda.Event] = {}  # by stream, since the last write
         # Made once and used again and again, by one thread at a time: this is on the path of every gather.
-        self._reading, self._writing = _Reading(self), _Writing(self)
+        self._reading = _Queueing(self, self._after_write, self._end_read)
+        self._writing = _Queueing(self, self._begin_write, self._end_write)
 
     def reading(self) -> AbstractContextManager[torch.cuda.Stream]:
         """Queue a read of the planes on the current stream, which is given."""
@@ -50,19 +57,40 @@ class StreamOrder:
         if self._written is not None and not (self._writer == stream.cuda_stream and _is_torchs(stream)):
             stream.wait_event(self._written)
 
+    def _end_read(self, stream: torch.cuda.Stream) -> None:
+        event = self._reads.get(stream.cuda_stream)
+        if event is None:
+            event = self._reads[stream.cuda_stream] = torch.cuda.Event()
+        elif not _is_torchs(stream):
+            stream.wait_event(event)  # so that recording it anew loses no read
+        event.record(stream)
+
+    def _begin_write(self, stream: torch.cuda.Stream) -> None:
+        self._after_write(stream)
+        for pointer, event in self._reads.items():
+            if not (pointer == stream.cuda_stream and _is_torchs(stream)):
+                stream.wait_event(event)
+        self._reads.clear()
+
+    def _end_write(self, stream: torch.cuda.Stream) -> None:
+        # A new one each time: `wait` of another thread may be blocked on the old one.
+        event = torch.cuda.Event()
+        event.record(stream)
+        self._written, self._writer = event, stream.cuda_stream
+
 
 class _Queueing(AbstractContextManager[torch.cuda.Stream]):
     """What reading and writing share: the lock, the stream, and that nothing is left locked by an error."""
 
-    def __init__(self, order: StreamOrder) -> None:
-        self._order = order
+    def __init__(self, order: StreamOrder, begin: _Step, end: _Step) -> None:
+        self._order, self._begin, self._end = order, begin, end
         self._stream: torch.cuda.Stream | None = None
 
     def __enter__(self) -> torch.cuda.Stream:
         self._order._lock.acquire()
         try:
             self._stream = current_stream(self._order.device)
-            self._begin(self._order, self._stream)
+            self._begin(self._stream)
         except BaseException:
             self._order._lock.release()
             raise
@@ -71,41 +99,9 @@ class _Queueing(AbstractContextManager[torch.cuda.Stream]):
     def __exit__(self, *error: object) -> None:
         try:
             assert self._stream is not None
-            self._end(self._order, self._stream)
+            self._end(self._stream)
         finally:
             self._order._lock.release()
-
-    def _begin(self, order: StreamOrder, stream: torch.cuda.Stream) -> None: ...
-
-    def _end(self, order: StreamOrder, stream: torch.cuda.Stream) -> None: ...
-
-
-class _Reading(_Queueing):
-    def _begin(self, order: StreamOrder, stream: torch.cuda.Stream) -> None:
-        order._after_write(stream)
-
-    def _end(self, order: StreamOrder, stream: torch.cuda.Stream) -> None:
-        event = order._reads.get(stream.cuda_stream)
-        if event is None:
-            event = order._reads[stream.cuda_stream] = torch.cuda.Event()
-        elif not _is_torchs(stream):
-            stream.wait_event(event)  # so that recording it anew loses no read
-        event.record(stream)
-
-
-class _Writing(_Queueing):
-    def _begin(self, order: StreamOrder, stream: torch.cuda.Stream) -> None:
-        order._after_write(stream)
-        for pointer, event in order._reads.items():
-            if not (pointer == stream.cuda_stream and _is_torchs(stream)):
-                stream.wait_event(event)
-        order._reads.clear()
-
-    def _end(self, order: StreamOrder, stream: torch.cuda.Stream) -> None:
-        # A new one each time: `wait` of another thread may be blocked on the old one.
-        event = torch.cuda.Event()
-        event.record(stream)
-        order._written, order._writer = event, stream.cuda_stream
 
 
 def keep_until_done(tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> None:
@@ -113,6 +109,13 @@ def keep_until_done(tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> Non
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(stream)
+
+
+def wait_until_filled(plane: Tensor) -> Tensor:
+    """Return `plane` once the current stream has written it: engines on other streams know nothing of who did."""
+    if plane.is_cuda:
+        torch.cuda.current_stream(plane.device).synchronize()
+    return plane
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -144,3 +147,30 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 @functools.lru_cache(maxsize=256)
 def _stream_at(device: torch.device, pointer: int) -> torch.cuda.Stream:
     return torch.cuda.current_stream(device)  # asked for while it is the one at `pointer`
+
+
+@contextlib.contextmanager
+def torch_stream(device: torch.device) -> Iterator[None]:
+    """Make `device` current, and torch's current stream on it the current stream of CuPy as well."""
+    stream = cupy_stream(torch.cuda.current_stream(device).cuda_stream, device.index)
+    with on_device(device.index), stream:
+        yield
+
+
+@functools.lru_cache(maxsize=256)
+def cupy_stream(pointer: int, index: int) -> Any:
+    """Return CuPy's object for a stream of torch; it is nothing but the pointer, so it may outlive the stream."""
+    cuda = load_cupy().cuda
+    if hasattr(cuda.Stream, "from_external"):
+        return cuda.Stream.from_external(_StreamHandle(pointer))
+    return cuda.ExternalStream(pointer, index)  # CuPy 13
+
+
+class _StreamHandle:
+    """A stream pointer under CUDA's stream protocol, which not every supported torch speaks itself."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer

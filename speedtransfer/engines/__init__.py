@@ -1,21 +1,26 @@
 """How rows move between the planes of a table and the compute device."""
 
-from speedtransfer.engines.auto import AutoEngine, engine_names, make_engine
-from speedtransfer.engines.base import Engine
-from speedtransfer.engines.host import HostEngine
+from speedtransfer.engines.auto import AutoEngine, calibrate_device, engine_names, make_engine
+from speedtransfer.engines.base import Engine, out_of_range
+from speedtransfer.engines.calibration import DIRECTIONS, Direction
+from speedtransfer.engines.host import HostEngine, gather_rows, scatter_rows
 from speedtransfer.engines.mapped import MappedEngine
 from speedtransfer.engines.reference import ReferenceEngine
 from speedtransfer.engines.staged import StagedEngine
-from speedtransfer.engines.tiled import TiledEngine
 
 __all__ = [
+    "DIRECTIONS",
     "AutoEngine",
+    "Direction",
     "Engine",
     "HostEngine",
     "MappedEngine",
     "ReferenceEngine",
     "StagedEngine",
-    "TiledEngine",
+    "calibrate_device",
     "engine_names",
+    "gather_rows",
     "make_engine",
+    "out_of_range",
+    "scatter_rows",
 ]

@@ -1,4 +1,4 @@
-"""The engine that a table has by default: the fastest one for each call, as far as this machine has been measured."""
+"""The engine of a table in page-locked memory: for each call the fastest, as far as this machine has been measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda.runtime import pinned_empty
+from speedtransfer.cuda import pinned_empty
 from speedtransfer.engines.base import Engine
 from speedtransfer.engines.calibration import (
     PLANE_BYTES,
@@ -28,7 +28,6 @@ from speedtransfer.engines.host import HostEngine
 from speedtransfer.engines.mapped import MappedEngine
 from speedtransfer.engines.reference import ReferenceEngine
 from speedtransfer.engines.staged import StagedEngine
-from speedtransfer.engines.tiled import TiledEngine
 from speedtransfer.errors import InvalidValueError, suggest
 
 _WORTH_BYTES = 1 << 20  # what a call moves at least before this machine is measured for it
@@ -39,11 +38,10 @@ _measuring = threading.Lock()
 class AutoEngine:
     """Hands each call to one of several engines over the same planes.
 
-    Which one: the fastest at the nearest point of the machine's calibration, or the first of `engines` without one. `tiled`,
-    whose time follows the table, is taken for a gather where one copy of all the planes beats the others.
+    Which one: the fastest at the nearest point of the machine's calibration, or the first of `engines` without one.
 
     Order: each engine keeps its own calls in order. Where another one takes over, the host waits for what the last one has
-    queued, and on a device threads take turns, since one engine does not see what another is about to do.
+    queued, and threads take turns, since one engine does not see what another is about to do.
 
     Parameters
     ----------
@@ -65,8 +63,7 @@ class AutoEngine:
     ) -> None:
         self.engines, self.device, self._measure = engines, device, measure
         self._default = self._last = next(iter(engines))
-        # On the CPU a call has happened when it returns, and several may run at once.
-        self._turn = contextlib.nullcontext() if device.type == "cpu" else threading.Lock()
+        self._turn = threading.Lock()
         self._seen: Calibration | None = None
         # By what `_seen` says: a choice takes longer than a small call.
         self._chosen: dict[tuple[object, ...], str] = {}
@@ -86,17 +83,8 @@ class AutoEngine:
         for engine in self.engines.values():
             engine.wait()
 
-    def choose(self, direction: Direction, row_bytes: int, num_rows: int, table_rows: int) -> str:
-        """Return the name of the engine for a call.
-
-        Parameters
-        ----------
-        direction : {"gather", "scatter"}
-        row_bytes : int
-            Of all the planes together.
-        num_rows, table_rows : int
-            Rows to move, and rows there are.
-        """
+    def choose(self, direction: Direction, row_bytes: int, num_rows: int) -> str:
+        """Return the name of the engine for a call that moves `num_rows` rows, of `row_bytes` in all planes together."""
         calibration, measure = known(self.device), self._measure
         if calibration is None and measure is not None and num_rows * row_bytes >= _WORTH_BYTES:
             self._measure = None  # once, whatever comes of it
@@ -106,30 +94,18 @@ class AutoEngine:
         if calibration is not self._seen:
             self._seen, self._chosen = calibration, {}
         size = max(0, num_rows.bit_length() - 3)  # eighths of an octave are near enough
-        key = direction, row_bytes, num_rows >> size, size, table_rows
-        chosen = self._chosen  # another thread may begin a new one
-        if key not in chosen:
-            chosen[key] = self._fastest(calibration, direction, row_bytes, num_rows, table_rows)
-        return chosen[key]
-
-    def _fastest(
-        self, calibration: Calibration, direction: Direction, row_bytes: int, num_rows: int, table_rows: int
-    ) -> str:
-        point = calibration.nearest(direction, row_bytes, num_rows)
-        candidates = {n: s for n, s in point.seconds.items() if n in self.engines and n != "tiled"} if point else {}
-        if not candidates:
-            return self._default
-        if direction == "gather" and "tiled" in self.engines and calibration.copy_bytes_per_s:
-            whole_s = table_rows * row_bytes / calibration.copy_bytes_per_s
-            if 1.2 * whole_s < calibration.seconds(direction, row_bytes, num_rows):
-                return "tiled"
-        return min(candidates, key=candidates.__getitem__)
+        key = direction, row_bytes, num_rows >> size, size
+        if key not in self._chosen:
+            point = calibration.nearest(direction, row_bytes, num_rows)
+            seconds = {n: s for n, s in point.seconds.items() if n in self.engines} if point else {}
+            self._chosen[key] = min(seconds, key=seconds.__getitem__, default=self._default)
+        return self._chosen[key]
 
     def _ready(self, direction: Direction, planes: Sequence[Tensor], index: Tensor) -> Engine:
         if not planes or not len(index):
             return self.engines[self._default]
         row_bytes = sum(plane.shape[1] * plane.element_size() for plane in planes)
-        name = self.choose(direction, row_bytes, len(index), planes[0].shape[0])
+        name = self.choose(direction, row_bytes, len(index))
         if name != self._last:
             self.engines[self._last].wait()
             self._last = name
@@ -139,11 +115,8 @@ class AutoEngine:
 def engine_names(memory: str, device: torch.device) -> tuple[str, ...]:
     """Return the engines that can move rows between `memory` and the compute device, the default first."""
     if device.type != "cuda":
-        return "auto", "host", "reference"
-    return {
-        "pinned": ("auto", "mapped", "staged", "tiled"),
-        "device": ("mapped", "reference"),
-    }.get(memory, ("staged",))
+        return "host", "reference"
+    return {"pinned": ("auto", "mapped", "staged"), "device": ("mapped", "reference")}.get(memory, ("staged",))
 
 
 def make_engine(memory: str, device: torch.device, name: str | None = None) -> Engine:
@@ -169,24 +142,20 @@ def make_engine(memory: str, device: torch.device, name: str | None = None) -> E
     if name not in names:
         hint = suggest(str(name), names)
         raise InvalidValueError(f"engine is {name!r}, which does not move rows of memory={memory!r} on {device}{hint}")
-    if name != "auto":
-        return _MAKE[name](device)
-    if device.type != "cuda":
-        return AutoEngine({"host": HostEngine(device), "reference": ReferenceEngine(device)}, device)
-    engines: dict[str, Engine] = {
-        "mapped": MappedEngine(device),
-        "staged": StagedEngine(device),
-        "tiled": TiledEngine(device),
-    }
+    return _MAKE[name](device)
+
+
+def _make_auto(device: torch.device) -> AutoEngine:
+    engines: dict[str, Engine] = {"mapped": MappedEngine(device), "staged": StagedEngine(device)}
     return AutoEngine(engines, device, lambda: measure_machine(device))
 
 
 _MAKE: dict[str, Callable[[torch.device], Engine]] = {
+    "auto": _make_auto,
     "host": HostEngine,
     "mapped": MappedEngine,
     "reference": ReferenceEngine,
     "staged": StagedEngine,
-    "tiled": TiledEngine,
 }
 
 
@@ -238,7 +207,7 @@ def _alone(device: torch.device) -> Iterator[bool]:
 
 
 def calibrate_device(device: torch.device, progress: Callable[..., None] | None = None) -> Calibration:
-    """Measure the engines between which tables choose on `device`.
+    """Measure the engines that can serve on `device`: those between which `auto` chooses, or those of the CPU.
 
     Raises
     ------
@@ -247,5 +216,5 @@ def calibrate_device(device: torch.device, progress: Callable[..., None] | None 
     """
     cuda = device.type == "cuda"
     plane = pinned_empty(PLANE_BYTES, device) if cuda else torch.empty(PLANE_BYTES, dtype=torch.uint8)
-    names = [name for name in engine_names("pinned", device) if name not in ("auto", "tiled")]
+    names = [name for name in engine_names("pinned", device) if name != "auto"]
     return calibrate({name: make_engine("pinned", device, name) for name in names}, device, plane, progress=progress)

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from speedtransfer.errors import RowIndexError
+
 
 class Engine(Protocol):
     """How rows move.
@@ -48,3 +50,21 @@ class Engine(Protocol):
         After it the host may read the planes and write to them.
         """
         ...
+
+
+def out_of_range(where: str, value: int, num_rows: int) -> RowIndexError:
+    """Return the error for `value`, found at `where` ("index[3]"), of a table of `num_rows` rows."""
+    have = f"{num_rows} rows (0 to {num_rows - 1})" if num_rows else "no rows"
+    rule = "but rows count from 0, negative ones do not exist" if value < 0 else f"but the table has {have}"
+    return RowIndexError(f"{where} is {value} {rule}; clamp or filter the index")
+
+
+def check_host_index(index: Tensor, planes: Sequence[Tensor]) -> None:
+    """Raise for the first value of `index`, (n,) int64 on the CPU, that is no row of `planes`, if there are any."""
+    array = index.numpy()
+    if not planes or not len(array):
+        return
+    num_rows = planes[0].shape[0]
+    if int(array.min()) < 0 or int(array.max()) >= num_rows:
+        first = int(((array < 0) | (array >= num_rows)).argmax())
+        raise out_of_range(f"index[{first}]", int(array[first]), num_rows)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda.runtime import cuda_status
+from speedtransfer.cuda import cuda_status
 from speedtransfer.engines.base import Engine
 from speedtransfer.errors import InvalidValueError, SpeedtransferError
 from speedtransfer.system import cache_folder, cpu_model, replace_file
@@ -76,13 +76,6 @@ class Calibration:
 
         same = [point for point in self.points if point.direction == direction and point.seconds]
         return min(same, key=distance, default=None)
-
-    def seconds(self, direction: Direction, row_bytes: int, num_rows: int) -> float:
-        """Return about how long the fastest engine takes for a call: the nearest point, by the bytes; inf without one."""
-        point = self.nearest(direction, row_bytes, num_rows)
-        if point is None:
-            return math.inf
-        return point.seconds[point.fastest] * (row_bytes * num_rows) / (point.row_bytes * point.num_rows)
 
     def save(self) -> Path:
         """Write the file that :func:`load` finds, whole or not at all, and return its path; StorageError where it cannot."""

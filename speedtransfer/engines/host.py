@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.engines.bounds import check_host_index
+from speedtransfer.engines.base import check_host_index
 from speedtransfer.engines.reference import put_rows, select_rows
 from speedtransfer.jit import Part, compiled_module, run_on_threads
 
 _COPIES = "speedtransfer.engines.host_copies"
 _COMPILED_BYTES = 1 << 18  # a call of fewer is done before a compiled one would have begun
 _NARROW_BYTES = 16  # rows that are one word to torch, which then writes them faster
-_COMPILED_KEYS = 1 << 13  # the same of a sort
 _STREAMING_BYTES = 1 << 24  # results up to this are better left in the cache, for whoever reads them next
 
 
@@ -36,8 +34,8 @@ class HostEngine:
 
     def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
-        if check and planes:
-            check_host_index(index, planes[0].shape[0])
+        if check:
+            check_host_index(index, planes)
         gather_rows(planes, index, rows)
 
     def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
@@ -61,15 +59,6 @@ def scatter_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]
     narrow = num_bytes < _COMPILED_BYTES or all(row.shape[1] * row.element_size() <= _NARROW_BYTES for row in rows)
     if narrow or not _move(planes, index, rows, _scatter_copy, num_bytes):
         put_rows(planes, index, rows)
-
-
-def sort_keys(keys: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Return `keys` (n,) int64, none negative, sorted by their bits from `low` to below `high`; equal ones keep their order.
-
-    The bits below `low` must grow with the position, those from `high` on be zero.
-    """
-    compiled = compiled_module(_COPIES) if len(keys) >= _COMPILED_KEYS else None
-    return np.sort(keys) if compiled is None else compiled.sort_by_bits(keys, low, high)
 
 
 def _move(
@@ -98,11 +87,8 @@ def _move(
 def _gather_copy(
     compiled: Any, plane: int, stride_bytes: int, rows: int, row_bytes: int, num_bytes: int
 ) -> Callable[..., None]:
-    if num_bytes >= _STREAMING_BYTES:
-        if not (rows | row_bytes) % compiled.LINE_BYTES:
-            return compiled.gather_streaming_lines
-        if not (rows | row_bytes) % 16:
-            return compiled.gather_streaming
+    if num_bytes >= _STREAMING_BYTES and not (rows | row_bytes) % compiled.LINE_BYTES:
+        return compiled.gather_streaming_lines
     return compiled.gather
 
 

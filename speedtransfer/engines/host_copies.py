@@ -1,4 +1,4 @@
-"""Row copies on the host compiled by numba, and a sort of ids; `host` imports this once rows are worth it.
+"""Row copies on the host compiled by numba; `host` imports this once rows are worth it.
 
 Two things that torch's copies do not do: rows are asked for some rows ahead, so that several cache misses are under way at
 once; and long results are written past the cache ("streaming"), which saves reading every line before it is overwritten.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -65,7 +64,7 @@ def _fence(typing_context: Any) -> Any:
 
 _move_1, _move_2, _move_4, _move_8 = (_mover(size, 1, False) for size in (1, 2, 4, 8))
 _move_16, _move_64 = (_mover(size, 1, False) for size in (16, 64))
-_stream_16, _stream_64 = (_mover(size, size, True) for size in (16, LINE_BYTES))
+_stream_64 = _mover(LINE_BYTES, LINE_BYTES, True)
 
 
 @njit(inline="always")
@@ -111,19 +110,6 @@ def gather(plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any,
 
 
 @compile_function
-def gather_streaming(
-    plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any, start: int, stop: int
-) -> None:
-    """Fill dense rows, `rows` and `row_bytes` being multiples of 16, past the cache."""
-    for j in range(start, stop):
-        _ask_for(plane, stride_bytes, row_bytes, index, j, stop)
-        to, source = rows + j * row_bytes, plane + index[j] * stride_bytes
-        for done in range(0, row_bytes, 16):
-            _stream_16(to + done, source + done)
-    _fence()  # streaming stores keep no order with others: they are over before anybody hears of it
-
-
-@compile_function
 def gather_streaming_lines(
     plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any, start: int, stop: int
 ) -> None:
@@ -133,7 +119,7 @@ def gather_streaming_lines(
         to, source = rows + j * row_bytes, plane + index[j] * stride_bytes
         for done in range(0, row_bytes, LINE_BYTES):
             _stream_64(to + done, source + done)
-    _fence()
+    _fence()  # streaming stores keep no order with others: they are over before anybody hears of it
 
 
 @compile_function
@@ -154,32 +140,3 @@ def scatter_streaming_lines(
         for done in range(0, row_bytes, LINE_BYTES):
             _stream_64(to + done, source + done)
     _fence()
-
-
-_DIGIT_BITS = 11  # counts of a digit fit into the fastest cache
-
-
-@compile_function
-def sort_by_bits(keys: Any, low: int, high: int) -> Any:
-    """Return `keys` (n,) int64, none negative, sorted by their bits from `low` to below `high`; equal ones keep their order.
-
-    A radix sort, least digit first: it reads and writes the keys twice a digit, where a sort by comparison does log2(n) times.
-    """
-    source, to = keys.copy(), np.empty_like(keys)
-    places = np.empty(1 << _DIGIT_BITS, np.int64)
-    for shift in range(low, high, _DIGIT_BITS):
-        mask = (1 << min(_DIGIT_BITS, high - shift)) - 1
-        places[:] = 0
-        for j in range(len(source)):
-            places[(source[j] >> shift) & mask] += 1
-        before = 0
-        for digit in range(mask + 1):
-            count = places[digit]
-            places[digit] = before
-            before += count
-        for j in range(len(source)):
-            digit = (source[j] >> shift) & mask
-            to[places[digit]] = source[j]
-            places[digit] += 1
-        source, to = to, source
-    return source

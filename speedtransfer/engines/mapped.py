@@ -10,9 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda.runtime import launch, load_kernel, pinned_empty, require_mapped, resolve_cuda
-from speedtransfer.cuda.streams import StreamOrder, keep_until_done, to_device
-from speedtransfer.engines.bounds import check_host_index, out_of_range
+from speedtransfer.cuda import (
+    StreamOrder,
+    keep_until_done,
+    launch_kernel,
+    load_kernel,
+    pinned_empty,
+    require_mapped,
+    resolve_cuda,
+    to_device,
+)
+from speedtransfer.engines.base import check_host_index, out_of_range
 from speedtransfer.errors import DeviceError, InvalidValueError, suggest
 
 MAX_PLANES = 16  # of one launch, as in move.cuh
@@ -33,9 +41,9 @@ class MappedEngine:
 
     Order: every call is one kernel on the current stream (several where there are more than 16 planes, or where "bulk"
     leaves some to "lanes"). Events order the calls between streams, on the device (see
-    :class:`~speedtransfer.cuda.streams.StreamOrder`). ``record_stream`` keeps the memory of `index` and `rows`, which
+    :class:`~speedtransfer.cuda.StreamOrder`). ``record_stream`` keeps the memory of `index` and `rows`, which
     torch's allocator could give away early when they come from another stream; page-locked planes are not freed before
-    the device is idle (see :func:`speedtransfer.cuda.runtime.pinned_empty`).
+    the device is idle (see :func:`speedtransfer.cuda.pinned_empty`).
 
     A row that does not exist is gathered as zeros and scattered nowhere, so that a bad index that nobody has looked at yet
     cannot reach other memory. With `check` the device reports it, and the next call raises.
@@ -97,8 +105,8 @@ class MappedEngine:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
         self._raise_fault()
         if index.device != self.device:
-            if check and planes:
-                check_host_index(index, planes[0].shape[0])
+            if check:
+                check_host_index(index, planes)
                 check = False
             index = to_device(index, self.device)
         with self._order.reading() as stream:
@@ -148,11 +156,13 @@ class MappedEngine:
         for start in range(0, len(lanes), step):
             move = self._argument.pack(index.data_ptr(), num_rows, table_rows, *faults, lanes[start : start + step])
             blocks = min(self.max_blocks, -(-num_rows * 32 // self.threads))
-            launch(self._kernel(direction, kind), blocks, self.threads, move, stream)
+            launch_kernel(self._kernel(direction, kind), blocks, self.threads, move, stream)
         for start in range(0, len(bulk), step):
             move = self._argument.pack(index.data_ptr(), num_rows, table_rows, *faults, bulk[start : start + step])
             blocks = min(self.max_blocks, -(-num_rows // self.threads))
-            launch(self._kernel(direction, "bulk"), blocks, self.threads, move, stream, bulk_shared_bytes(self.threads))
+            launch_kernel(
+                self._kernel(direction, "bulk"), blocks, self.threads, move, stream, bulk_shared_bytes(self.threads)
+            )
 
     def _kernel(self, direction: str, kind: str) -> Any:
         """Return a kernel, compiled on first use: "converted" takes seconds, and few tables need it."""

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda.runtime import INTEGER_OF_SIZE
-from speedtransfer.cuda.streams import StreamOrder, keep_until_done
-from speedtransfer.engines.bounds import check_host_index
+from speedtransfer.cuda import StreamOrder, keep_until_done
+from speedtransfer.dtypes import INTEGER_OF_SIZE
+from speedtransfer.engines.base import check_host_index
 
 
 class ReferenceEngine:
     """`torch.index_select` and `Tensor.index_copy_` over planes on the compute device, the CPU included.
 
     Order: on the CPU a call has happened when it returns. On CUDA calls are queued on the current stream; events order
-    them between streams (see :class:`~speedtransfer.cuda.streams.StreamOrder`), and ``record_stream`` keeps the
+    them between streams (see :class:`~speedtransfer.cuda.StreamOrder`), and ``record_stream`` keeps the
     allocator from giving the memory of a tensor to somebody else before the stream is done with it.
 
     Parameters
@@ -33,8 +33,8 @@ class ReferenceEngine:
 
     def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``; `check` waits for `index`."""
-        if check and planes:
-            check_host_index(index.cpu(), planes[0].shape[0])
+        if check:
+            check_host_index(index.cpu(), planes)
         if self._order is None:
             select_rows(planes, index, rows)
             return

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda.runtime import pinned_empty, resolve_cuda
-from speedtransfer.cuda.streams import keep_until_done
-from speedtransfer.engines.bounds import check_host_index
+from speedtransfer.cuda import keep_until_done, pinned_empty, resolve_cuda
+from speedtransfer.engines.base import check_host_index
 from speedtransfer.engines.host import gather_rows, scatter_rows
 from speedtransfer.errors import InvalidValueError
 
@@ -69,8 +68,8 @@ class StagedEngine:
         with self._lock, torch.no_grad(), torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device)
             host_index = self._to_host(index, stream)
-            if check and planes:
-                check_host_index(host_index, planes[0].shape[0])
+            if check:
+                check_host_index(host_index, planes)
             crossing = [_like(out, plane.dtype) for plane, out in zip(planes, rows, strict=True)]
             for part in self._chunks(crossing):
                 on_device = [out[part] for out in crossing]

@@ -1,9 +1,12 @@
-"""Idle rows that end where dense training takes them: `rules` by optimizer, `history` of steps, `catch_up` of rows."""
+"""What optimizer steps do to rows that no batch has touched: the rules, the steps to remember, and rows that catch up.
 
-from speedtransfer.idle.catch_up import catch_up
+Knows rows as tensors by name, and no table.
+"""
+
 from speedtransfer.idle.history import History
+from speedtransfer.idle.lag import Lag
 from speedtransfer.idle.replay import Replay
-from speedtransfer.idle.rule import IdleStep, Rule
+from speedtransfer.idle.rule import IdleStep, Numbers, Rule
 from speedtransfer.idle.rules import choose_rule, has_rule, rule_for
 
-__all__ = ["History", "IdleStep", "Replay", "Rule", "catch_up", "choose_rule", "has_rule", "rule_for"]
+__all__ = ["History", "IdleStep", "Lag", "Numbers", "Replay", "Rule", "choose_rule", "has_rule", "rule_for"]

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtransfer.idle.catch_up import catch_up
 from speedtransfer.idle.history import History
 from speedtransfer.idle.replay import Replay
 from speedtransfer.idle.rule import IdleStep, Numbers, Rule
@@ -51,10 +50,7 @@ class Lag:
 
     def catch_up(self, rows: dict[str, Tensor], last: Tensor) -> None:
         """Apply to `rows`, by plane, each ``(n, *tail)``, the steps after the step `last` (n, 1) of each, in place."""
-        if isinstance(self._history, Replay):
-            self._history.catch_up(rows, last)
-        else:
-            catch_up(self._history, rows, last)
+        self._history.catch_up(rows, last)
 
     def begin(self, group: dict[str, Any], state: dict[str, Any], catch_up_all: Callable[[], None]) -> None:
         """Note what matters of the `state` before a step with the hyperparameters `group`.
@@ -80,10 +76,7 @@ class Lag:
         overflow = getattr(optimizer, "found_inf", None)  # GradScaler's, for fused optimizers, which then do nothing
         if overflow is not None and float(overflow) != 0:
             return None
-        if self._rule.coupled:
-            return self._rule.numbers(group, state)
-        step = self._rule.step(group, state, self._before)
-        return None if step.is_nothing else step
+        return self._rule.made(group, state, self._before)
 
     def record(self, step: Any) -> None:
         """Remember a step that only some rows have taken."""

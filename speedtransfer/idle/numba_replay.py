@@ -1,9 +1,6 @@
-"""The steps of `replay` compiled by numba: a row takes all that it has missed while it is in the nearest cache.
+"""Compile with numba the steps of `replay`: a row takes all that it has missed while it is in the nearest cache.
 
-Each function lets the rows `start` to `stop` take steps. It is called without the GIL, with the weights and the state planes
-of its kind, ``(n, dim)`` (one of no columns where there is none), then ``numbers`` (steps, 8) in their dtype, ``last`` and
-``until`` (n,) int32, the step that a row has taken last and the one that it shall have, and the step `base` that the numbers
-begin after. It rounds as the dtype does, like torch.
+It rounds as the dtype of the rows does, like torch.
 """
 
 from __future__ import annotations
@@ -11,65 +8,97 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import njit
 
 from speedtransfer.jit import compile_function
 
+_ADAM, _ADAMAX, _RMSPROP, _ADADELTA, _ADAGRAD = range(5)
+KINDS = {"adam": _ADAM, "adamax": _ADAMAX, "rmsprop": _RMSPROP, "adadelta": _ADADELTA, "adagrad": _ADAGRAD}
+
+
+@njit(inline="always")
+def _adam(p: Any, m: Any, v: Any, numbers: Any) -> None:
+    decay, first, second, added = numbers[0], numbers[1], numbers[2], numbers[3]
+    root, eps, scale, gradient_scale = numbers[4], numbers[5], numbers[6], numbers[7]
+    for i in range(len(p)):
+        grad = decay * p[i]
+        moment = m[i] + first * (grad - m[i])
+        square = v[i] * second + added * grad * grad
+        m[i], v[i] = moment, square
+        p[i] -= (scale * moment + gradient_scale * grad) / (np.sqrt(square) * root + eps)
+
+
+@njit(inline="always")
+def _amsgrad(p: Any, m: Any, v: Any, largest: Any, numbers: Any) -> None:
+    decay, first, second, added = numbers[0], numbers[1], numbers[2], numbers[3]
+    root, eps, scale, gradient_scale = numbers[4], numbers[5], numbers[6], numbers[7]
+    for i in range(len(p)):
+        grad = decay * p[i]
+        moment = m[i] + first * (grad - m[i])
+        square = v[i] * second + added * grad * grad
+        m[i], v[i] = moment, square
+        largest[i] = max(largest[i], square)
+        divisor = np.sqrt(largest[i]) * root + eps
+        p[i] -= scale * moment / divisor + gradient_scale * grad / divisor
+
+
+@njit(inline="always")
+def _adamax(p: Any, m: Any, u: Any, numbers: Any) -> None:
+    decay, first, second, eps, scale = numbers[0], numbers[1], numbers[2], numbers[5], numbers[6]
+    for i in range(len(p)):
+        grad = decay * p[i]
+        moment = m[i] + first * (grad - m[i])
+        largest = max(u[i] * second, abs(grad) + eps)
+        m[i], u[i] = moment, largest
+        p[i] -= scale * moment / largest
+
+
+@njit(inline="always")
+def _rmsprop(p: Any, squares: Any, means: Any, buffers: Any, numbers: Any) -> None:
+    decay, alpha, added, eps, lr, momentum = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5]
+    centered, moves = numbers[6] != 0, momentum != 0
+    for i in range(len(p)):
+        grad = decay * p[i]
+        squares[i] = squares[i] * alpha + added * grad * grad
+        spread = squares[i]
+        if centered:
+            means[i] += added * (grad - means[i])
+            spread -= means[i] * means[i]
+        step = grad / (np.sqrt(spread) + eps)
+        if moves:
+            step += buffers[i] * momentum
+            buffers[i] = step
+        p[i] -= lr * step
+
+
+@njit(inline="always")
+def _adadelta(p: Any, squares: Any, moved: Any, numbers: Any) -> None:
+    decay, rho, added, eps, lr = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
+    for i in range(len(p)):
+        grad = decay * p[i]
+        size = squares[i] * rho + added * grad * grad
+        delta = np.sqrt(moved[i] + eps) / np.sqrt(size + eps) * grad
+        squares[i], moved[i] = size, moved[i] * rho + added * delta * delta
+        p[i] -= lr * delta
+
+
+@njit(inline="always")
+def _adagrad(p: Any, totals: Any, numbers: Any) -> None:
+    decay, lr, eps = numbers[0], numbers[1], numbers[2]
+    for i in range(len(p)):
+        grad = decay * p[i]
+        size = totals[i] + grad * grad
+        totals[i] = size
+        p[i] -= lr * grad / (np.sqrt(size) + eps)
+
 
 @compile_function
-def _adam(
-    weight: Any, m: Any, v: Any, largest: Any, numbers: Any, last: Any, until: Any, base: int, start: int, stop: int
-) -> None:
-    dim, amsgrad = weight.shape[1], largest.shape[1] > 0
-    for j in range(start, stop):
-        p_row, m_row, v_row = weight[j], m[j], v[j]
-        x_row = largest[j] if amsgrad else v_row
-        for number in range(last[j] - base, until[j] - base):
-            decay, first, second, added = numbers[number, 0], numbers[number, 1], numbers[number, 2], numbers[number, 3]
-            root, eps, scale, gradient_scale = (
-                numbers[number, 4],
-                numbers[number, 5],
-                numbers[number, 6],
-                numbers[number, 7],
-            )
-            if amsgrad:
-                for i in range(dim):
-                    grad = decay * p_row[i]
-                    moment = m_row[i] + first * (grad - m_row[i])
-                    square = v_row[i] * second + added * grad * grad
-                    m_row[i], v_row[i] = moment, square
-                    x_row[i] = max(x_row[i], square)
-                    divisor = np.sqrt(x_row[i]) * root + eps
-                    p_row[i] -= scale * moment / divisor + gradient_scale * grad / divisor
-            else:
-                for i in range(dim):
-                    grad = decay * p_row[i]
-                    moment = m_row[i] + first * (grad - m_row[i])
-                    square = v_row[i] * second + added * grad * grad
-                    m_row[i], v_row[i] = moment, square
-                    p_row[i] -= (scale * moment + gradient_scale * grad) / (np.sqrt(square) * root + eps)
-
-
-@compile_function
-def _adamax(weight: Any, m: Any, u: Any, numbers: Any, last: Any, until: Any, base: int, start: int, stop: int) -> None:
-    for j in range(start, stop):
-        p_row, m_row, u_row = weight[j], m[j], u[j]
-        for number in range(last[j] - base, until[j] - base):
-            decay, first, second = numbers[number, 0], numbers[number, 1], numbers[number, 2]
-            eps, scale = numbers[number, 5], numbers[number, 6]
-            for i in range(len(p_row)):
-                grad = decay * p_row[i]
-                moment = m_row[i] + first * (grad - m_row[i])
-                largest = max(u_row[i] * second, abs(grad) + eps)
-                m_row[i], u_row[i] = moment, largest
-                p_row[i] -= scale * moment / largest
-
-
-@compile_function
-def _rmsprop(
+def take_steps(
+    kind: int,
     weight: Any,
-    square: Any,
-    mean: Any,
-    buffer: Any,
+    a: Any,
+    b: Any,
+    c: Any,
     numbers: Any,
     last: Any,
     until: Any,
@@ -77,60 +106,30 @@ def _rmsprop(
     start: int,
     stop: int,
 ) -> None:
+    """Let the rows `start` to `stop` take the steps that they have missed.
+
+    Parameters
+    ----------
+    kind : int
+        Of `KINDS`.
+    weight, a, b, c : array
+        ``(n, dim)``: weights and state planes, in the order of `replay.PLANES`; one of no columns where there is none.
+    numbers : array
+        ``(steps, 8)`` in the dtype of the rows, of the steps after step number `base`.
+    last, until : array
+        ``(n,)`` int32: the step that a row has taken last, and the one that it shall have.
+    """
     for j in range(start, stop):
-        p_row, s_row, a_row, b_row = weight[j], square[j], mean[j], buffer[j]
         for number in range(last[j] - base, until[j] - base):
-            decay, alpha, added = numbers[number, 0], numbers[number, 1], numbers[number, 2]
-            eps, lr, momentum = numbers[number, 3], numbers[number, 4], numbers[number, 5]
-            centered, moves = numbers[number, 6] != 0, momentum != 0
-            for i in range(len(p_row)):
-                grad = decay * p_row[i]
-                s_row[i] = s_row[i] * alpha + added * grad * grad
-                spread = s_row[i]
-                if centered:
-                    a_row[i] += added * (grad - a_row[i])
-                    spread -= a_row[i] * a_row[i]
-                step = grad / (np.sqrt(spread) + eps)
-                if moves:
-                    step += b_row[i] * momentum
-                    b_row[i] = step
-                p_row[i] -= lr * step
-
-
-@compile_function
-def _adadelta(
-    weight: Any, square: Any, moved: Any, numbers: Any, last: Any, until: Any, base: int, start: int, stop: int
-) -> None:
-    for j in range(start, stop):
-        p_row, s_row, d_row = weight[j], square[j], moved[j]
-        for number in range(last[j] - base, until[j] - base):
-            decay, rho, added = numbers[number, 0], numbers[number, 1], numbers[number, 2]
-            eps, lr = numbers[number, 3], numbers[number, 4]
-            for i in range(len(p_row)):
-                grad = decay * p_row[i]
-                size = s_row[i] * rho + added * grad * grad
-                delta = np.sqrt(d_row[i] + eps) / np.sqrt(size + eps) * grad
-                s_row[i], d_row[i] = size, d_row[i] * rho + added * delta * delta
-                p_row[i] -= lr * delta
-
-
-@compile_function
-def _adagrad(weight: Any, total: Any, numbers: Any, last: Any, until: Any, base: int, start: int, stop: int) -> None:
-    for j in range(start, stop):
-        p_row, s_row = weight[j], total[j]
-        for number in range(last[j] - base, until[j] - base):
-            decay, lr, eps = numbers[number, 0], numbers[number, 1], numbers[number, 2]
-            for i in range(len(p_row)):
-                grad = decay * p_row[i]
-                size = s_row[i] + grad * grad
-                s_row[i] = size
-                p_row[i] -= lr * grad / (np.sqrt(size) + eps)
-
-
-KINDS: dict[str, Any] = {
-    "adam": _adam,
-    "adamax": _adamax,
-    "rmsprop": _rmsprop,
-    "adadelta": _adadelta,
-    "adagrad": _adagrad,
-}
+            if kind == _ADAM and c.shape[1]:
+                _amsgrad(weight[j], a[j], b[j], c[j], numbers[number])
+            elif kind == _ADAM:
+                _adam(weight[j], a[j], b[j], numbers[number])
+            elif kind == _ADAMAX:
+                _adamax(weight[j], a[j], b[j], numbers[number])
+            elif kind == _RMSPROP:
+                _rmsprop(weight[j], a[j], b[j], c[j], numbers[number])
+            elif kind == _ADADELTA:
+                _adadelta(weight[j], a[j], b[j], numbers[number])
+            else:
+                _adagrad(weight[j], a[j], numbers[number])

@@ -1,4 +1,4 @@
-"""Steps that rows take one after the other: of adaptive optimizers whose weight decay is added to the gradient.
+"""Remember steps that rows take one after the other: of adaptive optimizers whose weight decay is added to the gradient.
 
 The gradient of an idle row is then ``decay * weight``, so that each step depends on all before it and no formula sums them up.
 What is kept of a step are eight numbers; by kind of optimizer (unused ones are zero):
@@ -11,7 +11,7 @@ adadelta   decay, rho, 1 - rho, eps, lr
 adagrad    decay, lr, eps
 ========== ===========================================================================
 
-Here in torch, with the operations of ``torch.optim``; `compiled_replay` does the same in one pass.
+Here in torch, with the operations of ``torch.optim``; `numba_replay` does the same in one pass.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class Replay:
 
     def _allocate(self, capacity: int) -> None:
         self._numbers: Floats = np.zeros((capacity, 8))
-        self._rounded = np.zeros((capacity, 8), np.float32)
 
     @property
     def length(self) -> int:
@@ -69,10 +68,10 @@ class Replay:
         """Take in one more step."""
         count = self.length
         if count == len(self._numbers):
-            old = self._numbers, self._rounded
+            old = self._numbers
             self._allocate(2 * count)
-            self._numbers[:count], self._rounded[:count] = old
-        self._numbers[count] = self._rounded[count] = numbers
+            self._numbers[:count] = old
+        self._numbers[count] = numbers
         self.now += 1
 
     def sweep(self) -> None:
@@ -106,17 +105,18 @@ class Replay:
         compiled = compiled_module("speedtransfer.idle.numba_replay")
         if compiled is None:
             return False
-        numbers = (self._rounded if dtype == torch.float32 else self._numbers)[: self.length]
         by_name = {name: plane.numpy() for name, plane in zip(names, planes, strict=True)}
+        numbers = self._numbers[: self.length].astype(by_name["weight"].dtype)
         # A plane that there is not is one of no columns.
-        missing = np.empty((len(last), 0), by_name["weight"].dtype)
-        arrays = [by_name.get(name, missing) for name in ("weight", *PLANES[self.kind])]
-        step, steps, dim = compiled.KINDS[self.kind], last.numpy().ravel(), arrays[0].shape[1]
+        missing = np.empty((len(last), 0), numbers.dtype)
+        arrays = [by_name.get(name, missing) for name in ("weight", *PLANES[self.kind], "", "")[:4]]
+        steps, dim = last.numpy().ravel(), arrays[0].shape[1]
 
         def take(values: list[np.ndarray], last: np.ndarray, until: np.ndarray) -> None:
             # A step of a value costs about what moving as many bytes does.
             cost = 4 * int((until - last).sum(dtype=np.int64)) * values[0].shape[1]
-            run_on_threads([(step, (*values, numbers, last, until, self.base))], len(last), cost, ())
+            part = compiled.take_steps, (compiled.KINDS[self.kind], *values, numbers, last, until, self.base)
+            run_on_threads([part], len(last), cost, ())
 
         now = np.full(len(steps), self.now, np.int32)
         together = _WIDTH // max(dim, 1)
@@ -144,22 +144,16 @@ class Replay:
         step = _STEPS[self.kind]
         for number, count in enumerate(edges.tolist()):
             if count:
-                step({name: values[:count] for name, values in part.items()}, *self._numbers[number].tolist())
+                step({name: values[:count] for name, values in part.items()}, self._numbers[number].tolist())
         for name, values in part.items():
             rows[name][order] = values
 
 
-def _adam(
-    rows: dict[str, Tensor],
-    decay: float,
-    first: float,
-    second: float,
-    second_added: float,
-    root: float,
-    eps: float,
-    scale: float,
-    gradient_scale: float,
-) -> None:
+# --- a step in torch, of rows by plane, with its numbers ------------------------------------------------------------------
+
+
+def _adam(rows: dict[str, Tensor], numbers: list[float]) -> None:
+    decay, first, second, second_added, root, eps, scale, gradient_scale = numbers
     weight, m, v = rows["weight"], rows["exp_avg"], rows["exp_avg_sq"]
     grad = weight * decay
     m.lerp_(grad, first)
@@ -172,17 +166,8 @@ def _adam(
     weight.addcdiv_(m, divisor, value=-scale)
 
 
-def _adamax(
-    rows: dict[str, Tensor],
-    decay: float,
-    first: float,
-    second: float,
-    second_added: float,
-    root: float,
-    eps: float,
-    scale: float,
-    gradient_scale: float,
-) -> None:
+def _adamax(rows: dict[str, Tensor], numbers: list[float]) -> None:
+    decay, first, second, _, _, eps, scale, _ = numbers
     weight, m, u = rows["weight"], rows["exp_avg"], rows["exp_inf"]
     grad = weight * decay
     m.lerp_(grad, first)
@@ -190,17 +175,8 @@ def _adamax(
     weight.addcdiv_(m, u, value=-scale)
 
 
-def _rmsprop(
-    rows: dict[str, Tensor],
-    decay: float,
-    alpha: float,
-    added: float,
-    eps: float,
-    lr: float,
-    momentum: float,
-    centered: float,
-    _: float,
-) -> None:
+def _rmsprop(rows: dict[str, Tensor], numbers: list[float]) -> None:
+    decay, alpha, added, eps, lr, momentum, centered, _ = numbers
     weight, square = rows["weight"], rows["square_avg"]
     grad = weight * decay
     square.mul_(alpha).addcmul_(grad, grad, value=added)
@@ -215,9 +191,8 @@ def _rmsprop(
         weight.addcdiv_(grad, divisor, value=-lr)
 
 
-def _adadelta(
-    rows: dict[str, Tensor], decay: float, rho: float, added: float, eps: float, lr: float, *_: float
-) -> None:
+def _adadelta(rows: dict[str, Tensor], numbers: list[float]) -> None:
+    decay, rho, added, eps, lr, *_ = numbers
     weight, square, moved = rows["weight"], rows["square_avg"], rows["acc_delta"]
     grad = weight * decay
     square.mul_(rho).addcmul_(grad, grad, value=added)
@@ -226,14 +201,15 @@ def _adadelta(
     weight.add_(delta, alpha=-lr)
 
 
-def _adagrad(rows: dict[str, Tensor], decay: float, lr: float, eps: float, *_: float) -> None:
+def _adagrad(rows: dict[str, Tensor], numbers: list[float]) -> None:
+    decay, lr, eps, *_ = numbers
     weight, total = rows["weight"], rows["sum"]
     grad = weight * decay
     total.addcmul_(grad, grad, value=1)
     weight.addcdiv_(grad, total.sqrt().add_(eps), value=-lr)
 
 
-_STEPS: dict[str, Callable[..., None]] = {
+_STEPS: dict[str, Callable[[dict[str, Tensor], list[float]], None]] = {
     "adam": _adam,
     "adamax": _adamax,
     "rmsprop": _rmsprop,

@@ -1,19 +1,19 @@
-"""What a step of an optimizer does to rows without a gradient: the pieces that the `rules` of all optimizers are made of."""
+"""Describe the effect of an optimizer step on rows with zero gradient: what the `rules` of all optimizers are made of."""
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+IDENTITY = (1.0, 0.0, 0.0, 1.0)
 
-@dataclass
-class IdleStep:
-    """One step, as rows see it that have no gradient. Fields that a rule does not use stay as they are here.
+
+class IdleStep(NamedTuple):
+    """The effect of one step on a row with zero gradient. Fields that a rule does not use stay as they are here.
 
     Attributes
     ----------
@@ -30,7 +30,7 @@ class IdleStep:
 
     decay: float = 1.0
     factors: tuple[float, ...] = ()
-    mix: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 1.0)
+    mix: tuple[float, float, float, float] = IDENTITY
     scale: float = 0.0
     root: float = 1.0
     eps: float = 1.0
@@ -123,6 +123,13 @@ class Rule:
     def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
         """Return the numbers of the step just made, for rows to take it themselves; only with coupled weight decay."""
         raise NotImplementedError(f"{type(self).__name__} has no steps that are taken one by one")
+
+    def made(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep | Numbers | None:
+        """Return the step just made, for `History.record` or, where `coupled`, `Replay.record`; None: idle rows stay."""
+        if self.coupled:
+            return self.numbers(group, state)
+        step = self.step(group, state, before)
+        return None if step.is_nothing else step
 
     def _rounded(self, value: float) -> float:
         if self.dtype == torch.float64:

@@ -22,7 +22,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.idle.rule import IdleStep, Numbers, Rule
+from speedtransfer.idle.rule import IDENTITY, IdleStep, Numbers, Rule
 
 
 def _numbers(group: dict[str, Any], *names: str) -> list[float]:
@@ -55,9 +55,8 @@ class _Asgd(Rule):
     def step(self, group: dict[str, Any], state: dict[str, Any], before: tuple[float, float]) -> IdleStep:
         eta, mu = before
         lr, lambd, decay = _numbers(group, "lr", "lambd", "weight_decay")
-        eta = (
-            float(torch.tensor(lr, device="cpu")) if math.isnan(eta) else eta
-        )  # a tensor of the default dtype, whatever the rows are
+        if math.isnan(eta):  # a tensor of the default dtype, whatever the rows are
+            eta = float(torch.tensor(lr, device="cpu"))
         kept = self._rounded(1 - lambd * eta) - eta * self._rounded(decay)
         return IdleStep(mix=(kept, 0.0, mu * kept, 1 - mu))
 
@@ -122,22 +121,21 @@ class _Adam(Rule):
         return not decoupled and group.get("weight_decay", 0) != 0, denominator
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
-        lr, decay, eps = _numbers(group, "lr", "weight_decay", "eps")
-        first, second = (float(beta) for beta in group["betas"])
-        scale, root, eps = self._term(group, state, self.count.read(state["step"]), lr, first, second, eps)
-        return IdleStep(
-            decay=self._rounded(1 - lr * decay),
-            factors=(self._moved_by(1 - first), self._rounded(second)),
-            scale=scale,
-            root=root,
-            eps=eps,
-        )
+        lr, decay, first, second, term = self._read(group, state)
+        factors = self._moved_by(1 - first), self._rounded(second)
+        return IdleStep(self._rounded(1 - lr * decay), factors, IDENTITY, *term)
 
     def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
+        lr, decay, first, second, (scale, root, eps) = self._read(group, state)
+        return decay, 1 - first, second, 1 - second, root, eps, scale, self._gradient_scale(group, state, lr)
+
+    def _read(
+        self, group: dict[str, Any], state: dict[str, Any]
+    ) -> tuple[float, float, float, float, tuple[float, float, float]]:
         lr, decay, eps = _numbers(group, "lr", "weight_decay", "eps")
         first, second = (float(beta) for beta in group["betas"])
-        scale, root, eps = self._term(group, state, self.count.read(state["step"]), lr, first, second, eps)
-        return decay, 1 - first, second, 1 - second, root, eps, scale, self._gradient_scale(group, state, lr)
+        t = self.count.read(state["step"])
+        return lr, decay, first, second, self._term(group, state, t, lr, first, second, eps)
 
     def _term(
         self, group: dict[str, Any], state: dict[str, Any], t: float, lr: float, first: float, second: float, eps: float
@@ -191,7 +189,7 @@ class _Adamax(_Adam):
         return Rule.form(self, group, state)
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
-        return IdleStep(**{**vars(super().step(group, state, before)), "decay": 1.0})
+        return super().step(group, state, before)._replace(decay=1.0)
 
     def _term(
         self, group: dict[str, Any], state: dict[str, Any], t: float, lr: float, first: float, second: float, eps: float

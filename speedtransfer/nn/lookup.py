@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speedtransfer import buffers
 from speedtransfer.eager import uncompiled
-from speedtransfer.engines.host import gather_rows
+from speedtransfer.engines import gather_rows
 from speedtransfer.nn.active import ActiveRows
 from speedtransfer.tables import UniqueRows
 

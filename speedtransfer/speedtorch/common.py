@@ -14,7 +14,7 @@ from speedtransfer.speedtorch.files import npy_path, read_npy, read_torch, write
 from speedtransfer.speedtorch.place import Place
 from speedtransfer.speedtorch.rows import Rows
 from speedtransfer.speedtorch.values import tensor_from
-from speedtransfer.tables.types import PathLike
+from speedtransfer.tables import PathLike
 
 
 class NoRowsError(InvalidValueError, AttributeError):

@@ -11,15 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
+from speedtransfer.cuda import wait_until_filled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.speedtorch.common import Held
 from speedtransfer.speedtorch.files import read_npy
 from speedtransfer.speedtorch.index import names_rows
 from speedtransfer.speedtorch.rows import Column, Rows
-from speedtransfer.speedtorch.values import dtype_of, filled, stored_as, stored_dtype, tensor_from, to_copy
-from speedtransfer.tables import Table
-from speedtransfer.tables.chunks import copy_plane
-from speedtransfer.tables.types import PathLike
+from speedtransfer.speedtorch.values import dtype_of, stored_as, stored_dtype, tensor_from, to_copy
+from speedtransfer.tables import PathLike, Table, copy_plane
 
 
 class Indexed(Held):
@@ -154,7 +153,7 @@ class Matrices(Indexed):
         source = to_copy(self._column.dtype, tensor, "the array")
         held = self._zeros() if self._held is None else self._rows
         copy_plane(held.table.torch(), source)
-        filled(held.table.torch())
+        wait_until_filled(held.table.torch())
         self._held = held
 
 

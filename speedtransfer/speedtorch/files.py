@@ -14,9 +14,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, StorageError
 from speedtransfer.system import replace_file
-from speedtransfer.tables.chunks import row_chunks
-from speedtransfer.tables.page_advice import read_ahead
-from speedtransfer.tables.types import PathLike
+from speedtransfer.tables import PathLike, plane_chunks
 
 
 def npy_path(path: PathLike) -> Path:
@@ -48,8 +46,7 @@ def write_npy(path: Path, tensors: list[Tensor], stacked: bool) -> None:
     with replace_file(path) as file:
         np.lib.format.write_array_header_1_0(file, {**fields, "shape": (len(tensors), *shape) if stacked else shape})
         for tensor in tensors:
-            for rows in row_chunks(len(tensor), tensor[:1].numel() * tensor.element_size()):
-                read_ahead(tensor[rows])
+            for rows in plane_chunks(tensor):
                 if tensor[rows].numel():
                     file.write(tensor[rows].cpu().contiguous().view(torch.uint8).numpy().data.cast("B"))
 

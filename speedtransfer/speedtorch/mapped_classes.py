@@ -14,7 +14,7 @@ from speedtransfer.speedtorch.data import MappedGadgets, Matrices
 from speedtransfer.speedtorch.memories import InFile
 from speedtransfer.speedtorch.models import Models
 from speedtransfer.speedtorch.optimizers import Optimizers
-from speedtransfer.tables.types import PathLike
+from speedtransfer.tables import PathLike
 
 
 class ModelFactoryMM(Models, InFile):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from speedtransfer.speedtorch.common import Held, view_of
 from speedtransfer.speedtorch.place import Place, cpu_or_cuda, in_file, on_cuda
-from speedtransfer.tables.types import PathLike
+from speedtransfer.tables import PathLike
 
 ARRAY = "All rows over their memory, as `getCupyVar` returns them; assign an array to load it."
 TENSOR = "All rows over their memory, as `getTorchVar` returns them; assign a tensor to load it."

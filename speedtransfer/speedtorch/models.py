@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from speedtransfer.cuda import wait_until_filled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.optim import find_handle
 from speedtransfer.speedtorch.common import Held
 from speedtransfer.speedtorch.rows import Column, Rows
-from speedtransfer.speedtorch.values import dtype_of, filled, stored_dtype, to_copy
-from speedtransfer.tables import Table
-from speedtransfer.tables.chunks import copy_plane
+from speedtransfer.speedtorch.values import dtype_of, stored_dtype, to_copy
+from speedtransfer.tables import Table, copy_plane
 
 # Parameter -> weak reference to its switcher: some optimizers keep a copy of the weights.
 _switchers: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -100,7 +100,7 @@ class Models(Held):
                 result = initFunction(rows, *args)
                 if isinstance(result, Tensor) and result is not rows:
                     rows.copy_(result)
-            filled(rows)
+            wait_until_filled(rows)
 
         self._begin(fill)
 
@@ -116,7 +116,7 @@ class Models(Held):
 
         def copy(table: Table) -> None:
             copy_plane(table.torch(), source)
-            filled(table.torch())
+            wait_until_filled(table.torch())
 
         self._begin(copy)
 

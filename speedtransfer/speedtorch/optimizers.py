@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedtransfer.cuda import wait_until_filled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, check_size
 from speedtransfer.optim import PlaneSpec, probe
 from speedtransfer.optim.leaves import cloned, leaves, put
@@ -23,8 +24,8 @@ from speedtransfer.speedtorch.common import Held
 from speedtransfer.speedtorch.models import all_weights
 from speedtransfer.speedtorch.parameters import find_parameter, place_in
 from speedtransfer.speedtorch.rows import Column, Index, Rows
-from speedtransfer.speedtorch.values import dtype_of, filled, stored_dtype, tensor_from, to_copy
-from speedtransfer.tables.chunks import copy_plane
+from speedtransfer.speedtorch.values import dtype_of, stored_dtype, tensor_from, to_copy
+from speedtransfer.tables import copy_plane
 
 
 class States(list[Any]):
@@ -139,7 +140,7 @@ class Optimizers(Held):
                     f"{tuple(weights.shape)}; make both factories for one shape"
                 )
             copy_plane(plane, weights)
-            filled(plane)
+            wait_until_filled(plane)
         self._copies = []
 
     def _get_array(self) -> Any:
@@ -183,7 +184,7 @@ class Optimizers(Held):
         for name, source in zip(names, sources, strict=True):
             plane = rows.table.plane(_plane(name))
             copy_plane(plane, source.reshape(plane.shape))
-            filled(plane)
+            wait_until_filled(plane)
         self._shown, self._copies = True, [name for name in self._copies if name not in names]
 
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:

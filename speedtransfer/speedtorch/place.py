@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from speedtransfer.cuda.runtime import cuda_status, resolve_device
+from speedtransfer.cuda import cuda_status, resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.tables import Table
-from speedtransfer.tables.types import PathLike
+from speedtransfer.tables import PathLike, Table
 
 _warned = False
 

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda.runtime import mapped_view, to_cupy
+from speedtransfer.cuda import mapped_view, to_cupy, wait_until_filled
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.speedtorch.index import for_numpy, is_basic, row_numbers, unfit, unreadable
-from speedtransfer.speedtorch.values import BITS, filled, host_array, stored_as, tensor_from, wait_for
-from speedtransfer.tables import Table, as_index, unique_rows
-from speedtransfer.tables.row_values import as_rows, overlap
+from speedtransfer.speedtorch.values import BITS, host_array, stored_as, tensor_from, wait_for
+from speedtransfer.tables import Table, as_index, as_rows, overlap, unique_rows
 
 
 class Column(NamedTuple):
@@ -148,7 +147,7 @@ class Rows:
             found = unique_rows(where.reshape(-1))
             values = values.reshape(-1)[last_places(found.inverse, len(found.ids)).to(values.device)]
             plane.index_copy_(0, found.ids.to(plane.device), values.to(plane.device))
-        filled(plane)
+        wait_until_filled(plane)
 
     def broadcast(self, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
         """Return `value` in the shape of the rows of an index of `shape`."""

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.tables.planes import check_dtype
-from speedtransfer.tables.row_values import tensor_of
+from speedtransfer.tables import check_dtype, tensor_of
 
 # What no table has is stored as the bits that it is.
 BITS = {torch.bool: torch.uint8, torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -127,9 +126,3 @@ def host_array(plane: Tensor) -> np.ndarray:
     if plane.dtype == torch.bfloat16:
         raise InvalidTypeError("NumPy has no bfloat16; use getTorchVar(), or another datatype")
     return plane.numpy()
-
-
-def filled(plane: Tensor) -> None:
-    """Wait until `plane` holds what was written by torch: engines on other streams know nothing of who wrote it."""
-    if plane.is_cuda:
-        torch.cuda.current_stream(plane.device).synchronize()

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.tables.files import CHUNK_BYTES
 from speedtransfer.tables.page_advice import read_ahead
 
 # torch draws normal numbers in blocks of 16 and draws the last 16 anew where the count is no multiple of 16. With chunks
 # of a multiple of 16 rows, and no short one at the end, the numbers are those of one call on the whole array.
 _BLOCK_ROWS = 16
+CHUNK_BYTES = 1 << 24
 
 
 def row_chunks(num_rows: int, row_bytes: int) -> Iterator[slice]:
-    """Yield slices over ``range(num_rows)``, about 16 MB of rows each."""
+    """Yield slices over ``range(num_rows)``, CHUNK_BYTES (16 MB) of rows each."""
     step = max(CHUNK_BYTES // max(row_bytes, 1) // _BLOCK_ROWS, 1) * _BLOCK_ROWS
     start = 0
     while start < num_rows:
@@ -29,19 +29,28 @@ def row_chunks(num_rows: int, row_bytes: int) -> Iterator[slice]:
         start = stop
 
 
+def plane_chunks(*planes: Tensor, row_bytes: int = 0) -> Iterator[slice]:
+    """Yield slices over the rows of `planes`, and have the system read these rows ahead in all of them.
+
+    A slice has about 16 MB of rows of `row_bytes`, by default those of the first plane.
+    """
+    for rows in row_chunks(planes[0].shape[0], row_bytes or planes[0][:1].nbytes):
+        for plane in planes:
+            read_ahead(plane[rows])
+        yield rows
+
+
 @torch.no_grad()  # the plane must never get a gradient of its own
 def fill_plane(plane: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
     """Call `function` with each chunk of `plane` as a CPU tensor; it fills the chunk in place or returns a new one."""
-    width = plane.shape[1]
-    for rows in row_chunks(plane.shape[0], width * plane.element_size()):
+    for rows in plane_chunks(plane):
         target = plane[rows]
-        read_ahead(target)
         chunk = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
         result = function(chunk)
-        if not isinstance(result, Tensor):
-            result = (
-                chunk if result is None else torch.as_tensor(result, device="cpu")
-            )  # whatever the default device is
+        if result is None:
+            result = chunk
+        elif not isinstance(result, Tensor):
+            result = torch.as_tensor(result, device="cpu")  # whatever the default device is
         if tuple(result.shape) != tuple(chunk.shape):
             raise InvalidValueError(
                 f"the initialiser returned shape {tuple(result.shape)} for a chunk of {tuple(chunk.shape)}; "
@@ -54,9 +63,7 @@ def fill_plane(plane: Tensor, function: Callable[[Tensor], Tensor | None]) -> No
 @torch.no_grad()
 def copy_plane(target: Tensor, source: Tensor) -> None:
     """Copy a plane in chunks, so that a conversion or a transfer needs no second whole plane."""
-    for rows in row_chunks(target.shape[0], target.shape[1] * target.element_size()):
-        read_ahead(target[rows])
-        read_ahead(source[rows])
+    for rows in plane_chunks(target, source):
         target[rows].copy_(source[rows])
 
 

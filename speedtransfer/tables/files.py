@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, Speedtrans
 from speedtransfer.system import replace_file
 
 _MAX_SIZE = 2**63 - 1
-CHUNK_BYTES = 1 << 24
 
 
 def check_suffix(path: Path, dtype: torch.dtype) -> None:
@@ -133,13 +132,20 @@ def _read_safetensors(file: BinaryIO, path: Path, key: str | None) -> tuple[torc
 def open_mapped(path: Path, writable: bool, key: str | None = None) -> tuple[Tensor, np.memmap | None]:
     """Return the table at `path` as a tensor over the mapped file, and the map; `writable`: changes go to the file."""
     dtype, shape, offset = read_header(path, key)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes == 0:
-        return torch.zeros(shape, dtype=dtype, device="cpu"), None
     try:
         # "c" maps privately: torch wants writable memory, and the file stays as it is.
-        data = np.memmap(path, dtype=np.uint8, mode="r+" if writable else "c", offset=offset, shape=(num_bytes,))
+        return map_tensor(path, offset, shape, dtype, "r+" if writable else "c")
     except OSError as error:
         raise StorageError(f"cannot map {str(path)!r} ({error.strerror}); check that you may write to it") from error
+
+
+def map_tensor(
+    file: Path | BinaryIO, offset: int, shape: tuple[int, ...], dtype: torch.dtype, mode: Literal["r+", "c"]
+) -> tuple[Tensor, np.memmap | None]:
+    """Return a tensor over a part of a file, and the map, which is None where there is nothing to map."""
+    num_bytes = math.prod(shape) * dtype.itemsize
     with torch.inference_mode(False):  # an inference tensor could never be trained
+        if num_bytes == 0:
+            return torch.zeros(shape, dtype=dtype, device="cpu"), None
+        data = np.memmap(file, np.uint8, mode, offset, (num_bytes,))
         return torch.from_numpy(data.view(np.ndarray)).view(dtype).view(shape), data

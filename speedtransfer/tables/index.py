@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda.streams import to_device
-from speedtransfer.engines.bounds import out_of_range
-from speedtransfer.engines.host import sort_keys
+from speedtransfer.cuda import to_device
+from speedtransfer.engines import out_of_range
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
@@ -131,7 +130,7 @@ def check_distinct(flat: Tensor, num_rows: int, given: Any, checked: bool) -> No
             named[array] = True
             if np.count_nonzero(named) == len(array):
                 return
-        in_order = sort_keys(array, 0, num_rows.bit_length())
+        in_order = np.sort(array)
         repeats = in_order[1:][in_order[1:] == in_order[:-1]]
         if not len(repeats):
             return
@@ -212,7 +211,7 @@ def unique_rows(
             check_bounds(flat, num_rows, flat if given is None else given)
         return UniqueRows(ids, inverse, found=-1 if look_for is None else _position(array, look_for))
     # One sort of "value, position" in a single integer: sorting with indices, as torch.unique does, costs twice that and more.
-    key = sort_keys((flat.numpy() << bits) | np.arange(count), bits, bits + largest.bit_length())
+    key = np.sort((flat.numpy() << bits) | np.arange(count))
     order = key & ((1 << bits) - 1)
     key >>= bits
     first = np.empty(count, dtype=bool)

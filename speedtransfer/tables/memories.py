@@ -1,21 +1,69 @@
-"""Memories of the host: ordinary pages, a file mapped into memory, page-locked pages."""
+"""Where planes live: ordinary pages, page-locked pages, the memory of the device. A file is in `mapped_file`."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
+from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from speedtransfer import buffers
-from speedtransfer.cuda.runtime import pinned_empty, require_cuda, resolve_device
-from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError, format_bytes
-from speedtransfer.tables import files, page_advice
-from speedtransfer.tables.memory import Memory, check_fits
+from speedtransfer.cuda import pinned_empty, require_cuda, resolve_device
+from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes
+from speedtransfer.system import physical_bytes
+
+
+class Memory(ABC):
+    """Allocates the planes of a table.
+
+    Parameters
+    ----------
+    device : torch.device
+        The compute device: rows are gathered to it and scattered from it.
+    path : path-like, optional
+        The file of the weight plane, for memories that live in files.
+    """
+
+    name: ClassVar[str]
+    path: Path | None = None
+
+    def __init__(self, device: torch.device, path: str | os.PathLike[str] | None = None) -> None:
+        if path is not None:
+            raise InvalidValueError(
+                f"path is {str(path)!r} but memory={self.name!r} has no file; drop path or pass memory='mmap'"
+            )
+        self.device = device
+
+    def allocate(self, plane: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Return a zeroed contiguous ``(num_rows, width)`` tensor.
+
+        Raises
+        ------
+        HostMemoryError, StorageError
+            There is no room for it.
+        """
+        with torch.inference_mode(False):  # an inference tensor could never be trained
+            return self._allocate(plane, (num_rows, width), dtype)
+
+    @abstractmethod
+    def _allocate(self, plane: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor: ...
+
+    def move_to(self, device: torch.device, planes: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Make `device` the compute device and return the planes, which stay where they are unless they live on it."""
+        self.device = device
+        return planes
+
+    def flush(self) -> None:
+        """Write what is only in memory to the disk, for memories that live in files."""
+        return None
+
+    def anonymous_copy(self) -> Memory:
+        """Return a memory of the same kind for a copy of the table."""
+        return type(self)(self.device)
 
 
 class PageableMemory(Memory):
@@ -23,12 +71,10 @@ class PageableMemory(Memory):
 
     name = "pageable"
 
-    def allocate(self, plane: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:  # noqa: D102
-        num_bytes = num_rows * width * dtype.itemsize
+    def _allocate(self, plane: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        num_bytes, what = _check_fits(plane, shape, dtype)
         if num_bytes == 0:
-            return torch.zeros(num_rows, width, dtype=dtype, device="cpu")
-        what = f"plane {plane!r} of {num_rows} x {width} {dtype}"
-        check_fits(num_bytes, what)
+            return torch.zeros(shape, dtype=dtype, device="cpu")
         try:
             block = buffers.anonymous(num_bytes)
         except OSError as error:
@@ -36,82 +82,7 @@ class PageableMemory(Memory):
                 f"{what} asks for {format_bytes(num_bytes)}, which the system refused ({error.strerror}); "
                 "pass memory='mmap' with a path on a disk with room, or fewer rows"
             ) from error
-        return torch.from_numpy(np.frombuffer(block, dtype=np.uint8)).view(dtype).view(num_rows, width)
-
-
-class MmapMemory(PageableMemory):
-    """A file on disk, which may exceed the memory; only rows that were written take disk.
-
-    The weight plane is the file at `path`, `.npy` or `.safetensors` by its suffix, readable by any program. The planes of
-    optimizer state lie beside it in files without a name, which vanish with the table: a crash leaves nothing behind.
-
-    Planes larger than a sixteenth of the memory are read and written page by page, so that a step costs the same whatever
-    the number of rows. Passes in chunks (`save`, checkpoints) read ahead by themselves; one over a view of the whole plane,
-    such as ``table.torch().norm()``, reads slowly what is not in memory yet.
-    """
-
-    name = "mmap"
-
-    def __init__(self, device: torch.device, path: str | os.PathLike[str] | None = None) -> None:
-        super().__init__(device)
-        if path is None:
-            raise InvalidValueError("memory='mmap' needs a file; pass path='table.safetensors' (or .npy)")
-        self.path = Path(path)
-        self._folder = self.path.parent
-        self._weight_map: np.memmap | None = None
-
-    def allocate(self, plane: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:  # noqa: D102
-        if plane == "weight" and self.path is not None:
-            files.check_suffix(self.path, dtype)
-            if self.path.exists():
-                raise StorageError(
-                    f"path {str(self.path)!r} exists and would be overwritten; open it with "
-                    "Table.load(path, memory='mmap'), delete it, or choose another path"
-                )
-        num_bytes = num_rows * width * dtype.itemsize
-        try:
-            free = shutil.disk_usage(self._folder).free
-            if num_bytes > free:
-                raise StorageError(
-                    f"plane {plane!r} asks for {format_bytes(num_bytes)} but {str(self._folder)!r} has "
-                    f"{format_bytes(free)} free; choose a path on a larger disk, or fewer rows"
-                )
-            if plane == "weight" and self.path is not None:
-                files.create(self.path, (num_rows, width), dtype)
-                try:
-                    return self.open()
-                except BaseException:
-                    self.path.unlink()
-                    raise
-            with tempfile.TemporaryFile(dir=self._folder) as file:
-                file.truncate(max(num_bytes, 1))
-                data = np.memmap(file, dtype=np.uint8, mode="r+")
-            page_advice.expect_random_rows(data)
-            return torch.from_numpy(data[:num_bytes].view(np.ndarray)).view(dtype).view(num_rows, width)
-        except StorageError:
-            raise
-        except OSError as error:
-            raise StorageError(
-                f"cannot create a table file in {str(self._folder)!r} ({error.strerror}); "
-                "choose a folder that exists and that you may write to"
-            ) from error
-
-    def open(self, key: str | None = None) -> Tensor:
-        """Return the weight plane that the file at `path` holds already."""
-        assert self.path is not None
-        weight, self._weight_map = files.open_mapped(self.path, writable=True, key=key)
-        if self._weight_map is not None:
-            page_advice.expect_random_rows(self._weight_map)
-        return weight
-
-    def flush(self) -> None:  # noqa: D102
-        if self._weight_map is not None:
-            self._weight_map.flush()
-
-    def anonymous_copy(self) -> Memory:  # noqa: D102
-        copy = MmapMemory(self.device, self._folder / "copy")
-        copy.path = None  # a file without a name
-        return copy
+        return torch.from_numpy(np.frombuffer(block, dtype=np.uint8)).view(dtype).view(shape)
 
 
 class PinnedMemory(Memory):
@@ -119,12 +90,47 @@ class PinnedMemory(Memory):
 
     name = "pinned"
 
-    def __init__(self, device_: torch.device, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, device: torch.device, path: str | os.PathLike[str] | None = None) -> None:
         require_cuda("memory='pinned'")
-        super().__init__(device_, path)
+        super().__init__(device, path)
 
-    def allocate(self, plane: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:  # noqa: D102
-        num_bytes = num_rows * width * dtype.itemsize
-        check_fits(num_bytes, f"plane {plane!r} of {num_rows} x {width} {dtype}")
+    def _allocate(self, plane: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        num_bytes, _ = _check_fits(plane, shape, dtype)
         target = self.device if self.device.type == "cuda" else resolve_device("cuda")
-        return pinned_empty(num_bytes, target).zero_().view(dtype).view(num_rows, width)
+        return pinned_empty(num_bytes, target).zero_().view(dtype).view(shape)
+
+
+class DeviceMemory(Memory):
+    """Memory of the GPU, from torch's allocator; without CUDA the compute device is the CPU, and so is this."""
+
+    name = "device"
+
+    def _allocate(self, plane: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        if self.device.type == "cpu":
+            return PageableMemory(self.device)._allocate(plane, shape, dtype)
+        try:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise HostMemoryError(
+                f"plane {plane!r} asks for {format_bytes(shape[0] * shape[1] * dtype.itemsize)} of {self.device} "
+                f"({str(error).splitlines()[0]}); pass memory='pinned', 'pageable' or 'mmap'"
+            ) from error
+
+    def move_to(self, device: torch.device, planes: dict[str, Tensor]) -> dict[str, Tensor]:  # noqa: D102
+        self.device = device
+        return {name: plane.to(device) for name, plane in planes.items()}
+
+
+def _check_fits(plane: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, str]:
+    """Return the bytes of a plane and what to call it.
+
+    HostMemoryError where they exceed the machine's memory: overcommit would succeed and the OOM killer strike later.
+    """
+    num_bytes, what = shape[0] * shape[1] * dtype.itemsize, f"plane {plane!r} of {shape[0]} x {shape[1]} {dtype}"
+    have = physical_bytes()
+    if have and num_bytes > have:
+        raise HostMemoryError(
+            f"{what} asks for {format_bytes(num_bytes)} but this machine has {format_bytes(have)} of memory; "
+            "pass memory='mmap' with a path on a disk with room, fewer rows or a smaller dtype"
+        )
+    return num_bytes, what

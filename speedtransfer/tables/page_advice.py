@@ -28,9 +28,9 @@ _CAN_ADVISE = all(hasattr(mmap, name) for name in ("MADV_RANDOM", "MADV_WILLNEED
 _at_random: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # where each begins
 
 
-def expect_random_rows(data: np.memmap) -> None:
+def expect_random_rows(data: np.memmap | None) -> None:
     """Tell the system that the rows of a map are touched at random, where it is large beside the memory."""
-    block = data.base
+    block = None if data is None else data.base
     if _CAN_ADVISE and isinstance(block, mmap.mmap) and 0 < LARGE_PART * physical_bytes() <= len(block):
         block.madvise(mmap.MADV_RANDOM)
         _at_random[block] = np.frombuffer(block, dtype=np.uint8, count=1).ctypes.data

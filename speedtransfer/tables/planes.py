@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from speedtransfer.cuda.runtime import mapped_view, require_cuda, resolve_device, to_cupy
+from speedtransfer.cuda import mapped_view, require_cuda, resolve_device, to_cupy, wait_until_filled
 from speedtransfer.dtypes import TABLE_DTYPES
-from speedtransfer.engines import Engine, engine_names
+from speedtransfer.engines import Engine, engine_names, make_engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.tables.chunks import check_fill, check_floating, copy_plane, fill_plane
-from speedtransfer.tables.memory import Memory
-from speedtransfer.tables.stats import TableStats
-from speedtransfer.tables.types import Device, DType, Generator, TorchDevice
+from speedtransfer.tables.memories import Memory
+
+# The class below has attributes called `torch`, `device` and `dtype`: inside its body these names are not the types.
+DType: TypeAlias = torch.dtype
+TorchDevice: TypeAlias = torch.device
+Device: TypeAlias = torch.device | str | int | None
+Generator: TypeAlias = torch.Generator
+PathLike: TypeAlias = str | os.PathLike[str]
+
+
+@dataclass
+class TableStats:
+    """Rows and bytes moved since the table was made or `Table.reset_stats` was called; every plane's rows count.
+
+    Attributes
+    ----------
+    gathered_rows, scattered_rows : int
+        Rows moved to and from the compute device (a row of three planes moved in one call counts once).
+    gathered_bytes, scattered_bytes : int
+        Their payload in bytes, all planes.
+    cache_hits, cache_misses : int
+        Rows served by a device cache, and not; zero without one.
+    """
+
+    gathered_rows: int = 0
+    gathered_bytes: int = 0
+    scattered_rows: int = 0
+    scattered_bytes: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
 
 
 class Planes:
@@ -33,18 +62,23 @@ class Planes:
     # The compute device: where `gather` puts rows and `scatter` takes them from.
     device: TorchDevice
 
-    _stats: TableStats
-
     def _adopt(self, place: Memory, weight: Tensor) -> Self:
         """Take `weight`, a ``(num_rows, dim)`` tensor allocated by `place`, as the first plane."""
         self._place = place
-        self._engine = place.engine()
-        self._planes = {"weight": _filled(weight)}
+        self._engine = make_engine(place.name, place.device)
+        self._planes = {"weight": wait_until_filled(weight)}
         self.num_rows, self.dim, self.dtype, self.device = weight.shape[0], weight.shape[1], weight.dtype, place.device
         self._writes = 0
         self._settle: Callable[[Tensor | None], None] | None = None
         self._stats = TableStats()
         return self
+
+    @classmethod
+    def _copied(cls, place: Memory, source: Tensor, dtype: DType) -> Self:
+        """Make a table in `place` of the values of `source`, (num_rows, dim)."""
+        weight = place.allocate("weight", source.shape[0], source.shape[1], dtype)
+        copy_plane(weight, source)
+        return cls.__new__(cls)._adopt(place, weight)
 
     @property
     def memory(self) -> str:
@@ -60,15 +94,15 @@ class Planes:
     def engine(self) -> str:
         """Name of the engine that moves rows; "auto" chooses for each call by what was measured on this machine.
 
-        Set it to move them by a certain one ("mapped", "staged", "tiled", "host", "reference", where `memory` and `device`
-        allow it), or by one made by hand, of another launch or buffer size; rows and results do not depend on it.
+        Set it to move them by a certain one ("mapped", "staged", "host", "reference", where `memory` and `device` allow
+        it), or by one made by hand, of another launch or buffer size; rows and results do not depend on it.
         """
         return self._engine.name
 
     @engine.setter
     def engine(self, engine: str | Engine) -> None:
         if isinstance(engine, str):
-            new = self._place.engine(engine)  # which raises where such a one cannot serve
+            new = make_engine(self.memory, self.device, engine)  # which raises where such a one cannot serve
         elif engine.name in engine_names(self.memory, self.device) and engine.device == self.device:
             new = engine
         else:
@@ -132,13 +166,12 @@ class Planes:
         width = self.dim if width is None else check_size(width, "width")
         dtype = check_dtype(self.dtype if dtype is None else dtype)
         check_fill(fill, (self.num_rows, width), dtype)
-        with torch.inference_mode(False):
-            plane = self._place.allocate(name, self.num_rows, width, dtype)
+        plane = self._place.allocate(name, self.num_rows, width, dtype)
         if isinstance(fill, Tensor):
             copy_plane(plane, fill)
         elif fill != 0:
             fill_plane(plane, lambda chunk: chunk.fill_(fill))
-        self._planes[name] = _filled(plane)
+        self._planes[name] = wait_until_filled(plane)
         return plane
 
     def drop_plane(self, name: str) -> None:
@@ -162,9 +195,9 @@ class Planes:
         """Let the memory of `values`, of the plane's shape, dtype and place, be that of the plane from now on."""
         self._engine.wait()
         self._writes += self.version + 1  # another tensor counts its changes from zero
-        self._planes[self._check_plane(name)] = _filled(values)
+        self._planes[self._check_plane(name)] = wait_until_filled(values)
 
-    def settle_with(self, settle: Callable[[Tensor | None], None] | None) -> None:
+    def _settle_with(self, settle: Callable[[Tensor | None], None] | None) -> None:
         """Have `settle` called with row numbers, or None for all rows, before these are read or written from outside.
 
         For whoever trains the rows and lets some lag behind. What is moved with ``check=False`` is moved as it is stored.
@@ -225,8 +258,9 @@ class Planes:
         It fills the ``(rows, dim)`` chunk in place or returns the values. It must treat rows alike: `xavier_uniform_` and
         others that look at the number of rows would see that of the chunk.
         """
-        fill_plane(self.plane("weight"), function)
-        _filled(self.plane("weight"))
+        weight = self.plane("weight")
+        fill_plane(weight, function)
+        wait_until_filled(weight)
         self._writes += 1
         return self
 
@@ -264,7 +298,7 @@ class Planes:
             self._planes = self._place.move_to(target, self._planes)
             self.device = target
             name = self._engine.name
-            self._engine = self._place.engine(name if name in engine_names(self.memory, target) else None)
+            self._engine = make_engine(self.memory, target, name if name in engine_names(self.memory, target) else None)
         return self
 
     def astype(self, dtype: DType) -> Self:
@@ -272,11 +306,7 @@ class Planes:
         return self._copy_as(check_dtype(dtype))
 
     def _copy_as(self, dtype: DType) -> Self:
-        place = self._place.anonymous_copy()
-        with torch.inference_mode(False):
-            weight = place.allocate("weight", self.num_rows, self.dim, dtype)
-        copy_plane(weight, self.plane("weight"))
-        return type(self).__new__(type(self))._adopt(place, weight)
+        return self._copied(self._place.anonymous_copy(), self.plane("weight"), dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         duplicate = self._copy_as(self.dtype)
@@ -293,10 +323,3 @@ def check_dtype(dtype: Any) -> DType:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in TABLE_DTYPES))
         raise InvalidTypeError(f"dtype is {dtype!r} but a table holds one of torch's {names}; pass one of them")
     return dtype
-
-
-def _filled(plane: Tensor) -> Tensor:
-    """Return `plane` once its values are there: engines on other streams know nothing of who filled it."""
-    if plane.is_cuda:
-        torch.cuda.current_stream(plane.device).synchronize()
-    return plane

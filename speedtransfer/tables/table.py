@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -13,20 +13,17 @@ from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer import buffers
-from speedtransfer.cuda.runtime import cuda_status, resolve_device
+from speedtransfer.cuda import cuda_status, resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size, suggest
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import files
-from speedtransfer.tables.chunks import copy_plane, row_chunks
-from speedtransfer.tables.device import DeviceMemory
+from speedtransfer.tables.chunks import plane_chunks
 from speedtransfer.tables.index import as_index, check_distinct, unique_rows
-from speedtransfer.tables.memories import MmapMemory, PageableMemory, PinnedMemory
-from speedtransfer.tables.memory import Memory
-from speedtransfer.tables.page_advice import RUN_ROWS, read_ahead, read_ahead_of_run
-from speedtransfer.tables.planes import Planes, check_dtype
+from speedtransfer.tables.mapped_file import MmapMemory
+from speedtransfer.tables.memories import DeviceMemory, Memory, PageableMemory, PinnedMemory
+from speedtransfer.tables.page_advice import RUN_ROWS, read_ahead_of_run
+from speedtransfer.tables.planes import Device, DType, PathLike, Planes, TableStats, check_dtype
 from speedtransfer.tables.row_values import as_rows, check_conversion, check_rows, overlap, tensor_of
-from speedtransfer.tables.stats import TableStats
-from speedtransfer.tables.types import Device, DType, PathLike
 
 MEMORIES: dict[str, type[Memory]] = {m.name: m for m in (PinnedMemory, PageableMemory, MmapMemory, DeviceMemory)}
 
@@ -69,9 +66,7 @@ class Table(Planes):
         num_rows, dim = check_size(num_rows, "num_rows"), check_size(dim, "dim")
         check_dtype(dtype)
         place = _open_memory(memory, path, device, num_rows * dim * dtype.itemsize)
-        with torch.inference_mode(False):  # an inference tensor could never be trained
-            weight = place.allocate("weight", num_rows, dim, dtype)
-        self._adopt(place, weight)
+        self._adopt(place, place.allocate("weight", num_rows, dim, dtype))
 
     # --- rows in and out ----------------------------------------------------------------------------------------------
 
@@ -262,10 +257,7 @@ class Table(Planes):
         ordinary = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_inference()
         if not copy and place.name == "pageable" and ordinary:
             return cls.__new__(cls)._adopt(place, tensor)
-        with torch.inference_mode(False):
-            weight = place.allocate("weight", tensor.shape[0], tensor.shape[1], tensor.dtype)
-        copy_plane(weight, tensor)
-        return cls.__new__(cls)._adopt(place, weight)
+        return cls._copied(place, tensor, tensor.dtype)
 
     @classmethod
     def load(
@@ -297,14 +289,8 @@ class Table(Planes):
         if self.path is not None and path.exists() and path.samefile(self.path):
             raise StorageError(f"{str(path)!r} is the table's own file, which has every change; use flush()")
         weight = self.plane("weight")
-        row_bytes = self.dim * weight.element_size()
-
-        def chunks() -> Iterator[Tensor]:
-            for rows in row_chunks(self.num_rows, row_bytes):
-                read_ahead(weight[rows])
-                yield weight[rows].cpu()
-
-        files.write(path, chunks(), (self.num_rows, self.dim), self.dtype)
+        chunks = (weight[rows].cpu() for rows in plane_chunks(weight))
+        files.write(path, chunks, (self.num_rows, self.dim), self.dtype)
 
     def stats(self) -> TableStats:
         """Return what has been moved so far (a copy)."""

@@ -17,7 +17,7 @@ from speedtransfer.checkpoint import load_checkpoint, manifest, save_checkpoint
 from speedtransfer.checkpoint.folder import check_target
 from speedtransfer.checkpoint.load import open_checkpoint
 from speedtransfer.checkpoint.plain_data import decode
-from speedtransfer.cuda.runtime import resolve_device
+from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, StorageError, check_size
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.output import check_writable

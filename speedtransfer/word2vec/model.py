@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from speedtransfer.cuda.runtime import resolve_device
+from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn import ActiveRows, Embedding
 from speedtransfer.tables import row_chunks

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from typing_extensions import Unpack
 
-from speedtransfer.cuda.runtime import resolve_device
+from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.tables.types import PathLike
+from speedtransfer.tables import PathLike
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.output import check_apart

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from speedtransfer.cuda.runtime import resolve_device
+from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.gradients import leave_a_core

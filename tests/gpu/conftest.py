@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gpu.processes import ENVIRONMENT, Processes, Reporter, run_here
-from speedtransfer.cuda.runtime import cuda_status
+from speedtransfer.cuda import cuda_status
 from speedtransfer.engines import calibration
 
 pytest.register_assert_rewrite("gpu.on_device", "gpu.tools")

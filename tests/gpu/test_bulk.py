@@ -7,7 +7,7 @@ from engine_cases import any_bits, bits
 
 from gpu.on_device import OnDevice
 from gpu.tools import SWEEPS, check_same, pinned, wrong_dims
-from speedtransfer.cuda.runtime import pinned_empty
+from speedtransfer.cuda import pinned_empty
 from speedtransfer.engines import MappedEngine
 from speedtransfer.engines.mapped import bulk_shared_bytes
 from speedtransfer.errors import DeviceError, RowIndexError

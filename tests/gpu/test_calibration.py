@@ -22,7 +22,7 @@ from speedtransfer.engines.calibration import (
 )
 from speedtransfer.errors import HostMemoryError
 
-NAMES = ("mapped", "staged", "tiled")
+NAMES = ("mapped", "staged")
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +43,8 @@ def choose(device, gather, scatter):
     """Let these engines be the fastest for every call."""
     points = []
     for direction, fastest in (("gather", gather), ("scatter", scatter)):
-        other = {"mapped": "staged", "staged": "mapped", "tiled": "mapped"}[fastest]
-        # A table is tiled where one copy of all of it takes less than the best of the others.
-        seconds = {"mapped": 1e3, "staged": 1e3} if fastest == "tiled" else {fastest: 1e-6, other: 1.0}
-        points.append(Point(direction, 256, 1000, seconds))
-    remember(device, Calibration(machine_of(device), points, 1e12 if gather == "tiled" else 0.0))
+        points.append(Point(direction, 256, 1000, {name: 1e-6 if name == fastest else 1.0 for name in NAMES}))
+    remember(device, Calibration(machine_of(device), points))
 
 
 class TestMeasured:
@@ -72,7 +69,7 @@ class TestMeasured:
         assert known(device) == measured
         engine = st.Table(1 << 20, 128, memory="pinned", device=device)._engine
         for point in measured.points:
-            assert engine.choose(point.direction, point.row_bytes, point.num_rows, 1 << 40) == point.fastest
+            assert engine.choose(point.direction, point.row_bytes, point.num_rows) == point.fastest
 
     def test_the_first_call_worth_it_measures(self, measured, device, monkeypatch, caplog):
         monkeypatch.setenv("SPEEDTRANSFER_CALIBRATE", "1")
@@ -113,12 +110,12 @@ def train(device, memory="pinned", steps=12):
 
 
 class TestChosen:
-    @pytest.mark.parametrize(("gather", "scatter"), [*itertools.product(NAMES, ("mapped", "staged"))], ids="-".join)
+    @pytest.mark.parametrize(("gather", "scatter"), [*itertools.product(NAMES, NAMES)], ids="-".join)
     def test_training_is_the_same_bits(self, device, gather, scatter):
         expected = train(device, "device")
         choose(device, gather, scatter)
         engine = st.Table(3000, 64, memory="pinned", device=device)._engine
-        assert (engine.choose("gather", 256, 500, 3000), engine.choose("scatter", 256, 500, 3000)) == (gather, scatter)
+        assert (engine.choose("gather", 256, 500), engine.choose("scatter", 256, 500)) == (gather, scatter)
         check_same(train(device), expected)
 
     def test_another_choice_at_every_step(self, device):
@@ -128,7 +125,7 @@ class TestChosen:
         opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
         generator = torch.Generator().manual_seed(1)
         for step in range(18):
-            choose(device, NAMES[step % 3], NAMES[step % 2])
+            choose(device, NAMES[step // 2 % 2], NAMES[step % 2])
             ids = torch.randint(3000, (500,), generator=generator)
             opt.zero_grad()
             emb(ids.to(device) if step % 2 else ids).square().sum().backward()
@@ -142,7 +139,7 @@ class TestChosen:
         opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
         generator = torch.Generator().manual_seed(1)
         for step in range(18):
-            emb.table.engine = ("staged", "mapped", "tiled", "auto")[step % 4]
+            emb.table.engine = ("staged", "mapped", "auto")[step % 3]
             ids = torch.randint(3000, (500,), generator=generator)
             opt.zero_grad()
             emb(ids.to(device) if step % 2 else ids).square().sum().backward()
@@ -157,8 +154,6 @@ class TestInFlight:
 
     @pytest.mark.parametrize(("first", "then"), [*itertools.permutations(NAMES, 2)], ids="-".join)
     def test_a_scatter_then_a_gather(self, device, first, then):
-        if first == "tiled":
-            pytest.skip("tiled is chosen for gathers only")
         table, side = st.Table(1000, 64, memory="pinned", device=device), torch.cuda.Stream()
         index, rows = torch.arange(1000, device=device), torch.zeros(1000, 64, device=device)
         torch.cuda.synchronize()
@@ -172,8 +167,6 @@ class TestInFlight:
 
     @pytest.mark.parametrize(("first", "then"), [*itertools.permutations(NAMES, 2)], ids="-".join)
     def test_a_gather_then_a_scatter(self, device, first, then):
-        if then == "tiled":
-            pytest.skip("tiled is chosen for gathers only")
         table, side = st.Table(1000, 64, memory="pinned", device=device).fill_(1), torch.cuda.Stream()
         index, rows = torch.arange(1000, device=device), torch.full((1000, 64), 5.0, device=device)
         torch.cuda.synchronize()
@@ -186,7 +179,7 @@ class TestInFlight:
         assert out.eq(1).all()
         assert table.torch().eq(5).all()
 
-    @pytest.mark.parametrize("then", ["staged", "tiled", "auto"])
+    @pytest.mark.parametrize("then", ["staged", "auto"])
     def test_by_hand(self, device, then):
         table, side = st.Table(1000, 64, memory="pinned", device=device), torch.cuda.Stream()
         index, rows = torch.arange(1000, device=device), torch.zeros(1000, 64, device=device)

@@ -8,7 +8,8 @@ from cases import one_line
 
 import speedtransfer as st
 from gpu.tools import DEVICE_ENGINES, PINNED_ENGINES, check_same, hold, pinned, table_in
-from speedtransfer.cuda import runtime as cuda
+from speedtransfer.cuda import launch, mapped_view
+from speedtransfer.cuda.status import load_cupy
 from speedtransfer.engines import MappedEngine
 from speedtransfer.errors import DeviceError, InvalidTypeError, InvalidValueError
 
@@ -57,9 +58,9 @@ class TestOneDevice:
     def test_launches_among_several(self, device, monkeypatch):
         """With more than one device a launch makes its own current, for torch and for CuPy."""
         status = types.SimpleNamespace(available=True, reason="", devices=(torch.cuda.get_device_name(device),) * 2)
-        entered, enter = [], cuda._on_device
-        monkeypatch.setattr(cuda, "cuda_status", lambda: status)
-        monkeypatch.setattr(cuda, "_on_device", lambda index: [entered.append(index), enter(index)][1])
+        entered, enter = [], launch.on_device
+        monkeypatch.setattr(launch, "cuda_status", lambda: status)
+        monkeypatch.setattr(launch, "on_device", lambda index: [entered.append(index), enter(index)][1])
         engine, plane = MappedEngine(device), pinned(torch.arange(20.0).view(10, 2))
         rows = torch.zeros(2, 2, device=device)
         entered.clear()
@@ -68,12 +69,12 @@ class TestOneDevice:
         assert rows.tolist() == [[18, 19], [0, 1]]
 
     def test_cupys_device_and_stream_are_left_as_they_were(self, device):
-        cupy = cuda._cupy()
+        cupy = load_cupy()
         before = cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr
         table = st.Table(100, 8, memory="pinned", device=device)
         with torch.cuda.stream(torch.cuda.Stream()):
             table.scatter([1], table.gather([1]))
-            cuda.mapped_view(table.torch(), device)
+            mapped_view(table.torch(), device)
         assert (cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr) == before
 
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from gpu.on_device import OnDevice
-from gpu.tools import FEW_SWEEPS, PINNED_ENGINES, SWEEPS, file_tensor, pinned, wrong_dims
-from speedtransfer.cuda.runtime import pinned_empty
-from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine, TiledEngine, make_engine
+from gpu.tools import FEW_SWEEPS, SWEEPS, file_tensor, pinned, wrong_dims
+from speedtransfer.cuda import pinned_empty
+from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine, make_engine
 from speedtransfer.errors import DeviceError, InvalidValueError
 
 
@@ -38,16 +38,6 @@ class TestMapped(OnDevice):
         return pinned
 
 
-class TestTiled(OnDevice):
-    @pytest.fixture(params=[64 << 20, 1024], ids=["one tile", "many tiles"])
-    def engine(self, request, device):
-        return TiledEngine(device, tile_bytes=request.param)
-
-    @pytest.fixture
-    def store(self):
-        return pinned
-
-
 class TestAuto(OnDevice):
     @pytest.fixture
     def engine(self, device):
@@ -59,8 +49,8 @@ class TestAuto(OnDevice):
 
     def test_it_is_the_default(self, engine):
         assert engine.name == "auto"
-        assert list(engine.engines) == ["mapped", "staged", "tiled"]
-        assert engine.choose("gather", 512, 100, 1000) == "mapped"
+        assert list(engine.engines) == ["mapped", "staged"]
+        assert engine.choose("gather", 512, 100) == "mapped"
 
 
 class TestStaged(OnDevice):
@@ -125,9 +115,8 @@ class TestEveryDim:
         assert wrong_dims(MappedEngine(device), device, memory, dtype, shift, gap) == []
 
     @pytest.mark.parametrize(("dtype", "shift", "gap"), FEW_SWEEPS)
-    @pytest.mark.parametrize("name", ["staged", "tiled"])
-    def test_pinned(self, device, name, dtype, shift, gap):
-        assert wrong_dims(PINNED_ENGINES[name](device), device, pinned_empty(1 << 16), dtype, shift, gap) == []
+    def test_staged(self, device, dtype, shift, gap):
+        assert wrong_dims(StagedEngine(device), device, pinned_empty(1 << 16), dtype, shift, gap) == []
 
     @pytest.mark.parametrize(("dtype", "shift", "gap"), FEW_SWEEPS)
     def test_pageable(self, device, dtype, shift, gap):
@@ -142,12 +131,17 @@ class TestEveryDim:
 
 class TestMadeByHand:
     def test_an_engine_that_cannot_serve(self, device):
-        for memory, name in [("device", "staged"), ("pageable", "mapped"), ("mmap", "tiled"), ("pinned", "reference")]:
+        for memory, name in [
+            ("device", "staged"),
+            ("pageable", "mapped"),
+            ("pinned", "tiled"),
+            ("pinned", "reference"),
+        ]:
             message = rf"engine is '{name}', which does not move rows of memory='{memory}' on {device}; choose from "
             with pytest.raises(InvalidValueError, match=message):
                 make_engine(memory, device, name)
 
     def test_on_the_cpu(self):
-        for kind in (MappedEngine, StagedEngine, TiledEngine):
+        for kind in (MappedEngine, StagedEngine):
             with pytest.raises(DeviceError, match="needs CUDA, but the compute device is 'cpu'; pass device='cuda'"):
                 kind("cpu")

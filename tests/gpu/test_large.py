@@ -6,7 +6,7 @@ from cases import assert_same_bits, numbers
 from engine_cases import any_bits
 
 from gpu.tools import DEVICE_ENGINES, PINNED_ENGINES, check_same, table_in
-from speedtransfer.cuda.runtime import pinned_empty
+from speedtransfer.cuda import pinned_empty
 
 WIDTH = 64
 NUM_ROWS = 2**32 // WIDTH + 1000
@@ -73,7 +73,7 @@ class Large:
 
 
 class TestPinned(Large):
-    @pytest.fixture(params=["mapped", "staged", "tiled"])
+    @pytest.fixture(params=["mapped", "staged"])
     def engine(self, request, device):
         return PINNED_ENGINES[request.param](device)
 

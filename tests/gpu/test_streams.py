@@ -12,7 +12,7 @@ from engine_cases import any_bits
 
 import speedtransfer as st
 from gpu.tools import DEVICE_ENGINES, PINNED_ENGINES, check_same, hold, pinned, synchronizing, table_in
-from speedtransfer.cuda.runtime import _cupy
+from speedtransfer.cuda.status import load_cupy
 from speedtransfer.engines import MappedEngine, StagedEngine
 
 MEMORIES = ["pinned", "pageable", "mmap", "device"]
@@ -301,7 +301,7 @@ class TestTorchsOwnWaits:
         def waits(*args):
             pytest.fail("CuPy was asked to wait, or to allocate")
 
-        runtime = _cupy().cuda.runtime
+        runtime = load_cupy().cuda.runtime
         for name in ("deviceSynchronize", "hostAlloc", "freeHost"):
             monkeypatch.setattr(runtime, name, waits)
         table.scatter(index, table.gather(index), check=False)
@@ -361,7 +361,7 @@ def test_the_default_stream_and_others_in_order(device):
 
 def test_a_stream_of_another_library(device):
     """CuPy's streams come and go, and their addresses with them."""
-    cupy, plane = _cupy(), pinned(torch.zeros(100, 4))
+    cupy, plane = load_cupy(), pinned(torch.zeros(100, 4))
     engine, ours = MappedEngine(device), torch.arange(100, device=device)
     out = torch.zeros(100, 4, device=device)
     for step in range(20):

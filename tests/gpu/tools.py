@@ -18,8 +18,8 @@ from engine_cases import bits
 from torch import Tensor
 
 import speedtransfer as st
-from speedtransfer.cuda.runtime import pinned_empty
-from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine, TiledEngine, make_engine
+from speedtransfer.cuda import pinned_empty
+from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine, make_engine
 
 HOLD_MS = 200  # far longer than any call here takes
 
@@ -27,7 +27,6 @@ HOLD_MS = 200  # far longer than any call here takes
 PINNED_ENGINES: dict[str, Callable[[torch.device], Any]] = {
     "mapped": MappedEngine,
     "staged": StagedEngine,
-    "tiled": TiledEngine,
     "auto": lambda device: make_engine("pinned", device, "auto"),
 }
 DEVICE_ENGINES: dict[str, Callable[[torch.device], Any]] = {"mapped": MappedEngine, "reference": ReferenceEngine}
@@ -112,9 +111,9 @@ def allocated_bytes() -> int:
 
 def is_page_locked(pointer: int) -> bool:
     """Ask CUDA itself whether there is page-locked memory at a host address."""
-    from speedtransfer.cuda.runtime import _cupy
+    from speedtransfer.cuda.status import load_cupy
 
-    return int(_cupy().cuda.runtime.pointerGetAttributes(pointer).type) == 1  # cudaMemoryTypeHost
+    return int(load_cupy().cuda.runtime.pointerGetAttributes(pointer).type) == 1  # cudaMemoryTypeHost
 
 
 # --- every dim ----------------------------------------------------------------------------------------------------------

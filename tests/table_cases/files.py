@@ -93,15 +93,15 @@ class FileCases(TableCases):
         monkeypatch.setattr(fill, "CHUNK_BYTES", 1)
         calls = []
 
-        def interrupted(num_rows, row_bytes):
-            for rows in fill.row_chunks(num_rows, row_bytes):
+        def interrupted(plane):
+            for rows in fill.plane_chunks(plane):
                 calls.append(rows)
                 if len(calls) == 3:
                     raise KeyboardInterrupt
                 yield rows
 
         with monkeypatch.context() as patch:
-            patch.setattr("speedtransfer.tables.table.row_chunks", interrupted)
+            patch.setattr("speedtransfer.tables.table.plane_chunks", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 table.save(path)
         assert path.read_bytes() == b"old"

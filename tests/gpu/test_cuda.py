@@ -1,4 +1,4 @@
-"""device.py where there is a device: page-locked memory, views of it, streams, kernels."""
+"""speedtransfer.cuda where there is a device: page-locked memory, views of it, streams, kernels."""
 
 import gc
 import subprocess
@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from gpu.tools import is_page_locked
-from speedtransfer.cuda import runtime as cuda
+from speedtransfer import cuda
+from speedtransfer.cuda import memory as cuda_memory
+from speedtransfer.cuda.status import load_cupy
 from speedtransfer.errors import DeviceError, HostMemoryError, InvalidTypeError
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex128]
@@ -51,8 +53,8 @@ class TestPinnedEmpty:
 
     def test_no_leak(self, device, monkeypatch):
         freed = []
-        free = cuda._free_host
-        monkeypatch.setattr(cuda, "_free_host", lambda *args: [free(*args), freed.append(args[0])])
+        free = cuda_memory._free_host
+        monkeypatch.setattr(cuda_memory, "_free_host", lambda *args: [free(*args), freed.append(args[0])])
         for _ in range(40):
             cuda.pinned_empty(64 << 20, device)[::4096] = 1
         gc.collect()
@@ -78,7 +80,7 @@ class TestPinnedEmpty:
 
     def test_leaving_python_is_silent(self):
         code = (
-            "import torch; from speedtransfer.cuda import runtime as d;"
+            "import torch; from speedtransfer import cuda as d;"
             "memory = d.pinned_empty(1 << 20); view = d.mapped_view(memory); view.fill_(3);"
             "import builtins; builtins.kept = [memory, view]"
         )
@@ -151,7 +153,7 @@ class TestToCupy:
 
 class TestTorchStream:
     def test_cupy_follows_torch(self, device):
-        cupy = cuda._cupy()
+        cupy = load_cupy()
         before = cupy.cuda.get_current_stream().ptr
         for stream in (torch.cuda.Stream(), torch.cuda.default_stream()):
             with torch.cuda.stream(stream), cuda.torch_stream(device):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
-import sys
+import threading
 
 import numpy as np
 import pytest
@@ -17,10 +16,9 @@ from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from optimizer_cases import OptimizerCase
 
 from speedtransfer import jit
-from speedtransfer.idle import History, IdleStep, Rule, catch_up, rule_for
+from speedtransfer.idle import History, IdleStep, Rule, rule_for
+from speedtransfer.idle import sums as sums_module
 from speedtransfer.idle.rule import StepCount
-
-catch_up_module = sys.modules["speedtransfer.idle.catch_up"]  # the function hides it
 
 
 class Sums(Rule):
@@ -90,7 +88,7 @@ def check(rule: Rule, steps: list[IdleStep], dtype: torch.dtype, tolerance: floa
     }
     expected = one_by_one(rule, steps, {name: values.numpy() for name, values in rows.items()}, last)
     before = {name: values.double().abs() for name, values in rows.items()}
-    catch_up(history, rows, torch.tensor(last, dtype=torch.int32)[:, None])
+    history.catch_up(rows, torch.tensor(last, dtype=torch.int32)[:, None])
     for name, values in expected.items():
         ours, want = rows[name].double(), torch.tensor(values.astype(np.float64))
         # Of what was there and of what was added: either is rounded to the dtype.
@@ -129,13 +127,13 @@ def test_sums_of_terms(betas: tuple[float, float], eps: float, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.8, 0.7)], ids=str)
 def test_floors(betas: tuple[float, float], dtype: torch.dtype) -> None:
-    steps = [dataclasses.replace(step, root=1.0) for step in adam_steps(300, *betas)]
+    steps = [step._replace(root=1.0) for step in adam_steps(300, *betas)]
     check(Floors(dtype), steps, dtype, TOLERANCE[dtype])
 
 
 def test_terms_without_a_denominator() -> None:
     steps = adam_steps(200, 0.9, 0.999)
-    steps[:6] = [dataclasses.replace(step, root=0.0, eps=1.0) for step in steps[:6]]
+    steps[:6] = [step._replace(root=0.0, eps=1.0) for step in steps[:6]]
     check(Sums(torch.float64), steps, torch.float64, 2e-12)
 
 
@@ -187,7 +185,7 @@ def test_after_a_sweep_counting_goes_on() -> None:
     for step in steps:
         history.record(step)
         if history.now % 100 == 0:
-            catch_up(history, rows, torch.tensor([[last]], dtype=torch.int32))
+            history.catch_up(rows, torch.tensor([[last]], dtype=torch.int32))
             last = history.now
             history.sweep()
             assert history.length == 0
@@ -202,7 +200,7 @@ def test_long_absence() -> None:
     assert history.horizon < 300
     rows = {"weight": torch.ones(2, 3), "m": torch.full((2, 3), 0.1), "v": torch.full((2, 3), 0.01)}
     right = one_by_one(Sums(torch.float32), steps, {n: v[:1].numpy() for n, v in rows.items()}, np.array([100]))
-    catch_up(history, rows, torch.tensor([[100], [20_000]], dtype=torch.int32))
+    history.catch_up(rows, torch.tensor([[100], [20_000]], dtype=torch.int32))
     torch.testing.assert_close(
         rows["weight"][0], torch.tensor(right["weight"][0].astype(np.float32)), rtol=2e-6, atol=0
     )
@@ -213,7 +211,7 @@ def test_long_absence() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_decay_of_more_than_all(dtype: torch.dtype) -> None:
     """The signs of what was taken alternate: no measure, so rows go step by step."""
-    steps = [dataclasses.replace(step, decay=-0.95) for step in adam_steps(60, 0.9, 0.999)]
+    steps = [step._replace(decay=-0.95) for step in adam_steps(60, 0.9, 0.999)]
     check(Sums(dtype), steps, dtype, TOLERANCE[dtype])
 
 
@@ -225,9 +223,11 @@ def test_rows_that_nothing_ever_touched(betas: tuple[float, float]) -> None:
         rows = {"weight": torch.ones(3, 8), "m": torch.zeros(3, 8), "v": torch.zeros(3, 8)}
         if not compiled:
             rows = {name: values.t().contiguous().t() for name, values in rows.items()}  # for which there is only torch
-        catch_up(history, rows, torch.tensor([[0], [200], [450]], dtype=torch.int32))
+        history.catch_up(rows, torch.tensor([[0], [200], [450]], dtype=torch.int32))
         assert rows["weight"].isfinite().all()
-        assert float(rows["weight"][0, 0]) == pytest.approx(float(history.lines(torch.tensor([0]))[0, 0]), rel=1e-6)
+        assert float(rows["weight"][0, 0]) == pytest.approx(
+            float(history.sums.lines(torch.tensor([0]))[0, 0]), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("kind", [Sums, Floors])
@@ -244,15 +244,13 @@ def test_compiled_and_torch_agree_bit_for_bit(kind: type[Rule], dim: int, monkey
     for compiled in (jit.available(), False):
         monkeypatch.setattr("speedtransfer.jit.available", lambda answer=compiled: answer)
         rows = {name: torch.tensor(values, dtype=torch.float32) for name, values in given.items()}
-        catch_up(history, rows, last)
+        history.catch_up(rows, last)
         results.append(rows)
     for name, values in results[0].items():
         assert torch.equal(values, results[1][name]), name
 
 
 # --- compiled against NumPy ---------------------------------------------------------------------------------------------
-
-history_module = sys.modules["speedtransfer.idle.history"]
 
 
 def steps_of(case: OptimizerCase, count: int, dtype: torch.dtype) -> tuple[Rule, list[IdleStep]]:
@@ -281,8 +279,8 @@ def test_compiled_steps_equal_those_of_numpy(
     rule, steps = steps_of(case, 620, dtype)
     index = torch.arange(621)
     lines = []
-    for compiled in (history_module.compiled_module(), None):
-        monkeypatch.setattr(history_module, "compiled_module", lambda compiled=compiled: compiled)
+    for compiled in (sums_module.compiled_module(), None):
+        monkeypatch.setattr(sums_module, "compiled_module", lambda compiled=compiled: compiled)
         history = History(rule, dtype)
         for step in steps[:300]:
             history.record(step)
@@ -290,16 +288,16 @@ def test_compiled_steps_equal_those_of_numpy(
         for step in steps:
             history.record(step)
         assert (history.base, history.length, history.now) == (300, 620, 920)
-        lines.append(history.lines(index))
+        lines.append(history.sums.lines(index))
     torch.testing.assert_close(*lines, rtol=1e-13, atol=0, equal_nan=False)
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["numba", "numpy"])
 def test_products_that_vanish_become_zero(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr(history_module, "compiled_module", lambda: None)
+        monkeypatch.setattr(sums_module, "compiled_module", lambda: None)
     history = record(Sums(torch.float32), adam_steps(5_000, 0.3, 0.9, decay=1e-3), torch.float32)
-    lines = history.lines(torch.arange(5_001)).numpy()
+    lines = history.sums.lines(torch.arange(5_001)).numpy()
     assert not ((lines != 0) & (np.abs(lines) < np.finfo(np.float64).tiny)).any()  # subnormal numbers are slow
     gap = np.arange(5_000, -1, -1)
     np.testing.assert_allclose(lines[:, 5], np.where(0.3**gap < 1e-149, lines[:, 5], 0.3**gap), rtol=1e-12)
@@ -308,10 +306,10 @@ def test_products_that_vanish_become_zero(compiled: bool, monkeypatch: pytest.Mo
 
 
 def test_sums_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "compiled_module", lambda: None)
+    monkeypatch.setattr(sums_module, "compiled_module", lambda: None)
     for betas in BETAS:
         check(Sums(torch.float64), adam_steps(300, *betas, decay=0.5), torch.float64, 2e-12)
-    steps = [dataclasses.replace(step, root=1.0) for step in adam_steps(300, 0.9, 0.999)]
+    steps = [step._replace(root=1.0) for step in adam_steps(300, 0.9, 0.999)]
     check(Floors(torch.float64), steps, torch.float64, 2e-12)
 
 
@@ -326,10 +324,10 @@ def test_lines_of_many_blocks() -> None:
 
 def test_memory_of_a_long_history() -> None:
     """Of 65,536 steps, after which rows are brought up to date and counting begins anew, however long training goes on."""
-    history = History(Sums(torch.float32), torch.float32)
-    while len(history._lines) <= 1 << 16:
-        history._grow()
-    assert history.memory_bytes < 2e7
+    sums = History(Sums(torch.float32), torch.float32).sums
+    while len(sums._lines) <= 1 << 16:
+        sums._grow()
+    assert sums.memory_bytes < 2e7
 
 
 def test_counts_of_steps_are_read_when_they_must_be() -> None:
@@ -373,9 +371,9 @@ def test_what_a_device_gets_is_what_the_host_has(kind: type[Rule], monkeypatch: 
         sent.append(values.nbytes)
         return torch.from_numpy(values.copy())
 
-    monkeypatch.setattr("speedtransfer.idle.mirror._pinned", copied)
-    mirrored = lambda self, device: self._mirror.tensors(  # noqa: E731
-        device, self._lines, self._blocks, self.length, self._final
+    monkeypatch.setattr("speedtransfer.idle.device_copy._pinned", copied)
+    mirrored = lambda self, device: self._device_copy.tensors(  # noqa: E731
+        device, self._lines, self._blocks, self.count, self._final
     )
     history, rng, capacity = History(kind(torch.float32), torch.float32), np.random.default_rng(0), 0
     if kind is Sums:
@@ -388,15 +386,113 @@ def test_what_a_device_gets_is_what_the_host_has(kind: type[Rule], monkeypatch: 
             history.sweep()
         if rng.random() < 0.1:
             index = torch.arange(history.length + 1)
-            expected = history.lines(index)
+            expected = history.sums.lines(index)
             with monkeypatch.context() as patch:
-                patch.setattr(History, "_tensors", mirrored)
+                patch.setattr(sums_module.Sums, "_tensors", mirrored)
                 del sent[:]
-                assert torch.equal(history.lines(index), expected)
-                steps_now = history.steps_after(index, 0) if kind is Sums else ()
+                assert torch.equal(history.sums.lines(index), expected)
+                steps_now = history.sums.steps_after(index, 0) if kind is Sums else ()
                 size = sum(sent)
-            for ours, host in zip(steps_now, history.steps_after(index, 0) if kind is Sums else (), strict=True):
+            for ours, host in zip(steps_now, history.sums.steps_after(index, 0) if kind is Sums else (), strict=True):
                 assert torch.equal(ours, host)
-            if len(history._lines) == capacity:  # else all of them are sent
+            if len(history.sums._lines) == capacity:  # else all of them are sent
                 assert size < 1 << 18  # the open lines, those of two blocks, and a line for each block
-            capacity = len(history._lines) if number < 1_400 else 0
+            capacity = len(history.sums._lines) if number < 1_400 else 0
+
+
+# --- sums that several histories share ----------------------------------------------------------------------------------
+
+
+def alone(rule: Rule, steps: list[IdleStep]) -> np.ndarray:
+    """Return the lines of `steps` as a history has them that shares nothing."""
+    sums = sums_module.Sums(rule, torch.float32)
+    for step in steps:
+        sums.take(step)
+    return sums.lines(torch.arange(len(steps) + 1)).numpy()
+
+
+def test_histories_of_the_same_steps_share_their_sums() -> None:
+    rule, steps = Sums(torch.float32), adam_steps(5, 0.9, 0.999)
+    first, second = History(rule, torch.float32), History(Sums(torch.float32), torch.float32, now=7)
+    taken: list[IdleStep] = []
+    for step in steps:
+        for history in (first, second):
+            history.record(step)
+        assert first.sums is second.sums
+        taken.append(step)
+        np.testing.assert_array_equal(second.sums.lines(torch.arange(len(taken) + 1)).numpy(), alone(rule, taken))
+    second.sweep()
+    assert second.length == 0
+    assert second.now == 12
+    first.record(steps[0])
+    second.record(steps[0])
+    assert first.sums is not second.sums, "as long as the second has steps of its own"
+    assert first.sums.count == 6
+
+
+def test_histories_of_other_optimizers_share_nothing() -> None:
+    (step,) = adam_steps(1, 0.9, 0.999)
+    made = [(Sums, torch.float32), (Floors, torch.float32), (Sums, torch.float64)]
+    histories = [History(kind(dtype), dtype) for kind, dtype in made]
+    for history in histories:
+        history.record(step)
+    assert len({id(history.sums) for history in histories}) == 3
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_shared_sums_equal_those_of_one_history_alone(data: st.DataObject) -> None:
+    """Histories that miss steps, make others, are read in between, swept and dropped: each has the sums of its own steps."""
+    rule, kinds = Sums(torch.float32), adam_steps(3, 0.9, 0.99, decay=0.1)
+    histories = [History(rule, torch.float32) for _ in range(4)]
+    steps: list[list[IdleStep]] = [[] for _ in histories]
+    for _ in range(data.draw(st.integers(1, 12))):
+        common = data.draw(st.sampled_from(kinds))
+        for number in data.draw(st.permutations(range(4))):
+            action = data.draw(st.sampled_from(["make", "make", "make", "other", "miss", "sweep", "read", "drop"]))
+            history = histories[number]
+            if action in ("make", "other"):
+                step = common if action == "make" else data.draw(st.sampled_from(kinds))
+                history.record(step)
+                steps[number].append(step)
+            elif action == "sweep":
+                history.sweep()
+                steps[number] = []
+            elif action == "drop":
+                histories[number], steps[number] = History(rule, torch.float32), []
+            elif action == "read":
+                index = torch.arange(history.length + 1)
+                np.testing.assert_array_equal(history.sums.lines(index).numpy(), alone(rule, steps[number]))
+    for history, own in zip(histories, steps, strict=True):
+        assert history.length == len(own)
+        np.testing.assert_array_equal(history.sums.lines(torch.arange(len(own) + 1)).numpy(), alone(rule, own))
+
+
+def test_threads_that_share_sums_get_their_own() -> None:
+    """Two optimizers in two threads begin alike and go on at speeds of their own."""
+    rule, steps, wrong = Sums(torch.float32), adam_steps(300, 0.9, 0.999), []
+    histories = [History(rule, torch.float32) for _ in range(4)]
+    for history in histories:
+        history.record(steps[0])
+    start = threading.Barrier(4)
+
+    def train(history: History, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        start.wait()
+        for number, step in enumerate(steps[1:], start=2):
+            history.record(step)
+            if rng.random() < 0.3:
+                rows = {name: torch.ones(1, 2) for name in ("weight", "m", "v")}
+                history.catch_up(rows, torch.zeros(1, 1, dtype=torch.int32))
+                if float(rows["m"][0, 0]) != pytest.approx(0.9**number, rel=1e-5):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=train, args=(history, seed)) for seed, history in enumerate(histories)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    expected = alone(rule, steps)
+    for history in histories:
+        np.testing.assert_array_equal(history.sums.lines(torch.arange(301)).numpy(), expected)

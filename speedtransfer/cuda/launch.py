@@ -1,0 +1,99 @@
+"""CUDA kernels of this package: compiled at the first use, launched on a stream of torch."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+from typing import Any
+
+import numpy as np
+import torch
+
+from speedtransfer.cuda.status import cuda_status, cupy_package, first_line, load_cupy, on_device, require_cuda
+from speedtransfer.cuda.streams import cupy_stream
+from speedtransfer.errors import DeviceError
+
+
+def load_kernel(source_name: str, function_name: str, device: torch.device, shared_bytes: int = 0) -> Any:
+    """Return the kernel `function_name` of ``speedtransfer/kernels/<source_name>``, compiled for `device`.
+
+    Call it by :func:`launch_kernel`. It is compiled once a process and device; CuPy keeps the binary in its cache folder.
+
+    Parameters
+    ----------
+    source_name, function_name : str
+    device : torch.device
+    shared_bytes : int
+        The most dynamic shared memory that a block will be launched with.
+
+    Raises
+    ------
+    DeviceError
+        There is no CUDA, the source does not compile there, or the device has less shared memory.
+    """
+    require_cuda(f"the kernel {function_name}")
+    kernel = _compiled(source_name, function_name, device.index)
+    with on_device(device.index):
+        # Beyond 48 KiB a kernel must ask; engines share it, and the largest wish must stay.
+        if shared_bytes > kernel.max_dynamic_shared_size_bytes:
+            try:
+                kernel.max_dynamic_shared_size_bytes = shared_bytes
+            except Exception as error:
+                raise DeviceError(
+                    f"{function_name} asks for {shared_bytes} bytes of shared memory a block, which "
+                    f"{torch.cuda.get_device_name(device)} refuses ({first_line(error)}); pass fewer threads"
+                ) from error
+    return kernel
+
+
+def launch_kernel(
+    kernel: Any, blocks: int, threads: int, argument: np.ndarray, stream: torch.cuda.Stream, shared_bytes: int = 0
+) -> None:
+    """Queue a kernel from :func:`load_kernel` on `stream`.
+
+    Parameters
+    ----------
+    kernel : object
+    blocks, threads : int
+        The size of the launch.
+    argument : ndarray
+        Of one element, which the kernel takes by value; it may be changed as soon as this returns.
+    stream : torch.cuda.Stream
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    """
+    index = stream.device_index
+    given = cupy_stream(stream.cuda_stream, index)
+    if len(cuda_status().devices) == 1:  # the current one, in every thread: nothing to switch
+        kernel((blocks,), (threads,), (argument,), shared_mem=shared_bytes, stream=given)
+        return
+    with on_device(index):
+        kernel((blocks,), (threads,), (argument,), shared_mem=shared_bytes, stream=given)
+
+
+def kernel_source(name: str) -> str:
+    """Return the text of ``speedtransfer/kernels/<name>`` with its includes in place.
+
+    CuPy keys its cache by the text that it is given, and would go on using a binary of an older header.
+    """
+    text = importlib.resources.files("speedtransfer.kernels").joinpath(name).read_text(encoding="utf-8")
+    lines = [f'#line 1 "{name}"']  # errors then name the file and its own lines
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.startswith('#include "'):
+            lines += [kernel_source(line.split('"')[1]), f'#line {number + 1} "{name}"']
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+@functools.cache
+def _compiled(source_name: str, function_name: str, index: int) -> Any:
+    with on_device(index):
+        try:
+            module = load_cupy().RawModule(code=kernel_source(source_name), options=("-std=c++17",))
+            return module.get_function(function_name)
+        except Exception as error:  # CuPy has its own for each part: compiler, headers, driver
+            raise DeviceError(
+                f"cannot compile {function_name} of {source_name} for cuda:{index}: {' '.join(str(error).split())}; "
+                f"reinstall CuPy with its CUDA toolkit, pip install '{cupy_package()}[ctk]'"
+            ) from error

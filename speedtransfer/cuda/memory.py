@@ -1,0 +1,150 @@
+"""Page-locked host memory, and views of it and of CUDA memory that copy nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.cuda.status import cuda_status, first_line, load_cupy, on_device, require_cuda, resolve_cuda
+from speedtransfer.cuda.streams import torch_stream
+from speedtransfer.dtypes import INTEGER_OF_SIZE
+from speedtransfer.errors import DeviceError, HostMemoryError, InvalidTypeError, InvalidValueError, format_bytes
+from speedtransfer.system import physical_bytes
+
+_NO_CUPY_DTYPES = frozenset({torch.bfloat16, torch.complex32}) | {
+    dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and "float8" in str(dtype)
+}
+
+
+def pinned_empty(
+    num_bytes: int,
+    device: torch.device | str | int | None = None,
+    remedy: str = "use memory='pageable', or memory='mmap' for a table larger than that",
+) -> Tensor:
+    """Return uninitialised page-locked memory of exactly `num_bytes`, as a (num_bytes,) uint8 CPU tensor.
+
+    It is freed when the last tensor over it has died. Every CUDA device may read and write it (portable, mapped).
+
+    Raises
+    ------
+    DeviceError
+        There is no CUDA.
+    HostMemoryError
+        The system refuses to lock that much; `remedy` ends its message.
+    """
+    index = resolve_cuda(device, "page-locked memory (memory='pinned')").index
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    runtime = load_cupy().cuda.runtime
+    with on_device(index):
+        try:
+            pointer = runtime.hostAlloc(num_bytes, runtime.hostAllocPortable | runtime.hostAllocMapped)
+        except runtime.CUDARuntimeError as error:
+            raise HostMemoryError(
+                f"cannot page-lock {format_bytes(num_bytes)} ({num_bytes} bytes): {first_line(error)}; the likely limit is "
+                f"the memory of this machine or of its container ({format_bytes(physical_bytes())}); {remedy}"
+            ) from None
+    block = _HostBlock(pointer, num_bytes)
+    # Not at exit: other threads may still use it then, and the system takes it back anyway.
+    weakref.finalize(block, _free_host, pointer, index, os.getpid()).atexit = False
+    return torch.from_numpy(np.asarray(block))
+
+
+def mapped_view(host: Tensor, device: torch.device | str | int | None = None) -> Tensor:
+    """Return a CUDA tensor over the memory of `host`, a tensor in memory from :func:`pinned_empty`; nothing is copied.
+
+    It has the shape, strides and dtype of `host` and keeps that memory alive. Kernels that use it reach across the bus.
+
+    Raises
+    ------
+    DeviceError
+        There is no CUDA, or the device cannot address page-locked memory.
+    """
+    device = resolve_cuda(device, "a CUDA view of host memory")
+    require_mapped(device)
+    if host.numel() == 0:
+        return torch.empty(host.shape, dtype=host.dtype, device=device)
+    carrier = host.detach().view(INTEGER_OF_SIZE.get(host.element_size(), host.dtype))
+    item = host.element_size()
+    span = item * (1 + sum((size - 1) * stride for size, stride in zip(host.shape, host.stride(), strict=True)))
+    cupy = load_cupy()
+    memory = cupy.cuda.UnownedMemory(host.data_ptr(), span, host, device.index)
+    dtype = np.dtype(str(carrier.dtype).removeprefix("torch."))
+    strides = tuple(item * stride for stride in host.stride())
+    array = cupy.ndarray(tuple(host.shape), dtype, cupy.cuda.MemoryPointer(memory, 0), strides=strides)
+    with torch_stream(device):  # one stream on both sides: the exchange orders nothing
+        return torch.utils.dlpack.from_dlpack(array).view(host.dtype)
+
+
+def require_mapped(device: torch.device) -> None:
+    """Raise :class:`~speedtransfer.errors.DeviceError` where kernels on `device` cannot use host pointers."""
+    if not _uses_host_pointers(device.index):
+        raise DeviceError(
+            f"{torch.cuda.get_device_name(device)} cannot address page-locked memory by its host pointer "
+            "(cudaDevAttrCanUseHostPointerForRegisteredMem is 0); use memory='pageable'"
+        )
+
+
+def to_cupy(tensor: Tensor) -> Any:
+    """Return a cupy.ndarray over the memory of a CUDA tensor; nothing is copied.
+
+    CuPy's current stream is made to wait for torch's once, as in every exchange by DLPack; use :func:`torch_stream` to
+    keep the two on one stream.
+
+    Raises
+    ------
+    InvalidTypeError
+        CuPy has no such dtype (bfloat16, float8).
+    InvalidValueError
+        `tensor` is not on a CUDA device.
+    """
+    if tensor.device.type != "cuda":
+        raise InvalidValueError(
+            f"the tensor is on {str(tensor.device)!r} but CuPy needs a CUDA device; use .numpy() instead"
+        )
+    if tensor.dtype in _NO_CUPY_DTYPES:
+        name = str(INTEGER_OF_SIZE.get(tensor.element_size(), torch.uint8))
+        raise InvalidTypeError(
+            f"the dtype is {tensor.dtype}, which CuPy does not have; use a torch tensor, or its bits with .view({name})"
+        )
+    require_cuda("a CuPy array")
+    with on_device(tensor.device.index):
+        return load_cupy().from_dlpack(tensor.detach())
+
+
+class _HostBlock:
+    """Page-locked memory as NumPy and torch can adopt it: they keep this object as long as they use the memory."""
+
+    __slots__ = ("__array_interface__", "__weakref__")
+
+    def __init__(self, pointer: int, num_bytes: int) -> None:
+        self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+
+
+def _free_host(pointer: int, index: int, process: int) -> None:
+    if os.getpid() != process:
+        return  # a forked child has the tensors but no CUDA
+    # A kernel or copy that was queued before the last tensor died may still use the memory, on any device in use: the only
+    # place here that waits for whole devices. Errors mean that CUDA is being shut down.
+    with contextlib.suppress(Exception):
+        runtime = load_cupy().cuda.runtime
+        in_use = getattr(torch._C, "_cuda_hasPrimaryContext", lambda number: True)
+        others = {number for number in range(len(cuda_status().devices)) if in_use(number)}
+        for number in sorted({index} | others):
+            with on_device(number):
+                runtime.deviceSynchronize()
+        with on_device(index):
+            runtime.freeHost(pointer)
+
+
+@functools.cache
+def _uses_host_pointers(index: int) -> bool:
+    runtime = load_cupy().cuda.runtime
+    return bool(runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, index))

@@ -1,0 +1,125 @@
+"""What CUDA lacks, and which device is meant; what needs a device is in tests/gpu/test_cuda.py."""
+
+import types
+
+import pytest
+import torch
+
+from speedtransfer.cuda import status as cuda
+from speedtransfer.errors import DeviceError, InvalidTypeError, InvalidValueError
+
+without_cuda = pytest.mark.skipif(cuda.cuda_status().available, reason="there is a CUDA device")
+
+
+class TestStatus:
+    def test_says_what_is_missing_or_nothing(self):
+        status = cuda.cuda_status()
+        assert status.available == (status.reason == "")
+        assert "\n" not in status.reason
+        if not status.available:
+            assert "; " in status.reason  # what is missing; what to do
+        else:
+            assert status.devices
+            assert status.driver
+            assert status.cupy
+            assert status.torch_cuda
+
+    def test_is_looked_up_once(self):
+        assert cuda.cuda_status() is cuda.cuda_status()
+
+    def test_no_driver(self):
+        reason, devices = cuda._missing(None, None)
+        assert reason.startswith("this machine has no NVIDIA driver; ")
+        assert devices == ()
+
+    def test_torch_without_cuda(self, monkeypatch):
+        monkeypatch.setattr(torch.version, "cuda", None)
+        assert "is built without CUDA; install" in cuda._missing("13.0", "14.2")[0]
+
+    @pytest.mark.parametrize(
+        ("driver", "expected"),
+        [("12.2", "the driver supports 12.2 only; update"), ("13.0", "the driver shows no device")],
+    )
+    def test_torch_sees_no_device(self, monkeypatch, driver, expected):
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        reason = cuda._missing(driver, "14.2")[0]
+        assert expected in reason
+        assert ("install a torch built for CUDA 12, which" in reason) == (driver == "12.2")
+
+    @pytest.fixture
+    def torch_with_cuda(self, monkeypatch):
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A Device")
+
+    @pytest.mark.parametrize(
+        ("built_for", "driver", "extra"),
+        [("12.6", "12.8", "cuda12x"), ("12.6", "13.0", "cuda12x"), ("13.0", "13.0", "cuda13x")],
+    )
+    def test_no_cupy(self, monkeypatch, torch_with_cuda, built_for, driver, extra):
+        monkeypatch.setattr(torch.version, "cuda", built_for)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        reason, devices = cuda._missing(driver, None)
+        assert reason == f"CuPy is not installed; pip install cupy-{extra}"
+        assert devices == ("A Device",)
+
+    def test_cupy_that_does_not_work(self, monkeypatch, torch_with_cuda):
+        def fail():
+            raise ImportError("libcudart.so.12: cannot open\nmore lines")
+
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+        monkeypatch.setattr(cuda, "load_cupy", fail)
+        reason, _ = cuda._missing("13.0", "13.6")
+        assert "CuPy 13.6 does not work with this driver (CUDA 13.0): libcudart.so.12: cannot open; " in reason
+
+    def test_nothing_missing(self, monkeypatch, torch_with_cuda):
+        runtime = types.SimpleNamespace(getDeviceCount=lambda: 1)
+        cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+        monkeypatch.setattr(cuda, "load_cupy", lambda: cupy)
+        assert cuda._missing("13.0", "14.2") == ("", ("A Device",))
+
+    def test_never_raises(self, monkeypatch):
+        def fail(*args):
+            raise OSError("the disk is on fire")
+
+        monkeypatch.setattr(cuda, "_driver_version", fail)
+        status = cuda.cuda_status.__wrapped__()
+        assert not status.available
+        assert "OSError: the disk is on fire" in status.reason
+
+
+class TestResolveDevice:
+    def test_cpu(self):
+        assert cuda.resolve_device("cpu") == torch.device("cpu")
+        assert cuda.resolve_device(torch.device("cpu", 0)) == torch.device("cpu")
+
+    @without_cuda
+    def test_none_is_the_cpu(self):
+        assert cuda.resolve_device(None) == torch.device("cpu")
+
+    @without_cuda
+    @pytest.mark.parametrize("value", ["cuda", "cuda:0", 0, torch.device("cuda", 1)])
+    def test_cuda_without_cuda(self, value):
+        with pytest.raises(DeviceError, match=r"device='cuda.*' needs CUDA, but "):
+            cuda.resolve_device(value)
+
+    @pytest.mark.parametrize("value", ["meta", "mps", "gpu", -1, torch.device("meta")])
+    def test_other_devices(self, value):
+        with pytest.raises(InvalidValueError, match="must be a CPU or CUDA device; pass device='cpu'"):
+            cuda.resolve_device(value)
+
+    @pytest.mark.parametrize("value", [1.0, True, ["cpu"]])
+    def test_other_types(self, value):
+        with pytest.raises(InvalidTypeError, match=r"must be a torch.device, str or int"):
+            cuda.resolve_device(value)
+
+
+@without_cuda
+class TestRefusals:
+    def test_require_cuda(self):
+        with pytest.raises(DeviceError) as error:
+            cuda.require_cuda("flying")
+        assert str(error.value) == f"flying needs CUDA, but {cuda.cuda_status().reason}"
