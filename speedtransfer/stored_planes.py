@@ -11,9 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer.cuda import wait_until_filled
-from speedtransfer.encoding.codecs import Codec, codec_for
-from speedtransfer.encoding.convert import decode_rows, encode_rows
-from speedtransfer.encoding.rounding import Keys, column_keys, row_keys
+from speedtransfer.encoding import Codec, Keys, codec_for, column_keys, decode_rows, encode_rows, row_keys
 from speedtransfer.tables import Table, read_ahead, row_chunks
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import speedtransfer
-from speedtransfer.optim.probe.trial import words
+from speedtransfer.optim.probe.trial import FirstStates, words
 
 ROWS, DIM, STEPS, LOOK_EVERY = 60, 8, 300, 25
 # Of the longest way that a weight went, and of a state's largest value. Rounding grows with the steps, the more where signs
@@ -25,41 +24,6 @@ COPIES = ("slow_buffer",)
 Make = Callable[[nn.Module], Optimizer]
 
 
-class _First(dict[Any, Any]):
-    """State of one parameter, with a copy of what each entry first was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: dict[Any, Any] = {}
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if key not in self.first:
-            self.first[key] = copy.deepcopy(value)
-        super().__setitem__(key, value)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-
-class _States(defaultdict[Any, Any]):
-    def __init__(self, states: dict[Any, Any]) -> None:
-        super().__init__(_First)
-        for key, value in states.items():
-            self[key] = value
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if type(value) is dict:
-            value, entries = _First(), value
-            value.update(entries)
-        super().__setitem__(key, value)
-
-
 class SweepOracle(LazyOracle):
     """Learns what an untouched row starts from by what the optimizer first sets: of one without a gradient."""
 
@@ -68,7 +32,7 @@ class SweepOracle(LazyOracle):
         holder = optimizer
         while isinstance(getattr(type(holder), "state", None), property):  # that of the optimizer which it wraps
             holder = holder.optimizer
-        holder.state = _States(holder.state)
+        holder.state = FirstStates(holder.state)
 
     def _put_back(self, module: nn.Module, weight: Tensor, state: dict[str, Tensor]) -> None:
         idle = torch.ones(weight.shape[0], dtype=torch.bool)

@@ -279,8 +279,8 @@ def test_compiled_steps_equal_those_of_numpy(
     rule, steps = steps_of(case, 620, dtype)
     index = torch.arange(621)
     lines = []
-    for compiled in (sums_module.compiled_module(), None):
-        monkeypatch.setattr(sums_module, "compiled_module", lambda compiled=compiled: compiled)
+    for compiled in (jit.available(), False):
+        monkeypatch.setattr("speedtransfer.jit.available", lambda answer=compiled: answer)
         history = History(rule, dtype)
         for step in steps[:300]:
             history.record(step)
@@ -295,7 +295,7 @@ def test_compiled_steps_equal_those_of_numpy(
 @pytest.mark.parametrize("compiled", [True, False], ids=["numba", "numpy"])
 def test_products_that_vanish_become_zero(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr(sums_module, "compiled_module", lambda: None)
+        monkeypatch.setattr("speedtransfer.jit.available", lambda: False)
     history = record(Sums(torch.float32), adam_steps(5_000, 0.3, 0.9, decay=1e-3), torch.float32)
     lines = history.sums.lines(torch.arange(5_001)).numpy()
     assert not ((lines != 0) & (np.abs(lines) < np.finfo(np.float64).tiny)).any()  # subnormal numbers are slow
@@ -306,7 +306,7 @@ def test_products_that_vanish_become_zero(compiled: bool, monkeypatch: pytest.Mo
 
 
 def test_sums_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums_module, "compiled_module", lambda: None)
+    monkeypatch.setattr("speedtransfer.jit.available", lambda: False)
     for betas in BETAS:
         check(Sums(torch.float64), adam_steps(300, *betas, decay=0.5), torch.float64, 2e-12)
     steps = [step._replace(root=1.0) for step in adam_steps(300, 0.9, 0.999)]
@@ -325,7 +325,7 @@ def test_lines_of_many_blocks() -> None:
 def test_memory_of_a_long_history() -> None:
     """Of 65,536 steps, after which rows are brought up to date and counting begins anew, however long training goes on."""
     sums = History(Sums(torch.float32), torch.float32).sums
-    while len(sums._lines) <= 1 << 16:
+    while len(sums.table) <= 1 << 16:
         sums._grow()
     assert sums.memory_bytes < 2e7
 
@@ -373,7 +373,7 @@ def test_what_a_device_gets_is_what_the_host_has(kind: type[Rule], monkeypatch: 
 
     monkeypatch.setattr("speedtransfer.idle.device_copy._pinned", copied)
     mirrored = lambda self, device: self._device_copy.tensors(  # noqa: E731
-        device, self._lines, self._blocks, self.count, self._final
+        device, self.table, self.blocks, self.count, self._final
     )
     history, rng, capacity = History(kind(torch.float32), torch.float32), np.random.default_rng(0), 0
     if kind is Sums:
@@ -395,9 +395,9 @@ def test_what_a_device_gets_is_what_the_host_has(kind: type[Rule], monkeypatch: 
                 size = sum(sent)
             for ours, host in zip(steps_now, history.sums.steps_after(index, 0) if kind is Sums else (), strict=True):
                 assert torch.equal(ours, host)
-            if len(history.sums._lines) == capacity:  # else all of them are sent
+            if len(history.sums.table) == capacity:  # else all of them are sent
                 assert size < 1 << 18  # the open lines, those of two blocks, and a line for each block
-            capacity = len(history.sums._lines) if number < 1_400 else 0
+            capacity = len(history.sums.table) if number < 1_400 else 0
 
 
 # --- sums that several histories share ----------------------------------------------------------------------------------

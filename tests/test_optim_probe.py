@@ -14,13 +14,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import speedtransfer
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim import PlaneSpec, find_handle, probe
+from speedtransfer.optim import PlaneSpec, find_handle, probe_optimizer
 
 
 def spec_of(case: OptimizerCase, dim: int = 3, dtype: torch.dtype = torch.float32, **overrides) -> dict[str, PlaneSpec]:
     param = nn.Parameter(torch.ones(4, dim, dtype=dtype))
     opt = case.make([param], **overrides)
-    return probe(opt, opt.param_groups[0], param)
+    return probe_optimizer(opt, opt.param_groups[0], param)
 
 
 STARTS = {
@@ -38,7 +38,7 @@ def test_planes_and_their_starts(case: OptimizerCase) -> None:
         assert spec.tail == (3,)
         assert spec.dtype == torch.float32
         start = STARTS.get((case.name, name), 0.0)
-        assert spec.start == (None if start is None else pytest.approx(start, rel=1e-6))
+        assert spec.initial == (None if start is None else pytest.approx(start, rel=1e-6))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -60,7 +60,7 @@ def test_a_learning_rate_of_zero_hides_nothing(case: OptimizerCase) -> None:
     param = nn.Parameter(torch.ones(4, 3))
     opt = case.make([param])
     opt.param_groups[0]["lr"] = 0.0
-    assert set(probe(opt, opt.param_groups[0], param)) == set(case.planes)
+    assert set(probe_optimizer(opt, opt.param_groups[0], param)) == set(case.planes)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -69,14 +69,16 @@ def test_a_learning_rate_of_zero_hides_no_dependence_on_other_rows() -> None:
     opt = torch.optim.Muon([param], lr=0.1)
     opt.param_groups[0]["lr"] = 0.0
     with pytest.raises(OptimizerError, match="not row by row"):
-        probe(opt, opt.param_groups[0], param)
+        probe_optimizer(opt, opt.param_groups[0], param)
 
 
 def test_start_of_rprop_follows_the_learning_rate_of_its_first_step() -> None:
     param = nn.Parameter(torch.ones(4, 3))
     opt = torch.optim.Rprop([param], lr=0.5)
     opt.param_groups[0]["lr"] = 0.0
-    assert probe(opt, opt.param_groups[0], param)["step_size"].start == 0  # lifted to its smallest at the first touch
+    assert (
+        probe_optimizer(opt, opt.param_groups[0], param)["step_size"].initial == 0
+    )  # lifted to its smallest at the first touch
 
 
 @pytest.mark.parametrize("name", ["sgd-momentum", "adam", "adamw-fused", "rmsprop", "nadam"])
@@ -91,7 +93,7 @@ def test_a_learning_rate_in_a_tensor(name: str) -> None:
 def test_hyperparameters_of_the_group_count() -> None:
     params = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
     opt = torch.optim.Adam([{"params": params[:1], "amsgrad": True}, {"params": params[1:]}])
-    names = [set(probe(opt, g, p)) for g, p in zip(opt.param_groups, params, strict=True)]
+    names = [set(probe_optimizer(opt, g, p)) for g, p in zip(opt.param_groups, params, strict=True)]
     assert names == [{"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, {"exp_avg", "exp_avg_sq"}]
 
 
@@ -112,7 +114,7 @@ def test_reasons(case: RefusedCase) -> None:
     param = nn.Parameter(torch.ones(8, 4))
     opt = case.kind([param], **case.kwargs)
     with pytest.raises(OptimizerError, match=case.reason) as caught:
-        probe(opt, opt.param_groups[0], param)
+        probe_optimizer(opt, opt.param_groups[0], param)
     message = str(caught.value)
     assert message.startswith(case.kind.__name__)
     assert "use " in message  # the remedy
@@ -123,7 +125,7 @@ def test_the_probe_draws_no_random_numbers_and_touches_nothing() -> None:
     param = nn.Parameter(torch.ones(4, 3))
     opt = torch.optim.AdamW([param])
     state = torch.get_rng_state()
-    probe(opt, opt.param_groups[0], param)
+    probe_optimizer(opt, opt.param_groups[0], param)
     assert torch.equal(torch.get_rng_state(), state)
     assert not opt.state
     assert torch.equal(param, torch.ones(4, 3))
@@ -149,9 +151,9 @@ def test_a_start_that_zero_can_stand_for_is_zero() -> None:
     """Adamax leaves eps on a row without gradient; from zero it goes the same way, and zero pages take no memory."""
     param = torch.nn.Parameter(torch.empty(0, 3))
     opt = torch.optim.Adamax([param], eps=1e-3)
-    assert probe(opt, opt.param_groups[0], param)["exp_inf"].start == 0
+    assert probe_optimizer(opt, opt.param_groups[0], param)["exp_inf"].initial == 0
     opt = torch.optim.Adagrad([param], initial_accumulator_value=0.5)
-    assert probe(opt, opt.param_groups[0], param)["sum"].start == 0.5
+    assert probe_optimizer(opt, opt.param_groups[0], param)["sum"].initial == 0.5
 
 
 def test_trials_do_not_fire_the_hooks_of_others() -> None:
@@ -160,7 +162,7 @@ def test_trials_do_not_fire_the_hooks_of_others() -> None:
     hook = register_optimizer_step_post_hook(lambda opt, args, kwargs: seen.append(opt))
     param = torch.nn.Parameter(torch.empty(0, 3))
     opt = torch.optim.AdamW([param])
-    probe(opt, opt.param_groups[0], param)
+    probe_optimizer(opt, opt.param_groups[0], param)
     hook.remove()
     assert seen == []
 
@@ -173,7 +175,7 @@ def test_dependence_between_rows_shows_at_any_learning_rate_and_precision(kind, 
     opt = kind([param], lr=1e-2)
     opt.param_groups[0]["lr"] = lr
     with pytest.raises(OptimizerError, match="not row by row"):
-        probe(opt, opt.param_groups[0], param)
+        probe_optimizer(opt, opt.param_groups[0], param)
 
 
 def test_an_optimizer_around_another_is_refused_before_any_trial() -> None:
@@ -190,7 +192,7 @@ def test_an_optimizer_around_another_is_refused_before_any_trial() -> None:
     param = torch.nn.Parameter(torch.empty(0, 3))
     opt = Around(torch.optim.SGD([dense, param], lr=1.0))
     with pytest.raises(OptimizerError, match="Around wraps SGD"):
-        probe(opt, opt.param_groups[0], param)
+        probe_optimizer(opt, opt.param_groups[0], param)
     assert not dense.any()
 
 
@@ -198,7 +200,7 @@ def test_an_optimizer_around_another_is_refused_before_any_trial() -> None:
 def test_steps_too_small_for_the_precision_of_the_table_are_no_reason_to_refuse(dtype: torch.dtype) -> None:
     param = torch.nn.Parameter(torch.empty(0, 16, dtype=dtype))
     opt = torch.optim.Adadelta([param], lr=1e-3, eps=1e-4)
-    assert set(probe(opt, opt.param_groups[0], param)) == {"square_avg", "acc_delta"}
+    assert set(probe_optimizer(opt, opt.param_groups[0], param)) == {"square_avg", "acc_delta"}
 
 
 def test_trials_leave_random_numbers_alone_also_where_the_optimizer_draws_some() -> None:
@@ -210,7 +212,7 @@ def test_trials_leave_random_numbers_alone_also_where_the_optimizer_draws_some()
     param = torch.nn.Parameter(torch.empty(0, 3))
     opt = Draws([param], lr=0.1, momentum=0.9)
     state = torch.get_rng_state()
-    assert set(probe(opt, opt.param_groups[0], param)) == {"momentum_buffer"}
+    assert set(probe_optimizer(opt, opt.param_groups[0], param)) == {"momentum_buffer"}
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -220,9 +222,9 @@ def test_a_default_device_that_is_not_that_of_the_rows(name: str, sparse: bool) 
     """As torch.set_default_device("cuda") with tables on the host; "meta" holds no values at all."""
     param = nn.Parameter(torch.ones(4, 3))
     opt = case_named(name).make([param], foreach=False)
-    expected = probe(opt, opt.param_groups[0], param, sparse)
+    expected = probe_optimizer(opt, opt.param_groups[0], param, sparse)
     with torch.device("meta"):
-        assert probe(opt, opt.param_groups[0], param, sparse) == expected
+        assert probe_optimizer(opt, opt.param_groups[0], param, sparse) == expected
 
 
 @pytest.mark.parametrize("idle", ["lazy", "exact"])

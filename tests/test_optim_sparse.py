@@ -24,7 +24,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 import speedtransfer
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim.probe import probe
+from speedtransfer.optim.probe import probe_optimizer
 
 # torch warns once a process that it does not check what sparse tensors hold.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -106,9 +106,9 @@ def test_what_steps_get(name: str) -> None:
     make, gradient = TAKERS[name]
     param = nn.Parameter(torch.empty(0, 3))
     opt = make([param])
-    assert probe(opt, opt.param_groups[0], param, sparse=True).gradient == gradient
+    assert probe_optimizer(opt, opt.param_groups[0], param, sparse=True).gradient == gradient
     if name != "sparse-adam" and "decays" not in name and "maximize" not in name:
-        assert probe(opt, opt.param_groups[0], param).gradient == "dense"
+        assert probe_optimizer(opt, opt.param_groups[0], param).gradient == "dense"
 
 
 @pytest.mark.parametrize("idle", IDLE)
@@ -368,4 +368,4 @@ def test_trials_do_not_warn() -> None:
     opt = Adagrad([param])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        probe(opt, opt.param_groups[0], param, sparse=True)
+        probe_optimizer(opt, opt.param_groups[0], param, sparse=True)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import speedtransfer
-from speedtransfer.optim.probe import probe
+from speedtransfer.optim.probe import probe_optimizer
 
 # What a row starts from in these is not zero. (The oracle finds averages of weights by their name.)
 STARTS = {("yogi", "m"): 1e-3, ("yogi", "v"): 1e-3, ("counts", "level"): 7, ("skips zeros", "sum"): 0.5}
@@ -102,11 +102,11 @@ def test_probe_of_other_dtypes(style: str, dtype: torch.dtype) -> None:
     kind, planes = STYLES[style]
     param = nn.Parameter(torch.empty(0, 6, dtype=dtype))
     opt = kind([param])
-    specs = probe(opt, opt.param_groups[0], param)
+    specs = probe_optimizer(opt, opt.param_groups[0], param)
     assert set(specs) == planes
     for name, spec in specs.items():
         start = None if name == "slow" else STARTS.get((style, name), 0.0)
-        assert spec.start == (None if start is None else pytest.approx(start, rel=1e-2))
+        assert spec.initial == (None if start is None else pytest.approx(start, rel=1e-2))
 
 
 def test_a_step_that_fails_leaves_containers_whole() -> None:

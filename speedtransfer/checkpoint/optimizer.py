@@ -14,9 +14,9 @@ from speedtransfer.checkpoint.plain_data import Keep, decode, encode
 from speedtransfer.checkpoint.table_rows import SavedRows, encode_rows
 from speedtransfer.checkpoint.tensors import TensorReader
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.optim import Handle, find_handle, probe
+from speedtransfer.optim import Handle, find_handle, probe_optimizer
 from speedtransfer.optim.hooks import give_state, way_to_step
-from speedtransfer.optim.probe.probe import Findings, PlaneSpec
+from speedtransfer.optim.probe import Findings, PlaneSpec
 from speedtransfer.optim.state_dicts import handles_of, has_other_hooks, load_plainly
 
 
@@ -83,7 +83,7 @@ def _make_first_state(optimizer: Optimizer) -> None:
         entries = dict(optimizer.state.get(handle.param, {}))
         names = [k for k, v in entries.items() if isinstance(v, Tensor) and v.dim() > 0 and len(v) == 0]
         if names and handle.table.num_rows and optimizer not in handle.lost:
-            specs = probe(optimizer, group, handle.param, handle.sparse)
+            specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)
             state = give_state(handle, optimizer, group, specs)
             optimizer.state[handle.param].update(entries)
             state.adopt(optimizer, [key for key in names if key in specs])
@@ -135,7 +135,7 @@ class SavedOptimizer:
             entries, rows, planes = saved["entries"], saved["rows"], dict[str, SavedRows]()
             if handle is not None and (rows or entries):
                 # With the hyperparameters that come with it.
-                specs = probe(optimizer, group, handle.param, handle.sparse)
+                specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)
                 planes = _planes_of(handle, specs, entries, rows, f"{name}.state[{number}]", reader)
                 if planes:
                     way_to_step(handle, optimizer, group, specs)  # which may refuse

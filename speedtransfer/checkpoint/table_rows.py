@@ -12,8 +12,7 @@ from torch import Tensor
 from speedtransfer.checkpoint.plain_data import Keep
 from speedtransfer.checkpoint.tensors import TensorReader
 from speedtransfer.dtypes import TABLE_DTYPES
-from speedtransfer.encoding.codecs import Part, codec_named
-from speedtransfer.encoding.convert import decode_rows
+from speedtransfer.encoding import Part, codec_named, decode_rows
 from speedtransfer.rows import Rows
 from speedtransfer.tables import row_chunks
 
@@ -76,8 +75,6 @@ class SavedRows:
 
     def values(self) -> Tensor:
         """Return all rows, for a dense parameter or its state."""
-        if self.encoding == "plain":
-            return self._decoded({"": self._reader.read(self._names[""])})
         with torch.inference_mode(False):
             whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         buffers: dict[str, Tensor] = {}

@@ -1,1 +1,18 @@
-"""How values are stored: codecs, rounding and the passes that encode and decode rows."""
+"""How values are stored: codecs, stochastic rounding, and the passes that encode and decode rows."""
+
+from speedtransfer.encoding.codecs import Codec, Part, check_dtypes, codec_for, codec_named
+from speedtransfer.encoding.convert import decode_rows, encode_rows
+from speedtransfer.encoding.rounding import Keys, column_keys, row_keys
+
+__all__ = [
+    "Codec",
+    "Keys",
+    "Part",
+    "check_dtypes",
+    "codec_for",
+    "codec_named",
+    "column_keys",
+    "decode_rows",
+    "encode_rows",
+    "row_keys",
+]

@@ -1,8 +1,8 @@
-"""Small forms in which a table stores float32 values, and the way there and back.
+"""Encode float32 values to fewer bits for a table to store, and decode them.
 
-Every codec takes ``(n, width)`` values to raw rows, one tensor for each part (the part "" is the plane itself, ".scale" lies
-beside it), and back. Rounding is stochastic where random bits are given: up or down with the probability that makes the mean
-right, so that updates far below a step of the stored form still add up. Without bits it is to the nearest.
+Every codec takes ``(n, width)`` values to encoded rows and back, one tensor for each part (the part "" is the plane itself,
+".scale" lies beside it). Rounding is stochastic where random bits are given: up or down with the probability that makes the
+mean right, so that updates far below a step of the codec still add up. Without bits it is to the nearest.
 
 What is stored comes back from a round trip bit for bit, however it is rounded: scales keep just as many digits as leave
 their products with the codes exact.
@@ -26,7 +26,7 @@ SCALE = ".scale"
 
 
 class Part(NamedTuple):
-    """What a raw plane of a codec looks like."""
+    """Width and dtype of an encoded plane."""
 
     width: int
     dtype: torch.dtype
@@ -35,18 +35,21 @@ class Part(NamedTuple):
 class Plain:
     """The values as they are."""
 
-    viewable = True  # the raw plane can be shown as the logical one
+    # The encoded plane is a tensor of the values, if of another dtype.
+    viewable = True
+    # The function of `numba_codecs` that encodes stochastically.
+    kernel = ""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self.parts = {"": Part(width, dtype)}
         self.name = "plain"
 
     def encode(self, values: Tensor, bits: Tensor | None) -> dict[str, Tensor]:
-        """Return the raw rows of `values` (n, width); `bits` are random ones, (n, width) int32."""
+        """Return the encoded rows of `values` (n, width); `bits` are random ones, (n, width) int32."""
         return {"": values.to(self.parts[""].dtype)}
 
     def decode(self, parts: dict[str, Tensor], out: Tensor) -> Tensor:
-        """Fill `out` (n, width) with the values of raw rows, and return it."""
+        """Fill `out` (n, width) with the values of encoded rows, and return it."""
         return out.copy_(parts[""])
 
 
@@ -56,8 +59,10 @@ class Cast(Plain):
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__(width, dtype)
         self.name = str(dtype).removeprefix("torch.")
+        self.kernel = f"encode_{self.name}"
         self._largest = torch.finfo(dtype).max
-        self.lost = 16 if dtype == torch.bfloat16 else 13  # bits of a float32's significand that the form drops
+        # Bits of a float32's significand that are dropped.
+        self._lost = 16 if dtype == torch.bfloat16 else 13
         # Below it float16's steps are all alike. Added to a number it makes them steps of an ordinary one.
         self._smallest = 0.0 if dtype == torch.bfloat16 else torch.finfo(dtype).smallest_normal
 
@@ -70,8 +75,8 @@ class Cast(Plain):
             offset = (values.abs() < self._smallest).to(values.dtype).mul_(self._smallest).copysign_(values)
             rounded += offset
         words = rounded.view(torch.int32)
-        words += (bits >> (32 - self.lost)).bitwise_and_((1 << self.lost) - 1)
-        words &= -1 << self.lost
+        words += (bits >> (32 - self._lost)).bitwise_and_((1 << self._lost) - 1)
+        words &= -1 << self._lost
         if self._smallest:
             rounded.sub_(offset).copysign_(values)
         rounded.clamp_(-self._largest, self._largest)
@@ -85,6 +90,7 @@ class RowInt8(Plain):
     """
 
     viewable = False
+    kernel = "encode_int8"
 
     def __init__(self, width: int) -> None:
         self.parts = {"": Part(width, torch.int8), SCALE: Part(1, torch.float32)}
@@ -118,7 +124,9 @@ class Blocks8(Plain):
     """
 
     viewable = False
-    _ONE = 0x3F800000 >> 20  # 1.0, cut to three bits of significand
+    kernel = "encode_blocks"
+    # 1.0, cut to three bits of significand.
+    _ONE = 0x3F800000 >> 20
 
     def __init__(self, width: int) -> None:
         self.blocks = max(1, math.ceil(width / BLOCK))

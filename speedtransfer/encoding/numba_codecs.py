@@ -1,6 +1,7 @@
-"""The stochastic rounding of `codecs` in one pass over the rows, compiled by numba: the same bits.
+"""Compile with numba the stochastic rounding of `codecs` in one pass over the rows: the same bits.
 
-The functions take rows `start` to `stop`, without the GIL.
+Each function takes the rows `start` to `stop`, without the GIL, of values (n, width) float32. Keys of random bits are `rows`
+(n,) and `columns` (width,), int32.
 """
 
 from __future__ import annotations
@@ -28,12 +29,8 @@ def _random(row: Any, column: Any) -> Any:
 @compile_function
 def encode_bfloat16(values: Any, rows: Any, columns: Any, out: Any, start: int, stop: int) -> None:
     """Fill `out` (n, width) int16 with the bits of bfloat16."""
-    words, row_keys, column_keys, target = (
-        values.view(np.uint32),
-        rows.view(np.uint32),
-        columns.view(np.uint32),
-        out.view(np.uint16),
-    )
+    row_keys, column_keys, target = rows.view(np.uint32), columns.view(np.uint32), out.view(np.uint16)
+    words = values.view(np.uint32)
     for i in range(start, stop):
         for j in range(words.shape[1]):
             word, bits = words[i, j], _random(row_keys[i], column_keys[j])
@@ -61,11 +58,7 @@ def encode_float16(values: Any, rows: Any, columns: Any, out: Any, start: int, s
             bits = _random(row_keys[i], column_keys[j])
             top = np.uint32((sums[j] + (bits >> np.uint32(19))) >> np.uint32(13))
             # Below the smallest, which was added, a number of steps; above it significand and exponent in another place.
-            top = (
-                np.uint32(top - np.uint32(113 << 10))
-                if size < np.uint32(113 << 23)
-                else np.uint32(top - np.uint32(112 << 10))
-            )
+            top = np.uint32(top - (np.uint32(113 << 10) if size < np.uint32(113 << 23) else np.uint32(112 << 10)))
             top = min(top, np.uint32(0x7BFF))
             top = np.uint32(0x7C00) if size == _INFINITY else top
             top = np.uint32(0x7E00) if size > _INFINITY else top
@@ -100,10 +93,9 @@ def encode_int8(values: Any, rows: Any, columns: Any, out: Any, scales: Any, sta
 
 
 @compile_function
-def encode_blocks(
-    values: Any, rows: Any, columns: Any, size: int, out: Any, scales: Any, start: int, stop: int
-) -> None:
-    """Fill `out` (n, width) uint8 and `scales` (n, blocks) float32; blocks have `size` columns."""
+def encode_blocks(values: Any, rows: Any, columns: Any, out: Any, scales: Any, start: int, stop: int) -> None:
+    """Fill `out` (n, width) uint8 and `scales` (n, blocks) float32."""
+    size = -(-values.shape[1] // scales.shape[1])
     words, row_keys, column_keys = values.view(np.uint32), rows.view(np.uint32), columns.view(np.uint32)
     shares = np.empty(size, np.float32)
     for i in range(start, stop):
@@ -148,8 +140,9 @@ def _encode_block(values: Any, words: Any, row: Any, columns: Any, shares: Any, 
 
 
 @compile_function
-def decode_blocks(codes: Any, scales: Any, table: Any, size: int, out: Any, start: int, stop: int) -> None:
+def decode_blocks(out: Any, codes: Any, scales: Any, table: Any, start: int, stop: int) -> None:
     """Fill `out` (n, width) float32 from codes (n, width), scales (n, blocks) and what codes mean (512,)."""
+    size = -(-out.shape[1] // scales.shape[1])
     for i in range(start, stop):
         for block in range(scales.shape[1]):
             scale = scales[i, block]

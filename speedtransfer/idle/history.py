@@ -44,14 +44,16 @@ class _Shared:
             other.histories.add(history)
             history._shared = other
 
-    def take_step(self) -> None:
-        """Add the step to come to the sums."""
-        assert self.coming is not None
-        behind = [history for history in self.histories if history.length == self.sums.count]
-        if behind:
-            self.part(behind)
-        self.sums.take(self.coming)
-        self.coming = None
+    def sums_of(self, length: int) -> Sums:
+        """Return the sums of so many steps: of those in the sums or, which are then added, also the one to come."""
+        if length > self.sums.count:
+            assert self.coming is not None
+            behind = [history for history in self.histories if history.now - history.base < length]
+            if behind:
+                self.part(behind)
+            self.sums.take(self.coming)
+            self.coming = None
+        return self.sums
 
 
 # By what their sums depend on: those that have begun with a step, which is to come.
@@ -92,14 +94,7 @@ class History:
         if self._shared is None:
             return Sums(self.rule, self._dtype)
         with self._shared.lock:
-            return self._take_steps()
-
-    def _take_steps(self) -> Sums:
-        """Return the sums of the steps made; its caller holds the lock."""
-        assert self._shared is not None
-        if self._shared.sums.count < self.length:
-            self._shared.take_step()
-        return self._shared.sums
+            return self._shared.sums_of(self.length)
 
     def record(self, step: IdleStep) -> None:
         """Take in one more step."""
@@ -107,7 +102,7 @@ class History:
             self._begin(step)
             return
         with self._shared.lock:
-            self._take_steps()
+            self._shared.sums_of(self.now - self.base)
             if self._shared.coming not in (None, step):
                 self._shared.part([self])
             self._shared.coming = step
@@ -135,7 +130,7 @@ class History:
         """
         if self._shared is not None:
             with self._shared.lock:
-                take_missed_steps(self.rule, self._take_steps(), rows, last, self.base)
+                take_missed_steps(self.rule, self._shared.sums_of(self.now - self.base), rows, last, self.base)
 
     def sweep(self) -> None:
         """Forget all steps: every row has been brought up to date."""

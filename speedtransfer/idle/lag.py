@@ -38,7 +38,7 @@ class Lag:
 
     def __bool__(self) -> bool:
         """Whether there may be rows that have missed steps."""
-        return self._history.length > 0
+        return self._history.now > self._history.base
 
     @property
     def now(self) -> int:

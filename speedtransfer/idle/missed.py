@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from speedtransfer.idle.rule import Rule
-from speedtransfer.idle.sums import Missed, Sums, compiled_module
-from speedtransfer.jit import run_on_threads
+from speedtransfer.idle.sums import Missed, Sums
+from speedtransfer.jit import compiled_module, run_on_threads
 
 _CHUNK_VALUES = 1 << 17  # on the CPU: so few that what is computed on the way stays in its cache
 _TINY = 1e-30
@@ -27,33 +27,26 @@ def take_missed_steps(rule: Rule, sums: Sums, rows: dict[str, Tensor], last: Ten
     last : Tensor
         ``(n, 1)`` int32: the step that touched each row last.
     """
-    if _take_compiled(rule, sums, rows, last, base):
+    names = () if rule.denominator is None else ("weight", *rule.factors, rule.denominator)
+    planes = tuple(rows[name] for name in names if name in rows)
+    compiled = None
+    if (
+        planes
+        and len(planes) == len(names)
+        and all(p.dtype == torch.float32 and not p.is_cuda and p.is_contiguous() for p in planes)
+    ):
+        compiled = compiled_module("speedtransfer.idle.numba_sums")
+    if compiled is not None:
+        arrays = *(plane.numpy() for plane in planes), sums.table, sums.blocks, last.numpy()
+        part = compiled.take_terms, (*arrays, base, sums.count, sums.horizon, rule.floor, sums.eps)
+        run_on_threads([part], len(last), 2 * len(planes) * planes[0].nbytes, tuple(planes))
         return
     count, dim = rows["weight"].shape
     index = (last.flatten() - base).long()
     chunk = max(1, _CHUNK_VALUES // max(dim, 1)) if last.device.type == "cpu" else max(count, 1)
     for start in range(0, count, chunk):
-        part = {name: values[start : start + chunk] for name, values in rows.items()}
-        _take(rule, sums, part, index[start : start + chunk])
-
-
-def _take_compiled(rule: Rule, sums: Sums, rows: dict[str, Tensor], last: Tensor, base: int) -> bool:
-    """Take the steps in one pass over the rows; return whether that was possible."""
-    if rule.denominator is None:
-        return False
-    names = "weight", *rule.factors, rule.denominator
-    planes = tuple(rows[name] for name in names if name in rows)
-    if len(planes) < len(names) or any(
-        plane.dtype != torch.float32 or plane.is_cuda or not plane.is_contiguous() for plane in planes
-    ):
-        return False
-    compiled = compiled_module()
-    if compiled is None:
-        return False
-    arrays = *(plane.numpy() for plane in planes), *sums.arrays(), last.numpy()
-    part = compiled.take_terms, (*arrays, base, sums.count, sums.horizon, rule.floor, sums.eps)
-    run_on_threads([part], len(last), 2 * len(planes) * planes[0].nbytes, planes)
-    return True
+        part_of_rows = {name: values[start : start + chunk] for name, values in rows.items()}
+        _take(rule, sums, part_of_rows, index[start : start + chunk])
 
 
 def _take(rule: Rule, sums: Sums, rows: dict[str, Tensor], index: Tensor) -> None:

@@ -135,7 +135,3 @@ class Rule:
         if self.dtype == torch.float64:
             return value
         return float(np.float32(value)) if self.dtype == torch.float32 else float(torch.tensor(value, dtype=self.dtype))
-
-    def _moved_by(self, weight: float) -> float:
-        """Return the factor by which ``lerp(0, weight)`` multiplies."""
-        return 1.0 - self._rounded(weight)

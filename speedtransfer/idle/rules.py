@@ -5,7 +5,8 @@ optimizer adds to the gradient ("coupled") there is none: a step is then the `Nu
 every one of those they missed.
 
 The formulas are those of the "Algorithm" boxes in the documentation of ``torch.optim`` with a gradient of zero.
-Hyperparameters are taken as torch's kernels take them: rounded to the dtype of the rows where a kernel multiplies by them.
+Hyperparameters are taken as torch's kernels take them: rounded to the dtype of the rows where a kernel multiplies by them; a
+``lerp`` towards zero by w multiplies by 1 - w.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class _RMSprop(Rule):
         lr, momentum, alpha = _numbers(group, "lr", "momentum", "alpha")
         lr, momentum = self._rounded(lr), self._rounded(momentum)
         mix = (1.0, -lr * momentum, 0.0, momentum) if momentum else (1.0, 0.0, 0.0, 1.0)
-        return IdleStep(factors=(self._rounded(alpha), self._moved_by(1 - alpha)), mix=mix)
+        return IdleStep(factors=(self._rounded(alpha), 1 - self._rounded(1 - alpha)), mix=mix)
 
 
 class _Adadelta(Rule):
@@ -122,7 +123,7 @@ class _Adam(Rule):
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
         lr, decay, first, second, term = self._read(group, state)
-        factors = self._moved_by(1 - first), self._rounded(second)
+        factors = 1 - self._rounded(1 - first), self._rounded(second)
         return IdleStep(self._rounded(1 - lr * decay), factors, IDENTITY, *term)
 
     def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:

@@ -23,17 +23,17 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer import jit
 from speedtransfer.idle import quadrature
 from speedtransfer.idle.device_copy import DeviceCopy
 from speedtransfer.idle.quadrature import BLOCK, NODES, OWN, STEP, SUMS, Floats
 from speedtransfer.idle.rule import IdleStep, Rule
+from speedtransfer.jit import compiled_module
 
 _CAPACITY = 256
 # Of a mean decay, to bound the horizon.
@@ -90,46 +90,46 @@ class Sums:
 
     def _allocate(self, capacity: int) -> None:
         line = quadrature.identity(self._products, self._has_sums)
-        self._lines: Floats = np.tile(line, (capacity + 1, 1))
-        self._blocks: Floats = np.tile(line[: self._products], (capacity // BLOCK + 1, 1))
+        self.table: Floats = np.tile(line, (capacity + 1, 1))
+        self.blocks: Floats = np.tile(line[: self._products], (capacity // BLOCK + 1, 1))
 
     @property
     def memory_bytes(self) -> int:
         """What the lines take."""
-        return self._lines.nbytes + self._blocks.nbytes
+        return self.table.nbytes + self.blocks.nbytes
 
     def copy(self) -> Sums:
         """Return sums of the same steps, for other steps to come."""
         other = copy.copy(self)
-        other._lines, other._blocks, other._step = self._lines.copy(), self._blocks.copy(), self._step.copy()
+        other.table, other.blocks, other._step = self.table.copy(), self.blocks.copy(), self._step.copy()
         other._device_copy = DeviceCopy()
         return other
 
     def _grow(self) -> None:
-        lines, blocks = self._lines, self._blocks
+        lines, blocks = self.table, self.blocks
         self._allocate(2 * (len(lines) - 1))
-        self._lines[: len(lines)], self._blocks[: len(blocks)] = lines, blocks
+        self.table[: len(lines)], self.blocks[: len(blocks)] = lines, blocks
 
     def take(self, step: IdleStep) -> None:
         """Take in one more step."""
         count, products = self.count, self._products
-        if count == len(self._lines) - 1:
+        if count == len(self.table) - 1:
             self._grow()
         values = self._step
         values[0], values[1:5], values[5:products] = step.decay, step.mix, step.factors
         if self._has_sums:
             values[products:] = self._term(step)
-        take = (compiled_module() or quadrature).take_step
-        take(self._lines, self._blocks, count, self._final, values, self._limits, self._floor)
+        compiled = compiled_module("speedtransfer.idle.numba_sums") or quadrature
+        compiled.take_step(self.table, self.blocks, count, self._final, values, self._limits, self._floor)
         self.count += 1
         self.eps = step.eps
         if self._has_sums:
             final = max(self._final, self.count - self.horizon)
-            self._hard_final = self._hard_final or bool((self._valid_from(self._final, final) > 0).any())
+            self._hard_final = self._hard_final or self._any_hard(self._final, final)
             self._final = final
 
-    def _valid_from(self, first: int, stop: int) -> Floats:
-        return self._lines[first:stop, self._products + SUMS - 1]
+    def _any_hard(self, first: int, stop: int) -> bool:
+        return bool((self.table[first:stop, self._products + SUMS - 1] > 0).any())
 
     def _term(self, step: IdleStep) -> tuple[float, ...]:
         numerator, root = step.factors[0], 1.0
@@ -152,19 +152,15 @@ class Sums:
     @property
     def any_hard(self) -> bool:
         """Whether there may be a row that must go step by step."""
-        return self._hard_final or bool((self._valid_from(self._final, self.count) > 0).any())
+        return self._hard_final or self._any_hard(self._final, self.count)
 
     # --- for rows -----------------------------------------------------------------------------------------------------
-
-    def arrays(self) -> tuple[Floats, Floats]:
-        """Return lines and blocks, for compiled code."""
-        return self._lines, self._blocks
 
     def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return lines and blocks on `device`."""
         if device.type == "cpu":
-            return torch.from_numpy(self._lines), torch.from_numpy(self._blocks)
-        return self._device_copy.tensors(device, self._lines, self._blocks, self.count, self._final)
+            return torch.from_numpy(self.table), torch.from_numpy(self.blocks)
+        return self._device_copy.tensors(device, self.table, self.blocks, self.count, self._final)
 
     def lines(self, index: Tensor) -> Tensor:
         """Return what rows last touched at the steps `index` (n,) int64, counted from 0, have missed, in float64."""
@@ -208,8 +204,3 @@ class Sums:
     def decay_after(self, line: Tensor) -> Tensor:
         """Return what multiplies weights, ``(n, 1)``, in the steps beyond the horizon of each line."""
         return self.lines((line + self.horizon).clamp_max(self.count))[:, :1]
-
-
-def compiled_module() -> Any:
-    """Return the module `numba_sums`, or None without numba."""
-    return jit.compiled_module("speedtransfer.idle.numba_sums")

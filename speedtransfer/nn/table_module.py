@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from speedtransfer.encoding.codecs import check_dtypes
+from speedtransfer.encoding import check_dtypes
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.options import TableOptions, complete

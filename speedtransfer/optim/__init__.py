@@ -2,7 +2,7 @@
 
 from speedtransfer.optim.handle import Handle, find_handle
 from speedtransfer.optim.hooks import install
-from speedtransfer.optim.probe import PlaneSpec, probe
+from speedtransfer.optim.probe import PlaneSpec, probe_optimizer
 from speedtransfer.rows import Rows
 
-__all__ = ["Handle", "PlaneSpec", "Rows", "find_handle", "install", "probe"]
+__all__ = ["Handle", "PlaneSpec", "Rows", "find_handle", "install", "probe_optimizer"]

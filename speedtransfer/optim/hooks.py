@@ -19,7 +19,7 @@ from speedtransfer.idle import Rule, choose_rule, has_rule
 from speedtransfer.optim import backward, replicas, state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
 from speedtransfer.optim.pending import count_step
-from speedtransfer.optim.probe.probe import Findings, leaves_idle_rows, probe
+from speedtransfer.optim.probe import Findings, leaves_idle_rows, probe_optimizer
 from speedtransfer.optim.state import RowState
 
 _installed = False
@@ -152,7 +152,7 @@ def _unload(optimizer: Optimizer) -> None:
 def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Let `optimizer` train the table from now on, with fresh state."""
     handle.check_not_lost(optimizer)
-    specs = probe(optimizer, group, handle.param, handle.sparse)  # may refuse, and then nothing has changed
+    specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)  # may refuse, and then nothing has changed
     give_state(handle, optimizer, group, specs)
 
 

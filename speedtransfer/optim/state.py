@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.idle import Rule
-from speedtransfer.idle.lag import Lag
+from speedtransfer.idle import Lag, Rule
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.placeholder import EncodedPlane
-from speedtransfer.optim.probe import PlaneSpec, probe
-from speedtransfer.optim.probe.trajectories import STEPS
+from speedtransfer.optim.probe import STEPS, PlaneSpec, probe_optimizer
 from speedtransfer.rows import Rows
 from speedtransfer.tables import row_chunks
 
@@ -97,7 +95,9 @@ class RowState:
                 if name not in self._views:
                     plane = "state.weight" if name == "weight" else name
                     # Tables have no bool.
-                    self.rows.add(plane, spec.tail, torch.uint8 if spec.dtype == torch.bool else spec.dtype, spec.start)
+                    self.rows.add(
+                        plane, spec.tail, torch.uint8 if spec.dtype == torch.bool else spec.dtype, spec.initial
+                    )
                     self._specs[name], self._planes[name] = spec, plane
                     viewable = self.rows.is_viewable(plane)
                     self._views[name] = (
@@ -295,7 +295,7 @@ class RowState:
 
     def _holds_initial(self, name: str, value: Tensor) -> bool:
         """Tell whether a state is what untouched rows have, as constructors make it (Adagrad): planes hold that already."""
-        start = self._specs[name].start
+        start = self._specs[name].initial
         if start is None:
             return False
         if 0 in value.stride():  # one number in the shape of all
@@ -311,7 +311,7 @@ class RowState:
             return
         param = self.param
         group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
-        findings = probe(optimizer, group, param, self._from_sparse)
+        findings = probe_optimizer(optimizer, group, param, self._from_sparse)
         self.add({name: spec for name, spec in findings.items() if name in unknown})
         late = unknown - self._views.keys() - self._shared - findings.shared
         if late:

@@ -19,7 +19,7 @@ from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.placeholder import EncodedPlane
-from speedtransfer.optim.probe import PlaneSpec, probe
+from speedtransfer.optim.probe import PlaneSpec, probe_optimizer
 from speedtransfer.optim.state import check_shape
 
 # Between the two hooks of a load: planes that torch must not copy to the device of the parameter, nor cast to its dtype.
@@ -97,7 +97,7 @@ def _entries(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[tuple
 
 def _planes(optimizer: Optimizer, group: dict[str, Any], handle: Handle) -> dict[str, PlaneSpec]:
     try:
-        return probe(optimizer, group, handle.param, handle.sparse)
+        return probe_optimizer(optimizer, group, handle.param, handle.sparse)
     except OptimizerError:  # the first step will say why
         return {}
 
@@ -135,7 +135,7 @@ def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         for name, spec in _planes(optimizer, group, handle).items():
             if name in empty:
                 whole[name] = weight.new_empty(len(weight), *spec.tail, dtype=spec.dtype)
-                whole[name].copy_(weight) if spec.start is None else whole[name].fill_(spec.start)
+                whole[name].copy_(weight) if spec.initial is None else whole[name].fill_(spec.initial)
         state_dict["state"][key] = entry = cloned(entry, tensors=False)  # that of the optimizer stays as it is
         put(entry, whole)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim.probe.trajectories import sparse_gradient
+from speedtransfer.optim.probe import sparse_gradient
 from speedtransfer.optim.table_param import TableParam
 
 

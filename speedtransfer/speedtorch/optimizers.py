@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from speedtransfer.cuda import wait_until_filled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, check_size
-from speedtransfer.optim import PlaneSpec, probe
+from speedtransfer.optim import PlaneSpec, probe_optimizer
 from speedtransfer.optim.leaves import cloned, leaves, put
-from speedtransfer.optim.probe.trial import Trial, without_gradients
+from speedtransfer.optim.probe import Trial, without_gradients
 from speedtransfer.speedtorch.common import Held
 from speedtransfer.speedtorch.models import all_weights
 from speedtransfer.speedtorch.parameters import find_parameter, place_in
@@ -70,7 +70,7 @@ class Optimizers(Held):
         self._like = self._param.detach().new_empty(0, self.embed_dimension)
         trained_by, hyper = self._stand_in()
         with torch.device("cpu"):  # whatever the default device: where it matters a trial names it
-            self._specs: dict[str, PlaneSpec] = probe(trained_by, hyper, self._like)
+            self._specs: dict[str, PlaneSpec] = probe_optimizer(trained_by, hyper, self._like)
         self.optVarList = list(self._specs)
         self._columns = {
             _plane(name): Column(spec.tail, self._wanted if self._is_like_weights(spec) else spec.dtype)
@@ -111,10 +111,10 @@ class Optimizers(Held):
         table = self._place().table(self.total_classes, 0, torch.float32)
         for name, spec in self._specs.items():
             column = self._columns[_plane(name)]
-            table.add_plane(_plane(name), _width(column.tail), stored_dtype(column.dtype), spec.start or 0)
+            table.add_plane(_plane(name), _width(column.tail), stored_dtype(column.dtype), spec.initial or 0)
         self._held = rows = Rows(table, self._columns)
         self._shown = False  # views have been handed out, through which state may have been set by hand
-        self._copies = [name for name, spec in self._specs.items() if spec.start is None]
+        self._copies = [name for name, spec in self._specs.items() if spec.initial is None]
         return rows
 
     @property

@@ -1,9 +1,8 @@
-"""What the state of a row that nothing has touched yet is: steps without a gradient show it."""
+"""Infer the initial optimizer state of an untouched row by stepping with zero gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,77 +11,53 @@ from torch.optim import Optimizer
 
 from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.optim.leaves import cloned, leaves, put
-from speedtransfer.optim.probe.trajectories import ROWS, STEPS, close, sparse_gradient
+from speedtransfer.optim.probe.trajectories import ROWS, STEPS, InitialValue, close, sparse_gradient
 from speedtransfer.optim.probe.trial import Seen, StateError, Trial
 
-
-@dataclass(frozen=True)
-class Start:
-    """A tensor of state that follows the rows: as it is after the step that made it, and what its rows start from.
-
-    `start` is None for a copy of the weights.
-    """
-
-    value: Tensor
-    start: float | None
-    late: bool
-
-    def rows(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the state of untouched rows with these weights."""
-        if self.start is None:
-            return weights.to(dtype, copy=True)
-        return self.value.new_full((len(weights), *self.value.shape[1:]), self.start, dtype=dtype)
+# The initial values of the state that follows the rows, by name, and the names of the other state.
+Found = tuple[dict[str, InitialValue], set[str]]
 
 
-def starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> tuple[dict[str, Start], set[str]]:
-    """Return the tensors of state that follow the rows, by name, and the names of those that do not.
+def initial_values(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> Found:
+    """Return the initial values of the state that follows the rows `weights` (ROWS, dim), and the names of the other state.
 
     Raises
     ------
     StateError
-        State that cannot be moved by row, or has no one value to start from.
+        State that cannot be moved by row, or has no one initial value.
     """
-    seen = _still(optimizer, group, weights, STEPS)
-    follow = _that_follow(seen, _still(optimizer, group, weights[1:], _last(seen)))
-    shared = seen.keys() - set(follow)
-    if not follow:
-        return {}, shared
-    # Decay moves the state of rows without a gradient too, and hides what they start from.
-    decays = {k: 0.0 for k, v in group.items() if "weight_decay" in k and isinstance(v, float) and v}
-    calm = {**group, **decays}
-    if decays:
-        seen = {**seen, **_still(optimizer, calm, weights, _last(seen))}
-    found = _values(optimizer, calm, weights, {name: seen[name] for name in follow})
-    result = {}
-    for name in follow:
-        start = found[name]
-        if start and _zero_does_as_well(optimizer, group, weights, name, start):
-            start = 0.0  # zero pages take no memory: Adamax's exp_inf would be eps all over
-        result[name] = Start(seen[name].value, start, seen[name].late)
-    return result, shared
+    seen, follow = _seen(optimizer, group, weights, torch.zeros_like)
+    shared, found = seen.keys() - set(follow), dict[str, float | None]()
+    if follow:
+        # Decay moves the state of rows without a gradient too, and hides its initial value.
+        decays = {k: 0.0 for k, v in group.items() if "weight_decay" in k and isinstance(v, float) and v}
+        calm = {**group, **decays}
+        if decays:
+            seen = {**seen, **_still(optimizer, calm, weights, _last(seen), torch.zeros_like)}
+        found = _values(optimizer, calm, weights, {name: seen[name] for name in follow})
+        for name, value in found.items():
+            if value and _zero_does_as_well(optimizer, group, weights, name, value):
+                found[name] = 0.0  # zero pages take no memory: Adamax's exp_inf would be eps all over
+    return {name: InitialValue(seen[name].value, found[name], seen[name].late) for name in follow}, shared
 
 
-def sparse_starts(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> tuple[dict[str, Start], set[str]]:
-    """Return the same for steps with sparse gradients: what the state of rows is that those do not name.
+def initial_values_of_sparse(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> Found:
+    """Return the same for steps with sparse gradients: the state of rows that those do not name.
 
     Raises
     ------
     StateError
-        State that cannot be moved by row, or has no one value to start from.
+        State that cannot be moved by row, or has no one initial value.
     """
-    seen = _still(optimizer, group, weights, STEPS, _of_first_row)
-    for name, entry in seen.items():
-        if entry.value.layout != torch.strided:
-            raise StateError(f"its state {name!r} is a sparse tensor")
-    follow = _that_follow(seen, _still(optimizer, group, weights[1:], _last(seen), _of_first_row))
+    seen, follow = _seen(optimizer, group, weights, _of_first_row)
     result = {}
     for name in follow:
         entry = seen[name]
         rest = Seen(None, entry.value[1:], entry.before[1:], entry.after[1:], entry.late)
-        values = _one_value(rest.value)
-        if not _is_copy(rest) and not values:
-            raise StateError(f"state {name!r} of an untouched row has no one value to start from")
-        result[name] = Start(entry.value, None if _is_copy(rest) else values[0], entry.late)
+        choices = _choices(rest)
+        if not choices:
+            raise _unknown(name)
+        result[name] = InitialValue(entry.value, choices[0], entry.late)
     return result, seen.keys() - set(follow)
 
 
@@ -92,14 +67,35 @@ def _of_first_row(weights: Tensor) -> Tensor:
     return sparse_gradient(torch.ones_like(weights[:1]), first, len(weights))
 
 
+def _seen(
+    optimizer: Optimizer, group: dict[str, Any], weights: Tensor, gradient: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, Seen], list[str]]:
+    """Return the state that steps make, and which of it has the rows as its first dimension: so one row fewer tells."""
+    seen = _still(optimizer, group, weights, STEPS, gradient)
+    for name, entry in seen.items():
+        if entry.value.layout != torch.strided:
+            raise StateError(f"its state {name!r} is a sparse tensor")
+    fewer = _still(optimizer, group, weights[1:], _last(seen), gradient)
+    follow = []
+    for name, entry in seen.items():
+        shape = tuple(entry.value.shape)
+        other = tuple(fewer[name].value.shape) if name in fewer else None
+        if other == shape:
+            continue
+        if not shape or other != (ROWS - 1, *shape[1:]) or shape[0] != ROWS:
+            raise StateError(
+                f"its state {name!r} is {shape} for {ROWS} rows and {other} for {ROWS - 1}, not one entry a row, rows first"
+            )
+        if entry.value.dtype not in (*TABLE_DTYPES, torch.bool):
+            raise StateError(f"its state {name!r} is {entry.value.dtype}, which no table can hold")
+        follow.append(name)
+    return seen, follow
+
+
 def _still(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    weights: Tensor,
-    steps: int,
-    gradient: Callable[[Tensor], Tensor] = torch.zeros_like,
+    optimizer: Optimizer, group: dict[str, Any], weights: Tensor, steps: int, gradient: Callable[[Tensor], Tensor]
 ) -> dict[str, Seen]:
-    """Return what `steps` steps show, with a gradient of zeros, or another `gradient` made for the weights."""
+    """Return the state that `steps` steps make with a `gradient` made for the weights."""
     # With the learning rate as it is, zero too: Rprop's step_size starts from it.
     trial = Trial(optimizer, group, weights)
     for _ in range(steps):
@@ -114,34 +110,6 @@ def _last(seen: dict[str, Seen]) -> int:
     return STEPS if any(entry.late for entry in seen.values()) else 1
 
 
-def _that_follow(seen: dict[str, Seen], fewer: dict[str, Seen]) -> list[str]:
-    """Return the names of the state whose first dimension is the rows, which the same state of one row fewer tells."""
-    names = []
-    for name, entry in seen.items():
-        shape = tuple(entry.value.shape)
-        other = tuple(fewer[name].value.shape) if name in fewer else None
-        if other == shape:
-            continue
-        if not shape or other != (ROWS - 1, *shape[1:]) or shape[0] != ROWS:
-            raise StateError(
-                f"its state {name!r} is {shape} for {ROWS} rows and {other} for {ROWS - 1}, not one entry a row, rows first"
-            )
-        if entry.value.dtype not in (*TABLE_DTYPES, torch.bool):
-            raise StateError(f"its state {name!r} is {entry.value.dtype}, which no table can hold")
-        names.append(name)
-    return names
-
-
-def _is_copy(entry: Seen) -> bool:
-    """Tell whether the state is a copy of the weights, of those before the step or after it."""
-    if entry.value.shape != entry.before.shape or not entry.value.numel():
-        return False
-    first = entry.value if entry.first is None else entry.first
-    # Weights that are all the same show nothing: the first step of FTRL makes them zero, and its state is zero too.
-    telling = [rows for rows in (entry.before, entry.after) if not _one_value(rows)]
-    return any(torch.equal(state.double(), rows.double()) for state in (entry.value, first) for rows in telling)
-
-
 def _one_value(state: Tensor | None) -> list[float]:
     """Return the value of all entries of `state`, or nothing where they differ."""
     if state is None or state.dim() == 0:
@@ -152,30 +120,42 @@ def _one_value(state: Tensor | None) -> list[float]:
     return [float(values[0])] if bool((values == values[0]).all()) else []
 
 
+def _choices(entry: Seen) -> list[float | None]:
+    """Return what may be the initial value; None: a copy of the weights, of those before the step or after it."""
+    states = [entry.value] if entry.first is None else [entry.value, entry.first]
+    # Weights that are all the same show nothing: the first step of FTRL makes them zero, and its state is zero too.
+    telling = [rows for rows in (entry.before, entry.after) if not _one_value(rows)]
+    is_copy = (
+        entry.value.shape == entry.before.shape
+        and entry.value.numel() > 0
+        and any(torch.equal(state.double(), rows.double()) for state in states for rows in telling)
+    )
+    return [*([None] if is_copy else []), *_one_value(entry.first), *_one_value(entry.value)]
+
+
 def _values(
     optimizer: Optimizer, group: dict[str, Any], weights: Tensor, seen: dict[str, Seen]
 ) -> dict[str, float | None]:
     """Choose, for each state, what a step without a gradient leads from to what the first step led to; None: the weights."""
-    choices = {
-        name: [*([None] if _is_copy(entry) else []), *_one_value(entry.first), *_one_value(entry.value), 0.0]
-        for name, entry in seen.items()
-    }
+    choices = {name: [*_choices(entry), 0.0] for name, entry in seen.items()}
     early = {name for name, entry in seen.items() if not entry.late}
-    at = dict.fromkeys(seen, 0)
-    for _ in range(4):
-        chosen = {name: choices[name][at[name]] for name in seen}
+    for name in seen.keys() - early:
+        if len(choices[name]) == 1:
+            raise _unknown(name)
+    while True:
+        chosen = {name: choices[name][0] for name in seen}
         ends = _replay(optimizer, group, weights, {name: chosen[name] for name in early}) if early else {}
         wrong = [name for name in early if not close(seen[name].value, ends[name])]
         if not wrong:
-            unsure = [name for name in seen if name not in early and len(choices[name]) == 1]
-            if unsure:
-                raise StateError(f"state {unsure[0]!r} of an untouched row has no one value to start from")
             return chosen
         for name in wrong:
-            at[name] += 1
-            if at[name] == len(choices[name]):
-                raise StateError(f"state {name!r} of an untouched row has no one value to start from")
-    raise StateError(f"state {wrong[0]!r} of an untouched row has no one value to start from")
+            del choices[name][0]
+            if not choices[name]:
+                raise _unknown(name)
+
+
+def _unknown(name: str) -> StateError:
+    return StateError(f"state {name!r} of an untouched row has no one value to start from")
 
 
 def _replay(

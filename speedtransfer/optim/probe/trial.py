@@ -1,4 +1,4 @@
-"""A trial of a user's optimizer: a fresh one of the same kind, with the same hyperparameters, on a few rows."""
+"""Make a fresh optimizer like a given one, with the same hyperparameters, and step it on a few rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import enum
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -25,7 +25,7 @@ class StateError(ValueError):
     """State that a table cannot hold, or whose value in an untouched row is unknown."""
 
 
-class _Entries(dict[Any, Any]):
+class FirstEntries(dict[Any, Any]):
     """State of one parameter; keeps a copy of what each entry was when the optimizer first set it."""
 
     def __init__(self, entries: Any = ()) -> None:
@@ -39,48 +39,33 @@ class _Entries(dict[Any, Any]):
             self.first[key] = cloned(value)
         super().__setitem__(key, value)
 
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
+    # By way of the above.
+    setdefault = MutableMapping.setdefault
+    update = MutableMapping.update
 
 
-class _States(defaultdict[Any, Any]):
-    """``optimizer.state`` of a trial."""
+class FirstStates(defaultdict[Any, Any]):
+    """``optimizer.state`` that keeps what its entries first were."""
 
     def __init__(self, states: dict[Any, Any]) -> None:
-        super().__init__(_Entries)
-        for key, value in states.items():
-            self[key] = value
+        super().__init__(FirstEntries)
+        MutableMapping.update(self, states)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, _Entries(value) if type(value) is dict else value)
+        super().__setitem__(key, FirstEntries(value) if type(value) is dict else value)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor of state when it was first there.
+    """A tensor of state when it was first there."""
 
-    Attributes
-    ----------
-    first : Tensor or None
-        As the optimizer first set it, before it updated it in place.
-    value : Tensor
-        After that step.
-    before, after : Tensor
-        The weights before and after that step.
-    late : bool
-        It was not there after the first step.
-    """
-
+    # As the optimizer first set it, before it updated it in place, and after that step.
     first: Tensor | None
     value: Tensor
+    # The weights before and after that step.
     before: Tensor
     after: Tensor
+    # It was not there after the first step.
     late: bool
 
 
@@ -90,7 +75,7 @@ class Trial:
     def __init__(self, optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> None:
         self.param = nn.Parameter(weights.clone())
         self.optimizer = _like(optimizer, group, self.param)
-        self.optimizer.state = _States(self.optimizer.state)
+        self.optimizer.state = FirstStates(self.optimizer.state)
         self.seen: dict[str, Seen] = {}
         self._steps = 0
 
@@ -115,13 +100,10 @@ class Trial:
             step = step.__wrapped__
         step(self.optimizer)
         found = leaves(self.state)
-        if any(name not in self.seen for name in found):
-            first = leaves(self.first)
-            for name in [name for name in found if name not in self.seen]:
-                after = self.param.detach().clone()
-                self.seen[name] = Seen(
-                    first.get(name), found[name].detach().clone(), before, after, late=self._steps > 0
-                )
+        new = [name for name in found if name not in self.seen]
+        first, after = (leaves(self.first), self.param.detach().clone()) if new else ({}, before)
+        for name in new:
+            self.seen[name] = Seen(first.get(name), found[name].detach().clone(), before, after, self._steps > 0)
         self._steps += 1
         return found
 
