@@ -1,4 +1,4 @@
-"""Keep a copy of `Sums` on a device, up to date by sending the lines that have changed."""
+"""Keep a copy of `Sums` on a device, by sending the lines that have changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DeviceCopy:
     def tensors(
         self, device: torch.device, lines: Floats, blocks: Floats, count: int, final: int
     ) -> tuple[Tensor, Tensor]:
-        """Return `lines` and `blocks` on `device`, the first `count` + 1 lines up to date.
+        """Return `lines` and `blocks` on `device`, with the first `count` + 1 lines as they are now.
 
         A step changes the lines of its block, those from `final` on, and the blocks before.
         """

@@ -166,7 +166,7 @@ def take_terms(
     start: int,
     stop: int,
 ) -> None:
-    """Bring the rows `start` to `stop` up to date.
+    """Catch up the rows `start` to `stop`.
 
     Parameters
     ----------

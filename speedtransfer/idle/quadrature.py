@@ -1,4 +1,4 @@
-r"""What one more step changes in the lines of a `History`, in NumPy; `compiled.take_step` does the same, faster.
+r"""Add a step to the lines of `Sums`, in NumPy; `numba_sums.take_step` does the same, faster.
 
 A line stands for a step that rows may have been touched last at. Its columns, after those of the products:
 

@@ -1,7 +1,7 @@
 """Remember steps that rows take one after the other: of adaptive optimizers whose weight decay is added to the gradient.
 
 The gradient of an idle row is then ``decay * weight``, so that each step depends on all before it and no formula sums them up.
-What is kept of a step are eight numbers; by kind of optimizer (unused ones are zero):
+What is kept of a step are up to eight numbers; by kind of optimizer:
 
 ========== ===========================================================================
 adam       decay, 1 - beta1, beta2, 1 - beta2, root, eps, scale, scale of the gradient
@@ -71,11 +71,11 @@ class Replay:
             old = self._numbers
             self._allocate(2 * count)
             self._numbers[:count] = old
-        self._numbers[count] = numbers
+        self._numbers[count, : len(numbers)] = numbers
         self.now += 1
 
     def sweep(self) -> None:
-        """Forget all steps: every row has been brought up to date."""
+        """Forget all steps: every row has been caught up."""
         self.base = self.now
         self._allocate(_CAPACITY)
 
