@@ -140,17 +140,17 @@ class Rows(StoredPlanes):
         """Write the rows `ids` (n,), none twice, as they are after the steps that they have missed; None: all rows."""
         if not self.lag:
             return
-        if ids is not None:
-            with self.lock:
+        with self.lock:  # also as a whole: steps made meanwhile must not be forgotten at the end
+            if ids is not None:
                 self.write(ids, self.read(ids))
-            return
-        table = self.table
-        row_bytes = max(table.nbytes // max(len(table), 1), 1)
-        with ByteProgress("idle rows take the steps they missed", table.nbytes) as bar:
-            for part in row_chunks(len(table), row_bytes):
-                self.catch_up(torch.arange(part.start, part.stop, device=table.device))
-                bar.advance((part.stop - part.start) * row_bytes)
-        self.lag.forget()  # last: whoever interrupts it finds every row with the steps it has taken
+                return
+            table = self.table
+            row_bytes = max(table.nbytes // max(len(table), 1), 1)
+            with ByteProgress("idle rows take the steps they missed", table.nbytes) as bar:
+                for part in row_chunks(len(table), row_bytes):
+                    self.catch_up(torch.arange(part.start, part.stop, device=table.device))
+                    bar.advance((part.stop - part.start) * row_bytes)
+            self.lag.forget()  # last: whoever interrupts it finds every row with the steps it has taken
 
     def stepped_in_place(self, step: Any) -> None:
         """Record a step that all rows have taken where they are stored; none had missed any before."""
