@@ -261,10 +261,8 @@ def has_rule(optimizer: Optimizer) -> bool:
 def _stack_level() -> int:
     """Return the level of the first frame outside of this package and torch: where the user's step is."""
     frame, level = sys._getframe(2), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
-        "speedtransfer",
-        "torch",
-    ):
+    ours = "speedtransfer.", "torch."
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(ours):
         frame, level = frame.f_back, level + 1
     return level
 
