@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.probe.initial_values import initial_values, initial_values_of_sparse
 from speedtransfer.optim.probe.trajectories import (
-    ROWS,
     STEPS,
     UPDATE,
     InitialValue,
@@ -21,7 +20,7 @@ from speedtransfer.optim.probe.trajectories import (
     gradient_of_lookups,
     sparse_gradient,
 )
-from speedtransfer.optim.probe.trial import StateError, Trial, outside_state, words
+from speedtransfer.optim.probe.trial import StateError, outside_state, words
 
 ADVICE = "use a row-by-row optimizer (SGD, Adam, AdamW, Adamax, Adagrad, ...) for this embedding"
 _SWAPS = "its {}() changes the whole parameter between steps, when no row is there"
@@ -119,13 +118,7 @@ def _explain(
     seed(weights.device, 1)
     if difference(alone, training.of(_FEW).whole(found, put_back=True), rtol) is not None:
         _refuse(optimizer, "its update draws random numbers, so that a trial cannot tell whether it is row by row")
-
-    def stepped(rows: int) -> Optimizer:
-        trial = Trial(optimizer, training.group, weights[:rows])
-        trial.step(torch.ones_like(weights[:rows]))
-        return trial.optimizer
-
-    outside = outside_state(stepped, (ROWS, ROWS - 1))
+    outside = outside_state(optimizer, training.group, weights)
     what = difference(alone, training.whole(found, put_back=True).of(_FEW), rtol)
     if what is not None and what not in outside:
         raise _dependent(optimizer, what)
