@@ -72,7 +72,8 @@ def select_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor])
 def put_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
     """Set ``planes[i][index]`` to ``rows[i]``, in the dtype of ``planes[i]``, all on one device and without gradients."""
     for plane, source in zip(planes, rows, strict=True):
-        source = source.detach()
+        if source.requires_grad:
+            source = source.detach()
         if source.dtype != plane.dtype:
             source = source.to(plane.dtype)
         if source.numel() < _FEW_VALUES and plane.dtype in _SELECTED:

@@ -41,6 +41,21 @@ class TableWeight(nn.Parameter):
         """Call `func` with the whole table."""
         return _call(func, args, kwargs or {})
 
+    # Without a detour by __torch_function__: every zero_grad() asks twice.
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient of the whole table."""
+        return handle_of(self).gradient()
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        handle_of(self).assign_gradient(grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        handle_of(self).assign_gradient(None)
+
     # Two methods of which torch does not tell __torch_function__.
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:

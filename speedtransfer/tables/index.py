@@ -14,7 +14,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
 _INT64_MAX = 2**63 - 1
-_FEW_IDS = 1 << 9  # torch.unique is faster for no more
+_FEW_IDS = 1 << 10  # torch.unique is faster for no more
 _MARK_ROWS = 64  # rows of a table for each one named, up to which marking those is faster than sorting them
 
 
@@ -54,7 +54,10 @@ def as_index(
         tensor = torch.where(tensor.view(torch.int64) < 0, num_rows, tensor.view(torch.int64))
     on_host = tensor.device.type == "cpu"
     where = tensor.device if on_host else device
-    flat = tensor.detach().to(device=where, dtype=torch.int64).reshape(-1).contiguous()
+    flat = tensor.detach()
+    if flat.dtype != torch.int64 or flat.device != where:
+        flat = flat.to(device=where, dtype=torch.int64)
+    flat = flat.reshape(-1).contiguous()
     if on_host and check:
         check_bounds(flat, num_rows, given)
     return flat, tuple(tensor.shape), on_host and check
