@@ -251,7 +251,7 @@ def test_compiled_and_torch_agree_bit_for_bit(kind: type[Rule], dim: int, monkey
         assert torch.equal(values, results[1][name]), name
 
 
-# --- compiled against NumPy ---------------------------------------------------------------------------------------------
+# --- compiled against Python --------------------------------------------------------------------------------------------
 
 
 def steps_of(case: OptimizerCase, count: int, dtype: torch.dtype) -> tuple[Rule, list[IdleStep]]:
@@ -272,7 +272,7 @@ def steps_of(case: OptimizerCase, count: int, dtype: torch.dtype) -> tuple[Rule,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_compiled_steps_equal_those_of_numpy(
+def test_compiled_steps_equal_those_of_python(
     case: OptimizerCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every rule: while the table grows, after it was swept, and where lines are final."""
@@ -293,7 +293,7 @@ def test_compiled_steps_equal_those_of_numpy(
     torch.testing.assert_close(*lines, rtol=1e-13, atol=0, equal_nan=False)
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["numba", "numpy"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["numba", "python"])
 def test_products_that_vanish_become_zero(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
         monkeypatch.setattr("speedtransfer.jit.available", lambda: False)

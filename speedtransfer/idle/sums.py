@@ -115,7 +115,8 @@ class Sums:
         if self._has_sums:
             values[products:] = self._term(step)
         compiled = compiled_module("speedtransfer.idle.numba_sums") or quadrature
-        compiled.take_step(self.table, self.blocks, count, self._final, values, self._limits, self._floor)
+        with np.errstate(all="ignore"):
+            compiled.take_step(self.table, self.blocks, count, self._final, values, self._limits, self._floor)
         self.count += 1
         self.eps = step.eps
         if self._has_sums:
