@@ -1,4 +1,4 @@
-"""Functions that a compiled model calls as they are: which rows a batch names is known only when it runs."""
+"""Keep functions out of `torch.compile`: which rows a batch names is known only when it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Run `function` as it is inside a compiled model too.
+    """Run `function` eagerly inside a compiled model.
 
     ``torch.compiler.disable`` imports the compiler when it decorates, which takes seconds; here that waits until it is needed.
     """

@@ -1,4 +1,4 @@
-"""The exceptions of speedtransfer: each is also the standard exception that Python or PyTorch would raise.
+"""Exceptions of speedtransfer: each is also the standard exception that Python or PyTorch would raise.
 
 Catch :class:`SpeedtransferError` for all of them, or ``IndexError``, ``ValueError``, ... as everywhere else. A message
 names the bad value, the rule it broke and the remedy, on one line: the command line prints it as it is.

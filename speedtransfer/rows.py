@@ -121,7 +121,7 @@ class Rows(StoredPlanes):
             if method is not None:
                 method(ids)
 
-        self.table._settle_with(caught_up)
+        self.table._catch_up = caught_up
         self._at_end = weakref.finalize(owner, _outlive, self)
         self._at_end.atexit = False
 
@@ -129,7 +129,7 @@ class Rows(StoredPlanes):
         """Forget the steps that rows have missed, and which each has taken."""
         if self.lag is None:
             return
-        self.table._settle_with(None)
+        self.table._catch_up = None
         self._at_end.detach()  # it holds the table
         if LAST_STEP in self._codecs:
             self.drop(LAST_STEP)
@@ -170,4 +170,4 @@ def _outlive(rows: Rows) -> None:
     """Have the table catch up its rows without the owner of `rows`, whoever reads it then."""
     orphan = copy.copy(rows)
     orphan.table = weakref.proxy(rows.table)
-    rows.table._settle_with(orphan.catch_up)
+    rows.table._catch_up = orphan.catch_up

@@ -16,12 +16,12 @@ from speedtransfer.errors import StorageError
 def physical_bytes() -> int:
     """Return the bytes of memory this machine, or the container it runs in, has (0 where the system does not say).
 
-    SPEEDTRANSFER_HOST_BYTES in the environment says so where the system is wrong: a machine whose memory grows as it is used.
+    SPEEDTRANSFER_HOST_BYTES in the environment overrides it, for a machine whose memory grows as it is used.
     """
-    told = os.environ.get("SPEEDTRANSFER_HOST_BYTES", "")
-    if told:
+    override = os.environ.get("SPEEDTRANSFER_HOST_BYTES", "")
+    if override:
         with contextlib.suppress(ValueError, OverflowError):
-            return int(float(told))
+            return int(float(override))
     try:
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -34,7 +34,7 @@ def physical_bytes() -> int:
 
 
 def cpu_model() -> str:
-    """Return what the system calls its processor."""
+    """Return the name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -271,9 +271,10 @@ class TestEngineOfATable:
 
     def test_one_that_cannot_serve(self):
         table = st.Table(4, 4, memory="pageable", device="cpu")
-        for name in ("mapped", "auto", "tiled", "hsot"):
+        for name in ("mapped", "tiled", "hsot"):
             with pytest.raises(InvalidValueError, match="which does not move rows of memory='pageable' on cpu"):
                 table.engine = name
+        table.engine = "auto"  # where there is nothing to choose from the default
         assert table.engine == "host"
 
     def test_the_environment(self, monkeypatch):

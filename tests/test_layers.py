@@ -67,6 +67,12 @@ def test_imports_go_down():
     assert not wrong
 
 
+def test_no_file_name_twice_in_the_core():
+    outer = {"word2vec", "speedtorch", "benchmark", "cli", "__init__", "__main__"}
+    names = [path.name for path in FILES if part_of(path) not in outer and path.name != "__init__.py"]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_cupy_is_imported_in_one_folder():
     found = {
         str(path.relative_to(PACKAGE))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from speedtransfer.checkpoint.plain_data import Keep
 from speedtransfer.checkpoint.tensors import TensorReader
+from speedtransfer.cuda import wait_until_filled
 from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.encoding import Part, codec_named, decode_rows
 from speedtransfer.rows import Rows
@@ -106,5 +107,4 @@ class SavedRows:
                 target[chunk].copy_(parts[part].view(target[chunk].shape))
             advance((chunk.stop - chunk.start) * self.row_bytes)
         for target in targets.values():
-            if target.is_cuda:  # engines on other streams know nothing of these copies
-                torch.cuda.current_stream(target.device).synchronize()
+            wait_until_filled(target)

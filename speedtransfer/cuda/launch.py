@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.resources
 from typing import Any
@@ -17,14 +18,8 @@ from speedtransfer.errors import DeviceError
 def load_kernel(source_name: str, function_name: str, device: torch.device, shared_bytes: int = 0) -> Any:
     """Return the kernel `function_name` of ``speedtransfer/kernels/<source_name>``, compiled for `device`.
 
-    Call it by :func:`launch_kernel`. It is compiled once a process and device; CuPy keeps the binary in its cache folder.
-
-    Parameters
-    ----------
-    source_name, function_name : str
-    device : torch.device
-    shared_bytes : int
-        The most dynamic shared memory that a block will be launched with.
+    Call it by :func:`launch_kernel`, with at most `shared_bytes` of dynamic shared memory a block. It is compiled once a
+    process and device; CuPy keeps the binary in its cache folder.
 
     Raises
     ------
@@ -51,23 +46,12 @@ def launch_kernel(
 ) -> None:
     """Queue a kernel from :func:`load_kernel` on `stream`.
 
-    Parameters
-    ----------
-    kernel : object
-    blocks, threads : int
-        The size of the launch.
-    argument : ndarray
-        Of one element, which the kernel takes by value; it may be changed as soon as this returns.
-    stream : torch.cuda.Stream
-    shared_bytes : int
-        Dynamic shared memory of a block.
+    The kernel takes `argument`, an array of one element, by value: it may be changed as soon as this returns.
     """
     index = stream.device_index
     given = cupy_stream(stream.cuda_stream, index)
-    if len(cuda_status().devices) == 1:  # the current one, in every thread: nothing to switch
-        kernel((blocks,), (threads,), (argument,), shared_mem=shared_bytes, stream=given)
-        return
-    with on_device(index):
+    # A single device is the current one in every thread: nothing to switch.
+    with contextlib.nullcontext() if len(cuda_status().devices) == 1 else on_device(index):
         kernel((blocks,), (threads,), (argument,), shared_mem=shared_bytes, stream=given)
 
 

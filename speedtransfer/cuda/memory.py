@@ -83,9 +83,11 @@ def mapped_view(host: Tensor, device: torch.device | str | int | None = None) ->
         return torch.utils.dlpack.from_dlpack(array).view(host.dtype)
 
 
+@functools.cache
 def require_mapped(device: torch.device) -> None:
     """Raise :class:`~speedtransfer.errors.DeviceError` where kernels on `device` cannot use host pointers."""
-    if not _uses_host_pointers(device.index):
+    runtime = load_cupy().cuda.runtime
+    if not runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, device.index):
         raise DeviceError(
             f"{torch.cuda.get_device_name(device)} cannot address page-locked memory by its host pointer "
             "(cudaDevAttrCanUseHostPointerForRegisteredMem is 0); use memory='pageable'"
@@ -142,9 +144,3 @@ def _free_host(pointer: int, index: int, process: int) -> None:
                 runtime.deviceSynchronize()
         with on_device(index):
             runtime.freeHost(pointer)
-
-
-@functools.cache
-def _uses_host_pointers(index: int) -> bool:
-    runtime = load_cupy().cuda.runtime
-    return bool(runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, index))

@@ -90,12 +90,8 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
         raise InvalidTypeError(f"device is {device!r} but must be a torch.device, str or int; pass 'cpu' or 'cuda:0'")
     rule = "the compute device must be a CPU or CUDA device; pass device='cpu' or device='cuda:0'"
-    if isinstance(device, int):
-        if device < 0:
-            raise InvalidValueError(f"device is {device} but {rule}")
-        device = torch.device("cuda", device)
     try:
-        found = torch.device(device)
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except RuntimeError:
         raise InvalidValueError(f"device is {device!r} but {rule}") from None
     if found.type == "cpu":

@@ -1,4 +1,4 @@
-"""Order between the streams that read and write the same planes: what keeps a race out without a synchronize."""
+"""Order reads and writes of the same planes between CUDA streams by events, so that the host need not wait."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class StreamOrder:
 
 
 class _Queueing(AbstractContextManager[torch.cuda.Stream]):
-    """What reading and writing share: the lock, the stream, and that nothing is left locked by an error."""
+    """Hold the lock of an order around what is queued on the current stream, and release it after an error as well."""
 
     def __init__(self, order: StreamOrder, begin: _Step, end: _Step) -> None:
         self._order, self._begin, self._end = order, begin, end
@@ -126,7 +126,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_torchs(stream: torch.cuda.Stream) -> bool:
-    """Tell whether `stream` lives as long as the process; another one may die, and its address go to the next.
+    """Tell whether `stream` lives as long as the process; another may be destroyed, and its address reused.
 
     torch's own streams have odd ids, the default stream has 0, one from elsewhere has its (even) address.
     """

@@ -50,22 +50,19 @@ class AutoEngine:
     device : torch.device
         The compute device.
     measure : callable, optional
-        Makes the calibration where there is none, at the first call worth it; None: the default engine then.
+        Makes the calibration where there is none, at the first call worth it.
     """
 
     name = "auto"
 
     def __init__(
-        self,
-        engines: dict[str, Engine],
-        device: torch.device,
-        measure: Callable[[], Calibration | None] | None = None,
+        self, engines: dict[str, Engine], device: torch.device, measure: Callable[[], Calibration | None] = lambda: None
     ) -> None:
         self.engines, self.device, self._measure = engines, device, measure
         self._default = self._last = next(iter(engines))
-        self._turn = threading.Lock()
+        self._turn, self._measured = threading.Lock(), False
+        # What `_seen` says of calls so far: a choice takes longer than a small call.
         self._seen: Calibration | None = None
-        # By what `_seen` says: a choice takes longer than a small call.
         self._chosen: dict[tuple[object, ...], str] = {}
 
     def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
@@ -85,10 +82,10 @@ class AutoEngine:
 
     def choose(self, direction: Direction, row_bytes: int, num_rows: int) -> str:
         """Return the name of the engine for a call that moves `num_rows` rows, of `row_bytes` in all planes together."""
-        calibration, measure = known(self.device), self._measure
-        if calibration is None and measure is not None and num_rows * row_bytes >= _WORTH_BYTES:
-            self._measure = None  # once, whatever comes of it
-            calibration = measure()
+        calibration = known(self.device)
+        if calibration is None and not self._measured and num_rows * row_bytes >= _WORTH_BYTES:
+            self._measured = True  # once, whatever comes of it
+            calibration = self._measure()
         if calibration is None:
             return self._default
         if calibration is not self._seen:
@@ -122,13 +119,8 @@ def engine_names(memory: str, device: torch.device) -> tuple[str, ...]:
 def make_engine(memory: str, device: torch.device, name: str | None = None) -> Engine:
     """Return an engine for planes in `memory`.
 
-    Parameters
-    ----------
-    memory : {"pinned", "pageable", "mmap", "device"}
-    device : torch.device
-        The compute device.
-    name : str, optional
-        Default: the environment's SPEEDTRANSFER_ENGINE where that can serve, else the first of :func:`engine_names`.
+    Without a `name` it is the environment's SPEEDTRANSFER_ENGINE where that can serve, else the first of :func:`engine_names`,
+    which "auto" names too where there is nothing to choose from.
 
     Raises
     ------
@@ -139,6 +131,8 @@ def make_engine(memory: str, device: torch.device, name: str | None = None) -> E
     if name is None:
         wanted = os.environ.get("SPEEDTRANSFER_ENGINE", "")
         name = wanted if wanted in names else names[0]
+    elif name == "auto":
+        name = names[0]
     if name not in names:
         hint = suggest(str(name), names)
         raise InvalidValueError(f"engine is {name!r}, which does not move rows of memory={memory!r} on {device}{hint}")
@@ -184,26 +178,18 @@ def measure_machine(device: torch.device) -> Calibration | None:
 @contextlib.contextmanager
 def _alone(device: torch.device) -> Iterator[bool]:
     """Say whether no other process of this machine is measuring; each would slow the other down."""
-    path = file_of(machine_of(device)).with_suffix(".lock")
-    try:
-        os.makedirs(path.parent, exist_ok=True)
-    except OSError:  # nowhere to write: then no other process does either
-        yield True
-        return
-    try:
+    path, ours = file_of(machine_of(device)).with_suffix(".lock"), False
+    with contextlib.suppress(OSError):  # nowhere to write: then no other process does either
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and time.time() - path.stat().st_mtime > _LOCK_S:
             path.unlink()  # of a process that was killed
         path.touch(exist_ok=False)
-    except FileExistsError:
-        yield False
-        return
-    except OSError:
-        yield True
-        return
+        ours = True
     try:
-        yield True
+        yield ours or not path.exists()
     finally:
-        path.unlink(missing_ok=True)
+        if ours:
+            path.unlink(missing_ok=True)
 
 
 def calibrate_device(device: torch.device, progress: Callable[..., None] | None = None) -> Calibration:

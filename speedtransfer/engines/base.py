@@ -1,4 +1,4 @@
-"""What every engine can do: move rows between stored planes and the compute device. Arrays and ids only."""
+"""What every engine does: move rows between planes and the compute device. It sees tensors and ids only."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Engine(Protocol):
     def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
         """Fill ``rows[i][j]`` from ``planes[i][index[j]]``, ordered on the current stream of the compute device.
 
-        With `check` nobody has looked yet whether `index` is in range. A value that is not raises
+        With `check`, `index` has not been checked to be in range yet. A value that is not raises
         :class:`~speedtransfer.errors.RowIndexError` for the first one: at once where the host sees the index; where only the
-        device does, by the next call of this engine (`wait` included) after the device has come to it, and its row is zero.
+        device does, by the next call of this engine (`wait` included) after the device has reached it, and its row is zero.
         """
         ...
 

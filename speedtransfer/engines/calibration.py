@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -172,39 +172,40 @@ def calibrate(
         The calls to time, all pairs of the two in both directions; fewer rows where a call would exceed 64 MiB or the plane.
     progress : callable, optional
         Called with every point.
-
-    Returns
-    -------
-    Calibration
-        Not saved yet.
     """
     if not engines or plane.dtype != torch.uint8 or len(plane) < max(row_bytes):
         raise InvalidValueError("calibrate needs at least one engine and a uint8 plane of at least one row")
     result = Calibration(machine_of(device))
     for size in row_bytes:
         stored = plane[: len(plane) // size * size].view(-1, size)
-        for count in _counts(size, num_rows, len(stored)):
+        limit = min(len(stored), max(1, _CALL_BYTES // size))
+        for count in sorted({min(count, limit) for count in num_rows}):
             calls = {name: _Call(engine, stored, count, device) for name, engine in engines.items()}
             right = {name: call for name, call in calls.items() if call.works(name)}
-            if not right:
-                continue
-            for direction in DIRECTIONS:
-                samples: dict[str, list[float]] = {name: [] for name in right}
-                for _ in range(_SAMPLES):
-                    for name, call in right.items():
-                        samples[name].append(call.time(direction))
-                seconds = {name: float(np.median(values)) for name, values in samples.items()}
+            for direction in DIRECTIONS if right else ():
+                seconds = _medians({name: call.moves[direction] for name, call in right.items()}, device)
                 point = Point(direction, size, count, seconds)
                 result.points.append(point)
                 if progress is not None:
                     progress(point)
-    result.copy_bytes_per_s = _copy_rate(plane, device)
+    part = plane[:_CALL_BYTES]
+    there = torch.empty(len(part), dtype=torch.uint8, device=device)
+    copy = {"copy": lambda: there.copy_(part, non_blocking=True)}
+    result.copy_bytes_per_s = len(part) / _medians(copy, device)["copy"]
     return result
 
 
-def _counts(row_bytes: int, num_rows: tuple[int, ...], stored: int) -> Iterator[int]:
-    limit = min(stored, max(1, _CALL_BYTES // row_bytes))
-    yield from sorted({min(count, limit) for count in num_rows})
+def _medians(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """Return the median seconds of each call; they take turns."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(_SAMPLES):
+        for name, call in calls.items():
+            _synchronize(device)
+            start = time.perf_counter()
+            call()
+            _synchronize(device)
+            samples[name].append(time.perf_counter() - start)
+    return {name: float(np.median(values)) for name, values in samples.items()}
 
 
 class _Call:
@@ -212,24 +213,27 @@ class _Call:
 
     def __init__(self, engine: Engine, stored: Tensor, count: int, device: torch.device) -> None:
         self.engine, self.stored, self.device = engine, stored, device
-        generator = torch.Generator().manual_seed(0)
+        # Whatever device and generator the user has made the default.
+        cpu: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "device": "cpu"}
         # One id in each stretch of the plane: spread at random, none twice, and made without a permutation of all rows.
         stretch = len(stored) // count
-        cpu: dict[str, Any] = {
-            "generator": generator,
-            "device": "cpu",
-        }  # whatever device and generator the user has made the default
         ids = torch.arange(count, device="cpu") * stretch + torch.randint(stretch, (count,), **cpu)
         self.index = ids[torch.randperm(count, **cpu)]
         self.pattern = torch.randint(256, (count, stored.shape[1]), dtype=torch.uint8, **cpu)
-        self.on_device = self.index.to(device)
-        self.rows = torch.empty(count, stored.shape[1], dtype=torch.uint8, device=device)
+        rows = self.rows = torch.empty(count, stored.shape[1], dtype=torch.uint8, device=device)
+        there = self.index.to(device)
+        self.moves = {
+            "gather": lambda: engine.gather([stored], there, [rows]),
+            "scatter": lambda: engine.scatter([stored], there, [rows]),
+        }
 
     def works(self, name: str) -> bool:
         """Move rows out and back and compare; the first calls compile and allocate as well."""
         try:
-            self.engine.scatter([self.stored], self.on_device, [self.pattern.to(self.device)])
-            self.engine.gather([self.stored], self.on_device, [self.rows])
+            self.rows.copy_(self.pattern)
+            self.moves["scatter"]()
+            self.rows.zero_()
+            self.moves["gather"]()
             self.engine.wait()
             right = torch.equal(self.rows.cpu(), self.pattern) and torch.equal(self.stored[self.index], self.pattern)
             reason = "it moves rows wrongly"
@@ -238,27 +242,6 @@ class _Call:
         if not right:
             log.warning("engine %r is left out of the calibration: %s", name, reason)
         return right
-
-    def time(self, direction: Direction) -> float:
-        move = self.engine.gather if direction == "gather" else self.engine.scatter
-        _synchronize(self.device)
-        start = time.perf_counter()
-        move([self.stored], self.on_device, [self.rows])
-        _synchronize(self.device)
-        return time.perf_counter() - start
-
-
-def _copy_rate(plane: Tensor, device: torch.device) -> float:
-    part = plane[:_CALL_BYTES]
-    there = torch.empty(len(part), dtype=torch.uint8, device=device)
-    samples = []
-    for _ in range(_SAMPLES):
-        _synchronize(device)
-        start = time.perf_counter()
-        there.copy_(part, non_blocking=True)
-        _synchronize(device)
-        samples.append(time.perf_counter() - start)
-    return len(part) / float(np.median(samples))
 
 
 def _synchronize(device: torch.device) -> None:

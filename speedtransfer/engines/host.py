@@ -13,9 +13,9 @@ from speedtransfer.engines.reference import put_rows, select_rows
 from speedtransfer.jit import Part, compiled_module, run_on_threads
 
 _COPIES = "speedtransfer.engines.host_copies"
-_COMPILED_BYTES = 1 << 18  # a call of fewer is done before a compiled one would have begun
-_NARROW_BYTES = 16  # rows that are one word to torch, which then writes them faster
-_STREAMING_BYTES = 1 << 24  # results up to this are better left in the cache, for whoever reads them next
+_COMPILED_BYTES = 1 << 18  # below this size torch is faster than a numba call
+_NARROW_BYTES = 16  # rows of one word, which torch writes faster
+_STREAMING_BYTES = 1 << 24  # smaller results are better left in the cache for the next reader
 
 
 class HostEngine:

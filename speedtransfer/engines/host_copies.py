@@ -21,7 +21,7 @@ from speedtransfer.jit import compile_function
 
 LINE_BYTES = 64  # of the cache; also the widest vector
 _LINES_AHEAD = 64  # cache lines asked for ahead, over all rows
-_LINES_OF_A_ROW = 16  # the processor sees to the rest of a longer row by itself
+_LINES_OF_A_ROW = 16  # the processor prefetches the rest of a longer row by itself
 
 _BYTE_POINTER, _INT32 = ir.IntType(8).as_pointer(), ir.IntType(32)
 
@@ -119,7 +119,7 @@ def gather_streaming_lines(
         to, source = rows + j * row_bytes, plane + index[j] * stride_bytes
         for done in range(0, row_bytes, LINE_BYTES):
             _stream_64(to + done, source + done)
-    _fence()  # streaming stores keep no order with others: they are over before anybody hears of it
+    _fence()  # streaming stores are not ordered with others: finish them before returning
 
 
 @compile_function

@@ -21,13 +21,14 @@ from speedtransfer.cuda import (
     to_device,
 )
 from speedtransfer.engines.base import check_host_index, out_of_range
-from speedtransfer.errors import DeviceError, InvalidValueError, suggest
+from speedtransfer.errors import DeviceError, InvalidValueError
 
 MAX_PLANES = 16  # of one launch, as in move.cuh
 BULK_SLOTS = 4  # of a thread, as in bulk.cu
 BULK_SLOT_BYTES = 512  # a piece of a row: more than a packet on the bus holds
 _BARRIER_BYTES = 8
 _THREADS = {"lanes": 256, "bulk": 32}  # of a block, by default
+_SOURCES = {"rows": "rows.cu", "converted": "convert.cu", "bulk": "bulk.cu"}
 
 # struct Move, by the number of its planes: seven 64-bit words, and seven for each plane.
 _PLANE_WORDS = 7
@@ -45,7 +46,7 @@ class MappedEngine:
     torch's allocator could give away early when they come from another stream; page-locked planes are not freed before
     the device is idle (see :func:`speedtransfer.cuda.pinned_empty`).
 
-    A row that does not exist is gathered as zeros and scattered nowhere, so that a bad index that nobody has looked at yet
+    A row that does not exist is gathered as zeros and scattered nowhere, so that an index that has not been checked
     cannot reach other memory. With `check` the device reports it, and the next call raises.
 
     Parameters
@@ -81,17 +82,16 @@ class MappedEngine:
         self.device = resolve_cuda(device, "the mapped engine")
         require_mapped(self.device)
         if kernel not in _THREADS:
-            raise InvalidValueError(f"kernel is {kernel!r}, which there is not{suggest(kernel, _THREADS)}")
+            raise InvalidValueError(f"kernel must be one of 'lanes', 'bulk'; got {kernel!r}")
         self.kernel = kernel
         self.max_blocks = max_blocks or 2 * torch.cuda.get_device_properties(self.device).multi_processor_count
         self.threads = threads or _THREADS[kernel]
         if kernel == "bulk":
             self._require_bulk()
-        self._kernels: dict[tuple[str, str], Any] = {}
+        self._kernels: dict[tuple[str, str], tuple[Any, int]] = {}
         for direction in ("gather", "scatter"):  # now, so that what does not compile says so here
-            self._kernel(direction, "rows")
-            if kernel == "bulk":
-                self._kernel(direction, "bulk")
+            for kind in ("rows", "bulk") if kernel == "bulk" else ("rows",):
+                self._kernel(direction, kind)
         self._order = StreamOrder(self.device)
         self._argument = Argument()
         # What report_faults in move.cuh takes: a record that the host can look at, and the right to write to it.
@@ -128,13 +128,7 @@ class MappedEngine:
         self._raise_fault()
 
     def _move(
-        self,
-        direction: str,
-        planes: Sequence[Tensor],
-        index: Tensor,
-        rows: Sequence[Tensor],
-        stream: torch.cuda.Stream,
-        check: bool,
+        self, direction: str, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], stream: Any, check: bool
     ) -> None:
         """Queue the launches of a call: of each kind of kernel as few as its planes fit into."""
         num_rows = index.shape[0]
@@ -153,29 +147,21 @@ class MappedEngine:
                 lanes += words
         table_rows, step = planes[0].shape[0], _PLANE_WORDS * MAX_PLANES
         faults = (self._fault_pointer, self._claimed.data_ptr()) if check else (0, 0)
-        for start in range(0, len(lanes), step):
-            move = self._argument.pack(index.data_ptr(), num_rows, table_rows, *faults, lanes[start : start + step])
-            blocks = min(self.max_blocks, -(-num_rows * 32 // self.threads))
-            launch_kernel(self._kernel(direction, kind), blocks, self.threads, move, stream)
-        for start in range(0, len(bulk), step):
-            move = self._argument.pack(index.data_ptr(), num_rows, table_rows, *faults, bulk[start : start + step])
-            blocks = min(self.max_blocks, -(-num_rows // self.threads))
-            launch_kernel(
-                self._kernel(direction, "bulk"), blocks, self.threads, move, stream, bulk_shared_bytes(self.threads)
-            )
+        for name, found, threads_a_row in ((kind, lanes, 32), ("bulk", bulk, 1)):
+            blocks = min(self.max_blocks, -(-num_rows * threads_a_row // self.threads))
+            for start in range(0, len(found), step):
+                move = self._argument.pack(index.data_ptr(), num_rows, table_rows, *faults, found[start : start + step])
+                kernel, shared_bytes = self._kernel(direction, name)
+                launch_kernel(kernel, blocks, self.threads, move, stream, shared_bytes)
 
-    def _kernel(self, direction: str, kind: str) -> Any:
-        """Return a kernel, compiled on first use: "converted" takes seconds, and few tables need it."""
-        kernel = self._kernels.get((direction, kind))
-        if kernel is None:
-            source, shared_bytes = {
-                "rows": ("rows.cu", 0),
-                "converted": ("convert.cu", 0),
-                "bulk": ("bulk.cu", bulk_shared_bytes(self.threads)),
-            }[kind]
-            kernel = load_kernel(source, f"{direction}_{kind}", self.device, shared_bytes)
-            self._kernels[direction, kind] = kernel
-        return kernel
+    def _kernel(self, direction: str, kind: str) -> tuple[Any, int]:
+        """Return a kernel and its shared memory, compiled on first use: "converted" takes seconds, and few tables need it."""
+        found = self._kernels.get((direction, kind))
+        if found is None:
+            shared_bytes = bulk_shared_bytes(self.threads) if kind == "bulk" else 0
+            kernel = load_kernel(_SOURCES[kind], f"{direction}_{kind}", self.device, shared_bytes)
+            found = self._kernels[direction, kind] = kernel, shared_bytes
+        return found
 
     def _require_bulk(self) -> None:
         major, minor = torch.cuda.get_device_capability(self.device)
@@ -211,16 +197,8 @@ class Argument:
     ) -> np.ndarray:
         """Return the memory, an array of one element, that now holds this; pointers are ints.
 
-        Parameters
-        ----------
-        index, num_rows : int
-            (num_rows,) int64 on the device.
-        table_rows : int
-            Rows of every plane.
-        fault, claimed : int
-            Where a row that does not exist is reported, or 0.
-        words : sequence of int
-            Those of :func:`pack_plane` of at most ``MAX_PLANES`` planes.
+        `index` is (num_rows,) int64 on the device; `fault` and `claimed` are where a row that does not exist is reported, or
+        0; `words` are those of :func:`pack_plane` of at most ``MAX_PLANES`` planes.
         """
         planes = len(words) // _PLANE_WORDS
         _MOVES[planes].pack_into(

@@ -29,8 +29,8 @@ struct Move {
     long long num_rows;
     long long table_rows;
     long long num_planes;
-    Fault* fault;            // null: nobody wants to know
-    int* claimed;            // 1 once a thread has taken it upon itself to fill in `fault`; in device memory
+    Fault* fault;            // null: do not report
+    int* claimed;            // set to 1 by the thread that writes the fault; in device memory
     long long slot_bytes;    // of bulk.cu
     Plane planes[kMaxPlanes];
 };

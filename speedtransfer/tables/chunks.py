@@ -1,4 +1,4 @@
-"""First values of a table, chunk by chunk: no temporary as large as the table, the same numbers in every memory."""
+"""Fill and copy planes chunk by chunk: no temporary as large as a plane, the same random numbers in every memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as an index, and the checks that come before anything is read or written."""
+"""Check indices before anything is read or written, and sort them into unique rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
 _INT64_MAX = 2**63 - 1
 _FEW_IDS = 1 << 10  # torch.unique is faster for no more
-_MARK_ROWS = 64  # rows of a table for each one named, up to which marking those is faster than sorting them
+_MARK_ROWS = 64  # up to so many rows of the table for each one named, marking those is faster than sorting them
 
 
 def as_index(
@@ -110,18 +110,9 @@ def check_bounds(flat: Tensor, num_rows: int, given: Any) -> None:
 
 
 def check_distinct(flat: Tensor, num_rows: int, given: Any, checked: bool) -> None:
-    """Raise unless `flat` names every row once: which of two values should last is anybody's guess.
+    """Raise if `flat`, (n,) int64, repeats a row: the result would be undefined.
 
-    Parameters
-    ----------
-    flat : Tensor
-        (n,) int64.
-    num_rows : int
-        Rows of the table.
-    given : Any
-        The index that `flat` was made of, for the message.
-    checked : bool
-        Its values are known to be in range; else they are checked along.
+    `given` is the index as the caller has it, for the message. Values not yet `checked` are checked to be in range as well.
     """
     if flat.device.type == "cpu":
         # In NumPy: after a call of torch its threads spin for a while, on the cores that are to move the rows.

@@ -1,4 +1,4 @@
-"""What the system is told about maps of large files: rows are touched at random, and what a whole pass reads next.
+"""Advise the system on maps of large files: rows are touched at random, and what a whole pass reads next.
 
 Left to itself, Linux reads megabytes around a row that is touched, and keeps what it has read or written in order as folios
 of up to 2 MB, of which all is dirty, and goes to the disk, once one row of it has changed: 1000 changed rows of a file of 1 GB

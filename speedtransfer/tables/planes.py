@@ -1,4 +1,4 @@
-"""Named planes over the same rows, in one memory: what there is, how it starts, and zero-copy views of it."""
+"""Named planes over the same rows in one memory: add, fill and copy them, and view them without a copy."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ class Planes:
         self._planes = {"weight": wait_until_filled(weight)}
         self.num_rows, self.dim, self.dtype, self.device = weight.shape[0], weight.shape[1], weight.dtype, place.device
         self._writes = 0
-        self._settle: Callable[[Tensor | None], None] | None = None
+        # Called with row numbers, or None for all rows, before these are read or written from outside: by `Rows`, while it
+        # lets idle rows miss steps. What is moved as it is stored (`read`, `write`, ``check=False``) does without.
+        self._catch_up: Callable[[Tensor | None], None] | None = None
         self._stats = TableStats()
         return self
 
@@ -182,27 +184,20 @@ class Planes:
 
     def plane(self, name: str) -> Tensor:
         """Return the whole of a plane, ``(num_rows, width)``, without a copy; it lives where the memory is."""
-        if self._settle is not None:
-            self._settle(None)
+        if self._catch_up is not None:
+            self._catch_up(None)
         self.wait()
         return self._planes[self._check_plane(name)]
 
     def stored(self, name: str) -> Tensor:
-        """Return the whole of a plane as it is stored, whatever its rows still have to catch up with."""
+        """Return the whole of a plane as it is stored, whatever steps its rows have missed."""
         return self._planes[self._check_plane(name)]
 
     def take(self, name: str, values: Tensor) -> None:
-        """Let the memory of `values`, of the plane's shape, dtype and place, be that of the plane from now on."""
+        """Make the memory of `values`, of the plane's shape, dtype and device, that of the plane from now on."""
         self._engine.wait()
         self._writes += self.version + 1  # another tensor counts its changes from zero
         self._planes[self._check_plane(name)] = wait_until_filled(values)
-
-    def _settle_with(self, settle: Callable[[Tensor | None], None] | None) -> None:
-        """Have `settle` called with row numbers, or None for all rows, before these are read or written from outside.
-
-        For whoever trains the rows and lets some lag behind. What is moved with ``check=False`` is moved as it is stored.
-        """
-        self._settle = settle
 
     def wait(self) -> None:
         """Block until the planes are up to date: on CUDA, rows that were scattered may still be on their way."""
@@ -303,13 +298,10 @@ class Planes:
 
     def astype(self, dtype: DType) -> Self:
         """Return a table of the same kind with the weights converted to `dtype` (a "mmap" one in a nameless file)."""
-        return self._copy_as(check_dtype(dtype))
-
-    def _copy_as(self, dtype: DType) -> Self:
-        return self._copied(self._place.anonymous_copy(), self.plane("weight"), dtype)
+        return self._copied(self._place.anonymous_copy(), self.plane("weight"), check_dtype(dtype))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        duplicate = self._copy_as(self.dtype)
+        duplicate = self.astype(self.dtype)
         memo[id(self)] = duplicate
         for name, plane in self._planes.items():
             if name != "weight":

@@ -1,4 +1,4 @@
-"""What counts as rows: arrays that come in from outside, and the checks that come before anything is written."""
+"""Check the values of rows, and convert arrays to tensors, before anything is written."""
 
 from __future__ import annotations
 
@@ -16,18 +16,10 @@ CONVERTIBLE = {torch.float32, torch.float16, torch.bfloat16}  # into each other,
 
 
 def as_rows(value: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str) -> Tensor:
-    """Return `value` as a contiguous ``(n, width)`` tensor without a gradient.
+    """Return `value`, of `shape` ``(*index.shape, width)``, as a contiguous ``(n, width)`` tensor without a gradient.
 
-    Parameters
-    ----------
-    value : tensor, ndarray or (nested) sequence of numbers
-        A tensor or array must have `shape` and `dtype` already, and a tensor `device`.
-    shape : tuple of int
-        ``(*index.shape, width)``.
-    dtype : torch.dtype
-    device : torch.device
-    what : str
-        What an error calls it.
+    A tensor or array must have the dtype already, and a tensor the device; a sequence of numbers is converted. Errors call
+    it `what`.
 
     Raises
     ------
@@ -36,9 +28,8 @@ def as_rows(value: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torc
     """
     if not isinstance(value, Tensor):
         tensor = tensor_of(value, what)
-        if not isinstance(value, np.ndarray | np.generic):  # a list has no dtype of its own
-            tensor = _converted(tensor, dtype, what)
-        value = tensor.to(device)
+        # A list has no dtype of its own.
+        value = (tensor if isinstance(value, np.ndarray | np.generic) else _converted(tensor, dtype, what)).to(device)
     check_rows(value, shape, dtype, device, what)
     return value.detach().reshape(math.prod(shape[:-1]), shape[-1]).contiguous()
 
@@ -92,7 +83,7 @@ def tensor_of(array: Any, what: str = "array") -> Tensor:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Say whether two contiguous tensors share memory: one engine raises there, another would read what it just wrote."""
+    """Tell whether two contiguous tensors share memory: one engine raises there, another would read what it just wrote."""
     # Whatever the devices: a CUDA view of page-locked memory has the address of the host.
     (start_a, stop_a), (start_b, stop_b) = ((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (a, b))
     return start_a < stop_b and start_b < stop_a

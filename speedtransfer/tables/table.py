@@ -1,4 +1,4 @@
-"""The table: named planes over the same rows, in one memory, with one way in and one way out."""
+"""The table: named planes over the same rows in one memory, gathered from and scattered to."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ class Table(Planes):
             raised by the next call of the table that finds it (`wait` does for certain); until then others may come back so.
         """
         flat, shape, checked = as_index(index, self.num_rows, self.device) if check else (index, index.shape, True)
-        if check and settle and self._settle is not None:
-            self._settle(unique_rows(flat, None if checked else self.num_rows, index).ids)
+        if check and settle and self._catch_up is not None:
+            self._catch_up(unique_rows(flat, None if checked else self.num_rows, index).ids)
         names = [planes] if isinstance(planes, str) else list(planes)
         stored = [self._planes[self._check_plane(name)] for name in names]
         dtypes = [check_conversion(plane.dtype, dtype) for plane in stored]
@@ -210,8 +210,8 @@ class Table(Planes):
                 dtype = check_conversion(plane.dtype, given)
                 values.append(as_rows(value, (*shape, plane.shape[1]), dtype, self.device, f"rows for plane {name!r}"))
             values = [v.clone() if any(overlap(v, plane) for plane in stored) else v for v in values]
-            if self._settle is not None:
-                self._settle(flat)
+            if self._catch_up is not None:
+                self._catch_up(flat)
         else:
             values = [value.detach() for value in by_plane.values()]
         self._engine.scatter(stored, index, values)
@@ -232,13 +232,7 @@ class Table(Planes):
 
     @classmethod
     def from_array(
-        cls,
-        array: Any,
-        memory: str = "auto",
-        path: PathLike | None = None,
-        device: Device = None,
-        *,
-        copy: bool = True,
+        cls, array: Any, memory: str = "auto", path: PathLike | None = None, device: Device = None, *, copy: bool = True
     ) -> Self:
         """Make a table of a 2-D tensor or array.
 
@@ -260,14 +254,7 @@ class Table(Planes):
         return cls._copied(place, tensor, tensor.dtype)
 
     @classmethod
-    def load(
-        cls,
-        path: PathLike,
-        memory: str = "auto",
-        device: Device = None,
-        *,
-        key: str | None = None,
-    ) -> Self:
+    def load(cls, path: PathLike, memory: str = "auto", device: Device = None, *, key: str | None = None) -> Self:
         """Read a table from a ``.npy`` or ``.safetensors`` file (`key` names the tensor of a file with several).
 
         With ``memory="mmap"`` the file itself becomes the table: opening is instant and changes go to the file.

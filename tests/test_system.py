@@ -1,0 +1,81 @@
+"""This machine: how much memory it has, where caches go, and files that are replaced whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+
+from speedtransfer import system
+from speedtransfer.errors import StorageError
+
+
+@pytest.fixture
+def of_this_machine(monkeypatch):
+    monkeypatch.delenv("SPEEDTRANSFER_HOST_BYTES", raising=False)
+
+
+class TestPhysicalBytes:
+    def test_is_that_of_the_system_or_less(self, of_this_machine):
+        assert 0 < system.physical_bytes() <= 1 << 50
+
+    @pytest.mark.parametrize(("told", "expected"), [("64e9", 64_000_000_000), ("123", 123)])
+    def test_told(self, monkeypatch, told, expected):
+        monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", told)
+        assert system.physical_bytes() == expected
+
+    @pytest.mark.parametrize("told", ["much", "inf", ""])
+    def test_what_says_nothing_is_left_out(self, monkeypatch, told, of_this_machine):
+        expected = system.physical_bytes()
+        monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", told)
+        assert system.physical_bytes() == expected
+
+    @pytest.mark.parametrize("group", ["memory.max", "memory/memory.limit_in_bytes"])
+    @pytest.mark.parametrize(("limit", "counts"), [("1000000\n", True), ("max\n", False), (str(1 << 62), False)])
+    def test_a_container(self, monkeypatch, of_this_machine, group, limit, counts):
+        read = Path.read_text
+        files = {Path("/sys/fs/cgroup", name): "max" for name in ("memory.max", "memory/memory.limit_in_bytes")}
+        monkeypatch.setattr(Path, "read_text", lambda path, *args: files[path] if path in files else read(path, *args))
+        alone = system.physical_bytes()
+        files[Path("/sys/fs/cgroup", group)] = limit
+        assert system.physical_bytes() == (1_000_000 if counts else alone)
+
+
+def test_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("SPEEDTRANSFER_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert system.cache_folder() == Path.home() / ".cache" / "speedtransfer"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert system.cache_folder() == tmp_path / "speedtransfer"
+    monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "mine"))
+    assert system.cache_folder() == tmp_path / "mine"
+
+
+class TestReplaceFile:
+    def test_whole_or_not_at_all(self, tmp_path):
+        path = tmp_path / "file"
+        path.write_bytes(b"old")
+        with pytest.raises(TypeError), system.replace_file(path) as file:
+            file.writelines([b"half", "a str"])
+        assert path.read_bytes() == b"old"
+        with system.replace_file(path) as file:
+            file.write(b"new")
+            assert path.read_bytes() == b"old"
+        assert path.read_bytes() == b"new"
+        assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+    def test_others_may_read_it(self, tmp_path):
+        (tmp_path / "usual").touch()
+        with system.replace_file(tmp_path / "ours"):
+            pass
+        assert (tmp_path / "ours").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [({}, "choose a folder you may write to"), ({"remedy": "think again"}, "think again")],
+    )
+    def test_where_it_cannot(self, tmp_path, options, words):
+        message = rf"cannot write .*missing.file' \(No such file .*\); {words}$"
+        with (
+            pytest.raises(StorageError, match=message),
+            system.replace_file(tmp_path / "missing" / "file", **options),
+        ):
+            pytest.fail("there is no such folder")
