@@ -66,7 +66,17 @@ def judge_step(results: dict[str, dict[str, Any]], cuda: bool) -> list[Bar]:
     pair = next(filter(None, pairs), None)
     ratio = pair[0].median_s / pair[1].median_s if pair else None
     found = [_at_most("AdamW step with idle=exact, of one with lazy", 1.2 if cuda else 2.0, ratio, "{:.2f}x")]
-    return found if cuda else [*found, *_many_tables(groups)]
+    return found if cuda else [*found, *_many_tables(groups), _small_step(groups)]
+
+
+def _small_step(groups: list[Any]) -> Bar:
+    """Return what a step of few rows takes with lazy idle rows, of one of SparseAdam."""
+    from speedtransfer.benchmark.headlines import SMALL_STEP, exact_and_lazy
+
+    small = next((g for g in groups if g.params["experiment"] == SMALL_STEP and exact_and_lazy(g)), None)
+    sparse = next((c for c in small.ran if c.name.endswith("SparseAdam")), None) if small else None
+    ratio = exact_and_lazy(small)[1].median_s / sparse.median_s if sparse else None
+    return _at_most("AdamW step of few rows, of one of SparseAdam", 2.0, ratio, "{:.2f}x")
 
 
 def _many_tables(groups: list[Any]) -> Iterator[Bar]:

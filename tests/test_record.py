@@ -513,6 +513,13 @@ def test_bars_of_many_tables_on_a_cpu():
     assert all(str(bar).startswith("not measured") for bar in bars.judge_step({}, cuda=False))
 
 
+def test_the_bar_of_a_small_step_on_a_cpu():
+    steps = {**IDLE_STEPS, ("nn.Embedding(sparse=True) + SparseAdam", "other"): 0.4}
+    bars = importlib.import_module("bars")
+    *_, found = bars.judge_step({"step": {"groups": [group("", steps, experiment="small step")]}}, cuda=False)
+    assert (found.title, found.shown, found.passed) == ("AdamW step of few rows, of one of SparseAdam", "2.50x", False)
+
+
 def test_the_names_are_those_of_the_package():
     bars = importlib.import_module("bars")
     assert (bars.CHECKED, bars.UNCHECKED) == (measure.DEFAULT, measure.UNCHECKED)
@@ -560,10 +567,10 @@ def test_a_cpu_has_a_bar_for_steps(record, store, tree, capsys):
     put(store, tree, "step", environment=facts, groups=[other])
     assert not [line for line in listed(record, tree, capsys) if "the bars" in line]
     put(store, tree, "step", environment=facts, groups=[other, group("", IDLE_STEPS, **IDLE_PARAMS)])
-    *_, title, bar, of_lazy, of_dense = listed(record, tree, capsys)
+    *_, title, bar, of_lazy, of_dense, of_sparse = listed(record, tree, capsys)
     assert title == "CPU Test, the bars"
     assert [bar.split()[0], *bar.split()[-4:]] == ["PASS", "1.50x", "bar", "<=", "2.00x"]
-    for line in (of_lazy, of_dense):  # of many tables, which this run did not step
+    for line in (of_lazy, of_dense, of_sparse):  # of many tables and few rows, which this run did not step
         assert line.startswith("not measured")
 
 

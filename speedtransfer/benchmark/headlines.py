@@ -8,7 +8,9 @@ from speedtransfer.benchmark.measure import CaseResult, GroupResult
 from speedtransfer.benchmark.units import format_count, format_rate, format_ratio, format_seconds, format_share
 from speedtransfer.errors import format_bytes
 
-_EXACT = ("idle rows", "many tables", "whole table", "DeepFM")  # experiments of suite `step` about exact idle rows
+SMALL_STEP = "small step"
+# Experiments of suite `step` with exact idle rows.
+_EXACT = (SMALL_STEP, "many tables", "whole table", "DeepFM", "idle rows")
 _TELLING_BYTES = 1e9  # the buffers of a step vanish beside a table of this size
 
 
@@ -121,6 +123,13 @@ def _idle(group: GroupResult, exact: CaseResult, lazy: CaseResult) -> str:
     return text + "".join(f", {format_ratio(exact.median_s / c.median_s)} of {c.name}" for c in others)
 
 
+def _small(group: GroupResult, exact: CaseResult, lazy: CaseResult) -> str:
+    others = [case for case in group.ran if case.role == "other"]
+    text = f"{group.title}: {format_seconds(lazy.median_s)}"
+    text += "".join(f", {format_ratio(lazy.median_s / case.median_s)} of {case.name}" for case in others)
+    return f"{text}; {format_seconds(exact.median_s)} with idle=exact"
+
+
 def _is_beside_dense(group: GroupResult) -> bool:
     """Tell whether exact steps are compared with dense ones alone."""
     return len(group.ran) == 2 and group.params["experiment"] in _EXACT and exact_and_lazy(group) is None
@@ -133,8 +142,11 @@ def _beside_dense(group: GroupResult) -> str:
 
 
 def _step(groups: list[GroupResult]) -> list[str]:
-    idle = [(group, *pair) for group in groups if (pair := exact_and_lazy(group))]
-    lines = [_idle(*found) + _noise(*found[0].ran) for found in idle]
+    pairs = [(group, *pair) for group in groups if (pair := exact_and_lazy(group))]
+    lines = [
+        (_small if group.params["experiment"] == SMALL_STEP else _idle)(group, exact, lazy) + _noise(*group.ran)
+        for group, exact, lazy in pairs
+    ]
     lines += [_beside_dense(group) + _noise(*group.ran) for group in groups if _is_beside_dense(group)]
     lines += [
         f"{group.title}: the large one takes {format_ratio(large.median_s / small.median_s)} the time of the small one"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from speedtransfer.benchmark import step_idle, step_models, step_tables
+from speedtransfer.benchmark import step_idle, step_models
 from speedtransfer.benchmark.kinds import DIM, OURS, PLANES, ROW_BYTES, Kind, kinds
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.step_idle import HISTORY, QUICK_HISTORY
@@ -67,10 +67,9 @@ def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
     sizes = _sizes(rows, int(room["host"] // (PLANES["AdamW"] * ROW_BYTES)))
     found = [group(size, every if size == rows else in_memory, "size") for size in sizes]
     history = check_size(options.get("history") or (QUICK_HISTORY if quick else HISTORY), "history", 1)
+    found += step_models.groups(device, rows, batches.seed, history, quick)
     found += step_idle.groups(device, batches, room, history, quick)
     if not quick:
-        found += step_tables.groups(device, rows, batches.seed, history)
-        found += step_models.groups(device, rows, batches.seed, history)
         found.append(group(4 * rows, in_file, "file", ", in a file"))
     if device.type == "cuda" and not quick:
         found.append(_under_gpu_limit(device, batches, min(most, _LARGE_SHARE * physical_bytes())))

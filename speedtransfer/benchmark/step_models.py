@@ -1,27 +1,62 @@
-"""Steps of models that use a table as a whole, or many tables beside dense layers; the same models with `nn.Embedding`."""
+"""Steps of models: one small table, many tables, a table used as a whole, and a DeepFM; ours, torch's, and rows by hand.
+
+They show what a table costs apart from its rows. Ids are uniform, so that rows are idle for long.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speedtransfer.benchmark.by_hand import AdamWByHand, TableByHand
 from speedtransfer.benchmark.kinds import OURS
 from speedtransfer.benchmark.measure import Case, Group, Role
 from speedtransfer.nn import Embedding
 
-WHOLE, DEEPFM = "whole table", "DeepFM"
-ROWS, WHOLE_WIDTH, WHOLE_IDS = 100_000, 64, 64
-TABLES, WIDTH, HIDDEN, IDS = 26, 16, 64, 256
-_POOL = 16  # batches, taken in turn
-_CHECKED = 5  # steps that the weights are compared over
+SMALL, MANY, WHOLE, DEEPFM = "small step", "many tables", "whole table", "DeepFM"
+BY_HAND = "rows by hand, unchecked"
+SMALL_ROWS, SMALL_WIDTH, SMALL_IDS = 10_000, 32, 64
+ROWS, TABLES, WIDTH, IDS, HIDDEN = 100_000, 26, 16, 256, 64
+WHOLE_WIDTH, WHOLE_IDS = 64, 64
+_POOL = 64  # batches, taken in turn
+_CHECKED = 9  # steps that weights are compared over, where idle rows are trained too
 
 _Embed = Callable[[int, int], nn.Module]
-_AdamW = functools.partial(torch.optim.AdamW, fused=True)
+
+
+# --- models -------------------------------------------------------------------------------------------------------------
+
+
+class _OneTable(nn.Module):
+    """The sum of the rows that a batch names: a loss that costs next to nothing."""
+
+    def __init__(self, embed: _Embed, rows: int) -> None:
+        super().__init__()
+        self.emb = embed(rows, SMALL_WIDTH)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        loss: Tensor = self.emb(batch).sum()
+        return loss
+
+
+class _ManyTables(nn.Module):
+    """The sum of squares of the rows that a batch, ``(tables, ids)``, names in each table."""
+
+    def __init__(self, embed: _Embed, rows: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(embed(rows, WIDTH) for _ in range(TABLES))
+        for table in self.tables:  # no gradient near zero, where steps of Adam and SparseAdam differ
+            nn.init.uniform_(table.get_parameter("weight"), 0.5, 1.5)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        parts = [table(ids) for table, ids in zip(self.tables, batch, strict=True)]
+        return torch.stack([(rows * rows).sum() for rows in parts]).sum()
 
 
 class _WholeTable(nn.Module):
@@ -53,21 +88,106 @@ class _DeepFM(nn.Module):
         pairs = (rows.sum(dim=1).square() - rows.square().sum(dim=1)).sum(dim=1) / 2
         linear = torch.cat([table(ids) for table, ids in zip(self.linear, features, strict=True)], dim=1).sum(dim=1)
         return F.binary_cross_entropy_with_logits(
-            pairs + linear + self.deep(rows.flatten(1)).squeeze(1), labels.float()
+            pairs + linear + self.deep(rows.flatten(1)).squeeze(1), labels.float() % 2
         )
+
+
+# --- ways to train them ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to make the tables of a model."""
+    """One way to make and train the tables of a model.
+
+    Attributes
+    ----------
+    name : str
+    role : {"ours", "other"}
+    embed : callable
+        Makes a table of some rows and columns.
+    optimizer : callable
+        Makes what trains a model.
+    dense : callable
+        Makes an optimizer that trains a model of dense tables alike.
+    exact : bool
+        Whether rows that a step does not touch are trained, too.
+    """
 
     name: str
     role: Role
     embed: _Embed
+    optimizer: Callable[[nn.Module], Any]
+    dense: Callable[[nn.Module], torch.optim.Optimizer]
+    exact: bool
 
 
-def groups(device: torch.device, rows: int, seed: int, history: int) -> Iterator[Group]:
-    """Yield a group for a table used as a whole, and one for a DeepFM.
+def _training(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: optimizer(model.parameters(), **options)
+
+
+def _way(name: str, role: Role, embed: _Embed, exact: bool, optimizer: Callable[..., Any], **options: Any) -> _Way:
+    trains, dense = (_training(optimizer, **{how: True}, **options) for how in ("fused", "foreach"))
+    return _Way(name, role, embed, trains, dense, exact)
+
+
+def _ours(device: torch.device, idle: str, optimizer: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> _Way:
+    memory = "pinned" if device.type == "cuda" else "pageable"
+    name = OURS.format(memory) + (f", idle={idle}" if idle != "lazy" else "")
+    embed = functools.partial(Embedding, device=device, memory=memory, idle=idle)
+    return _way(name, "ours", embed, idle == "exact", optimizer, **options)
+
+
+def _dense(device: torch.device, optimizer: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> _Way:
+    embed = functools.partial(nn.Embedding, device=device)
+    return _way(f"nn.Embedding + {optimizer.__name__}", "other", embed, True, optimizer, **options)
+
+
+def _sparse(device: torch.device) -> _Way:
+    embed = functools.partial(nn.Embedding, sparse=True, device=device)
+    still = _training(torch.optim.AdamW, weight_decay=0)
+    name = "nn.Embedding(sparse=True) + SparseAdam"
+    return _Way(name, "other", embed, _training(torch.optim.SparseAdam), still, exact=False)
+
+
+def _by_hand(device: torch.device) -> _Way:
+    embed = functools.partial(TableByHand, device=device)
+    return _Way(BY_HAND, "other", embed, AdamWByHand, _training(torch.optim.AdamW), exact=False)
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A model with tables of `rows` rows, and its batches: integers below `rows` in the shape `batch`."""
+
+    model: Callable[[_Embed, int], nn.Module]
+    rows: int
+    batch: tuple[int, ...]
+    history: int
+    device: torch.device
+    seed: int
+
+    def group(self, experiment: str, title: str, ways: list[_Way], **params: int) -> Group:
+        """Return the ways to train it as a group."""
+        title += f", after {self.history:,} steps" if self.history else ""
+        params = {"rows": self.rows, **params, "history": self.history}
+        return Group(title, lambda: self._cases(ways), {"experiment": experiment, **params})
+
+    def _cases(self, ways: list[_Way]) -> list[Case]:
+        draw = torch.Generator().manual_seed(self.seed)
+        pool = list(torch.randint(0, self.rows, (_POOL, *self.batch), generator=draw).to(self.device))
+        steps = [_Step(self, way, pool) for way in ways]
+        return [Case(step.way.name, step.run, step.check, role=step.way.role) for step in steps]
+
+    def build(self, embed: _Embed) -> nn.Module:
+        """Return the model, its first weights by the seed."""
+        torch.manual_seed(self.seed)
+        return self.model(embed, self.rows).to(self.device)
+
+
+def groups(device: torch.device, rows: int, seed: int, history: int, quick: bool = False) -> Iterator[Group]:
+    """Yield a group for a small step, two for many tables, and one each for a table used as a whole and a DeepFM.
 
     Parameters
     ----------
@@ -76,93 +196,82 @@ def groups(device: torch.device, rows: int, seed: int, history: int) -> Iterator
         Of each table, at most.
     seed : int
     history : int
-        Steps before any is timed, of models whose rows are idle in between.
+        Steps of ours before any is timed, so that idle rows have missed some; three times as many where they take them one
+        by one.
+    quick : bool
+        The small step only.
     """
-    rows = min(rows, ROWS)
-    dense = _Way("nn.Embedding + AdamW", "other", functools.partial(nn.Embedding, device=device))
-    lazy, exact = (_ours(device, idle) for idle in ("lazy", "exact"))
-    draw = torch.Generator().manual_seed(seed)
-    whole = torch.randint(0, rows, (_POOL, 2, WHOLE_IDS), generator=draw)
-    clicks = torch.randint(0, rows, (_POOL, TABLES + 1, IDS), generator=draw)
-    clicks[:, -1] %= 2  # the labels
+    lazy, exact, sparse, dense = _ours(device, "lazy"), _ours(device, "exact"), _sparse(device), _dense(device)
+    few, rows = min(rows, SMALL_ROWS), min(rows, ROWS)
+    title = f"AdamW step, {SMALL_IDS} uniform ids in {few:,} x {SMALL_WIDTH} float32"
+    task = _Task(_OneTable, few, (SMALL_IDS,), history, device, seed)
+    yield task.group(SMALL, title, [lazy, exact, sparse, _by_hand(device)], dim=SMALL_WIDTH)
+    if quick:
+        return
+    coupled: dict[str, Any] = {"optimizer": torch.optim.Adam, "weight_decay": 1e-5}
+    for name, ways, steps in (
+        ("AdamW", [lazy, exact, sparse, dense], history),
+        ("Adam(weight_decay=1e-5)", [_ours(device, "exact", **coupled), _dense(device, **coupled)], 3 * history),
+    ):
+        title = f"{name} step, {TABLES} tables of {rows:,} x {WIDTH} float32, {IDS} uniform ids each"
+        task = _Task(_ManyTables, rows, (TABLES, IDS), steps, device, seed)
+        yield task.group(MANY, title, ways, dim=WIDTH, tables=TABLES)
     title = f"AdamW step, softmax over all of {rows:,} x {WHOLE_WIDTH} float32, and {2 * WHOLE_IDS} lookups"
-    params = {"experiment": WHOLE, "rows": rows, "dim": WHOLE_WIDTH, "history": 0}
-    yield Group(
-        title, functools.partial(_cases, _WholeTable, [lazy, exact, dense], device, rows, seed, whole, 0), params
-    )
+    task = _Task(_WholeTable, rows, (2, WHOLE_IDS), 0, device, seed)
+    # Every step touches all rows.
+    yield task.group(WHOLE, title, [replace(lazy, exact=True), exact, dense], dim=WHOLE_WIDTH)
     tables = f"{TABLES} tables of {rows:,} x {WIDTH} and {TABLES} of {rows:,} x 1 float32"
-    params = {"experiment": DEEPFM, "rows": rows, "dim": WIDTH, "tables": TABLES, "history": history}
-    make = functools.partial(_cases, _DeepFM, [exact, dense], device, rows, seed, clicks, history)
-    yield Group(f"AdamW step, DeepFM with {tables}, {IDS} examples, after {history:,} steps", make, params)
-
-
-def _ours(device: torch.device, idle: str) -> _Way:
-    memory = "pinned" if device.type == "cuda" else "pageable"
-    name = OURS.format(memory) + (f", idle={idle}" if idle != "lazy" else "")
-    return _Way(name, "ours", functools.partial(Embedding, device=device, memory=memory, idle=idle))
-
-
-def _cases(
-    model: Callable[[_Embed, int], nn.Module],
-    ways: list[_Way],
-    device: torch.device,
-    rows: int,
-    seed: int,
-    pool: Tensor,
-    history: int,
-) -> list[Case]:
-    batches = list(pool.to(device))
-    steps = [_Step(model, way, device, rows, seed, batches, history if way.role == "ours" else 0) for way in ways]
-    return [Case(step.way.name, step.run, step.check, role=step.way.role) for step in steps]
+    task = _Task(_DeepFM, rows, (TABLES + 1, IDS), history, device, seed)
+    yield task.group(
+        DEEPFM, f"AdamW step, DeepFM with {tables}, {IDS} examples", [exact, dense], dim=WIDTH, tables=TABLES
+    )
 
 
 class _Step:
     """A step of one way. The model is made at the first one, so that a lack of memory is the error of this case alone."""
 
-    def __init__(
-        self,
-        model: Callable[[_Embed, int], nn.Module],
-        way: _Way,
-        device: torch.device,
-        rows: int,
-        seed: int,
-        batches: list[Tensor],
-        history: int,
-    ) -> None:
-        self.way, self.batches, self.history = way, batches, history
-        self._make, self._device, self._rows, self._seed = model, device, rows, seed
+    def __init__(self, task: _Task, way: _Way, batches: list[Tensor]) -> None:
+        self.task, self.way, self.batches = task, way, batches
         self._number = 0
         self.model: nn.Module | None = None
 
     def run(self) -> None:
         """Take a step."""
         if self.model is None:
-            self.model = self._built(self.way.embed)
-            self._optimizer = _AdamW(self.model.parameters())
-        _train(self.model, self._optimizer, self.batches[self._number % len(self.batches)])
+            self.model = self.task.build(self.way.embed)
+            self._optimizer = self.way.optimizer(self.model)
+        self.model(self.batches[self._number % len(self.batches)]).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         self._number += 1
 
-    def _built(self, embed: _Embed) -> nn.Module:
-        torch.manual_seed(self._seed)
-        return self._make(embed, self._rows).to(self._device)
-
     def check(self) -> None:
-        """Compare all weights after some steps with those of dense training, not fused. Then take `history` others."""
+        """Compare all weights with those of dense training over some steps; then take `history` others, if these are ours.
+
+        Where idle rows stay as they are, rows without a gradient and their state are put back after each dense step.
+        """
         assert self.model is not None
         for _ in range(_CHECKED - 1):
             self.run()
-        dense = self._built(functools.partial(nn.Embedding, device=self._device))
-        optimizer = torch.optim.AdamW(dense.parameters(), foreach=True)
+        dense = self.task.build(functools.partial(nn.Embedding, device=self.task.device))
+        optimizer = self.way.dense(dense)
         for batch in self.batches[:_CHECKED]:
-            _train(dense, optimizer, batch)
+            optimizer.zero_grad()
+            dense(batch).backward()
+            before = (
+                [] if self.way.exact else [(p, v, v.clone()) for p in dense.parameters() for v in _rows(optimizer, p)]
+            )
+            optimizer.step()
+            for param, values, kept in before:
+                assert param.grad is not None
+                values.copy_(torch.where(param.grad.any(dim=1, keepdim=True), values, kept))
         found = self.model.state_dict()
         for name, expected in dense.state_dict().items():
             torch.testing.assert_close(found[name].to(expected.device), expected, rtol=1e-4, atol=2e-5)
-        for _ in range(self.history):
+        for _ in range(self.task.history if self.way.role == "ours" else 0):
             self.run()
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-    model(batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def _rows(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> list[Tensor]:
+    """Return the values of a parameter, and its state of that shape."""
+    return [param.data, *(values for values in optimizer.state[param].values() if values.shape == param.shape)]

@@ -7,10 +7,11 @@ files, commit and clean up. So what is neither in the manifest nor locked is lef
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,13 +28,7 @@ _TEMPORARY = re.compile(r"\.manifest-[0-9a-f]{32}\.json")
 
 
 def check_target(path: Path) -> None:
-    """Raise where a checkpoint at `path` would replace something that is none, or `path` cannot be a folder.
-
-    Raises
-    ------
-    InvalidValueError
-        `path` is a file, or a folder with other content.
-    """
+    """Raise `InvalidValueError` where `path` is a file, or a folder with other content than a checkpoint."""
     if not os.path.lexists(path):
         return
     if not path.is_dir():
@@ -45,7 +40,7 @@ def check_target(path: Path) -> None:
             f"cannot read {str(path)!r} ({error.strerror}); choose a folder that you may read"
         ) from error
     if os.path.lexists(path / manifest.NAME):
-        if (path / manifest.NAME).is_symlink() or not manifest.is_one(path):
+        if (path / manifest.NAME).is_symlink() or manifest.peek(path).get("format") != manifest.FORMAT:
             raise InvalidValueError(
                 f"path {str(path)!r} holds a {manifest.NAME} that is none of a checkpoint; choose another path, or remove it"
             )
@@ -71,10 +66,7 @@ def free_bytes(path: Path) -> int:
 def new_files(path: Path, roles: Iterable[str], need_bytes: int) -> Iterator[dict[str, BinaryIO]]:
     """Make a file for each role in the folder `path`, which is made too; remove all of it again where the block raises.
 
-    Raises
-    ------
-    StorageError
-        The folder cannot be made or written, or the block raised an OSError: the message says that it needs `need_bytes`.
+    An OSError, of the block too, becomes a StorageError that says that the checkpoint needs `need_bytes`.
     """
     made = not path.exists()
     names = {role: f"{role}-{_unique()}.safetensors" for role in roles}
@@ -83,7 +75,8 @@ def new_files(path: Path, roles: Iterable[str], need_bytes: int) -> Iterator[dic
         try:
             path.mkdir(parents=True, exist_ok=True)
             if made:
-                _sync_folder(path.absolute().parent)
+                with _exclusive(path.absolute().parent) as sync:
+                    sync()
             with _exclusive(path):
                 for role, name in names.items():
                     files[role] = stack.enter_context(open(path / name, "xb"))
@@ -110,18 +103,18 @@ def new_files(path: Path, roles: Iterable[str], need_bytes: int) -> Iterator[dic
 def commit(path: Path, text: bytes) -> None:
     """Put the manifest `text` in place: from here on this is the checkpoint. Then remove what no manifest names."""
     temporary = path / f".manifest-{_unique()}.json"
-    with _exclusive(path):
+    with _exclusive(path) as sync:
         previous = manifest.names_in(path) or set()
         try:
             with open(temporary, "xb") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            _sync_folder(path)  # the data files are in it before the manifest names them
+            sync()  # the data files are in it before the manifest names them
             os.replace(temporary, path / manifest.NAME)
         finally:
             temporary.unlink(missing_ok=True)
-        _sync_folder(path)
+        sync()
         if current := manifest.names_in(path):
             for name in filter(_ours, set(os.listdir(path)) - current):
                 if name in previous or _abandoned(path / name):
@@ -134,29 +127,17 @@ def _unique() -> str:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int | None]:
-    """Yield a descriptor of a folder, None on Windows, which has none."""
-    handle = None if fcntl is None else os.open(folder, os.O_RDONLY)
+def _exclusive(folder: Path) -> Iterator[Callable[[], object]]:
+    """Keep other savers out of the folder, and yield what writes its list of files to the disk."""
+    if fcntl is None:
+        yield lambda: None
+        return
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        yield handle
+        _lock(handle, wait=True)
+        yield functools.partial(os.fsync, handle)
     finally:
-        if handle is not None:
-            os.close(handle)
-
-
-@contextlib.contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
-    """Keep other savers out of the folder."""
-    with _opened(folder) as handle:
-        if handle is not None:
-            _lock(handle, wait=True)
-        yield
-
-
-def _sync_folder(folder: Path) -> None:
-    with _opened(folder) as handle:
-        if handle is not None:
-            os.fsync(handle)
+        os.close(handle)
 
 
 def _lock(handle: int, wait: bool = False) -> bool:

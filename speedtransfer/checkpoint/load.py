@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.model import SavedModel
-from speedtransfer.checkpoint.objects import check_rng_states, set_rng_states, set_states
+from speedtransfer.checkpoint.objects import check_rng_states, set_rng_states, states_set
 from speedtransfer.checkpoint.optimizer import SavedOptimizer
 from speedtransfer.checkpoint.plain_data import decode
-from speedtransfer.checkpoint.save import as_path, check_arguments
+from speedtransfer.checkpoint.save import check_arguments
 from speedtransfer.checkpoint.tensors import TensorReader
-from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError, suggest
+from speedtransfer.errors import InvalidValueError, StorageError, suggest
 from speedtransfer.progress import ByteProgress
 
 _TRIES = 20
@@ -63,41 +62,28 @@ def load_checkpoint(
     StorageError
         There is none, or it is damaged or not to be trusted.
     """
-    path = as_path(path)
-    given = {name: value for name, value in objects.items() if value is not None}
-    check_arguments(model, optimizer, given)
+    path, optimizers, others = check_arguments(path, model, optimizer, objects)
     with ExitStack() as stack:
-        content, readers = _open(path, stack)
-        if optimizer is not None:
-            given = {"optimizer": optimizer, **given}
-        _check_names(content, set(given), set(objects))
+        content, readers = open_checkpoint(path, stack)
+        _check_names(content, {*optimizers, *others}, set(objects))
         size = sum(reader.facts["bytes"] for reader in readers.values())
         bar = stack.enter_context(ByteProgress(f"loading {path.name}", 2 * size, progress))
         for reader in readers.values():
             reader.check(bar.advance)
-        try:
+        with manifest.damage_told(path / manifest.NAME):
             saved_model = SavedModel(content["model"], model, readers["model"])
-            optimizers = {n: v for n, v in given.items() if isinstance(v, Optimizer)}
             saved_optimizers = [
                 SavedOptimizer(content["optimizers"][name], value, name, readers["optimizer"])
                 for name, value in optimizers.items()
             ]
-            others = {n: v for n, v in given.items() if n not in optimizers}
             read = readers["objects"].read
             states = {name: decode(content["objects"][name], read) for name in others}
             extra, rng = decode(content["extra"], read), decode(content["rng"], read)
             check_rng_states(rng)
-        except (SpeedtransferError, torch.cuda.OutOfMemoryError):
-            raise
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
-            what = " ".join(str(error).split())[:200] or type(error).__name__
-            raise StorageError(f"{str(path / manifest.NAME)!r} is damaged ({what}); use another checkpoint") from error
 
-        def allocate() -> None:
+        with states_set(others, states):
             for saved in saved_optimizers:
                 saved.allocate()
-
-        set_states(others, states, then=allocate)
         saved_model.load(bar.advance)
         for saved in saved_optimizers:
             saved.load(bar.advance)
@@ -105,27 +91,22 @@ def load_checkpoint(
     return extra
 
 
-def _open(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, TensorReader]]:
-    """Open the manifest and its files. A saver may put new ones in their place meanwhile: then again."""
-    for attempt in range(_TRIES):
+def open_checkpoint(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, TensorReader]]:
+    """Open the manifest and its files, until `stack` ends. A saver may put new ones in their place meanwhile: then again."""
+    for left in reversed(range(_TRIES)):
         raw = manifest.read_bytes(path)
         content = manifest.parse(raw, path / manifest.NAME)
-        opened: list[TensorReader] = []
+        readers: dict[str, TensorReader] = {}
         try:
-            for facts in content["files"].values():
-                opened.append(TensorReader(path / facts["name"], facts))
-        except OSError as error:
-            for reader in opened:
-                reader.close()
-            if attempt + 1 == _TRIES or manifest.read_bytes(path) == raw:
-                raise StorageError(
-                    f"cannot open {facts['name']!r} of checkpoint {str(path)!r} ({error.strerror}); use another checkpoint"
-                ) from error
-        else:
+            with ExitStack() as opened, manifest.damage_told(path / manifest.NAME):
+                for role, facts in content["files"].items():
+                    readers[role] = opened.enter_context(closing(TensorReader(path / facts["name"], facts)))
+                stack.push(opened.pop_all())
             break
-    for reader in opened:
-        stack.callback(reader.close)
-    return content, dict(zip(content["files"], opened, strict=True))
+        except StorageError:
+            if not left or manifest.read_bytes(path) == raw:
+                raise
+    return content, readers
 
 
 def _check_names(content: dict[str, Any], given: set[str], named: set[str]) -> None:

@@ -5,11 +5,13 @@ Its first line holds the SHA-256 of all that follows, so that a flipped bit in i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,7 @@ import torch
 
 from speedtransfer.checkpoint.plain_data import find_tensors
 from speedtransfer.checkpoint.tensors import open_plain
-from speedtransfer.errors import InvalidValueError, StorageError, format_bytes
-from speedtransfer.safetensors_io import check_entry
+from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError, format_bytes
 from speedtransfer.version import __version__
 
 NAME = "manifest.json"
@@ -41,13 +42,7 @@ VERSIONS = {
 
 
 def to_bytes(content: dict[str, Any]) -> bytes:
-    """Return the text of the manifest with `content`.
-
-    Raises
-    ------
-    InvalidValueError
-        It is too long.
-    """
+    """Return the text of the manifest with `content`. InvalidValueError: it is too long."""
     text = json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, **content}, separators=(",", ":"))
     body = text[1:].encode()
     if len(body) > MAX_BYTES - _HEAD_BYTES:
@@ -63,13 +58,7 @@ def _head_of(body: bytes) -> bytes:
 
 
 def read_bytes(folder: Path) -> bytes:
-    """Return the bytes of the manifest in `folder`, unchecked.
-
-    Raises
-    ------
-    StorageError
-        There is none, or none of a size that a manifest has.
-    """
+    """Return the bytes of the manifest in `folder`, unchecked. StorageError: there is none, or none of such a size."""
     path = folder / NAME
     if not folder.is_dir():
         raise StorageError(f"there is no checkpoint folder {str(folder)!r}; check the path")
@@ -85,13 +74,14 @@ def read_bytes(folder: Path) -> bytes:
     return raw
 
 
-def is_one(folder: Path) -> bool:
-    """Tell whether the manifest in the folder is one of a checkpoint, of any version. StorageError if it cannot be read."""
+def peek(folder: Path) -> dict[str, Any]:
+    """Return the manifest in `folder`, unchecked; empty where it is none in JSON. StorageError if it cannot be read."""
     raw = read_bytes(folder)
     try:
-        return bool(json.loads(raw)["format"] == FORMAT)
-    except (ValueError, RecursionError, TypeError, KeyError):
-        return False
+        content = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def names_in(folder: Path) -> set[str] | None:
@@ -99,20 +89,26 @@ def names_in(folder: Path) -> set[str] | None:
     if not os.path.lexists(folder / NAME):
         return set()
     try:
-        return {facts["name"] for facts in json.loads(read_bytes(folder))["files"].values()}
-    except (StorageError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return {facts["name"] for facts in peek(folder)["files"].values()}
+    except (StorageError, TypeError, KeyError, AttributeError):
         return None
 
 
-def parse(raw: bytes, path: Path) -> dict[str, Any]:
-    """Return the manifest, known to be well formed: what refers to files and tensors is as the reader needs it.
-
-    Raises
-    ------
-    StorageError
-        It is foreign, damaged, or made by a later version.
-    """
+@contextlib.contextmanager
+def damage_told(path: Path) -> Iterator[None]:
+    """Raise `StorageError` where what is in the manifest at `path` makes the block raise."""
     try:
+        yield
+    except (SpeedtransferError, torch.cuda.OutOfMemoryError):
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError) as error:
+        what = " ".join(str(error).split())[:200] or type(error).__name__
+        raise StorageError(f"{str(path)!r} is damaged ({what}); use another checkpoint") from error
+
+
+def parse(raw: bytes, path: Path) -> dict[str, Any]:
+    """Return the manifest, its sections and names of files known to be good. StorageError: it is foreign, damaged or later."""
+    with damage_told(path):
         content = json.loads(raw, parse_constant=_no_constant)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise StorageError(f"{str(path)!r} is no manifest of a checkpoint; check the path")
@@ -124,11 +120,6 @@ def parse(raw: bytes, path: Path) -> dict[str, Any]:
         if raw[:_HEAD_BYTES] != _head_of(raw[_HEAD_BYTES:]):
             raise ValueError("its checksum does not match")
         _check(content)
-    except StorageError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        what = " ".join(str(error).split())[:200] or type(error).__name__
-        raise StorageError(f"{str(path)!r} is damaged ({what}); use another checkpoint") from error
     return content
 
 
@@ -160,12 +151,3 @@ def _check_file(role: str, facts: dict[str, Any]) -> None:
         raise ValueError(f"{name} has no checksum")
     if type(facts["bytes"]) is not int:
         raise TypeError(f"{name} has no size")
-    position = 0
-    for key, entry in facts["tensors"].items():
-        try:
-            found = check_entry(entry)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"tensor {key[:60]!r}: {error}") from error
-        if found.begin != position or len(entry) != 3:
-            raise ValueError(f"tensor {key[:60]!r} has another place in the file, or more than dtype, shape and place")
-        position = found.end

@@ -17,29 +17,27 @@ from speedtransfer.optim import Handle
 
 
 def _state(model: nn.Module) -> tuple[dict[str, Any], dict[str, Handle]]:
-    """Return the state dict with placeholders for the rows of tables, and the handles of tables by key."""
-    with placeholder_rows() as used:
+    """Return the state dict with placeholders for the rows of tables, and the tables by their keys."""
+    with placeholder_rows() as met:
         state = model.state_dict()
-    handles = {id(placeholder): handle for placeholder, handle in used}
+    handles = {id(placeholder): handle for placeholder, handle in met}
     return state, {key: handles[id(value)] for key, value in state.items() if id(value) in handles}
 
 
 def encode_model(model: nn.Module, keep: Keep) -> dict[str, Any]:
     """Return the model as the manifest knows it, and have its tensors kept."""
     state, tables = _state(model)
-    entries, counters, seen = {}, {}, dict[int, str]()
+    entries, counters, first = {}, {}, dict[int, str]()
     for key, value in state.items():
-        if key in tables:
-            handle = tables[key]
+        handle = tables.get(key)
+        if handle is None:
+            entries[key] = encode(value, key, keep)
+        elif first.setdefault(id(handle), key) != key:  # a module in two places
+            entries[key] = {"$": "same", "v": first[id(handle)]}
+        else:
             handle.recover()
-            if id(handle) in seen:  # a module in two places
-                entries[key] = {"$": "same", "v": seen[id(handle)]}
-                continue
-            seen[id(handle)] = key
             entries[key] = encode_rows(handle.rows, "weight", key, keep, tuple(value.shape), value.dtype)
             counters[key] = handle.rows.state_dict()  # after rows that lagged have been written
-        else:
-            entries[key] = encode(value, key, keep)
     metadata = encode(getattr(state, "_metadata", None), "metadata of the model's state_dict", keep)
     return {"entries": entries, "counters": counters, "metadata": metadata}
 
@@ -47,23 +45,19 @@ def encode_model(model: nn.Module, keep: Keep) -> dict[str, Any]:
 class SavedModel:
     """A model in a checkpoint, checked against the one that it goes into. Making it changes nothing.
 
-    Raises
-    ------
-    InvalidValueError
-        The two differ in keys, shapes or dtypes.
-    ValueError, TypeError, KeyError
-        `node` is malformed.
+    InvalidValueError: the two differ in keys, shapes or dtypes. ValueError, TypeError or KeyError: `node` is malformed.
     """
 
     def __init__(self, node: dict[str, Any], model: nn.Module, reader: TensorReader) -> None:
-        self.model = model
+        self.model, entries = model, node["entries"]
         state, self._tables = _state(model)
-        entries = node["entries"]
         _check_keys(set(entries), set(state))
         self._rows: dict[str, SavedRows] = {}
         self._state: OrderedDict[str, Any] = OrderedDict()
         for key, current in state.items():
-            entry = _resolved(entries, key)
+            entry = entries[key]
+            if isinstance(entry, dict) and entry.get("$") == "same":
+                entry = entries[entry["v"]]
             if not isinstance(current, Tensor):
                 self._state[key] = decode(entry, reader.read)  # extra state
                 continue
@@ -75,63 +69,45 @@ class SavedModel:
                     "model; make the model as it was saved (model.to(dtype) before loading)"
                 )
             if key in self._tables:
-                # What the state dict of the model has there is a placeholder.
-                self._rows[key], self._state[key] = saved, current
+                self._rows[key], self._state[key] = saved, current  # the placeholder
             else:
                 self._state[key] = saved if isinstance(saved, Tensor) else saved.mapped()
         metadata = decode(node["metadata"], reader.read)
         if metadata is not None:
-            _check_metadata(metadata)
+            for inner in metadata.values():  # that modules can read it: in the middle of loading would be too late
+                if not isinstance(inner, dict) or type(inner.get("version")) not in (int, type(None)):
+                    raise TypeError("metadata of the model without versions")
             self._state._metadata = metadata  # type: ignore[attr-defined]
         self._counters = {key: node["counters"].get(key, {}) for key in self._tables}
-        for counters in self._counters.values():
-            if not all(type(n) is int for n in counters.values()):
-                raise TypeError("counters that are no integers")
+        if not all(type(n) is int for counters in self._counters.values() for n in counters.values()):
+            raise TypeError("counters that are no integers")
 
     def load(self, advance: Callable[[int], None]) -> None:
         """Load the model, the rows of tables in chunks."""
-        keys = {id(self._state[key]): key for key in self._tables}
-        with placeholder_rows() as used:
+        keys, done = {id(self._state[key]): key for key in self._tables}, set()
+        with placeholder_rows() as met:
             self.model.load_state_dict(self._state)
-        done = set()
-        for placeholder, handle in used:
+        for placeholder, handle in met:
             key = keys.get(id(placeholder))
             if key is None:
                 raise InvalidValueError(
                     "a hook of load_state_dict made other values of a table's rows, which it does not see here; remove the "
                     "hook, or load them with model.load_state_dict"
                 )
-            if id(handle) in done:
-                continue
-            done.add(id(handle))
-            rows = self._rows[key]
-            rows.copy_into(handle.rows, "weight", advance)
-            handle.rows.load_state_dict(self._counters[key] if rows.stored_as(handle.rows, "weight") else {})
-
-
-def _check_metadata(metadata: Any) -> None:
-    """Raise TypeError unless modules can read it: in the middle of loading would be too late."""
-    for inner in metadata.values():
-        if not isinstance(inner, dict) or type(inner.get("version")) not in (int, type(None)):
-            raise TypeError("metadata of the model without versions")
-
-
-def _resolved(entries: dict[str, Any], key: str) -> Any:
-    entry = entries[key]
-    if isinstance(entry, dict) and entry.get("$") == "same":
-        entry = entries[entry["v"]]
-    return entry
+            if handle not in done:
+                done.add(handle)
+                rows = self._rows[key]
+                rows.copy_into(handle.rows, "weight", advance)
+                handle.rows.load_state_dict(self._counters[key] if rows.stored_as(handle.rows, "weight") else {})
 
 
 def _check_keys(saved: set[str], ours: set[str]) -> None:
-    if saved == ours:
-        return
     missing, extra = sorted(ours - saved), sorted(saved - ours)
+    more = f" and {len(missing or extra) - 1} more" if len(missing or extra) > 1 else ""
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        near = suggest(missing[0], extra or saved or ["nothing"])
+        near = suggest(missing[0], extra or sorted(saved) or ["nothing"])
         raise InvalidValueError(f"the checkpoint has no {missing[0]!r}{more} that the model has{near}")
-    more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-    raise InvalidValueError(
-        f"the checkpoint has {extra[0][:80]!r}{more}, which the model has not; make the model as it was saved"
-    )
+    if extra:
+        raise InvalidValueError(
+            f"the checkpoint has {extra[0][:80]!r}{more}, which the model has not; make the model as it was saved"
+        )

@@ -2,65 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import random
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidValueError
 
 _CUDA_BYTES = 16  # seed and offset of Philox
 
 
-def check_object(name: str, value: object) -> None:
-    """Raise `InvalidTypeError` unless `value` has a state to save and load."""
-    if isinstance(value, torch.Generator | np.random.Generator):
-        return
-    if isinstance(value, type) or not all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict")):
-        raise InvalidTypeError(
-            f"{name} is a {type(value).__name__} without state_dict() and load_state_dict(); pass plain values in extra="
-        )
-
-
-def state_of(value: Any) -> Any:
-    """Return the state of an object."""
+def state_methods(value: Any) -> tuple[Any, Any]:
+    """Return what reads the state of an object, and what sets it."""
     if isinstance(value, torch.Generator):
-        return value.get_state()
-    return value.bit_generator.state if isinstance(value, np.random.Generator) else value.state_dict()
+        return value.get_state, value.set_state
+    if isinstance(value, np.random.Generator):
+        return lambda: value.bit_generator.state, functools.partial(setattr, value.bit_generator, "state")
+    return getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
 
 
-def _set_state(value: Any, state: Any) -> None:
-    if isinstance(value, torch.Generator):
-        value.set_state(state)
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = state
-    else:
-        value.load_state_dict(state)
-
-
-def set_states(objects: dict[str, Any], states: dict[str, Any], then: Callable[[], None]) -> None:
-    """Give every object its state and call `then`. Where one does not take its own, or that fails, put all back and raise."""
+@contextlib.contextmanager
+def states_set(objects: dict[str, Any], states: dict[str, Any]) -> Iterator[None]:
+    """Give every object its state. Where one does not take its own, or the block raises, put all back."""
     before: dict[str, tuple[Any, dict[str, Any]]] = {}
     try:
         for name, value in objects.items():
-            before[name] = copy.deepcopy(state_of(value)), dict(getattr(value, "__dict__", {}))
+            get, set_to = state_methods(value)
+            before[name] = copy.deepcopy(get()), dict(getattr(value, "__dict__", {}))
             try:
-                _set_state(value, states[name])
+                set_to(states[name])
             except Exception as error:
                 why = " ".join(str(error).split())[:200]
                 raise InvalidValueError(
                     f"{name} does not take its state from the checkpoint ({why}); pass one made as that which was saved"
                 ) from error
-        then()
+        yield
     except BaseException:
         for name, (state, attributes) in before.items():
             if attributes:  # a scheduler makes attributes of whatever it is given
                 vars(objects[name]).clear()
                 vars(objects[name]).update(attributes)
-            _set_state(objects[name], state)
+            state_methods(objects[name])[1](state)
         raise
 
 

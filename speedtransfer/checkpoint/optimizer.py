@@ -17,28 +17,26 @@ from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim import Handle, find_handle, probe_optimizer
 from speedtransfer.optim.hooks import give_state, way_to_step
 from speedtransfer.optim.probe import Findings, PlaneSpec
-from speedtransfer.optim.state_dicts import has_other_hooks, load_plainly
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters by their numbers in a state dict."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _shape(param: Tensor) -> list[int]:
-    handle = find_handle(param)
-    return list(param.shape if handle is None else (handle.table.num_rows, handle.table.dim))
+from speedtransfer.optim.state_dicts import handles_of, has_other_hooks, load_plainly
 
 
 def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
-    return [[_shape(param) for param in group["params"]] for group in optimizer.param_groups]
+    """Return the shape of each parameter by group: of a table that of all rows."""
+
+    def shape(param: Tensor) -> list[int]:
+        handle = find_handle(param)
+        return list(param.shape if handle is None else (handle.table.num_rows, handle.table.dim))
+
+    return [[shape(param) for param in group["params"]] for group in optimizer.param_groups]
 
 
 def _owned(optimizer: Optimizer) -> dict[int, Handle]:
-    """Return, by number, the handles of tables whose planes hold state of this optimizer."""
-    handles = {number: find_handle(param) for number, param in enumerate(_params(optimizer))}
+    """Return, by number in a state dict, the handles of tables whose planes hold state of this optimizer."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
     return {
-        n: h for n, h in handles.items() if h is not None and h.state is not None and h.state.optimizer() is optimizer
+        number: handle
+        for number, handle in enumerate(map(find_handle, params))
+        if handle is not None and handle.state is not None and handle.state.optimizer() is optimizer
     }
 
 
@@ -65,31 +63,28 @@ def encode_optimizer(optimizer: Optimizer, name: str, keep: Keep) -> dict[str, A
             state.update(entries)
     states = []
     for number, entries in content.pop("state").items():
-        path = f"{name}.state[{number!r}]"
-        node = {"entries": encode(entries, path, keep), "rows": {}}
+        path, rows = f"{name}.state[{number!r}]", {}
         for key, (plane, spec) in planes.get(number, {}).items():
-            handle = owned[number]
-            shape = (handle.table.num_rows, *spec.tail)
-            node["rows"][key] = encode_rows(handle.rows, plane, f"{path}[{key!r}]", keep, shape, spec.dtype)
-        states.append([number, node])
+            store = owned[number].rows
+            shape = (store.table.num_rows, *spec.tail)
+            rows[key] = encode_rows(store, plane, f"{path}[{key!r}]", keep, shape, spec.dtype)
+        states.append([number, {"entries": encode(entries, path, keep), "rows": rows}])
     rest = encode(content, name, keep)
     return {"class": type(optimizer).__name__, "params": _shapes(optimizer), "state": states, "rest": rest}
 
 
 def _make_first_state(optimizer: Optimizer) -> None:
     """Make planes for state that a constructor made of no rows (Adagrad): a dense optimizer has it of all rows."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            handle, state = find_handle(param), optimizer.state.get(param, {})
-            if handle is None or (handle.state is not None and handle.state.optimizer() is not None):
-                continue  # its own planes, or those of another, which only a step may replace
-            names = [k for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0 and len(v) == 0]
-            if names and handle.table.num_rows and optimizer not in handle.lost:
-                specs = probe_optimizer(optimizer, group, param, handle.sparse)
-                entries = dict(state)
-                rows_state = give_state(handle, optimizer, group, specs)
-                optimizer.state[param].update(entries)
-                rows_state.adopt(optimizer, [key for key in names if key in specs])
+    for handle, group in handles_of(optimizer):
+        if handle.state is not None and handle.state.optimizer() is not None:
+            continue  # its own planes, or those of another, which only a step may replace
+        entries = dict(optimizer.state.get(handle.param, {}))
+        names = [k for k, v in entries.items() if isinstance(v, Tensor) and v.dim() > 0 and len(v) == 0]
+        if names and handle.table.num_rows and optimizer not in handle.lost:
+            specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)
+            state = give_state(handle, optimizer, group, specs)
+            optimizer.state[handle.param].update(entries)
+            state.adopt(optimizer, [key for key in names if key in specs])
 
 
 def _tried(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any] | None:
@@ -111,14 +106,8 @@ def _tried(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any] | No
 class SavedOptimizer:
     """An optimizer in a checkpoint, checked against the one that it goes into. Making it changes nothing.
 
-    Raises
-    ------
-    InvalidValueError
-        The two differ in class, groups, shapes or state.
-    OptimizerError
-        The optimizer cannot train the rows of a table.
-    ValueError, TypeError, KeyError
-        `node` is malformed.
+    InvalidValueError: the two differ in class, groups, shapes or state. OptimizerError: the optimizer cannot train the rows of
+    a table. ValueError, TypeError or KeyError: `node` is malformed.
     """
 
     def __init__(self, node: dict[str, Any], optimizer: Optimizer, name: str, reader: TensorReader) -> None:
@@ -130,7 +119,10 @@ class SavedOptimizer:
         numbers = [number for group in groups for number in group["params"]]
         if counts != [len(shapes) for shapes in node["params"]] or not all(type(n) is int for n in numbers):
             raise ValueError(f"the groups of {name} are not as many as its parameters")
-        of_number = {n: (p, g) for n, (p, g) in zip(numbers, self._owners(groups), strict=True)}
+        # Each parameter with its group as it will be.
+        pairs = zip(optimizer.param_groups, groups, strict=True)
+        owners = [(p, {**ours, **saved, "params": ours["params"]}) for ours, saved in pairs for p in ours["params"]]
+        of_number = dict(zip(numbers, owners, strict=True))
         self._content["state"] = state = {}
         self._planes: list[tuple[Handle, dict[str, Any], Findings, dict[str, SavedRows]]] = []
         for number, saved in node["state"]:
@@ -138,75 +130,39 @@ class SavedOptimizer:
                 raise ValueError(f"the state of {name} is there twice")
             param, group = of_number.get(number, (None, {}))
             handle = None if param is None else find_handle(param)
-            planes: dict[str, SavedRows] = {}
-            if handle is not None and (saved["rows"] or saved["entries"]):
-                specs = probe_optimizer(
-                    optimizer, group, handle.param, handle.sparse
-                )  # with the hyperparameters that come with it
-                planes = self._planes_of(handle, specs, saved, f"{name}.state[{number}]", reader)
+            entries, rows, planes = saved["entries"], saved["rows"], dict[str, SavedRows]()
+            if handle is not None and (rows or entries):
+                # With the hyperparameters that come with it.
+                specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)
+                planes = _planes_of(handle, specs, entries, rows, f"{name}.state[{number}]", reader)
                 if planes:
                     way_to_step(handle, optimizer, group, specs)  # which may refuse
                     self._planes.append((handle, group, specs, planes))
-            entries = saved["entries"]
             if isinstance(entries, dict) and "$" not in entries:
                 entries = {key: value for key, value in entries.items() if key not in planes}
             state[number] = decode(entries, reader.read)
             if param is not None and type(state[number]) is not dict:
                 raise TypeError(f"the state of {name} has a parameter without names of state")
-            for key, rows in saved["rows"].items():
-                if key not in planes:
-                    state[number][key] = SavedRows(rows, reader).values()
-
+            state[number].update({k: SavedRows(v, reader).values() for k, v in rows.items() if k not in planes})
         self._ready = _tried(optimizer, self._content)
 
-    def _owners(self, groups: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Return each parameter with its group as it will be."""
-        pairs = zip(self.optimizer.param_groups, groups, strict=True)
-        return [(p, {**group, **saved, "params": group["params"]}) for group, saved in pairs for p in group["params"]]
-
     def _check_structure(self, node: dict[str, Any], name: str) -> None:
-        kind, shapes = type(self.optimizer).__name__, _shapes(self.optimizer)
+        kind, ours, theirs = type(self.optimizer).__name__, _shapes(self.optimizer), node["params"]
         if node["class"] != kind:
-            saved = str(node["class"])[:40]
             raise InvalidValueError(
-                f"{name} is {kind} but the checkpoint holds that of {saved}; pass an optimizer of that class"
+                f"{name} is {kind} but the checkpoint holds that of {str(node['class'])[:40]}; pass an optimizer of that class"
             )
-        if len(node["params"]) != len(shapes):
+        if len(theirs) != len(ours):
             raise InvalidValueError(
-                f"{name} has {len(shapes)} parameter groups but the checkpoint has {len(node['params'])}; make the groups it "
-                "was saved with"
+                f"{name} has {len(ours)} parameter groups but the checkpoint has {len(theirs)}; make the groups it was saved "
+                "with"
             )
-        for number, (theirs, ours) in enumerate(zip(node["params"], shapes, strict=True)):
-            if theirs != ours:
+        for number in range(len(ours)):
+            if theirs[number] != ours[number]:
                 raise InvalidValueError(
-                    f"group {number} of {name} has parameters of shapes {str(ours)[:200]} but the checkpoint has "
-                    f"{str(theirs)[:200]}; pass the same parameters in the same order"
+                    f"group {number} of {name} has parameters of shapes {str(ours[number])[:200]} but the checkpoint has "
+                    f"{str(theirs[number])[:200]}; pass the same parameters in the same order"
                 )
-
-    @staticmethod
-    def _planes_of(
-        handle: Handle, specs: dict[str, PlaneSpec], saved: dict[str, Any], path: str, reader: TensorReader
-    ) -> dict[str, SavedRows]:
-        planes = {}
-        for key, node in saved["rows"].items():
-            if key not in specs:  # left from other hyperparameters (amsgrad was switched off)
-                rows = SavedRows(node, reader)
-                specs[key] = PlaneSpec(rows.shape[1:], rows.dtype, 0.0)
-        for key, spec in specs.items():
-            node = saved["rows"].get(key, saved["entries"].get(key))
-            if node is None:
-                continue
-            rows = SavedRows(node, reader)
-            if rows.shape[:1] == (0,) and handle.table.num_rows:
-                continue  # made in a constructor, for no rows: there is nothing to copy
-            shape = (handle.table.num_rows, *spec.tail)
-            if rows.shape != shape or rows.dtype.is_floating_point != spec.dtype.is_floating_point:
-                raise InvalidValueError(
-                    f"{path}[{key!r}] in the checkpoint is {rows.shape} {rows.dtype} but the table needs {shape} "
-                    f"{spec.dtype}; load what was saved with this table"
-                )
-            planes[key] = rows
-        return planes
 
     def allocate(self) -> None:
         """Make the planes that tables lack. May run out of memory, and is therefore called before anything is loaded."""
@@ -225,11 +181,34 @@ class SavedOptimizer:
             optimizer.load_state_dict(self._content)
         else:
             optimizer.__setstate__(self._ready)
-        for found in map(find_handle, _params(optimizer)):
-            if found is not None:
-                found.lost.pop(optimizer, None)  # the state is whole again
+        for handle, _ in handles_of(optimizer):
+            handle.lost.pop(optimizer, None)  # the state is whole again
         for handle, _, _, planes in self._planes:
             assert handle.state is not None
             handle.state.adopt(optimizer, planes)
             for key, (plane, _) in handle.state.stored(optimizer.state[handle.param]).items():
                 planes[key].copy_into(handle.rows, plane, advance)
+
+
+def _planes_of(
+    handle: Handle, specs: Findings, entries: dict[str, Any], rows: dict[str, Any], path: str, reader: TensorReader
+) -> dict[str, SavedRows]:
+    """Return the rows of each plane of state that is saved."""
+    planes = {}
+    for key in dict.fromkeys([*specs, *rows]):
+        node = rows.get(key, entries.get(key))
+        if node is None:
+            continue
+        saved = SavedRows(node, reader)
+        # Not among them where it is left from other hyperparameters (amsgrad was switched off).
+        spec = specs.setdefault(key, PlaneSpec(saved.shape[1:], saved.dtype, 0.0))
+        if saved.shape[:1] == (0,) and handle.table.num_rows:
+            continue  # made in a constructor, for no rows: there is nothing to copy
+        shape = (handle.table.num_rows, *spec.tail)
+        if saved.shape != shape or saved.dtype.is_floating_point != spec.dtype.is_floating_point:
+            raise InvalidValueError(
+                f"{path}[{key!r}] in the checkpoint is {saved.shape} {saved.dtype} but the table needs {shape} "
+                f"{spec.dtype}; load what was saved with this table"
+            )
+        planes[key] = saved
+    return planes

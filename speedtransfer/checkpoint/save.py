@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.folder import check_target, commit, free_bytes, new_files
 from speedtransfer.checkpoint.model import encode_model
-from speedtransfer.checkpoint.objects import check_object, rng_states, state_of
+from speedtransfer.checkpoint.objects import rng_states, state_methods
 from speedtransfer.checkpoint.optimizer import encode_optimizer
 from speedtransfer.checkpoint.plain_data import encode
 from speedtransfer.checkpoint.tensors import TensorPlan
@@ -61,20 +61,16 @@ def save_checkpoint(
     StorageError
         No room, or no permission. What was there before is as it was.
     """
-    path, objects = as_path(path), {name: value for name, value in objects.items() if value is not None}
-    check_arguments(model, optimizer, objects)
+    path, optimizers, others = check_arguments(path, model, optimizer, objects)
     check_target(path)
     plans = {role: TensorPlan() for role in manifest.ROLES}
-    optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
-    if optimizer is not None:
-        optimizers = {"optimizer": optimizer, **optimizers}
     keep = plans["objects"].keep
     content = {
         "versions": manifest.VERSIONS,
         "model": encode_model(model, plans["model"].keep),
         "optimizers": {n: encode_optimizer(o, n, plans["optimizer"].keep) for n, o in optimizers.items()},
         "rng": encode(rng_states(), "rng", keep),
-        "objects": {n: encode(state_of(v), n, keep) for n, v in objects.items() if n not in optimizers},
+        "objects": {n: encode(state_methods(v)[0](), n, keep) for n, v in others.items()},
         "extra": encode(extra, "extra", keep),
     }
     need = sum(plan.num_bytes for plan in plans.values())
@@ -90,19 +86,16 @@ def save_checkpoint(
         commit(path, manifest.to_bytes({"files": files, **content}))
 
 
-def as_path(path: str | os.PathLike[str]) -> Path:
-    """Return `path` as a Path, or raise `InvalidTypeError`."""
+def check_arguments(
+    path: str | os.PathLike[str], model: object, optimizer: object, objects: dict[str, Any]
+) -> tuple[Path, dict[str, Optimizer], dict[str, Any]]:
+    """Return the path, the optimizers and the other objects by name, all known to be of a kind that can be saved."""
     try:
         path = Path(path)
     except TypeError:
         raise InvalidTypeError(f"path is {path!r} but must be the path of a folder; pass a string or Path") from None
     if "\0" in str(path):
         raise InvalidValueError(f"path {str(path)!r} has a NUL, which no path has; remove it")
-    return path
-
-
-def check_arguments(model: object, optimizer: object, objects: dict[str, Any]) -> None:
-    """Raise `InvalidTypeError` where an argument is nothing that has a state."""
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(
             f"model is a {type(model).__name__} but must be a torch.nn.Module; pass the model itself"
@@ -111,5 +104,12 @@ def check_arguments(model: object, optimizer: object, objects: dict[str, Any]) -
         raise InvalidTypeError(
             f"optimizer is a {type(optimizer).__name__} but must be a torch.optim.Optimizer; pass others by name: scaler=..."
         )
-    for name, value in objects.items():
-        check_object(name, value)
+    given = {name: value for name, value in {"optimizer": optimizer, **objects}.items() if value is not None}
+    optimizers = {name: value for name, value in given.items() if isinstance(value, Optimizer)}
+    others = {name: value for name, value in given.items() if name not in optimizers}
+    for name, value in others.items():
+        if isinstance(value, type) or not all(map(callable, state_methods(value))):
+            raise InvalidTypeError(
+                f"{name} is a {type(value).__name__} without state_dict() and load_state_dict(); pass plain values in extra="
+            )
+    return path, optimizers, others

@@ -76,8 +76,6 @@ class SavedRows:
 
     def values(self) -> Tensor:
         """Return all rows, for a dense parameter or its state."""
-        if self.encoding == "plain":
-            return self._decoded({"": self._reader.read(self._names[""])})
         with torch.inference_mode(False):
             whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         buffers: dict[str, Tensor] = {}

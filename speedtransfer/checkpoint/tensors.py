@@ -18,7 +18,7 @@ from torch import Tensor
 
 from speedtransfer.dtypes import SAFETENSORS_NAMES
 from speedtransfer.errors import InvalidTypeError, StorageError
-from speedtransfer.safetensors_io import METADATA, check_entry, header_bytes, make_header
+from speedtransfer.safetensors_io import METADATA, Entry, check_entry, header_bytes, make_header
 from speedtransfer.tables import CHUNK_BYTES, read_ahead, row_chunks
 
 
@@ -100,22 +100,27 @@ def open_plain(path: Path) -> int:
 class TensorReader:
     """The tensors of one file, which is held open, so that what is read is what was checked.
 
-    Parameters
-    ----------
-    path : Path
-    facts : dict
-        What the manifest says of it, known to be well formed.
-
-    Raises
-    ------
-    OSError
-        It cannot be opened.
+    `facts` is what the manifest says of it. StorageError: it cannot be opened; ValueError, TypeError or KeyError: the tensors
+    in `facts` are not such as lie in a file one after the other.
     """
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
         self.path, self.facts = path, facts
-        self._entries = {name: check_entry(entry) for name, entry in facts["tensors"].items()}
-        self._file = os.fdopen(open_plain(path), "rb", buffering=0)
+        self._entries: dict[str, Entry] = {}
+        self._end = 0  # of the last tensor
+        for name, entry in facts["tensors"].items():
+            found = self._entries[name] = check_entry(entry)
+            if found.begin != self._end or len(entry) != 3:
+                raise ValueError(
+                    f"tensor {name[:60]!r} has another place in the file, or more than dtype, shape and place"
+                )
+            self._end = found.end
+        try:
+            self._file = os.fdopen(open_plain(path), "rb", buffering=0)
+        except OSError as error:
+            raise StorageError(
+                f"cannot open {path.name!r} of checkpoint {str(path.parent)!r} ({error.strerror}); use another checkpoint"
+            ) from error
 
     def close(self) -> None:
         """Close the file. Tensors of `mapped` live on."""
@@ -126,11 +131,10 @@ class TensorReader:
         size = os.fstat(self._file.fileno()).st_size
         if size != self.facts["bytes"]:
             raise self._damaged(f"has {size} bytes but {self.facts['bytes']} were written")
-        data = max((entry.end for entry in self._entries.values()), default=0)
         length = int.from_bytes(self._read(0, bytearray(min(8, size))), "little")
         self._begin = 8 + length
-        if size < 8 or self._begin + data != size:
-            raise self._damaged(f"has a header of {length} bytes and {data} of tensors in a file of {size}")
+        if size < 8 or self._begin + self._end != size:
+            raise self._damaged(f"has a header of {length} bytes and {self._end} of tensors in a file of {size}")
         digest, buffer = hashlib.sha256(), bytearray(min(CHUNK_BYTES, size))
         for start in range(0, size, len(buffer)):
             part = self._read(start, memoryview(buffer)[: size - start])

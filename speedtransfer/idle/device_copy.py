@@ -1,8 +1,6 @@
-"""Keep a copy of `Sums` on a device, up to date by sending the lines that have changed."""
+"""Keep a copy of `Sums` on a device, by sending the lines that have changed."""
 
 from __future__ import annotations
-
-from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -11,23 +9,20 @@ from speedtransfer.idle.quadrature import BLOCK, Floats
 
 
 class DeviceCopy:
-    """A copy of lines and blocks on a device other than the CPU, for one stream of it."""
+    """A copy of lines and blocks on a device other than the CPU, for one stream of it: others may still read theirs."""
 
     def __init__(self) -> None:
-        self._place: Hashable = None
+        self._kept: tuple[Tensor, Tensor] | None = None
         self._count = self._final = 0  # of the lines when they were sent
 
     def tensors(
         self, device: torch.device, lines: Floats, blocks: Floats, count: int, final: int
     ) -> tuple[Tensor, Tensor]:
-        """Return `lines` and `blocks` on `device`, the first `count` + 1 lines up to date.
+        """Return `lines` and `blocks` on `device`, with the first `count` + 1 lines as they are now.
 
         A step changes the lines of its block, those from `final` on, and the blocks before.
         """
-        # Another stream may still read what it was sent.
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        place = device, stream, len(lines)
-        if place != self._place:
+        if self._kept is None or len(self._kept[0]) != len(lines):
             self._kept = _pinned(lines).to(device, non_blocking=True), _pinned(blocks).to(device, non_blocking=True)
         elif count != self._count:
             first = min(self._count - self._count % BLOCK, self._final)
@@ -36,7 +31,7 @@ class DeviceCopy:
             if count >= BLOCK:
                 end = count // BLOCK + 1
                 kept_blocks[:end].copy_(_pinned(blocks[:end]), non_blocking=True)
-        self._place, self._count, self._final = place, count, final
+        self._count, self._final = count, final
         return self._kept
 
 

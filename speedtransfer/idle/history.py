@@ -1,4 +1,4 @@
-"""Remember the steps that rows may have missed since all of them were up to date, and let rows take those.
+"""Remember the steps that rows may have missed since all of them were caught up, and let rows take those.
 
 Tables that one optimizer trains make the same steps. Their histories share the `Sums` of these, which the first of them that
 is read after a step computes; one that makes another step, or misses one, goes on with a copy.
@@ -133,7 +133,7 @@ class History:
                 take_missed_steps(self.rule, self._shared.sums_of(self.now - self.base), rows, last, self.base)
 
     def sweep(self) -> None:
-        """Forget all steps: every row has been brought up to date."""
+        """Forget all steps: every row has been caught up."""
         if self._shared is not None:
             with self._shared.lock:
                 self._shared.histories.discard(self)

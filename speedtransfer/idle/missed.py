@@ -67,7 +67,7 @@ def _take(rule: Rule, sums: Sums, rows: dict[str, Tensor], index: Tensor) -> Non
         if name in rows:
             rows[name].mul_(factor)
     if rule.floor and rule.denominator in rows:
-        missed_any = (index < sums.count)[:, None].to(weight.dtype)  # rows up to date stay as they are
+        missed_any = (index < sums.count)[:, None].to(weight.dtype)  # the others stay as they are
         rows[rule.denominator].clamp_min_(missed_any * sums.eps)
 
 

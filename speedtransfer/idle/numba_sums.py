@@ -1,6 +1,6 @@
-"""Compile with numba a step of `quadrature`, and the catch-up of Adam and its relatives in one pass over the rows.
+"""Compile with numba the steps of `quadrature`, and the catch-up of Adam and its relatives in one pass over the rows.
 
-The same operations in the same order as `missed` has them in torch, so the same bits; torch needs a dozen passes.
+The latter has the same operations in the same order as `missed` in torch, so the same bits; torch needs a dozen passes.
 """
 
 from __future__ import annotations
@@ -9,95 +9,16 @@ from typing import Any
 
 import numpy as np
 from numba import njit
+from numba.extending import register_jitable
 
-from speedtransfer.idle.quadrature import BLOCK, FLUSHED, NODES, SMALLEST_DECAY, SMALLEST_SLOPE, STEP, SUMS
+from speedtransfer.idle import quadrature
+from speedtransfer.idle.quadrature import BLOCK, STEP, SUMS
 from speedtransfer.jit import compile_function
 
-
-@njit(inline="always")
-def _multiply(line: Any, step: Any, products: int) -> None:
-    a, b, c, d = step[1], step[2], step[3], step[4]
-    if not (a == 1 and b == 0 and c == 0 and d == 1):
-        for column in range(1, 3):
-            weight, partner = line[column], line[column + 2]
-            line[column], line[column + 2] = a * weight + b * partner, c * weight + d * partner
-    line[0] *= step[0]
-    for column in range(5, products):
-        line[column] *= step[column]
-    for column in range(products):
-        if abs(line[column]) < FLUSHED:
-            line[column] = 0.0
-
-
-@njit(inline="always")
-def _add_point(line: Any, weight: float, point: float) -> None:
-    """Add a mass to the fraction of a line, which begins with linear, mass, centers and spreads."""
-    count = int(line[SUMS + 5])
-    if count < NODES:
-        line[2 + count] = point
-        line[SUMS + 5] = count + 1
-    gamma, sigma, t, rest = 1.0, 0.0, 0.0, weight
-    for node in range(min(count + 1, NODES)):
-        spread = 1 if node == 0 else 1 + NODES + node
-        there, center = line[spread], line[2 + node]
-        total = there + rest
-        last_sigma, beta = sigma, gamma * total
-        gamma, sigma = 1.0, 0.0
-        if total > 0:
-            gamma, sigma = there / total, rest / total
-        turned = sigma * (center - point) - gamma * t
-        line[2 + node] = center - (turned - t)
-        rest = turned * turned / sigma if sigma > 0 else last_sigma * there
-        t = turned
-        line[spread] = beta
-
-
-@njit(inline="always")
-def _add_term(line: Any, step: Any, limits: Any, floor: bool) -> None:
-    """Add a step to the sums of a line."""
-    scale, root, eps, numerator, root_factor, decay_factor = step[0], step[1], step[2], step[3], step[4], step[5]
-    line[SUMS] *= decay_factor
-    line[SUMS + 1] *= numerator
-    line[SUMS + 2] *= root_factor
-    decay = line[SUMS]
-    weight, slope = scale * line[SUMS + 1] / decay, root * line[SUMS + 2]
-    divides, counts = slope > SMALLEST_SLOPE, weight != 0
-    if decay < SMALLEST_DECAY or (divides and counts and weight / slope < 0):
-        line[SUMS + 5] = -1
-    if counts and not divides:
-        line[0] += weight / eps
-    if counts and divides and line[SUMS + 5] >= 0:
-        mass, point = weight / slope, eps / slope
-        line[SUMS + 3], line[SUMS + 4] = min(line[SUMS + 3], point), max(line[SUMS + 4], point)
-        if floor:
-            line[1] += mass
-        else:
-            _add_point(line, mass, point)
-    if floor:
-        line[SUMS - 1] = line[SUMS + 4]
-    else:
-        least = line[SUMS + 3] if line[SUMS + 5] > 0 else 0.0
-        line[SUMS - 1] = max((line[SUMS + 4] - limits[0] * least) / (limits[0] - 1), 0.0)
-    good = line[SUMS + 5] >= 0
-    for column in range(SUMS - 1):
-        good &= abs(line[column]) <= limits[1]
-    if not good:
-        line[SUMS - 1] = np.inf
-
-
-@compile_function
-def take_step(lines: Any, blocks: Any, newest: int, final: int, step: Any, limits: Any, floor: bool) -> None:
-    """As `sums.take_step`."""
-    products, columns = blocks.shape[1], lines.shape[1]
-    for number in range(newest - newest % BLOCK, newest + 1):
-        _multiply(lines[number], step, products)
-    for number in range(newest // BLOCK):
-        _multiply(blocks[number], step, products)
-    if columns > products:
-        term = step[products:]
-        lines[newest, columns - STEP :] = term
-        for number in range(final, newest + 1):
-            _add_term(lines[number, products:], term, limits, floor)
+# `take_step` finds them by the names that they have there.
+for _function in (quadrature.multiply, quadrature.add_point, quadrature.add_term):
+    register_jitable(inline="always", error_model="numpy")(_function)
+take_step = compile_function(quadrature.take_step)
 
 
 @njit(inline="always")
@@ -166,7 +87,7 @@ def take_terms(
     start: int,
     stop: int,
 ) -> None:
-    """Bring the rows `start` to `stop` up to date.
+    """Catch up the rows `start` to `stop`.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-r"""What one more step changes in the lines of a `History`, in NumPy; `compiled.take_step` does the same, faster.
+r"""Add a step to the lines of `Sums`; `numba_sums` compiles it.
 
 A line stands for a step that rows may have been touched last at. Its columns, after those of the products:
 
@@ -65,73 +65,82 @@ def take_step(
     floor : bool
         As `Rule.floor`.
     """
-    products = blocks.shape[1]
-    begin = newest - newest % BLOCK
-    _multiply(lines[begin : newest + 1, :products], step)
-    _multiply(blocks[: newest // BLOCK], step)
-    if lines.shape[1] > products:
-        lines[newest, -STEP:] = step[products:]
-        with np.errstate(all="ignore"):
-            _add_terms(lines[final : newest + 1, products:-STEP], step[products:], limits, floor)
+    products, columns = blocks.shape[1], lines.shape[1]
+    for number in range(newest - newest % BLOCK, newest + 1):
+        multiply(lines[number], step, products)
+    for number in range(newest // BLOCK):
+        multiply(blocks[number], step, products)
+    if columns > products:
+        term = step[products:]
+        lines[newest, columns - STEP :] = term
+        for number in range(final, newest + 1):
+            add_term(lines[number, products:], term, limits, floor)
 
 
-def _multiply(products: Floats, step: Floats) -> None:
-    a, b, c, d = step[1:5]
-    if (a, b, c, d) != (1.0, 0.0, 0.0, 1.0):
-        weights, partners = products[:, 1:3].copy(), products[:, 3:5].copy()  # rows of each 2 x 2 product
-        products[:, 1:3] = a * weights + b * partners
-        products[:, 3:5] = c * weights + d * partners
-    products[:, 0] *= step[0]
-    products[:, 5:] *= step[5 : products.shape[1]]
-    products[np.abs(products) < FLUSHED] = 0
+def multiply(line: Floats, step: Floats, products: int) -> None:
+    """Multiply the products of a line by those of a step."""
+    a, b, c, d = step[1], step[2], step[3], step[4]
+    if not (a == 1 and b == 0 and c == 0 and d == 1):
+        for column in range(1, 3):
+            weight, partner = line[column], line[column + 2]
+            line[column], line[column + 2] = a * weight + b * partner, c * weight + d * partner
+    line[0] *= step[0]
+    for column in range(5, products):
+        line[column] *= step[column]
+    for column in range(products):
+        if abs(line[column]) < FLUSHED:
+            line[column] = 0.0
 
 
-def _add_terms(lines: Floats, step: Floats, limits: Floats, floor: bool) -> None:
-    scale, root, eps, numerator, root_factor, decay_factor = step
-    linear, mass, *fraction, valid_from, decay, b, r, least, most, nodes = lines.T
-    decay *= decay_factor
-    b *= numerator
-    r *= root_factor
-    weight, slope = scale * b / decay, root * r
-    divides = slope > SMALLEST_SLOPE  # else x does not count, and the term is m / eps
-    counts = weight != 0
-    # No measure where decay of more than all turns signs around.
-    nodes[(decay < SMALLEST_DECAY) | (divides & counts & (weight / slope < 0))] = -1
-    linear += np.where(counts & ~divides, weight / eps, 0.0)
-    some = np.flatnonzero(counts & divides & (nodes >= 0))
-    w, e = weight[some] / slope[some], eps / slope[some]
-    least[some], most[some] = np.minimum(least[some], e), np.maximum(most[some], e)
-    if floor:
-        mass[some] += w
-        valid_from[:] = most
-    else:
-        _add_point(mass, fraction, nodes, some, w, e)
-        ratio = limits[0]
-        valid_from[:] = np.maximum((most - ratio * np.where(nodes > 0, least, 0.0)) / (ratio - 1), 0.0)
-    largest = np.abs(lines[:, : SUMS - 1]).max(axis=1, initial=0.0)
-    valid_from[(nodes < 0) | ~(largest <= limits[1])] = np.inf  # beyond the numbers that rows have: step by step
-
-
-def _add_point(
-    mass: Floats, fraction: list[Floats], nodes: Floats, some: np.ndarray[Any, Any], w: Floats, e: Floats
-) -> None:
-    """Add the mass `w` at the point `e` to the lines `some`."""
-    count = nodes[some].astype(np.int64)
-    nodes[some] = np.minimum(count + 1, NODES)
-    gamma, sigma, t, rest = np.ones_like(w), np.zeros_like(w), np.zeros_like(w), w
-    for node in range(NODES):
-        # A line takes part up to its first free node.
-        inside = count >= node
-        spread = mass if node == 0 else fraction[NODES + node - 1]
-        there, center = spread[some], np.where(count == node, e, fraction[node][some])
+def add_point(line: Floats, weight: float, point: float) -> None:
+    """Add a mass to the fraction of a line, which begins with linear, mass, centers and spreads."""
+    count = int(line[SUMS + 5])
+    if count < NODES:
+        line[2 + count] = point
+        line[SUMS + 5] = count + 1
+    gamma, sigma, t, rest = 1.0, 0.0, 0.0, weight
+    for node in range(min(count + 1, NODES)):
+        spread = 1 if node == 0 else 1 + NODES + node
+        there, center = line[spread], line[2 + node]
         total = there + rest
-        positive = total > 0
         last_sigma, beta = sigma, gamma * total
-        gamma = np.where(positive, there / total, 1.0)
-        sigma = np.where(positive, rest / total, 0.0)
-        turned = sigma * (center - e) - gamma * t
-        moved = center - (turned - t)
-        rest = np.where(sigma > 0, turned * turned / sigma, last_sigma * there)
+        gamma, sigma = 1.0, 0.0
+        if total > 0:
+            gamma, sigma = there / total, rest / total
+        turned = sigma * (center - point) - gamma * t
+        line[2 + node] = center - (turned - t)
+        rest = turned * turned / sigma if sigma > 0 else last_sigma * there
         t = turned
-        fraction[node][some] = np.where(inside, moved, fraction[node][some])
-        spread[some] = np.where(inside, beta, there)
+        line[spread] = beta
+
+
+def add_term(line: Floats, step: Floats, limits: Floats, floor: bool) -> None:
+    """Add a step to the sums of a line."""
+    scale, root, eps, numerator, root_factor, decay_factor = step[0], step[1], step[2], step[3], step[4], step[5]
+    line[SUMS] *= decay_factor
+    line[SUMS + 1] *= numerator
+    line[SUMS + 2] *= root_factor
+    decay = line[SUMS]
+    weight, slope = scale * line[SUMS + 1] / decay, root * line[SUMS + 2]
+    divides, counts = slope > SMALLEST_SLOPE, weight != 0
+    if decay < SMALLEST_DECAY or (divides and counts and weight / slope < 0):
+        line[SUMS + 5] = -1
+    if counts and not divides:
+        line[0] += weight / eps
+    if counts and divides and line[SUMS + 5] >= 0:
+        mass, point = weight / slope, eps / slope
+        line[SUMS + 3], line[SUMS + 4] = min(line[SUMS + 3], point), max(line[SUMS + 4], point)
+        if floor:
+            line[1] += mass
+        else:
+            add_point(line, mass, point)
+    if floor:
+        line[SUMS - 1] = line[SUMS + 4]
+    else:
+        least = line[SUMS + 3] if line[SUMS + 5] > 0 else 0.0
+        line[SUMS - 1] = max((line[SUMS + 4] - limits[0] * least) / (limits[0] - 1), 0.0)
+    good = line[SUMS + 5] >= 0
+    for column in range(SUMS - 1):
+        good &= abs(line[column]) <= limits[1]
+    if not good:
+        line[SUMS - 1] = np.inf

@@ -1,7 +1,7 @@
 """Remember steps that rows take one after the other: of adaptive optimizers whose weight decay is added to the gradient.
 
 The gradient of an idle row is then ``decay * weight``, so that each step depends on all before it and no formula sums them up.
-What is kept of a step are eight numbers; by kind of optimizer (unused ones are zero):
+What is kept of a step are up to eight numbers; by kind of optimizer:
 
 ========== ===========================================================================
 adam       decay, 1 - beta1, beta2, 1 - beta2, root, eps, scale, scale of the gradient
@@ -54,10 +54,7 @@ class Replay:
         idle = ("max_exp_avg_sq",) if rule.denominator != "max_exp_avg_sq" else ()
         self._planes = tuple(name for name in PLANES[self.kind] if name not in idle)
         self.now = self.base = now  # no row was last touched before step `base`
-        self._allocate(_CAPACITY)
-
-    def _allocate(self, capacity: int) -> None:
-        self._numbers: Floats = np.zeros((capacity, 8))
+        self._numbers: Floats = np.zeros((_CAPACITY, 8))
 
     @property
     def length(self) -> int:
@@ -68,16 +65,14 @@ class Replay:
         """Take in one more step."""
         count = self.length
         if count == len(self._numbers):
-            old = self._numbers
-            self._allocate(2 * count)
-            self._numbers[:count] = old
-        self._numbers[count] = numbers
+            self._numbers = np.concatenate([self._numbers, np.zeros((count, 8))])
+        self._numbers[count, : len(numbers)] = numbers
         self.now += 1
 
     def sweep(self) -> None:
-        """Forget all steps: every row has been brought up to date."""
+        """Forget all steps: every row has been caught up."""
         self.base = self.now
-        self._allocate(_CAPACITY)
+        self._numbers = self._numbers[:_CAPACITY]
 
     def catch_up(self, rows: dict[str, Tensor], last: Tensor) -> None:
         """Let rows take the steps that they have missed.
@@ -98,11 +93,9 @@ class Replay:
     def _catch_up_compiled(self, rows: dict[str, Tensor], names: tuple[str, ...], last: Tensor) -> bool:
         planes = [rows[name] for name in names]
         dtype = planes[0].dtype
-        if dtype not in (torch.float32, torch.float64) or any(
-            plane.is_cuda or plane.dtype != dtype or not plane.is_contiguous() for plane in planes
-        ):
-            return False
-        compiled = compiled_module("speedtransfer.idle.numba_replay")
+        suit = [plane for plane in planes if not plane.is_cuda and plane.dtype == dtype and plane.is_contiguous()]
+        known = dtype in (torch.float32, torch.float64) and len(suit) == len(planes)
+        compiled = compiled_module("speedtransfer.idle.numba_replay") if known else None
         if compiled is None:
             return False
         by_name = {name: plane.numpy() for name, plane in zip(names, planes, strict=True)}

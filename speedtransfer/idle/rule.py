@@ -41,7 +41,7 @@ class IdleStep(NamedTuple):
         return self == IdleStep(factors=(1.0,) * len(self.factors), root=self.root, eps=self.eps)
 
 
-Numbers = tuple[float, float, float, float, float, float, float, float]
+Numbers = tuple[float, ...]
 """The numbers of a step with coupled weight decay, as `replay` lists them for each kind of optimizer."""
 
 

@@ -1,4 +1,4 @@
-"""What one step of an optimizer does to a row without a gradient, for every row-by-row optimizer of ``torch.optim``.
+"""The effect of one optimizer step on a row with zero gradient, for every row-by-row optimizer of ``torch.optim``.
 
 Most steps are a short formula (`IdleStep`), and many of them together are one too. With weight decay that an adaptive
 optimizer adds to the gradient ("coupled") there is none: a step is then the `Numbers` that it was made with, and rows take
@@ -16,7 +16,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import optim
@@ -69,12 +69,12 @@ class _RMSprop(Rule):
 
     def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
         lr, decay, momentum, alpha, eps = _numbers(group, "lr", "weight_decay", "momentum", "alpha", "eps")
-        return decay, alpha, 1 - alpha, eps, lr, momentum, float(bool(group["centered"])), 0.0
+        return decay, alpha, 1 - alpha, eps, lr, momentum, float(bool(group["centered"]))
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
         lr, momentum, alpha = _numbers(group, "lr", "momentum", "alpha")
         lr, momentum = self._rounded(lr), self._rounded(momentum)
-        mix = (1.0, -lr * momentum, 0.0, momentum) if momentum else (1.0, 0.0, 0.0, 1.0)
+        mix = (1.0, -lr * momentum, 0.0, momentum) if momentum else IDENTITY
         return IdleStep(factors=(self._rounded(alpha), 1 - self._rounded(1 - alpha)), mix=mix)
 
 
@@ -84,7 +84,7 @@ class _Adadelta(Rule):
 
     def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
         lr, decay, rho, eps = _numbers(group, "lr", "weight_decay", "rho", "eps")
-        return decay, rho, 1 - rho, eps, lr, 0.0, 0.0, 0.0
+        return decay, rho, 1 - rho, eps, lr
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
         return IdleStep(factors=(self._rounded(float(group["rho"])),) * 2)
@@ -95,7 +95,7 @@ class _Adagrad(Rule):
 
     def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
         lr, decay, lr_decay, eps = _numbers(group, "lr", "weight_decay", "lr_decay", "eps")
-        return decay, lr / (1 + (self.count.read(state["step"]) - 1) * lr_decay), eps, 0.0, 0.0, 0.0, 0.0, 0.0
+        return decay, lr / (1 + (self.count.read(state["step"]) - 1) * lr_decay), eps
 
 
 class _Rprop(Rule):
@@ -105,11 +105,24 @@ class _Rprop(Rule):
         return IdleStep(factors=(0.0,))
 
 
+class _Made(NamedTuple):
+    """What a step of Adam and its relatives was made with; `t` is its number."""
+
+    lr: float
+    decay: float
+    eps: float
+    momentum_decay: float
+    first: float
+    second: float
+    t: float
+
+
 class _Adam(Rule):
     factors = ("exp_avg", "exp_avg_sq")
     denominator = "exp_avg_sq"
     replay = "adam"
-    decoupled: ClassVar[bool | None] = None  # weight decay acts on the weights alone; None: the group says so
+    # Whether weight decay acts on the weights alone; None: the group says so.
+    decoupled: ClassVar[bool | None] = None
 
     def form(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[bool, str | None]:
         decoupled = group.get("decoupled_weight_decay", False) if self.decoupled is None else self.decoupled
@@ -122,29 +135,26 @@ class _Adam(Rule):
         return not decoupled and group.get("weight_decay", 0) != 0, denominator
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
-        lr, decay, first, second, term = self._read(group, state)
-        factors = 1 - self._rounded(1 - first), self._rounded(second)
-        return IdleStep(self._rounded(1 - lr * decay), factors, IDENTITY, *term)
+        made = self._read(group, state)
+        factors = 1 - self._rounded(1 - made.first), self._rounded(made.second)
+        return IdleStep(self._rounded(1 - made.lr * made.decay), factors, IDENTITY, *self._term(made, state))
 
     def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
-        lr, decay, first, second, (scale, root, eps) = self._read(group, state)
-        return decay, 1 - first, second, 1 - second, root, eps, scale, self._gradient_scale(group, state, lr)
+        made = self._read(group, state)
+        scale, root, eps = self._term(made, state)
+        gradient_scale = self._gradient_scale(made, state)
+        return made.decay, 1 - made.first, made.second, 1 - made.second, root, eps, scale, gradient_scale
 
-    def _read(
-        self, group: dict[str, Any], state: dict[str, Any]
-    ) -> tuple[float, float, float, float, tuple[float, float, float]]:
-        lr, decay, eps = _numbers(group, "lr", "weight_decay", "eps")
-        first, second = (float(beta) for beta in group["betas"])
-        t = self.count.read(state["step"])
-        return lr, decay, first, second, self._term(group, state, t, lr, first, second, eps)
+    def _read(self, group: dict[str, Any], state: dict[str, Any]) -> _Made:
+        lr, decay, eps, momentum_decay = _numbers(group, "lr", "weight_decay", "eps", "momentum_decay")
+        first, second = map(float, group["betas"])
+        return _Made(lr, decay, eps, momentum_decay, first, second, self.count.read(state["step"]))
 
-    def _term(
-        self, group: dict[str, Any], state: dict[str, Any], t: float, lr: float, first: float, second: float, eps: float
-    ) -> tuple[float, float, float]:
-        """Return scale, root and eps of step number `t`."""
-        return lr / (1 - first**t), 1 / math.sqrt(1 - second**t), eps
+    def _term(self, made: _Made, state: dict[str, Any]) -> tuple[float, float, float]:
+        """Return scale, root and eps of a step."""
+        return made.lr / (1 - made.first**made.t), 1 / math.sqrt(1 - made.second**made.t), made.eps
 
-    def _gradient_scale(self, group: dict[str, Any], state: dict[str, Any], lr: float) -> float:
+    def _gradient_scale(self, made: _Made, state: dict[str, Any]) -> float:
         """Return what the gradient itself is multiplied by, beside the first moment."""
         return 0.0
 
@@ -154,30 +164,29 @@ class _AdamW(_Adam):
 
 
 class _NAdam(_Adam):
-    def _term(
-        self, group: dict[str, Any], state: dict[str, Any], t: float, lr: float, first: float, second: float, eps: float
-    ) -> tuple[float, float, float]:
-        following = first * (1 - 0.5 * 0.96 ** ((t + 1) * float(group["momentum_decay"])))
-        scale = lr * following / (1 - float(state["mu_product"]) * following)
-        return scale, 1 / math.sqrt(1 - second**t), eps
+    @staticmethod
+    def _momentum(made: _Made, t: float) -> float:
+        return made.first * (1 - 0.5 * 0.96 ** (t * made.momentum_decay))
 
-    def _gradient_scale(self, group: dict[str, Any], state: dict[str, Any], lr: float) -> float:
-        first, t = float(group["betas"][0]), self.count.read(state["step"])
-        now = first * (1 - 0.5 * 0.96 ** (t * float(group["momentum_decay"])))
-        return lr * (1 - now) / (1 - float(state["mu_product"]))
+    def _term(self, made: _Made, state: dict[str, Any]) -> tuple[float, float, float]:
+        following = self._momentum(made, made.t + 1)
+        scale = made.lr * following / (1 - float(state["mu_product"]) * following)
+        return scale, 1 / math.sqrt(1 - made.second**made.t), made.eps
+
+    def _gradient_scale(self, made: _Made, state: dict[str, Any]) -> float:
+        return made.lr * (1 - self._momentum(made, made.t)) / (1 - float(state["mu_product"]))
 
 
 class _RAdam(_Adam):
-    def _term(
-        self, group: dict[str, Any], state: dict[str, Any], t: float, lr: float, first: float, second: float, eps: float
-    ) -> tuple[float, float, float]:
-        scale, correction = lr / (1 - first**t), 1 - second**t
-        longest = 2 / (1 - second) - 1
-        length = longest - 2 * t * second**t / correction
+    def _term(self, made: _Made, state: dict[str, Any]) -> tuple[float, float, float]:
+        faded = made.second**made.t
+        scale, correction = made.lr / (1 - made.first**made.t), 1 - faded
+        longest = 2 / (1 - made.second) - 1
+        length = longest - 2 * made.t * faded / correction
         if length <= 5:
             return scale, 0.0, 1.0  # no denominator yet
         rectified = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-        return scale * math.sqrt(rectified * correction), 1.0, eps
+        return scale * math.sqrt(rectified * correction), 1.0, made.eps
 
 
 class _Adamax(_Adam):
@@ -192,10 +201,8 @@ class _Adamax(_Adam):
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
         return super().step(group, state, before)._replace(decay=1.0)
 
-    def _term(
-        self, group: dict[str, Any], state: dict[str, Any], t: float, lr: float, first: float, second: float, eps: float
-    ) -> tuple[float, float, float]:
-        return lr / (1 - first**t), 1.0, eps
+    def _term(self, made: _Made, state: dict[str, Any]) -> tuple[float, float, float]:
+        return made.lr / (1 - made.first**made.t), 1.0, made.eps
 
 
 RULES: dict[type[Optimizer], Callable[[torch.dtype], Rule]] = {
@@ -213,7 +220,8 @@ RULES: dict[type[Optimizer], Callable[[torch.dtype], Rule]] = {
 }
 
 
-_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # the optimizers that `choose_rule` has warned of
+# The optimizers that `choose_rule` has warned of.
+_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def choose_rule(idle: str, optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> Rule | None:
@@ -253,10 +261,8 @@ def has_rule(optimizer: Optimizer) -> bool:
 def _stack_level() -> int:
     """Return the level of the first frame outside of this package and torch: where the user's step is."""
     frame, level = sys._getframe(2), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
-        "speedtransfer",
-        "torch",
-    ):
+    ours = "speedtransfer.", "torch."
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(ours):
         frame, level = frame.f_back, level + 1
     return level
 

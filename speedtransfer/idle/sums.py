@@ -83,7 +83,7 @@ class Sums:
         self._growth, self._shrink = 0.0, 0.0  # largest |B| / |R| and |B| of a step so far
         self._products = 5 + len(rule.factors)
         self._step = np.ones(self._products + (STEP if self._has_sums else 0))
-        self._device_copy = DeviceCopy()
+        self._device_copies = dict[tuple[torch.device, int], DeviceCopy]()
         self._final = 0  # lines before this one have their sums for good
         self._hard_final = False  # whether one of them is not good for every x
         self._allocate(_CAPACITY)
@@ -93,16 +93,11 @@ class Sums:
         self.table: Floats = np.tile(line, (capacity + 1, 1))
         self.blocks: Floats = np.tile(line[: self._products], (capacity // BLOCK + 1, 1))
 
-    @property
-    def memory_bytes(self) -> int:
-        """What the lines take."""
-        return self.table.nbytes + self.blocks.nbytes
-
     def copy(self) -> Sums:
         """Return sums of the same steps, for other steps to come."""
         other = copy.copy(self)
         other.table, other.blocks, other._step = self.table.copy(), self.blocks.copy(), self._step.copy()
-        other._device_copy = DeviceCopy()
+        other._device_copies = {}
         return other
 
     def _grow(self) -> None:
@@ -120,7 +115,8 @@ class Sums:
         if self._has_sums:
             values[products:] = self._term(step)
         compiled = compiled_module("speedtransfer.idle.numba_sums") or quadrature
-        compiled.take_step(self.table, self.blocks, count, self._final, values, self._limits, self._floor)
+        with np.errstate(all="ignore"):
+            compiled.take_step(self.table, self.blocks, count, self._final, values, self._limits, self._floor)
         self.count += 1
         self.eps = step.eps
         if self._has_sums:
@@ -160,7 +156,9 @@ class Sums:
         """Return lines and blocks on `device`."""
         if device.type == "cpu":
             return torch.from_numpy(self.table), torch.from_numpy(self.blocks)
-        return self._device_copy.tensors(device, self.table, self.blocks, self.count, self._final)
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        device_copy = self._device_copies.setdefault((device, stream), DeviceCopy())
+        return device_copy.tensors(device, self.table, self.blocks, self.count, self._final)
 
     def lines(self, index: Tensor) -> Tensor:
         """Return what rows last touched at the steps `index` (n,) int64, counted from 0, have missed, in float64."""

@@ -24,7 +24,9 @@ def unrecorded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_compiling():
-            if self._has_rows() and _is_exporting():
+            # Not in older versions of torch.
+            exporting = getattr(torch.compiler, "is_exporting", None)
+            if exporting is not None and exporting() and self._has_rows():
                 refuse_to_record(self, "torch.export")
             return torch.compiler.disable(method)(self, *args, **kwargs)
         if torch._C._get_tracing_state() is not None:
@@ -37,10 +39,6 @@ def unrecorded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate
             raise
 
     return call
-
-
-def _is_exporting() -> bool:
-    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
 
 
 def refuse_to_record(module: nn.Module, tool: str) -> NoReturn:

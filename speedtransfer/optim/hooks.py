@@ -130,7 +130,10 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
             continue
         replicas.check_not_replicated(handle)
         if handle.state is None or handle.state.optimizer() is not optimizer:
-            _take_over(handle, optimizer, group)
+            handle.check_not_lost(optimizer)
+            # If this raises nothing has changed.
+            specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)
+            give_state(handle, optimizer, group, specs)
         assert handle.state is not None
         if handle.state.is_assumed_otherwise(optimizer, group):
             # Raises or warns if `idle` does not allow that idle rows move now.
@@ -150,14 +153,6 @@ def _unload(optimizer: Optimizer) -> None:
                     "would not see them; call its parts by hand (first_step, backward, second_step), or use another optimizer"
                 )
             handle.abort_step(optimizer)
-
-
-def _take_over(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Let `optimizer` train the table from now on, with new state."""
-    handle.check_not_lost(optimizer)
-    # If this raises nothing has changed.
-    specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)
-    give_state(handle, optimizer, group, specs)
 
 
 def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], specs: Findings) -> RowState:

@@ -1,4 +1,4 @@
-"""The tensors within an optimizer's state, also those in lists, tuples and dicts: by name, out and back in."""
+"""Flatten nested optimizer state to {name: tensor}, and write tensors back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONTAINERS = (dict, *_SEQUENCES)
 
 
 def leaves(state: dict[Any, Any]) -> dict[str, Any]:
-    """Return every tensor of `state`, or what stands for one, by name: "exp_avg", or "buffers.0" for the first of a list."""
+    """Return every tensor of `state`, or placeholder of one, by name: "exp_avg", or "buffers.0" for the first of a list."""
     found: dict[str, Any] = {}
     _collect(state.items(), "", found)
     return found

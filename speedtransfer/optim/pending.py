@@ -66,10 +66,6 @@ class PendingGradient(Stepping):
         else:
             self._accumulate(ids, grad, rows, version, state_rows)
 
-    def deposit_dense(self, grad: Tensor) -> None:
-        """Add a gradient of all rows, ``(num_rows, dim)``. With lazy idle rows those whose gradient is zero stay idle."""
-        self.deposit(*self._rows_of(grad.detach()), whole=True)
-
     def _accumulate(
         self,
         ids: Tensor,
@@ -145,7 +141,10 @@ class PendingGradient(Stepping):
             )
 
     def _rows_of(self, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the active rows (n,) of a gradient ``(num_rows, dim)``, and their gradient (n, dim)."""
+        """Return the active rows (n,) of a gradient ``(num_rows, dim)``, and their gradient (n, dim).
+
+        With lazy idle rows those whose gradient is zero are not active.
+        """
         if isinstance(grad, RowGradient):
             return grad.ids, grad.rows
         if grad.is_sparse:
@@ -188,8 +187,7 @@ class PendingGradient(Stepping):
     def _discarded(self) -> bool:
         """Tell whether the pending gradient was set to zero since it was deposited."""
         grad = self.grad
-        if grad is None:
-            return True
+        assert grad is not None
         # Clipping and unscaling change a gradient in place too; only zero_grad(set_to_none=False) makes it all zero.
         return grad._version != self._grad_version and grad.numel() > 0 and not bool(grad.any())
 

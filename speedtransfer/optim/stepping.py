@@ -38,7 +38,10 @@ class Stepping(TableParam):
         assert state is not None
         with self.rows.lock:
             state.store(optimizer, group, None if self.in_place else self.ids)
-            self._mark_stepped()
+            # A graph may have saved rows that were written: its backward raises, as in torch.
+            for leaf, _ in self.leaves():
+                torch.autograd.graph.increment_version(leaf)
+            self._leaves.clear()
             self._leave()
             if self.rows.lag is not None and self.rows.lag.is_long:
                 self.rows.catch_up()
@@ -124,7 +127,9 @@ class Stepping(TableParam):
         self._exposed, exposed = False, self._exposed
         exposed = exposed or any(reference() is not None for reference in self._aliases)
         if exposed or self.active is None or self._version != self.table.version:
-            self.in_place = self._steps_in_place()
+            every = len(self.ids) == self.table.num_rows > 0
+            # A step of all rows can update them where they are stored.
+            self.in_place = every and self.aliased and self.state is not None and self.state.steps_in_place()
             if self.in_place:
                 self.rows.catch_up()
                 self.active, self.state_rows = self.table.stored("weight").detach(), {}
@@ -132,9 +137,3 @@ class Stepping(TableParam):
                 self.state_rows = self.rows.read(self.ids)
                 self.active = self.state_rows.pop("weight")
             self._version = self.table.version
-
-    def _steps_in_place(self) -> bool:
-        """Tell whether all rows are active and the step can update them where they are stored."""
-        assert self.ids is not None
-        every = len(self.ids) == self.table.num_rows > 0
-        return every and self.aliased and self.state is not None and self.state.steps_in_place()

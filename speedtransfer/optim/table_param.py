@@ -153,9 +153,3 @@ class TableParam:
         """Make `grad`, ``(n, dim)``, the pending gradient of the rows `ids` (n,), which the step has to read."""
         self.ids, self.grad, self._grad_version = ids, grad, grad._version
         self.active, self.state_rows = None, {}
-
-    def _mark_stepped(self) -> None:
-        """Tell autograd that a step wrote rows that a graph may have saved: its backward raises, as in torch."""
-        for leaf, _ in self.leaves():
-            torch.autograd.graph.increment_version(leaf)
-        self._leaves.clear()

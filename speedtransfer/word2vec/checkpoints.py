@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 
 from speedtransfer.checkpoint import load_checkpoint, manifest, save_checkpoint
 from speedtransfer.checkpoint.folder import check_target
+from speedtransfer.checkpoint.load import open_checkpoint
 from speedtransfer.checkpoint.plain_data import decode
-from speedtransfer.checkpoint.tensors import TensorReader
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, StorageError, check_size
 from speedtransfer.word2vec.corpus import Corpus
@@ -66,7 +67,7 @@ class Checkpoints:
         self._last = self._stamp()
         self._threads = torch.get_num_threads()  # now: while a trainer runs, torch has fewer of them
         if self.resumes:
-            self._manifest, self._facts = _read_facts(self.path)
+            self._facts = _read_facts(self.path)
             return
         check_target(self.path)
         check_writable(self.path, "checkpoints")
@@ -203,7 +204,9 @@ class Checkpoints:
             return
         tables = [file for file in table_files(settings.path) if file.exists()]
         if tables:
-            self._check_files()
+            with ExitStack() as stack:
+                for reader in open_checkpoint(self.path, stack)[1].values():
+                    reader.check(lambda num_bytes: None)
         for table in tables:
             try:
                 table.unlink()
@@ -212,27 +215,14 @@ class Checkpoints:
                     f"cannot replace table {str(table)!r} ({error.strerror}); check the permissions of its folder"
                 ) from error
 
-    def _check_files(self) -> None:
-        for facts in self._manifest["files"].values():
-            try:
-                reader = TensorReader(self.path / facts["name"], facts)
-            except OSError as error:
-                raise StorageError(
-                    f"cannot open {facts['name']!r} of checkpoint {str(self.path)!r} ({error.strerror}); use another one"
-                ) from error
-            try:
-                reader.check(lambda num_bytes: None)
-            finally:
-                reader.close()
 
-
-def _read_facts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the manifest of the checkpoint at `path`, and what a run has saved in it beside its tensors."""
+def _read_facts(path: Path) -> dict[str, Any]:
+    """Return what a run has saved in the checkpoint at `path` beside its tensors."""
     content = manifest.parse(manifest.read_bytes(path), path / manifest.NAME)
     try:
-        facts = decode(content["extra"], _no_tensor)["word2vec"]
+        facts: dict[str, Any] = decode(content["extra"], _no_tensor)["word2vec"]
         if all(isinstance(facts[part], dict) for part in ("settings", "corpus", "training")):
-            return content, facts
+            return facts
     except (ValueError, TypeError, KeyError):
         pass
     raise InvalidValueError(f"the checkpoint in {str(path)!r} is of no word2vec run; choose another folder")

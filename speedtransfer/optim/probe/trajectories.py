@@ -177,7 +177,7 @@ class Training:
         moves = []
         for grad, active in self._steps():
             before = trial.param.detach().clone()
-            old = {name: value.clone() for name, value in leaves(trial.state).items() if name in found}
+            old = _cloned(trial, found) if put_back else {}
             now = trial.step(gradient(grad, active.nonzero().flatten(), len(self.weights)))
             if put_back:
                 trial.param.data[~active] = before[~active]
@@ -185,8 +185,7 @@ class Training:
                     kept = old[name] if name in old else found[name].rows(before, now[name].dtype)
                     now[name][~active] = kept[~active]
             moves.append(trial.param.detach() - before)
-        planes = {name: value.clone() for name, value in leaves(trial.state).items() if name in found}
-        weights = trial.param.detach().clone()
+        weights, planes = trial.param.detach().clone(), _cloned(trial, found)
         return Trajectory(torch.stack(moves), weights, planes, _shared(trial, planes), _swaps(trial))
 
     @_unchecked
@@ -215,6 +214,10 @@ class Training:
             trial.param.data, trial.param.grad = self.weights[:0], None
             moves.append(table - before)
         return Trajectory(torch.stack(moves), table, planes, _shared(trial, planes))
+
+
+def _cloned(trial: Trial, found: dict[str, InitialValue]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in leaves(trial.state).items() if name in found}
 
 
 def _shared(trial: Trial, planes: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import contextlib
 import enum
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from speedtransfer.optim.leaves import cloned, leaves
 
 _PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, type(None), FunctionType)
-_OWN = ("step", "grad_scale", "found_inf", "defaults", "state", "param_groups")  # schedulers wrap step
+_CONTENTS = ("defaults", "state", "param_groups")
+_OWN = ("step", "grad_scale", "found_inf", *_CONTENTS)  # schedulers wrap step
 
 
 class StateError(ValueError):
@@ -163,22 +164,14 @@ def words(error: Exception) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def outside_state(make: Callable[[int], Optimizer], rows: tuple[int, int]) -> list[str]:
-    """Return the attributes and group entries of an optimizer whose tensors follow the rows of its parameter.
-
-    Parameters
-    ----------
-    make : callable
-        Returns an optimizer that has stepped on a parameter of so many rows.
-    rows : tuple of int
-        Two numbers of rows to try.
-    """
+def outside_state(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> list[str]:
+    """Return the attributes and group entries whose tensors follow the rows of the parameter: so one row fewer tells."""
     shapes = []
-    for count in rows:
-        trial = make(count)
-        groups = {key: value for key, value in trial.param_groups[0].items() if key != "params"}
-        mine = {key: value for key, value in trial.__dict__.items() if key not in ("state", "param_groups", "defaults")}
-        shapes.append({key: _shapes(value) for key, value in {**groups, **mine}.items()})
+    for rows in (weights, weights[1:]):
+        trial = Trial(optimizer, group, rows)
+        trial.step(torch.ones_like(rows))
+        values = {**trial.optimizer.param_groups[0], **vars(trial.optimizer)}
+        shapes.append({key: _shapes(value) for key, value in values.items() if key not in ("params", *_CONTENTS)})
     return sorted(key for key, value in shapes[0].items() if value != shapes[1].get(key, value))
 
 

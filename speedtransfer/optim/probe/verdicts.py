@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.probe.initial_values import initial_values, initial_values_of_sparse
 from speedtransfer.optim.probe.trajectories import (
-    ROWS,
     STEPS,
     UPDATE,
     InitialValue,
@@ -21,9 +20,10 @@ from speedtransfer.optim.probe.trajectories import (
     gradient_of_lookups,
     sparse_gradient,
 )
-from speedtransfer.optim.probe.trial import StateError, Trial, outside_state, words
+from speedtransfer.optim.probe.trial import StateError, outside_state, words
 
 ADVICE = "use a row-by-row optimizer (SGD, Adam, AdamW, Adamax, Adagrad, ...) for this embedding"
+_SWAPS = "its {}() changes the whole parameter between steps, when no row is there"
 # Of the few rows: one of them is active in every step, so that both count the same steps.
 _FEW = [1, 3]
 # Of many: some at both ends.
@@ -87,9 +87,7 @@ def _check(training: Training, found: dict[str, InitialValue], rtol: float) -> T
     if failure is not None or what is not None:
         _explain(training, found, alone, rtol, failure)
     if alone.swaps:
-        _refuse(
-            training.optimizer, f"its {alone.swaps}() changes the whole parameter between steps, when no row is there"
-        )
+        _refuse(training.optimizer, _SWAPS.format(alone.swaps))
     return alone
 
 
@@ -113,24 +111,14 @@ def _check_exactly(
 
 
 def _explain(
-    training: Training,
-    found: dict[str, InitialValue],
-    alone: Trajectory,
-    rtol: float,
-    failure: Exception | None,
+    training: Training, found: dict[str, InitialValue], alone: Trajectory, rtol: float, failure: Exception | None
 ) -> NoReturn:
     """Raise with the reason for which rows of a table go another way than a few of them `alone`."""
     optimizer, weights = training.optimizer, training.weights
     seed(weights.device, 1)
     if difference(alone, training.of(_FEW).whole(found, put_back=True), rtol) is not None:
         _refuse(optimizer, "its update draws random numbers, so that a trial cannot tell whether it is row by row")
-
-    def stepped(rows: int) -> Optimizer:
-        trial = Trial(optimizer, training.group, weights[:rows])
-        trial.step(torch.ones_like(weights[:rows]))
-        return trial.optimizer
-
-    outside = outside_state(stepped, (ROWS, ROWS - 1))
+    outside = outside_state(optimizer, training.group, weights)
     what = difference(alone, training.whole(found, put_back=True).of(_FEW), rtol)
     if what is not None and what not in outside:
         raise _dependent(optimizer, what)
@@ -198,9 +186,8 @@ def check_sparse(
     found, shared, reason = _examine(training, group, exact, rtol)
     rows, gives_way = "a table", reason is not None and _is_dense(training, rtol)
     either = reason is None and _is_lazy(training, found, rtol)
-    if (
-        reason is None and weights.dtype != exact.dtype
-    ):  # the dtype of the state, and its initial value, is that of training
+    if reason is None and weights.dtype != exact.dtype:
+        # The dtype of the state, and its initial value, is that of training.
         training = Training.of_few(optimizer, visible, weights)
         found, shared, reason = _examine(training, group, weights, _tolerance(weights))
         rows, gives_way = str(weights.dtype), either
@@ -217,17 +204,7 @@ def check_sparse(
 def _examine(
     training: Training, group: dict[str, Any], weights: Tensor, rtol: float
 ) -> tuple[dict[str, InitialValue], set[str], str | None]:
-    """Return the state that follows the rows, the names of the other, and what keeps a table from training rows, if anything.
-
-    Parameters
-    ----------
-    training : Training
-        With rates at which differences cannot drown.
-    group : dict
-        Hyperparameters.
-    weights : Tensor
-        ``(ROWS, dim)``.
-    """
+    """Return the state that follows the rows, the names of the other, and what keeps a table from training, if anything."""
     try:
         found, shared = initial_values_of_sparse(training.optimizer, group, weights)
         return found, shared, _reason(training, found, rtol)
@@ -240,7 +217,7 @@ def _examine(
 def _reason(training: Training, found: dict[str, InitialValue], rtol: float) -> str | None:
     whole = training.whole(found, gradient_of_lookups)
     if whole.swaps:
-        return f"its {whole.swaps}() changes the whole parameter between steps, when no row is there"
+        return _SWAPS.format(whole.swaps)
     rows = training.by_rows(found, sparse=True)
     what = difference(whole, rows, rtol)
     if what is None:
