@@ -58,7 +58,7 @@ def replace_embeddings(
     """Give the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules inside `model` tables, with the weights that they have.
 
     The modules and their parameters stay the same objects: subclasses keep their own code, hooks stay, and heads that share a
-    weight, optimizers and lists of parameters made before go on to work.
+    weight, optimizers and lists of parameters made before keep working.
 
     Parameters
     ----------
@@ -118,7 +118,8 @@ def replace_embeddings(
         others = sorted(users.get(id(module.weight), set()) - {n for n, m in found.items() if m is module})
         if others:
             report.notes[name] = f"shared with {', '.join(map(repr, others))}, so a step there touches every row"
-        if not isinstance(module, TableModule):  # not seen under another name
+        # One that was seen under another name has its table already.
+        if not isinstance(module, TableModule):
             _give_table(module, handles.get(id(module.weight)), options)
         report.append(name)
     return report

@@ -66,7 +66,8 @@ class TableModule(ModuleState):
         self._use(make_handle(weight, shape, device, dtype, not freeze, options))
         self.register_parameter("weight", self._handle.new_param(TableWeight))
         registered = self._parameters["weight"]
-        if registered is not None and registered.is_meta:  # accelerate's init_empty_weights
+        # accelerate's init_empty_weights registers a meta tensor instead.
+        if registered is not None and registered.is_meta:
             self._wait(registered, options)
         elif weight is None:
             self.reset_parameters()

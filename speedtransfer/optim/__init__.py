@@ -1,4 +1,4 @@
-"""What an optimizer sees of a table: a parameter of active rows, and their state around each step."""
+"""Let optimizers train tables: in a step they find a parameter of active rows, and the state of these rows."""
 
 from speedtransfer.optim.handle import Handle, find_handle
 from speedtransfer.optim.hooks import install

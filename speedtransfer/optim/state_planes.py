@@ -1,4 +1,4 @@
-"""Hold optimizer state per row in planes of a table; load state into them, and find state that needs a new one."""
+"""Hold optimizer state per row in planes of a table; load state into them, and add planes for state that appears later."""
 
 from __future__ import annotations
 
