@@ -126,7 +126,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     device : torch.device
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not SMALL_BYTES <= num_bytes <= _LARGE_BYTES:
+    if num_bytes < SMALL_BYTES or num_bytes > _LARGE_BYTES or device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     # Neither `view` nor `as_strided`, which would return a view; as many elements as before, so no memory is allocated.
     return torch.frombuffer(_pool.lease(num_bytes), dtype=dtype).resize_(shape)

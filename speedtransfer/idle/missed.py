@@ -29,17 +29,14 @@ def take_missed_steps(rule: Rule, sums: Sums, rows: dict[str, Tensor], last: Ten
     """
     names = () if rule.denominator is None else ("weight", *rule.factors, rule.denominator)
     planes = tuple(rows[name] for name in names if name in rows)
+    suitable = [p.dtype == torch.float32 and not p.is_cuda and p.is_contiguous() for p in planes]
     compiled = None
-    if (
-        planes
-        and len(planes) == len(names)
-        and all(p.dtype == torch.float32 and not p.is_cuda and p.is_contiguous() for p in planes)
-    ):
+    if planes and len(planes) == len(names) and False not in suitable:
         compiled = compiled_module("speedtransfer.idle.numba_sums")
     if compiled is not None:
-        arrays = *(plane.numpy() for plane in planes), sums.table, sums.blocks, last.numpy()
+        arrays = *[plane.numpy() for plane in planes], sums.table, sums.blocks, last.numpy()
         part = compiled.take_terms, (*arrays, base, sums.count, sums.horizon, rule.floor, sums.eps)
-        run_on_threads([part], len(last), 2 * len(planes) * planes[0].nbytes, tuple(planes))
+        run_on_threads([part], last.shape[0], 2 * len(planes) * planes[0].nbytes, planes)
         return
     count, dim = rows["weight"].shape
     index = (last.flatten() - base).long()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, ClassVar, NamedTuple
 
@@ -38,7 +39,7 @@ class IdleStep(NamedTuple):
     @property
     def is_nothing(self) -> bool:
         """Whether rows stay as they are."""
-        return self == IdleStep(factors=(1.0,) * len(self.factors), root=self.root, eps=self.eps)
+        return self.scale == 0.0 and self == IdleStep(factors=(1.0,) * len(self.factors), root=self.root, eps=self.eps)
 
 
 Numbers = tuple[float, ...]
@@ -132,6 +133,12 @@ class Rule:
         return None if step.is_nothing else step
 
     def _rounded(self, value: float) -> float:
-        if self.dtype == torch.float64:
-            return value
-        return float(np.float32(value)) if self.dtype == torch.float32 else float(torch.tensor(value, dtype=self.dtype))
+        return _rounded(value, self.dtype)
+
+
+# Most steps ask for the same few numbers, once for each table.
+@functools.lru_cache(maxsize=256)
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    if dtype == torch.float64:
+        return value
+    return float(np.float32(value)) if dtype == torch.float32 else float(torch.tensor(value, dtype=dtype))

@@ -114,18 +114,26 @@ class Sums:
         values[0], values[1:5], values[5:products] = step.decay, step.mix, step.factors
         if self._has_sums:
             values[products:] = self._term(step)
-        compiled = compiled_module("speedtransfer.idle.numba_sums") or quadrature
-        with np.errstate(all="ignore"):
-            compiled.take_step(self.table, self.blocks, count, self._final, values, self._limits, self._floor)
+        arguments = self.table, self.blocks, count, self._final, values, self._limits, self._floor
+        compiled = compiled_module("speedtransfer.idle.numba_sums")
+        if compiled is not None:
+            compiled.take_step(*arguments)
+        else:
+            with np.errstate(all="ignore"):
+                quadrature.take_step(*arguments)
         self.count += 1
         self.eps = step.eps
         if self._has_sums:
             final = max(self._final, self.count - self.horizon)
-            self._hard_final = self._hard_final or self._any_hard(self._final, final)
+            if final > self._final and not self._hard_final:
+                self._hard_final = self._any_hard(self._final, final)
             self._final = final
 
     def _any_hard(self, first: int, stop: int) -> bool:
-        return bool((self.table[first:stop, self._products + SUMS - 1] > 0).any())
+        column = self._products + SUMS - 1
+        if stop - first == 1:
+            return bool(self.table[first, column] > 0)
+        return bool((self.table[first:stop, column] > 0).any())
 
     def _term(self, step: IdleStep) -> tuple[float, ...]:
         numerator, root = step.factors[0], 1.0

@@ -15,9 +15,8 @@ from speedtransfer.word2vec.lookup import TINY
 
 _QUESTIONS_AT_ONCE = 1024
 _WORDS_AT_ONCE = 8192  # with the former: 32 MB of cosines
-_CLOSE = (
-    1e-5  # cosines nearer than that may be in the other order in a product of other shape: such questions go one by one
-)
+# Closer cosines may change their order in a matrix product of another shape: such questions are answered one by one.
+_CLOSE = 1e-5
 _LOOK_AT = 5  # words that gensim looks through for one that is not among a, b and c
 
 

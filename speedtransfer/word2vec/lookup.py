@@ -9,9 +9,8 @@ import numpy as np
 
 from speedtransfer.errors import InvalidValueError
 
-_SUGGEST_FROM = (
-    50_000  # words looked through for a near one: the search is slow, the frequent ones are what people mean
-)
+# Words searched for a similar spelling: the search is slow, and people mostly mean frequent words.
+_SUGGEST_FROM = 50_000
 _SUGGEST_FOR = 3  # unknown words for which near ones are looked for
 _SHOW_WORDS = 10
 _ROWS_AT_ONCE = 1 << 18
