@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,17 @@ def test_imports_go_down():
             if part != part_of(path) and not (layer_of(part) < own or part in LAYERS[own]):
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {name} from a layer above")
     assert not wrong
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Neither in functions nor for types."""
+    modules = {".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in FILES}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    graph = {}
+    for module, path in modules.items():
+        found = {name if name in modules else name.rpartition(".")[0] for name in imports_of(path)}
+        graph[module] = found & modules.keys() - {module}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
 def test_no_file_name_twice_in_the_core():
