@@ -304,10 +304,10 @@ class TestMemory:
         ],
     )
     def test_unknown_memory(self, memory, hint):
-        with pytest.raises(ValueError, match="which is no memory") as error:
+        with pytest.raises(ValueError, match="not one of its values") as error:
             st.Table(4, 4, memory=memory, device="cpu")
         assert isinstance(error.value, InvalidValueError)
-        assert one_line(error) == f"memory is {memory!r}, which is no memory; {hint}"
+        assert one_line(error) == f"memory is {memory!r}, not one of its values; {hint}"
         with pytest.raises(InvalidValueError):
             st.Table.from_array(torch.zeros(2, 2), memory, device="cpu")
 

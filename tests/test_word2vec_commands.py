@@ -122,7 +122,7 @@ def test_resumed_into_the_folder_of_the_interrupted_run(folder):
     assert run(*arguments, "--resume").exit_code == 0
     assert Path("out/vectors.txt").read_bytes() == before
     Path("out/thesis.tex").write_text("precious")
-    fails_with(InvalidValueError, "holds 'thesis.tex', which is none of ours", *arguments, "--resume")
+    fails_with(InvalidValueError, "holds 'thesis.tex', not created by speedtransfer", *arguments, "--resume")
     fails_with(InvalidValueError, "seed is 2 but the checkpoint", *arguments, "--resume", "--overwrite", "--seed", "2")
     assert Path("out/vectors.txt").read_bytes() == before
     assert run(*arguments, "--overwrite", "--seed", "2").exit_code == 0  # a new run, a new checkpoint
@@ -261,7 +261,7 @@ def test_demo_refuses_a_folder_with_other_things(folder):
     Path("demo").mkdir()
     Path("demo/thesis.tex").write_text("precious")
     fails_with(
-        InvalidValueError, "output folder 'demo' holds 'thesis.tex', which is none of ours", "demo", "-o", "demo"
+        InvalidValueError, "output folder 'demo' holds 'thesis.tex', not created by speedtransfer", "demo", "-o", "demo"
     )
     assert names(folder / "demo") == ["thesis.tex"]
 
@@ -410,7 +410,12 @@ def test_resumed_with_all_folders_in_the_output_folder(folder, tables):
     Path("out/runs").rename("out/thesis")
     Path("out/thesis/point").rename("point")
     fails_with(
-        InvalidValueError, "holds 'thesis', which is none of ours", *arguments, "--checkpoint", "point", "--resume"
+        InvalidValueError,
+        "holds 'thesis', not created by speedtransfer",
+        *arguments,
+        "--checkpoint",
+        "point",
+        "--resume",
     )
 
 

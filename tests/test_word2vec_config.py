@@ -22,11 +22,15 @@ from speedtransfer.word2vec.signature import described
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"model": "skip-gram"}, InvalidValueError, "model is 'skip-gram', which is no model; did you mean 'skipgram'"),
-        ({"model": "CBOV"}, InvalidValueError, "model is 'CBOV', which is no model; did you mean 'cbow'"),
+        (
+            {"model": "skip-gram"},
+            InvalidValueError,
+            "model is 'skip-gram', not one of its values; did you mean 'skipgram'",
+        ),
+        ({"model": "CBOV"}, InvalidValueError, "model is 'CBOV', not one of its values; did you mean 'cbow'"),
         ({"model": 1}, InvalidTypeError, "model is 1 but must be a string; choose from skipgram, cbow"),
-        ({"kind": "grahp"}, InvalidValueError, "kind is 'grahp', which is no kind; did you mean 'graph'"),
-        ({"memory": "pined"}, InvalidValueError, "memory is 'pined', which is no memory; did you mean 'pinned'"),
+        ({"kind": "grahp"}, InvalidValueError, "kind is 'grahp', not one of its values; did you mean 'graph'"),
+        ({"memory": "pined"}, InvalidValueError, "memory is 'pined', not one of its values; did you mean 'pinned'"),
         ({"memory": "mmap"}, InvalidValueError, "memory='mmap' needs path"),
         ({"path": "tables"}, InvalidValueError, "path is 'tables' but memory='auto' has no files"),
         ({"path": 3}, InvalidTypeError, "path is 3 .* must be the path of a folder"),
@@ -45,8 +49,8 @@ from speedtransfer.word2vec.signature import described
         ({"options": {"lr": 1}}, InvalidValueError, "options holds lr=1, which is a setting of its own; pass it as lr"),
         ({"options": {"betas": (0.9,)}}, InvalidValueError, "AdamW does not take .*index out of range"),
         ({"options": {"betas": {}}}, InvalidValueError, "AdamW does not take .*betas"),
-        ({"memory": "mmap", "path": "a\0b"}, InvalidValueError, "path is .*which is no path"),
-        ({"memory": "mmap", "path": ""}, InvalidValueError, "path is '', which is no path"),
+        ({"memory": "mmap", "path": "a\0b"}, InvalidValueError, "path is .*not a path"),
+        ({"memory": "mmap", "path": ""}, InvalidValueError, "path is '', not a path"),
         ({"lr": True}, InvalidTypeError, r"lr is True \(bool\) but must be a number"),
         ({"options": [1]}, InvalidTypeError, r"options is \[1\] but must be a dict by argument name"),
         ({"options": {"epss": 1}}, InvalidValueError, "AdamW does not take .*epss"),
@@ -163,8 +167,8 @@ def test_run_is_repeated_from_its_settings(folder):
 @pytest.mark.parametrize(
     ("content", "kind", "message"),
     [
-        ("dims = 3", InvalidValueError, "config 'bad.toml' has 'dims', which is no setting; did you mean 'dim'"),
-        ("[training]\ndim = 3", InvalidValueError, "config 'bad.toml' has 'training', which is no setting"),
+        ("dims = 3", InvalidValueError, "config 'bad.toml' has 'dims', not a setting; did you mean 'dim'"),
+        ("[training]\ndim = 3", InvalidValueError, "config 'bad.toml' has 'training', not a setting"),
         ("dim = '3'", InvalidTypeError, r"config 'bad.toml': dim is '3' \(str\) but must be an integer"),
         ("dim = 3.0", InvalidTypeError, r"config 'bad.toml': dim is 3.0 \(float\) but must be an integer"),
         ("lr = '1e-3'", InvalidTypeError, r"config 'bad.toml': lr is '1e-3' \(str\) but must be a number"),
@@ -196,7 +200,7 @@ def test_bad_files(folder, content, kind, message):
         ("[" * 100_000, "'s.json' is no JSON: "),
         ("[]", 'has no object "settings"; pass the settings.json of a run'),
         ('{"settings": 3}', 'has no object "settings"'),
-        ('{"settings": {"dimm": 3}}', "config 's.json' has 'dimm', which is no setting"),
+        ('{"settings": {"dimm": 3}}', "config 's.json' has 'dimm', not a setting"),
     ],
 )
 def test_bad_json(folder, content, message):

@@ -219,7 +219,7 @@ WORDS = "four words or ': section', as lines of an analogy set are"
     [
         ("", "holds no lines to evaluate with"),
         ("# only a comment\n\n", "holds no lines to evaluate with"),
-        ("a b 1\n\na b\n", rf"line 3 of .* is 'a b' but must be {PAIRS}; mend it, or put # before it"),
+        ("a b 1\n\na b\n", rf"line 3 of .* is 'a b' but must be {PAIRS}; fix it, or put # before it"),
         ("word1\tword2\tscore\n", rf"line 1 of .*'word1\\tword2\\tscore' but must be {PAIRS}"),
         ("a\tb\t1\na\t\t2\n", "line 2 of"),
         ("a\tb\tnan\n", "line 1 of"),

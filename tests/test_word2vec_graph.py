@@ -74,9 +74,9 @@ def test_packed_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a b\n\nc\n", r"line 3 of 'the given file' has 1 fields, 'c', but an edge is 'node node' or .*; mend it"),
+        ("a b\n\nc\n", r"line 3 of 'the given file' has 1 fields, 'c', but an edge is 'node node' or .*; fix it"),
         ("a b 1\na b c d\n", r"line 2 of .* has 4 fields, 'a b c d', .* pass kind='adjacency'"),
-        ("a b c\n", r"line 1 of .* has the weight 'c', which is no number"),
+        ("a b c\n", r"line 1 of .* has the weight 'c', not a number"),
         ("# x\na b 0\n", r"line 2 of .* has the weight 0 but a weight is above 0 and finite"),
         ("a b -1\n", "has the weight -1 but"),
         ("a b nan\n", "has the weight nan but"),

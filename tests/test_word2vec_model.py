@@ -260,7 +260,7 @@ def test_bad_places(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"model": "cbwo"}, InvalidValueError, "model is 'cbwo', which is none of the models; did you mean 'cbow'"),
+        ({"model": "cbwo"}, InvalidValueError, "model is 'cbwo', not one of the models; did you mean 'cbow'"),
         ({"model": None}, InvalidValueError, "model is None"),
         ({"negative": 0}, InvalidValueError, "negative is 0 but must be at least 1"),
         ({"dim": 0}, InvalidValueError, "dim is 0 but must be at least 1"),

@@ -405,11 +405,11 @@ def test_vectors_that_are_not_finite_are_not_returned(corpus):
     [
         ({"checkpoint": 3}, InvalidTypeError, r"checkpoint is 3 \(int\) but must be the path"),
         ({"tensorboard": 3}, InvalidTypeError, r"tensorboard is 3 \(int\) but must be the path"),
-        ({"tensorboard": "\0"}, InvalidValueError, "tensorboard is .*which is no path"),
+        ({"tensorboard": "\0"}, InvalidValueError, "tensorboard is .*not a path"),
         ({"evaluate": 3}, InvalidTypeError, "evaluate is 3 but must be a path or a list of them"),
         ({"evaluate": None}, InvalidTypeError, "evaluate is None but must be a path or a list of them"),
         ({"evaluate": [3]}, InvalidTypeError, r"evaluate is 3 \(int\) but must be the path"),
-        ({"evaluate": ["\0"]}, InvalidValueError, "evaluate is .*which is no path"),
+        ({"evaluate": ["\0"]}, InvalidValueError, "evaluate is .*not a path"),
         ({"evaluate": ["set"], "evaluate_every": 10**400}, InvalidValueError, "evaluate_every is 1000.* above 0"),
     ],
 )

@@ -93,7 +93,7 @@ class _IdleStep(Step):
             self._check_exact()
         else:
             super().check()
-        # Rows take memory when they are first touched, which is no cost of a step.
+        # Rows take memory when they are first touched, and that is not part of the step.
         if isinstance(self.emb, Embedding):
             self.emb.table.torch().add_(0)
         for state in self._opt.state.values():

@@ -99,7 +99,7 @@ class Step:
     def check(self) -> None:
         """Compare the table after the first step with dense training on the touched rows alone; ours leaves all others.
 
-        Then take the other batches: their rows take memory when they are first touched, which is no cost of a step.
+        Then take the other batches: their rows take memory when they are first touched, and that is not part of the step.
         """
         ours = isinstance(self.emb, Embedding)
         touched, before = self.batches.touched(self.rows), self.batches.values

@@ -39,7 +39,7 @@ def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
     Parameters
     ----------
     device : torch.device
-        The compute device. The CPU stands in for one: its copies then go from memory to memory.
+        The compute device. On the CPU copies go from memory to memory.
     quick : bool
         Small sizes only.
     seed : int, optional

@@ -57,6 +57,6 @@ def complete(options: TableOptions) -> TableOptions:
     options = {**DEFAULTS, **options}
     if options["idle"] not in IDLE:
         raise InvalidValueError(
-            f"idle is {options['idle']!r}, which is no way to treat idle rows{suggest(str(options['idle']), IDLE)}"
+            f"idle is {options['idle']!r}, not one of its values{suggest(str(options['idle']), IDLE)}"
         )
     return options

@@ -32,7 +32,7 @@ def dtype_of(datatype: Any, what: str = "datatype") -> torch.dtype:
         if datatype == "bfloat16":
             found = torch.bfloat16
     if not isinstance(found, torch.dtype):
-        raise InvalidTypeError(f"{what} is {datatype!r}, which is no dtype of a table; pass one such as 'float32'")
+        raise InvalidTypeError(f"{what} is {datatype!r}, not a dtype of a table; pass one such as 'float32'")
     stored_dtype(found)
     return found
 

@@ -294,5 +294,7 @@ def _open_memory(memory: str, path: PathLike | None, device: Device, num_bytes: 
         fits = 3 * num_bytes <= 0.8 * physical_bytes()
         memory = "pinned" if fits and cuda_status().available else "pageable"
     if not isinstance(memory, str) or memory not in MEMORIES:
-        raise InvalidValueError(f"memory is {memory!r}, which is no memory{suggest(str(memory), ['auto', *MEMORIES])}")
+        raise InvalidValueError(
+            f"memory is {memory!r}, not one of its values{suggest(str(memory), ['auto', *MEMORIES])}"
+        )
     return MEMORIES[memory](resolve_device(device), path)

@@ -45,7 +45,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     values = _parse(path)
     for name in values:
         if name not in SETTINGS:
-            raise InvalidValueError(f"config {str(path)!r} has {name!r}, which is no setting{suggest(name, SETTINGS)}")
+            raise InvalidValueError(f"config {str(path)!r} has {name!r}, not a setting{suggest(name, SETTINGS)}")
     checked = {}
     for name, value in values.items():
         try:
@@ -68,7 +68,7 @@ def _parse(path: Path) -> dict[str, Any]:
         try:
             return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise InvalidValueError(f"config {str(path)!r} is no TOML: {error}; mend it") from None
+            raise InvalidValueError(f"config {str(path)!r} is no TOML: {error}; fix it") from None
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

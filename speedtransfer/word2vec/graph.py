@@ -106,9 +106,7 @@ def _iter_edges(source: Source) -> Iterator[_Edges]:
         edges = _Edges()
         for place, fields in lines:
             if not 2 <= len(fields) <= 3:
-                remedy = (
-                    "for lines of a node and its neighbours pass kind='adjacency'" if len(fields) > 3 else "mend it"
-                )
+                remedy = "for lines of a node and its neighbours pass kind='adjacency'" if len(fields) > 3 else "fix it"
                 raise InvalidValueError(
                     f"{place} has {len(fields)} fields, {' '.join(fields)[:40]!r}, but an edge is 'node node' or "
                     f"'node node weight'; {remedy}"
@@ -124,7 +122,7 @@ def _weight(text: str, place: str) -> float:
         weight = float(text)
     except ValueError:
         raise InvalidValueError(
-            f"{place} has the weight {text[:40]!r}, which is no number; an edge is 'node node' or 'node node weight'"
+            f"{place} has the weight {text[:40]!r}, not a number; an edge is 'node node' or 'node node weight'"
         ) from None
     if not 0 < weight < math.inf:
         raise InvalidValueError(f"{place} has the weight {text[:40]} but a weight is above 0 and finite; leave it out")

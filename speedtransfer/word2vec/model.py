@@ -94,7 +94,7 @@ class Word2Vec(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(model, str) or model not in GRADIENTS:
-            raise InvalidValueError(f"model is {model!r}, which is none of the models{suggest(str(model), GRADIENTS)}")
+            raise InvalidValueError(f"model is {model!r}, not one of the models{suggest(str(model), GRADIENTS)}")
         self.model, self.dim, self.negative = model, check_size(dim, "dim", 1), check_size(negative, "negative", 1)
         if clip is not None and not clip > 0:
             raise InvalidValueError(f"clip is {clip} but must be above 0; pass 10, or None for no limit")

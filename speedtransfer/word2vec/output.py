@@ -74,7 +74,7 @@ class OutputFolder:
             others = sorted(set(os.listdir(self.path)) - own)
             if others:
                 raise InvalidValueError(
-                    f"output folder {str(path)!r} holds {others[0]!r}, which is none of ours; choose another folder"
+                    f"output folder {str(path)!r} holds {others[0]!r}, not created by speedtransfer; choose another folder"
                 )
 
     @property

@@ -52,7 +52,7 @@ def _choice(*choices: str) -> Any:
         if not isinstance(value, str):
             raise InvalidTypeError(f"{name} is {value!r} but must be a string; choose from {', '.join(choices)}")
         if value not in choices:
-            raise InvalidValueError(f"{name} is {value!r}, which is no {name}{suggest(value, choices)}")
+            raise InvalidValueError(f"{name} is {value!r}, not one of its values{suggest(value, choices)}")
         return value
 
     return field(default=choices[0], metadata={"check": check, "choices": choices})
@@ -72,7 +72,7 @@ def check_path(value: Any, name: str) -> Any:
         kind = type(value).__name__
         raise InvalidTypeError(f"{name} is {value!r} ({kind}) but must be the path of a folder; pass a string or Path")
     if not os.fspath(value) or "\0" in os.fsdecode(value):
-        raise InvalidValueError(f"{name} is {os.fspath(value)!r}, which is no path; pass the name of a folder")
+        raise InvalidValueError(f"{name} is {os.fspath(value)!r}, not a path; pass the name of a folder")
     return value
 
 

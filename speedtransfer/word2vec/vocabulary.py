@@ -48,7 +48,7 @@ class Vocabulary:
         if len(self.counts) and self.counts.min() < 0:
             at = int(self.counts.argmin())
             raise InvalidValueError(
-                f"the count of {self.words[at]!r} is {self.counts[at]} but must be at least 0; mend it"
+                f"the count of {self.words[at]!r} is {self.counts[at]} but must be at least 0; fix it"
             )
         if not given:
             _ = self._number_of
@@ -224,7 +224,7 @@ class Vocabulary:
                     word, _, count = line.rstrip("\n").rpartition(" ")
                     if not (word and count.isdecimal() and len(count) < _COUNT_DIGITS):
                         raise StorageError(
-                            f"line {number} of {str(path)!r} is {line[:40]!r}, no word and count; mend it"
+                            f"line {number} of {str(path)!r} is {line[:40]!r}, no word and count; fix it"
                         )
                     words.append(word)
                     counts.append(int(count))
