@@ -92,28 +92,27 @@ def activate(
     if handle.state is not None and handle.state.running:
         handle.recover()
     table = handle.rows.table
-    with torch.no_grad():
-        if isinstance(ids, UniqueRows):
-            groups, shape = ids, tuple(ids.inverse.shape)
-            # Raises if an id is out of range.
-            as_index(groups.ids, table.num_rows, table.device)
-        else:
-            flat, shape, _ = as_index(ids, table.num_rows, table.device, check=False)
-            groups = unique_rows(flat, table.num_rows, ids, padding_idx)
-        # The staged engine takes its ids on the host.
-        if groups.ids.device != table.device and table.engine != "staged":
-            groups = groups.to(table.device)
-        # Rescaled rows are written back.
-        if max_norm is not None:
-            handle.rows.catch_up(groups.ids)
-        rows = handle.rows.read(groups.ids)
-        if groups.ids.device != table.device:
-            groups = groups.to(table.device)
-        if max_norm is not None and len(groups.ids):
-            weight = rows["weight"]
-            before = weight.clone()
-            torch.embedding_renorm_(weight, torch.arange(len(weight), device=weight.device), max_norm, norm_type)
-            changed = (weight != before).any(dim=1).nonzero().flatten()
-            if len(changed):
-                handle.rows.write(groups.ids[changed], {"weight": weight[changed]})
+    if isinstance(ids, UniqueRows):
+        groups, shape = ids, tuple(ids.inverse.shape)
+        # Raises if an id is out of range.
+        as_index(groups.ids, table.num_rows, table.device)
+    else:
+        flat, shape, _ = as_index(ids, table.num_rows, table.device, check=False)
+        groups = unique_rows(flat, table.num_rows, ids, padding_idx)
+    # The staged engine takes its ids on the host.
+    if groups.ids.device != table.device and table.engine != "staged":
+        groups = groups.to(table.device)
+    # Rescaled rows are written back.
+    if max_norm is not None:
+        handle.rows.catch_up(groups.ids)
+    rows = handle.rows.read(groups.ids)
+    if groups.ids.device != table.device:
+        groups = groups.to(table.device)
+    if max_norm is not None and len(groups.ids):
+        weight = rows["weight"]
+        before = weight.clone()
+        torch.embedding_renorm_(weight, torch.arange(len(weight), device=weight.device), max_norm, norm_type)
+        changed = (weight != before).any(dim=1).nonzero().flatten()
+        if len(changed):
+            handle.rows.write(groups.ids[changed], {"weight": weight[changed]})
     return ActiveRows(handle, groups, shape, rows, training)
