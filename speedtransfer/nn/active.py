@@ -92,22 +92,23 @@ def activate(
     if handle.state is not None and handle.state.running:
         handle.recover()
     table = handle.rows.table
+    num_rows, device = table.num_rows, table.device
     if isinstance(ids, UniqueRows):
         groups, shape = ids, tuple(ids.inverse.shape)
         # Raises if an id is out of range.
-        as_index(groups.ids, table.num_rows, table.device)
+        as_index(groups.ids, num_rows, device)
     else:
-        flat, shape, _ = as_index(ids, table.num_rows, table.device, check=False)
-        groups = unique_rows(flat, table.num_rows, ids, padding_idx)
+        flat, shape, _ = as_index(ids, num_rows, device, check=False)
+        groups = unique_rows(flat, num_rows, ids, padding_idx)
     # The staged engine takes its ids on the host.
-    if groups.ids.device != table.device and table.engine != "staged":
-        groups = groups.to(table.device)
+    if groups.ids.device != device and table.engine != "staged":
+        groups = groups.to(device)
     # Rescaled rows are written back.
     if max_norm is not None:
         handle.rows.catch_up(groups.ids)
     rows = handle.rows.read(groups.ids)
-    if groups.ids.device != table.device:
-        groups = groups.to(table.device)
+    if groups.ids.device != device:
+        groups = groups.to(device)
     if max_norm is not None and len(groups.ids):
         weight = rows["weight"]
         before = weight.clone()

@@ -53,21 +53,11 @@ class TableStats:
 class Planes:
     """The part of a :class:`~speedtransfer.Table` that handles whole planes."""
 
-    # Number of rows.
-    num_rows: int
-    # Values in a row of the weight plane.
-    dim: int
-    # Dtype of the weight plane.
-    dtype: DType
-    # The compute device: where `gather` puts rows and `scatter` takes them from.
-    device: TorchDevice
-
     def _adopt(self, place: Memory, weight: Tensor) -> Self:
         """Take `weight`, a ``(num_rows, dim)`` tensor allocated by `place`, as the first plane."""
         self._place = place
         self._engine = make_engine(place.name, place.device)
         self._planes = {"weight": wait_until_filled(weight)}
-        self.num_rows, self.dim, self.dtype, self.device = weight.shape[0], weight.shape[1], weight.dtype, place.device
         self._writes = 0
         # Called with row numbers, or None for all rows, before these are read or written from outside: by `Rows`, while it
         # lets idle rows miss steps. What is moved as it is stored (`read`, `write`, ``check=False``) does without.
@@ -81,6 +71,26 @@ class Planes:
         weight = place.allocate("weight", source.shape[0], source.shape[1], dtype)
         copy_plane(weight, source)
         return cls.__new__(cls)._adopt(place, weight)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self._planes["weight"].shape[0]
+
+    @property
+    def dim(self) -> int:
+        """Values in a row of the weight plane."""
+        return self._planes["weight"].shape[1]
+
+    @property
+    def dtype(self) -> DType:
+        """Dtype of the weight plane."""
+        return self._planes["weight"].dtype
+
+    @property
+    def device(self) -> TorchDevice:
+        """The compute device: where `gather` puts rows and `scatter` takes them from."""
+        return self._place.device
 
     @property
     def memory(self) -> str:
@@ -291,7 +301,6 @@ class Planes:
             self._engine.wait()
             self._writes += self.version  # moved planes count their changes from zero again
             self._planes = self._place.move_to(target, self._planes)
-            self.device = target
             name = self._engine.name
             self._engine = make_engine(self.memory, target, name if name in engine_names(self.memory, target) else None)
         return self

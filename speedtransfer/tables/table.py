@@ -161,7 +161,8 @@ class Table(Planes):
         """Gather rows as they are stored: `ids` (n,), contiguous int64 on `device` or the CPU, are known to be in range."""
         stored = [self._planes[name] for name in planes]
         count = ids.shape[0]
-        rows = [buffers.empty((count, plane.shape[1]), plane.dtype, self.device) for plane in stored]
+        device = self._place.device
+        rows = [buffers.empty((count, plane.shape[1]), plane.dtype, device) for plane in stored]
         if count >= RUN_ROWS:
             read_ahead_of_run(stored, ids)
         self._engine.gather(stored, ids, rows)
