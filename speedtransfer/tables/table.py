@@ -215,10 +215,7 @@ class Table(Planes):
                 self._catch_up(flat)
         else:
             values = [value.detach() for value in by_plane.values()]
-        self._engine.scatter(stored, index, values)
-        self._writes += 1
-        self._stats.scattered_rows += index.numel()
-        self._stats.scattered_bytes += index.numel() * sum(plane.shape[1] * plane.element_size() for plane in stored)
+        self.write(index, dict(zip(by_plane, values, strict=True)))
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.gather(self._expand(index))
