@@ -49,10 +49,15 @@ class Rows(StoredPlanes):
         if not self.lag:
             return self.finish(self.fetch(ids, planes))
         with self.lock:
-            return self.finish(self.fetch(ids, tuple(self._codecs)))
+            return self.finish(self.fetch(ids))
 
-    def fetch(self, ids: Tensor, planes: Sequence[str]) -> dict[str, Tensor]:
-        """Gather the rows `ids` (n,), not checked, as they are stored; on any thread and stream."""
+    def fetch(self, ids: Tensor, planes: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Gather the rows `ids` (n,), not checked, as they are stored; on any thread and stream.
+
+        By default of every plane, which `finish` needs to catch up; it may be called after further steps, as long as these did
+        not write the rows.
+        """
+        planes = tuple(self._codecs) if planes is None else planes
         return self.table.read(ids, planes if self._as_stored else self._stored_names(planes))
 
     def finish(self, fetched: dict[str, Tensor]) -> dict[str, Tensor]:
