@@ -68,9 +68,6 @@ def run_on_threads(parts: list[Part], count: int, num_bytes: int, memory: tuple[
     if threads == 1:
         _run(parts, 0, count, memory)
         return
-    if threads == 1:
-        _run(parts, 0, count, memory)
-        return
     edges = [count * part // threads for part in range(threads + 1)]
     others = list[concurrent.futures.Future[None]]()
     try:
