@@ -65,7 +65,7 @@ def main() -> int:
 
     sizes = Sizes(args.rows, args.lookups, args.dim)
     if args.form:
-        return _count_here(FORMS[args.form], sizes)
+        return _count_here(FORMS[args.form].build, sizes)
     from record import header
 
     about = header(ROOT, "launches")

@@ -40,7 +40,7 @@ def count(build: Callable[..., Callable[[], Any]], sizes: Any, folder: Path) -> 
         step()
     with without_values():
         for _ in range(WARM):
-            clear_free_memory()
+            clear_free_memory(everything=True)
             step()
         clear_free_memory()
         allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -50,6 +50,7 @@ def count(build: Callable[..., Callable[[], Any]], sizes: Any, folder: Path) -> 
         seconds = []
         for _ in range(TIMED):
             clear_free_memory()
+            step()  # what was cleared is not in the cache
             start = time.process_time()
             step()
             seconds.append(time.process_time() - start)
@@ -152,12 +153,15 @@ def without_values() -> Iterator[None]:
     fakegpu.MODE.__enter__()
 
 
-def clear_free_memory() -> None:
-    """Fill the memory that torch holds for new tensors with zeros: a count that the host fetches from there is none."""
+def clear_free_memory(everything: bool = False) -> None:
+    """Fill the memory that torch holds for new tensors, small ones alone unless `everything` is said, with zeros.
+
+    A count that the host fetches from there is none.
+    """
     torch.cuda.synchronize()
     for segment in torch.cuda.memory_snapshot():
         for block in segment["blocks"]:
-            if block["state"] == "inactive":
+            if block["state"] == "inactive" and (everything or segment["segment_type"] == "small"):
                 ctypes.memset(block["address"], 0, block["size"])
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,9 @@ BAG, TABLES = 16, 26
 WINDOW, NEGATIVES = 5, 512
 
 Step = Callable[[], Any]
+
+_FUSED, _FOREACH = (functools.partial(torch.optim.AdamW, lr=0.1, **{how: True}) for how in ("fused", "foreach"))
+_MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
 
 
 class Sizes(NamedTuple):
@@ -42,8 +45,10 @@ class Form:
     memory : str
         Where the rows live; "dense": in ``torch.nn`` modules on the device.
     idle : {"lazy", "exact"}
-    how : {"fused", "foreach"}
-        Which AdamW.
+    optimizer : callable
+        Makes it of the parameters.
+    ids : str
+        The device that ids are given on; "": the compute device.
     tables, lookups : int
         How many tables there are, and how often each is looked up before backward.
     bag, scaled, trained : bool
@@ -55,7 +60,8 @@ class Form:
 
     memory: str = "pinned"
     idle: str = "lazy"
-    how: str = "fused"
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = _FUSED
+    ids: str = ""
     tables: int = 1
     lookups: int = 1
     bag: bool = False
@@ -69,11 +75,12 @@ class Form:
         modules = [self._module(share, device, folder / f"table{number}.safetensors") for number in range(self.tables)]
         generator = torch.Generator().manual_seed(0)
         batches = [
-            [self._ids(share, generator).to(device) for _ in range(self.tables * self.lookups)] for _ in range(BATCHES)
+            [self._ids(share, generator).to(self.ids or device) for _ in range(self.tables * self.lookups)]
+            for _ in range(BATCHES)
         ]
         grad = torch.full((share.lookups // (BAG if self.bag else 1), share.dim), 0.5, device=device)
         parameters = [parameter for module in modules for parameter in module.parameters()]
-        optimizer = torch.optim.AdamW(parameters, lr=0.1, **{self.how: True})
+        optimizer = self.optimizer(parameters)
         scaler = torch.amp.GradScaler("cuda", enabled=self.scaled)
         turn = itertools.cycle(batches)
 
@@ -123,65 +130,71 @@ class _Bag(st.EmbeddingBag):
         """Stay zero."""
 
 
-def _skipgram(sizes: Sizes, device: torch.device, folder: Path, memory: str = "pinned") -> Step:
-    """Return a step of word2vec on blocks of `sizes.lookups` // 16 words."""
-    words = max(2 * WINDOW, sizes.lookups // 16)
-    path = {"path": folder / "word2vec"} if memory == "mmap" else {}
-    model = Word2Vec(sizes.rows // 2, sizes.dim, memory=memory, device=device, **path)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    generator = torch.Generator().manual_seed(0)
-    position = torch.arange(words)
-    blocks = []
-    for _ in range(BATCHES):
-        windows = torch.randint(0, WINDOW + 1, (words,), generator=generator)
-        negatives = torch.randint(sizes.rows // 2, (words // 512 + 1, NEGATIVES), generator=generator)
-        drawn = zipf_ids(sizes.rows // 2, words, generator), negatives
+@dataclass(frozen=True)
+class SkipGram:
+    """word2vec on blocks of words, a sixteenth of the lookups; its negatives are as many again and more."""
+
+    memory: str = "pinned"
+
+    def build(self, sizes: Sizes, device: torch.device, folder: Path) -> Step:
+        """Return the step; files of tables go to `folder`."""
+        path = {"path": folder / "word2vec"} if self.memory == "mmap" else {}
+        model = Word2Vec(sizes.rows // 2, sizes.dim, memory=self.memory, device=device, **path)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        generator = torch.Generator().manual_seed(0)
+        turn = itertools.cycle([self._block(sizes, generator, device) for _ in range(BATCHES)])
+
+        def step() -> None:
+            model.deposit_gradients(next(turn), with_loss=False)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def _block(self, sizes: Sizes, generator: torch.Generator, device: torch.device) -> Block:
+        num_words, vocabulary = max(2 * WINDOW, sizes.lookups // 16), sizes.rows // 2
+        words, position = zipf_ids(vocabulary, num_words, generator), torch.arange(num_words)
+        windows = torch.randint(0, WINDOW + 1, (num_words,), generator=generator)
         before, after = torch.minimum(windows, position), torch.minimum(windows, position.flip(0))
-        blocks.append(Block(*(tensor.to(device) for tensor in (drawn[0], before, after, drawn[1])), words))
-    turn = itertools.cycle(blocks)
-
-    def step() -> None:
-        model.deposit_gradients(next(turn), with_loss=False)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+        negatives = torch.randint(vocabulary, (num_words // 512 + 1, NEGATIVES), generator=generator)
+        return Block(*(tensor.to(device) for tensor in (words, before, after, negatives)), num_words)
 
 
-_SMALL = {"storage_dtype": torch.int8, "state_dtype": torch.uint8}
-_EXACT = Form(idle="exact")
-_DENSE = Form(memory="dense")
+_INT8 = {"storage_dtype": torch.int8, "state_dtype": torch.uint8}
+_BFLOAT16 = {"storage_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}
 
-# By name; each takes sizes, the device and a folder, and returns its step.
-FORMS: dict[str, Callable[[Sizes, torch.device, Path], Step]] = {
-    "dense nn.Embedding, fused": _DENSE.build,
-    "lazy": Form().build,
-    "lazy, foreach": Form(how="foreach").build,
-    "exact, foreach": replace(_EXACT, how="foreach").build,
-    "exact, fused": _EXACT.build,
-    "lazy, int8 and uint8 state": Form(options=_SMALL).build,
-    "exact, int8 and uint8 state, foreach": replace(_EXACT, how="foreach", options=_SMALL).build,
-    "lazy, bfloat16 and bfloat16 state": Form(
-        options={"storage_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}
-    ).build,
-    "lazy, looked up twice": Form(lookups=2).build,
-    "lazy, pageable": Form("pageable").build,
-    "lazy, mmap": Form("mmap").build,
-    "lazy, device": Form("device").build,
-    "lazy, EmbeddingBag": Form(bag=True).build,
-    "dense, max_norm": replace(_DENSE, options={"max_norm": 1.0}).build,
-    "lazy, max_norm": Form(options={"max_norm": 1.0}).build,
-    "lazy, padding_idx": Form(options={"padding_idx": 3}).build,
-    "dense, GradScaler": replace(_DENSE, scaled=True).build,
-    "lazy, GradScaler": Form(scaled=True).build,
-    "exact, GradScaler": replace(_EXACT, scaled=True).build,
-    "word2vec skip-gram": _skipgram,
-    "word2vec skip-gram, pageable": functools.partial(_skipgram, memory="pageable"),
-    f"dense, {TABLES} tables": replace(_DENSE, tables=TABLES).build,
-    f"lazy, {TABLES} tables": Form(tables=TABLES).build,
-    f"exact, {TABLES} tables": replace(_EXACT, tables=TABLES).build,
-    "dense, evaluation": replace(_DENSE, trained=False).build,
-    "evaluation": Form(trained=False).build,
-    "evaluation, exact": replace(_EXACT, trained=False).build,
-    "evaluation, pageable": Form("pageable", trained=False).build,
+# By name. AdamW is fused and tables are pinned unless it says otherwise; "dense": torch's own.
+FORMS: dict[str, Form | SkipGram] = {
+    "dense": Form("dense"),
+    "lazy": Form(),
+    "lazy, foreach": Form(optimizer=_FOREACH),
+    "lazy, SGD with momentum": Form(optimizer=_MOMENTUM),
+    "lazy, ids on the host": Form(ids="cpu"),
+    "lazy, pageable": Form("pageable"),
+    "lazy, mmap": Form("mmap"),
+    "lazy, device": Form("device"),
+    "lazy, int8 and uint8 state": Form(options=_INT8),
+    "lazy, bfloat16": Form(options=_BFLOAT16),
+    "lazy, looked up twice": Form(lookups=2),
+    "lazy, padding_idx": Form(options={"padding_idx": 3}),
+    "dense, max_norm": Form("dense", options={"max_norm": 1.0}),
+    "lazy, max_norm": Form(options={"max_norm": 1.0}),
+    "dense, EmbeddingBag": Form("dense", bag=True),
+    "lazy, EmbeddingBag": Form(bag=True),
+    "dense, GradScaler": Form("dense", scaled=True),
+    "lazy, GradScaler": Form(scaled=True),
+    "exact": Form(idle="exact"),
+    "exact, foreach": Form(idle="exact", optimizer=_FOREACH),
+    "exact, SGD with momentum": Form(idle="exact", optimizer=_MOMENTUM),
+    "exact, int8 and uint8 state, foreach": Form(idle="exact", optimizer=_FOREACH, options=_INT8),
+    "exact, looked up twice": Form(idle="exact", lookups=2),
+    "exact, GradScaler": Form(idle="exact", scaled=True),
+    "word2vec skip-gram": SkipGram(),
+    f"dense, {TABLES} tables": Form("dense", tables=TABLES),
+    f"lazy, {TABLES} tables": Form(tables=TABLES),
+    f"exact, {TABLES} tables": Form(idle="exact", tables=TABLES),
+    "dense, evaluation": Form("dense", trained=False),
+    "evaluation": Form(trained=False),
+    "evaluation, exact": Form(idle="exact", trained=False),
+    "evaluation, pageable": Form("pageable", trained=False),
 }
