@@ -37,6 +37,9 @@ class Event:
     def record(self, stream):
         self.record_calls.append(stream)
 
+    def query(self):
+        return False
+
     def synchronize(self):
         assert self.record_calls, "the host waits for an event that was never recorded"
         self.synchronize_calls += 1
@@ -65,6 +68,7 @@ def cpu_as_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=2)
     )

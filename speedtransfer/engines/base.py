@@ -22,7 +22,8 @@ class Engine(Protocol):
     and bfloat16: values are then converted on the way as ``Tensor.to`` does, to the nearest, ties to even, so that the
     narrow form crosses the bus. (Which NaN a NaN becomes is not defined.)
 
-    Calls of one engine happen in the order in which they are made, whatever the current streams are.
+    Calls of one engine happen in the order in which they are made, whatever the current streams are. It keeps `index` and
+    `rows` until it is done with them. Planes live longer than that: `wait` before they go. An engine that goes waits itself.
     """
 
     name: str

@@ -44,7 +44,7 @@ class MappedEngine:
     leaves some to "lanes"). Events order the calls between streams, on the device (see
     :class:`~speedtransfer.cuda.StreamOrder`). ``record_stream`` keeps the memory of `index` and `rows`, which
     torch's allocator could give away early when they come from another stream; page-locked planes are not freed before
-    the device is idle (see :func:`speedtransfer.cuda.pinned_empty`).
+    the device is idle (see :func:`speedtransfer.cuda.pinned_empty`), nor an engine before its calls are done.
 
     A row that does not exist is gathered as zeros and scattered nowhere, so that an index that has not been checked
     cannot reach other memory. With `check` the device reports it, and the next call raises.
@@ -93,6 +93,7 @@ class MappedEngine:
             for kind in ("rows", "bulk") if kernel == "bulk" else ("rows",):
                 self._kernel(direction, kind)
         self._order = StreamOrder(self.device)
+        self._order.wait_when_gone(self)
         self._argument = Argument()
         # What report_faults in move.cuh takes: a record that the host can look at, and the right to write to it.
         record = pinned_empty(4 * 8, self.device).view(torch.int64).zero_()
@@ -111,7 +112,7 @@ class MappedEngine:
             index = to_device(index, self.device)
         with self._order.reading() as stream:
             self._move("gather", planes, index, rows, stream, check)
-            keep_until_done((index, *planes, *rows, self._claimed) if check else (index, *planes, *rows), stream)
+            keep_until_done((index, *rows), stream)
 
     def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``."""
@@ -120,7 +121,7 @@ class MappedEngine:
             index = to_device(index, self.device)
         with self._order.writing() as stream:
             self._move("scatter", planes, index, rows, stream, False)
-            keep_until_done((index, *planes, *rows), stream)
+            keep_until_done((index, *rows), stream)
 
     def wait(self) -> None:
         """Block the host until every gather and scatter so far is done."""

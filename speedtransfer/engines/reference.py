@@ -16,8 +16,8 @@ class ReferenceEngine:
     """`torch.index_select` and `Tensor.index_copy_` over planes on the compute device, the CPU included.
 
     Order: on the CPU a call has happened when it returns. On CUDA calls are queued on the current stream; events order
-    them between streams (see :class:`~speedtransfer.cuda.StreamOrder`), and ``record_stream`` keeps the
-    allocator from giving the memory of a tensor to somebody else before the stream is done with it.
+    them between streams (see :class:`~speedtransfer.cuda.StreamOrder`), and ``record_stream`` keeps the allocator from
+    giving the memory of `index` and `rows` to somebody else before the stream is done with it.
 
     Parameters
     ----------
@@ -30,6 +30,8 @@ class ReferenceEngine:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self._order = StreamOrder(self.device) if self.device.type == "cuda" else None
+        if self._order is not None:
+            self._order.wait_when_gone(self)
 
     def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``; `check` waits for `index`."""
@@ -40,7 +42,7 @@ class ReferenceEngine:
             return
         with self._order.reading() as stream:
             select_rows(planes, index, rows)
-            keep_until_done((index, *planes, *rows), stream)
+            keep_until_done((index, *rows), stream)
 
     def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``."""
@@ -49,7 +51,7 @@ class ReferenceEngine:
             return
         with self._order.writing() as stream:
             put_rows(planes, index, rows)
-            keep_until_done((index, *planes, *rows), stream)
+            keep_until_done((index, *rows), stream)
 
     def wait(self) -> None:
         """Block until the planes are up to date: nothing to do on the CPU."""
