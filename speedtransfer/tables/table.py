@@ -148,7 +148,7 @@ class Table(Planes):
             ]
             rows = [values.view(flat.numel(), values.shape[-1]) for values in shaped]
         read_ahead_of_run(stored, flat)
-        self._engine.gather(stored, flat, rows, check=not checked)
+        self._engine.gather(stored, flat, rows, check=not checked, unsorted=True)
         self._stats.gathered_rows += flat.numel()
         self._stats.gathered_bytes += flat.numel() * sum(plane.shape[1] * plane.element_size() for plane in stored)
         if out is not None:
@@ -171,10 +171,10 @@ class Table(Planes):
             self._stats.gathered_bytes += values.nbytes
         return dict(zip(planes, rows, strict=True))
 
-    def write(self, ids: Tensor, rows: dict[str, Tensor]) -> None:
+    def write(self, ids: Tensor, rows: dict[str, Tensor], unsorted: bool = False) -> None:
         """Scatter contiguous rows, by plane, as they are stored: `ids` (n,) are as for `read`, and none is there twice."""
         values = list(rows.values())
-        self._engine.scatter([self._planes[name] for name in rows], ids, values)
+        self._engine.scatter([self._planes[name] for name in rows], ids, values, unsorted)
         self._writes += 1
         self._stats.scattered_rows += ids.shape[0]
         for value in values:
@@ -215,7 +215,7 @@ class Table(Planes):
                 self._catch_up(flat)
         else:
             values = [value.detach() for value in by_plane.values()]
-        self.write(index, dict(zip(by_plane, values, strict=True)))
+        self.write(index, dict(zip(by_plane, values, strict=True)), unsorted=True)
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.gather(self._expand(index))
