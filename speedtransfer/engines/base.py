@@ -31,6 +31,8 @@ class Engine(Protocol):
 
     name: str
     device: torch.device
+    # Whether rows may be named by ids that only the device knows, padded ones among them, without a wait of the host.
+    takes_padding: bool
 
     def gather(
         self,

@@ -26,10 +26,10 @@ class ReferenceEngine:
     """
 
     name = "reference"
-
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self._order = StreamOrder(self.device) if self.device.type == "cuda" else None
+        self.takes_padding = self.device.type == "cuda"
+        self._order = StreamOrder(self.device) if self.takes_padding else None
         if self._order is not None:
             self._order.wait_when_gone(self)
 

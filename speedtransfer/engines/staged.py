@@ -53,6 +53,7 @@ class StagedEngine:
     """
 
     name = "staged"
+    takes_padding = False
 
     def __init__(self, device: torch.device | str, num_buffers: int = 8, buffer_bytes: int = 4 << 20) -> None:
         self.device = resolve_cuda(device, "the staged engine")
