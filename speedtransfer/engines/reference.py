@@ -26,6 +26,7 @@ class ReferenceEngine:
     """
 
     name = "reference"
+
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self.takes_padding = self.device.type == "cuda"
