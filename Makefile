@@ -4,9 +4,10 @@ VENV ?= .venv
 # The interpreter that runs everything; set PY=python3 to use one that already has the packages (a shared GPU machine).
 PY ?= $(VENV)/bin/python
 ENV := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
-# Without a driver that CuPy supports there is no CUDA extra, and everything runs on the CPU. Else it follows the CUDA that torch is built for: the
-# torch that is there, or the one that will be installed. torch's own package is built for CUDA 13, which a CUDA 12 driver cannot
-# run: TORCH_INDEX=URL then names the index, which pytorch.org tells, with a build for CUDA 12 (cu12 is in its name).
+# Without a driver that CuPy supports there is no CUDA extra, and everything runs on the CPU. Else it follows the CUDA that torch
+# is built for: the torch that is there, or the one that will be installed. torch's own package is built for CUDA 13, which a
+# CUDA 12 driver cannot run: TORCH_INDEX=URL then names the index, which pytorch.org tells, with a build for CUDA 12 (cu12 is in
+# its name).
 CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
 TORCH_INDEX ?=
 TORCH_VERSION = import runpy, importlib.util as u; print(runpy.run_path(u.find_spec('torch').origin.replace('__init__', 'version'))['cuda'])

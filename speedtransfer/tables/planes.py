@@ -278,6 +278,8 @@ class Planes:
         It fills the ``(rows, dim)`` chunk in place or returns the values. It must treat rows alike: `xavier_uniform_` and
         others that look at the number of rows would see that of the chunk.
         """
+        if self._place.of_parent:
+            self._place.refuse_write()
         weight = self.plane("weight")
         fill_plane(weight, function)
         wait_until_filled(weight)
