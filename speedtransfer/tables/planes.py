@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +126,8 @@ class Planes:
             new = make_engine(self.memory, self.device, engine)  # which raises where such a one cannot serve
         elif engine.name in engine_names(self.memory, self.device) and engine.device == self.device:
             new = engine
+            # It may outlive the table, whose memory is then given to others.
+            weakref.finalize(self, engine.wait).atexit = False
         else:
             raise InvalidValueError(
                 f"engine is {engine.name!r} on {engine.device}, which does not move rows of memory={self.memory!r} on "
