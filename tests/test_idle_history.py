@@ -389,7 +389,7 @@ def test_what_a_device_gets_is_what_the_host_has(kind: type[Rule], monkeypatch: 
             index = torch.arange(history.length + 1)
             expected = history.sums.lines(index)
             with monkeypatch.context() as patch:
-                patch.setattr(sums_module.Sums, "_tensors", mirrored)
+                patch.setattr(sums_module.Sums, "tensors", mirrored)
                 del sent[:]
                 assert torch.equal(history.sums.lines(index), expected)
                 steps_now = history.sums.steps_after(index, 0) if kind is Sums else ()

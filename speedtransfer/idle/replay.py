@@ -11,7 +11,7 @@ adadelta   decay, rho, 1 - rho, eps, lr
 adagrad    decay, lr, eps
 ========== ===========================================================================
 
-Here in torch, with the operations of ``torch.optim``; `numba_replay` does the same in one pass.
+Here in torch, with the operations of ``torch.optim``; `numba_replay` does the same in one pass, and so does a CUDA kernel.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.cuda import is_trusted
+from speedtransfer.idle import cuda_catch_up
+from speedtransfer.idle.device_copy import current_stream, send
 from speedtransfer.idle.quadrature import Floats
 from speedtransfer.idle.rule import Numbers, Rule
 from speedtransfer.jit import compiled_module, run_on_threads
@@ -55,6 +58,8 @@ class Replay:
         self._planes = tuple(name for name in PLANES[self.kind] if name not in idle)
         self.now = self.base = now  # no row was last touched before step `base`
         self._numbers: Floats = np.zeros((_CAPACITY, 8))
+        # Copies of them by device, stream and dtype, and how many steps these have.
+        self._sent = dict[tuple[torch.device, int, torch.dtype], tuple[Tensor, int]]()
 
     @property
     def length(self) -> int:
@@ -73,6 +78,7 @@ class Replay:
         """Forget all steps: every row has been caught up."""
         self.base = self.now
         self._numbers = self._numbers[:_CAPACITY]
+        self._sent.clear()
 
     def catch_up(self, rows: dict[str, Tensor], last: Tensor) -> None:
         """Let rows take the steps that they have missed.
@@ -87,8 +93,28 @@ class Replay:
         if not self.length or not len(last):
             return
         names = ("weight", *(name for name in self._planes if name in rows))
-        if not self._catch_up_compiled(rows, names, last):
+        take = self._catch_up_on_cuda if last.is_cuda else self._catch_up_compiled
+        if not take(rows, names, last):
             self._catch_up(rows, names, last)
+
+    def _catch_up_on_cuda(self, rows: dict[str, Tensor], names: tuple[str, ...], last: Tensor) -> bool:
+        device = last.device
+        suitable = cuda_catch_up.are_suitable([rows[name] for name in names])
+        if suitable and is_trusted("rows that replay steps", device, lambda: _check_kernel(device)):
+            self._replay(rows, names, last)
+            return True
+        return False
+
+    def _replay(self, rows: dict[str, Tensor], names: tuple[str, ...], last: Tensor) -> None:
+        """Let rows take their steps by the kernel."""
+        planes = [rows[name] if name in names else None for name in ("weight", *PLANES[self.kind])]
+        dtype = torch.float64 if rows["weight"].dtype == torch.float64 else torch.float32
+        key = last.device, current_stream(last.device), dtype
+        numbers, sent = self._sent.get(key, (None, 0))
+        host = self._numbers if dtype == torch.float64 else self._numbers.astype(np.float32)
+        numbers = send(numbers, last.device, host, sent, self.length)
+        self._sent[key] = numbers, self.length
+        cuda_catch_up.replay_steps(self.kind, planes, numbers, last, self.base, self.now)
 
     def _catch_up_compiled(self, rows: dict[str, Tensor], names: tuple[str, ...], last: Tensor) -> bool:
         planes = [rows[name] for name in names]
@@ -140,6 +166,21 @@ class Replay:
                 step({name: values[:count] for name, values in part.items()}, self._numbers[number].tolist())
         for name, values in part.items():
             rows[name][order] = values
+
+
+def _check_kernel(device: torch.device) -> bool:
+    rule = Rule(torch.float32)
+    rule.replay = "adam"  # type: ignore[misc]
+    replay = Replay(rule)
+    for t in range(1, 6):
+        replay.record((0.1, 0.1, 0.99, 0.01, (1 - 0.99**t) ** -0.5, 1e-8, 0.01 / (1 - 0.9**t), 0.0))
+    values = torch.linspace(-1, 1, 6 * 9, device=device).view(6, 9)
+    rows = {"weight": values, "exp_avg": values.flip(0), "exp_avg_sq": values.square()}
+    found, rows = ({name: plane.clone() for name, plane in rows.items()} for _ in range(2))
+    last = torch.arange(6, dtype=torch.int32, device=device)[:, None]
+    replay._replay(found, tuple(found), last)
+    replay._catch_up(rows, tuple(rows), last)
+    return all(torch.allclose(plane, rows[name], rtol=1e-5, atol=1e-6) for name, plane in found.items())
 
 
 # --- a step in torch, of rows by plane, with its numbers ------------------------------------------------------------------
