@@ -79,7 +79,7 @@ def get_function(module: Any, name: str) -> Any:
 
 
 class KernelArgument:
-    """Memory for the struct that a kernel takes by value; the driver has copied it when a launch returns.
+    """The struct that a kernel takes by value; the driver has copied it when a launch returns.
 
     Parameters
     ----------
@@ -92,15 +92,15 @@ class KernelArgument:
 
     def __init__(self, layout: str) -> None:
         self._struct = struct.Struct(layout)
-        self._memory = bytearray(self._BYTES)
-        self._array = np.frombuffer(self._memory, np.dtype((np.void, self._BYTES)))
 
     def pack(self, *values: float) -> np.ndarray:
-        """Return the memory, an array of one element, that now holds `values`: pointers are ints."""
-        self._struct.pack_into(self._memory, 0, *values)
-        return self._array
+        """Return an array of one element that holds `values`; pointers are ints."""
+        memory = bytearray(self._BYTES)
+        self._struct.pack_into(memory, 0, *values)
+        return np.frombuffer(memory, _ARGUMENT)
 
 
+_ARGUMENT = np.dtype((np.void, KernelArgument._BYTES))
 _trusted: dict[tuple[str, int], bool] = {}
 
 
