@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,15 +130,49 @@ def test_rows_that_exist_in_no_table(case: OptimizerCase) -> None:
     assert not any(values.any() for values in torch_only.values())
 
 
-def launch(rule: Rule, history: History | Replay, rows: dict[str, Tensor], last: Tensor) -> None:
+def launch(rule: Rule, history: History | Replay, rows: dict[str, Tensor], last: Tensor, unsure: Any = None) -> None:
     kernels = cpu_kernels()
     if isinstance(history, Replay):
         planes = [rows.get(name) for name in ("weight", *PLANES[history.kind])]
-        numbers = torch.from_numpy(history._numbers).float()
-        packed = cuda_catch_up.pack_replayed(history.kind, planes, numbers, last, history.base, history.now)
+        dtype = torch.float64 if rows["weight"].dtype == torch.float64 else torch.float32
+        numbers = torch.from_numpy(history._numbers).to(dtype)
+        packed = cuda_catch_up.pack_replayed(history.kind, planes, numbers, last, history.base, history.now, unsure)
         kernels.launch("replay_steps", 2, 32, packed)
     else:
-        kernels.launch("take_missed", 2, 32, cuda_catch_up.pack_missed(rule, history.sums, rows, last, history.base))
+        packed = cuda_catch_up.pack_missed(rule, history.sums, rows, last, history.base, unsure)
+        kernels.launch("take_missed", 2, 32, packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("made", [True, False])
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adamax)] + [COUPLED[0]],
+    ids=str,
+)
+def test_a_step_of_which_only_the_device_knows_whether_it_was_made(
+    case: OptimizerCase, made: bool, dtype: torch.dtype
+) -> None:
+    rule, steps, rows = trained(case, dtype, 40, dim=3)
+    if None in steps:
+        pytest.skip("idle rows stay as they are")
+    new = (lambda: Replay(rule, now=30)) if rule.coupled else (lambda: History(rule, dtype, now=30))
+    before, after = new(), new()
+    for step in steps:
+        after.record(step)
+    for step in steps[:-1]:
+        before.record(step)
+    last = torch.randint(30, 70 + made, (50, 1), dtype=torch.int32)
+    last[:2] = torch.tensor([[69], [69 + made]])
+    expected, found = copied(rows), copied(rows)
+    (after if made else before).catch_up(expected, last)
+    if isinstance(before, Replay):
+        before._note(steps[-1])
+        before.now += 1  # the unsure step is the last of those that it is given
+    unsure = SimpleNamespace(step=steps[-1], skipped=torch.tensor([int(not made)], dtype=torch.int32))
+    launch(rule, before, found, last, unsure)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=CLOSE[dtype], atol=CLOSE[dtype])
 
 
 def test_what_kernels_cannot_change() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import KernelArgument, is_trusted, launch_over
+from speedtransfer.cuda import KernelArgument, check_not_capturing, is_trusted, launch_over
 from speedtransfer.encoding.codecs import SCALE, Blocks8, Codec, codec_for
 from speedtransfer.encoding.rounding import Keys
 
@@ -35,6 +35,7 @@ def pack_decoding(parts: dict[str, Tensor], values: Tensor) -> np.ndarray:
 
 def encode(codec: Codec, values: Tensor, keys: Keys, made: dict[str, Tensor]) -> None:
     """Fill `made` with the encoded rows of `values` (n, width), contiguous as all that is here."""
+    check_not_capturing("stochastic rounding")
     keys = keys._replace(ids=keys.ids.contiguous())
     items = made[SCALE].numel() if SCALE in made else values.numel()
     launch_over(items, _SOURCE, "encode_rows", values.device, pack_encoding(codec, values, keys, made))

@@ -10,13 +10,16 @@ from speedtransfer.cuda import is_trusted
 from speedtransfer.idle import cuda_catch_up
 from speedtransfer.idle.rule import IdleStep, Rule
 from speedtransfer.idle.sums import Missed, Sums
+from speedtransfer.idle.unsure import Unsure
 from speedtransfer.jit import compiled_module, run_on_threads
 
 _CHUNK_VALUES = 1 << 17  # on the CPU: so few that what is computed on the way stays in its cache
 _TINY = 1e-30
 
 
-def take_missed_steps(rule: Rule, sums: Sums, rows: dict[str, Tensor], last: Tensor, base: int) -> None:
+def take_missed_steps(
+    rule: Rule, sums: Sums, rows: dict[str, Tensor], last: Tensor, base: int, unsure: Unsure | None = None
+) -> None:
     """Let rows take the steps that they have missed.
 
     Parameters
@@ -28,9 +31,13 @@ def take_missed_steps(rule: Rule, sums: Sums, rows: dict[str, Tensor], last: Ten
         ``weight`` and the state planes, ``(n, dim)`` each, changed in place.
     last : Tensor
         ``(n, 1)`` int32: the step that touched each row last.
+    unsure : Unsure, optional
+        A step after those in `sums`, where `is_done_on_cuda`.
     """
-    take = _take_on_cuda if last.is_cuda else _take_compiled
-    if take(rule, sums, rows, last, base):
+    if is_done_on_cuda(rule, rows, last):
+        cuda_catch_up.take_missed(rule, sums, rows, last, base, unsure)
+        return
+    if _take_compiled(rule, sums, rows, last, base):
         return
     # Rows that were touched last before the steps begin exist in no table.
     index = (last.flatten() - base).long()
@@ -38,15 +45,14 @@ def take_missed_steps(rule: Rule, sums: Sums, rows: dict[str, Tensor], last: Ten
     _take_chunks(rule, sums, rows, index)
 
 
-def _take_on_cuda(rule: Rule, sums: Sums, rows: dict[str, Tensor], last: Tensor, base: int) -> bool:
-    """Let rows take the steps by a kernel, if it can."""
+def is_done_on_cuda(rule: Rule, rows: dict[str, Tensor], last: Tensor) -> bool:
+    """Tell whether a kernel lets such rows take steps."""
+    if not last.is_cuda:
+        return False
     planes = [rows[name] for name in ("weight", *rule.factors, rule.partner, rule.denominator) if name in rows]
     device = last.device
     suitable = cuda_catch_up.are_suitable(planes)
-    if suitable and is_trusted("rows that take missed steps", device, lambda: _check_kernel(device)):
-        cuda_catch_up.take_missed(rule, sums, rows, last, base)
-        return True
-    return False
+    return suitable and is_trusted("rows that take missed steps", device, lambda: _check_kernel(device))
 
 
 def _take_compiled(rule: Rule, sums: Sums, rows: dict[str, Tensor], last: Tensor, base: int) -> bool:

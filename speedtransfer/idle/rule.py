@@ -73,13 +73,23 @@ class Scalars:
         """
         if not isinstance(number, Tensor) or number.device.type == "cpu" or number.is_inference():
             return float(number)
-        known, version = self._known.get(name), number._version
-        if known is not None and known[0]() is number and version == known[1] + changes:
-            value = known[2] if change is None else change(known[2])
+        if self.is_known(name, number, changes):
+            value = self._known[name][2] if change is None else change(self._known[name][2])
         else:
             value = float(number)
-        self._known[name] = weakref.ref(number), version, value
+        self._known[name] = weakref.ref(number), number._version, value
         return value
+
+    def is_known(self, name: str, number: Any, changes: int) -> bool:
+        """Tell whether `read` would not have to wait for a device."""
+        if not isinstance(number, Tensor) or number.device.type == "cpu":
+            return True
+        known = self._known.get(name)
+        return known is not None and known[0]() is number and number._version == known[1] + changes
+
+    def forget(self) -> None:
+        """Read all numbers anew."""
+        self._known.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies read for themselves."""
@@ -151,6 +161,10 @@ class Rule:
     def _count(self, state: dict[str, Any]) -> float:
         """Return the number of the step just made; call it once a step."""
         return self.scalars.read("step", state["step"], self.changes_of_count, lambda count: count + 1)
+
+    def knows_count(self, state: dict[str, Any]) -> bool:
+        """Tell whether the number of the step just made is known, and does not depend on whether it was made."""
+        return self.scalars.is_known("step", state.get("step"), self.changes_of_count)
 
     def _numbers(self, group: dict[str, Any], *names: str) -> list[float]:
         """Return hyperparameters, which may be tensors."""

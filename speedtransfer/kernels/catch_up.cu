@@ -13,6 +13,16 @@ namespace {
 constexpr long long kBlock = 256, kSums = 8, kStep = 6;
 constexpr float kTiny = 1e-30f;
 
+// One step, as `IdleStep`.
+struct Step {
+    double decay;
+    double factors[2];
+    double mix[4];
+    double scale;
+    double root;
+    double eps;
+};
+
 struct Missed {
     char* weight;           // (count, width) each, contiguous, of `type`; null where there is none
     char* factors[2];       // the planes of `Rule.factors`; the first is the numerator
@@ -31,7 +41,9 @@ struct Missed {
     long long mixes;        // whether the weights mix with the partner
     long long floor;        // as `Rule.floor`
     long long type;         // 0: float64, else Type
+    const int* skipped;     // whether the step `further` was not made after all; null: there is none
     double eps;             // the least that the denominator holds, with `floor`
+    Step further;           // one that follows those of the lines
 };
 
 struct Replayed {
@@ -44,6 +56,7 @@ struct Replayed {
     long long now;
     long long kind;
     long long type;
+    const int* skipped;     // whether the last of the steps was not made after all; null: it was
 };
 
 // A product that no compiler puts together with a sum.
@@ -123,39 +136,80 @@ __device__ inline typename T::Real stepped(
     return times(weight, kept) - times(value + linear, m);
 }
 
+// A value of a row, in each of its planes; those that there are not stay zero.
+template <typename Real>
+struct Values {
+    Real weight, factors[2], partner, bottom;
+};
+
+template <typename T, typename Real>
+__device__ inline void take_lines(const Missed& given, long long line, Values<Real>& at) {
+    const double* own = given.lines + line * given.columns;
+    const double* later = given.blocks + line / kBlock * given.products;
+    const Real weight = at.weight;
+    if (given.bottom != nullptr && given.factors[0] != nullptr) {
+        at.weight = stepped<T>(given, line, times(own[0], later[0]), weight, at.factors[0], at.bottom);
+    } else if (given.mixes) {
+        // The product of two matrices, of the steps of the block and of those after it.
+        const auto mix = [&](int row, int column) {
+            const double *left = later + 1 + 2 * row, *right = own + 1 + column;
+            return static_cast<Real>(times(left[0], right[0]) + times(left[1], right[2]));
+        };
+        at.weight = times(weight, mix(0, 0)) + times(at.partner, mix(0, 1));
+        at.partner = times(at.partner, mix(1, 1)) + times(weight, mix(1, 0));
+    }
+    for (int plane = 0; plane < 2; ++plane) {
+        if (given.factors[plane] == nullptr) continue;
+        Real& value = at.factors[plane];
+        value = times(value, static_cast<Real>(times(own[5 + plane], later[5 + plane])));
+        const Real eps = static_cast<Real>(given.eps);
+        if (given.floor && given.factors[plane] == given.bottom && value < eps) value = eps;
+    }
+}
+
+template <typename Real>
+__device__ inline void take_further(const Missed& given, Values<Real>& at) {
+    const Step& step = given.further;
+    const auto of = [](double number) { return static_cast<Real>(number); };
+    for (int plane = 0; plane < 2; ++plane) {
+        at.factors[plane] = times(at.factors[plane], of(step.factors[plane]));
+        if (given.factors[plane] == given.bottom) {
+            Real& value = at.factors[plane];
+            if (given.floor && value < of(step.eps)) value = of(step.eps);
+            at.bottom = value;
+        }
+    }
+    const Real weight = at.weight;
+    if (given.bottom != nullptr && given.factors[0] != nullptr) {
+        const Real divisor = given.floor ? at.bottom : times(of(step.root), root(at.bottom)) + of(step.eps);
+        const Real term = at.factors[0] == 0 ? 0 : times(of(step.scale), at.factors[0] / divisor);
+        at.weight = times(weight, of(step.decay)) - term;
+    } else if (given.mixes) {
+        at.weight = times(weight, of(step.mix[0])) + times(at.partner, of(step.mix[1]));
+        at.partner = times(at.partner, of(step.mix[3])) + times(weight, of(step.mix[2]));
+    }
+}
+
 template <typename T>
 __device__ inline void take_missed_of(const Missed& given) {
-    using Real = typename T::Real;
+    const bool further = given.skipped != nullptr && *given.skipped == 0;
+    const auto read = [](const char* plane, long long i) { return plane == nullptr ? 0 : T::read(plane, i); };
+    const auto write = [](char* plane, long long i, typename T::Real value) {
+        if (plane != nullptr) T::write(plane, i, value);
+    };
     for (long long i = this_thread(); i < given.count * given.width; i += all_threads()) {
         const long long line = given.last[i / given.width] - given.base;
-        if (line < 0 || line >= given.newest) continue;
-        const double* own = given.lines + line * given.columns;
-        const double* later = given.blocks + line / kBlock * given.products;
-        Real weight = T::read(given.weight, i);
-        if (given.bottom != nullptr && given.factors[0] != nullptr) {
-            const Real m = T::read(given.factors[0], i), bottom = T::read(given.bottom, i);
-            T::write(given.weight, i, stepped<T>(given, line, times(own[0], later[0]), weight, m, bottom));
-        } else if (given.mixes) {
-            // The product of two matrices, of the steps of the block and of those after it.
-            const auto mix = [&](int row, int column) {
-                const double *left = later + 1 + 2 * row, *right = own + 1 + column;
-                return static_cast<Real>(times(left[0], right[0]) + times(left[1], right[2]));
-            };
-            const Real partner = given.partner == nullptr ? 0 : T::read(given.partner, i);
-            T::write(given.weight, i, times(weight, mix(0, 0)) + times(partner, mix(0, 1)));
-            if (given.partner != nullptr) {
-                T::write(given.partner, i, times(partner, mix(1, 1)) + times(weight, mix(1, 0)));
-            }
-        }
-        for (int plane = 0; plane < 2; ++plane) {
-            if (given.factors[plane] == nullptr) continue;
-            const Real factor = static_cast<Real>(times(own[5 + plane], later[5 + plane]));
-            Real value = times(T::read(given.factors[plane], i), factor);
-            if (given.floor && given.factors[plane] == given.bottom && value < static_cast<Real>(given.eps)) {
-                value = static_cast<Real>(given.eps);
-            }
-            T::write(given.factors[plane], i, value);
-        }
+        if (line < 0 || line >= given.newest + further) continue;
+        Values<typename T::Real> at = {
+            T::read(given.weight, i), {read(given.factors[0], i), read(given.factors[1], i)}, read(given.partner, i),
+            read(given.bottom, i)
+        };
+        if (line < given.newest) take_lines<T>(given, line, at);
+        if (further) take_further(given, at);
+        write(given.weight, i, at.weight);
+        write(given.factors[0], i, at.factors[0]);
+        write(given.factors[1], i, at.factors[1]);
+        write(given.partner, i, at.partner);
     }
 }
 
@@ -211,14 +265,15 @@ template <typename T>
 __device__ inline void replay_steps_of(const Replayed& given) {
     using Real = typename T::Real;
     const auto* numbers = reinterpret_cast<const Real*>(given.numbers);
+    const long long steps = given.now - given.base - (given.skipped != nullptr && *given.skipped != 0);
     for (long long i = this_thread(); i < given.count * given.width; i += all_threads()) {
         const long long first = given.last[i / given.width] - given.base;
-        if (first < 0 || first >= given.now - given.base) continue;
+        if (first < 0 || first >= steps) continue;
         Real values[4];
         for (int plane = 0; plane < 4; ++plane) {
             values[plane] = given.planes[plane] == nullptr ? 0 : T::read(given.planes[plane], i);
         }
-        for (long long number = first; number < given.now - given.base; ++number) {
+        for (long long number = first; number < steps; ++number) {
             const auto kind = static_cast<Kind>(given.kind);
             take_step<Real>(kind, given.planes[3] != nullptr, numbers + number * 8, values[0], values[1], values[2], values[3]);
             for (Real& value : values) value = T::rounded(value);
