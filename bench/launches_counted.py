@@ -22,6 +22,9 @@ import torch
 from store import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
+sys.path.insert(0, str(ROOT / "tests"))
+from gpu import emulated  # noqa: E402
+
 WARM, TIMED = 5, 40
 RETURN_ZERO = b"\x31\xc0\xc3"  # xor eax, eax; ret
 MATRIX = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")  # by cuBLAS, which is not emulated
@@ -30,6 +33,7 @@ HERE = Path(__file__).name
 
 def count(build: Callable[..., Callable[[], Any]], sizes: Any, folder: Path) -> dict[str, Any]:
     """Return what a warm step does: launches, operations, waits by where they come from, copies, allocations, host time."""
+    emulated.install()
     step = build(sizes, torch.device("cuda", 0), folder)
     for _ in range(WARM):
         step()
