@@ -54,6 +54,7 @@ class AutoEngine:
     """
 
     name = "auto"
+    takes_padding = True
 
     def __init__(
         self, engines: dict[str, Engine], device: torch.device, measure: Callable[[], Calibration | None] = lambda: None
@@ -102,6 +103,8 @@ class AutoEngine:
         if not planes or not len(index):
             return self.engines[self._default]
         row_bytes = sum(plane.shape[1] * plane.element_size() for plane in planes)
+        if not row_bytes:  # an index that is only checked
+            return self.engines[self._default]
         name = self.choose(direction, row_bytes, len(index))
         if name != self._last:
             self.engines[self._last].wait()

@@ -27,6 +27,8 @@ class Engine(Protocol):
 
     name: str
     device: torch.device
+    # Whether rows may be named by ids that only the device knows, padded ones among them, without a wait of the host.
+    takes_padding: bool
 
     def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
         """Fill ``rows[i][j]`` from ``planes[i][index[j]]``, ordered on the current stream of the compute device.

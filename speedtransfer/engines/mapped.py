@@ -71,6 +71,7 @@ class MappedEngine:
     """
 
     name = "mapped"
+    takes_padding = True
 
     def __init__(
         self,

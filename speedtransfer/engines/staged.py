@@ -51,6 +51,7 @@ class StagedEngine:
     """
 
     name = "staged"
+    takes_padding = False
 
     def __init__(self, device: torch.device | str, num_buffers: int = 3, buffer_bytes: int = 16 << 20) -> None:
         self.device = resolve_cuda(device, "the staged engine")

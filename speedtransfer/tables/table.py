@@ -18,12 +18,14 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageErr
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import files
 from speedtransfer.tables.chunks import plane_chunks
-from speedtransfer.tables.index import as_index, check_distinct, unique_rows
+from speedtransfer.tables.index import as_index, check_distinct
 from speedtransfer.tables.mapped_file import MmapMemory
 from speedtransfer.tables.memories import DeviceMemory, Memory, PageableMemory, PinnedMemory
+from speedtransfer.tables.padded import PaddedStats, is_padded, padded_unique
 from speedtransfer.tables.page_advice import RUN_ROWS, read_ahead_of_run
 from speedtransfer.tables.planes import Device, DType, PathLike, Planes, TableStats, check_dtype
 from speedtransfer.tables.row_values import as_rows, check_conversion, check_rows, overlap, tensor_of
+from speedtransfer.tables.unique import on_host, unique_rows
 
 MEMORIES: dict[str, type[Memory]] = {m.name: m for m in (PinnedMemory, PageableMemory, MmapMemory, DeviceMemory)}
 
@@ -128,7 +130,10 @@ class Table(Planes):
         """
         flat, shape, checked = as_index(index, self.num_rows, self.device) if check else (index, index.shape, True)
         if check and catch_up and self._catch_up is not None:
-            self._catch_up(unique_rows(flat, None if checked else self.num_rows, index).ids)
+            if flat.is_cuda and self.takes_padding and len(flat):
+                self._catch_up(padded_unique(flat, self.num_rows).ids)
+            else:
+                self._catch_up(unique_rows(flat, None if checked else self.num_rows, index).ids)
         names = [planes] if isinstance(planes, str) else list(planes)
         stored = [self._planes[self._check_plane(name)] for name in names]
         dtypes = [check_conversion(plane.dtype, dtype) for plane in stored]
@@ -158,24 +163,39 @@ class Table(Planes):
         return shaped[0] if isinstance(planes, str) else dict(zip(names, shaped, strict=True))
 
     def read(self, ids: Tensor, planes: Sequence[str]) -> dict[str, Tensor]:
-        """Gather rows as they are stored: `ids` (n,), contiguous int64 on `device` or the CPU, are known to be in range."""
+        """Gather rows as they are stored: `ids` (n,), contiguous int64 on `device` or the CPU, are in range, or padded."""
         stored = [self._planes[name] for name in planes]
         count = ids.shape[0]
         device = self._place.device
         rows = [buffers.empty((count, plane.shape[1]), plane.dtype, device) for plane in stored]
+        if self.moves_on_host:
+            ids = on_host(ids, ids)
         if count >= RUN_ROWS:
             read_ahead_of_run(stored, ids)
         self._engine.gather(stored, ids, rows)
-        self._stats.gathered_rows += count
-        for values in rows:
-            self._stats.gathered_bytes += values.nbytes
+        if self._engine.takes_padding and is_padded(ids):
+            self._padded_stats.add("gathered", ids, rows)
+        else:
+            self._stats.gathered_rows += count
+            for values in rows:
+                self._stats.gathered_bytes += values.nbytes
         return dict(zip(planes, rows, strict=True))
+
+    def check(self, flat: Tensor) -> None:
+        """Let the device check that `flat`, (n,) int64 on it, is in range; if not, the next call raises, as after `gather`."""
+        nothing = self._planes["weight"][:, :0]
+        self._engine.gather([nothing], flat, [nothing.new_empty((len(flat), 0), device=flat.device)], check=True)
 
     def write(self, ids: Tensor, rows: dict[str, Tensor]) -> None:
         """Scatter contiguous rows, by plane, as they are stored: `ids` (n,) are as for `read`, and none is there twice."""
         values = list(rows.values())
+        if self.moves_on_host:
+            ids = on_host(ids, ids)
         self._engine.scatter([self._planes[name] for name in rows], ids, values)
         self._writes += 1
+        if self._engine.takes_padding and is_padded(ids):
+            self._padded_stats.add("scattered", ids, values)
+            return
         self._stats.scattered_rows += ids.shape[0]
         for value in values:
             self._stats.scattered_bytes += value.nbytes
@@ -279,11 +299,14 @@ class Table(Planes):
 
     def stats(self) -> TableStats:
         """Return what has been moved so far (a copy)."""
-        return dataclasses.replace(self._stats)
+        found = dataclasses.replace(self._stats)
+        for name, number in self._padded_stats.total().items():
+            setattr(found, name, getattr(found, name) + number)
+        return found
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self._stats = TableStats()
+        self._stats, self._padded_stats = TableStats(), PaddedStats()
 
 
 def _open_memory(memory: str, path: PathLike | None, device: Device, num_bytes: int) -> Memory:
