@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, RowIndexError
+from speedtransfer.nn.active import activate
 from speedtransfer.nn.feature_ids import first_beyond, rows_of
 from speedtransfer.nn.feature_weight import FeatureHandle
+from speedtransfer.nn.lookup import lookup
 from speedtransfer.nn.module_state import with_placeholders
 from speedtransfer.nn.tracing import unrecorded
 from speedtransfer.nn.weight_calls import in_transform
@@ -183,12 +185,14 @@ def device_of(weight: Any) -> torch.device:
 
 def look_up(module: Any, weight: Any, index: Tensor, padded: Tensor | None) -> Tensor:
     """Return the rows of `weight` at `index`, as the arguments of `module` say; `padded` ones get no gradient."""
-    handle = find_handle(weight)
-    trains = torch.is_grad_enabled() and (handle is None or handle.requires_grad)
-    direct = handle is not None and not trains and module.max_norm is None and not in_transform()
-    if handle is not None and direct and handle.looks_up_directly():
-        return handle.rows.lookup(index)
-    rows = F.embedding(index, weight, None, module.max_norm, module.norm_type, module.scale_grad_by_freq)
+    handle, freq = find_handle(weight), module.scale_grad_by_freq
+    if handle is None or in_transform():
+        rows = F.embedding(index, weight, None, module.max_norm, module.norm_type, freq)
+    else:
+        training = torch.is_grad_enabled() and handle.requires_grad
+        if not training and module.max_norm is None and handle.looks_up_directly():
+            return handle.rows.lookup(index)
+        rows = lookup(activate(handle, index, training, module.max_norm, module.norm_type, padded=True), freq)
     if padded is None or not rows.requires_grad:
         return rows
     return torch.where(padded.unsqueeze(-1), rows.detach(), rows)

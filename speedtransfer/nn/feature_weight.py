@@ -86,7 +86,9 @@ class FeatureHandle:
         values = handle.rows.whole("weight", self.start, self.stop).detach()
         handle._exposed = True
         with torch.inference_mode(False):
-            return values if self.aliased else torch.empty_like(values, device=handle.table.device).copy_(values)
+            if self.aliased:
+                return values
+            return torch.empty_like(values, device=handle.table.device, dtype=handle.rows.dtype).copy_(values)
 
     def whole_leaf(self) -> Tensor:
         """Return the rows as a leaf of autograd; backward deposits their gradient."""
