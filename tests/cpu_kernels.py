@@ -93,13 +93,18 @@ class CpuKernels:
 
 
 def pack(
-    planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], fault: np.ndarray | None = None
+    planes: Sequence[Tensor],
+    index: Tensor,
+    rows: Sequence[Tensor],
+    fault: np.ndarray | None = None,
+    places: Tensor | None = None,
 ) -> np.ndarray:
     """Return the argument of the kernels; `fault` (5,) int64 takes the record of a fault and, last, who claimed it."""
     words = [word for plane, dense in zip(planes, rows, strict=True) for word in pack_plane(plane, dense)]
     at = 0 if fault is None else fault.ctypes.data
     argument = Argument()
-    return argument.pack(index.data_ptr(), len(index), len(planes[0]), at, at and at + 32, words)
+    there = 0 if places is None else places.data_ptr()
+    return argument.pack(index.data_ptr(), len(index), len(planes[0]), at, at and at + 32, words, there)
 
 
 @contextlib.contextmanager

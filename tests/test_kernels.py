@@ -314,6 +314,42 @@ class TestFaults:
         assert plane.any(dim=1).nonzero().flatten().tolist() == [2, 5]
 
 
+class TestPlaces:
+    """Rows of the buffers in another order than the index."""
+
+    KINDS = ["rows", "converted", "bulk"]
+
+    @pytest.fixture(params=[(kind, backwards) for kind in KINDS for backwards in (False, True)], ids=str)
+    def launch(self, request, kernels):
+        kind, backwards = request.param
+        return lambda direction, move: kernels.launch(f"{direction}_{kind}", 2, 5, move, backwards)
+
+    @pytest.mark.parametrize("width", [4, 20, 132])
+    def test_gather_and_scatter(self, launch, width):
+        generator = np.random.default_rng(width)
+        planes = [torch.randn(NUM_ROWS, size) for size in (width, 4)]
+        index, order = torch.from_numpy(generator.integers(0, NUM_ROWS, 50)).sort()
+        places = torch.from_numpy(generator.permutation(50))
+        rows = [aligned_zeros(50, 4 * plane.shape[1]).view(torch.float32) for plane in planes]
+        launch("gather", pack(planes, index, rows, None, places))
+        for plane, out in zip(planes, rows, strict=True):
+            assert torch.equal(out[places], plane[index])
+        index, places = torch.arange(NUM_ROWS), torch.from_numpy(generator.permutation(NUM_ROWS))
+        launch("scatter", pack(planes, index, rows, None, places))
+        for plane, source in zip(planes, rows, strict=True):
+            assert torch.equal(plane, source[places])
+        assert len(order) == 50
+
+    def test_the_fault_with_the_first_place(self, launch):
+        plane, rows = torch.randn(NUM_ROWS, 4), aligned_zeros(6, 16).view(torch.float32).fill_(7)
+        index, places = torch.tensor([-1, 3, 4, NUM_ROWS, NUM_ROWS, 99]), torch.tensor([4, 0, 5, 3, 1, 2])
+        fault = np.zeros(5, dtype=np.int64)
+        launch("gather", pack([plane], index, [rows], fault, places))
+        assert fault.tolist() == [1, 1, NUM_ROWS, NUM_ROWS, 1]
+        zero = torch.zeros(4)
+        assert torch.equal(rows, torch.stack([plane[3], zero, zero, zero, zero, plane[4]]))
+
+
 def same(got, want):
     """Compare floats bit by bit, except that every NaN is as good as another."""
     nan = want.isnan()

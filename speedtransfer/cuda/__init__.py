@@ -5,6 +5,7 @@ from speedtransfer.cuda.memory import mapped_view, pinned_empty, require_mapped,
 from speedtransfer.cuda.status import CudaStatus, cuda_status, require_cuda, resolve_cuda, resolve_device
 from speedtransfer.cuda.streams import (
     StreamOrder,
+    check_not_capturing,
     current_stream,
     keep_until_done,
     to_device,
@@ -16,6 +17,7 @@ __all__ = [
     "CudaStatus",
     "KernelArgument",
     "StreamOrder",
+    "check_not_capturing",
     "cuda_status",
     "current_stream",
     "is_trusted",

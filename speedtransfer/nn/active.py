@@ -11,7 +11,7 @@ from torch import Tensor
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import Handle
-from speedtransfer.tables import UniqueRows, as_index, padded_unique, trimmed, unique_rows
+from speedtransfer.tables import UniqueRows, as_index, kept, padded_unique, trimmed, unique_rows
 
 
 class ActiveRows:
@@ -148,10 +148,14 @@ def _renormalize(handle: Handle, ids: Tensor, weight: Tensor, max_norm: float, n
         norms = torch.linalg.vector_norm(weight, norm_type, dim=1, keepdim=True)
         longer = norms > max_norm
         weight.copy_(torch.where(longer, weight * (max_norm / (norms + 1e-7)), weight))
-        handle.rows.write(ids.masked_fill(~longer.flatten(), len(handle.table)), {"weight": weight})
-        return
-    before = weight.clone()
-    torch.embedding_renorm_(weight, torch.arange(len(weight), device=weight.device), max_norm, norm_type)
-    changed = (weight != before).any(dim=1).nonzero().flatten()
+        if handle.table.takes_padding:
+            # Others are written nowhere: an encoded row would be rounded anew.
+            handle.rows.write(kept(ids, longer[:, 0], handle.table.num_rows), {"weight": weight})
+            return
+        changed = longer[:, 0].nonzero().flatten()
+    else:
+        before = weight.clone()
+        torch.embedding_renorm_(weight, torch.arange(len(weight), device=weight.device), max_norm, norm_type)
+        changed = (weight != before).any(dim=1).nonzero().flatten()
     if len(changed):
         handle.rows.write(ids[changed], {"weight": weight[changed]})

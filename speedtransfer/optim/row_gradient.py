@@ -103,7 +103,12 @@ class RowGradient(Tensor):
 
     def like(self, rows: Tensor) -> RowGradient:
         """Return a gradient of the same rows with the values `rows`, ``(n, dim)``."""
-        return RowGradient(self.shape[0], self.ids.to(rows.device), rows, sparse=self.sparse)
+        ids = self.ids
+        if rows.device != ids.device:
+            # A copy does not know of padding.
+            n = len(self.trim().ids)
+            ids, rows = self.ids.to(rows.device), rows[:n]
+        return RowGradient(self.shape[0], ids, rows, sparse=self.sparse)
 
     def trim(self) -> RowGradient:
         """Drop padding, for which the host waits, and return this gradient."""

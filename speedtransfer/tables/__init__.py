@@ -2,7 +2,7 @@
 
 from speedtransfer.tables.chunks import CHUNK_BYTES, copy_plane, plane_chunks, row_chunks
 from speedtransfer.tables.index import as_index
-from speedtransfer.tables.padded import is_padded, num_unique, padded_unique, sum_rows, trimmed
+from speedtransfer.tables.padded import is_padded, kept, num_unique, padded_unique, sum_rows, trimmed
 from speedtransfer.tables.page_advice import read_ahead
 from speedtransfer.tables.planes import PathLike, TableStats, check_dtype
 from speedtransfer.tables.row_values import as_rows, overlap, tensor_of
@@ -21,6 +21,7 @@ __all__ = [
     "check_dtype",
     "copy_plane",
     "is_padded",
+    "kept",
     "num_unique",
     "on_host",
     "overlap",

@@ -95,6 +95,13 @@ def is_padded(ids: Tensor) -> bool:
     return "_num_unique" in ids.__dict__
 
 
+def kept(ids: Tensor, keep: Tensor, num_rows: int) -> Tensor:
+    """Return `ids` (n,) with padding in place of those that `keep` (n,) is False for."""
+    found = ids.masked_fill(~keep, num_rows)
+    found._num_unique = (found < num_rows).sum().view(1)  # type: ignore[attr-defined]
+    return found
+
+
 def trimmed(groups: UniqueRows) -> UniqueRows:
     """Return `groups` without padding; the host waits. An id out of range must have been ruled out."""
     count = num_unique(groups.ids)

@@ -203,7 +203,9 @@ class Planes:
         """Forget a plane other than "weight"."""
         if name == "weight":
             raise InvalidValueError("plane 'weight' is the table itself; delete the table instead")
-        del self._planes[self._check_plane(name)]
+        self._check_plane(name)
+        self._engine.wait()
+        del self._planes[name]
 
     def plane(self, name: str) -> Tensor:
         """Return the whole of a plane, ``(num_rows, width)``, without a copy; it lives where the memory is."""

@@ -153,7 +153,7 @@ class Table(Planes):
             ]
             rows = [values.view(flat.numel(), values.shape[-1]) for values in shaped]
         read_ahead_of_run(stored, flat)
-        self._engine.gather(stored, flat, rows, check=not checked)
+        self._engine.gather(stored, flat, rows, check=not checked, unsorted=True)
         self._stats.gathered_rows += flat.numel()
         self._stats.gathered_bytes += flat.numel() * sum(plane.shape[1] * plane.element_size() for plane in stored)
         if out is not None:
@@ -186,12 +186,12 @@ class Table(Planes):
         nothing = self._planes["weight"][:, :0]
         self._engine.gather([nothing], flat, [nothing.new_empty((len(flat), 0), device=flat.device)], check=True)
 
-    def write(self, ids: Tensor, rows: dict[str, Tensor]) -> None:
+    def write(self, ids: Tensor, rows: dict[str, Tensor], unsorted: bool = False) -> None:
         """Scatter contiguous rows, by plane, as they are stored: `ids` (n,) are as for `read`, and none is there twice."""
         values = list(rows.values())
         if self.moves_on_host:
             ids = on_host(ids, ids)
-        self._engine.scatter([self._planes[name] for name in rows], ids, values)
+        self._engine.scatter([self._planes[name] for name in rows], ids, values, unsorted)
         self._writes += 1
         if self._engine.takes_padding and is_padded(ids):
             self._padded_stats.add("scattered", ids, values)
@@ -235,7 +235,7 @@ class Table(Planes):
                 self._catch_up(flat)
         else:
             values = [value.detach() for value in by_plane.values()]
-        self.write(index, dict(zip(by_plane, values, strict=True)))
+        self.write(index, dict(zip(by_plane, values, strict=True)), unsorted=True)
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.gather(self._expand(index))
