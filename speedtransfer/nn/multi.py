@@ -197,11 +197,9 @@ class MultiEmbedding(FeatureModules, TableModule):
         rows = look_up(self, weight, index, padded)
         if shapes is None:
             return rows
-        parts, stop = [], 0
-        for shape in shapes.values():
-            start, stop = stop, stop + shape.numel()
-            # No split(): its views could not be changed in place.
-            parts.append(rows[start:stop].view(*shape, self.embedding_dim))
+        # What split() returns could not be changed in place; "unsafe" means that `rows` must not be used any more.
+        split = torch.unsafe_split_with_sizes(rows, [shape.numel() for shape in shapes.values()]) if shapes else ()
+        parts = [part.view(*shape, self.embedding_dim) for part, shape in zip(split, shapes.values(), strict=True)]
         return dict(zip(shapes, parts, strict=True)) if isinstance(ids, Mapping) else parts
 
     def activate(self, ids: Any) -> ActiveRows:
