@@ -289,6 +289,22 @@ class TestContainer:
                 modules.apply(first)
         assert_same(ours, theirs, 0)
 
+    def test_initialised_with_gradients_enabled(self):
+        def first(module):
+            if isinstance(module, nn.Embedding):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.constant_(module.weight.data[1], 3)
+                module.weight.data[0] = 0
+
+        ours, theirs = multi(), dense()
+        for modules in (ours, theirs):
+            torch.manual_seed(5)
+            modules.apply(first)
+        nn.init.constant_(ours[2].weight, 0.5)
+        assert ours[2].weight.eq(0.5).all()
+        nn.init.constant_(theirs[2].weight, 0.5)
+        assert_same(ours, theirs, 0)
+
     def test_penalty_on_one_feature(self):
         def forward(modules, ids):
             return columns(modules, ids) + modules[1].weight.square().sum() * 0.01

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.nn.active import activate
 from speedtransfer.nn.weight import TableWeight
 from speedtransfer.optim import Handle
 from speedtransfer.optim.binding import KEY
@@ -91,8 +91,23 @@ class FeatureHandle:
             return torch.empty_like(values, device=handle.table.device, dtype=handle.rows.dtype).copy_(values)
 
     def whole_leaf(self) -> Tensor:
-        """Return the rows as a leaf of autograd; backward deposits their gradient."""
-        return activate(self.handle, torch.arange(self.start, self.stop), True).rows
+        """Return the rows as a leaf of autograd, `whole` with gradients; backward deposits that of all of them."""
+        with torch.inference_mode(False):
+            leaf = self.whole().detach().requires_grad_()
+        handle, start = self.handle, self.start
+
+        @uncompiled
+        def deposit(leaf: Tensor) -> None:
+            grad, leaf.grad = leaf.grad, None
+            assert grad is not None
+            # Frozen since the forward pass: torch drops the gradient too.
+            if handle.requires_grad:
+                ids, rows = handle._rows_of(grad.detach())
+                handle.deposit(ids + start, rows, whole=True)
+
+        leaf.register_post_accumulate_grad_hook(deposit)
+        handle.track_leaf(leaf, torch.arange(start, self.stop, device=leaf.device))
+        return leaf
 
     def store(self, values: Tensor) -> None:
         """Set the rows to `values`, ``(n, dim)``, and keep the state of the optimizer."""
