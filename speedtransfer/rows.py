@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,17 @@ class Rows(StoredPlanes):
             for name, values in rows.items():
                 encoded.update({name + suffix: part for suffix, part in self.encode(name, values, ids).items()})
         self.table.write(ids, encoded)
+        self._count += 1
+
+    def update(
+        self,
+        ids: Tensor,
+        read: Sequence[str],
+        written: Sequence[str],
+        queue: Callable[[list[Tensor]], Sequence[Tensor]],
+    ) -> None:
+        """Let kernels change the rows `ids` (n,) of planes that are stored as they are; see `Table.update`."""
+        self.table.update(ids, read, written, queue)
         self._count += 1
 
     def lookup(self, index: Any) -> Tensor:

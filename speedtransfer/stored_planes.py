@@ -57,6 +57,11 @@ class StoredPlanes:
         self._as_stored = all(codec.name == "plain" and len(self._tails[n]) == 1 for n, codec in self._codecs.items())
 
     @property
+    def as_stored(self) -> bool:
+        """Whether rows of every plane need no decoding, and none is anything but a vector."""
+        return self._as_stored
+
+    @property
     def plain(self) -> bool:
         """Whether the weights are stored without a codec."""
         return self.encoding("weight") == "plain"

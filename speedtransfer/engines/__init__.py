@@ -1,7 +1,7 @@
 """How rows move between the planes of a table and the compute device."""
 
 from speedtransfer.engines.auto import AutoEngine, calibrate_device, engine_names, make_engine
-from speedtransfer.engines.base import Engine, out_of_range
+from speedtransfer.engines.base import Engine, KernelEngine, out_of_range
 from speedtransfer.engines.calibration import DIRECTIONS, Direction
 from speedtransfer.engines.host import HostEngine, gather_rows, scatter_rows
 from speedtransfer.engines.mapped import MappedEngine
@@ -14,6 +14,7 @@ __all__ = [
     "Direction",
     "Engine",
     "HostEngine",
+    "KernelEngine",
     "MappedEngine",
     "ReferenceEngine",
     "StagedEngine",

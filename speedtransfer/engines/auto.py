@@ -7,12 +7,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from speedtransfer.cuda import pinned_empty
-from speedtransfer.engines.base import Engine
+from speedtransfer.engines.base import Engine, KernelEngine
 from speedtransfer.engines.calibration import (
     PLANE_BYTES,
     Calibration,
@@ -95,6 +96,16 @@ class AutoEngine:
         with self._turn:
             self._ready("scatter", planes, index).scatter(planes, index, rows, unsorted)
 
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether kernels can read and write the planes now, without waiting for an engine that they do not know."""
+        return self._busy <= {"mapped"}
+
+    def update(self, queue: Callable[[], Sequence[Tensor]]) -> None:
+        """Let `queue` queue kernels that read and write planes; see `KernelEngine`."""
+        with self._turn:
+            cast(KernelEngine, self._take_turn("scatter", "mapped")).update(queue)
+
     def wait(self, writes_only: bool = False) -> None:
         """Block the host until every gather and scatter so far is done."""
         for engine in self.engines.values():
@@ -139,6 +150,9 @@ class AutoEngine:
         else:
             self._row_bytes = max(self._row_bytes, row_bytes)
             name = self.choose(direction, self._row_bytes, len(index), self._row_bytes * planes[0].shape[0])
+        return self._take_turn(direction, name)
+
+    def _take_turn(self, direction: Direction, name: str) -> Engine:
         for other in self._busy - {name}:
             self.engines[other].wait(writes_only=direction == "gather")
             if direction == "scatter":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -34,6 +34,11 @@ class Engine(Protocol):
     # Whether rows may be named by ids that only the device knows, padded ones among them, without a wait of the host.
     takes_padding: bool
 
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether kernels can read and write the planes where they are: then it is a `KernelEngine`."""
+        ...
+
     def gather(
         self,
         planes: Sequence[Tensor],
@@ -64,6 +69,14 @@ class Engine(Protocol):
 
         After it the host may read the planes and write to them; with `writes_only`, which waits for scatters, only read them.
         """
+        ...
+
+
+class KernelEngine(Engine, Protocol):
+    """One that lets kernels which it does not know read and write planes, in order with its own calls."""
+
+    def update(self, queue: Callable[[], Sequence[Tensor]]) -> None:
+        """Let `queue` queue such kernels on the current stream; it returns the tensors that they use beside the planes."""
         ...
 
 

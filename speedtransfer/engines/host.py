@@ -29,6 +29,7 @@ class HostEngine:
     """
 
     name = "host"
+    runs_kernels = False
     takes_padding = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

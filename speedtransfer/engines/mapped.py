@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,7 @@ class MappedEngine:
 
     name = "mapped"
     takes_padding = True
+    runs_kernels = True
 
     def __init__(
         self,
@@ -143,6 +144,12 @@ class MappedEngine:
         with self._order.writing() as stream:
             self._move("scatter", planes, ids, rows, stream, False, places)
             keep_until_done((index, *rows), stream)
+
+    def update(self, queue: Callable[[], Sequence[Tensor]]) -> None:
+        """Let `queue` queue kernels that read and write planes; see `KernelEngine`."""
+        self._raise_fault()
+        with self._order.writing() as stream:
+            keep_until_done(queue(), stream)
 
     def wait(self, writes_only: bool = False) -> None:
         """Block the host until every gather and scatter so far is done."""

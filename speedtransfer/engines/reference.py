@@ -26,6 +26,7 @@ class ReferenceEngine:
     """
 
     name = "reference"
+    runs_kernels = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)

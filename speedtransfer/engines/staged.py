@@ -53,6 +53,7 @@ class StagedEngine:
     """
 
     name = "staged"
+    runs_kernels = False
     takes_padding = False
 
     def __init__(self, device: torch.device | str, num_buffers: int = 8, buffer_bytes: int = 4 << 20) -> None:

@@ -143,7 +143,15 @@ class RowState(StatePlanes):
                 if not given.keys() >= set(planes.values()):
                     given = self.rows.read(ids, list(planes.values()))
                 put(state, {name: self._as_state(name, given[plane]) for name, plane in planes.items()})
-        self.running = _Step(frame, threading.get_ident(), optimizer.state, not state)
+        self.begin(optimizer, frame, not state)
+
+    def begin(self, optimizer: Optimizer, frame: FrameType | None, first: bool = False) -> None:
+        """Note that the function of `frame` runs a step; `first`: it makes the optimizer's state of the rows."""
+        self.running = _Step(frame, threading.get_ident(), optimizer.state, first)
+
+    def end(self) -> None:
+        """Note that the step is made."""
+        self.running, self._fresh = None, False
 
     def store(self, optimizer: Optimizer, group: dict[str, Any], ids: Tensor | None) -> None:
         """Write the active rows `ids` (n,) and their state to the table; None: all, as in `load`."""
@@ -167,7 +175,7 @@ class RowState(StatePlanes):
             rows.write(torch.arange(count, device=param.device), values, step)
         if state:
             put(state, self._views)
-        self.running, self._fresh = None, False
+        self.end()
 
     def _of_plane(self, name: str, values: Tensor, count: int) -> Tensor:
         """Return the state of `count` active rows, ``(count, *tail)``, in the dtype of its plane; raise if it does not fit."""
@@ -200,6 +208,15 @@ class RowState(StatePlanes):
             return False
         found = leaves(state)
         return all(isinstance(view, Tensor) and found.get(name) is view for name, view in self._views.items())
+
+    def planes_in_use(self, state: dict[str, Any]) -> dict[str, str] | None:
+        """Return the plane of each entry by name if the optimizer's `state` is that of these planes; None before a step."""
+        stored = self.stored(state)
+        return (
+            None
+            if self._fresh or stored.keys() != self._views.keys()
+            else {n: plane for n, (plane, _) in stored.items()}
+        )
 
     def recover(self, optimizer: Optimizer) -> None:
         """Restore the optimizer's state after a step that failed."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
+from speedtransfer.optim.fused_step import make_step, plan_step
 from speedtransfer.optim.probe import sparse_gradient
 from speedtransfer.optim.table_param import TableParam
 from speedtransfer.tables import is_padded
@@ -30,10 +31,14 @@ class Stepping(TableParam):
                 # A sparse gradient has as many rows as it says.
                 self.trim()
             self.refresh()
-            state.load(optimizer, group, frame, None if self.in_place else self.ids, self.state_rows)
-            # A probe may have assigned the gradient anew.
-            if self.active is None:
-                self.refresh()
+            self._fused = None if self.in_place else plan_step(state, optimizer, group)
+            if self._fused is None:
+                state.load(optimizer, group, frame, None if self.in_place else self.ids, self.state_rows)
+                # A probe may have assigned the gradient anew.
+                if self.active is None:
+                    self.refresh()
+            else:
+                state.begin(optimizer, frame)
             self._enter(state.sparse)
 
     def end_step(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
@@ -41,7 +46,13 @@ class Stepping(TableParam):
         state = self.state
         assert state is not None
         with self.rows.lock:
-            state.store(optimizer, group, None if self.in_place else self.ids)
+            if self._fused is None:
+                state.store(optimizer, group, None if self.in_place else self.ids)
+            else:
+                assert self.ids is not None
+                assert self.grad is not None
+                assert self.active is not None
+                make_step(self._fused, state, self.ids, self.grad, self.active)
             # A graph may have saved rows that were written: its backward raises, as in torch.
             for leaf, _ in self.leaves():
                 torch.autograd.graph.increment_version(leaf)
@@ -70,8 +81,10 @@ class Stepping(TableParam):
         assert self.active is not None
         param.__class__ = nn.Parameter
         param.grad = None
-        param.data = self.active
-        param.grad = self._sparse_gradient() if sparse else self.grad
+        # Without a gradient the optimizer leaves it alone.
+        if self._fused is None:
+            param.data = self.active
+            param.grad = self._sparse_gradient() if sparse else self.grad
         self._entered = param._version
 
     def is_changed(self) -> bool:
@@ -97,7 +110,7 @@ class Stepping(TableParam):
         """Make the parameter a placeholder again. The gradient stays until it is cleared."""
         param = self.param
         grad = param.grad
-        if grad is None or not grad.is_sparse:
+        if self._fused is None and (grad is None or not grad.is_sparse):
             self.grad = grad
         if self.grad is None:
             self.ids = self._assigned = None
@@ -106,6 +119,7 @@ class Stepping(TableParam):
         else:
             self._grad_version = self.grad._version
         self.active, self.state_rows, self.in_place, self._waiting_since = None, {}, False, None
+        self._fused = None
         assert self._placeholder is not None
         param.grad, param.data = None, self._placeholder
         param.__class__ = self._kind

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speedtransfer.optim.fused_step import FusedStep
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.state import RowState
 from speedtransfer.rows import Rows
@@ -54,6 +55,8 @@ class TableParam:
         self._version = -1
         # Whether `active` is the memory of the table.
         self.in_place = False
+        # How a kernel makes the running step, instead of the optimizer.
+        self._fused: FusedStep | None = None
         # Whether some of the gradient comes from a use of all rows.
         self.used_whole = False
         # The version of `grad` as last written here.

@@ -142,6 +142,11 @@ class Planes:
         return self._engine.takes_padding
 
     @property
+    def runs_kernels(self) -> bool:
+        """Whether `update` can let a kernel change rows where they are stored."""
+        return self._engine.runs_kernels
+
+    @property
     def planes(self) -> tuple[str, ...]:
         """Names of the planes, "weight" first."""
         return tuple(self._planes)

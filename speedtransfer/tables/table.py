@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from speedtransfer import buffers
 from speedtransfer.cuda import cuda_status, resolve_device
+from speedtransfer.engines import KernelEngine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size, suggest
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import files
@@ -201,6 +202,36 @@ class Table(Planes):
         self._stats.scattered_rows += ids.shape[0]
         for value in values:
             self._stats.scattered_bytes += value.nbytes
+
+    def update(
+        self,
+        ids: Tensor,
+        read: Sequence[str],
+        written: Sequence[str],
+        queue: Callable[[list[Tensor]], Sequence[Tensor]],
+    ) -> None:
+        """Let kernels change the rows `ids` (n,), as for `write`, where they are stored; needs `runs_kernels`.
+
+        Parameters
+        ----------
+        ids : Tensor
+        read, written : sequence of str
+            The planes whose rows they read and write.
+        queue : callable
+            Takes the planes `written`, queues the kernels on the current stream, and returns the tensors that they use.
+        """
+        if self._place.of_parent:
+            self._place.refuse_write()
+        came, stored = ([self._planes[name] for name in names] for names in (read, written))
+        cast(KernelEngine, self._engine).update(lambda: queue(stored))
+        self._writes += 1
+        for kind, planes in (("gathered", came), ("scattered", stored)):
+            if is_padded(ids) and planes:
+                self._padded_stats.add(kind, ids, planes)
+            elif planes:
+                row_bytes, count = sum(plane.shape[1] * plane.element_size() for plane in planes), ids.shape[0]
+                for name, number in ((f"{kind}_rows", count), (f"{kind}_bytes", count * row_bytes)):
+                    setattr(self._stats, name, getattr(self._stats, name) + number)
 
     def scatter(self, index: Any, rows: Any, *, convert: bool = False, check: bool = True) -> None:
         """Write rows into the table. A row named twice is an error: nothing is written.

@@ -1,0 +1,128 @@
+// A step of Adam, AdamW or SGD on the active rows: their state is read from its planes, updated with the weights, and both are
+// written to the planes at once. A plane may live in device memory or in page-locked host memory across the bus.
+//
+// The arithmetic is that of torch's optimizers, operation by operation. A product that torch adds to something is fused with
+// the addition, as in torch's vectorized CPU code; nothing else is, so that the compiler has no choice.
+
+#include "move.cuh"
+#include "lanes.cuh"
+
+namespace {
+
+constexpr int kMaxStates = 3;
+
+enum Kind : long long { kSgd, kMomentum, kAdam, kAmsgrad };  // the number of planes of state
+
+struct Step {
+    const long long* ids;      // (num_rows,): rows of the planes; one that does not exist is left out
+    const char* grad;          // (num_rows, width) float32, contiguous
+    char* rows;                // (num_rows, width): the weights as read; the new ones are written here too
+    long long num_rows;
+    long long table_rows;
+    long long lanes;           // of a row
+    long long lane_bytes;      // 16 or 4
+    char* weight;              // (table_rows, width) float32, weight_stride bytes apart
+    long long weight_stride;
+    char* states[kMaxStates];  // alike: momentum_buffer; exp_avg, exp_avg_sq, max_exp_avg_sq
+    long long strides[kMaxStates];
+    long long kind;
+    long long maximize;
+    long long nesterov;
+    double decay;              // of weights, through the gradient
+    double shrink;             // what weights are multiplied by first
+    double rate;               // minus the learning rate; Adam's with the correction of its first moment
+    double momentum;
+    double gradient_share;     // of momentum_buffer: 1 - dampening
+    double first_share;        // 1 - beta1
+    double beta2;
+    double second_share;       // 1 - beta2
+    double root_correction;    // what the square root of the second moment is divided by
+    double eps;
+};
+
+__device__ inline float f(double number) { return static_cast<float>(number); }
+
+// The larger one, or NaN if either is, as torch.maximum has it.
+__device__ inline float maximum(float a, float b) { return a != a || a > b ? a : b; }
+
+template <Kind kKind>
+__device__ inline float update(const Step& step, float weight, float grad, float* state) {
+    if (step.maximize) grad = -grad;
+    weight = __fmul_rn(weight, f(step.shrink));
+    if (step.decay != 0) grad = __fmaf_rn(f(step.decay), weight, grad);
+    if constexpr (kKind == kSgd) return __fmaf_rn(f(step.rate), grad, weight);
+    if constexpr (kKind == kMomentum) {
+        state[0] = __fmaf_rn(f(step.gradient_share), grad, __fmul_rn(state[0], f(step.momentum)));
+        grad = step.nesterov ? __fmaf_rn(f(step.momentum), state[0], grad) : state[0];
+        return __fmaf_rn(f(step.rate), grad, weight);
+    }
+    // torch.lerp, from whichever end is nearer
+    const float share = f(step.first_share), apart = __fsub_rn(grad, state[0]);
+    state[0] = fabsf(share) < 0.5f ? __fmaf_rn(share, apart, state[0]) : __fmaf_rn(-apart, __fsub_rn(1, share), grad);
+    state[1] = __fmaf_rn(__fmul_rn(f(step.second_share), grad), grad, __fmul_rn(state[1], f(step.beta2)));
+    float second = state[1];
+    if constexpr (kKind == kAmsgrad) second = state[2] = maximum(state[2], state[1]);
+    const float below = __fadd_rn(__fdiv_rn(__fsqrt_rn(second), f(step.root_correction)), f(step.eps));
+    return __fadd_rn(weight, __fdiv_rn(__fmul_rn(f(step.rate), state[0]), below));
+}
+
+union Word {
+    unsigned int bits;
+    float value;
+};
+
+__device__ inline float as_float(unsigned int bits) {
+    Word word;
+    word.bits = bits;
+    return word.value;
+}
+
+__device__ inline unsigned int as_word(float value) {
+    Word word;
+    word.value = value;
+    return word.bits;
+}
+
+template <Kind kKind, int kBytes>
+__device__ inline void step_lanes(const Step& step) {
+    constexpr int kStates = static_cast<int>(kKind), kRoom = kStates > 0 ? kStates : 1;
+    for (long long item = this_thread(); item < step.num_rows * step.lanes; item += all_threads()) {
+        const long long row = step.ids[item / step.lanes], column = item % step.lanes * kBytes;
+        if (static_cast<unsigned long long>(row) >= static_cast<unsigned long long>(step.table_rows)) continue;
+        Lane<kBytes> states[kRoom];
+        for (int s = 0; s < kStates; ++s) {
+            states[s] = read_lane<kBytes>(step.states[s] + row * step.strides[s] + column);
+        }
+        Lane<kBytes> weights = read_lane<kBytes>(step.rows + item * kBytes);
+        const Lane<kBytes> grads = read_lane<kBytes>(step.grad + item * kBytes);
+#pragma unroll
+        for (int i = 0; i < kBytes / 4; ++i) {
+            float state[kRoom];
+            for (int s = 0; s < kStates; ++s) state[s] = as_float(states[s].word[i]);
+            weights.word[i] = as_word(update<kKind>(step, as_float(weights.word[i]), as_float(grads.word[i]), state));
+            for (int s = 0; s < kStates; ++s) states[s].word[i] = as_word(state[s]);
+        }
+        write_lane<kBytes>(step.rows + item * kBytes, weights);
+        write_lane<kBytes>(step.weight + row * step.weight_stride + column, weights);
+        for (int s = 0; s < kStates; ++s) {
+            write_lane<kBytes>(step.states[s] + row * step.strides[s] + column, states[s]);
+        }
+    }
+}
+
+template <Kind kKind>
+__device__ inline void step_rows_by(const Step& step) {
+    if (step.lane_bytes == 16) step_lanes<kKind, 16>(step);
+    else step_lanes<kKind, 4>(step);
+}
+
+}  // namespace
+
+extern "C" __global__ void step_rows(const __grid_constant__ Step step) {
+    switch (step.kind) {
+        case kMomentum: step_rows_by<kMomentum>(step); break;
+        case kAdam: step_rows_by<kAdam>(step); break;
+        case kAmsgrad: step_rows_by<kAmsgrad>(step); break;
+        default: step_rows_by<kSgd>(step); break;
+    }
+}

@@ -1,0 +1,238 @@
+"""A step of torch's Adam, AdamW or SGD on active rows by one kernel, which reads and writes their state where it is stored.
+
+It takes the place of a gather, the optimizer's own operations and a scatter. It is off unless the environment has
+``SPEEDTRANSFER_FUSED_STEP=1``, as it has not been measured on a GPU yet. `plan_step` says whether the kernel does what the
+optimizer would do; where that is not known the step goes the ordinary way. While the optimizer steps the rows have no gradient,
+so that it leaves them alone. Weights and state differ by rounding at most.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from speedtransfer.cuda import KernelArgument, is_trusted, launch_over
+from speedtransfer.optim.state import RowState
+
+SWITCH = "SPEEDTRANSFER_FUSED_STEP"
+
+# struct Step of step.cu
+_STEP = "18q10d"
+_MAX_STATES = 3
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+# Whose functions may make up the step of an optimizer: its own, and what torch and this package wrap around it.
+_OURS = {
+    "torch.optim.adam",
+    "torch.optim.adamw",
+    "torch.optim.sgd",
+    "torch.optim.optimizer",
+    "speedtransfer.optim.hooks",
+}
+
+
+class FusedStep(NamedTuple):
+    """What the kernel needs to know: the planes of state in its order, its numbers, and the count of steps, which it advances."""
+
+    planes: tuple[str, ...]
+    maximize: bool = False
+    nesterov: bool = False
+    decay: float = 0.0
+    shrink: float = 1.0
+    rate: float = 0.0
+    momentum: float = 0.0
+    gradient_share: float = 0.0
+    first_share: float = 0.0
+    beta2: float = 0.0
+    second_share: float = 0.0
+    root_correction: float = 1.0
+    eps: float = 0.0
+    steps: Tensor | None = None
+
+
+def plan_step(state: RowState, optimizer: Optimizer, group: dict[str, Any]) -> FusedStep | None:
+    """Return how the kernel makes the step of `optimizer`, or None where the step goes the ordinary way."""
+    rows, table = state.rows, state.rows.table
+    if not table.runs_kernels or os.environ.get(SWITCH) != "1":
+        return None
+    plan = _PLANS.get(type(optimizer))
+    # Idle rows that miss steps catch up when they are read, which the kernel does not do.
+    if plan is None or rows.lag is not None or state.sparse or not rows.as_stored or rows.dtype != torch.float32:
+        return None
+    if torch.cuda.is_current_stream_capturing() or _is_altered(optimizer):
+        return None
+    found = optimizer.state.get(state.param) or {}
+    planes = state.planes_in_use(found)
+    made = None if planes is None else plan(group, found, planes)
+    if made is None or not _are_numbers(made[3:-1]):
+        return None
+    return made if is_trusted("fused steps", table.device, lambda: _check(table.device)) else None
+
+
+def make_step(plan: FusedStep, state: RowState, ids: Tensor, grad: Tensor, active: Tensor) -> None:
+    """Update the rows `ids` (n,) and their state in the table.
+
+    Parameters
+    ----------
+    plan : FusedStep
+    state : RowState
+    ids : Tensor
+        ``(n,)`` int64 on the compute device, unique; maybe padded.
+    grad : Tensor
+        ``(n, dim)``.
+    active : Tensor
+        ``(n, dim)``, the rows as read, updated as well.
+    """
+    ids, grad = ids.to(grad.device), grad.contiguous()
+
+    def queue(stored: list[Tensor]) -> list[Tensor]:
+        weight, *states = stored
+        _queue(plan, ids, grad, active, weight, states)
+        return [ids, grad, active]
+
+    state.rows.update(ids, plan.planes, ("weight", *plan.planes), queue)
+    if plan.steps is not None:
+        plan.steps.add_(1)
+    state.end()
+
+
+def _is_altered(optimizer: Optimizer) -> bool:
+    """Tell whether somebody else takes part in the steps of `optimizer`, or looks at a gradient before them."""
+    # One is ours.
+    if optimizer._optimizer_step_pre_hooks or len(_global_optimizer_pre_hooks) > 1:
+        return True
+    # GradScaler's, for optimizers that do the unscaling themselves.
+    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        return True
+    step: Any = type(optimizer).step
+    while step is not None:
+        # functools.wraps copies `__module__`, but not this.
+        if getattr(step, "__globals__", {}).get("__name__") not in _OURS:
+            return True
+        step = getattr(step, "__wrapped__", None)
+    return False
+
+
+def _are_numbers(values: tuple[Any, ...]) -> bool:
+    """Tell whether hyperparameters are numbers, no tensors, which float32 can hold."""
+    return all(type(value) in (int, float) and abs(value) <= _FLOAT32_MAX for value in values)
+
+
+def _plan_sgd(group: dict[str, Any], found: dict[str, Any], planes: dict[str, str]) -> FusedStep | None:
+    numbers = [group[key] for key in ("lr", "momentum", "dampening", "weight_decay")]
+    if group["differentiable"] or group.get("fused") or not _are_numbers(tuple(numbers)):
+        return None
+    lr, momentum, dampening, decay = numbers
+    names = ("momentum_buffer",) if momentum else ()
+    if planes.keys() != set(names):
+        return None
+    return FusedStep(
+        tuple(planes[name] for name in names),
+        maximize=group["maximize"],
+        nesterov=group["nesterov"],
+        decay=decay,
+        rate=-lr,
+        momentum=momentum,
+        gradient_share=1 - dampening,
+    )
+
+
+def _plan_adam(
+    group: dict[str, Any], found: dict[str, Any], planes: dict[str, str], decoupled: bool = False
+) -> FusedStep | None:
+    numbers = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
+    names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+    steps = found.get("step")
+    if group["capturable"] or group["differentiable"] or group.get("fused") or not _are_numbers(numbers):
+        return None
+    # One on the device belongs to those that were left out above.
+    if planes.keys() != set(names) or not isinstance(steps, Tensor) or steps.device.type != "cpu":
+        return None
+    lr, beta1, beta2, eps, decay = numbers
+    # As torch computes these, in float64.
+    step = (steps + 1).item()
+    first, second = 1 - beta1**step, 1 - beta2**step
+    decoupled = group.get("decoupled_weight_decay", decoupled)
+    return FusedStep(
+        tuple(planes[name] for name in names),
+        maximize=group["maximize"],
+        decay=0.0 if decoupled else decay,
+        shrink=1 - lr * decay if decoupled else 1.0,
+        rate=-(lr / first),
+        first_share=1 - beta1,
+        beta2=beta2,
+        second_share=1 - beta2,
+        root_correction=second**0.5,
+        eps=eps,
+        steps=steps,
+    )
+
+
+# By class, not subclass: another may do anything.
+_PLANS: dict[type, Callable[[dict[str, Any], dict[str, Any], dict[str, str]], FusedStep | None]] = {
+    SGD: _plan_sgd,
+    Adam: _plan_adam,
+    # Where its groups do not say so themselves.
+    AdamW: functools.partial(_plan_adam, decoupled=True),
+}
+
+
+# --- the kernel -----------------------------------------------------------------------------------------------------------
+
+
+def _queue(plan: FusedStep, ids: Tensor, grad: Tensor, active: Tensor, weight: Tensor, states: list[Tensor]) -> None:
+    """Queue the kernel on the current stream; `states` are in the order of `plan.planes`."""
+    (count, width), stored = grad.shape, [weight, *states]
+    pointers, strides = [plane.data_ptr() for plane in stored], [4 * plane.stride()[0] for plane in stored]
+    bits = functools.reduce(operator.or_, (4 * width, grad.data_ptr(), active.data_ptr(), *pointers, *strides))
+    lane = 16 if bits % 16 == 0 else 4
+    lanes, missing = 4 * width // lane, [0] * (_MAX_STATES - len(states))
+    argument = KernelArgument(_STEP).pack(
+        *(ids.data_ptr(), grad.data_ptr(), active.data_ptr(), count, weight.shape[0], lanes, lane),
+        *(pointers[0], strides[0], *pointers[1:], *missing, *strides[1:], *missing),
+        *(len(states), *plan[1:-1]),
+    )
+    launch_over(count * lanes, "step.cu", "step_rows", grad.device, argument)
+
+
+def _check(device: torch.device) -> bool:
+    """Compare the kernel with torch, for every kind, dimensions of whole lanes and others, and a row that does not exist."""
+    kinds: list[tuple[type[Optimizer], dict[str, Any]]] = [
+        (SGD, {"weight_decay": 0.1}),
+        (SGD, {"momentum": 0.9, "dampening": 0.1}),
+        (SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
+        (Adam, {"weight_decay": 0.1}),
+        (AdamW, {"betas": (0.4, 0.9), "weight_decay": 0.1, "amsgrad": True}),
+    ]
+    with torch.inference_mode(False), torch.no_grad():
+        return all(_is_right(kind, options, width, device) for kind, options in kinds for width in (3, 8))
+
+
+def _is_right(kind: type[Any], options: dict[str, Any], width: int, device: torch.device) -> bool:
+    """Take one step by the optimizer, and then another by both."""
+    weight = torch.nn.Parameter(torch.arange(5 * width, device=device).view(5, width) / 7 - 1)
+    optimizer = kind([weight], lr=0.1, **options)
+    (group,) = optimizer.param_groups
+    weight.grad = weight.detach().cos()
+    optimizer.step()
+    found = optimizer.state[weight]
+    names = [name for name, value in found.items() if isinstance(value, Tensor) and value.dim()]
+    plan = _PLANS[kind](group, found, {name: name for name in names})
+    if plan is None:
+        return False
+    ids = torch.tensor([5, 3, 0, 1, 4, 2], device=device)
+    before = {name: found[name].clone() for name in plan.planes}
+    table, grad = weight.detach().clone(), weight.grad.sin()
+    grads, rows = (torch.cat([values.new_ones(1, width), values[ids[1:]]]) for values in (grad, table))
+    _queue(plan, ids, grads, rows, table, list(before.values()))
+    weight.grad = grad
+    optimizer.step()
+    pairs = [(table, weight), (rows[1:], weight[ids[1:]]), *((before[name], found[name]) for name in before)]
+    return all(torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6) for ours, theirs in pairs)
