@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from cpu_kernels import cpu_kernels
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import speedtransfer as st
 from speedtransfer.engines import HostEngine
@@ -69,6 +71,8 @@ def switched_on(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[An
     """Let tables on the CPU take the fused way; return the launches so far, those of the check left out."""
     monkeypatch.setenv(SWITCH, "1")
     monkeypatch.setattr(HostEngine, "runs_kernels", True)
+    # Which a torch without CUDA cannot say.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(HostEngine, "update", lambda self, queue: queue(), raising=False)
     assert fused_step._check(torch.device("cpu"))
     monkeypatch.setattr(fused_step, "is_trusted", lambda *args: True)
@@ -131,3 +135,310 @@ class TestKernel:
         assert (stored[:, 0] == 7).all()
         assert (stored[:, width + 1 :] == 7).all()
         assert len(launches) == 39
+
+
+# --- whole trainings ----------------------------------------------------------------------------------------------------
+
+
+def embedding(dim: int = 8, **options: Any) -> Any:
+    torch.manual_seed(1)
+    return st.Embedding(NUM_ROWS, dim, device="cpu", **{"memory": "pageable", "idle": "lazy", **options})
+
+
+def batches(count: int = 12) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(count):
+        ids = torch.randint(0, NUM_ROWS - 1, (5,), generator=generator)
+        yield ids, torch.randn(5, 8, generator=generator)
+
+
+def train(make: Make, emb: Any = None, each: Callable[..., Any] = lambda *args: None) -> tuple[Any, Optimizer]:
+    """Train, and call `each` with module and optimizer before every step."""
+    emb = embedding() if emb is None else emb
+    optimizer = make(emb.parameters())
+    for ids, target in batches():
+        optimizer.zero_grad()
+        (emb(ids) - target).square().sum().backward()
+        each(emb, optimizer)
+        optimizer.step()
+    return emb, optimizer
+
+
+def everything(emb: Any, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return what a training leaves: rows, state, gradient, and what is counted."""
+    state = state_of(optimizer, emb.weight)
+    counted = [emb.table.stats(), emb._handle.rows.state_dict()]
+    shared = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {"weight": emb.table.torch(), "grad": emb.weight.grad.to_dense(), "counted": repr(counted), **shared}
+
+
+def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(bits(ours[name]), bits(value)), name
+        else:
+            assert ours[name] == value, name
+
+
+def ordinarily(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return what a training leaves that goes the ordinary way."""
+    with monkeypatch.context() as patch:
+        patch.delenv(SWITCH)
+        return everything(*train(*args, **kwargs))
+
+
+@fuses
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_training_leaves_the_same(
+    make: Make, switched_on: list[Any], exact_roots: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ordinarily(monkeypatch, make)
+    assert switched_on == []
+    same(everything(*train(make)), expected)
+    # The first step makes the state.
+    assert len(switched_on) == 11
+
+
+def test_the_rows_of_a_lookup_become_the_new_ones(switched_on: list[Any]) -> None:
+    emb, optimizer = train(OPTIMIZERS["adam"])
+    optimizer.zero_grad()
+    active = emb.activate(torch.tensor([3, 4, 3]))
+    version, table_version = active.rows._version, emb.table.version
+    active.rows.sum().backward()
+    optimizer.step()
+    assert torch.equal(active.rows.detach(), emb.table.gather(active.ids))
+    # A graph that has saved them, or the weight, raises in its backward.
+    assert active.rows._version > version
+    assert emb.table.version > table_version + 1
+    assert len(switched_on) == 12
+
+
+def test_off_unless_it_is_switched_on(switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("", "0", "yes"):
+        monkeypatch.setenv(SWITCH, value)
+        train(OPTIMIZERS["adam"])
+    assert switched_on == []
+
+
+class Subclass(Adam):
+    """May do anything."""
+
+
+def closure_step(emb: Any, optimizer: Optimizer, ids: Tensor, target: Tensor) -> Tensor:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (emb(ids) - target).square().sum()
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)
+
+
+class TestOrdinaryWay:
+    """What the kernel does not do, or what would look at the rows meanwhile: the same numbers, and no launch."""
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda params: Subclass(params, 0.01),
+            lambda params: torch.optim.Adamax(params, 0.01),
+            lambda params: Adam(params, torch.tensor(0.01)),
+            lambda params: Adam(params, np.float64(0.01)),
+            lambda params: Adam(params, 0.01, fused=True),
+            lambda params: Adam(params, 0.01, differentiable=True, foreach=False),
+            lambda params: SGD(params, 0.1, fused=True),
+            lambda params: SGD(params, 0.1, weight_decay=1e39),
+        ],
+        ids=["subclass", "adamax", "lr-tensor", "lr-numpy", "fused", "differentiable", "sgd-fused", "too-large"],
+    )
+    def test_of_optimizers(self, make: Make, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        def outcome() -> Any:
+            try:
+                return everything(*train(make))
+            except RuntimeError as error:
+                return {"error": str(error)}
+
+        found = outcome()
+        monkeypatch.delenv(SWITCH)
+        same(found, outcome())
+        assert switched_on == []
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"idle": "exact"}, {"dtype": torch.float64}, {"state_dtype": torch.bfloat16}, {"storage_dtype": torch.bfloat16}],
+        ids=["exact", "float64", "state_dtype", "storage_dtype"],
+    )
+    def test_of_tables(self, options: Any, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        train(OPTIMIZERS["adam"], embedding(**options))
+        assert switched_on == []
+
+    def test_a_hook_before_the_step_sees_the_gradient(self, switched_on: list[Any]) -> None:
+        seen = []
+
+        def once(emb: Any, optimizer: Optimizer) -> None:
+            if not seen:
+                optimizer.register_step_pre_hook(lambda *args: seen.append(emb.weight.grad is not None))
+
+        train(OPTIMIZERS["adam"], each=once)
+        assert seen == [True] * 12
+        assert switched_on == []
+
+    def test_a_hook_of_all_optimizers(self, switched_on: list[Any]) -> None:
+        hook = register_optimizer_step_pre_hook(lambda *args: None)
+        try:
+            train(OPTIMIZERS["adam"])
+        finally:
+            hook.remove()
+        assert switched_on == []
+
+    def test_a_step_of_somebody_else(self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        before, calls = Adam.step, []
+
+        @functools.wraps(before)
+        def step(*args: Any) -> Any:
+            calls.append(args)
+            return before(*args)
+
+        monkeypatch.setattr(Adam, "step", step)
+        train(OPTIMIZERS["adam"])
+        assert len(calls) == 12
+        assert switched_on == []
+
+    def test_a_scaler_that_hands_over_its_scale(self, switched_on: list[Any]) -> None:
+        def unscaled(emb: Any, optimizer: Any) -> None:
+            optimizer.found_inf = torch.zeros(())
+
+        with pytest.raises((AssertionError, RuntimeError)):
+            train(OPTIMIZERS["adam"], each=unscaled)
+        assert switched_on == []
+
+    def test_a_hyperparameter_switched_off_and_on(
+        self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def run() -> dict[str, Any]:
+            number = iter(range(99))
+
+            def change(emb: Any, optimizer: Optimizer) -> None:
+                optimizer.param_groups[0]["momentum"] = 0.0 if 4 <= next(number) < 8 else 0.9
+
+            return everything(*train(OPTIMIZERS["sgd-momentum"], each=change))
+
+        found, count = run(), len(switched_on)
+        monkeypatch.delenv(SWITCH)
+        same(found, run())
+        # Neither the first step nor those whose state is not the planes.
+        assert 0 < count < 11
+
+    def test_in_a_capture(self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        train(OPTIMIZERS["adam"])
+        assert switched_on == []
+
+    def test_the_kernel_is_wrong(self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fused_step, "is_trusted", lambda *args: False)
+        train(OPTIMIZERS["adam"])
+        assert switched_on == []
+
+
+def test_the_check_notices_a_wrong_kernel(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert fused_step._check(cpu)
+    launch = fused_step.launch_over
+    for wrong in range(10):
+        calls = iter(range(99))
+
+        def spoilt(num_items: int, *args: Any, wrong: int = wrong, calls: Iterator[int] = calls) -> None:
+            if next(calls) != wrong:
+                launch(num_items, *args)
+
+        monkeypatch.setattr(fused_step, "launch_over", spoilt)
+        assert not fused_step._check(cpu)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_loaded_state(name: str, switched_on: list[Any], exact_roots: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reload(emb: Any, optimizer: Optimizer) -> None:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    expected = ordinarily(monkeypatch, OPTIMIZERS[name], each=reload)
+    same(everything(*train(OPTIMIZERS[name], each=reload)), expected)
+
+
+@fuses
+def test_closures(switched_on: list[Any], exact_roots: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> dict[str, Any]:
+        emb = embedding()
+        optimizer = OPTIMIZERS["adamw"](emb.parameters())
+        for ids, target in batches():
+            closure_step(emb, optimizer, ids, target)
+        found = everything(emb, optimizer)
+        # The ordinary way also reads the rows of the gradient that the closure clears.
+        del found["counted"]
+        return found
+
+    found = run()
+    assert len(switched_on) == 11
+    monkeypatch.delenv(SWITCH)
+    same(found, run())
+
+
+@fuses
+def test_schedules_other_parameters_and_hooks_after_a_step(
+    switched_on: list[Any], exact_roots: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> tuple[dict[str, Any], list[Tensor]]:
+        emb, seen = embedding(), list[Tensor]()
+        torch.manual_seed(5)
+        linear = nn.Linear(8, 8)
+        optimizer = AdamW([{"params": emb.parameters(), "lr": 0.1}, {"params": linear.parameters()}], 0.01)
+        optimizer.register_step_post_hook(lambda *args: seen.append(emb.weight[3].detach().clone()))
+        schedule = lr_scheduler.CosineAnnealingLR(optimizer, 9)
+        for ids, target in batches():
+            optimizer.zero_grad()
+            (linear(emb(ids)) - target).square().sum().backward()
+            optimizer.step()
+            schedule.step()
+        return everything(emb, optimizer), [*seen, *linear.parameters()]
+
+    found, others = run()
+    assert len(switched_on) == 11
+    monkeypatch.delenv(SWITCH)
+    expected, expected_others = run()
+    same(found, expected)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(others, expected_others, strict=True))
+
+
+class TestErrors:
+    """A step that fails leaves the table, the state and the gradient as they were, and can be made again."""
+
+    def fails(self, emb: Any, optimizer: Optimizer, error: type[Exception]) -> None:
+        before = copy.deepcopy(everything(emb, optimizer))
+        with pytest.raises(error):
+            optimizer.step()
+        same(everything(emb, optimizer), before)
+
+    def ready(self) -> tuple[Any, Optimizer]:
+        emb, optimizer = train(OPTIMIZERS["adam"])
+        optimizer.zero_grad()
+        emb(torch.tensor([1, 5, 5])).square().sum().backward()
+        return emb, optimizer
+
+    def test_of_the_launch(self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        def raises(*args: Any) -> None:
+            raise DeviceError("no launch")
+
+        emb, optimizer = self.ready()
+        with monkeypatch.context() as patch:
+            patch.setattr(fused_step, "launch_over", raises)
+            self.fails(emb, optimizer, DeviceError)
+        optimizer.step()
+        assert float(optimizer.state[emb.weight]["step"]) == 13
+
+    def test_of_the_optimizer(self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        emb, optimizer = self.ready()
+        with monkeypatch.context() as patch:
+            patch.setitem(optimizer.param_groups[0], "betas", (0.9,))
+            self.fails(emb, optimizer, ValueError)
+        optimizer.step()
+        assert len(switched_on) == 12

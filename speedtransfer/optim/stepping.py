@@ -53,6 +53,8 @@ class Stepping(TableParam):
                 assert self.grad is not None
                 assert self.active is not None
                 make_step(self._fused, state, self.ids, self.grad, self.active)
+                # As by an optimizer.
+                torch.autograd.graph.increment_version(self.param)
             # A graph may have saved rows that were written: its backward raises, as in torch.
             for leaf, _ in self.leaves():
                 torch.autograd.graph.increment_version(leaf)

@@ -1,0 +1,159 @@
+"""Steps by one kernel on a CUDA device: what the optimizer would have done, where the planes are."""
+
+import pytest
+import torch
+from lazy_oracle import skewed_batches, squared_loss
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+
+import speedtransfer as st
+from gpu.tools import hold, synchronizing
+from speedtransfer.optim import fused_step, stepping
+from speedtransfer.optim.fused_step import SWITCH
+
+NUM_ROWS, DIM = 41, 16
+OPTIMIZERS = {
+    "sgd": lambda params: SGD(params, 0.01, weight_decay=0.03),
+    "sgd-momentum": lambda params: SGD(params, 0.01, momentum=0.9, dampening=0.4),
+    "adam": lambda params: Adam(params, 0.01, weight_decay=0.1, maximize=True),
+    "adamw-amsgrad": lambda params: AdamW(params, 0.01, betas=(0.3, 0.99), amsgrad=True),
+}
+# Sums in another order, and products that are rounded before they are added.
+TOLERANCE = 2e-6
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Switch the fused way on, and list the steps that took it."""
+    made = []
+    make_step = stepping.make_step
+
+    def counted(*args):
+        made.append(args)
+        make_step(*args)
+
+    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setattr(stepping, "make_step", counted)
+    return made
+
+
+def train(memory, device, make, dim=DIM, engine=None, step=None, padding_idx=None):
+    torch.manual_seed(3)
+    emb = st.Embedding(NUM_ROWS, dim, memory=memory, device=device, idle="lazy", padding_idx=padding_idx)
+    if engine:
+        emb.table.engine = engine
+    torch.manual_seed(4)
+    linear = nn.Linear(dim, dim, device=device)
+    optimizer = make([*emb.parameters(), *linear.parameters()])
+    for ids, target in skewed_batches(NUM_ROWS, dim, 12):
+        optimizer.zero_grad()
+        squared_loss(linear(emb(ids.to(device))), target.to(device)).backward()
+        (step or optimizer.step)(*([optimizer] if step else []))
+    state = optimizer.state.get(emb.weight, {})
+    found = {"weight": emb.table.torch(), "grad": emb.weight.grad.to_dense(), "linear": linear.weight.detach(), **state}
+    return {name: value.cpu().clone() for name, value in found.items()}, emb.table.stats()
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("dim", [16, 7])
+@pytest.mark.parametrize("memory", ["pinned", "device"])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_training_as_the_ordinary_way(make, memory, dim, device, fused, monkeypatch):
+    found = train(memory, device, make, dim, padding_idx=0)
+    # The first step makes the state.
+    assert len(fused) == 11
+    monkeypatch.delenv(SWITCH)
+    expected = train(memory, device, make, dim, padding_idx=0)
+    assert len(fused) == 11
+    assert_same(found[0], expected[0])
+    assert found[1] == expected[1]
+
+
+def test_the_kernel_is_trusted(device):
+    assert fused_step._check(device)
+
+
+@pytest.mark.parametrize(("memory", "engine"), [("pageable", None), ("pinned", "staged"), ("device", "reference")])
+def test_where_kernels_do_not_reach(memory, engine, device, fused):
+    train(memory, device, OPTIMIZERS["adam"], engine=engine)
+    assert fused == []
+
+
+@pytest.mark.parametrize("make", [lambda params: Adam(params, 0.01, fused=True), lambda params: Adam(params, 0.01, capturable=True)])
+def test_optimizers_that_count_on_the_device(make, device, fused):
+    train("pinned", device, make)
+    assert fused == []
+
+
+def test_a_scaler(device, fused, monkeypatch):
+    def run():
+        scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
+
+        def step(optimizer):
+            scaler.scale(torch.ones((), device=device))
+            scaler.step(optimizer)
+            scaler.update()
+
+        return train("pinned", device, OPTIMIZERS["adam"], step=step)[0]
+
+    found = run()
+    assert len(fused) == 11
+    monkeypatch.delenv(SWITCH)
+    assert_same(found, run())
+
+
+def test_streams_and_no_wait(device, fused):
+    """The kernel comes after what has queued the gradient, and before the next gather, on whatever stream that is."""
+    emb = st.Embedding(NUM_ROWS, DIM, memory="pinned", device=device, idle="lazy")
+    optimizer = SGD(emb.parameters(), 1.0)
+    ids = torch.arange(NUM_ROWS, device=device)
+
+    def step():
+        emb(ids).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    before = emb.table.torch().clone()
+    side = torch.cuda.Stream()
+    hold(side)
+    with torch.cuda.stream(side), synchronizing("error"):
+        step()
+        step()
+    after = emb.table.gather(ids)
+    torch.testing.assert_close(after.cpu(), before - 2)
+    assert len(fused) == 4
+
+
+def test_auto_goes_on_with_other_engines(device, fused):
+    emb = st.Embedding(NUM_ROWS, DIM, memory="pinned", device=device, idle="lazy")
+    engine = emb.table._engine
+    optimizer = SGD(emb.parameters(), 1.0)
+    ids = torch.arange(NUM_ROWS, device=device)
+
+    def step():
+        emb(ids).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    start = emb.table.torch().clone()
+    step()
+    step()
+    assert len(fused) == 1
+    engine.choose = lambda *args: "staged"
+    step()
+    assert len(fused) == 1
+    engine.choose = lambda *args: "mapped"
+    # The other one may still be busy until something is scattered.
+    step()
+    assert len(fused) == 1
+    step()
+    assert len(fused) == 2
+    torch.testing.assert_close(emb.table.torch(), start - 5)
