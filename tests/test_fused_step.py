@@ -37,7 +37,9 @@ OPTIMIZERS: dict[str, Make] = {
     "adam-no-betas": lambda params: Adam(params, 0.01, betas=(0.0, 0.0), eps=0.1),
     "adam-half": lambda params: Adam(params, 0.01, betas=(0.5, 0.5)),
     "adamw": lambda params: AdamW(params, 0.01),
-    "adamw-decay": lambda params: AdamW(params, 0.01, betas=(0.95, 0.97), weight_decay=0.3, amsgrad=True, maximize=True),
+    "adamw-decay": lambda params: AdamW(
+        params, 0.01, betas=(0.95, 0.97), weight_decay=0.3, amsgrad=True, maximize=True
+    ),
 }
 LAUNCHES = [(1, 1), (2, 32), (3, 7), (5, 64)]
 NUM_ROWS = 23
@@ -200,6 +202,40 @@ def test_a_training_leaves_the_same(
     assert len(switched_on) == 11
 
 
+@pytest.mark.parametrize("kind", [Adam, AdamW, SGD])
+def test_fused_optimizers_round_otherwise(kind: Any, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(params: Any) -> Optimizer:
+        return kind(params, 0.01, fused=True)
+
+    found = everything(*train(make))
+    assert len(switched_on) == 11
+    monkeypatch.delenv(SWITCH)
+    for name, value in everything(*train(make)).items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.5)])
+@pytest.mark.parametrize("number", [0.0, 1.0, 12.0, 1e4, 2.0**24])
+def test_corrections_made_by_the_kernel(
+    number: float, betas: Any, launches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the number of the step is on the device: the same from the first step to the last that float32 can count."""
+    torch.manual_seed(0)
+    (group,) = Adam([nn.Parameter(torch.zeros(1))], 0.1, betas).param_groups
+    grad, planes = torch.randn(5, 4), {"exp_avg": torch.randn(5, 4), "exp_avg_sq": torch.rand(5, 4)}
+    plan = fused_step._plan_adam(group, {"step": torch.tensor(number), **planes}, dict.fromkeys(planes, ""))
+    assert plan is not None
+    expected, found = torch.zeros(2, 5, 4)
+    states = [[plane.clone() for plane in planes.values()] for _ in range(2)]
+    fused_step._queue(plan, torch.arange(5), grad, torch.zeros(5, 4), expected, states[0])
+    monkeypatch.setattr(fused_step.FusedStep, "on_device", property(lambda plan: [plan.steps]))
+    plan = plan._replace(rate=-0.1, root_correction=1.0)
+    fused_step._queue(plan, torch.arange(5), grad, torch.zeros(5, 4), found, states[1])
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+
+
 def test_the_rows_of_a_lookup_become_the_new_ones(switched_on: list[Any]) -> None:
     emb, optimizer = train(OPTIMIZERS["adam"])
     optimizer.zero_grad()
@@ -245,12 +281,11 @@ class TestOrdinaryWay:
             lambda params: torch.optim.Adamax(params, 0.01),
             lambda params: Adam(params, torch.tensor(0.01)),
             lambda params: Adam(params, np.float64(0.01)),
-            lambda params: Adam(params, 0.01, fused=True),
+            lambda params: Adam(params, 0.01, capturable=True),
             lambda params: Adam(params, 0.01, differentiable=True, foreach=False),
-            lambda params: SGD(params, 0.1, fused=True),
             lambda params: SGD(params, 0.1, weight_decay=1e39),
         ],
-        ids=["subclass", "adamax", "lr-tensor", "lr-numpy", "fused", "differentiable", "sgd-fused", "too-large"],
+        ids=["subclass", "adamax", "lr-tensor", "lr-numpy", "capturable", "differentiable", "too-large"],
     )
     def test_of_optimizers(self, make: Make, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         def outcome() -> Any:
@@ -266,7 +301,12 @@ class TestOrdinaryWay:
 
     @pytest.mark.parametrize(
         "options",
-        [{"idle": "exact"}, {"dtype": torch.float64}, {"state_dtype": torch.bfloat16}, {"storage_dtype": torch.bfloat16}],
+        [
+            {"idle": "exact"},
+            {"dtype": torch.float64},
+            {"state_dtype": torch.bfloat16},
+            {"storage_dtype": torch.bfloat16},
+        ],
         ids=["exact", "float64", "state_dtype", "storage_dtype"],
     )
     def test_of_tables(self, options: Any, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from speedtransfer.benchmark import step_idle, step_models
+from speedtransfer.benchmark import step_fused, step_idle, step_models
 from speedtransfer.benchmark.kinds import DIM, OURS, PLANES, ROW_BYTES, Kind, kinds
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.step_idle import HISTORY, QUICK_HISTORY
@@ -69,6 +69,7 @@ def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
     history = check_size(options.get("history") or (QUICK_HISTORY if quick else HISTORY), "history", 1)
     found += step_models.groups(device, rows, batches.seed, history, quick)
     found += step_idle.groups(device, batches, room, history, quick)
+    found += step_fused.groups(device, batches, room)
     if not quick:
         found.append(group(4 * rows, in_file, "file", ", in a file"))
     if device.type == "cuda" and not quick:

@@ -25,14 +25,16 @@ struct Step {
     long long weight_stride;
     char* states[kMaxStates];  // alike: momentum_buffer; exp_avg, exp_avg_sq, max_exp_avg_sq
     long long strides[kMaxStates];
+    const float* steps;        // on the device, how many came before; null: `rate` and `root_correction` are of this one
     long long kind;
     long long maximize;
     long long nesterov;
     double decay;              // of weights, through the gradient
     double shrink;             // what weights are multiplied by first
-    double rate;               // minus the learning rate; Adam's with the correction of its first moment
+    double rate;               // minus the learning rate; Adam's divided by the correction of its first moment
     double momentum;
     double gradient_share;     // of momentum_buffer: 1 - dampening
+    double beta1;
     double first_share;        // 1 - beta1
     double beta2;
     double second_share;       // 1 - beta2
@@ -45,16 +47,39 @@ __device__ inline float f(double number) { return static_cast<float>(number); }
 // The larger one, or NaN if either is, as torch.maximum has it.
 __device__ inline float maximum(float a, float b) { return a != a || a > b ? a : b; }
 
+// What depends on the number of the step.
+struct Scale {
+    float rate;
+    float root_correction;
+};
+
+__device__ inline double power(double base, long long exponent) {
+    double result = 1;
+    for (; exponent > 0; exponent >>= 1) {
+        if (exponent & 1) result *= base;
+        base *= base;
+    }
+    return result;
+}
+
 template <Kind kKind>
-__device__ inline float update(const Step& step, float weight, float grad, float* state) {
+__device__ inline Scale scale_of(const Step& step) {
+    if (kKind == kSgd || kKind == kMomentum || step.steps == nullptr) return {f(step.rate), f(step.root_correction)};
+    const long long number = static_cast<long long>(*step.steps + 1.0f);
+    const double first = 1 - power(step.beta1, number), second = 1 - power(step.beta2, number);
+    return {f(step.rate / first), f(sqrt(second))};
+}
+
+template <Kind kKind>
+__device__ inline float update(const Step& step, const Scale& scale, float weight, float grad, float* state) {
     if (step.maximize) grad = -grad;
     weight = __fmul_rn(weight, f(step.shrink));
     if (step.decay != 0) grad = __fmaf_rn(f(step.decay), weight, grad);
-    if constexpr (kKind == kSgd) return __fmaf_rn(f(step.rate), grad, weight);
+    if constexpr (kKind == kSgd) return __fmaf_rn(scale.rate, grad, weight);
     if constexpr (kKind == kMomentum) {
         state[0] = __fmaf_rn(f(step.gradient_share), grad, __fmul_rn(state[0], f(step.momentum)));
         grad = step.nesterov ? __fmaf_rn(f(step.momentum), state[0], grad) : state[0];
-        return __fmaf_rn(f(step.rate), grad, weight);
+        return __fmaf_rn(scale.rate, grad, weight);
     }
     // torch.lerp, from whichever end is nearer
     const float share = f(step.first_share), apart = __fsub_rn(grad, state[0]);
@@ -62,8 +87,8 @@ __device__ inline float update(const Step& step, float weight, float grad, float
     state[1] = __fmaf_rn(__fmul_rn(f(step.second_share), grad), grad, __fmul_rn(state[1], f(step.beta2)));
     float second = state[1];
     if constexpr (kKind == kAmsgrad) second = state[2] = maximum(state[2], state[1]);
-    const float below = __fadd_rn(__fdiv_rn(__fsqrt_rn(second), f(step.root_correction)), f(step.eps));
-    return __fadd_rn(weight, __fdiv_rn(__fmul_rn(f(step.rate), state[0]), below));
+    const float below = __fadd_rn(__fdiv_rn(__fsqrt_rn(second), scale.root_correction), f(step.eps));
+    return __fadd_rn(weight, __fdiv_rn(__fmul_rn(scale.rate, state[0]), below));
 }
 
 union Word {
@@ -86,6 +111,7 @@ __device__ inline unsigned int as_word(float value) {
 template <Kind kKind, int kBytes>
 __device__ inline void step_lanes(const Step& step) {
     constexpr int kStates = static_cast<int>(kKind), kRoom = kStates > 0 ? kStates : 1;
+    const Scale scale = scale_of<kKind>(step);
     for (long long item = this_thread(); item < step.num_rows * step.lanes; item += all_threads()) {
         const long long row = step.ids[item / step.lanes], column = item % step.lanes * kBytes;
         if (static_cast<unsigned long long>(row) >= static_cast<unsigned long long>(step.table_rows)) continue;
@@ -99,7 +125,7 @@ __device__ inline void step_lanes(const Step& step) {
         for (int i = 0; i < kBytes / 4; ++i) {
             float state[kRoom];
             for (int s = 0; s < kStates; ++s) state[s] = as_float(states[s].word[i]);
-            weights.word[i] = as_word(update<kKind>(step, as_float(weights.word[i]), as_float(grads.word[i]), state));
+            weights.word[i] = as_word(update<kKind>(step, scale, as_float(weights.word[i]), as_float(grads.word[i]), state));
             for (int s = 0; s < kStates; ++s) states[s].word[i] = as_word(state[s]);
         }
         write_lane<kBytes>(step.rows + item * kBytes, weights);

@@ -2,13 +2,15 @@
 
 It takes the place of a gather, the optimizer's own operations and a scatter. It is off unless the environment has
 ``SPEEDTRANSFER_FUSED_STEP=1``, as it has not been measured on a GPU yet. `plan_step` says whether the kernel does what the
-optimizer would do; where that is not known the step goes the ordinary way. While the optimizer steps the rows have no gradient,
-so that it leaves them alone. Weights and state differ by rounding at most.
+optimizer would do; where that is not known the step goes the ordinary way. While the optimizer steps the rows have no
+gradient, so that it leaves them alone. Weights and state differ by rounding at most. The gradient stays as it is, where foreach SGD with
+nesterov changes it.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import os
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from speedtransfer.optim.state import RowState
 SWITCH = "SPEEDTRANSFER_FUSED_STEP"
 
 # struct Step of step.cu
-_STEP = "18q10d"
+_STEP = "19q11d"
 _MAX_STATES = 3
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # Whose functions may make up the step of an optimizer: its own, and what torch and this package wrap around it.
@@ -39,7 +41,7 @@ _OURS = {
 
 
 class FusedStep(NamedTuple):
-    """What the kernel needs to know: the planes of state in its order, its numbers, and the count of steps, which it advances."""
+    """What the kernel needs to know: the planes of state in its order, its numbers, and how many steps came before."""
 
     planes: tuple[str, ...]
     maximize: bool = False
@@ -49,12 +51,18 @@ class FusedStep(NamedTuple):
     rate: float = 0.0
     momentum: float = 0.0
     gradient_share: float = 0.0
+    beta1: float = 0.0
     first_share: float = 0.0
     beta2: float = 0.0
     second_share: float = 0.0
     root_correction: float = 1.0
     eps: float = 0.0
     steps: Tensor | None = None
+
+    @property
+    def on_device(self) -> list[Tensor]:
+        """Return `steps` if the host does not know its value: the kernel then makes what depends on it."""
+        return [self.steps] if self.steps is not None and self.steps.is_cuda else []
 
 
 def plan_step(state: RowState, optimizer: Optimizer, group: dict[str, Any]) -> FusedStep | None:
@@ -90,12 +98,12 @@ def make_step(plan: FusedStep, state: RowState, ids: Tensor, grad: Tensor, activ
     active : Tensor
         ``(n, dim)``, the rows as read, updated as well.
     """
-    ids, grad = ids.to(grad.device), grad.contiguous()
+    grad = grad.contiguous()
 
     def queue(stored: list[Tensor]) -> list[Tensor]:
         weight, *states = stored
         _queue(plan, ids, grad, active, weight, states)
-        return [ids, grad, active]
+        return [ids, grad, active, *plan.on_device]
 
     state.rows.update(ids, plan.planes, ("weight", *plan.planes), queue)
     if plan.steps is not None:
@@ -127,7 +135,7 @@ def _are_numbers(values: tuple[Any, ...]) -> bool:
 
 def _plan_sgd(group: dict[str, Any], found: dict[str, Any], planes: dict[str, str]) -> FusedStep | None:
     numbers = [group[key] for key in ("lr", "momentum", "dampening", "weight_decay")]
-    if group["differentiable"] or group.get("fused") or not _are_numbers(tuple(numbers)):
+    if group["differentiable"] or not _are_numbers(tuple(numbers)):
         return None
     lr, momentum, dampening, decay = numbers
     names = ("momentum_buffer",) if momentum else ()
@@ -150,15 +158,16 @@ def _plan_adam(
     numbers = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
     names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
     steps = found.get("step")
-    if group["capturable"] or group["differentiable"] or group.get("fused") or not _are_numbers(numbers):
+    if group["capturable"] or group["differentiable"] or not _are_numbers(numbers):
         return None
-    # One on the device belongs to those that were left out above.
-    if planes.keys() != set(names) or not isinstance(steps, Tensor) or steps.device.type != "cpu":
+    if planes.keys() != set(names) or not isinstance(steps, Tensor) or steps.dtype != torch.float32:
         return None
     lr, beta1, beta2, eps, decay = numbers
-    # As torch computes these, in float64.
-    step = (steps + 1).item()
-    first, second = 1 - beta1**step, 1 - beta2**step
+    first = second = 1.0
+    if not steps.is_cuda:
+        # As torch computes these, in float64.
+        number = (steps + 1).item()
+        first, second = 1 - beta1**number, 1 - beta2**number
     decoupled = group.get("decoupled_weight_decay", decoupled)
     return FusedStep(
         tuple(planes[name] for name in names),
@@ -166,6 +175,7 @@ def _plan_adam(
         decay=0.0 if decoupled else decay,
         shrink=1 - lr * decay if decoupled else 1.0,
         rate=-(lr / first),
+        beta1=beta1,
         first_share=1 - beta1,
         beta2=beta2,
         second_share=1 - beta2,
@@ -197,7 +207,7 @@ def _queue(plan: FusedStep, ids: Tensor, grad: Tensor, active: Tensor, weight: T
     argument = KernelArgument(_STEP).pack(
         *(ids.data_ptr(), grad.data_ptr(), active.data_ptr(), count, weight.shape[0], lanes, lane),
         *(pointers[0], strides[0], *pointers[1:], *missing, *strides[1:], *missing),
-        *(len(states), *plan[1:-1]),
+        *(sum(steps.data_ptr() for steps in plan.on_device), len(states), *plan[1:-1]),
     )
     launch_over(count * lanes, "step.cu", "step_rows", grad.device, argument)
 
@@ -209,6 +219,7 @@ def _check(device: torch.device) -> bool:
         (SGD, {"momentum": 0.9, "dampening": 0.1}),
         (SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
         (Adam, {"weight_decay": 0.1}),
+        (Adam, {"fused": True}),
         (AdamW, {"betas": (0.4, 0.9), "weight_decay": 0.1, "amsgrad": True}),
     ]
     with torch.inference_mode(False), torch.no_grad():
@@ -217,11 +228,13 @@ def _check(device: torch.device) -> bool:
 
 def _is_right(kind: type[Any], options: dict[str, Any], width: int, device: torch.device) -> bool:
     """Take one step by the optimizer, and then another by both."""
+    # Without hooks, which are not meant for this one.
+    step = inspect.unwrap(kind.step)
     weight = torch.nn.Parameter(torch.arange(5 * width, device=device).view(5, width) / 7 - 1)
     optimizer = kind([weight], lr=0.1, **options)
     (group,) = optimizer.param_groups
     weight.grad = weight.detach().cos()
-    optimizer.step()
+    step(optimizer)
     found = optimizer.state[weight]
     names = [name for name, value in found.items() if isinstance(value, Tensor) and value.dim()]
     plan = _PLANS[kind](group, found, {name: name for name in names})
@@ -233,6 +246,6 @@ def _is_right(kind: type[Any], options: dict[str, Any], width: int, device: torc
     grads, rows = (torch.cat([values.new_ones(1, width), values[ids[1:]]]) for values in (grad, table))
     _queue(plan, ids, grads, rows, table, list(before.values()))
     weight.grad = grad
-    optimizer.step()
+    step(optimizer)
     pairs = [(table, weight), (rows[1:], weight[ids[1:]]), *((before[name], found[name]) for name in before)]
     return all(torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6) for ours, theirs in pairs)

@@ -11,8 +11,9 @@ step
     Before it `hooks._load` probes an optimizer that is new to the table (`give_state` adds planes for its state) and calls
     `Handle.begin_step`: `refresh` reads the active rows again if the table has changed, `RowState.load` puts their state into
     `optimizer.state`, and `_enter` makes the parameter an ordinary one that holds the active rows and their gradient.
-    The optimizer updates them, unless `fused_step.plan_step` has found that a kernel can do that and all below. After it `hooks._after_step` calls `Handle.end_step`: `RowState.store` writes rows and state
+    The optimizer updates them. After it `hooks._after_step` calls `Handle.end_step`: `RowState.store` writes rows and state
     (`Rows.write`: encode, scatter, record the step for idle rows), and `_leave` makes the parameter a placeholder again.
+    Where `fused_step.plan_step` says so, one kernel reads, updates and writes the state instead.
     A step that raises ends in `abort_step`, or in `recover` when the table is used next; neither writes to the table.
 zero_grad
     ``weight.grad = None`` calls `assign_gradient`, which calls `clear`.

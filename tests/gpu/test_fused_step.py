@@ -8,6 +8,9 @@ from torch.optim import SGD, Adam, AdamW
 
 import speedtransfer as st
 from gpu.tools import hold, synchronizing
+from speedtransfer.benchmark import step_fused
+from speedtransfer.benchmark.step_training import Batches
+from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import fused_step, stepping
 from speedtransfer.optim.fused_step import SWITCH
 
@@ -16,6 +19,8 @@ OPTIMIZERS = {
     "sgd": lambda params: SGD(params, 0.01, weight_decay=0.03),
     "sgd-momentum": lambda params: SGD(params, 0.01, momentum=0.9, dampening=0.4),
     "adam": lambda params: Adam(params, 0.01, weight_decay=0.1, maximize=True),
+    "adam-fused": lambda params: Adam(params, 0.01, fused=True),
+    "sgd-fused": lambda params: SGD(params, 0.01, momentum=0.9, fused=True),
     "adamw-amsgrad": lambda params: AdamW(params, 0.01, betas=(0.3, 0.99), amsgrad=True),
 }
 # Sums in another order, and products that are rounded before they are added.
@@ -57,7 +62,9 @@ def train(memory, device, make, dim=DIM, engine=None, step=None, padding_idx=Non
 def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], value, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("dim", [16, 7])
@@ -84,13 +91,15 @@ def test_where_kernels_do_not_reach(memory, engine, device, fused):
     assert fused == []
 
 
-@pytest.mark.parametrize("make", [lambda params: Adam(params, 0.01, fused=True), lambda params: Adam(params, 0.01, capturable=True)])
-def test_optimizers_that_count_on_the_device(make, device, fused):
-    train("pinned", device, make)
+def test_a_capturable_optimizer(device, fused):
+    train("pinned", device, lambda params: Adam(params, 0.01, capturable=True))
     assert fused == []
 
 
-def test_a_scaler(device, fused, monkeypatch):
+@pytest.mark.parametrize(("name", "steps"), [("adam", 11), ("adam-fused", 0)])
+def test_a_scaler(name, steps, device, fused, monkeypatch):
+    """Its verdict may stay on the device: then a fused optimizer skips the step there, and the kernel knows nothing of it."""
+
     def run():
         scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
 
@@ -99,10 +108,10 @@ def test_a_scaler(device, fused, monkeypatch):
             scaler.step(optimizer)
             scaler.update()
 
-        return train("pinned", device, OPTIMIZERS["adam"], step=step)[0]
+        return train("pinned", device, OPTIMIZERS[name], step=step)[0]
 
     found = run()
-    assert len(fused) == 11
+    assert len(fused) == steps
     monkeypatch.delenv(SWITCH)
     assert_same(found, run())
 
@@ -130,6 +139,43 @@ def test_streams_and_no_wait(device, fused):
     after = emb.table.gather(ids)
     torch.testing.assert_close(after.cpu(), before - 2)
     assert len(fused) == 4
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_launch(name, device, fused):
+    """In place of a gather, the optimizer's own and a scatter."""
+    fakegpu = pytest.importorskip("fakegpu", reason="counts launches where the GPU is emulated")
+    emb = st.Embedding(NUM_ROWS, DIM, memory="pinned", device=device, idle="lazy")
+    optimizer = OPTIMIZERS[name](emb.parameters())
+    ids = torch.arange(9, device=device)
+    for _ in range(3):
+        optimizer.zero_grad()
+        emb(ids).sum().backward()
+        with fakegpu.recorded() as calls:
+            optimizer.step()
+    launches = [call for call in calls if call.startswith("launch")]
+    assert len(launches) == 1, launches
+    assert "step_rows" in launches[0]
+    assert not [call for call in calls if call.startswith(("wait", "copy"))]
+
+
+def test_the_benchmark_compares_both(device, monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+    for group in step_fused.groups(device, Batches(300, 64, 0), {"host": 1e8, "device": 1e8}):
+        cases = group.make()
+        assert len(cases) == 4
+        for case in cases:
+            case.run()
+            case.check()
+
+
+def test_the_benchmark_notices_another_way(device, monkeypatch):
+    (group, *_) = step_fused.groups(device, Batches(300, 64, 0), {"host": 1e8, "device": 1e8})
+    monkeypatch.setattr(fused_step, "is_trusted", lambda *args: False)
+    case = group.make()[1]
+    case.run()
+    with pytest.raises(OptimizerError, match="not made by one kernel"):
+        case.check()
 
 
 def test_auto_goes_on_with_other_engines(device, fused):

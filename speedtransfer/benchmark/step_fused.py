@@ -1,0 +1,94 @@
+"""Steps whose state a kernel reads, updates and writes where it is, beside those of a gather, the optimizer and a scatter."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from speedtransfer.benchmark.kinds import DIM, Kind, kinds
+from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.step_training import Batches, Step, fitting
+from speedtransfer.errors import OptimizerError
+from speedtransfer.optim import find_handle
+from speedtransfer.optim.fused_step import SWITCH, plan_step
+
+EXPERIMENT = "fused step"
+OPTIMIZERS = ("AdamW", "SGD with momentum", "SGD")
+
+
+def groups(device: torch.device, batches: Batches, room: dict[str, float]) -> Iterator[Group]:
+    """Yield a group for each optimizer whose step the kernel can make; none on the CPU.
+
+    Parameters
+    ----------
+    device : torch.device
+    batches : Batches
+        For tables as small as they come.
+    room : dict of str to float
+        Bytes that the tables of a group may take, by place.
+    """
+    for optimizer in OPTIMIZERS if device.type == "cuda" else ():
+        title = f"{optimizer} step by one kernel or several, {batches.lookups:,} lookups in {batches.rows:,} x {DIM} float32"
+        params = {"experiment": EXPERIMENT, "optimizer": optimizer, "rows": batches.rows, "dim": DIM}
+        yield Group(title, functools.partial(_cases, optimizer, device, batches, room), params)
+
+
+def _cases(optimizer: str, device: torch.device, batches: Batches, room: dict[str, float]) -> list[Case]:
+    found = [
+        kind for kind in kinds(device, optimizer) if kind.role == "ours" and kind.name.endswith(("pinned", "device"))
+    ]
+    found = [replace(kind, make=functools.partial(_mapped, kind)) for kind in found]
+    pairs = [(kind, fused) for kind in found for fused in (False, True)]
+    cases = []
+    for (kind, fused), (_, error) in zip(pairs, fitting([kind for kind, _ in pairs], batches.rows, room), strict=True):
+        step = _Switched(kind, batches.rows, device, batches, error)
+        step.fused = fused
+        cases.append(Case(kind.name + ", fused step" * fused, step.run, step.check, role=kind.role))
+    return cases
+
+
+def _mapped(kind: Kind, rows: int) -> nn.Module:
+    """Make a table whose rows a kernel moves: the choice of another engine is not what is compared."""
+    emb = kind.make(rows)
+    emb.table.engine = "mapped"  # type: ignore[union-attr]
+    return emb
+
+
+class _Switched(Step):
+    """A step by one kernel, or not; the first makes the state and is never."""
+
+    fused: bool
+
+    def run(self) -> None:
+        with self._switched():
+            super().run()
+
+    def check(self) -> None:
+        """Compare as ever; then see which way the steps go."""
+        super().check()
+        handle = find_handle(self.emb.weight)
+        assert handle is not None
+        assert handle.state is not None
+        with self._switched():
+            plan = plan_step(handle.state, self._opt, self._opt.param_groups[0])
+        if self.fused and plan is None:
+            raise OptimizerError(
+                f"the step of {self.kind.name} is not made by one kernel; see speedtransfer.optim.fused_step"
+            )
+
+    @contextlib.contextmanager
+    def _switched(self) -> Iterator[None]:
+        before = os.environ.get(SWITCH)
+        os.environ[SWITCH] = "1" if self.fused else "0"
+        try:
+            yield
+        finally:
+            os.environ.pop(SWITCH)
+            if before is not None:
+                os.environ[SWITCH] = before
