@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer.cuda import wait_until_filled
-from speedtransfer.encoding import Codec, Keys, codec_for, column_keys, decode_rows, encode_rows, row_keys
+from speedtransfer.encoding import Codec, Keys, codec_for, decode_rows, encode_rows, write_key
 from speedtransfer.tables import Table, read_ahead, row_chunks
 
 
@@ -165,8 +165,7 @@ class StoredPlanes:
             return {"": flat}
         if ids is None:
             return encode_rows(codec, flat, None)
-        keys = row_keys(self._seed, self._count, name, ids.to(flat.device))
-        return encode_rows(codec, flat, Keys(keys, column_keys(width, flat.device)))
+        return encode_rows(codec, flat, Keys(write_key(self._seed, self._count, name), ids.to(flat.device)))
 
     def state_dict(self) -> dict[str, int]:
         """Return the state of stochastic rounding: the seed and the number of writes."""
