@@ -145,7 +145,8 @@ class MultiEmbedding(FeatureModules, TableModule):
         Raises
         ------
         RowIndexError
-            An id is not below the rows of its feature. On a CUDA device the table finds it, as `Table.gather` says, as -1.
+            An id is not below the rows of its feature. On a CUDA device the table finds it, as `Table.gather` says, and shows
+            -1 and its place among all ids.
         """
         weight = self.weight
         index, padded, shapes = self._feature_ids.rows(ids, device_of(weight))
