@@ -264,7 +264,9 @@ class _Given:
         stretch = len(stored) // count
         self.index = torch.arange(count, device="cpu") * stretch + torch.randint(stretch, (count,), **cpu)
         self.there = self.index.to(device)
-        self.pattern = torch.randint(256, (count, stored.shape[1]), dtype=torch.uint8, **cpu)
+        # Numbers that no row begins with twice soon: as many as there are bytes would take longer to draw than to move.
+        noise, num_bytes = torch.randint(256, (65_521,), dtype=torch.uint8, **cpu), count * stored.shape[1]
+        self.pattern = noise.repeat(-(-num_bytes // len(noise)))[:num_bytes].view(count, stored.shape[1])
         self.rows = torch.empty(count, stored.shape[1], dtype=torch.uint8, device=device)
 
 
