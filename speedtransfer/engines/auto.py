@@ -17,7 +17,6 @@ from speedtransfer.engines.calibration import (
     PLANE_BYTES,
     Calibration,
     Direction,
-    calibrate,
     file_of,
     known,
     load,
@@ -30,6 +29,7 @@ from speedtransfer.engines.host import HostEngine
 from speedtransfer.engines.mapped import MappedEngine
 from speedtransfer.engines.reference import ReferenceEngine
 from speedtransfer.engines.staged import StagedEngine
+from speedtransfer.engines.timing import calibrate
 from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes, suggest
 from speedtransfer.system import available_bytes
 

@@ -10,9 +10,7 @@ import speedtransfer as st
 from gpu.tools import check_same, hold
 from speedtransfer.engines import auto, calibration
 from speedtransfer.engines.calibration import (
-    NUM_ROWS,
     PLANE_BYTES,
-    ROW_BYTES,
     Calibration,
     Point,
     file_of,
@@ -21,6 +19,7 @@ from speedtransfer.engines.calibration import (
     machine_of,
     remember,
 )
+from speedtransfer.engines.timing import NUM_ROWS, ROW_BYTES
 from speedtransfer.errors import HostMemoryError
 
 NAMES = ("mapped", "staged")
