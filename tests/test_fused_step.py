@@ -381,11 +381,20 @@ class TestOrdinaryWay:
         assert switched_on == []
 
 
+@pytest.mark.usefixtures("launches")
+def test_the_check_whatever_the_defaults() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert fused_step._check(torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_check_notices_a_wrong_kernel(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert fused_step._check(cpu)
     launch = fused_step.launch_over
-    for wrong in range(10):
+    for wrong in range(12):
         calls = iter(range(99))
 
         def spoilt(num_items: int, *args: Any, wrong: int = wrong, calls: Iterator[int] = calls) -> None:

@@ -3,8 +3,8 @@
 It takes the place of a gather, the optimizer's own operations and a scatter. It is off unless the environment has
 ``SPEEDTRANSFER_FUSED_STEP=1``, as it has not been measured on a GPU yet. `plan_step` says whether the kernel does what the
 optimizer would do; where that is not known the step goes the ordinary way. While the optimizer steps the rows have no
-gradient, so that it leaves them alone. Weights and state differ by rounding at most. The gradient stays as it is, where foreach SGD with
-nesterov changes it.
+gradient, so that it leaves them alone. Weights and state differ by rounding at most, and the gradient stays as it is, where
+foreach SGD with nesterov changes it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class FusedStep(NamedTuple):
 def plan_step(state: RowState, optimizer: Optimizer, group: dict[str, Any]) -> FusedStep | None:
     """Return how the kernel makes the step of `optimizer`, or None where the step goes the ordinary way."""
     rows, table = state.rows, state.rows.table
-    if not table.runs_kernels or os.environ.get(SWITCH) != "1":
+    if os.environ.get(SWITCH) != "1" or not table.runs_kernels:
         return None
     plan = _PLANS.get(type(optimizer))
     # Idle rows that miss steps catch up when they are read, which the kernel does not do.
@@ -108,7 +108,7 @@ def make_step(plan: FusedStep, state: RowState, ids: Tensor, grad: Tensor, activ
     state.rows.update(ids, plan.planes, ("weight", *plan.planes), queue)
     if plan.steps is not None:
         plan.steps.add_(1)
-    state.end()
+    state.end_elsewhere()
 
 
 def _is_altered(optimizer: Optimizer) -> bool:
@@ -160,11 +160,14 @@ def _plan_adam(
     steps = found.get("step")
     if group["capturable"] or group["differentiable"] or not _are_numbers(numbers):
         return None
-    if planes.keys() != set(names) or not isinstance(steps, Tensor) or steps.dtype != torch.float32:
+    if planes.keys() != set(names) or not isinstance(steps, Tensor):
         return None
     lr, beta1, beta2, eps, decay = numbers
     first = second = 1.0
-    if not steps.is_cuda:
+    if steps.is_cuda:
+        if steps.dtype != torch.float32:
+            return None
+    else:
         # As torch computes these, in float64.
         number = (steps + 1).item()
         first, second = 1 - beta1**number, 1 - beta2**number
@@ -230,7 +233,7 @@ def _is_right(kind: type[Any], options: dict[str, Any], width: int, device: torc
     """Take one step by the optimizer, and then another by both."""
     # Without hooks, which are not meant for this one.
     step = inspect.unwrap(kind.step)
-    weight = torch.nn.Parameter(torch.arange(5 * width, device=device).view(5, width) / 7 - 1)
+    weight = torch.nn.Parameter(torch.arange(5 * width, dtype=torch.float32, device=device).view(5, width) / 7 - 1)
     optimizer = kind([weight], lr=0.1, **options)
     (group,) = optimizer.param_groups
     weight.grad = weight.detach().cos()

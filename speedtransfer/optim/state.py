@@ -143,15 +143,7 @@ class RowState(StatePlanes):
                 if not given.keys() >= set(planes.values()):
                     given = self.rows.read(ids, list(planes.values()))
                 put(state, {name: self._as_state(name, given[plane]) for name, plane in planes.items()})
-        self.begin(optimizer, frame, not state)
-
-    def begin(self, optimizer: Optimizer, frame: FrameType | None, first: bool = False) -> None:
-        """Note that the function of `frame` runs a step; `first`: it makes the optimizer's state of the rows."""
-        self.running = _Step(frame, threading.get_ident(), optimizer.state, first)
-
-    def end(self) -> None:
-        """Note that the step is made."""
-        self.running, self._fresh = None, False
+        self.running = _Step(frame, threading.get_ident(), optimizer.state, not state)
 
     def store(self, optimizer: Optimizer, group: dict[str, Any], ids: Tensor | None) -> None:
         """Write the active rows `ids` (n,) and their state to the table; None: all, as in `load`."""
@@ -175,7 +167,15 @@ class RowState(StatePlanes):
             rows.write(torch.arange(count, device=param.device), values, step)
         if state:
             put(state, self._views)
-        self.end()
+        self.running, self._fresh = None, False
+
+    def begin_elsewhere(self, optimizer: Optimizer, frame: FrameType | None) -> None:
+        """Begin a step that neither needs the state in `optimizer` nor `store`."""
+        self.running = _Step(frame, threading.get_ident(), optimizer.state, False)
+
+    def end_elsewhere(self) -> None:
+        """End such a step, which has been made."""
+        self.running = None
 
     def _of_plane(self, name: str, values: Tensor, count: int) -> Tensor:
         """Return the state of `count` active rows, ``(count, *tail)``, in the dtype of its plane; raise if it does not fit."""

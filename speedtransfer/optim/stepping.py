@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import FrameType
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim.fused_step import make_step, plan_step
+from speedtransfer.optim.fused_step import SWITCH, make_step, plan_step
 from speedtransfer.optim.probe import sparse_gradient
 from speedtransfer.optim.table_param import TableParam
 from speedtransfer.tables import is_padded
@@ -31,14 +32,14 @@ class Stepping(TableParam):
                 # A sparse gradient has as many rows as it says.
                 self.trim()
             self.refresh()
-            self._fused = None if self.in_place else plan_step(state, optimizer, group)
+            self._fused = plan_step(state, optimizer, group) if SWITCH in os.environ and not self.in_place else None
             if self._fused is None:
                 state.load(optimizer, group, frame, None if self.in_place else self.ids, self.state_rows)
                 # A probe may have assigned the gradient anew.
                 if self.active is None:
                     self.refresh()
             else:
-                state.begin(optimizer, frame)
+                state.begin_elsewhere(optimizer, frame)
             self._enter(state.sparse)
 
     def end_step(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
