@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from speedtransfer.word2vec import gradients
 from speedtransfer.word2vec.band import Noise
 from speedtransfer.word2vec.gradients import skipgram_gradients
+from speedtransfer.word2vec.places import Places
 
 WAYS = ["compiled", "torch"]
 
@@ -59,13 +60,9 @@ def plain_loss(center_table, context_table, words, before, after, negatives, neg
 def by_hand(center_table, context_table, block, negative, with_loss=True):
     """Return the result, and both gradients spread over whole tables."""
     words, before, after, negatives = block
-    centers, centers_at = torch.unique(words, return_inverse=True)
-    contexts, contexts_at = torch.unique(torch.cat([words, negatives.flatten()]), return_inverse=True)
-    n = len(words)
-    result = skipgram_gradients(
-        center_table[centers], context_table[contexts], centers_at, contexts_at[:n],
-        contexts_at[n:].view_as(negatives), before, after, negative, with_loss,
-    )  # fmt: skip
+    places = Places.find(words, before, after, negatives, len(center_table))
+    centers, contexts = places.words.ids, places.outputs.ids
+    result = skipgram_gradients(center_table[centers], context_table[contexts], places, negative, with_loss)
     center_grad, context_grad = torch.zeros_like(center_table), torch.zeros_like(context_table)
     center_grad[centers], context_grad[contexts] = result.center, result.context
     return result, center_grad, context_grad
@@ -101,13 +98,14 @@ def test_one_pair_by_hand():
     rows, at, ones = torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), torch.tensor([1, 1])
     nobody = torch.zeros(2, dtype=torch.int64)
     before, after = torch.minimum(ones, at), torch.minimum(ones, 1 - at)
-    result = skipgram_gradients(rows, torch.zeros(2, 1), at, at, torch.tensor([[1]]), before, after, 2)
+    places = Places.find(at, before, after, torch.tensor([[1]]), 2)
+    result = skipgram_gradients(rows, torch.zeros(2, 1), places, 2)
     assert result.num_pairs == 2
     assert result.loss.item() == pytest.approx(2 * (1 + 2) * 0.693147, rel=1e-5)
     assert result.center.tolist() == [[0.0], [0.0]]  # contexts are zero
     # context 0 meets center 1: -2/2; context 1 meets center 0: -1/2; as a negative: 2 * (1 + 2)/2
     assert result.context.tolist() == [[-1.0], [2.5]]
-    alone = skipgram_gradients(rows, torch.ones(2, 1), at, at, torch.tensor([[1]]), nobody, nobody, 2)
+    alone = skipgram_gradients(rows, torch.ones(2, 1), Places.find(at, nobody, nobody, torch.tensor([[1]]), 2), 2)
     assert (alone.num_pairs, alone.loss) == (0, 0)
     assert not alone.center.any()
     assert not alone.context.any()
