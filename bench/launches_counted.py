@@ -23,7 +23,7 @@ from store import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(ROOT / "tests"))
-from gpu import emulated  # noqa: E402
+from gpu import emulated
 
 WARM, TIMED = 5, 40
 RETURN_ZERO = b"\x31\xc0\xc3"  # xor eax, eax; ret

@@ -52,11 +52,11 @@ class StatePlanes:
                 dtype = torch.uint8 if spec.dtype == torch.bool else spec.dtype
                 self.rows.add(plane, spec.tail, dtype, spec.initial)
                 self._specs[name], self._planes[name] = spec, plane
+                added.append(name)
                 if self.rows.is_viewable(plane):
                     self._views[name] = self._as_state(name, self.rows.whole(plane))
                 else:
                     self._views[name] = EncodedPlane(self.rows, plane)
-                added.append(name)
         except BaseException:
             self._remove(added)
             raise
@@ -68,7 +68,7 @@ class StatePlanes:
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             self.rows.drop(self._planes.pop(name))
-            del self._views[name]
+            self._views.pop(name, None)
 
     def stored(self, state: dict[str, Any]) -> dict[str, tuple[str, PlaneSpec]]:
         """Return, for the entries of the optimizer's `state` that are planes of the table, name and spec of the plane."""
