@@ -7,9 +7,11 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedtransfer.word2vec import gradients
 from speedtransfer.word2vec.band import Noise
+from speedtransfer.word2vec.cbow import cbow_gradients
 from speedtransfer.word2vec.gradients import skipgram_gradients
 from speedtransfer.word2vec.places import Places
 
@@ -216,3 +218,32 @@ def test_what_fails_in_the_helping_thread_reaches_the_caller(torch_threads, monk
     monkeypatch.setattr(Noise, "compute", failing)
     with pytest.raises(MemoryError, match="no room"):
         by_hand(torch.ones(40, 3), torch.ones(40, 3), draw_block(50, 40, 2, 9, 4), 5)
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("with_loss", [True, False])
+@pytest.mark.parametrize("gradients_of", [skipgram_gradients, cbow_gradients])
+def test_on_a_device_nothing_is_read_and_nothing_added_in_any_order(gradients_of, with_loss):
+    """On the device "meta", which has no values: what the host reads there raises."""
+    words, before, after, negatives = draw_block(60, 17, 3, 2, 5)
+    device = torch.device("meta")
+    places = Places.find(words, before, after, negatives, 17, grouped=True).to(device)
+    rows = [torch.empty(len(groups.ids), 4, device=device) for groups in (places.words, places.outputs)]
+    with Operations() as operations:
+        result = gradients_of(*rows, places, 5, with_loss)
+    assert [result.center.shape, result.context.shape] == [tensor.shape for tensor in rows]
+    assert result.num_pairs.device.type == "cpu"
+    assert "bmm" in operations.names
+    in_any_order = ("index_add", "scatter_add", "scatter_reduce", "index_put", "put_", "cumsum", "bincount")
+    assert not [name for name in operations.names if name.startswith(in_any_order)]

@@ -138,7 +138,7 @@ class Noise:
 
 def sum_by_row(values: Tensor, groups: UniqueRows) -> Tensor:
     """Return the sum of `values` (count, dim) for each unique row, (u, dim), always added in the same order."""
-    if values.is_cuda:
-        # There index_add_ adds in any order. No id is padding.
-        return sum_rows(values, groups, torch.iinfo(torch.int64).max)
-    return values.new_zeros(len(groups.ids), values.shape[1]).index_add_(0, groups.inverse, values)
+    if values.device.type == "cpu":
+        return values.new_zeros(len(groups.ids), values.shape[1]).index_add_(0, groups.inverse, values)
+    # index_add_ adds in any order there. No id is padding.
+    return sum_rows(values, groups, torch.iinfo(torch.int64).max)

@@ -252,7 +252,7 @@ class ActiveWords:
         """Deposit the gradient of `rows`, shape (u, dim), for ``optimizer.step()``: each row of a word gets its share."""
         rows, starts, bag_of = self._bags
         share = grad / starts.diff()[:, None]
-        if rows.order is not None and rows.starts is not None and not share.is_cuda:
+        if rows.order is not None and rows.starts is not None and share.device.type == "cpu":
             # Sorted by row already; for float32 twice as fast as index_add_.
             total = F.embedding_bag(bag_of[rows.order], share, rows.starts[:-1], mode="sum")
         else:

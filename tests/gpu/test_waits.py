@@ -52,6 +52,7 @@ KNOWN = {
     "evaluation": (1, 0, 1),
     "evaluation, exact": (2, 2, 2),
 }
+AT_ONCE = "n-grams"  # in the name of forms whose embedding_bag the emulated GPU does at once, as if waited for
 STAGED = 8  # further waits at most, for each lookup in a table: a staging buffer is filled again once its copy is done
 
 
@@ -80,7 +81,7 @@ def test_a_warm_step_waits_as_often_as_known(device, tmp_path, name, memory):
     # Those of streams, events and CuPy are no operations of torch.
     lookups = getattr(form, "tables", 2) * getattr(form, "lookups", 1)
     assert len(waits) <= known + (STAGED * lookups if staged else 0), waits
-    if not known and not staged:
+    if not known and not staged and not (fakegpu and AT_ONCE in name):
         check_the_host_is_done_first(step)
 
 
