@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import to_device
 from speedtransfer.tables.index import check_bounds
 
 _FEW_IDS = 1 << 10  # torch.unique is faster for no more
@@ -45,9 +44,11 @@ class UniqueRows(NamedTuple):
 def move_together(
     groups: Sequence[UniqueRows], more: Sequence[Tensor], device: torch.device
 ) -> tuple[list[UniqueRows], list[Tensor]]:
-    """Return `groups` and further tensors, each (any,) int64 on one device, on `device`: all in one copy."""
+    """Return `groups` and further tensors, each (any,) int64 on the CPU, on `device`: all in one copy."""
     tensors = [part for rows in groups for part in rows[:4] if part is not None] + list(more)
-    parts = iter(to_device(torch.cat(tensors), device).split([len(tensor) for tensor in tensors]))
+    sizes = [len(tensor) for tensor in tensors]
+    joined = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    parts = iter(torch.cat(tensors, out=joined).to(device, non_blocking=True).split(sizes))
     moved = []
     for rows in groups:
         ids = next(parts)

@@ -189,7 +189,7 @@ def _band(
     band, inside = places.band, places.band.inside()
     tiles, near = band.tiles(center_rows[places.words.inverse]), band.stretches(context_rows[places.contexts])
     scores = torch.bmm(tiles, near.transpose(1, 2))
-    slope = (scores.sigmoid() - 1) * inside
+    slope = scores.sigmoid().sub_(1).mul_(inside)
     to_centers = torch.bmm(slope, near).flatten(0, 1)[: band.num_words]
     to_contexts = band.add_up(torch.bmm(slope.transpose(1, 2), tiles))
     return to_centers, to_contexts, (F.softplus(-scores) * inside).sum() if with_loss else None
