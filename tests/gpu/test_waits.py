@@ -49,6 +49,8 @@ KNOWN = {
     "exact, GradScaler": (4, 4, 4),
     "lazy, 26 tables": (MANY, MANY, MANY),
     "exact, 26 tables": (2 * MANY, 2 * MANY, 2 * MANY),
+    "lazy, 26 in one": (0, 0, 1),
+    "exact, 26 in one": (0, 0, 1),
     "evaluation": (1, 0, 1),
     "evaluation, exact": (2, 2, 2),
 }
