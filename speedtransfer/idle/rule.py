@@ -84,7 +84,7 @@ class Scalars:
         """Tell whether `read` would not have to wait for a device."""
         if not isinstance(number, Tensor) or number.device.type == "cpu":
             return True
-        known = self._known.get(name)
+        known = None if number.is_inference() else self._known.get(name)
         return known is not None and known[0]() is number and number._version == known[1] + changes
 
     def forget(self) -> None:
