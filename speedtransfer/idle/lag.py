@@ -56,7 +56,9 @@ class Lag:
         """
         if device.type == "cuda":
             check_not_capturing("counting steps (idle='exact')")
-        unsure = step if isinstance(step, Unsure) else self._unsure_on(device)
+        unsure = step if isinstance(step, Unsure) else self._unsure
+        if unsure is not None and unsure is not step:
+            unsure = self._unsure_on(device)
         number = self.now + (step is not None or unsure is not None)
         last = torch.full((count, 1), number, dtype=torch.int32, device=device)
         if unsure is not None:
@@ -85,7 +87,7 @@ class Lag:
         """Apply to `rows`, by plane, each ``(n, *tail)``, the steps after the step `last` (n, 1) of each, in place."""
         if last.is_cuda:
             check_not_capturing("catching up rows (idle='exact')")
-        unsure = self._unsure_on(last.device)
+        unsure = None if self._unsure is None else self._unsure_on(last.device)
         if unsure is not None and not self._history.takes_unsure(rows, last):
             self.settle()
             unsure = None
@@ -112,7 +114,8 @@ class Lag:
 
     def step_made(self, optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> Any:
         """Return what the step just made does to idle rows, for `record`; None: nothing, or the step was skipped."""
-        self.settle()
+        if self._unsure is not None:
+            self.settle()
         # GradScaler's, for fused optimizers, which then do nothing: they take back the step that they have counted.
         found_inf = getattr(optimizer, "found_inf", None)
         self._rule.changes_of_count = 1 if found_inf is None else 2

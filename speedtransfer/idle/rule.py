@@ -168,7 +168,8 @@ class Rule:
 
     def _numbers(self, group: dict[str, Any], *names: str) -> list[float]:
         """Return hyperparameters, which may be tensors."""
-        return [self.scalars.read(name, group.get(name, 0.0)) for name in names]
+        found = [(name, group.get(name, 0.0)) for name in names]
+        return [self.scalars.read(*pair) if isinstance(pair[1], Tensor) else float(pair[1]) for pair in found]
 
     def _rounded(self, value: float) -> float:
         return rounded(value, self.dtype)

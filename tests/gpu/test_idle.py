@@ -41,7 +41,7 @@ def ours(memory, device, folder, **options):
     if memory == "mmap":
         options["path"] = folder / f"rows{len(list(folder.iterdir()))}.npy"
     torch.manual_seed(3)
-    return st.Embedding(ROWS, DIM, memory=memory, device=device, idle="exact", **options)
+    return st.Embedding(ROWS, DIM, memory=memory, device=device, **{"idle": "exact", **options})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -202,6 +202,12 @@ def test_the_host_does_not_wait(name, scaled, device, tmp_path):
             scaler.update()
 
 
+def train_once(module, optimizer, ids):
+    optimizer.zero_grad()
+    module(ids).sum().backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("name", ["adamw", "adam-weight-decay"])
 def test_an_evaluation_in_inference_mode_comes_first(name, device, tmp_path):
     """What it has sent to the device is of use in training."""
@@ -209,8 +215,22 @@ def test_an_evaluation_in_inference_mode_comes_first(name, device, tmp_path):
     optimizer = case_named(name).make(module.parameters())
     ids = torch.arange(8, device=device)
     for _ in range(3):
-        optimizer.zero_grad()
-        module(ids).sum().backward()
-        optimizer.step()
+        train_once(module, optimizer, ids)
         with torch.inference_mode():
             assert module(ids + 20).isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"idle": "lazy", "storage_dtype": torch.bfloat16}], ids=["exact", "bfloat16"])
+def test_what_a_graph_would_leave_out_is_refused(options, device, tmp_path, monkeypatch):
+    """The count of steps, on which idle rows and random bits depend, is the host's."""
+    module = ours("pinned", device, tmp_path, **options)
+    optimizer = torch.optim.AdamW(module.parameters(), capturable=True)
+    ids = torch.arange(8, device=device)
+    for _ in range(2):
+        train_once(module, optimizer, ids)
+    before = module.table.torch()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(st.errors.DeviceError, match="cannot be captured in a CUDA graph"):
+            train_once(module, optimizer, ids + 1)
+    assert torch.equal(module.table.torch(), before)
