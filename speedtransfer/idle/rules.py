@@ -151,7 +151,8 @@ class _Adam(Rule):
     def _read(self, group: dict[str, Any], state: dict[str, Any]) -> _Made:
         betas = dict(zip(("beta1", "beta2"), group["betas"], strict=True))
         names = "lr", "weight_decay", "eps", "momentum_decay", "beta1", "beta2"
-        return _Made(*self._numbers({**group, **betas}, *names), self._count(state))
+        lr, decay, eps, momentum_decay, first, second = self._numbers({**group, **betas}, *names)
+        return _Made(lr, decay, eps, momentum_decay, first, second, self._count(state))
 
     def _term(self, made: _Made) -> tuple[float, float, float]:
         """Return scale, root and eps of a step."""
