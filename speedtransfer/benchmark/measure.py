@@ -78,11 +78,14 @@ class Group:
         at a time. A :class:`~speedtransfer.errors.SpeedtransferError` or lack of memory skips the group with its reason.
     params : dict
         What varies, for plots: ``{"direction": "gather", "row_bytes": 512, ...}``.
+    reserved_s : float
+        What a run with little time keeps for it: groups before it are left out first.
     """
 
     title: str
     make: Callable[[], Sequence[Case]]
     params: dict[str, Any] = field(default_factory=dict)
+    reserved_s: float = 0.0
 
 
 @dataclass
