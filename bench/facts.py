@@ -26,7 +26,6 @@ COMMANDS = (
     "free -m",
     "df -h / /tmp /dev/shm",
     "uname -a",
-    f"{sys.executable} -m speedtransfer info",
 )
 FILES = (
     "/proc/cmdline",
@@ -62,6 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
         show(command)
     done.set()
     loader.join(LOAD_S)
+    print("\n--- speedtransfer info", flush=True)
+    from speedtransfer.cli import app
+
+    app(["info"], standalone_mode=False)
     return 0
 
 

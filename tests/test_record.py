@@ -213,6 +213,12 @@ def test_the_gpu_tests(record, store, tree, gpu, monkeypatch):
     assert found["failures"]["tests.gpu.test_device.test_bad"] == ["assert 1 == 2"]
     assert (found["environment"]["commit"], found["environment"]["dirty"]) == ("abc", True)
     assert found["digest"] == store.digest(tree, "tests")
+    logs = store.path_of(tree, gpu["device"], "").parent / "logs"
+    assert "no" in (logs / "tests.xml").read_text()
+    printed = (logs / "parts.log").read_text()
+    # When it happens: a run that is stopped has no summary.
+    assert "tests/gpu/test_device.py::test_bad, call:" in printed.partition("= FAILURES =")[0]
+    assert "tests/gpu/test_device.py::test_error, setup:" in printed.partition("= FAILURES =")[0]
 
 
 @pytest.fixture
@@ -449,6 +455,139 @@ def test_a_group_that_breaks_costs_no_other(store, tmp_path, monkeypatch, capsys
     assert (found["complete"], found["digest"]) == (True, "d")
 
 
+def test_groups_get_no_time_but_those_that_reserve_it(store, tmp_path, monkeypatch):
+    suite = importlib.import_module("suite")
+
+    class Fake:
+        name, title, note = "step", "a step", ""
+
+        def groups(self, device, quick):
+            cases = [Case("a", lambda: None, role="ours")]
+            none = {"experiment": "none"}
+            return [Group("early", lambda: cases, none), Group("last", lambda: cases, none, reserved_s=50.0)]
+
+    monkeypatch.setitem(suite.BY_NAME, "step", Fake())
+    path = tmp_path / "step.json"
+    for seconds, skipped in (("40", "the time was up"), ("4000", "")):
+        monkeypatch.setattr(sys, "argv", ["suite.py", "step", str(path), "{}", "--quick", "--seconds", seconds])
+        assert suite.main() == 0
+        found = store.read(path)
+        assert [group["skipped"] for group in found["groups"]] == [skipped, ""]
+        assert found["complete"] == (not skipped)
+
+
+# --- make gpu in parts --------------------------------------------------------------------------------------------------
+
+
+def test_every_part_fits_into_a_lease(record, store):
+    parts = importlib.import_module("gpu_parts")
+    assert sorted(parts.GPU_PARTS) == [1, 2, 3, 4]
+    assert sum(parts.GPU_PARTS[number].seconds for number in (1, 2, 3)) <= 30 * 60
+    for part in parts.GPU_PARTS.values():
+        assert part.seconds < 600
+        *limited, last = part.tasks
+        assert last.limit_s >= part.seconds, "the last one has all that is left"
+        assert sum(task.limit_s for task in limited) < part.seconds - record.SPARE_S
+        for task in part.tasks:
+            is_script = record.RUNNERS.get(task.name) == "run_script" and (BENCH / f"{task.name}.py").exists()
+            assert is_script or task.name in (*store.PARTS, parts.FIRST_TESTS)
+    assert all((BENCH.parent / name).exists() for name in parts.FIRST_FILES)
+
+
+@pytest.fixture
+def part(record, gpu, monkeypatch):
+    """What the tasks of a part were run with: name, limit, quick; each fails, and leaves a line in the log."""
+    asked = []
+
+    def runner(root, path, about, limit_s, quick):
+        asked.append((about["part"], limit_s, quick, path))
+        record.say(f"this is {about['part']}\n")
+        return "broken"
+
+    for name in ("run_script", "run_tests", "run_sanitizer", "run_suite"):
+        monkeypatch.setattr(record, name, runner)
+    monkeypatch.setattr(record, "STARTED", time.monotonic())
+    for name in ("SPEEDTRANSFER_HOST_BYTES", "CUPY_CACHE_DIR"):
+        monkeypatch.setenv(name, "before")  # so that it is put back
+        monkeypatch.delenv(name)
+    return asked
+
+
+def test_a_part_goes_on_after_failures(record, tree, part, capsys):
+    archive = tree / "out" / "part1.tgz"
+    assert record.record_part(1, False, float("inf"), tree, archive) == 1
+    assert [(name, quick) for name, _, quick, _ in part] == [
+        ("facts", False),
+        ("first_tests", False),
+        ("first_look", False),
+        ("transfer", True),
+    ]
+    assert part[-1][1] > 400, "what the others have left"
+    assert part[1][3].parent.name == "logs", "some of the tests are no result of all"
+    assert float(os.environ["SPEEDTRANSFER_HOST_BYTES"]) > 0
+    assert "CUPY_CACHE_DIR" in os.environ
+    assert capsys.readouterr().err.splitlines()[-1] == "transfer: broken"
+    with tarfile.open(archive) as file:
+        (log,) = file.getnames()
+        assert log.endswith("logs/part1.log")
+        assert b"this is first_look" in file.extractfile(log).read()
+    assert "this is facts" in archive.with_suffix(".log").read_text()
+
+
+def test_a_part_for_a_shorter_time(record, tree, part):
+    assert record.record_part(1, True, 240.0, tree) == 1
+    assert [round(limit) for _, limit, _, _ in part[:3]] == [20, 55, 105]
+    assert all(quick for _, _, quick, _ in part)
+
+
+def test_what_is_there_is_kept_whatever_ends_the_run(record, running, tmp_path, monkeypatch, fresh_signals):
+    kept = []
+
+    def stopped(*args, archive):
+        with running.logged([tmp_path / "logs" / "run.log"], lambda: kept.append(True)):
+            running.say("begun")
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    monkeypatch.setattr(record, "record", stopped)
+    with pytest.raises(SystemExit) as ended:
+        record.main(["here", "--only", "step"])
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert kept == [True]
+    assert (tmp_path / "logs" / "run.log").read_text() == "begun"
+
+
+def test_what_is_there_is_kept_while_a_program_runs(running, tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(running, "KEEP_S", 0.05)
+    with running.logged([], lambda: kept.append(True)):
+        code, text = running.run([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(0.5)"], 100)
+        assert len(kept) > 1
+    assert (code, text) == (0, "1\n")
+
+
+def test_the_facts_need_no_gpu(tmp_path):
+    """And what is not here is named."""
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, BENCH / "facts.py"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "--- nvidia-smi\nnot here" in done.stdout
+    assert "--- /proc/meminfo\nMemTotal:" in done.stdout
+    assert "--- speedtransfer info\n" in done.stdout
+
+
+@pytest.mark.skipif(cuda_status().available, reason="there is a CUDA device")
+@pytest.mark.parametrize(
+    ("script", "says"), [("first_look.py", "needs CUDA, but"), ("launches.py", "counts on the emulated GPU")]
+)
+def test_what_needs_a_device_says_so(script, says):
+    done = subprocess.run([sys.executable, BENCH / script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert says in done.stderr
+
+
 # --- the bars -----------------------------------------------------------------------------------------------------------
 
 
@@ -606,7 +745,7 @@ def test_a_cpu_has_a_bar_for_steps(record, store, tree, capsys):
 
 
 @pytest.mark.skipif(cuda_status().available, reason="there is a CUDA device")
-@pytest.mark.parametrize("options", [[], ["--only", "step"]])
+@pytest.mark.parametrize("options", [[], ["--only", "step"], ["--part", "1"]])
 def test_gpu_without_cuda_refuses_in_one_line(record, capsys, options):
     assert record.main(["gpu", *options]) == 2
     printed = capsys.readouterr()
