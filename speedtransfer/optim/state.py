@@ -199,7 +199,11 @@ class RowState(StatePlanes):
         if not state or self.sparse or self._fresh:
             return False
         found = leaves(state)
-        return all(isinstance(view, Tensor) and found.get(name) is view for name, view in self._views.items())
+        # Contiguous: fused optimizers of torch on the CPU do not look at strides.
+        return all(
+            isinstance(view, Tensor) and view.is_contiguous() and found.get(name) is view
+            for name, view in self._views.items()
+        )
 
     def recover(self, optimizer: Optimizer) -> None:
         """Restore the optimizer's state after a step that failed."""

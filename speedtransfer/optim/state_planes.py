@@ -42,23 +42,21 @@ class StatePlanes:
 
     def add(self, specs: dict[str, PlaneSpec]) -> None:
         """Add the planes of `specs` that are missing: all of them or, if there is no room, none."""
-        added: list[str] = []
+        specs = {name: spec for name, spec in specs.items() if name not in self._views}
+        planes = {name: "state.weight" if name == "weight" else name for name in specs}
+        # Tables have no bool.
+        dtypes = {name: torch.uint8 if spec.dtype == torch.bool else spec.dtype for name, spec in specs.items()}
+        self.rows.add_together({planes[n]: (spec.tail, dtypes[n], spec.initial) for n, spec in specs.items()})
+        self._specs.update(specs)
+        self._planes.update(planes)
         try:
-            for name, spec in specs.items():
-                if name in self._views:
-                    continue
-                plane = "state.weight" if name == "weight" else name
-                # Tables have no bool.
-                dtype = torch.uint8 if spec.dtype == torch.bool else spec.dtype
-                self.rows.add(plane, spec.tail, dtype, spec.initial)
-                self._specs[name], self._planes[name] = spec, plane
+            for name, plane in planes.items():
                 if self.rows.is_viewable(plane):
                     self._views[name] = self._as_state(name, self.rows.whole(plane))
                 else:
                     self._views[name] = EncodedPlane(self.rows, plane)
-                added.append(name)
         except BaseException:
-            self._remove(added)
+            self._remove(specs)
             raise
 
     def _as_state(self, name: str, values: Tensor) -> Tensor:
@@ -68,7 +66,7 @@ class StatePlanes:
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             self.rows.drop(self._planes.pop(name))
-            del self._views[name]
+            self._views.pop(name, None)
 
     def stored(self, state: dict[str, Any]) -> dict[str, tuple[str, PlaneSpec]]:
         """Return, for the entries of the optimizer's `state` that are planes of the table, name and spec of the plane."""
