@@ -36,33 +36,29 @@ def cpu_kernels() -> CpuKernels:
     return CpuKernels(Path(folder))
 
 
+def build_kernels(folder: Path, sources: Sequence[str], flags: Sequence[str]) -> None:
+    """Build ``shim/<source>.cpp`` into ``folder/<source>.so``, all at the same time."""
+    with importlib.resources.as_file(importlib.resources.files("speedtransfer.kernels")) as kernels:
+        builds = [
+            subprocess.Popen(
+                ["g++", *flags, f"-I{SHIM}", f"-I{kernels}", "-o", folder / f"{source}.so", SHIM / f"{source}.cpp"],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for source in sources
+        ]
+        for build in builds:
+            _, errors = build.communicate()
+            assert build.returncode == 0, errors
+
+
 class CpuKernels:
     """Built into `folder`."""
 
     def __init__(self, folder: Path) -> None:
-        assert COMPILER is not None
-        self._libraries = {}
-        with importlib.resources.as_file(importlib.resources.files("speedtransfer.kernels")) as kernels:
-            builds = {
-                kind: subprocess.Popen(
-                    [
-                        COMPILER,
-                        *FLAGS,
-                        f"-I{SHIM}",
-                        f"-I{kernels}",
-                        "-o",
-                        folder / f"{kind}.so",
-                        SHIM / f"{source}.cpp",
-                    ],
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-                for kind, source in {"rows": "rows", "converted": "convert", "bulk": "bulk"}.items()
-            }
-            for kind, build in builds.items():
-                _, errors = build.communicate()
-                assert build.returncode == 0, errors
-                self._libraries[kind] = ctypes.CDLL(str(folder / f"{kind}.so"))
+        sources = sorted(path.stem for path in SHIM.glob("*.cpp"))
+        build_kernels(folder, sources, FLAGS)
+        self._libraries = {source: ctypes.CDLL(str(folder / f"{source}.so")) for source in sources}
         self.set_engine()
 
     @property
@@ -85,10 +81,9 @@ class CpuKernels:
         self._late = late_loads, late_stores
 
     def launch(self, function: str, blocks: int, threads: int, move: np.ndarray, backwards: bool = False) -> None:
-        """Run `function` ("gather_rows", ...) as a launch; `backwards`: the last thread comes first."""
-        kind = function.split("_")[1]
-        library = self._libraries[kind]
-        if kind == "bulk":
+        """Run `function` ("gather_rows", ...) on the argument `move`; `backwards`: the last thread comes first."""
+        library = next(lib for lib in self._libraries.values() if hasattr(lib, f"cpu_{function}"))
+        if function.endswith("_bulk"):
             library.set_engine(threads * BULK_SLOTS * (BULK_SLOT_BYTES + 8), *self._late)
         call = getattr(library, f"cpu_{function}")
         call.restype = ctypes.c_longlong
@@ -98,13 +93,18 @@ class CpuKernels:
 
 
 def pack(
-    planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], fault: np.ndarray | None = None
+    planes: Sequence[Tensor],
+    index: Tensor,
+    rows: Sequence[Tensor],
+    fault: np.ndarray | None = None,
+    places: Tensor | None = None,
 ) -> np.ndarray:
     """Return the argument of the kernels; `fault` (5,) int64 takes the record of a fault and, last, who claimed it."""
     words = [word for plane, dense in zip(planes, rows, strict=True) for word in pack_plane(plane, dense)]
     at = 0 if fault is None else fault.ctypes.data
     argument = Argument()
-    return argument.pack(index.data_ptr(), len(index), len(planes[0]), at, at and at + 32, words)
+    there = 0 if places is None else places.data_ptr()
+    return argument.pack(index.data_ptr(), len(index), len(planes[0]), at, at and at + 32, words, there)
 
 
 @contextlib.contextmanager

@@ -248,6 +248,38 @@ class EngineCases:
         engine.gather([plane], torch.tensor([3, 4, 49]), [rows])
         assert rows.tolist() == [[7.0] * 6, [0.0] * 6, [7.0] * 6]
 
+    def test_unsorted(self, engine, device, store):
+        """Large enough to be sorted where that pays; repeats in a gather, several planes, conversion."""
+        contents = [torch.randn(3000, 64), torch.randn(3000, 3), torch.arange(3000, dtype=torch.int32).view(3000, 1)]
+        planes, generator = [store(content) for content in contents], np.random.default_rng(0)
+        index = torch.from_numpy(generator.integers(0, 3000, 9000))
+        dtypes = [torch.float32, torch.bfloat16, torch.int32]
+        rows = [
+            torch.ones(9000, plane.shape[1], dtype=dtype, device=device)
+            for plane, dtype in zip(planes, dtypes, strict=True)
+        ]
+        for given in (index.to(device), index):
+            engine.gather(planes, given, rows, check=True, unsorted=True)
+            for got, content, dtype in zip(rows, contents, dtypes, strict=True):
+                assert torch.equal(got.cpu(), content[index].to(dtype))
+        content, order = torch.randn(9000, 64), torch.from_numpy(generator.permutation(9000))
+        plane = store(torch.zeros(9000, 64))
+        engine.scatter([plane], order.to(device), [content.to(device)], unsorted=True)
+        engine.wait()
+        assert torch.equal(plane.cpu()[order], content)
+
+    def test_check_of_an_unsorted_index(self, engine, device, store):
+        plane, rows = store(torch.randn(29, 64)), [torch.ones(9000, 64, device=device)]
+        index = torch.from_numpy(np.random.default_rng(0).integers(0, 29, 9000))
+        index[[8000, 4321]], index[7000] = 29, -5
+        for given in (index.to(device), index):
+            self.expect_fault(
+                engine,
+                4321,
+                29,
+                lambda given=given: engine.gather([plane], given, rows, check=True, unsorted=True),
+            )
+
     def expect_fault(self, engine, position, value, call, have="29 rows (0 to 28)"):
         """Expect the error of a gather with `check` from `call`, which begins with that gather, or from a wait after it."""
 
@@ -307,3 +339,57 @@ class EngineCases:
         engine.gather([empty], index[:0], [torch.ones(0, 3, device=device)], check=True)
         engine.gather([], index, [], check=True)
         engine.wait()
+
+
+class PaddingCases:
+    """Of engines whose compute device is a CUDA device: an index may end in entries equal to the number of rows."""
+
+    @pytest.mark.parametrize("where", ["device", "host"])
+    @pytest.mark.parametrize("real", [0, 1, 7, 100])
+    def test_padding(self, engine, device, store, real, where):
+        contents = [any_bits((29, 12), torch.float32), any_bits((29, 3), torch.int8), torch.randn(29, 5)]
+        planes = [store(content) for content in contents]
+        index = torch.full((100,), 29)
+        index[:real] = torch.arange(real) % 29
+        index, given = index[: max(40, real)], index[: max(40, real)].to(device if where == "device" else "cpu")
+        dtypes = [torch.float32, torch.int8, torch.float16]
+        rows = [
+            torch.ones(len(index), plane.shape[1], dtype=dtype, device=device)
+            for plane, dtype in zip(planes, dtypes, strict=True)
+        ]
+        engine.gather(planes, given, rows)
+        engine.wait()
+        for got, content, dtype in zip(rows, contents, dtypes, strict=True):
+            assert torch.equal(bits_of(got[:real]), bits_of(content[index[:real]].to(dtype)))
+            assert not bits_of(got[real:]).any()
+
+    @pytest.mark.parametrize("where", ["device", "host"])
+    @pytest.mark.parametrize("real", [0, 1, 7, 29])
+    def test_padding_is_scattered_nowhere(self, engine, device, store, real, where):
+        contents = [any_bits((29, 12), torch.float32), any_bits((29, 3), torch.int8), torch.randn(29, 5)]
+        planes, index = [store(content) for content in contents], torch.full((40,), 29)
+        index[:real] = torch.randperm(29, generator=torch.Generator().manual_seed(0))[:real].sort().values
+        rows = [any_bits((40, 12), torch.float32, 1), any_bits((40, 3), torch.int8, 1), torch.randn(40, 5).half()]
+        given = index.to(device if where == "device" else "cpu")
+        engine.scatter(planes, given, [source.to(device) for source in rows])
+        engine.wait()
+        for plane, content, source in zip(planes, contents, rows, strict=True):
+            expected = content.clone()
+            expected[index[:real]] = source[:real].to(content.dtype)
+            assert torch.equal(bits_of(plane), bits_of(expected))
+
+    def test_padding_of_many_chunks_and_of_no_rows(self, engine, device, store):
+        content, index = torch.randn(5000, 64), torch.full((9000,), 5000)
+        index[:3000] = torch.arange(0, 5000)[:3000]
+        plane, rows = store(content), torch.ones(9000, 64, device=device)
+        engine.gather([plane], index.to(device), [rows])
+        assert torch.equal(rows.cpu(), torch.cat([content[:3000], torch.zeros(6000, 64)]))
+        engine.scatter([plane], index.to(device), [rows + 1])
+        engine.wait()
+        assert torch.equal(plane.cpu(), torch.cat([content[:3000] + 1, content[3000:]]))
+        engine.gather([store(torch.zeros(0, 3))], index[:4].zero_().to(device), [rows[:4, :3].contiguous()])
+
+
+def bits_of(tensor):
+    """Return the bits of `tensor` on the host, as bytes."""
+    return tensor.cpu().contiguous().view(torch.uint8)

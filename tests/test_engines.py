@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 from cpu_kernels import as_engine_kernels
-from engine_cases import EngineCases
+from engine_cases import EngineCases, PaddingCases
 
 from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine
 from speedtransfer.errors import DeviceError, InvalidValueError, RowIndexError
@@ -37,6 +37,9 @@ class Event:
     def record(self, stream):
         self.record_calls.append(stream)
 
+    def query(self):
+        return not self.record_calls
+
     def synchronize(self):
         assert self.record_calls, "the host waits for an event that was never recorded"
         self.synchronize_calls += 1
@@ -65,6 +68,7 @@ def cpu_as_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=2)
     )
@@ -72,14 +76,14 @@ def cpu_as_cuda(monkeypatch):
         monkeypatch.setattr(f"speedtransfer.engines.{engine}.resolve_cuda", lambda device, what: torch.device(device))
         monkeypatch.setattr(
             f"speedtransfer.engines.{engine}.pinned_empty",
-            lambda size, device, remedy="": torch.full((size,), 255, dtype=torch.uint8),
+            lambda size, device, remedy="", wait=None: torch.full((size,), 255, dtype=torch.uint8),
         )
     monkeypatch.setattr("speedtransfer.engines.mapped.require_mapped", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return stream
 
 
-class TestStagedLogic(OnCpu):
+class TestStagedLogic(PaddingCases, OnCpu):
     @pytest.fixture(params=[16 << 20, 1024, 1], ids=["one chunk", "many chunks", "a row a chunk"])
     def engine(self, request, cpu_as_cuda):
         return StagedEngine("cpu", buffer_bytes=request.param)
@@ -113,7 +117,7 @@ class TestStagedLogic(OnCpu):
                 StagedEngine("cpu", num_buffers=number)
 
 
-class TestMappedLogic(OnCpu):
+class TestMappedLogic(PaddingCases, OnCpu):
     @pytest.fixture(autouse=True)
     def kernels(self, cpu_as_cuda, monkeypatch):
         with as_engine_kernels(monkeypatch) as kernels:

@@ -279,7 +279,7 @@ class TestMmapRecords(OnDisk):
         usage = shutil.disk_usage(self.folder)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
         table = self.make(10, 4)
-        with pytest.raises(StorageError, match=r"plane 'm, beside m' asks for 40\.2 kB"):
+        with pytest.raises(StorageError, match=r"plane 'm, beside m' asks for 41 kB"):
             table.add_plane("m", 1000)
         assert table.planes == ("weight",)
         assert len(list(self.folder.iterdir())) == 1

@@ -1,14 +1,26 @@
 """The only folder that knows CuPy: what CUDA there is, page-locked memory, streams and kernels."""
 
-from speedtransfer.cuda.launch import kernel_source, launch_kernel, load_kernel
+from speedtransfer.cuda.launch import KernelArgument, is_trusted, kernel_source, launch_kernel, load_kernel
 from speedtransfer.cuda.memory import mapped_view, pinned_empty, require_mapped, to_cupy
 from speedtransfer.cuda.status import CudaStatus, cuda_status, require_cuda, resolve_cuda, resolve_device
-from speedtransfer.cuda.streams import StreamOrder, keep_until_done, to_device, torch_stream, wait_until_filled
+from speedtransfer.cuda.streams import (
+    StreamOrder,
+    check_not_capturing,
+    current_stream,
+    keep_until_done,
+    to_device,
+    torch_stream,
+    wait_until_filled,
+)
 
 __all__ = [
     "CudaStatus",
+    "KernelArgument",
     "StreamOrder",
+    "check_not_capturing",
     "cuda_status",
+    "current_stream",
+    "is_trusted",
     "keep_until_done",
     "kernel_source",
     "launch_kernel",

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.resources
+import struct
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -70,12 +73,71 @@ def kernel_source(name: str) -> str:
     return "\n".join(lines)
 
 
+def get_function(module: Any, name: str) -> Any:
+    """Return a function of a compiled module; what emulates a device puts its own in this place."""
+    return module.get_function(name)
+
+
+class KernelArgument:
+    """The struct that a kernel takes by value; the driver has copied it when a launch returns.
+
+    Parameters
+    ----------
+    layout : str
+        Of the struct, as in the module `struct`: every field is 8 bytes wide ("q" or "d").
+    """
+
+    # The largest argument of a kernel here, and more: an emulated driver does not know how much to copy.
+    _BYTES = 1024
+
+    def __init__(self, layout: str) -> None:
+        self._struct = struct.Struct(layout)
+
+    def pack(self, *values: float) -> np.ndarray:
+        """Return an array of one element that holds `values`; pointers are ints."""
+        memory = bytearray(self._BYTES)
+        self._struct.pack_into(memory, 0, *values)
+        return np.frombuffer(memory, _ARGUMENT)
+
+
+_ARGUMENT = np.dtype((np.void, KernelArgument._BYTES))
+_trusted: dict[tuple[str, int], bool] = {}
+
+
+def is_trusted(name: str, device: torch.device, check: Callable[[], bool]) -> bool:
+    """Return whether kernels do what torch operations do; asked once a process and device.
+
+    Parameters
+    ----------
+    name : str
+        Of the kernels, for the warning where they do not.
+    device : torch.device
+    check : callable
+        Runs the kernels on a small case and compares; the host waits for it.
+    """
+    found = _trusted.get((name, device.index))
+    if found is None:
+        reason = "their results differ from those of torch"
+        try:
+            found = check()
+        except DeviceError as error:
+            found, reason = False, str(error)
+        if not found:
+            warnings.warn(
+                f"the CUDA kernels for {name} are not used on {torch.cuda.get_device_name(device)}: {reason}; operations of "
+                "torch replace them, which take longer",
+                stacklevel=2,
+            )
+        _trusted[name, device.index] = found
+    return found
+
+
 @functools.cache
 def _compiled(source_name: str, function_name: str, index: int) -> Any:
     with on_device(index):
         try:
             module = load_cupy().RawModule(code=kernel_source(source_name), options=("-std=c++17",))
-            return module.get_function(function_name)
+            return get_function(module, function_name)
         except Exception as error:  # CuPy has its own for each part: compiler, headers, driver
             raise DeviceError(
                 f"cannot compile {function_name} of {source_name} for cuda:{index}: {' '.join(str(error).split())}; "

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,12 @@ def pinned_empty(
     num_bytes: int,
     device: torch.device | str | int | None = None,
     remedy: str = "use memory='pageable', or memory='mmap' for a table larger than that",
+    wait: Callable[[], object] | None = None,
 ) -> Tensor:
     """Return uninitialised page-locked memory of exactly `num_bytes`, as a (num_bytes,) uint8 CPU tensor.
 
-    It is freed when the last tensor over it has died. Every CUDA device may read and write it (portable, mapped).
+    It is freed when the last tensor over it has died, once `wait` has returned: by default once every device is idle. Every
+    CUDA device may read and write it (portable, mapped).
 
     Raises
     ------
@@ -53,7 +56,7 @@ def pinned_empty(
             ) from None
     block = _HostBlock(pointer, num_bytes)
     # Not at exit: other threads may still use it then, and the system takes it back anyway.
-    weakref.finalize(block, _free_host, pointer, index, os.getpid()).atexit = False
+    weakref.finalize(block, _free_host, pointer, index, os.getpid(), wait).atexit = False
     return torch.from_numpy(np.asarray(block))
 
 
@@ -130,17 +133,21 @@ class _HostBlock:
         self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
 
 
-def _free_host(pointer: int, index: int, process: int) -> None:
+def _free_host(pointer: int, index: int, process: int, wait: Callable[[], object] | None = None) -> None:
     if os.getpid() != process:
         return  # a forked child has the tensors but no CUDA
-    # A kernel or copy that was queued before the last tensor died may still use the memory, on any device in use: the only
-    # place here that waits for whole devices. Errors mean that CUDA is being shut down.
+    # A kernel or copy that was queued before the last tensor died may still use the memory. Errors mean that CUDA is being
+    # shut down.
     with contextlib.suppress(Exception):
-        runtime = load_cupy().cuda.runtime
-        in_use = getattr(torch._C, "_cuda_hasPrimaryContext", lambda number: True)
-        others = {number for number in range(len(cuda_status().devices)) if in_use(number)}
-        for number in sorted({index} | others):
-            with on_device(number):
-                runtime.deviceSynchronize()
+        (wait or functools.partial(_wait_for_devices, index))()
         with on_device(index):
-            runtime.freeHost(pointer)
+            load_cupy().cuda.runtime.freeHost(pointer)
+
+
+def _wait_for_devices(index: int) -> None:
+    """Block the host until all devices in use are idle, `index` among them: the only place here that waits for so much."""
+    in_use = getattr(torch._C, "_cuda_hasPrimaryContext", lambda number: True)
+    others = {number for number in range(len(cuda_status().devices)) if in_use(number)}
+    for number in sorted({index} | others):
+        with on_device(number):
+            load_cupy().cuda.runtime.deviceSynchronize()

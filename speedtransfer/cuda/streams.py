@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda.status import load_cupy, on_device
+from speedtransfer.errors import DeviceError
 
 _Step = Callable[[torch.cuda.Stream], None]
 
@@ -24,6 +26,10 @@ class StreamOrder:
     stream of the device; it leaves an event behind, for which other streams wait on the device (one stream is in order by
     itself). The host does not wait there. A lock is held meanwhile, so that threads cannot queue between the wait and the
     event; the body must not begin another.
+
+    What is captured in a CUDA graph leaves no event and waits for none: nothing of before is under way when a capture begins,
+    and a replay is ordered by the stream that it runs on. Since a replay may come at any time, :meth:`wait` then waits for the
+    whole device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,6 +38,7 @@ class StreamOrder:
         self._written: torch.cuda.Event | None = None
         self._writer = -1  # the stream of that event
         self._reads: dict[int, torch.cuda.Event] = {}  # by stream, since the last write
+        self._captured = False
         # Made once and used again and again, by one thread at a time: this is on the path of every gather.
         self._reading = _Queueing(self, self._after_write, self._end_read)
         self._writing = _Queueing(self, self._begin_write, self._end_write)
@@ -44,14 +51,23 @@ class StreamOrder:
         """Queue a write to the planes on the current stream, which is given."""
         return self._writing
 
-    def wait(self) -> None:
-        """Block the host until everything queued so far is done."""
+    def wait(self, writes_only: bool = False) -> None:
+        """Block the host until everything queued so far is done, or every write."""
+        check_not_capturing("waiting for rows on their way")
         with self._lock:
-            events = list(self._reads.values())
+            events = [] if writes_only else list(self._reads.values())
             if self._written is not None:
                 events.append(self._written)
+        if self._captured:
+            torch.cuda.synchronize(self.device)
         for event in events:
-            event.synchronize()
+            if not event.query():
+                event.synchronize()
+
+    def wait_when_gone(self, owner: object) -> None:
+        """Let the host wait for what is queued when `owner` goes: whose memory it uses may be given to somebody else then."""
+        # Not at exit: the device may be gone, and nobody gives anything away.
+        weakref.finalize(owner, _wait_quietly, self).atexit = False
 
     def _after_write(self, stream: torch.cuda.Stream) -> None:
         if self._written is not None and not (self._writer == stream.cuda_stream and _is_torchs(stream)):
@@ -79,18 +95,28 @@ class StreamOrder:
         self._written, self._writer = event, stream.cuda_stream
 
 
+def _wait_quietly(order: StreamOrder) -> None:
+    with contextlib.suppress(Exception):  # a forked child has no CUDA; other errors mean that it is being shut down
+        order.wait()
+
+
 class _Queueing(AbstractContextManager[torch.cuda.Stream]):
     """Hold the lock of an order around what is queued on the current stream, and release it after an error as well."""
 
     def __init__(self, order: StreamOrder, begin: _Step, end: _Step) -> None:
         self._order, self._begin, self._end = order, begin, end
         self._stream: torch.cuda.Stream | None = None
+        self._capturing = False
 
     def __enter__(self) -> torch.cuda.Stream:
         self._order._lock.acquire()
         try:
             self._stream = current_stream(self._order.device)
-            self._begin(self._stream)
+            self._capturing = torch.cuda.is_current_stream_capturing()
+            if self._capturing:
+                self._order._captured = True
+            else:
+                self._begin(self._stream)
         except BaseException:
             self._order._lock.release()
             raise
@@ -99,16 +125,41 @@ class _Queueing(AbstractContextManager[torch.cuda.Stream]):
     def __exit__(self, *error: object) -> None:
         try:
             assert self._stream is not None
-            self._end(self._stream)
+            if not self._capturing:
+                self._end(self._stream)
         finally:
             self._order._lock.release()
 
 
+def check_not_capturing(what: str) -> None:
+    """Raise :class:`~speedtransfer.errors.DeviceError` if the current stream is being captured in a CUDA graph."""
+    if torch.cuda.is_current_stream_capturing():
+        raise DeviceError(
+            f"{what} cannot be captured in a CUDA graph, as the host takes part in it and a replay would leave that out; "
+            "do it before the capture, or outside of the graph"
+        )
+
+
 def keep_until_done(tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> None:
-    """Tell torch's allocator that `stream` uses `tensors`: they may come from another one and die too early."""
+    """Tell torch's allocator that `stream` uses `tensors`: they may come from another one and die too early.
+
+    For what dies soon. When memory is freed the allocator asks each stream that used it, so none may have been destroyed by
+    then: in place of another library's it asks one of torch's that follows it.
+    """
+    if not _is_torchs(stream):
+        if torch.cuda.is_current_stream_capturing():
+            return  # its replays use the memory, so that it must stay anyway
+        follower = _follower(stream.device)
+        follower.wait_stream(stream)
+        stream = follower
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(stream)
+
+
+@functools.cache
+def _follower(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def wait_until_filled(plane: Tensor) -> Tensor:

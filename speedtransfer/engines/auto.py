@@ -54,6 +54,7 @@ class AutoEngine:
     """
 
     name = "auto"
+    takes_padding = True
 
     def __init__(
         self, engines: dict[str, Engine], device: torch.device, measure: Callable[[], Calibration | None] = lambda: None
@@ -65,12 +66,19 @@ class AutoEngine:
         self._seen: Calibration | None = None
         self._chosen: dict[tuple[object, ...], str] = {}
 
-    def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
+    def gather(
+        self,
+        planes: Sequence[Tensor],
+        index: Tensor,
+        rows: Sequence[Tensor],
+        check: bool = False,
+        unsorted: bool = False,
+    ) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
         with self._turn:
             self._ready("gather", planes, index).gather(planes, index, rows, check)
 
-    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
+    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], unsorted: bool = False) -> None:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``."""
         with self._turn:
             self._ready("scatter", planes, index).scatter(planes, index, rows)
@@ -102,6 +110,8 @@ class AutoEngine:
         if not planes or not len(index):
             return self.engines[self._default]
         row_bytes = sum(plane.shape[1] * plane.element_size() for plane in planes)
+        if not row_bytes:  # an index that is only checked
+            return self.engines[self._default]
         name = self.choose(direction, row_bytes, len(index))
         if name != self._last:
             self.engines[self._last].wait()

@@ -22,22 +22,37 @@ class Engine(Protocol):
     and bfloat16: values are then converted on the way as ``Tensor.to`` does, to the nearest, ties to even, so that the
     narrow form crosses the bus. (Which NaN a NaN becomes is not defined.)
 
-    Calls of one engine happen in the order in which they are made, whatever the current streams are.
+    On a CUDA device the last entries of `index` may be padding: equal to ``num_rows``, gathered as zeros and scattered
+    nowhere. So the host need not know how many rows there are.
+
+    Calls of one engine happen in the order in which they are made, whatever the current streams are. It keeps `index` and
+    `rows` until it is done with them. Planes live longer than that: `wait` before they go. An engine that goes waits itself.
     """
 
     name: str
     device: torch.device
+    # Whether rows may be named by ids that only the device knows, padded ones among them, without a wait of the host.
+    takes_padding: bool
 
-    def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
+    def gather(
+        self,
+        planes: Sequence[Tensor],
+        index: Tensor,
+        rows: Sequence[Tensor],
+        check: bool = False,
+        unsorted: bool = False,
+    ) -> None:
         """Fill ``rows[i][j]`` from ``planes[i][index[j]]``, ordered on the current stream of the compute device.
 
         With `check`, `index` has not been checked to be in range yet. A value that is not raises
         :class:`~speedtransfer.errors.RowIndexError` for the first one: at once where the host sees the index; where only the
         device does, by the next call of this engine (`wait` included) after the device has reached it, and its row is zero.
+
+        With `unsorted`, `index` may be in any order, as far as the caller knows, and an engine may sort it first.
         """
         ...
 
-    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
+    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], unsorted: bool = False) -> None:
         """Write ``rows[i][j]`` to ``planes[i][index[j]]``; `index` holds no value twice.
 
         A later `gather` of the same engine, on any stream, sees the new rows; an earlier one does not.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import (
     StreamOrder,
+    check_not_capturing,
     keep_until_done,
     launch_kernel,
     load_kernel,
@@ -27,12 +28,14 @@ MAX_PLANES = 16  # of one launch, as in move.cuh
 BULK_SLOTS = 4  # of a thread, as in bulk.cu
 BULK_SLOT_BYTES = 512  # a piece of a row: more than a packet on the bus holds
 _BARRIER_BYTES = 8
+# Below this an index is as well left as it is. Neither this nor `sort_rows` has been measured on a GPU yet.
+_SORT_BYTES = 1 << 20
 _THREADS = {"lanes": 256, "bulk": 32}  # of a block, by default
 _SOURCES = {"rows": "rows.cu", "converted": "convert.cu", "bulk": "bulk.cu"}
 
-# struct Move, by the number of its planes: seven 64-bit words, and seven for each plane.
+# struct Move, by the number of its planes: eight 64-bit words, and seven for each plane.
 _PLANE_WORDS = 7
-_MOVES = [struct.Struct(f"{7 + _PLANE_WORDS * planes}q") for planes in range(MAX_PLANES + 1)]
+_MOVES = [struct.Struct(f"{8 + _PLANE_WORDS * planes}q") for planes in range(MAX_PLANES + 1)]
 MOVE_BYTES = _MOVES[-1].size
 _TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # enum Type; where nothing is converted, 0
 
@@ -44,10 +47,13 @@ class MappedEngine:
     leaves some to "lanes"). Events order the calls between streams, on the device (see
     :class:`~speedtransfer.cuda.StreamOrder`). ``record_stream`` keeps the memory of `index` and `rows`, which
     torch's allocator could give away early when they come from another stream; page-locked planes are not freed before
-    the device is idle (see :func:`speedtransfer.cuda.pinned_empty`).
+    the device is idle (see :func:`speedtransfer.cuda.pinned_empty`), nor an engine before its calls are done.
 
     A row that does not exist is gathered as zeros and scattered nowhere, so that an index that has not been checked
     cannot reach other memory. With `check` the device reports it, and the next call raises.
+
+    Rows that lie side by side in a large table share translations of addresses and pages of the bus: a large call that is
+    `unsorted` sorts its index on the device first.
 
     Parameters
     ----------
@@ -61,6 +67,8 @@ class MappedEngine:
     kernel : {"lanes", "bulk"}
         "lanes" reads and writes by the instructions of every kernel; "bulk" by the copy engine that multiprocessors have
         since Hopper, where whole rows allow it: address, stride and width multiples of 16 bytes, nothing converted.
+    sort_rows : int
+        From how many rows on an `unsorted` call is sorted, if its planes are on the host and it moves a megabyte.
 
     Raises
     ------
@@ -71,6 +79,7 @@ class MappedEngine:
     """
 
     name = "mapped"
+    takes_padding = True
 
     def __init__(
         self,
@@ -78,12 +87,13 @@ class MappedEngine:
         max_blocks: int | None = None,
         threads: int | None = None,
         kernel: str = "lanes",
+        sort_rows: int = 4096,
     ) -> None:
         self.device = resolve_cuda(device, "the mapped engine")
         require_mapped(self.device)
         if kernel not in _THREADS:
             raise InvalidValueError(f"kernel must be one of 'lanes', 'bulk'; got {kernel!r}")
-        self.kernel = kernel
+        self.kernel, self.sort_rows = kernel, sort_rows
         self.max_blocks = max_blocks or 2 * torch.cuda.get_device_properties(self.device).multi_processor_count
         self.threads = threads or _THREADS[kernel]
         if kernel == "bulk":
@@ -93,6 +103,7 @@ class MappedEngine:
             for kind in ("rows", "bulk") if kernel == "bulk" else ("rows",):
                 self._kernel(direction, kind)
         self._order = StreamOrder(self.device)
+        self._order.wait_when_gone(self)
         self._argument = Argument()
         # What report_faults in move.cuh takes: a record that the host can look at, and the right to write to it.
         record = pinned_empty(4 * 8, self.device).view(torch.int64).zero_()
@@ -101,34 +112,61 @@ class MappedEngine:
         with self._order.writing(), torch.inference_mode(False):
             self._claimed = torch.zeros(1, dtype=torch.int32, device=self.device)
 
-    def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
+    def gather(
+        self,
+        planes: Sequence[Tensor],
+        index: Tensor,
+        rows: Sequence[Tensor],
+        check: bool = False,
+        unsorted: bool = False,
+    ) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
         self._raise_fault()
         if index.device != self.device:
+            check_not_capturing("a gather by an index on the host")
             if check:
                 check_host_index(index, planes)
                 check = False
             index = to_device(index, self.device)
+        ids, places = self._sorted(planes, index) if unsorted else (index, None)
         with self._order.reading() as stream:
-            self._move("gather", planes, index, rows, stream, check)
-            keep_until_done((index, *planes, *rows, self._claimed) if check else (index, *planes, *rows), stream)
+            self._move("gather", planes, ids, rows, stream, check, places)
+            keep_until_done((index, *rows), stream)
 
-    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
+    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], unsorted: bool = False) -> None:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``."""
         self._raise_fault()
         if index.device != self.device:
+            check_not_capturing("a scatter by an index on the host")
             index = to_device(index, self.device)
+        ids, places = self._sorted(planes, index) if unsorted else (index, None)
         with self._order.writing() as stream:
-            self._move("scatter", planes, index, rows, stream, False)
-            keep_until_done((index, *planes, *rows), stream)
+            self._move("scatter", planes, ids, rows, stream, False, places)
+            keep_until_done((index, *rows), stream)
 
     def wait(self) -> None:
         """Block the host until every gather and scatter so far is done."""
         self._order.wait()
         self._raise_fault()
 
+    def _sorted(self, planes: Sequence[Tensor], index: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return `index` in ascending order and the places of its values, or as it is where sorting would not pay."""
+        if len(index) < self.sort_rows or not planes or planes[0].is_cuda:
+            return index, None
+        if len(index) * sum(plane.shape[1] * plane.element_size() for plane in planes) < _SORT_BYTES:
+            return index, None
+        ids, places = index.sort()
+        return ids, places
+
     def _move(
-        self, direction: str, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], stream: Any, check: bool
+        self,
+        direction: str,
+        planes: Sequence[Tensor],
+        index: Tensor,
+        rows: Sequence[Tensor],
+        stream: Any,
+        check: bool,
+        places: Tensor | None = None,
     ) -> None:
         """Queue the launches of a call: of each kind of kernel as few as its planes fit into."""
         num_rows = index.shape[0]
@@ -136,21 +174,23 @@ class MappedEngine:
             return
         lanes, bulk, kind = list[int](), list[int](), "rows"
         for plane, dense in zip(planes, rows, strict=True):
-            words = pack_plane(plane, dense)
-            _, _, _, num_lanes, lane_bytes, stored_type, dense_type = words
+            packed = pack_plane(plane, dense)
+            _, _, _, num_lanes, lane_bytes, stored_type, dense_type = packed
             if stored_type != dense_type:
                 kind = "converted"
             elif self.kernel == "bulk" and num_lanes and lane_bytes == 16:
-                bulk += words
+                bulk += packed
                 continue
             if num_lanes or check:
-                lanes += words
+                lanes += packed
         table_rows, step = planes[0].shape[0], _PLANE_WORDS * MAX_PLANES
         faults = (self._fault_pointer, self._claimed.data_ptr()) if check else (0, 0)
+        there = 0 if places is None else places.data_ptr()
         for name, found, threads_a_row in ((kind, lanes, 32), ("bulk", bulk, 1)):
             blocks = min(self.max_blocks, -(-num_rows * threads_a_row // self.threads))
             for start in range(0, len(found), step):
-                move = self._argument.pack(index.data_ptr(), num_rows, table_rows, *faults, found[start : start + step])
+                words = found[start : start + step]
+                move = self._argument.pack(index.data_ptr(), num_rows, table_rows, *faults, words, there)
                 kernel, shared_bytes = self._kernel(direction, name)
                 launch_kernel(kernel, blocks, self.threads, move, stream, shared_bytes)
 
@@ -158,6 +198,7 @@ class MappedEngine:
         """Return a kernel and its shared memory, compiled on first use: "converted" takes seconds, and few tables need it."""
         found = self._kernels.get((direction, kind))
         if found is None:
+            check_not_capturing(f"loading the kernel {direction}_{kind}")
             shared_bytes = bulk_shared_bytes(self.threads) if kind == "bulk" else 0
             kernel = load_kernel(_SOURCES[kind], f"{direction}_{kind}", self.device, shared_bytes)
             found = self._kernels[direction, kind] = kernel, shared_bytes
@@ -175,6 +216,7 @@ class MappedEngine:
         """Raise for a row that an earlier gather did not find, if the device has said so, and forget it."""
         if not self._fault[0]:
             return
+        check_not_capturing("the first call after a gather that named a row out of range")
         with self._order.writing() as stream:  # which waits for all that was queued, and lets nobody queue meanwhile
             stream.synchronize()
             reported, position, value, num_rows = self._fault.tolist()
@@ -193,16 +235,24 @@ class Argument:
         self._array = np.frombuffer(self._memory, np.dtype((np.void, MOVE_BYTES)))
 
     def pack(
-        self, index: int, num_rows: int, table_rows: int, fault: int, claimed: int, words: Sequence[int]
+        self,
+        index: int,
+        num_rows: int,
+        table_rows: int,
+        fault: int,
+        claimed: int,
+        words: Sequence[int],
+        places: int = 0,
     ) -> np.ndarray:
         """Return the memory, an array of one element, that now holds this; pointers are ints.
 
-        `index` is (num_rows,) int64 on the device; `fault` and `claimed` are where a row that does not exist is reported, or
-        0; `words` are those of :func:`pack_plane` of at most ``MAX_PLANES`` planes.
+        `index` is (num_rows,) int64 on the device, and so is `places`, which rows of the buffers they are, or 0; `fault` and
+        `claimed` are where a row that does not exist is reported, or 0; `words` are those of :func:`pack_plane` of at most
+        ``MAX_PLANES`` planes.
         """
         planes = len(words) // _PLANE_WORDS
         _MOVES[planes].pack_into(
-            self._memory, 0, index, num_rows, table_rows, planes, fault, claimed, BULK_SLOT_BYTES, *words
+            self._memory, 0, index, num_rows, table_rows, planes, fault, claimed, BULK_SLOT_BYTES, places, *words
         )
         return self._array
 

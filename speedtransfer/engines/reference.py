@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import StreamOrder, keep_until_done
+from speedtransfer.cuda import StreamOrder, keep_until_done, to_device
 from speedtransfer.dtypes import INTEGER_OF_SIZE
 from speedtransfer.engines.base import check_host_index
 
@@ -16,8 +16,8 @@ class ReferenceEngine:
     """`torch.index_select` and `Tensor.index_copy_` over planes on the compute device, the CPU included.
 
     Order: on the CPU a call has happened when it returns. On CUDA calls are queued on the current stream; events order
-    them between streams (see :class:`~speedtransfer.cuda.StreamOrder`), and ``record_stream`` keeps the
-    allocator from giving the memory of a tensor to somebody else before the stream is done with it.
+    them between streams (see :class:`~speedtransfer.cuda.StreamOrder`), and ``record_stream`` keeps the allocator from
+    giving the memory of `index` and `rows` to somebody else before the stream is done with it.
 
     Parameters
     ----------
@@ -29,27 +29,39 @@ class ReferenceEngine:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self._order = StreamOrder(self.device) if self.device.type == "cuda" else None
+        self.takes_padding = self.device.type == "cuda"
+        self._order = StreamOrder(self.device) if self.takes_padding else None
+        if self._order is not None:
+            self._order.wait_when_gone(self)
 
-    def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
+    def gather(
+        self,
+        planes: Sequence[Tensor],
+        index: Tensor,
+        rows: Sequence[Tensor],
+        check: bool = False,
+        unsorted: bool = False,
+    ) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``; `check` waits for `index`."""
         if check:
             check_host_index(index.cpu(), planes)
         if self._order is None:
             select_rows(planes, index, rows)
             return
+        there = to_device(index, self.device)
         with self._order.reading() as stream:
-            select_rows(planes, index, rows)
-            keep_until_done((index, *planes, *rows), stream)
+            _select_padded(planes, there, rows)
+            keep_until_done((index, *rows), stream)
 
-    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
+    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], unsorted: bool = False) -> None:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``."""
         if self._order is None:
             put_rows(planes, index, rows)
             return
+        there = to_device(index, self.device)
         with self._order.writing() as stream:
-            put_rows(planes, index, rows)
-            keep_until_done((index, *planes, *rows), stream)
+            _put_padded(planes, there, rows)
+            keep_until_done((index, *rows), stream)
 
     def wait(self) -> None:
         """Block until the planes are up to date: nothing to do on the CPU."""
@@ -81,6 +93,39 @@ def put_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) ->
         else:
             word = _widest_word(plane, source)
             plane.view(word).index_copy_(0, index, source.view(word))
+
+
+def _select_padded(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
+    """As :func:`select_rows`; entries of `index` equal to the number of rows give zeros."""
+    if not planes or not len(index):
+        return
+    num_rows = planes[0].shape[0]
+    if num_rows:
+        select_rows(planes, index.clamp(max=num_rows - 1), rows)
+    padding = (index == num_rows).unsqueeze(1)
+    for out in rows:
+        out.view(INTEGER_OF_SIZE.get(out.element_size(), out.dtype)).masked_fill_(padding, 0)
+
+
+def _put_padded(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
+    """As :func:`put_rows`; entries of `index` equal to the number of rows write nothing.
+
+    What they do write is what is written there anyway: the first row once more, or, where all are padding, the last row of the
+    plane as it is. So the host need not know how many they are.
+    """
+    if not planes or not len(index) or not planes[0].shape[0]:
+        return
+    num_rows = planes[0].shape[0]
+    padding = index == num_rows
+    first = index[:1].clamp(max=num_rows - 1)
+    values = []
+    for plane, source in zip(planes, rows, strict=True):
+        source = source.detach().to(plane.dtype)
+        word = INTEGER_OF_SIZE.get(plane.element_size(), plane.dtype)
+        bits = source.view(word)
+        again = torch.where(padding[:1].unsqueeze(1), plane.view(word).index_select(0, first), bits[:1])
+        values.append(torch.where(padding.unsqueeze(1), again, bits).view(plane.dtype))
+    put_rows(planes, torch.where(padding, first, index), values)
 
 
 def _widest_word(*tensors: Tensor) -> torch.dtype:

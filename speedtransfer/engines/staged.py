@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import keep_until_done, pinned_empty, resolve_cuda
+from speedtransfer.cuda import check_not_capturing, keep_until_done, pinned_empty, resolve_cuda
 from speedtransfer.engines.base import check_host_index
 from speedtransfer.engines.host import gather_rows, scatter_rows
 from speedtransfer.errors import InvalidValueError
 
 _ALIGN_BYTES = 256  # where each plane starts in a staging buffer
-_CHUNKS = 8  # of a call at least, down to chunks of
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20  # a call is moved in as many chunks as there are buffers, down to this size
 
 
 class StagedEngine:
@@ -26,10 +27,11 @@ class StagedEngine:
     small and the host gathers one chunk while the last one is still on the bus.
 
     Order: the planes are read and written by the host, inside the call, so when a call returns it is done with them and
-    any later call, on any stream, sees them as they are. Where `index` is on the device the host waits for it, hence for
-    what the current stream was given before. `gather` waits for the last copy of a buffer before it fills that again; its
-    own copies run on. `scatter` waits, chunk by chunk, for the copies that it has queued. Each wait is for one event.
-    ``record_stream`` keeps the memory of `index` and `rows`. A lock makes the calls of several threads take turns.
+    any later call, on any stream, sees them as they are. `gather` waits for `index` where that is on the device, hence for
+    what the current stream was given before, and for the last copy of a buffer before it fills that again; its own copies
+    run on. `scatter` queues copies of as many chunks as there are buffers, then waits for one after the other. Each wait is
+    for one event, and none for what is done. ``record_stream`` keeps the memory of `index` and `rows`. A lock makes the calls
+    of several threads take turns.
 
     Parameters
     ----------
@@ -51,82 +53,97 @@ class StagedEngine:
     """
 
     name = "staged"
+    takes_padding = False
 
-    def __init__(self, device: torch.device | str, num_buffers: int = 3, buffer_bytes: int = 16 << 20) -> None:
+    def __init__(self, device: torch.device | str, num_buffers: int = 8, buffer_bytes: int = 4 << 20) -> None:
         self.device = resolve_cuda(device, "the staged engine")
         if num_buffers < 2:
             raise InvalidValueError(
                 f"num_buffers is {num_buffers} but one is filled while another crosses; pass 2 or more"
             )
         self.buffer_bytes = buffer_bytes
+        self.num_buffers = num_buffers
         self._ring = itertools.cycle([_Buffer(self.device) for _ in range(num_buffers)])
         self._index = _Buffer(self.device)
         self._lock = threading.Lock()
 
-    def gather(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], check: bool = False) -> None:
+    def gather(
+        self,
+        planes: Sequence[Tensor],
+        index: Tensor,
+        rows: Sequence[Tensor],
+        check: bool = False,
+        unsorted: bool = False,
+    ) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
+        check_not_capturing("a gather of rows that the host moves")
         with self._lock, torch.no_grad(), torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device)
             host_index = self._to_host(index, stream)
+            self._index.wait()
             if check:
                 check_host_index(host_index, planes)
+            ids = _without_padding(host_index, planes)
             crossing = [_like(out, plane.dtype) for plane, out in zip(planes, rows, strict=True)]
-            for part in self._chunks(crossing):
+            for part in self._chunks(crossing, len(ids)):
                 on_device = [out[part] for out in crossing]
                 buffer = next(self._ring)
                 staging = buffer.take(on_device)
-                gather_rows(planes, host_index[part], staging)
+                gather_rows(planes, ids[part], staging)
                 for out, staged in zip(on_device, staging, strict=True):
                     out.copy_(staged, non_blocking=True)
                 buffer.in_use(stream)
             for out, crossed in zip(rows, crossing, strict=True):
                 if out is not crossed:
                     out.copy_(crossed)
+                if len(ids) < len(out):
+                    out[len(ids) :] = 0
             keep_until_done((index, *rows), stream)
 
-    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
+    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], unsorted: bool = False) -> None:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``; they are there on return."""
+        check_not_capturing("a scatter of rows that the host moves")
         with self._lock, torch.no_grad(), torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device)
             crossing = [source.to(plane.dtype) for plane, source in zip(planes, rows, strict=True)]
+            # It arrives before the first rows do, so that only those are waited for.
             host_index = self._to_host(index, stream)
-            queued: tuple[_Buffer, list[Tensor], slice] | None = None
-            for part in self._chunks(crossing):
+            queued = deque[tuple[_Buffer, list[Tensor], slice]]()
+            for part in self._chunks(crossing, len(index)):
+                if len(queued) == self.num_buffers:
+                    _put(planes, host_index, *queued.popleft())
                 buffer = next(self._ring)
                 staging = buffer.take([source[part] for source in crossing])
                 for staged, source in zip(staging, crossing, strict=True):
                     staged.copy_(source[part], non_blocking=True)
                 buffer.in_use(stream)
-                if queued is not None:  # this copy crosses the bus while the host puts the rows of the last one
-                    _put(planes, host_index, *queued)
-                queued = buffer, staging, part
-            if queued is not None:
-                _put(planes, host_index, *queued)
+                queued.append((buffer, staging, part))
+            while queued:  # the later ones cross the bus while the host puts the rows of the first
+                _put(planes, host_index, *queued.popleft())
             keep_until_done((index, *rows), stream)
 
     def wait(self) -> None:
         """Return at once: the planes are up to date whenever no call is running."""
 
     def _to_host(self, index: Tensor, stream: torch.cuda.Stream) -> Tensor:
-        """Return `index` (n,) int64 on the host, as soon as it is there."""
+        """Return `index` (n,) int64 on the host: where it came from the device, when `_index` has been waited for."""
         if index.device != self.device or not len(index):
             return index.cpu()
         (host_index,) = self._index.take([index])
         host_index.copy_(index, non_blocking=True)
         self._index.in_use(stream)
-        self._index.wait()
         return host_index
 
-    def _chunks(self, rows: Sequence[Tensor]) -> Iterator[slice]:
-        """Yield slices of the rows such that all planes of a slice fit into one buffer."""
+    def _chunks(self, rows: Sequence[Tensor], count: int) -> Iterator[slice]:
+        """Yield slices of the first `count` rows such that all planes of a slice fit into one buffer."""
         row_bytes = sum(out.shape[1] * out.element_size() for out in rows)
         if row_bytes == 0:
             return
         # Several chunks even where one would do: the bus idles while the first is gathered, or the last one put.
-        room = min(self.buffer_bytes, max(_CHUNK_BYTES, len(rows[0]) * row_bytes // _CHUNKS)) - _ALIGN_BYTES * len(rows)
-        step = max(1, room // row_bytes)
-        for start in range(0, len(rows[0]), step):
-            yield slice(start, start + step)
+        several = max(_CHUNK_BYTES // row_bytes, -(-count // self.num_buffers))
+        step = max(1, min(several, (self.buffer_bytes - _ALIGN_BYTES * len(rows)) // row_bytes))
+        for start in range(0, count, step):
+            yield slice(start, min(start + step, count))
 
 
 def _like(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,9 +151,17 @@ def _like(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows if rows.dtype == dtype else torch.empty_like(rows, dtype=dtype)
 
 
+def _without_padding(index: Tensor, planes: Sequence[Tensor]) -> Tensor:
+    """Return `index` (n,) on the host without the entries at its end that are the number of rows."""
+    if not planes or not len(index) or int(index[-1]) != planes[0].shape[0]:
+        return index
+    return index[: len(index) - int(np.count_nonzero(index.numpy() == planes[0].shape[0]))]
+
+
 def _put(planes: Sequence[Tensor], host_index: Tensor, buffer: _Buffer, staging: Sequence[Tensor], part: slice) -> None:
     buffer.wait()
-    scatter_rows(planes, host_index[part], staging)
+    ids = _without_padding(host_index[part], planes)
+    scatter_rows(planes, ids, [staged[: len(ids)] for staged in staging])
 
 
 class _Buffer:
@@ -145,7 +170,9 @@ class _Buffer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._event: torch.cuda.Event | None = None
+        # Page-locked memory is freed when the engine goes: CUDA waits for all that the device has to do.
+        self._outgrown: list[Tensor] = []
+        self._event = torch.cuda.Event()
 
     def take(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Return host tensors with the shapes and dtypes of `like`, once the last copy is done with the buffer."""
@@ -153,11 +180,11 @@ class _Buffer:
         starts = [0, *itertools.accumulate(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes)]
         self.wait()
         if starts[-1] > len(self._memory):
-            # Half as much again: freeing page-locked memory waits for the device, and batches vary in size.
-            size = max(starts[-1], len(self._memory) * 3 // 2)
-            self._memory = pinned_empty(
-                size, self._device, "free host memory, or make the engine with fewer buffer_bytes"
-            )
+            # Twice as much: batches vary in size, and all that was outgrown is no more than what is there.
+            size, outgrown = max(starts[-1], len(self._memory) * 2), self._memory
+            remedy = "free host memory, or make the engine with fewer buffer_bytes"
+            self._memory = pinned_empty(size, self._device, remedy, self._event.synchronize)
+            self._outgrown.append(outgrown)
         return [
             self._memory[start : start + size].view(tensor.dtype).view(tensor.shape)
             for start, size, tensor in zip(starts, sizes, like, strict=False)
@@ -165,11 +192,9 @@ class _Buffer:
 
     def in_use(self, stream: torch.cuda.Stream) -> None:
         """Note that copies just queued on `stream` use the buffer."""
-        if self._event is None:
-            self._event = torch.cuda.Event()
         self._event.record(stream)
 
     def wait(self) -> None:
         """Block the host until the last copy is done."""
-        if self._event is not None:
+        if not self._event.query():
             self._event.synchronize()

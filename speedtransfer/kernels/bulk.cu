@@ -36,7 +36,7 @@ struct Cursor {
 
     __device__ char* dense(const Move& move) const {
         const Plane& here = move.planes[plane];
-        return here.rows + j * here.lanes * 16 + offset;
+        return here.rows + place_of(move, j) * here.lanes * 16 + offset;
     }
 
     // Null where there is no such row.

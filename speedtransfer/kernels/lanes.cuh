@@ -90,7 +90,9 @@ __device__ inline void move_plane(const Move& move, const Plane& plane, const Ch
     const auto stored_at = [&](long long row, long long lane) {
         return plane.plane + row * plane.stride_bytes + lane * kStored;
     };
-    const auto dense_at = [&](long long place, long long lane) { return plane.rows + (place * lanes + lane) * kDense; };
+    const auto dense_at = [&](long long at, long long lane) {
+        return plane.rows + (place_of(move, at) * lanes + lane) * kDense;
+    };
     for (; j < num_rows; j += several_rows ? kInFlight * teams : teams) {
         for (long long lane = member; lane < lanes; lane += kInFlight * team) {
             long long row[kInFlight];
@@ -102,17 +104,17 @@ __device__ inline void move_plane(const Move& move, const Plane& plane, const Ch
             }
 #pragma unroll
             for (int k = 0; k < kInFlight; ++k) {
-                const long long place = j + k * row_step, here = lane + k * lane_step;
+                const long long at = j + k * row_step, here = lane + k * lane_step;
                 held[k] = {};
                 if (row_exists(move, row[k])) {
-                    held[k] = read_lane<kRead>(kGather ? stored_at(row[k], here) : dense_at(place, here));
+                    held[k] = read_lane<kRead>(kGather ? stored_at(row[k], here) : dense_at(at, here));
                 }
             }
 #pragma unroll
             for (int k = 0; k < kInFlight; ++k) {
-                const long long place = j + k * row_step, here = lane + k * lane_step;
-                if (kGather ? place < num_rows && here < lanes : row_exists(move, row[k])) {
-                    write_lane<kWritten>(kGather ? dense_at(place, here) : stored_at(row[k], here), change(held[k]));
+                const long long at = j + k * row_step, here = lane + k * lane_step;
+                if (kGather ? at < num_rows && here < lanes : row_exists(move, row[k])) {
+                    write_lane<kWritten>(kGather ? dense_at(at, here) : stored_at(row[k], here), change(held[k]));
                 }
             }
         }

@@ -32,6 +32,7 @@ struct Move {
     Fault* fault;            // null: do not report
     int* claimed;            // set to 1 by the thread that writes the fault; in device memory
     long long slot_bytes;    // of bulk.cu
+    const long long* places; // (num_rows,): rows of the buffers; null: each in its place
     Plane planes[kMaxPlanes];
 };
 
@@ -43,16 +44,23 @@ __device__ inline bool row_exists(const Move& move, long long row) {
     return static_cast<unsigned long long>(row) < static_cast<unsigned long long>(move.table_rows);
 }
 
-// Report the first row that does not exist.
+// Where in the buffers the row of index[j] is.
+__device__ inline long long place_of(const Move& move, long long j) {
+    return move.places == nullptr ? j : move.places[j];
+}
+
+// Report the row that does not exist and has the first place.
 __device__ inline void report_faults(const Move& move) {
     if (move.fault == nullptr) return;
     for (long long j = this_thread(); j < move.num_rows; j += all_threads()) {
         if (row_exists(move, move.index[j]) || atomicExch(move.claimed, 1) != 0) continue;
         // This need not be the first: threads come to their rows in any order. One of them looks, in no hurry any more.
-        long long first = 0;
-        while (first < j && row_exists(move, move.index[first])) ++first;
+        long long first = j;
+        for (long long i = 0; i < (move.places == nullptr ? first : move.num_rows); ++i) {
+            if (!row_exists(move, move.index[i]) && place_of(move, i) < place_of(move, first)) first = i;
+        }
         volatile Fault* fault = move.fault;
-        fault->position = first;
+        fault->position = place_of(move, first);
         fault->value = move.index[first];
         fault->table_rows = move.table_rows;
         __threadfence_system();  // the host that sees the state sees the rest

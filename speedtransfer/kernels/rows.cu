@@ -4,13 +4,13 @@
 #include "move.cuh"
 #include "lanes.cuh"
 
-// rows[p][j] = plane[p][index[j]]; zeros, and a fault, where there is no such row
+// rows[p][places[j]] = plane[p][index[j]]; zeros, and a fault, where there is no such row
 extern "C" __global__ void gather_rows(const __grid_constant__ Move move) {
     report_faults(move);
     for (long long p = 0; p < move.num_planes; ++p) move_bits<true>(move, move.planes[p]);
 }
 
-// plane[p][index[j]] = rows[p][j]; index holds no value twice
+// plane[p][index[j]] = rows[p][places[j]]; index holds no row twice
 extern "C" __global__ void scatter_rows(const __grid_constant__ Move move) {
     for (long long p = 0; p < move.num_planes; ++p) move_bits<false>(move, move.planes[p]);
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import Handle
-from speedtransfer.tables import UniqueRows, as_index, unique_rows
+from speedtransfer.tables import UniqueRows, as_index, kept, padded_unique, trimmed, unique_rows
 
 
 class ActiveRows:
@@ -20,7 +20,7 @@ class ActiveRows:
     Attributes
     ----------
     ids : Tensor
-        ``(n,)`` int64, sorted.
+        ``(n,)`` int64, sorted; in a lookup on a CUDA device padded.
     inverse : Tensor
         Position in `ids` of each of the original ids, in their shape.
     rows : Tensor
@@ -28,13 +28,20 @@ class ActiveRows:
         next step updates this memory in place.
     """
 
-    __slots__ = ("_groups", "_handle", "_state_rows", "_version", "ids", "inverse", "rows")
+    __slots__ = ("_groups", "_handle", "_padding_idx", "_state_rows", "_version", "ids", "inverse", "rows")
 
     def __init__(
-        self, handle: Handle, groups: UniqueRows, shape: tuple[int, ...], rows: dict[str, Tensor], training: bool
+        self,
+        handle: Handle,
+        groups: UniqueRows,
+        shape: tuple[int, ...],
+        rows: dict[str, Tensor],
+        training: bool,
+        padding_idx: int | None = None,
     ) -> None:
         self.ids, self.inverse, self.rows = groups.ids, groups.inverse.view(shape), rows.pop("weight")
-        # `_groups` has the positions of the original ids grouped by row, and the position of the padding row.
+        # `_groups` has the positions of the original ids grouped by row, and the position of the padding row where known.
+        self._padding_idx = -1 if padding_idx is None else padding_idx
         self._groups, self._handle, self._version, self._state_rows = groups, handle, handle.rows.table.version, rows
         if training:
             # A partial of self would be a cycle that keeps the rows alive.
@@ -84,10 +91,13 @@ def activate(
     max_norm: float | None = None,
     norm_type: float = 2.0,
     padding_idx: int | None = None,
+    padded: bool = False,
+    spare: bool = False,
 ) -> ActiveRows:
     """Read the unique rows of `ids`, which may be `UniqueRows` on the CPU already.
 
-    Rows longer than `max_norm` are rescaled first, in the table too. With `training` they are a leaf of autograd.
+    Rows longer than `max_norm` are rescaled first, in the table too. With `training` they are a leaf of autograd. `padded`
+    lets the ids be padded, so that the host does not wait for a CUDA device; the last is then padding if `spare`.
     """
     if handle.state is not None and handle.state.running:
         handle.recover()
@@ -99,21 +109,53 @@ def activate(
         as_index(groups.ids, num_rows, device)
     else:
         flat, shape, _ = as_index(ids, num_rows, device, check=False)
-        groups = unique_rows(flat, num_rows, ids, padding_idx)
-    # The staged engine takes its ids on the host.
-    if groups.ids.device != device and table.engine != "staged":
-        groups = groups.to(device)
+        if flat.is_cuda and table.takes_padding and len(flat):
+            groups = _unique_on_device(handle, flat, padded, spare)
+        else:
+            # An engine that moves rows on the host takes ids there.
+            flat = flat.cpu() if table.moves_on_host else flat
+            groups = unique_rows(flat, num_rows, ids, padding_idx, grouped=device.type == "cuda")
+    groups = groups.to(device)
     # Rescaled rows are written back.
     if max_norm is not None:
         handle.rows.catch_up(groups.ids)
     rows = handle.rows.read(groups.ids)
-    if groups.ids.device != device:
-        groups = groups.to(device)
     if max_norm is not None and len(groups.ids):
-        weight = rows["weight"]
+        _renormalize(handle, groups.ids, rows["weight"], max_norm, norm_type)
+    return ActiveRows(handle, groups, shape, rows, training, padding_idx)
+
+
+# Rows beyond this are not padded: the host waits for their number, which is little beside what they take themselves.
+_MOST_PADDED_BYTES = 1 << 29
+
+
+def _unique_on_device(handle: Handle, flat: Tensor, padded: bool, spare: bool) -> UniqueRows:
+    table = handle.rows.table
+    table.check(flat)
+    groups = padded_unique(flat, table.num_rows, spare)
+    if padded and len(groups.ids) * table.dim * handle.rows.dtype.itemsize <= _MOST_PADDED_BYTES:
+        return groups
+    groups = trimmed(groups)
+    # Raises if an id is out of range.
+    table.wait()
+    return groups
+
+
+def _renormalize(handle: Handle, ids: Tensor, weight: Tensor, max_norm: float, norm_type: float) -> None:
+    """Rescale the rows of `weight` (n, dim) that are longer than `max_norm`, also in the table."""
+    if weight.is_cuda:
+        # What torch.embedding_renorm_ does, which makes the host wait.
+        norms = torch.linalg.vector_norm(weight, norm_type, dim=1, keepdim=True)
+        longer = norms > max_norm
+        weight.copy_(torch.where(longer, weight * (max_norm / (norms + 1e-7)), weight))
+        if handle.table.takes_padding:
+            # Others are written nowhere: an encoded row would be rounded anew.
+            handle.rows.write(kept(ids, longer[:, 0], handle.table.num_rows), {"weight": weight})
+            return
+        changed = longer[:, 0].nonzero().flatten()
+    else:
         before = weight.clone()
         torch.embedding_renorm_(weight, torch.arange(len(weight), device=weight.device), max_norm, norm_type)
         changed = (weight != before).any(dim=1).nonzero().flatten()
-        if len(changed):
-            handle.rows.write(groups.ids[changed], {"weight": weight[changed]})
-    return ActiveRows(handle, groups, shape, rows, training)
+    if len(changed):
+        handle.rows.write(ids[changed], {"weight": weight[changed]})

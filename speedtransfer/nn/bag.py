@@ -64,9 +64,11 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         if not self._has_rows() or in_transform():
             return super().forward(input, offsets, per_sample_weights)
         training = torch.is_grad_enabled() and self._handle.requires_grad
-        active = activate(self._handle, input, training, self.max_norm, self.norm_type, self.padding_idx)
-        freq, last, padded = self.scale_grad_by_freq, self.include_last_offset, self.padding_idx is not None
-        return bag_lookup(active, offsets, per_sample_weights, self.mode, freq, last, padded, self.sparse)
+        freq, last, padding = self.scale_grad_by_freq, self.include_last_offset, self.padding_idx is not None
+        active = activate(
+            self._handle, input, training, self.max_norm, self.norm_type, self.padding_idx, padded=True, spare=padding
+        )
+        return bag_lookup(active, offsets, per_sample_weights, self.mode, freq, last, padding, self.sparse)
 
     @classmethod
     @takes_options

@@ -97,7 +97,7 @@ class Embedding(TableModule, nn.Embedding):
         training = torch.is_grad_enabled() and handle.requires_grad
         if not training and self.max_norm is None and handle.looks_up_directly():
             return handle.rows.lookup(input)
-        active = activate(handle, input, training, self.max_norm, self.norm_type, self.padding_idx)
+        active = activate(handle, input, training, self.max_norm, self.norm_type, self.padding_idx, padded=True)
         return lookup(active, self.scale_grad_by_freq)
 
     @classmethod

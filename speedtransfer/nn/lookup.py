@@ -12,49 +12,66 @@ from speedtransfer import buffers
 from speedtransfer.eager import uncompiled
 from speedtransfer.engines import gather_rows
 from speedtransfer.nn.active import ActiveRows
-from speedtransfer.tables import UniqueRows
+from speedtransfer.tables import UniqueRows, is_padded, sum_rows
 
 
 class _Lookup(torch.autograd.Function):
     """Compute ``rows[inverse]`` in recycled memory: on the CPU fresh pages cost several times the copy.
 
-    The result has the shape of the ids already, since a view of it could not be changed in place.
+    The result has the shape of the ids already, since a view of it could not be changed in place. The gradients of a row are
+    added in the order of the batch: on CUDA those of torch's own function may be added in any.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, groups: UniqueRows, shape: torch.Size, padding: int) -> Tensor:
-        ctx.groups, ctx.num_rows, ctx.padding = groups, rows.shape[0], padding
-        out = buffers.empty((*shape, rows.shape[1]), rows.dtype, rows.device)
-        gather_rows([rows], groups.inverse, [out.view(groups.inverse.numel(), rows.shape[1])])
+    def forward(ctx: Any, rows: Tensor, active: ActiveRows, by_freq: bool) -> Tensor:
+        inverse = active.inverse
+        # The rows themselves are not kept.
+        ctx.groups, ctx.padding, ctx.by_freq = active._groups, active._padding_idx, by_freq
+        ctx.table_rows = active._handle.table.num_rows
+        out = buffers.empty((*inverse.shape, rows.shape[1]), rows.dtype, rows.device)
+        flat = out.view(inverse.numel(), rows.shape[1])
+        if rows.is_cuda:
+            torch.index_select(rows, 0, ctx.groups.inverse, out=flat)
+        else:
+            gather_rows([rows], ctx.groups.inverse, [flat])
         return out
 
     @staticmethod
     @uncompiled
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        _, inverse, order, starts, _ = ctx.groups
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        groups, padding = ctx.groups, ctx.groups.found
+        inverse, num_rows = groups.inverse, groups.ids.shape[0]
         grad = grads[0].reshape(inverse.numel(), grads[0].shape[-1])
-        if torch._C._functorch.is_legacy_batchedtensor(grad) or torch._C._functorch.is_batchedtensor(grad):
-            # Many gradients at once (is_grads_batched, vmap) cannot be written to the memory of one.
-            total = grad.new_zeros(ctx.num_rows, grad.shape[1]).index_add(0, inverse, grad)
+        # Many gradients at once (is_grads_batched, vmap) cannot be written to the memory of one; of a gradient that was made
+        # with create_graph the gradient may be asked for.
+        batched = torch._C._functorch.is_legacy_batchedtensor(grad) or torch._C._functorch.is_batchedtensor(grad)
+        if batched or torch.is_grad_enabled():
             if ctx.padding >= 0:
-                total = total.index_fill(0, inverse.new_tensor([ctx.padding]), 0)
-            return total, None, None, None
-        # create_graph: the gradient of this gradient may be asked for.
-        if torch.is_grad_enabled():
-            total = torch.ops.aten.embedding_dense_backward(grad, inverse, ctx.num_rows, ctx.padding, False)
-            return total, None, None, None
-        if order is not None and grad.dtype == torch.float32:
+                grad = grad * (groups.ids != ctx.padding)[inverse][:, None]
+            if ctx.by_freq:
+                grad = grad / _counts(groups)[inverse][:, None]
+            return grad.new_zeros(num_rows, grad.shape[1]).index_add(0, inverse, grad), None, None
+        if grad.is_cuda:
+            total = sum_rows(grad, groups, ctx.table_rows, ctx.padding)
+            return total.div_(_counts(groups)[:, None]) if ctx.by_freq else total, None, None
+        if groups.order is not None and grad.dtype == torch.float32:
             # Sums the gradients of each row in the order of the batch, in float32 twice as fast as index_add_.
             # The gradient of a sum is one value expanded.
             if not grad.is_contiguous():
                 grad = buffers.empty(tuple(grad.shape), grad.dtype, grad.device).copy_(grad)
-            total = F.embedding_bag(order, grad, starts, mode="sum")
+            total = F.embedding_bag(groups.order, grad, groups.starts[:-1], mode="sum")
         else:
-            total = buffers.empty((ctx.num_rows, grad.shape[1]), grad.dtype, grad.device).zero_()
+            total = buffers.empty((num_rows, grad.shape[1]), grad.dtype, grad.device).zero_()
             total.index_add_(0, inverse, grad)
-        if ctx.padding >= 0:
-            total[ctx.padding] = 0
-        return total, None, None, None
+        if padding >= 0:
+            total[padding] = 0
+        return total, None, None
+
+
+def _counts(groups: UniqueRows) -> Tensor:
+    """Return how often each unique row occurs, ``(n,)``, of padding once."""
+    assert groups.starts is not None
+    return groups.starts.diff().clamp_(min=1)
 
 
 def lookup(active: ActiveRows, scale_grad_by_freq: bool = False) -> Tensor:
@@ -67,9 +84,13 @@ def lookup(active: ActiveRows, scale_grad_by_freq: bool = False) -> Tensor:
         Divide the gradient of a row by the number of times that its id occurs.
     """
     rows, inverse, padding = active.rows, active.inverse, active._groups.found
-    large = inverse.numel() * rows.shape[1] * rows.element_size() >= buffers.SMALL_BYTES and not rows.is_cuda
-    if large and not scale_grad_by_freq and rows.dtype in (torch.float32, torch.float64):
-        return _Lookup.apply(rows, active._groups, inverse.shape, padding)
+    if rows.is_cuda:
+        ours = rows.dtype.is_floating_point
+    else:
+        large = inverse.numel() * rows.shape[1] * rows.element_size() >= buffers.SMALL_BYTES
+        ours = large and not scale_grad_by_freq and rows.dtype in (torch.float32, torch.float64)
+    if ours:
+        return _Lookup.apply(rows, active, scale_grad_by_freq)
     return F.embedding(inverse, rows, padding if padding >= 0 else None, scale_grad_by_freq=scale_grad_by_freq)
 
 
@@ -92,13 +113,17 @@ def bag_lookup(
     sparse : bool
         Whether torch would make a sparse gradient, which it sums in another order in half precision.
     """
-    padding = active._groups.found
+    inverse, padding = active.inverse, active._groups.found
+    if is_padded(active.ids) and active._padding_idx >= 0:
+        # The host does not know the place of the padding row: its ids are those of the last place, which no row has.
+        padding = active.rows.shape[0] - 1
+        inverse = inverse.masked_fill((active.ids == active._padding_idx)[inverse], padding)
     if include_last_offset and padding < 0 and offsets is not None and offsets.dim() == 1 and has_padding:
         # With a padding row the last bag of torch extends to the end of the ids.
         offsets, include_last_offset = offsets[:-1], False
     as_sparse = sparse and active.rows.dtype.itemsize == 2 and mode != "max" and not scale_grad_by_freq
     return F.embedding_bag(
-        active.inverse,
+        inverse,
         active.rows,
         offsets,
         scale_grad_by_freq=scale_grad_by_freq,

@@ -13,7 +13,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.stepping import Stepping
 from speedtransfer.optim.table_param import as_tensor
-from speedtransfer.tables import unique_rows
+from speedtransfer.tables import UniqueRows, is_padded, on_host, padded_unique, sum_rows, trimmed, unique_rows
 
 # Steps of other optimizers after which a gradient that no step takes is worth a warning.
 _UNTRAINED_STEPS = 100
@@ -43,7 +43,7 @@ class PendingGradient(Stepping):
         Parameters
         ----------
         ids : Tensor
-            ``(n,)`` int64, sorted, unique.
+            ``(n,)`` int64, sorted, unique; maybe padded.
         grad : Tensor
             ``(n, dim)``.
         rows : Tensor, optional
@@ -81,8 +81,11 @@ class PendingGradient(Stepping):
             self.active, self.state_rows, self._version = rows, state_rows or {}, version
         else:
             assert self.grad is not None
-            ids, grad = self._merged((self.ids, self.grad), (ids, grad))
-            self._set_gradient(ids, grad)
+            ids, grad, union = self._merged((self.ids, self.grad), (ids, grad))
+            if union is None:
+                self._set_gradient(ids, grad)
+            else:
+                self._join(union, grad, rows, version, state_rows or {})
         self._reused = False
         # As in torch, where a gradient stays the same object until it is set to None.
         if shown is not None:
@@ -108,7 +111,7 @@ class PendingGradient(Stepping):
         if task < 0:
             self._finish(ids, grad)
         elif task in self._arriving:
-            self._arriving[task] = self._merged(self._arriving[task], (ids, grad))
+            self._arriving[task] = self._merged(self._arriving[task], (ids, grad))[:2]
         else:
             self._arriving[task] = ids, grad
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(*self._arriving.pop(task)))
@@ -168,21 +171,61 @@ class PendingGradient(Stepping):
                 grad = changed
         return grad
 
-    def _merged(self, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return ids and sum of two gradients (ids, gradient), in the memory of the first if it has all their rows."""
+    def _merged(
+        self, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, UniqueRows | None]:
+        """Return ids and sum of two gradients (ids, gradient), in the memory of the first if it has all their rows.
+
+        Last, on a CUDA device, how the ids come from the two, one after the other; None where that was not needed.
+        """
         (ids, grad), (more_ids, more) = one, other
+        if more_ids is ids:
+            return ids, grad.add_(more), None
+        num_rows = self.table.num_rows
+        full, more_full = (len(some) == num_rows and not is_padded(some) for some in (ids, more_ids))
+        if full and more_full:
+            return ids, grad.add_(more), None
+        if full:
+            # What pads `more` adds zero to the last row.
+            return ids, grad.index_add_(0, more_ids.clamp(max=num_rows - 1), more), None
+        if more_full:
+            return more_ids, more.index_add(0, ids.clamp(max=num_rows - 1), grad), None
+        if ids.is_cuda:
+            union = self._union(ids, more_ids)
+            return union.ids, sum_rows(torch.cat([grad, more]), union, num_rows), union
         if more_ids.shape == ids.shape and torch.equal(more_ids, ids):
-            return ids, grad.add_(more)
-        if len(ids) == self.table.num_rows:
-            return ids, grad.index_add_(0, more_ids, more)
-        if len(more_ids) == self.table.num_rows:
-            return more_ids, more.index_add(0, ids, grad)
-        union, position, *_ = unique_rows(torch.cat([ids, more_ids]))
-        total = grad.new_zeros(len(union), grad.shape[1])
+            return ids, grad.add_(more), None
+        rows, position, *_ = unique_rows(torch.cat([ids, more_ids]))
+        total = grad.new_zeros(len(rows), grad.shape[1])
         total[position[: len(ids)]] = grad
         # `more_ids` are unique.
         total[position[len(ids) :]] += more
-        return union, total
+        return rows, total, None
+
+    def _union(self, ids: Tensor, more_ids: Tensor) -> UniqueRows:
+        """Return the unique rows of two lists on a CUDA device, for which the host does not wait where it need not."""
+        known, more_known = on_host(ids), on_host(more_ids)
+        if known is not None and more_known is not None:
+            return unique_rows(torch.cat([known, more_known]), grouped=True).to(ids.device)
+        union = padded_unique(torch.cat([ids, more_ids]), self.table.num_rows)
+        return union if self.table.takes_padding else trimmed(union)
+
+    def _join(
+        self, union: UniqueRows, grad: Tensor, rows: Tensor | None, version: int, state_rows: dict[str, Tensor]
+    ) -> None:
+        """Make `grad` the pending gradient of `union`, and join what was read of its rows: none is read again."""
+        active, pairs = self.active, {name: (part, state_rows.get(name)) for name, part in self.state_rows.items()}
+        self._set_gradient(union.ids, grad)
+        known = active is not None and rows is not None and self._version == version == self.table.version
+        if not known or pairs.keys() != state_rows.keys() or union.order is None or union.starts is None:
+            return
+        # One place of each row in the two lists; of padding any.
+        places = union.order[union.starts[:-1].clamp(max=len(union.order) - 1)]
+
+        def joined(*parts: Any) -> Tensor:
+            return torch.cat(parts).index_select(0, places)
+
+        self.active, self.state_rows = joined(active, rows), {name: joined(*pair) for name, pair in pairs.items()}
 
     def _discarded(self) -> bool:
         """Tell whether the pending gradient was set to zero since it was deposited."""
@@ -199,13 +242,17 @@ class PendingGradient(Stepping):
         shown = None if self._shown is None else self._shown()
         sparse = self.sparse and not self.used_whole
         if shown is None or shown.rows is not self.grad or shown.sparse != sparse:
-            shown = RowGradient(self.table.num_rows, self.ids, self.grad, self._densified, sparse)
+            shown = RowGradient(self.table.num_rows, self.ids, self.grad, self._changed, sparse)
             self._shown = weakref.ref(shown)
         return shown
 
-    def _densified(self, ids: Tensor, grad: Tensor) -> None:
-        """Use the gradient that `gradient` returned, made dense for a function that writes to it."""
-        if self.grad is not None:
+    def _changed(self, ids: Tensor, grad: Tensor, trimmed: bool) -> None:
+        """Use the gradient that `gradient` returned, made dense for a function that writes to it, or without padding."""
+        if self.grad is None:
+            return
+        if trimmed:
+            self._take_trimmed(ids, grad)
+        else:
             self._touched = self.ids
             self._set_gradient(ids, grad)
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from speedtransfer.tables import num_unique
+
 aten = torch.ops.aten
 
 
@@ -46,9 +48,9 @@ class RowGradient(Tensor):
     Attributes
     ----------
     ids : Tensor
-        ``(n,)`` int64, sorted: the active rows.
+        ``(n,)`` int64, sorted: the active rows; on a CUDA device padded, until something needs to know how many there are.
     rows : Tensor
-        ``(n, dim)``, their gradient.
+        ``(n, dim)``, their gradient, zero for padding.
     sparse : bool
         Whether it reads as a sparse tensor: ``is_sparse``, ``_indices()``, ``_values()``.
     """
@@ -56,7 +58,7 @@ class RowGradient(Tensor):
     ids: Tensor
     rows: Tensor
     sparse: bool
-    _densified: Callable[[Tensor, Tensor], None] | None
+    _changed: Callable[[Tensor, Tensor, bool], None] | None
 
     @staticmethod
     def __new__(
@@ -64,13 +66,16 @@ class RowGradient(Tensor):
         num_rows: int,
         ids: Tensor,
         rows: Tensor,
-        densified: Callable[[Tensor, Tensor], None] | None = None,
+        changed: Callable[[Tensor, Tensor, bool], None] | None = None,
         sparse: bool = False,
     ) -> RowGradient:
-        """Return the gradient of `num_rows` rows; `densified` is called with the new ids and rows once it becomes dense."""
+        """Return the gradient of `num_rows` rows.
+
+        `changed` is called with the new ids and rows once it becomes dense, or loses its padding, and with which.
+        """
         shape = (num_rows, *rows.shape[1:])
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)
-        made.ids, made.rows, made._densified, made.sparse = ids, rows, densified, sparse
+        made.ids, made.rows, made._changed, made.sparse = ids, rows, changed, sparse
         return made
 
     @classmethod
@@ -98,26 +103,46 @@ class RowGradient(Tensor):
 
     def like(self, rows: Tensor) -> RowGradient:
         """Return a gradient of the same rows with the values `rows`, ``(n, dim)``."""
-        return RowGradient(self.shape[0], self.ids.to(rows.device), rows, sparse=self.sparse)
+        ids = self.ids
+        if rows.device != ids.device:
+            # A copy does not know of padding.
+            n = len(self.trim().ids)
+            ids, rows = self.ids.to(rows.device), rows[:n]
+        return RowGradient(self.shape[0], ids, rows, sparse=self.sparse)
+
+    def trim(self) -> RowGradient:
+        """Drop padding, for which the host waits, and return this gradient."""
+        count = num_unique(self.ids)
+        if count is not None:
+            n = int(count)
+            self.ids, self.rows = self.ids[:n], self.rows[:n]
+            if self._changed is not None:
+                self._changed(self.ids, self.rows, True)
+        return self
+
+    def is_full(self) -> bool:
+        """Tell whether every row is active."""
+        return len(self.trim().ids) == self.shape[0]
 
     def coo(self) -> Tensor:
         """Return the gradient as a sparse tensor of torch, over the memory of `rows`."""
+        self.trim()
         ids = self.ids.unsqueeze(0)
         return torch.sparse_coo_tensor(ids, self.rows, self.shape, check_invariants=False, is_coalesced=True)
 
     def dense(self) -> Tensor:
         """Return the dense values, ``(num_rows, dim)``: a copy, or `rows` if every row is active."""
-        if len(self.ids) == self.shape[0]:
+        if self.is_full():
             return self.rows
         return self.rows.new_zeros(self.shape).index_copy_(0, self.ids, self.rows)
 
     def make_dense(self) -> Tensor:
         """Make every row active, others with zeros, and return the dense values."""
-        if len(self.ids) != self.shape[0]:
+        if not self.is_full():
             self.rows = self.dense()
             self.ids = torch.arange(self.shape[0], device=self.ids.device)
-            if self._densified is not None:
-                self._densified(self.ids, self.rows)
+            if self._changed is not None:
+                self._changed(self.ids, self.rows, False)
         return self.rows
 
     # Functions that read memory and do not reach the dispatcher.
@@ -148,7 +173,7 @@ class RowGradient(Tensor):
         return (self.coo() if self.sparse else self.to_dense()).__reduce_ex__(protocol)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({len(self.ids)} of {self.shape[0]} rows, {self.rows!r})"
+        return f"{type(self).__name__}({len(self.trim().ids)} of {self.shape[0]} rows, {self.rows!r})"
 
 
 def _given(value: Any) -> Callable[..., Any]:
@@ -166,13 +191,13 @@ _OF_SPARSE: dict[Any, Callable[..., Any]] = {
     Tensor.is_coalesced: _given(True),
     Tensor.sparse_dim: _given(1),
     Tensor.dense_dim: _given(1),
-    Tensor._nnz: lambda grad: len(grad.ids),
+    Tensor._nnz: lambda grad: len(grad.trim().ids),
     Tensor.coalesce: lambda grad: grad,
     Tensor.to_sparse: _by_coo(Tensor.to_sparse),
     Tensor.to_sparse_coo: _by_coo(Tensor.to_sparse_coo),
     Tensor.sparse_mask: _by_coo(Tensor.sparse_mask),
-    **dict.fromkeys((Tensor.indices, Tensor._indices), lambda grad: grad.ids.unsqueeze(0)),
-    **dict.fromkeys((Tensor.values, Tensor._values), lambda grad: grad.rows),
+    **dict.fromkeys((Tensor.indices, Tensor._indices), lambda grad: grad.trim().ids.unsqueeze(0)),
+    **dict.fromkeys((Tensor.values, Tensor._values), lambda grad: grad.trim().rows),
     torch._sparse_sum: _by_coo(torch._sparse_sum),
 }
 
@@ -192,13 +217,14 @@ def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _scaled(func, args) if name is aten.mul and len(args) == 2 else NotImplemented
     grad, rest = args[0], args[1:]
     if name in (aten.detach, aten.alias):
-        return RowGradient(grad.shape[0], grad.ids, grad.rows, grad._densified, grad.sparse)
+        return RowGradient(grad.shape[0], grad.ids, grad.rows, grad._changed, grad.sparse)
     if name in _ZERO_TO_ZERO or (name in _CLAMPED and _keeps_zero(*rest, **kwargs)):
         return _wrapped(grad, func(grad.rows, *rest, **kwargs))
     if name in _SCALED:
         return _scaled(func, args)
     if name in _SUMS and isinstance(rest[0], RowGradient):
-        if rest[0].shape == grad.shape and torch.equal(rest[0].ids, grad.ids):
+        same = rest[0].ids is grad.ids or torch.equal(rest[0].trim().ids, grad.trim().ids)
+        if rest[0].shape == grad.shape and same:
             return _wrapped(grad, func(grad.rows, rest[0].rows, **kwargs))
         return NotImplemented
     over_all = len(rest) < 2 and kwargs.get("dim") is None
@@ -206,10 +232,11 @@ def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if norm or func in (aten.sum.default, aten.any.default, aten.count_nonzero.default):
         return func(grad.rows, *rest, **kwargs)
     if func in (aten.max.default, aten.min.default):
+        full = grad.is_full()
         if not grad.rows.numel():
             return grad.rows.new_zeros(()) if grad.numel() else NotImplemented
         extreme = func(grad.rows)
-        return extreme if len(grad.ids) == grad.shape[0] else func(torch.stack([extreme, torch.zeros_like(extreme)]))
+        return extreme if full else func(torch.stack([extreme, torch.zeros_like(extreme)]))
     return NotImplemented
 
 
@@ -243,7 +270,7 @@ def _scaled(func: Any, args: tuple[Any, ...]) -> Any:
             return NotImplemented
         # A factor for each row, such as a mask.
         if other.dim() == 2 and other.shape[0] == grad.shape[0] != 1:
-            other = other[grad.ids.to(other.device)]
+            other = other[grad.trim().ids.to(other.device)]
         # 0 / 0 and 0 * inf make rows without a gradient NaN. A single factor is not checked: the host would wait for the GPU,
         # and such a factor shows in the loss.
         if other.numel() > 1:

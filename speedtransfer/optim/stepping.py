@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.probe import sparse_gradient
 from speedtransfer.optim.table_param import TableParam
+from speedtransfer.tables import is_padded
 
 
 class Stepping(TableParam):
@@ -25,6 +26,9 @@ class Stepping(TableParam):
         state = self.state
         assert state is not None
         with self.rows.lock:
+            if state.sparse:
+                # A sparse gradient has as many rows as it says.
+                self.trim()
             self.refresh()
             state.load(optimizer, group, frame, None if self.in_place else self.ids, self.state_rows)
             # A probe may have assigned the gradient anew.
@@ -127,7 +131,7 @@ class Stepping(TableParam):
         self._exposed, exposed = False, self._exposed
         exposed = exposed or any(reference() is not None for reference in self._aliases)
         if exposed or self.active is None or self._version != self.table.version:
-            every = len(self.ids) == self.table.num_rows > 0
+            every = len(self.ids) == self.table.num_rows > 0 and not is_padded(self.ids)
             # A step of all rows can update them where they are stored.
             self.in_place = every and self.aliased and self.state is not None and self.state.steps_in_place()
             if self.in_place:

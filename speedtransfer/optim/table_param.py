@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.state import RowState
 from speedtransfer.rows import Rows
-from speedtransfer.tables import Table
+from speedtransfer.tables import Table, num_unique
 
 # Within it functions of torch see the parameter itself, the placeholder, and not the whole table.
 as_tensor = torch._C.DisableTorchFunctionSubclass
@@ -153,3 +153,19 @@ class TableParam:
         """Make `grad`, ``(n, dim)``, the pending gradient of the rows `ids` (n,), which the step has to read."""
         self.ids, self.grad, self._grad_version = ids, grad, grad._version
         self.active, self.state_rows = None, {}
+
+    def trim(self) -> None:
+        """Drop the padding of the pending gradient, for which the host waits."""
+        if self.ids is not None and self.grad is not None:
+            count = num_unique(self.ids)
+            if count is not None:
+                self._take_trimmed(self.ids[: int(count)], self.grad[: int(count)])
+
+    def _take_trimmed(self, ids: Tensor, grad: Tensor) -> None:
+        n, before, shown = len(ids), self.grad, None if self._shown is None else self._shown()
+        self.ids, self.grad = ids, grad
+        self.active = None if self.active is None else self.active[:n]
+        self.state_rows = {name: part[:n] for name, part in self.state_rows.items()}
+        # It remains the gradient that was shown.
+        if shown is not None and shown.rows is before:
+            shown.ids, shown.rows = ids, grad

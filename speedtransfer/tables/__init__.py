@@ -1,11 +1,13 @@
 """Where rows live: named planes in one memory. A new memory is a class of `Memory` and an entry of `table.MEMORIES`."""
 
 from speedtransfer.tables.chunks import CHUNK_BYTES, copy_plane, plane_chunks, row_chunks
-from speedtransfer.tables.index import UniqueRows, as_index, unique_rows
+from speedtransfer.tables.index import as_index
+from speedtransfer.tables.padded import is_padded, kept, num_unique, padded_unique, sum_rows, trimmed
 from speedtransfer.tables.page_advice import read_ahead
 from speedtransfer.tables.planes import PathLike, TableStats, check_dtype
 from speedtransfer.tables.row_values import as_rows, overlap, tensor_of
 from speedtransfer.tables.table import MEMORIES, Table
+from speedtransfer.tables.unique import UniqueRows, on_host, unique_rows
 
 __all__ = [
     "CHUNK_BYTES",
@@ -18,10 +20,17 @@ __all__ = [
     "as_rows",
     "check_dtype",
     "copy_plane",
+    "is_padded",
+    "kept",
+    "num_unique",
+    "on_host",
     "overlap",
+    "padded_unique",
     "plane_chunks",
     "read_ahead",
     "row_chunks",
+    "sum_rows",
     "tensor_of",
+    "trimmed",
     "unique_rows",
 ]

@@ -1,20 +1,18 @@
-"""Check indices before anything is read or written, and sort them into unique rows."""
+"""Check indices before anything is read or written."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import to_device
 from speedtransfer.engines import out_of_range
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
 _INT64_MAX = 2**63 - 1
-_FEW_IDS = 1 << 10  # torch.unique is faster for no more
 _MARK_ROWS = 64  # up to so many rows of the table for each one named, marking those is faster than sorting them
 
 
@@ -145,94 +143,3 @@ def check_distinct(flat: Tensor, num_rows: int, given: Any, checked: bool) -> No
         f"index names row {row} twice (positions {at[0]} and {at[1]}) but scatter writes each row once; "
         "combine the rows first, for instance with torch.unique(index, return_inverse=True) and index_add_"
     )
-
-
-class UniqueRows(NamedTuple):
-    """The unique values of an index, and the index grouped by them.
-
-    Attributes
-    ----------
-    ids : Tensor
-        ``(n,)`` int64, sorted.
-    inverse : Tensor
-        Where each value of the index is in `ids`.
-    order, starts : Tensor or None
-        The positions of the index sorted by value, each group in its old order, and where in `order` the ``n`` groups begin;
-        None unless the index is on the CPU and long.
-    found : int
-        Position in `ids` of the row that was looked for; -1 where it is not among them.
-    """
-
-    ids: Tensor
-    inverse: Tensor
-    order: Tensor | None = None
-    starts: Tensor | None = None
-    found: int = -1
-
-    def to(self, device: torch.device) -> UniqueRows:
-        """Return the ids and the way back to them on `device`."""
-        if self.ids.device == device:
-            return self
-        return UniqueRows(to_device(self.ids, device), to_device(self.inverse, device), found=self.found)
-
-
-def unique_rows(
-    flat: Tensor, num_rows: int | None = None, given: Any = None, look_for: int | None = None
-) -> UniqueRows:
-    """Return the unique values of `flat`, (n,) int64, and where among them `look_for` is.
-
-    On a CUDA device the host waits once, for these answers and, where `num_rows` is given, for whether all are in range.
-
-    Raises
-    ------
-    RowIndexError
-        A value is out of range; the message shows it as it stands in `given`.
-    """
-    count = flat.numel()
-    if count == 0:
-        return UniqueRows(flat, flat)
-    if flat.device.type != "cpu":
-        return _unique_on_device(flat, num_rows, given, look_for)
-    bits, largest = count.bit_length(), 0
-    if count > _FEW_IDS:
-        if num_rows is not None:
-            check_bounds(flat, num_rows, flat if given is None else given)
-        largest = int(flat.numpy().max())
-    if count <= _FEW_IDS or largest >> (63 - bits):
-        ids, inverse = torch.unique(flat, return_inverse=True)
-        array = ids.numpy()
-        if num_rows is not None and (array[0] < 0 or array[-1] >= num_rows):
-            check_bounds(flat, num_rows, flat if given is None else given)
-        return UniqueRows(ids, inverse, found=-1 if look_for is None else _position(array, look_for))
-    # One sort of "value, position" in a single integer: sorting with indices, as torch.unique does, costs twice that and more.
-    key = np.sort((flat.numpy() << bits) | np.arange(count))
-    order = key & ((1 << bits) - 1)
-    key >>= bits
-    first = np.empty(count, dtype=bool)
-    first[0] = True
-    np.not_equal(key[1:], key[:-1], out=first[1:])
-    place = np.empty(count, dtype=np.int64)
-    place[order] = np.cumsum(first) - 1
-    starts = np.flatnonzero(first)
-    ids = key[starts]
-    unique, inverse, positions, edges = (torch.from_numpy(array) for array in (ids, place, order, starts))
-    return UniqueRows(unique, inverse, positions, edges, -1 if look_for is None else _position(ids, look_for))
-
-
-def _position(ids: np.ndarray, wanted: int) -> int:
-    at = int(np.searchsorted(ids, wanted))
-    return at if at < len(ids) and ids[at] == wanted else -1
-
-
-def _unique_on_device(flat: Tensor, num_rows: int | None, given: Any, look_for: int | None) -> UniqueRows:
-    ordered, order = flat.sort()
-    first = torch.ones_like(ordered)
-    first[1:] = ordered[1:] != ordered[:-1]
-    place = first.cumsum(0) - 1
-    inverse = torch.empty_like(flat).scatter_(0, order, place)
-    ids = torch.empty_like(flat).scatter_(0, place, ordered)  # repeats write the same value to the same place
-    found = place.masked_fill(ordered != (-1 if look_for is None else look_for), -1).max()
-    last, low, high, at = torch.stack([place[-1], ordered[0], ordered[-1], found]).tolist()  # the host waits here
-    if num_rows is not None and (low < 0 or high >= num_rows):
-        check_bounds(flat, num_rows, flat if given is None else given)
-    return UniqueRows(ids[: last + 1], inverse, found=-1 if look_for is None else at)

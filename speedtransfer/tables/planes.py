@@ -19,6 +19,7 @@ from speedtransfer.engines import Engine, engine_names, make_engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.tables.chunks import check_fill, check_floating, copy_plane, fill_plane
 from speedtransfer.tables.memories import Memory
+from speedtransfer.tables.padded import PaddedStats
 from speedtransfer.tables.records import check_layout
 
 # The class below has attributes called `torch`, `device` and `dtype`: inside its body these names are not the types.
@@ -54,17 +55,24 @@ class TableStats:
 class Planes:
     """The part of a :class:`~speedtransfer.Table` that handles whole planes."""
 
+    # Whether the host moves rows for a CUDA device: ids that only this knows would have to come to the host first.
+    moves_on_host: bool
+
     def _adopt(self, place: Memory, weight: Tensor) -> Self:
         """Take `weight`, a ``(num_rows, dim)`` tensor allocated by `place`, as the first plane."""
         self._place = place
-        self._engine = make_engine(place.name, place.device)
+        self._set_engine(make_engine(place.name, place.device))
         self._planes = {"weight": wait_until_filled(weight)}
         self._writes = 0
         # Called with row numbers, or None for all rows, before these are read or written from outside: by `Rows`, while it
         # lets idle rows miss steps. What is moved as it is stored (`read`, `write`, ``check=False``) does without.
         self._catch_up: Callable[[Tensor | None], None] | None = None
-        self._stats = TableStats()
+        self._stats, self._padded_stats = TableStats(), PaddedStats()
         return self
+
+    def _set_engine(self, engine: Engine) -> None:
+        self._engine = engine
+        self.moves_on_host = engine.device.type == "cuda" and engine.name == "staged"
 
     @classmethod
     def _copied(cls, place: Memory, source: Tensor, dtype: DType) -> Self:
@@ -124,7 +132,12 @@ class Planes:
                 f"{self.device}; make one of {', '.join(engine_names(self.memory, self.device))}"
             )
         self._engine.wait()
-        self._engine = new
+        self._set_engine(new)
+
+    @property
+    def takes_padding(self) -> bool:
+        """Whether `read` and `write` take padded ids, so that the host need not know which rows a batch has."""
+        return self._engine.takes_padding
 
     @property
     def layout(self) -> str:
@@ -209,7 +222,9 @@ class Planes:
         """Forget a plane other than "weight"."""
         if name == "weight":
             raise InvalidValueError("plane 'weight' is the table itself; delete the table instead")
-        del self._planes[self._check_plane(name)]
+        self._check_plane(name)
+        self._engine.wait()
+        del self._planes[name]
 
     def plane(self, name: str) -> Tensor:
         """Return the whole of a plane, ``(num_rows, width)``, without a copy; it lives where the memory is."""
@@ -321,7 +336,9 @@ class Planes:
             self._writes += self.version  # moved planes count their changes from zero again
             self._planes = self._place.move_to(target, self._planes)
             name = self._engine.name
-            self._engine = make_engine(self.memory, target, name if name in engine_names(self.memory, target) else None)
+            self._set_engine(
+                make_engine(self.memory, target, name if name in engine_names(self.memory, target) else None)
+            )
         return self
 
     def astype(self, dtype: DType) -> Self:

@@ -18,13 +18,15 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageErr
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import files
 from speedtransfer.tables.chunks import plane_chunks
-from speedtransfer.tables.index import as_index, check_distinct, unique_rows
+from speedtransfer.tables.index import as_index, check_distinct
 from speedtransfer.tables.mapped_file import MmapMemory
 from speedtransfer.tables.memories import DeviceMemory, Memory, PageableMemory, PinnedMemory
+from speedtransfer.tables.padded import PaddedStats, is_padded, padded_unique
 from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
 from speedtransfer.tables.planes import Device, DType, PathLike, Planes, TableStats, check_dtype
 from speedtransfer.tables.records import check_layout
 from speedtransfer.tables.row_values import as_rows, check_conversion, check_rows, overlap, tensor_of
+from speedtransfer.tables.unique import on_host, unique_rows
 
 MEMORIES: dict[str, type[Memory]] = {m.name: m for m in (PinnedMemory, PageableMemory, MmapMemory, DeviceMemory)}
 
@@ -134,7 +136,10 @@ class Table(Planes):
         """
         flat, shape, checked = as_index(index, self.num_rows, self.device) if check else (index, index.shape, True)
         if check and catch_up and self._catch_up is not None:
-            self._catch_up(unique_rows(flat, None if checked else self.num_rows, index).ids)
+            if flat.is_cuda and self.takes_padding and len(flat):
+                self._catch_up(padded_unique(flat, self.num_rows).ids)
+            else:
+                self._catch_up(unique_rows(flat, None if checked else self.num_rows, index).ids)
         names = [planes] if isinstance(planes, str) else list(planes)
         stored = [self._planes[self._check_plane(name)] for name in names]
         dtypes = [check_conversion(plane.dtype, dtype) for plane in stored]
@@ -154,7 +159,7 @@ class Table(Planes):
             ]
             rows = [values.view(flat.numel(), values.shape[-1]) for values in shaped]
         read_ahead_of_rows(stored, flat)
-        self._engine.gather(stored, flat, rows, check=not checked)
+        self._engine.gather(stored, flat, rows, check=not checked, unsorted=True)
         self._stats.gathered_rows += flat.numel()
         self._stats.gathered_bytes += flat.numel() * sum(plane.shape[1] * plane.element_size() for plane in stored)
         if out is not None:
@@ -164,24 +169,39 @@ class Table(Planes):
         return shaped[0] if isinstance(planes, str) else dict(zip(names, shaped, strict=True))
 
     def read(self, ids: Tensor, planes: Sequence[str]) -> dict[str, Tensor]:
-        """Gather rows as they are stored: `ids` (n,), contiguous int64 on `device` or the CPU, are known to be in range."""
+        """Gather rows as they are stored: `ids` (n,), contiguous int64 on `device` or the CPU, are in range, or padded."""
         stored = [self._planes[name] for name in planes]
         count = ids.shape[0]
         device = self._place.device
         rows = [buffers.empty((count, plane.shape[1]), plane.dtype, device) for plane in stored]
+        if self.moves_on_host:
+            ids = on_host(ids, ids)
         if count >= FEW_ROWS:
             read_ahead_of_rows(stored, ids)
         self._engine.gather(stored, ids, rows)
-        self._stats.gathered_rows += count
-        for values in rows:
-            self._stats.gathered_bytes += values.nbytes
+        if self._engine.takes_padding and is_padded(ids):
+            self._padded_stats.add("gathered", ids, rows)
+        else:
+            self._stats.gathered_rows += count
+            for values in rows:
+                self._stats.gathered_bytes += values.nbytes
         return dict(zip(planes, rows, strict=True))
 
-    def write(self, ids: Tensor, rows: dict[str, Tensor]) -> None:
+    def check(self, flat: Tensor) -> None:
+        """Let the device check that `flat`, (n,) int64 on it, is in range; if not, the next call raises, as after `gather`."""
+        nothing = self._planes["weight"][:, :0]
+        self._engine.gather([nothing], flat, [nothing.new_empty((len(flat), 0), device=flat.device)], check=True)
+
+    def write(self, ids: Tensor, rows: dict[str, Tensor], unsorted: bool = False) -> None:
         """Scatter contiguous rows, by plane, as they are stored: `ids` (n,) are as for `read`, and none is there twice."""
         values = list(rows.values())
-        self._engine.scatter([self._planes[name] for name in rows], ids, values)
+        if self.moves_on_host:
+            ids = on_host(ids, ids)
+        self._engine.scatter([self._planes[name] for name in rows], ids, values, unsorted)
         self._writes += 1
+        if self._engine.takes_padding and is_padded(ids):
+            self._padded_stats.add("scattered", ids, values)
+            return
         self._stats.scattered_rows += ids.shape[0]
         for value in values:
             self._stats.scattered_bytes += value.nbytes
@@ -222,7 +242,7 @@ class Table(Planes):
             read_ahead_of_rows(stored, flat)
         else:
             values = [value.detach() for value in by_plane.values()]
-        self.write(index, dict(zip(by_plane, values, strict=True)))
+        self.write(index, dict(zip(by_plane, values, strict=True)), unsorted=True)
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.gather(self._expand(index))
@@ -303,11 +323,14 @@ class Table(Planes):
 
     def stats(self) -> TableStats:
         """Return what has been moved so far (a copy)."""
-        return dataclasses.replace(self._stats)
+        found = dataclasses.replace(self._stats)
+        for name, number in self._padded_stats.total().items():
+            setattr(found, name, getattr(found, name) + number)
+        return found
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self._stats = TableStats()
+        self._stats, self._padded_stats = TableStats(), PaddedStats()
 
 
 def _open_memory(memory: str, path: PathLike | None, device: Device, num_bytes: int, layout: str) -> Memory:

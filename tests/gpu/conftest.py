@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpu import emulated
 from gpu.processes import ENVIRONMENT, Processes, Reporter, run_here
 from speedtransfer.cuda import cuda_status
 from speedtransfer.engines import calibration
@@ -26,6 +27,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def pytest_configure(config):
+    emulated.install()
     if os.environ.get(ENVIRONMENT, "inline") != "inline":
         config.pluginmanager.register(Reporter(config, broken))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 
 import torch
-from engine_cases import EngineCases
+from engine_cases import EngineCases, PaddingCases
 
 HOLD_CYCLES = 40_000_000  # about 20 ms: far longer than any call here takes
 
 
-class OnDevice(EngineCases):
+class OnDevice(PaddingCases, EngineCases):
     """The cases, and order between streams."""
 
     def test_a_scatter_held_back_is_waited_for(self, engine, device, store):

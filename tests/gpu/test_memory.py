@@ -170,7 +170,7 @@ class TestGivenBack:
         assert other.gather([7]).eq(4).all()
 
     def test_page_locked_memory_of_an_engine(self, device):
-        engine, plane = StagedEngine(device), torch.zeros(1000, 64)
+        engine, plane = StagedEngine(device, num_buffers=3), torch.zeros(1000, 64)
         for _ in range(4):
             engine.gather([plane], torch.arange(1000, device=device), [torch.zeros(1000, 64, device=device)])
         pointers = [next(engine._ring)._memory.data_ptr() for _ in range(3)]

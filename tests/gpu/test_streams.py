@@ -5,6 +5,8 @@ A test calls a few times before it holds a stream back, with the same shapes: wh
 
 import contextlib
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ WAYS = (
 )
 
 
-WARM = [True] * 4 + [False]  # more calls than a staging engine has buffers, then the one that counts
+WARM = [True] * 9 + [False]  # more calls than a staging engine has buffers, then the one that counts
 
 
 @pytest.fixture(autouse=True)
@@ -274,6 +276,54 @@ class TestTheHost:
         check_same([rows], [content])
 
 
+class TestEventsOfTheStagedEngine:
+    """How often the host waits for an event, however often it asks whether one is done."""
+
+    @pytest.fixture
+    def waits(self, monkeypatch):
+        waits, synchronize = [], torch.cuda.Event.synchronize
+        monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: [waits.append(event), synchronize(event)][1])
+        return waits
+
+    @pytest.mark.parametrize(
+        ("where", "count", "gathers", "scatters"),
+        [("cpu", 500, 0, 1), ("cpu", 24_000, 0, 6), ("cuda", 500, 1, 1), ("cuda", 24_000, 1, 6)],
+    )
+    def test_at_most(self, device, waits, where, count, gathers, scatters):
+        """Of calls that move 128 kB, or 6 MB in 6 chunks."""
+        engine, plane = StagedEngine(device), torch.randn(30_000, 64)
+        index, rows = torch.arange(count, device=where), torch.zeros(count, 64, device=device)
+        for _ in range(9):
+            engine.gather([plane], index, [rows])
+            engine.scatter([plane], index, [rows])
+        torch.cuda.synchronize()
+        waits.clear()
+        engine.gather([plane], index, [rows])
+        assert len(waits) <= gathers
+        torch.cuda.synchronize()
+        waits.clear()
+        engine.scatter([plane], index, [rows])
+        assert len(waits) <= scatters
+
+    def test_a_buffer_that_grows_frees_nothing(self, device, monkeypatch):
+        """CUDA waits for the device when page-locked memory is freed."""
+        engine, plane, side = StagedEngine(device), torch.randn(30_000, 64), torch.cuda.Stream()
+        freed, runtime = [], load_cupy().cuda.runtime
+        free = runtime.freeHost
+        monkeypatch.setattr(runtime, "freeHost", lambda pointer: [freed.append(pointer), free(pointer)][1])
+        for count in (1, 10, 100, 1000, 10_000, 30_000):
+            index = torch.arange(count)
+            engine.gather([plane], index, [torch.zeros(count, 64, device=device)])
+            engine.gather([plane], index.to(device), [torch.zeros(count, 64, device=device)])
+        assert freed == []
+        with torch.cuda.stream(side):
+            engine.gather([plane], index, [rows := torch.zeros(count, 64, device=device)])
+        del engine
+        assert freed
+        side.synchronize()
+        check_same([rows], [plane])
+
+
 class TestTorchsOwnWaits:
     """torch.cuda.set_sync_debug_mode: operations of torch that make the host wait."""
 
@@ -377,3 +427,67 @@ def test_a_stream_of_another_library(device):
         stream.synchronize()
         del index, rows  # before the stream that torch's allocator asks about them
         del stream, theirs
+
+
+DEAD_STREAM = """
+import gc, sys
+import cupy, torch
+import speedtransfer as st
+
+memory, engine, path = sys.argv[1:]
+table = st.Table(1000, 16, memory=memory, device="cuda", path=path or None)
+table.engine = engine
+index = torch.arange(100, device="cuda")
+torch.cuda.synchronize()
+theirs = cupy.cuda.Stream(non_blocking=True)
+stream = torch.cuda.ExternalStream(theirs.ptr)
+rows = torch.ones(100, 16, device="cuda")
+with torch.cuda.stream(stream):
+    table.gather(index, check=False)
+    table.gather(index)
+    table.scatter(index, rows, check=False)
+    table.gather(index, out=rows)
+stream.synchronize()
+del stream, theirs
+gc.collect()
+del index, rows
+gc.collect()
+del table
+gc.collect()
+assert len([torch.zeros(1000, 16, device="cuda") for _ in range(10)]) == 10
+torch.cuda.synchronize()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("way", [*WAYS, ("mmap", "staged")], ids="-".join)
+def test_what_was_used_on_a_stream_that_has_died_since(way, tmp_path):
+    """torch's allocator must not be left with it: what it asks when memory is freed would end the process."""
+    memory, engine = way
+    path = str(tmp_path / "t.safetensors") if memory == "mmap" else ""
+    command = [sys.executable, "-c", DEAD_STREAM, memory, engine, path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("engine", DEVICE_ENGINES)
+@pytest.mark.parametrize("what", ["table", "plane"])
+def test_memory_of_planes_is_not_given_away_early(device, engine, what):
+    """They were made on one stream and are used on another, which is held back when they go."""
+    side, index = torch.cuda.Stream(), torch.arange(5000, device=device)
+    table = st.Table(5000, 16, memory="device", device=device).fill_(3)
+    table.add_plane("m", 16, fill=3)
+    table.engine = engine
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        hold(side, 50)
+        rows = table.gather(index, "weight" if what == "table" else "m")
+    if what == "table":
+        del table
+    else:
+        table.drop_plane("m")
+    thieves = [torch.zeros(5000, 16, device=device) for _ in range(4)]
+    torch.cuda.current_stream().synchronize()
+    side.synchronize()
+    assert rows.eq(3).all()
+    assert len(thieves) == 4

@@ -66,6 +66,16 @@ inline int atomicExch(int* at, int value) {
 inline const volatile long long* fenced_state = nullptr;
 inline void __threadfence_system() { expect(fenced_state != nullptr && *fenced_state == 0); }
 
+// Where an argument has the record of a fault, its state.
+template <typename Argument>
+auto state_of(const Argument& argument, int) -> decltype(&argument.fault->state) {
+    return argument.fault == nullptr ? nullptr : &argument.fault->state;
+}
+template <typename Argument>
+long long* state_of(const Argument&, long) {
+    return nullptr;
+}
+
 // `done` is called after each thread. Threads come in any order on a device: here in two.
 template <typename Argument>
 long long launch(
@@ -78,7 +88,7 @@ long long launch(
     // The argument by value, from memory of any alignment, as the driver takes it.
     std::remove_const_t<Argument> copy;
     std::memcpy(&copy, argument, sizeof copy);
-    fenced_state = copy.fault == nullptr ? nullptr : &copy.fault->state;
+    fenced_state = state_of(copy, 0);
     for (unsigned int b = 0; b < blocks; ++b)
         for (unsigned int t = 0; t < threads; ++t) {
             blockIdx = {backwards ? blocks - 1 - b : b, 0, 0};
@@ -88,3 +98,16 @@ long long launch(
         }
     return mistakes;
 }
+
+// Make the kernel `name` a function of this library. What emulates a device has a prefix of its own.
+#ifndef KERNEL_PREFIX
+#define KERNEL_PREFIX cpu_
+#endif
+#define JOINED_(prefix, name) prefix##name
+#define JOINED(prefix, name) JOINED_(prefix, name)
+#define KERNEL(name)                                                                                             \
+    extern "C" long long JOINED(KERNEL_PREFIX, name)(                                                            \
+        unsigned int blocks, unsigned int threads, const void* argument, int backwards                           \
+    ) {                                                                                                          \
+        return launch(name, blocks, threads, argument, backwards);                                               \
+    }

@@ -1,0 +1,138 @@
+// Sum the rows of each group: the gradients of a row that was looked up several times. The order of additions depends on the
+// groups alone, so the sums are the same from run to run: nothing is added atomically.
+//
+// The grouped rows are cut into pieces of equal length, so that a row that everybody looks up takes no longer than others. A
+// group within a piece is summed at once. Of one that reaches beyond it each piece keeps its part, which the second kernel
+// adds: `tails` of the group that begins in a piece and goes on, `heads` of the one that began before it.
+
+#include "move.cuh"
+#include "halves.cuh"
+
+namespace {
+
+struct Sums {
+    const char* rows;          // (count, width), contiguous, of `type`
+    char* sums;                // (groups, width), zeros, of `type`
+    const long long* order;    // (count,): the rows group by group
+    const long long* inverse;  // (count,): of each row its group
+    const long long* starts;   // (groups + 1,): where in `order` each group begins; the last is `count`
+    const long long* ids;      // (groups,)
+    char* heads;               // (pieces, width), of the type of a sum: float64, or float32 for all others
+    char* tails;
+    long long count;
+    long long width;
+    long long piece;           // rows of a piece
+    long long excluded;        // the group of this id has the sum zero, and so have
+    long long table_rows;      // those of ids from here on
+    long long type;            // 0: float64, else Type
+};
+
+struct Float64 {
+    using Stored = double;
+    using Sum = double;
+    __device__ static Sum read(Stored value) { return value; }
+    __device__ static Stored write(Sum value) { return value; }
+};
+
+struct Float32 {
+    using Stored = float;
+    using Sum = float;
+    __device__ static Sum read(Stored value) { return value; }
+    __device__ static Stored write(Sum value) { return value; }
+};
+
+union Word {
+    float value;
+    unsigned int bits;
+};
+
+template <Type kType>
+struct Half {
+    using Stored = unsigned short;
+    using Sum = float;
+    __device__ static Sum read(Stored value) {
+        Word word;
+        word.bits = widen(value, kType);
+        return word.value;
+    }
+    __device__ static Stored write(Sum value) {
+        Word word;
+        word.value = value;
+        return static_cast<Stored>(narrow(word.bits, kType));
+    }
+};
+
+template <typename T>
+__device__ inline void write_sum(const Sums& given, long long group, long long column, typename T::Sum sum) {
+    const long long id = given.ids[group];
+    if (id >= given.table_rows || id == given.excluded) return;
+    reinterpret_cast<typename T::Stored*>(given.sums)[group * given.width + column] = T::write(sum);
+}
+
+// Each thread has a column of a piece.
+template <typename T>
+__device__ inline void sum_within(const Sums& given) {
+    using Sum = typename T::Sum;
+    const auto* rows = reinterpret_cast<const typename T::Stored*>(given.rows);
+    const long long pieces = (given.count + given.piece - 1) / given.piece;
+    for (long long item = this_thread(); item < pieces * given.width; item += all_threads()) {
+        const long long piece = item / given.width, column = item % given.width;
+        const long long first = piece * given.piece;
+        const long long end = first + given.piece < given.count ? first + given.piece : given.count;
+        const auto keep = [&](long long group, Sum sum) {
+            if (given.starts[group] < first) reinterpret_cast<Sum*>(given.heads)[item] = sum;
+            else if (given.starts[group + 1] > end) reinterpret_cast<Sum*>(given.tails)[item] = sum;
+            else write_sum<T>(given, group, column, sum);
+        };
+        long long group = given.inverse[given.order[first]];
+        Sum sum = 0;
+        for (long long place = first; place < end; ++place) {
+            const long long row = given.order[place];
+            if (given.inverse[row] != group) {
+                keep(group, sum);
+                group = given.inverse[row];
+                sum = 0;
+            }
+            sum += T::read(rows[row * given.width + column]);
+        }
+        keep(group, sum);
+    }
+}
+
+template <typename T>
+__device__ inline void add_parts(const Sums& given) {
+    using Sum = typename T::Sum;
+    const long long pieces = (given.count + given.piece - 1) / given.piece;
+    for (long long item = this_thread(); item < (pieces - 1) * given.width; item += all_threads()) {
+        const long long piece = item / given.width, column = item % given.width;
+        const long long end = (piece + 1) * given.piece;
+        const long long group = given.inverse[given.order[end - 1]];
+        const long long last = given.starts[group + 1];
+        if (given.starts[group] < piece * given.piece || last <= end) continue;
+        Sum sum = reinterpret_cast<const Sum*>(given.tails)[item];
+        for (long long next = piece + 1; next * given.piece < last; ++next) {
+            sum += reinterpret_cast<const Sum*>(given.heads)[next * given.width + column];
+        }
+        write_sum<T>(given, group, column, sum);
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void sum_pieces(const __grid_constant__ Sums given) {
+    switch (given.type) {
+        case kFloat32: sum_within<Float32>(given); break;
+        case kFloat16: sum_within<Half<kFloat16>>(given); break;
+        case kBFloat16: sum_within<Half<kBFloat16>>(given); break;
+        default: sum_within<Float64>(given); break;
+    }
+}
+
+extern "C" __global__ void add_pieces(const __grid_constant__ Sums given) {
+    switch (given.type) {
+        case kFloat32: add_parts<Float32>(given); break;
+        case kFloat16: add_parts<Half<kFloat16>>(given); break;
+        case kBFloat16: add_parts<Half<kBFloat16>>(given); break;
+        default: add_parts<Float64>(given); break;
+    }
+}

@@ -1,0 +1,220 @@
+"""Unique rows on a CUDA device, of which the host does not learn how many there are: it would have to wait for the device.
+
+There is room for as many as there can be. What is left over is padding: ids equal to the number of rows of the table, which
+name none, so that they are gathered as zeros and scattered nowhere. They come last, and ids out of range become padding too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedtransfer.cuda import KernelArgument, current_stream, is_trusted, launch_kernel, load_kernel
+from speedtransfer.tables.unique import UniqueRows
+
+_INT32_MAX = 2**31 - 1
+_THREADS, _MAX_BLOCKS = 256, 1024
+# struct Unique of unique.cu, struct Sums of sums.cu.
+_UNIQUE, _SUMS = KernelArgument("12q"), KernelArgument("14q")
+# enum Type of move.cuh; float64 where no type is meant.
+_TYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+
+
+def padded_unique(flat: Tensor, num_rows: int, spare: bool = False) -> UniqueRows:
+    """Return the unique rows of `flat`, (count,) int64, of a table of `num_rows` rows, padded.
+
+    Parameters
+    ----------
+    flat : Tensor
+        At least one; values out of range share a place in the padding.
+    num_rows : int
+    spare : bool
+        Make sure that the last place is padding.
+
+    Returns
+    -------
+    UniqueRows
+        ``ids`` (n,) with n at most ``min(count, num_rows) + 1``.
+    """
+    room = min(flat.shape[0], num_rows) + 1 if spare else min(flat.shape[0], num_rows + 1)
+    find = _find_by_kernels if flat.is_cuda and is_trusted("unique rows", flat.device, _check_unique(flat)) else _find
+    return find(flat, num_rows, room)
+
+
+def _find(flat: Tensor, num_rows: int, room: int) -> UniqueRows:
+    keys = torch.where((flat >= 0) & (flat < num_rows), flat, num_rows)
+    ordered, order = keys.sort(stable=True)
+    groups = torch.ones_like(ordered)
+    groups[1:] = ordered[1:] != ordered[:-1]
+    groups = groups.cumsum(0)
+    inverse = torch.empty_like(flat).scatter_(0, order, groups - 1)
+    # Repeats write the same value to the same place.
+    ids = torch.full((room,), num_rows, device=flat.device).scatter_(0, groups - 1, ordered)
+    starts = torch.searchsorted(groups, torch.arange(1, room + 2, device=flat.device))
+    return _padded(ids, inverse, order, starts, (groups[-1] - (ordered[-1] == num_rows).long()).view(1))
+
+
+def _find_by_kernels(flat: Tensor, num_rows: int, room: int) -> UniqueRows:
+    count, device = flat.shape[0], flat.device
+    wide = max(num_rows, count) > _INT32_MAX
+    keys, groups = flat.new_empty((2, count), dtype=torch.int64 if wide else torch.int32)
+    ids, starts, inverse = flat.new_empty(2 * room + count + 1).split([room, room + 1, count])
+    # By itself: it may be kept for long.
+    num_unique = flat.new_empty(1)
+    pointers = [tensor.data_ptr() for tensor in (ids, starts, inverse, num_unique)]
+
+    def launch(name: str, keys: Tensor, groups: Tensor, order: int) -> None:
+        buffers = keys.data_ptr(), groups.data_ptr(), order
+        argument = _UNIQUE.pack(flat.data_ptr(), count, num_rows, wide, *buffers, room, *pointers)
+        _launch("unique.cu", name, argument, max(count, room + 1), device)
+
+    launch("find_keys", keys, groups, 0)
+    keys, order = keys.sort(stable=True)
+    launch("mark_groups", keys, groups, 0)
+    groups = groups.cumsum(0, dtype=groups.dtype)
+    launch("write_groups", keys, groups, order.data_ptr())
+    return _padded(ids, inverse, order, starts, num_unique)
+
+
+def _padded(ids: Tensor, inverse: Tensor, order: Tensor, starts: Tensor, num_unique: Tensor) -> UniqueRows:
+    ids._num_unique = num_unique  # type: ignore[attr-defined]
+    return UniqueRows(ids, inverse, order, starts)
+
+
+def num_unique(ids: Tensor) -> Tensor | None:
+    """Return how many of padded ids name a row, ``(1,)`` int64 on their device; None if `ids` are not padded."""
+    return getattr(ids, "_num_unique", None)
+
+
+def is_padded(ids: Tensor) -> bool:
+    """Tell whether `ids` may end in padding."""
+    return "_num_unique" in ids.__dict__
+
+
+def kept(ids: Tensor, keep: Tensor, num_rows: int) -> Tensor:
+    """Return `ids` (n,) with padding in place of those that `keep` (n,) is False for."""
+    found = ids.masked_fill(~keep, num_rows)
+    found._num_unique = (found < num_rows).sum().view(1)  # type: ignore[attr-defined]
+    return found
+
+
+def trimmed(groups: UniqueRows) -> UniqueRows:
+    """Return `groups` without padding; the host waits. An id out of range must have been ruled out."""
+    count = num_unique(groups.ids)
+    if count is None:
+        return groups
+    n = int(count)
+    assert groups.starts is not None
+    return groups._replace(ids=groups.ids[:n], starts=groups.starts[: n + 1])
+
+
+class PaddedStats:
+    """Rows and bytes moved by padded ids: counted on the device, until somebody asks."""
+
+    _MAX_COUNTS = 256
+
+    def __init__(self) -> None:
+        # By what they count, "gathered" or "scattered", and bytes a row.
+        self._counts: dict[tuple[str, int], list[Tensor]] = {}
+
+    def add(self, kind: str, ids: Tensor, rows: Sequence[Tensor]) -> None:
+        """Count `rows`, each (n, width), moved for the padded ids (n,)."""
+        count = num_unique(ids)
+        assert count is not None
+        row_bytes = sum(values.shape[1] * values.element_size() for values in rows)
+        counts = self._counts.setdefault((kind, row_bytes), [])
+        counts.append(count)
+        if len(counts) == self._MAX_COUNTS:
+            counts[:] = [torch.cat(counts).sum().view(1)]
+
+    def total(self) -> dict[str, int]:
+        """Return the numbers by their name in `TableStats`; the host waits for them."""
+        found = dict.fromkeys(("gathered_rows", "gathered_bytes", "scattered_rows", "scattered_bytes"), 0)
+        for (kind, row_bytes), counts in self._counts.items():
+            number = sum(int(count) for count in counts)
+            found[f"{kind}_rows"] += number
+            found[f"{kind}_bytes"] += number * row_bytes
+        return found
+
+
+def sum_rows(values: Tensor, groups: UniqueRows, num_rows: int, excluded: int = -1) -> Tensor:
+    """Return the sum of the rows of `values`, (count, width), of each group, ``(n, width)``, always added in the same order.
+
+    Parameters
+    ----------
+    values : Tensor
+        float64, float32, float16 or bfloat16; the latter two are summed in float32.
+    groups : UniqueRows
+        With order and starts.
+    num_rows : int
+        Of the table: the sum of padding, which does not belong to it, is zero.
+    excluded : int
+        An id whose sum is zero as well.
+    """
+    values = values.contiguous()
+    by_kernels = values.is_cuda and is_trusted("sums of rows", values.device, _check_sums(values))
+    return (_sum_by_kernels if by_kernels else _sum)(values, groups, num_rows, excluded)
+
+
+def _sum(values: Tensor, groups: UniqueRows, num_rows: int, excluded: int) -> Tensor:
+    order, starts = groups.order, groups.starts
+    assert order is not None
+    assert starts is not None
+    total = torch.nn.functional.embedding_bag(order, values, starts, mode="sum", include_last_offset=True)
+    left_out = (groups.ids >= num_rows) | (groups.ids == excluded)
+    return total.masked_fill_(left_out[:, None], 0)
+
+
+def _sum_by_kernels(values: Tensor, groups: UniqueRows, num_rows: int, excluded: int) -> Tensor:
+    (count, width), order, starts = values.shape, groups.order, groups.starts
+    assert order is not None
+    assert starts is not None
+    total = values.new_zeros(groups.ids.shape[0], width)
+    if not count or not width:
+        return total
+    # So that the longest group takes as long within a piece as from piece to piece.
+    piece = 1 << max(4, count.bit_length() // 2)
+    pieces = -(-count // piece)
+    kind = torch.float64 if values.dtype == torch.float64 else torch.float32
+    parts = torch.empty((2, pieces, width), dtype=kind, device=values.device)
+    tensors = values, total, order, groups.inverse, starts, groups.ids, parts[0], parts[1]
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    argument = _SUMS.pack(*pointers, count, width, piece, excluded, num_rows, _TYPES[values.dtype])
+    _launch("sums.cu", "sum_pieces", argument, pieces * width, values.device)
+    if pieces > 1:
+        _launch("sums.cu", "add_pieces", argument, (pieces - 1) * width, values.device)
+    return total
+
+
+def _launch(source: str, name: str, argument: Any, items: int, device: torch.device) -> None:
+    blocks = min(-(-items // _THREADS), _MAX_BLOCKS)
+    launch_kernel(_kernel(source, name, device), blocks, _THREADS, argument, current_stream(device))
+
+
+@functools.cache
+def _kernel(source: str, name: str, device: torch.device) -> Any:
+    return load_kernel(source, name, device)
+
+
+def _check_unique(like: Tensor) -> Any:
+    def right() -> bool:
+        flat = torch.tensor([5, 0, -1, 5, 9, 7, 2**40, 0], device=like.device)
+        found, wanted = _find_by_kernels(flat, 9, 8), _find(flat, 9, 8)
+        tensors = [(*rows[:4], num_unique(rows.ids)) for rows in (found, wanted)]
+        return all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*tensors, strict=True))
+
+    return right
+
+
+def _check_sums(like: Tensor) -> Any:
+    def right() -> bool:
+        flat = torch.arange(200, device=like.device) % 7
+        groups = _find(flat.clamp_(max=5), 5, 6)
+        values = torch.arange(600, device=like.device).view(200, 3).to(torch.float32)
+        return torch.equal(_sum_by_kernels(values, groups, 5, 2), _sum(values, groups, 5, 2))
+
+    return right

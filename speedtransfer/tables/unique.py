@@ -1,0 +1,116 @@
+"""Find the unique rows of an index; on a CUDA device without a number that the host would have to wait for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.cuda import to_device
+from speedtransfer.tables.index import check_bounds
+
+_FEW_IDS = 1 << 10  # torch.unique is faster for no more
+
+
+class UniqueRows(NamedTuple):
+    """The unique values of an index, and the index grouped by them.
+
+    Attributes
+    ----------
+    ids : Tensor
+        ``(n,)`` int64, sorted. Padded ones (see :mod:`~speedtransfer.tables.padded`) end in values that name no row.
+    inverse : Tensor
+        Where each value of the index is in `ids`.
+    order, starts : Tensor or None
+        ``(count,)``, the positions of the index sorted by value, each group in its old order, and ``(n + 1,)``, where in
+        `order` the groups begin and, last, `count`. None where the index is on the CPU and short.
+    found : int
+        Position in `ids` of the row that was looked for; -1 where it is not among them, and where `ids` are padded.
+    """
+
+    ids: Tensor
+    inverse: Tensor
+    order: Tensor | None = None
+    starts: Tensor | None = None
+    found: int = -1
+
+    def to(self, device: torch.device) -> UniqueRows:
+        """Return the same on `device`."""
+        if self.ids.device == device:
+            return self
+        parts = [part for part in self[:4] if part is not None]
+        # All in one copy.
+        ids, inverse, *groups = to_device(torch.cat(parts), device).split([len(part) for part in parts])
+        ids._on_host = self.ids
+        return UniqueRows(ids, inverse, groups[0] if groups else None, groups[1] if groups else None, self.found)
+
+
+def unique_rows(
+    flat: Tensor, num_rows: int | None = None, given: Any = None, look_for: int | None = None, grouped: bool = False
+) -> UniqueRows:
+    """Return the unique values of `flat`, (n,) int64, and where among them `look_for` is; if `grouped` also their groups.
+
+    On a CUDA device the host waits once, for these answers and, where `num_rows` is given, for whether all are in range.
+
+    Raises
+    ------
+    RowIndexError
+        A value is out of range; the message shows it as it stands in `given`.
+    """
+    count = flat.numel()
+    if count == 0:
+        return UniqueRows(flat, flat, flat, flat.new_zeros(1)) if grouped else UniqueRows(flat, flat)
+    if flat.device.type != "cpu":
+        return _unique_on_device(flat, num_rows, given, look_for)
+    bits, largest = count.bit_length(), 0
+    few = count <= _FEW_IDS and not grouped
+    if not few:
+        if num_rows is not None:
+            check_bounds(flat, num_rows, flat if given is None else given)
+        largest = int(flat.numpy().max())
+    if few or largest >> (63 - bits):
+        ids, inverse = torch.unique(flat, return_inverse=True)
+        array = ids.numpy()
+        if num_rows is not None and (array[0] < 0 or array[-1] >= num_rows):
+            check_bounds(flat, num_rows, flat if given is None else given)
+        return UniqueRows(ids, inverse, found=-1 if look_for is None else _position(array, look_for))
+    # One sort of "value, position" in a single integer: sorting with indices, as torch.unique does, costs twice that and more.
+    key = np.sort((flat.numpy() << bits) | np.arange(count))
+    order = key & ((1 << bits) - 1)
+    key >>= bits
+    first = np.empty(count, dtype=bool)
+    first[0] = True
+    np.not_equal(key[1:], key[:-1], out=first[1:])
+    place = np.empty(count, dtype=np.int64)
+    place[order] = np.cumsum(first) - 1
+    starts = np.append(np.flatnonzero(first), count)
+    ids = key[starts[:-1]]
+    unique, inverse, positions, edges = (torch.from_numpy(array) for array in (ids, place, order, starts))
+    return UniqueRows(unique, inverse, positions, edges, -1 if look_for is None else _position(ids, look_for))
+
+
+def on_host(ids: Tensor, otherwise: Any = None) -> Any:
+    """Return the copy of `ids` on the host that they were moved from, or `otherwise`."""
+    return getattr(ids, "_on_host", otherwise)
+
+
+def _position(ids: np.ndarray, wanted: int) -> int:
+    at = int(np.searchsorted(ids, wanted))
+    return at if at < len(ids) and ids[at] == wanted else -1
+
+
+def _unique_on_device(flat: Tensor, num_rows: int | None, given: Any, look_for: int | None) -> UniqueRows:
+    ordered, order = flat.sort(stable=True)
+    first = torch.ones_like(ordered)
+    first[1:] = ordered[1:] != ordered[:-1]
+    place = first.cumsum(0) - 1
+    inverse = torch.empty_like(flat).scatter_(0, order, place)
+    ids = torch.empty_like(flat).scatter_(0, place, ordered)  # repeats write the same value to the same place
+    found = place.masked_fill(ordered != (-1 if look_for is None else look_for), -1).max()
+    last, low, high, at = torch.stack([place[-1], ordered[0], ordered[-1], found]).tolist()  # the host waits here
+    if num_rows is not None and (low < 0 or high >= num_rows):
+        check_bounds(flat, num_rows, flat if given is None else given)
+    starts = torch.searchsorted(place, torch.arange(last + 2, device=flat.device))
+    return UniqueRows(ids[: last + 1], inverse, order, starts, -1 if look_for is None else at)
