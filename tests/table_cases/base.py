@@ -21,7 +21,7 @@ class TableOfRecords(st.Table):
 
     def add_plane(self, name, width=None, dtype=None, fill=0):
         self.layout = "rows"
-        added = self.add_planes({name: (width, dtype, fill), f"beside {name}": (3, torch.uint8, 255)})
+        added = self.add_planes({name: (width, dtype, fill), f"beside {name}": (3, torch.uint8, 0)})
         self.drop_plane(f"beside {name}")
         return added[name]
 
