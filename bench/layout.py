@@ -83,7 +83,11 @@ def measure(memory: str, num_rows: int, dim: int, ids: str, rounds: int, folder:
                 name = "cold" if advice else "cold, without page advice"
                 yield from gather_and_scatter(tables, lambda: draw(COLD_LOOKUPS).unique(), max(rounds // 3, 1), name)
     del tables
-    yield from training_steps(memory, num_rows, dim, lambda: draw(LOOKUPS), rounds, folder)
+    yield from training_steps(memory, num_rows, dim, lambda: draw(LOOKUPS), rounds, folder, "warm")
+    if memory == "mmap":
+        yield from training_steps(
+            memory, num_rows, dim, lambda: draw(COLD_LOOKUPS), max(rounds // 3, 1), folder, "cold"
+        )
 
 
 def table_in(memory: str, num_rows: int, dim: int, layout: str, path: Path) -> st.Table:
@@ -119,18 +123,24 @@ def gather_and_scatter(
 
 
 def training_steps(
-    memory: str, num_rows: int, dim: int, draw: Callable[[], torch.Tensor], rounds: int, folder: Path
+    memory: str, num_rows: int, dim: int, draw: Callable[[], torch.Tensor], rounds: int, folder: Path, state: str
 ) -> Iterator[dict[str, Any]]:
     """Yield forward, backward and a step of AdamW with exact idle rows."""
     seconds: dict[str, list[float]] = {}
     models = {}
     for layout in LAYOUTS:
-        path = folder / f"step-{layout}.npy" if memory == "mmap" else None
+        path = folder / f"{state}-{layout}.npy" if memory == "mmap" else None
         emb = st.Embedding(num_rows, dim, memory=memory, path=path, device="cpu", layout=layout, idle="exact")
         models[layout] = emb, torch.optim.AdamW(emb.parameters(), fused=True)
+        # A step of all rows writes every page.
+        emb.weight.sum().backward()
+        models[layout][1].step()
+        models[layout][1].zero_grad()
     for number in range(rounds + 4):
         ids = draw()
         for layout, (emb, optimizer) in models.items():
+            if state == "cold":
+                flush(emb.table, evict=True)
             start = time.perf_counter()
             emb(ids).square().mean().backward()
             optimizer.step()
@@ -138,7 +148,7 @@ def training_steps(
             # The first steps probe the optimizer and compile.
             if number >= 4:
                 seconds.setdefault(layout, []).append(time.perf_counter() - start)
-    yield {"state": "warm", "operation": "training step", "unique": len(ids.unique()), "ms": medians(seconds)}
+    yield {"state": state, "operation": "training step", "unique": len(ids.unique()), "ms": medians(seconds)}
 
 
 def flush(table: st.Table, evict: bool) -> None:

@@ -187,7 +187,7 @@ class StoredPlanes:
         parts = {suffix: plane[rows] for suffix, plane in self.parts(name).items()}
         for part in parts.values():
             read_ahead(part)
-        return self.decode(name, parts)
+        return self.decode(name, {suffix: part.contiguous() for suffix, part in parts.items()})
 
     def _chunks(self, name: str) -> Iterator[slice]:
         return row_chunks(self.table.num_rows, 4 * math.prod(self._tails[name]))

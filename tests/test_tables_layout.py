@@ -262,6 +262,13 @@ def test_a_pickle_has_the_layout():
     assert_same_bits(again.table.torch(), emb.table.torch())
 
 
+def test_a_weight_of_another_size_keeps_the_layout():
+    emb = st.Embedding(10, 4, device="cpu", layout="rows")
+    emb.weight.data = torch.ones(20, 4)
+    assert emb.table.num_rows == 20
+    assert emb.table.layout == "rows"
+
+
 def test_replaced_embeddings_have_the_layout():
     model = nn.Sequential(nn.Embedding(10, 4), nn.EmbeddingBag(10, 4))
     st.replace_embeddings(model, min_rows=0, layout="rows")
