@@ -1,5 +1,6 @@
 """The only folder that knows CuPy: what CUDA there is, page-locked memory, streams and kernels."""
 
+from speedtransfer.cuda.items import launch_over
 from speedtransfer.cuda.launch import KernelArgument, is_trusted, kernel_source, launch_kernel, load_kernel
 from speedtransfer.cuda.memory import mapped_view, pinned_empty, require_mapped, to_cupy
 from speedtransfer.cuda.status import CudaStatus, cuda_status, require_cuda, resolve_cuda, resolve_device
@@ -24,6 +25,7 @@ __all__ = [
     "keep_until_done",
     "kernel_source",
     "launch_kernel",
+    "launch_over",
     "load_kernel",
     "mapped_view",
     "pinned_empty",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.optim.row_gradient import RowGradient
+from speedtransfer.optim.row_gradient import RowGradient, is_zeroed
 from speedtransfer.optim.stepping import Stepping
 from speedtransfer.optim.table_param import as_tensor
 from speedtransfer.tables import UniqueRows, is_padded, on_host, padded_unique, sum_rows, trimmed, unique_rows
@@ -232,7 +232,9 @@ class PendingGradient(Stepping):
         grad = self.grad
         assert grad is not None
         # Clipping and unscaling change a gradient in place too; only zero_grad(set_to_none=False) makes it all zero.
-        return grad._version != self._grad_version and grad.numel() > 0 and not bool(grad.any())
+        if grad._version == self._grad_version or not grad.numel():
+            return False
+        return is_zeroed(grad) or not bool(grad.any())
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of the whole table, or None."""

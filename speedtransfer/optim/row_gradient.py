@@ -218,6 +218,8 @@ def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, rest = args[0], args[1:]
     if name in (aten.detach, aten.alias):
         return RowGradient(grad.shape[0], grad.ids, grad.rows, grad._changed, grad.sparse)
+    if name is aten.zero_:
+        return _wrapped(grad, _zeroed(grad.rows))
     if name in _ZERO_TO_ZERO or (name in _CLAMPED and _keeps_zero(*rest, **kwargs)):
         return _wrapped(grad, func(grad.rows, *rest, **kwargs))
     if name in _SCALED:
@@ -238,6 +240,18 @@ def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         extreme = func(grad.rows)
         return extreme if full else func(torch.stack([extreme, torch.zeros_like(extreme)]))
     return NotImplemented
+
+
+def is_zeroed(rows: Tensor) -> bool:
+    """Tell whether ``zero_grad(set_to_none=False)`` was the last to write to the rows of a gradient."""
+    return getattr(rows, "_zeroed_at", None) == rows._version
+
+
+def _zeroed(rows: Tensor) -> Tensor:
+    rows.zero_()
+    # `_wrapped` counts this change once more.
+    rows._zeroed_at = rows._version + 1  # type: ignore[attr-defined]
+    return rows
 
 
 def _wrapped(grad: RowGradient, result: Any) -> Any:
@@ -295,7 +309,11 @@ def _of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     results = func([g.rows if isinstance(g, RowGradient) else g for g in grads], *args[1:], **kwargs)
     # In place.
     if results is None:
-        torch.autograd.graph.increment_version([g.rows for g in grads if isinstance(g, RowGradient)])
+        changed = [g.rows for g in grads if isinstance(g, RowGradient)]
+        torch.autograd.graph.increment_version(changed)
+        if func.overloadpacket is aten._foreach_zero_:
+            for rows in changed:
+                rows._zeroed_at = rows._version  # type: ignore[attr-defined]
         return None
     return [_wrapped(g, r) if isinstance(g, RowGradient) else r for g, r in zip(grads, results, strict=True)]
 

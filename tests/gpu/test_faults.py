@@ -189,14 +189,34 @@ class TestOfATable:
                 table.scatter(torch.tensor(bad, device=device), torch.zeros(3, 8, device=device))
         assert table.torch().eq(1).all()
 
-    def test_an_embedding_says_it_at_once(self, device, memory):
+    def test_an_embedding_says_it_at_once_of_ids_on_the_host(self, device, memory):
         emb = st.Embedding(100, 8, idle="lazy", memory=memory, device=device)
         for index, where in ((torch.tensor([[3, 4], [5, 100]]), r"\[1, 1\]"), (torch.tensor([-1]), r"\[0\]")):
             with pytest.raises(RowIndexError, match=rf"^index{where} is "):
-                emb(index.to(device))
-            with pytest.raises(RowIndexError, match=rf"^index{where} is "):
                 emb(index)
+            with pytest.raises(RowIndexError, match=r"^index\["):
+                emb.activate(index.to(device))
         emb(torch.tensor([99], device=device)).sum().backward()
+
+    @pytest.mark.parametrize("padding_idx", [None, 3])
+    @pytest.mark.parametrize("module", [st.Embedding, st.EmbeddingBag])
+    def test_a_step_with_ids_out_of_range_is_not_made(self, device, memory, module, padding_idx):
+        emb = module(100, 8, idle="lazy", memory=memory, device=device, padding_idx=padding_idx)
+        optimizer = torch.optim.AdamW(emb.parameters(), lr=0.1)
+        before = emb.table.torch().clone()
+
+        def step(ids):
+            emb(torch.tensor(ids, device=device)).sum().backward()
+            torch.cuda.synchronize()
+            optimizer.step()
+
+        with pytest.raises(RowIndexError, match=rf"^index\[3\]{LATE} is 100 "):
+            step([[3, 4], [5, 100]])
+        assert torch.equal(emb.table.torch(), before)
+        optimizer.zero_grad()
+        step([[99, 3]])
+        changed = (emb.table.torch() != before).any(dim=1).nonzero().flatten().tolist()
+        assert changed == [99] if padding_idx == 3 and module is st.Embedding else [3, 99]
 
     def test_an_unsigned_index_beyond_64_bits(self, device, memory):
         table = st.Table(100, 8, memory=memory, device=device)

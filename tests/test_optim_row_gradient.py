@@ -1,0 +1,77 @@
+"""A gradient whose rows are padded, as lookups on a CUDA device leave them: it reads as the dense one all the same."""
+
+import pytest
+import torch
+
+from speedtransfer.optim.row_gradient import RowGradient
+from speedtransfer.tables import is_padded, padded_unique
+
+NUM_ROWS, DIM = 7, 3
+
+
+def padded_gradient(index, sparse=False, changed=None):
+    """Return a gradient of padded rows and the dense one."""
+    ids = padded_unique(torch.tensor(index), NUM_ROWS).ids
+    rows = torch.randn(len(ids), DIM, generator=torch.Generator().manual_seed(0)) - 5
+    rows[ids == NUM_ROWS] = 0
+    dense = torch.zeros(NUM_ROWS, DIM)
+    dense[ids[ids < NUM_ROWS]] = rows[ids < NUM_ROWS]
+    return RowGradient(NUM_ROWS, ids, rows, changed, sparse), dense
+
+
+def _clipped(grad):
+    param = torch.nn.Parameter(torch.zeros(NUM_ROWS, DIM))
+    param.grad = grad
+    return torch.nn.utils.clip_grad_norm_([param], 0.5)
+
+
+READS = {
+    "dense": lambda g: g + 0,
+    "to_dense": lambda g: g.to_dense(),
+    "numpy": lambda g: torch.from_numpy(g.numpy()),
+    "tolist": lambda g: torch.tensor(g.tolist()),
+    "max": lambda g: g.max(),
+    "min": lambda g: g.min(),
+    "sum": lambda g: g.sum(),
+    "sum of rows": lambda g: g.sum(1),
+    "any": lambda g: g.any(),
+    "count_nonzero": lambda g: g.count_nonzero(),
+    "norm": lambda g: g.norm(),
+    "scaled": lambda g: (g * 3).to_dense() if isinstance(g, RowGradient) else g * 3,
+    "masked by row": lambda g: dense_of(g * torch.arange(NUM_ROWS).view(-1, 1)),
+    "added": lambda g: dense_of(g + g),
+    "clone": lambda g: dense_of(g.clone()),
+    "sign": lambda g: dense_of(g.sign()),
+    "mean": lambda g: g.mean(),
+    "indexed": lambda g: g[2],
+    "clipped": _clipped,
+}
+
+
+def dense_of(grad):
+    return grad.to_dense() if isinstance(grad, RowGradient) else grad
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.parametrize("index", [[5, 2, 2, 5, 2], [1], [*range(NUM_ROWS), 3, 3, 0], [-1, 2, 40]], ids=str)
+def test_reads_as_the_dense_one(index, read):
+    grad, dense = padded_gradient(index)
+    torch.testing.assert_close(read(grad), read(dense))
+    torch.testing.assert_close(grad.to_dense(), dense)
+
+
+def test_a_sparse_one_has_no_padding():
+    grad, dense = padded_gradient([5, 2, 2], sparse=True)
+    assert is_padded(grad.ids)
+    assert grad.detach()._nnz() == 2
+    assert grad._indices().tolist() == [[2, 5]]
+    assert grad._values().shape == (2, DIM)
+    assert torch.equal(grad.coo().to_dense(), dense)
+
+
+def test_its_owner_hears_of_what_changes():
+    heard = []
+    grad, _ = padded_gradient([5, 2, 2], changed=lambda ids, rows, trimmed: heard.append((ids.tolist(), trimmed)))
+    grad.max()
+    grad.add_(1)
+    assert heard == [([2, 5], True), (list(range(NUM_ROWS)), False)]
