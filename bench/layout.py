@@ -48,7 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
     plane_bytes, rounds = (1 << 20, 2) if args.quick else (PLANE_BYTES, 15)
     # Planes of any size count as larger than memory should hold, so that they are read page by page.
     os.environ["SPEEDTRANSFER_HOST_BYTES"] = str(plane_bytes * 8)
+    out = args.out or path_of(ROOT, about["environment"]["device"], LAYOUT)
     cases = list[dict[str, Any]]()
+    result = {**about, "lookups": LOOKUPS, "cold_lookups": COLD_LOOKUPS, "cases": cases, "complete": False}
     for dim in args.dims:
         num_rows = plane_bytes // (4 * dim)
         for memory in ("pageable", "mmap"):
@@ -57,8 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
                     for case in measure(memory, num_rows, dim, ids, rounds, Path(folder)):
                         cases.append({"memory": memory, "dim": dim, "rows": num_rows, "ids": ids, **case})
                         print(sentence(cases[-1]), flush=True)
-    out = args.out or path_of(ROOT, about["environment"]["device"], LAYOUT)
-    write(out, {**about, "lookups": LOOKUPS, "cold_lookups": COLD_LOOKUPS, "cases": cases, "complete": not args.quick})
+                # Who is stopped halfway has half of it.
+                write(out, result)
+    write(out, {**result, "complete": not args.quick})
     print(f"wrote {out}")
     return 0
 
