@@ -206,8 +206,15 @@ class RowState(StatePlanes):
         state = None if optimizer is None else optimizer.state.get(self.param)
         if not state or self.sparse or self._fresh:
             return False
-        found = leaves(state)
-        return all(isinstance(view, Tensor) and found.get(name) is view for name, view in self._views.items())
+        found, specs = leaves(state), self._specs
+        # Contiguous: fused optimizers of torch on the CPU do not look at strides. Of the dtype that the optimizer computes in.
+        return all(
+            isinstance(view, Tensor)
+            and view.is_contiguous()
+            and view.dtype == specs[name].dtype
+            and found.get(name) is view
+            for name, view in self._views.items()
+        )
 
     def planes_in_use(self, state: dict[str, Any]) -> dict[str, str] | None:
         """Return the plane of each entry by name if the optimizer's `state` is that of these planes; None before a step."""

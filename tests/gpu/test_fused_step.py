@@ -42,9 +42,9 @@ def fused(monkeypatch):
     return made
 
 
-def train(memory, device, make, dim=DIM, engine=None, step=None, padding_idx=None):
+def train(memory, device, make, dim=DIM, engine=None, step=None, **options):
     torch.manual_seed(3)
-    emb = st.Embedding(NUM_ROWS, dim, memory=memory, device=device, idle="lazy", padding_idx=padding_idx)
+    emb = st.Embedding(NUM_ROWS, dim, memory=memory, device=device, idle="lazy", **options)
     if engine:
         emb.table.engine = engine
     torch.manual_seed(4)
@@ -77,6 +77,16 @@ def test_a_training_as_the_ordinary_way(make, memory, dim, device, fused, monkey
     monkeypatch.delenv(SWITCH)
     expected = train(memory, device, make, dim, padding_idx=0)
     assert len(fused) == 11
+    assert_same(found[0], expected[0])
+    assert found[1] == expected[1]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_planes_side_by_side(name, device, fused, monkeypatch):
+    found = train("pinned", device, OPTIMIZERS[name], layout="rows")
+    assert len(fused) == 11
+    monkeypatch.delenv(SWITCH)
+    expected = train("pinned", device, OPTIMIZERS[name], layout="planes")
     assert_same(found[0], expected[0])
     assert found[1] == expected[1]
 
