@@ -57,6 +57,11 @@ class StoredPlanes:
         self._as_stored = all(codec.name == "plain" and len(self._tails[n]) == 1 for n, codec in self._codecs.items())
 
     @property
+    def rounds(self) -> bool:
+        """Whether a step rounds what it writes, with new random numbers each time."""
+        return any(codec.name != "plain" for codec in self._codecs.values())
+
+    @property
     def plain(self) -> bool:
         """Whether the weights are stored without a codec."""
         return self.encoding("weight") == "plain"

@@ -1,11 +1,11 @@
 """The only folder that knows CuPy: what CUDA there is, page-locked memory, streams and kernels."""
 
+from speedtransfer.cuda.graphs import WARM_UP, capture_number, check_not_capturing, count_captures, is_capturing
 from speedtransfer.cuda.launch import KernelArgument, is_trusted, kernel_source, launch_kernel, load_kernel
 from speedtransfer.cuda.memory import mapped_view, pinned_empty, require_mapped, to_cupy
 from speedtransfer.cuda.status import CudaStatus, cuda_status, require_cuda, resolve_cuda, resolve_device
 from speedtransfer.cuda.streams import (
     StreamOrder,
-    check_not_capturing,
     current_stream,
     keep_until_done,
     to_device,
@@ -14,12 +14,16 @@ from speedtransfer.cuda.streams import (
 )
 
 __all__ = [
+    "WARM_UP",
     "CudaStatus",
     "KernelArgument",
     "StreamOrder",
+    "capture_number",
     "check_not_capturing",
+    "count_captures",
     "cuda_status",
     "current_stream",
+    "is_capturing",
     "is_trusted",
     "keep_until_done",
     "kernel_source",

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.cuda.graphs import is_capturing
 from speedtransfer.cuda.status import cuda_status, first_line, load_cupy, on_device, require_cuda, resolve_cuda
 from speedtransfer.cuda.streams import torch_stream
 from speedtransfer.dtypes import INTEGER_OF_SIZE
@@ -138,10 +139,18 @@ def _free_host(pointer: int, index: int, process: int, wait: Callable[[], object
         return  # a forked child has the tensors but no CUDA
     # A kernel or copy that was queued before the last tensor died may still use the memory. Errors mean that CUDA is being
     # shut down.
+    wait = wait or functools.partial(_wait_for_devices, index)
     with contextlib.suppress(Exception):
-        (wait or functools.partial(_wait_for_devices, index))()
-        with on_device(index):
-            load_cupy().cuda.runtime.freeHost(pointer)
+        # A capture of a CUDA graph would fail of it: whoever frees next does this too.
+        _to_free.append((pointer, index, wait))
+        while _to_free and not is_capturing():
+            pointer, index, wait = _to_free.pop()
+            wait()
+            with on_device(index):
+                load_cupy().cuda.runtime.freeHost(pointer)
+
+
+_to_free: list[tuple[int, int, Callable[[], object]]] = []
 
 
 def _wait_for_devices(index: int) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer import buffers
+from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
@@ -190,6 +191,11 @@ def _index_select(weight: Any, dim: Any, index: Tensor) -> Any:
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``torch.autograd.grad``: the gradient of a weight is the sum of those of the leaves of its lookups."""
+    check_not_capturing(
+        "torch.autograd.grad of the weight of a table (make_graphed_callables)",
+        "capture the whole step (torch.cuda.graph), with backward() and the optimizer",
+        "as no optimizer would see it",
+    )
     wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     followed = [handle_of(w).leaves() if isinstance(w, TableWeight) else [(w, None)] for w in wanted]
     flat = [leaf for leaves in followed for leaf, _ in leaves]
