@@ -75,8 +75,9 @@ setup(
         "typing_extensions>=4.6",
     ],
     extras_require={
-        "cuda12": ["cupy-cuda12x>=13"],
-        "cuda13": ["cupy-cuda13x>=13.6"],
+        # ctk: the compiler and headers of CUDA, which the kernels need and a driver does not bring.
+        "cuda12": ["cupy-cuda12x[ctk]>=13.6"],
+        "cuda13": ["cupy-cuda13x[ctk]>=13.6"],
         "fast": [],  # it brought numba, which now comes by itself
         "plot": PLOT,
         "tensorboard": TENSORBOARD,

@@ -51,6 +51,8 @@ class Form:
         The device that ids are given on; "": the compute device.
     tables, lookups : int
         How many tables there are, and how often each is looked up before backward.
+    together : bool
+        Whether they are one `MultiEmbedding`.
     bag, scaled, trained : bool
         Whether the module is an EmbeddingBag, a GradScaler is used, and the step has a backward pass and an update; without
         it follows two that have.
@@ -64,6 +66,7 @@ class Form:
     ids: str = ""
     tables: int = 1
     lookups: int = 1
+    together: bool = False
     bag: bool = False
     scaled: bool = False
     trained: bool = True
@@ -72,7 +75,8 @@ class Form:
     def build(self, sizes: Sizes, device: torch.device, folder: Path) -> Step:
         """Return the step; files of tables go to `folder`."""
         share = Sizes(sizes.rows // self.tables, sizes.lookups // self.tables // self.lookups, sizes.dim)
-        modules = [self._module(share, device, folder / f"table{number}.safetensors") for number in range(self.tables)]
+        number = 1 if self.together else self.tables
+        modules = [self._module(share, device, folder / f"table{i}.safetensors") for i in range(number)]
         generator = torch.Generator().manual_seed(0)
         batches = [
             [self._ids(share, generator).to(self.ids or device) for _ in range(self.tables * self.lookups)]
@@ -109,6 +113,8 @@ class Form:
             module: Any = (nn.EmbeddingBag if self.bag else nn.Embedding)(sizes.rows, sizes.dim, **options)
             return module
         options |= {"memory": self.memory, "idle": self.idle, **({"path": path} if self.memory == "mmap" else {})}
+        if self.together:
+            return _Multi([sizes.rows] * self.tables, sizes.dim, **options)
         module = (_Bag if self.bag else _Embedding)(sizes.rows, sizes.dim, **options)
         return module
 
@@ -117,12 +123,20 @@ class Form:
         return ids.view(-1, BAG) if self.bag else ids
 
     def _look_up(self, modules: list[nn.Module], ids: list[Tensor]) -> list[Tensor]:
+        if self.together:
+            outs: list[Tensor] = modules[0](ids)
+            return outs
         return [module(next_ids) for module, next_ids in zip(modules * self.lookups, ids, strict=True)]
 
 
 class _Embedding(st.Embedding):
     def reset_parameters(self) -> None:
         """Stay zero: the rows need not be filled for the few that are used."""
+
+
+class _Multi(st.MultiEmbedding):
+    def reset_parameters(self) -> None:
+        """Stay zero."""
 
 
 class _Bag(st.EmbeddingBag):
@@ -193,6 +207,8 @@ FORMS: dict[str, Form | SkipGram] = {
     f"dense, {TABLES} tables": Form("dense", tables=TABLES),
     f"lazy, {TABLES} tables": Form(tables=TABLES),
     f"exact, {TABLES} tables": Form(idle="exact", tables=TABLES),
+    f"lazy, {TABLES} in one": Form(tables=TABLES, together=True),
+    f"exact, {TABLES} in one": Form(idle="exact", tables=TABLES, together=True),
     "dense, evaluation": Form("dense", trained=False),
     "evaluation": Form(trained=False),
     "evaluation, exact": Form(idle="exact", trained=False),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from speedtransfer import errors
 from speedtransfer.checkpoint import load_checkpoint, save_checkpoint
-from speedtransfer.nn import ActiveRows, Embedding, EmbeddingBag, replace_embeddings, summary, to_dense
+from speedtransfer.nn import ActiveRows, Embedding, EmbeddingBag, MultiEmbedding, replace_embeddings, summary, to_dense
 from speedtransfer.tables import Table, TableStats
 from speedtransfer.version import __version__
 
@@ -19,6 +19,7 @@ __all__ = [
     "ActiveRows",
     "Embedding",
     "EmbeddingBag",
+    "MultiEmbedding",
     "Table",
     "TableStats",
     "__version__",

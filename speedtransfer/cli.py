@@ -71,7 +71,8 @@ def calibrate(
 ) -> None:
     """Measure which engine moves how many rows of which size fastest here, and keep it for every "pinned" table.
 
-    On CUDA the first large enough call does this by itself. SPEEDTRANSFER_ENGINE or `table.engine` overrides the choice.
+    On CUDA the first large enough call of a table does this by itself, for tables of its size. SPEEDTRANSFER_ENGINE or
+    `table.engine` overrides the choice.
     On the CPU rows are moved by `host` whatever is measured, unless one of these names `reference`.
     """
     target = resolve_device(device)
@@ -81,17 +82,22 @@ def calibrate(
     if not show or found is None:
         with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
             task = progress.add_task("measuring", total=None)
-            found = calibrate_device(target, lambda point: progress.advance(task))
+            new = calibrate_device(target, lambda point: progress.advance(task))
+        found = new if found is None else found.joined(new)
     console = Console(soft_wrap=True)
     machine = ", ".join(f"{name} {value}" for name, value in found.machine.items() if value is not None)
     console.print(f"{machine}\none large copy: {found.copy_bytes_per_s / 1e9:.1f} GB/s\n", highlight=False)
     engines = list(dict.fromkeys(name for point in found.points for name in point.seconds))
-    table = TextTable("direction", "row bytes", "rows", *(f"{name}, GB/s" for name in engines), "fastest", box=None)
+    table = TextTable(
+        "table", "direction", "row bytes", "rows", *(f"{name}, GB/s" for name in engines), "fastest", box=None
+    )
     for point in found.points:
         rates = {name: point.row_bytes * point.num_rows / s / 1e9 for name, s in point.seconds.items()}
         cells = [f"{rates[name]:.2f}" if name in rates else "wrong" for name in engines]
         sizes = f"{point.row_bytes:,}", f"{point.num_rows:,}"
-        table.add_row(point.direction, *sizes, *cells, point.fastest if point.seconds else "-")
+        table.add_row(
+            format_bytes(point.plane_bytes), point.direction, *sizes, *cells, point.fastest if point.seconds else "-"
+        )
     console.print(table)
     console.print(f"\nkept in {file_of(found.machine) if show else found.save()}", highlight=False)
 

@@ -85,8 +85,7 @@ class Rows(StoredPlanes):
             if step is not None:
                 self._mark_steps()
             if LAST_STEP in self._codecs:
-                now = self.lag.now + (step is not None)
-                rows[LAST_STEP] = torch.full((ids.shape[0], 1), now, dtype=torch.int32, device=ids.device)
+                rows[LAST_STEP] = self.lag.last_steps(ids.shape[0], ids.device, step)
             self._write(ids, rows)
             if step is not None:
                 self.lag.record(step)
@@ -168,8 +167,8 @@ class Rows(StoredPlanes):
         if self.lag is not None and step is not None:
             with self.lock:
                 self._mark_steps()
-                self.table.stored(LAST_STEP).fill_(self.lag.now + 1)
-                self.lag.record_for_all()
+                if self.lag.record_for_all(step):
+                    self.table.stored(LAST_STEP).fill_(self.lag.now)
 
     def _mark_steps(self) -> None:
         """Add the plane `LAST_STEP` at the first step that moves idle rows; plain SGD makes no such step."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer.cuda import wait_until_filled
-from speedtransfer.encoding import Codec, Keys, codec_for, column_keys, decode_rows, encode_rows, row_keys
+from speedtransfer.encoding import Codec, Keys, codec_for, decode_rows, encode_rows, write_key
 from speedtransfer.tables import Table, read_ahead, row_chunks
 
 
@@ -93,17 +93,19 @@ class StoredPlanes:
             self.table.drop_plane(plane)
         self._keep_layout(name, None)
 
-    def whole(self, name: str) -> Tensor:
+    def whole(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return a whole plane, ``(num_rows, *tail)``, as a state dict shows it, on the device of the memory.
 
-        A view of the table if `is_viewable`; else (int8, 8-bit planes) a float32 copy, decoded in chunks.
+        A view of the table if `is_viewable`; else (int8, 8-bit planes) a float32 copy, decoded in chunks. Or its rows from
+        `start` to `stop`.
         """
-        shape = self.shape_of(name)
+        stop = self.table.num_rows if stop is None else stop
+        shape = (stop - start, *self._tails[name])
         if self.is_viewable(name):
-            return self.table.plane(name).view(shape)
+            return self.table.plane(name)[start:stop].view(shape)
         values = torch.empty(shape, dtype=torch.float32, device=self.table.plane(name).device)
-        for rows in self._chunks(name):
-            values[rows] = self._chunk(name, rows)
+        for rows in self._chunks(name, start, stop):
+            values[rows.start - start : rows.stop - start] = self._chunk(name, rows)
         return values
 
     def shape_of(self, name: str) -> tuple[int, ...]:
@@ -114,23 +116,29 @@ class StoredPlanes:
         """Tell whether a whole plane can be a view of the table: its codec stores one number for each value."""
         return self._codecs[name].viewable
 
-    def load(self, name: str, values: Tensor) -> None:
-        """Set a whole plane to ``(num_rows, *tail)`` values of any dtype and device, rounded to nearest."""
+    def load(self, name: str, values: Tensor, start: int = 0) -> None:
+        """Set a whole plane, or its rows from `start` on, to ``(n, *tail)`` values of any dtype and device.
+
+        They are rounded to nearest.
+        """
         # The momentum of torch's SGD for sparse gradients.
         if values.layout != torch.strided:
             values = values.to_dense()
-        self._fill(name, lambda rows: values[rows])
+        self._fill(name, lambda rows: values[rows.start - start : rows.stop - start], start, start + len(values))
 
     @torch.no_grad()
-    def normal_(self) -> None:
-        """Draw the weights from N(0, 1): with the same seed the numbers of ``torch.nn``, whatever the codec."""
-        if self.plain:
+    def normal_(self, start: int = 0, stop: int | None = None) -> None:
+        """Draw the weights, or their rows from `start` to `stop`, from N(0, 1).
+
+        With the same seed they are the numbers of ``torch.nn`` for a weight of these rows, whatever the codec.
+        """
+        if self.plain and start == 0 and stop is None:
             self.table.normal_()
         else:
             dim = self.table.dim
             # With explicit dtype and device: the defaults of torch may be others.
             empty = torch.empty(0, dtype=self.dtype, device="cpu")
-            self._fill("weight", lambda rows: empty.new_empty(rows.stop - rows.start, dim).normal_())
+            self._fill("weight", lambda rows: empty.new_empty(rows.stop - rows.start, dim).normal_(), start, stop)
 
     # --- codecs --------------------------------------------------------------------------------------
 
@@ -162,8 +170,7 @@ class StoredPlanes:
             return {"": flat}
         if ids is None:
             return encode_rows(codec, flat, None)
-        keys = row_keys(self._seed, self._count, name, ids.to(flat.device))
-        return encode_rows(codec, flat, Keys(keys, column_keys(width, flat.device)))
+        return encode_rows(codec, flat, Keys(write_key(self._seed, self._count, name), ids.to(flat.device)))
 
     def state_dict(self) -> dict[str, int]:
         """Return the state of stochastic rounding: the seed and the number of writes."""
@@ -174,9 +181,9 @@ class StoredPlanes:
         self._seed, self._count = int(state.get("seed", self._seed)), int(state.get("writes", self._count))
 
     @torch.no_grad()
-    def _fill(self, name: str, values: Callable[[slice], Tensor]) -> None:
+    def _fill(self, name: str, values: Callable[[slice], Tensor], start: int = 0, stop: int | None = None) -> None:
         planes = self.parts(name)
-        for rows in self._chunks(name):
+        for rows in self._chunks(name, start, stop):
             for suffix, part in self.encode(name, values(rows)).items():
                 planes[suffix][rows] = part.to(planes[suffix].device)
         wait_until_filled(planes[""])
@@ -187,8 +194,10 @@ class StoredPlanes:
             read_ahead(part)
         return self.decode(name, parts)
 
-    def _chunks(self, name: str) -> Iterator[slice]:
-        return row_chunks(self.table.num_rows, 4 * math.prod(self._tails[name]))
+    def _chunks(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[slice]:
+        stop = self.table.num_rows if stop is None else stop
+        for rows in row_chunks(stop - start, 4 * math.prod(self._tails[name])):
+            yield slice(rows.start + start, rows.stop + start)
 
     def _stored_names(self, planes: Sequence[str]) -> list[str]:
         return [name + suffix for name in planes for suffix in self._codecs[name].parts]

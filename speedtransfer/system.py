@@ -33,6 +33,16 @@ def physical_bytes() -> int:
     return have
 
 
+def available_bytes() -> int:
+    """Return the bytes of memory that may be taken without swapping, as the system estimates it."""
+    have = physical_bytes()
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return min(have, int(line.split()[1]) * 1024)
+    return have // 2
+
+
 def cpu_model() -> str:
     """Return the name of the processor."""
     info = Path("/proc/cpuinfo")

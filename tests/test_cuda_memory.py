@@ -42,6 +42,7 @@ class Runtime:
 
     hostAllocPortable, hostAllocMapped = 1, 2  # noqa: N815
     CUDARuntimeError = CUDARuntimeError
+    most = 10  # segments that can be locked
 
     def __init__(self):
         self.blocks, self.flags, self.calls = {}, [], []
@@ -59,6 +60,16 @@ class Runtime:
 
     def freeHost(self, pointer):  # noqa: N802
         self.calls.append("free")
+        del self.blocks[pointer]
+
+    def hostRegister(self, pointer, num_bytes, flags):  # noqa: N802
+        if len(self.blocks) == self.most:
+            raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+        self.blocks[pointer] = num_bytes
+        self.flags.append(flags)
+
+    def hostUnregister(self, pointer):  # noqa: N802
+        self.calls.append("unregister")
         del self.blocks[pointer]
 
 
@@ -106,9 +117,76 @@ class TestPinnedEmpty:
         assert "\n" not in str(error.value)
 
     def test_a_forked_child_frees_nothing(self, runtime):
-        memory._free_host(1234, 0, os.getpid() + 1)
+        memory._free_host(lambda: runtime.freeHost(1234), 0, os.getpid() + 1)
         assert runtime.calls == []
 
     def test_errors_while_freeing_are_silent(self, runtime):
-        memory._free_host(1234, 0, os.getpid())  # no such block
+        memory._free_host(lambda: runtime.freeHost(1234), 0, os.getpid())  # no such block
         assert runtime.calls == ["synchronize", "free"]
+
+    def test_what_is_waited_for(self, runtime):
+        block = pinned_empty(64, wait=lambda: runtime.calls.append("wait"))
+        del block
+        assert runtime.calls == ["wait", "free"]
+
+    def test_locked_in_segments(self, runtime, monkeypatch):
+        monkeypatch.setenv("SPEEDTRANSFER_PINNED", "register")
+        monkeypatch.setattr(memory, "_SEGMENT_BYTES", 1 << 20)
+        block = pinned_empty((5 << 19) + 7).fill_(3)
+        start = block.data_ptr()
+        assert runtime.blocks == {start: 1 << 20, start + (1 << 20): 1 << 20, start + (2 << 20): (1 << 19) + 7}
+        assert runtime.flags == [3] * 3
+        assert block.eq(3).all()
+        del block
+        gc.collect()
+        assert runtime.calls == ["synchronize", *["unregister"] * 3]
+        assert runtime.blocks == {}
+
+    def test_a_segment_that_cannot_be_locked(self, runtime, monkeypatch):
+        monkeypatch.setenv("SPEEDTRANSFER_PINNED", "register")
+        monkeypatch.setattr(memory, "_SEGMENT_BYTES", 1 << 20)
+        monkeypatch.setattr(runtime, "most", 2)
+        with pytest.raises(
+            HostMemoryError, match=r"cannot page-lock 3.15 MB \(3145728 bytes\): cudaErrorMemoryAllocation"
+        ):
+            pinned_empty(3 << 20)
+        assert runtime.calls == ["unregister"] * 2
+        with pytest.raises(HostMemoryError, match=r"cannot page-lock .* \(1152921504606846976 bytes\)"):
+            pinned_empty(1 << 60)  # the system has not so many addresses
+
+    def test_another_way(self, runtime, monkeypatch):
+        monkeypatch.setenv("SPEEDTRANSFER_PINNED", "huge")
+        with pytest.raises(
+            InvalidValueError, match="SPEEDTRANSFER_PINNED is 'huge' in the environment; set it to 'alloc' or"
+        ):
+            pinned_empty(64)
+
+
+@pytest.mark.parametrize(
+    ("way", "asked", "remedy"),
+    [
+        ("alloc", "cudaDevAttrUnifiedAddressing", "use memory='pageable'"),
+        (
+            "register",
+            "cudaDevAttrCanUseHostPointerForRegisteredMem",
+            "use SPEEDTRANSFER_PINNED=alloc or memory='pageable'",
+        ),
+    ],
+)
+def test_which_devices_can_use_host_pointers(monkeypatch, way, asked, remedy):
+    names = ["cudaDevAttrUnifiedAddressing", "cudaDevAttrCanUseHostPointerForRegisteredMem"]
+    missing = types.SimpleNamespace(
+        **{name: name for name in names}, deviceGetAttribute=lambda name, index: name != asked
+    )
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=missing))
+    monkeypatch.setattr(memory, "load_cupy", lambda: cupy)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Device")
+    monkeypatch.setenv("SPEEDTRANSFER_PINNED", way)
+    require = memory.require_mapped.__wrapped__
+    with pytest.raises(DeviceError) as error:
+        require(torch.device("cuda", 0))
+    assert str(error.value) == (
+        f"A Device cannot address page-locked memory by its host pointer ({asked} is 0); {remedy}"
+    )
+    monkeypatch.setenv("SPEEDTRANSFER_PINNED", "alloc" if way == "register" else "register")
+    require(torch.device("cuda", 0))

@@ -1,5 +1,7 @@
 """What CUDA lacks, and which device is meant; what needs a device is in tests/gpu/test_cuda.py."""
 
+import contextlib
+import importlib.metadata
 import types
 
 import pytest
@@ -62,7 +64,7 @@ class TestStatus:
         monkeypatch.setattr(torch.version, "cuda", built_for)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         reason, devices = cuda._missing(driver, None)
-        assert reason == f"CuPy is not installed; pip install cupy-{extra}"
+        assert reason == f"CuPy is not installed; pip install 'cupy-{extra}[ctk]'"
         assert devices == ("A Device",)
 
     def test_cupy_that_does_not_work(self, monkeypatch, torch_with_cuda):
@@ -74,12 +76,50 @@ class TestStatus:
         reason, _ = cuda._missing("13.0", "13.6")
         assert "CuPy 13.6 does not work with this driver (CUDA 13.0): libcudart.so.12: cannot open; " in reason
 
-    def test_nothing_missing(self, monkeypatch, torch_with_cuda):
+    @pytest.fixture
+    def cupy(self, monkeypatch, torch_with_cuda):
+        """CuPy that works, on torch's part as well."""
         runtime = types.SimpleNamespace(getDeviceCount=lambda: 1)
-        cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
+        functions = types.SimpleNamespace(get_function=lambda name: name)
+        device = lambda index: contextlib.nullcontext()  # noqa: E731
+        cupy = types.SimpleNamespace(
+            cuda=types.SimpleNamespace(runtime=runtime, Device=device), RawModule=lambda code, options: functions
+        )
         monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "device", device)
         monkeypatch.setattr(cuda, "load_cupy", lambda: cupy)
+        return cupy
+
+    def test_available_is_said_when_a_kernel_has_been_compiled(self, monkeypatch, cupy):
+        def fail(code, options):
+            raise RuntimeError("libnvrtc.so.13: cannot open shared object file\nmore lines")
+
         assert cuda._missing("13.0", "14.2") == ("", ("A Device",))
+        cupy.RawModule = fail
+        monkeypatch.setattr("importlib.metadata.version", lambda name: self.not_installed(name))
+        assert cuda._missing("13.0", "14.2")[0] == (
+            "CuPy 14.2 cannot compile kernels here: libnvrtc.so.13: cannot open shared object file; "
+            "pip install 'cupy-cuda13x[ctk]'"
+        )
+
+    def not_installed(self, name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    def test_a_cupy_of_another_cuda_than_torch_is_named(self, monkeypatch, cupy):
+        def fail(code, options):
+            raise RuntimeError("no compiler")
+
+        monkeypatch.setattr(
+            "importlib.metadata.version",
+            lambda name: "13.6" if name == "cupy-cuda12x" else self.not_installed(name),
+        )
+        assert cuda._missing("13.0", "13.6")[0] == ""  # it works
+        cupy.RawModule = fail
+        assert cuda._missing("13.0", "13.6")[0] == (
+            "CuPy 13.6 (of cupy-cuda12x, but torch is built for CUDA 13.0) cannot compile kernels here: no compiler; "
+            "pip uninstall cupy-cuda12x, then pip install 'cupy-cuda13x[ctk]'"
+        )
 
     def test_never_raises(self, monkeypatch):
         def fail(*args):

@@ -7,6 +7,7 @@ import torch
 from test_engines import Event, Stream, cpu_as_cuda
 
 from speedtransfer.cuda import StreamOrder, streams
+from speedtransfer.errors import DeviceError
 
 __all__ = ["cpu_as_cuda"]
 
@@ -132,3 +133,61 @@ class TestStreamOrder:
             assert not entered.wait(0.05)
         thread.join(10)
         assert entered.is_set()
+
+
+class TestCapture:
+    """The current stream is being captured in a CUDA graph, as far as torch says."""
+
+    @pytest.fixture
+    def capturing(self, monkeypatch):
+        return lambda now: monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now)
+
+    @pytest.fixture
+    def on(self, cpu_as_cuda, monkeypatch):
+        return lambda stream: monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+    def test_no_event_of_before_is_waited_for_and_none_is_left(self, on, capturing):
+        order, one, two = StreamOrder(torch.device("cpu")), Stream(1), Stream(2)
+        on(one)
+        with order.writing():
+            pass
+        with order.reading():
+            pass
+        written, reads = order._written, dict(order._reads)
+        capturing(True)
+        on(two)
+        for queueing in (order.reading, order.writing, order.reading):
+            with queueing() as stream:
+                assert stream is two
+        assert two.waits == []
+        assert (order._written, order._reads) == (written, reads)
+        assert [event.record_calls for event in (written, *reads.values())] == [[one], [one]]
+        capturing(False)
+        with order.writing():
+            assert two.waits == [written, *reads.values()]
+
+    def test_a_wait_after_it_is_for_the_device(self, on, capturing, monkeypatch):
+        order, waits = StreamOrder(torch.device("cpu")), []
+        monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+        on(Stream(1))
+        with order.reading():
+            pass
+        order.wait()
+        assert waits == []
+        capturing(True)
+        with order.reading():
+            pass
+        with pytest.raises(DeviceError, match="waiting for rows on their way cannot be captured in a CUDA graph"):
+            order.wait()
+        capturing(False)
+        order.wait()
+        assert waits == [order.device]
+
+    def test_check(self, capturing):
+        capturing(False)
+        streams.check_not_capturing("this")
+        capturing(True)
+        with pytest.raises(
+            DeviceError, match=r"^this cannot be captured in a CUDA graph, as the host takes part in it and"
+        ):
+            streams.check_not_capturing("this")

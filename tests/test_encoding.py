@@ -8,15 +8,17 @@ import zlib
 
 import pytest
 import torch
+from cpu_kernels import cpu_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
+from test_kernels import interesting_floats
 from torch import Tensor
 
-from speedtransfer.encoding import convert
+from speedtransfer.encoding import convert, cuda_codecs
 from speedtransfer.encoding.codecs import BLOCK, SCALE, Blocks8, Cast, Codec, RowInt8, meanings
 from speedtransfer.encoding.convert import decode_rows, encode_rows
-from speedtransfer.encoding.rounding import Keys, column_keys, random_bits, row_keys
+from speedtransfer.encoding.rounding import Keys, column_keys, random_bits, write_key
 
 KINDS = ("bfloat16", "float16", "int8", "float8")
 
@@ -30,16 +32,20 @@ def codec_of(kind: str, width: int) -> Codec:
 CPU = torch.device("cpu")
 
 
-def keys_for(count: int, width: int, writes: int = 0) -> Keys:
-    return Keys(row_keys(0, writes, "weight", torch.arange(count)), column_keys(width, CPU))
+def row_keys(seed: int, writes: int, plane: str, ids: Tensor) -> Tensor:
+    return Keys(write_key(seed, writes, plane), ids).rows(slice(None))
+
+
+def keys_for(count: int, writes: int = 0) -> Keys:
+    return Keys(write_key(0, writes, "weight"), torch.arange(count))
 
 
 def bits_for(count: int, width: int, writes: int = 0) -> Tensor:
-    return random_bits(*keys_for(count, width, writes))
+    return keys_for(count, writes).bits(slice(None), width)
 
 
 def there_and_back(codec: Codec, values: Tensor, writes: int | None = None) -> Tensor:
-    return decode_rows(codec, encode_rows(codec, values, None if writes is None else keys_for(*values.shape, writes)))
+    return decode_rows(codec, encode_rows(codec, values, None if writes is None else keys_for(len(values), writes)))
 
 
 def normal(rows: int, width: int, seed: int = 0) -> Tensor:
@@ -194,7 +200,7 @@ def test_zeros_stay(kind: str, writes: int | None) -> None:
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0)])
 def test_no_values(kind: str, shape: tuple[int, int]) -> None:
     codec = codec_of(kind, shape[1])
-    parts = encode_rows(codec, torch.zeros(shape), keys_for(*shape))
+    parts = encode_rows(codec, torch.zeros(shape), keys_for(shape[0]))
     assert {s: (p.shape[1], p.dtype) for s, p in parts.items()} == {
         s: (p.width, p.dtype) for s, p in codec.parts.items()
     }
@@ -206,8 +212,8 @@ def test_no_values(kind: str, shape: tuple[int, int]) -> None:
 def test_rows_are_stored_one_by_one(kind: str) -> None:
     """A row comes out the same alone and among others, also where the CPU takes some at a time."""
     width, rows = 100, convert._CHUNK // 100 + 10
-    values, keys = normal(rows, width), keys_for(rows, width)
-    codec, bits = codec_of(kind, width), random_bits(*keys)
+    values, keys = normal(rows, width), keys_for(rows)
+    codec, bits = codec_of(kind, width), keys.bits(slice(None), width)
     whole = encode_rows(codec, values, keys)
     at_once = codec.encode(values, bits)
     some = torch.tensor([0, 1, 17, rows - 1])
@@ -219,31 +225,85 @@ def test_rows_are_stored_one_by_one(kind: str) -> None:
     assert torch.equal(decode_rows(codec, whole), codec.decode(whole, torch.empty(rows, width)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [1, 16, 100, 128, 300])
-def test_compiled_passes_give_the_bits_of_torch(kind: str, width: int) -> None:
-    pytest.importorskip("numba")
+def awkward(width: int) -> Tensor:
+    """Return rows of every size, of zeros, of both signs or one, and with infinities and NaN."""
     values = normal(400, width) * torch.logspace(-44, 38, 400)[:, None]
     values[::3] = values[::3].abs()
     values[::7, : width // 2] *= torch.logspace(0, -12, width // 2)
     values[5], values[6, 0], values[7, -1], values[8, 0] = 0.0, math.inf, -math.inf, math.nan
     values[9, : width // 3] = -0.0
-    codec = codec_of(kind, width)
+    return values
+
+
+def assert_same_bits(found: Tensor, expected: Tensor) -> None:
+    """Compare bit by bit, except that every NaN is as good as another."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    if expected.is_floating_point():
+        raw = torch.int32 if expected.element_size() == 4 else torch.int16
+        known = ~expected.isnan()
+        assert torch.equal(found.view(raw)[known], expected.contiguous().view(raw)[known])
+
+
+def empty_parts(codec: Codec, count: int) -> dict[str, Tensor]:
+    return {suffix: torch.empty(count, part.width, dtype=part.dtype) for suffix, part in codec.parts.items()}
+
+
+def check_parts(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for suffix, part in expected.items():
+        assert_same_bits(found[suffix], part)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [1, 16, 100, 128, 300])
+def test_compiled_passes_give_the_bits_of_torch(kind: str, width: int) -> None:
+    pytest.importorskip("numba")
+    compiled = importlib.import_module("speedtransfer.encoding.numba_codecs")
+    values, codec = awkward(width), codec_of(kind, width)
     for writes in range(3):
-        keys = keys_for(400, width, writes)
-        expected, bits = codec.encode(values, random_bits(*keys)), None
-        found = {s: torch.empty(400, p.width, dtype=p.dtype) for s, p in codec.parts.items()}
-        convert._encode_compiled(
-            importlib.import_module("speedtransfer.encoding.numba_codecs"), codec, values, keys, found
-        )
-        for suffix, part in expected.items():
-            torch.testing.assert_close(found[suffix], part, rtol=0, atol=0, equal_nan=True)
-            bits = part.isnan() if part.is_floating_point() else torch.zeros_like(part, dtype=torch.bool)
-            raw = torch.int32 if part.element_size() == 4 else torch.int16 if part.element_size() == 2 else part.dtype
-            assert torch.equal(found[suffix].view(raw)[~bits], part.contiguous().view(raw)[~bits])
-        torch.testing.assert_close(
-            decode_rows(codec, found), codec.decode(found, torch.empty(400, width)), rtol=0, atol=0, equal_nan=True
-        )
+        keys = keys_for(400, writes)
+        found = empty_parts(codec, 400)
+        convert._encode_compiled(compiled, codec, values, keys, found)
+        check_parts(found, codec.encode(values, keys.bits(slice(None), width)))
+        assert_same_bits(decode_rows(codec, found), codec.decode(found, torch.empty(400, width)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [1, 3, 16, 64, 100, 128, 130, 300])
+def test_kernels_give_the_bits_of_torch(kind: str, width: int) -> None:
+    """Also for rows that begin at any address, where words of 16 bytes cannot be read."""
+    kernels = cpu_kernels()
+    codec = codec_of(kind, width)
+    for writes, launch, offset in ((0, (2, 64), 0), (1, (1, 1), 1), (2, (3, 7), 2)):
+        values = torch.empty(400 * width + 4)[offset:][: 400 * width].view(400, width).copy_(awkward(width))
+        keys = Keys(write_key(2**63, writes, "weight"), torch.randperm(400) * 2**33)
+        found = empty_parts(codec, 400)
+        argument = cuda_codecs.pack_encoding(codec, values, keys, found)
+        kernels.launch("encode_rows", *launch, argument, backwards=writes == 1)
+        check_parts(found, codec.encode(values, keys.bits(slice(None), width)))
+        if isinstance(codec, Blocks8):
+            decoded = torch.empty(400, width)
+            kernels.launch("decode_blocks", *launch, cuda_codecs.pack_decoding(found, decoded))
+            assert_same_bits(decoded, codec.decode(found, torch.empty(400, width)))
+
+
+def test_kernels_round_every_float_as_torch_does() -> None:
+    """Of every exponent, near the values at which rounding changes."""
+    kernels, values = cpu_kernels(), interesting_floats()
+    keys = keys_for(len(values))
+    for kind in KINDS:
+        codec = codec_of(kind, 8)
+        found = empty_parts(codec, len(values))
+        kernels.launch("encode_rows", 1, 32, cuda_codecs.pack_encoding(codec, values, keys, found))
+        check_parts(found, codec.encode(values, keys.bits(slice(None), 8)))
+
+
+def test_every_code_is_decoded_as_torch_does() -> None:
+    kernels, codec = cpu_kernels(), Blocks8(256)
+    codes = torch.arange(256).to(torch.uint8).expand(6, 256).contiguous()
+    scales = torch.tensor([[1.0], [-3.0], [2.0**-94], [-(2.0**-94)], [0.0], [math.nan]]).expand(6, 2).contiguous()
+    parts, found = {"": codes, SCALE: scales}, torch.empty(6, 256)
+    kernels.launch("decode_blocks", 1, 32, cuda_codecs.pack_decoding(parts, found))
+    assert_same_bits(found, codec.decode(parts, torch.empty(6, 256)))
 
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,14 @@ class TestStagedLogic(PaddingCases, OnCpu):
         assert sum(records) == 6
         assert all(wait >= record - 1 for wait, record in zip(waits, records, strict=True))
 
+    def test_it_is_not_captured(self, engine, monkeypatch):
+        plane, index, rows = torch.zeros(9, 8), torch.arange(9), [torch.ones(9, 8)]
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for call in (engine.gather, engine.scatter):
+            with pytest.raises(DeviceError, match="of rows that the host moves cannot be captured in a CUDA graph"):
+                call([plane], index, rows)
+        assert not plane.any()
+
     def test_buffers_grow_to_what_is_asked(self, cpu_as_cuda):
         engine = StagedEngine("cpu", num_buffers=2)
         _, buffer = next(engine._ring), next(engine._ring)
@@ -190,6 +198,42 @@ class TestMappedLogic(PaddingCases, OnCpu):
         with pytest.raises(RowIndexError, match=r"^index\[1\] of an earlier gather"):
             engine.scatter(planes, torch.tensor([3, 4]), rows)
         engine.wait()
+
+    def test_capture(self, engine, launches, monkeypatch):
+        """What the device does alone is captured; the rest says so before it harms the capture."""
+        plane, index, rows = torch.zeros(9, 8), torch.arange(9), [torch.ones(9, 8)]
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        engine.scatter([plane], index, rows)
+        engine.gather([plane], index, rows, check=True)
+        assert len(launches) == 2
+        with pytest.raises(DeviceError, match="loading the kernel gather_converted cannot be captured"):
+            engine.gather([plane.half()], index, rows)
+        with pytest.raises(DeviceError, match="waiting for rows on their way cannot be captured"):
+            engine.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "device", torch.device("cuda", 0))
+            for call in (engine.gather, engine.scatter):
+                with pytest.raises(DeviceError, match="by an index on the host cannot be captured"):
+                    call([plane], index, rows)
+        engine.gather([plane], index + 1, rows, check=True)
+        with pytest.raises(DeviceError, match="the first call after a gather that named a row out of range cannot be"):
+            engine.gather([plane], index, rows)
+
+    def test_large_unsorted_calls_are_sorted(self, engine, monkeypatch):
+        sorts, sort = [], torch.Tensor.sort
+        monkeypatch.setattr(torch.Tensor, "sort", lambda index: [sorts.append(len(index)), sort(index)][1])
+        for count, width, unsorted, expected in [
+            (5000, 64, True, [5000]),
+            (5000, 64, False, []),  # as those of training are
+            (4000, 100, True, []),
+            (5000, 4, True, []),  # few bytes
+        ]:
+            sorts.clear()
+            plane, index = torch.randn(9, width), torch.randint(9, (count,))
+            rows = torch.zeros(count, width)
+            engine.gather([plane], index, [rows], unsorted=unsorted)
+            assert torch.equal(rows, plane[index])
+            assert sorts == expected
 
     def test_unchecked_says_nothing(self, engine):
         engine.gather([torch.zeros(9, 8)], torch.tensor([9]), [torch.ones(1, 8)])

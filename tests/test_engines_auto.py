@@ -62,14 +62,16 @@ class TestChoice:
 
     def test_measured_once_and_only_for_calls_worth_it(self):
         calls = []
-        engine = self.engine(measure=lambda: calls.append(1))
+        engine = self.engine(measure=calls.append)
         engine.choose("gather", 16, 10)
         assert calls == []
         for _ in range(3):
             assert engine.choose("gather", 512, 10_000) == "host"
-        assert calls == [1]
+        assert calls == [256 << 20]
+        assert engine.choose("gather", 512, 10_000, 5 << 30) == "host"
+        assert calls == [256 << 20, 4 << 30]
 
-    def test_an_engine_that_takes_over_waits_for_the_last_one(self):
+    def test_an_engine_waits_for_what_others_may_still_do(self):
         calls = []
 
         class Noting(ReferenceEngine):
@@ -77,28 +79,89 @@ class TestChoice:
                 super().__init__()
                 self.name = name
 
-            def gather(self, planes, index, rows, check=False):
+            def gather(self, planes, index, rows, check=False, unsorted=False):
                 calls.append(f"{self.name} gathers")
 
-            def scatter(self, planes, index, rows):
+            def scatter(self, planes, index, rows, unsorted=False):
                 calls.append(f"{self.name} scatters")
 
-            def wait(self):
-                calls.append(f"wait for {self.name}")
+            def wait(self, writes_only=False):
+                calls.append(f"wait for {'writes of ' if writes_only else ''}{self.name}")
 
         engine = AutoEngine({"mapped": Noting("mapped"), "staged": Noting("staged")}, CPU)
         plane, index, rows = torch.zeros(4, 4), torch.tensor([1]), [torch.zeros(1, 4)]
-        engine.gather([plane], index, rows)
-        remember(CPU, made([("gather", 16, 1, {"staged": 1e-6}), ("scatter", 16, 1, {"mapped": 1e-6})]))
+
+        def steps(gather, scatter, count=2):
+            remember(CPU, made([("gather", 16, 1, {gather: 1e-6}), ("scatter", 16, 1, {scatter: 1e-6})]))
+            calls.clear()
+            for _ in range(count):
+                engine.gather([plane], index, rows)
+                engine.scatter([plane], index, rows)
+            return calls
+
+        assert steps("mapped", "mapped") == ["mapped gathers", "mapped scatters"] * 2
+        first = ["wait for writes of mapped", "staged gathers", "wait for mapped", "staged scatters"]
+        assert steps("staged", "staged") == [*first, "staged gathers", "staged scatters"]
+        # Only what one has left to do makes the other wait.
+        there = ["wait for writes of staged", "mapped gathers", "wait for mapped", "staged scatters"]
+        assert steps("mapped", "staged") == there * 2
+        back = ["wait for writes of mapped", "staged gathers", "wait for staged", "mapped scatters"]
+        assert steps("staged", "mapped") == [back[1], *back[2:], *back]
+
+    def test_both_directions_by_their_sum(self):
+        """One engine for both, unless two are faster by more than the host takes to wait for one of them."""
+
+        def pair(gather, scatter):
+            points = [("gather", 512, 1000, gather), ("scatter", 512, 1000, scatter)]
+            remember(
+                CPU, made([(d, size, n, dict(zip(("host", "reference"), s, strict=True))) for d, size, n, s in points])
+            )
+            return engine.choose("gather", 512, 1000), engine.choose("scatter", 512, 1000)
+
+        engine = self.engine()
+        assert pair((1e-3, 2e-3), (1e-3, 2e-3)) == ("host", "host")
+        assert pair((2e-3, 1e-3), (1e-3, 3e-3)) == ("reference", "host")
+        assert pair((1.00e-3, 1.04e-3), (1.02e-3, 1.00e-3)) == ("host", "host")
+        assert pair((1.04e-3, 1.00e-3), (1.00e-3, 1.03e-3)) == ("reference", "reference")
+
+    def test_a_step_stays_with_one_engine(self):
+        """Rows of one plane are gathered, those of three scattered: what was chosen holds for all that a row has."""
+        engine, used = self.engine(), []
+        points = [
+            (d, size, 1000, {"host": 1.0, "reference": 1.0, best: 0.5})
+            for size, best in ((64, "host"), (192, "reference"))
+            for d in ("gather", "scatter")
+        ]
+        remember(CPU, made(points))
+        planes, index = [torch.zeros(5000, 16) for _ in range(3)], torch.arange(1000)
+        for engine_name in ("host", "reference"):
+            one = engine.engines[engine_name]
+            for call in ("gather", "scatter"):
+                setattr(one, call, lambda *args, name=engine_name, call=call: used.append((name, call)))
+        rows = [torch.zeros(1000, 16) for _ in range(3)]
+        engine.gather(planes[:1], index, rows[:1])
         for _ in range(2):
-            engine.gather([plane], index, rows)
-        engine.scatter([plane], index, rows)
-        first, taken, back = (
-            ["mapped gathers"],
-            ["wait for mapped", "staged gathers", "staged gathers"],
-            "wait for staged",
-        )
-        assert calls == [*first, *taken, back, "mapped scatters"]
+            engine.scatter(planes, index, rows)
+            engine.gather(planes[:1], index, rows[:1])
+        assert used == [("host", "gather"), *[("reference", "scatter"), ("reference", "gather")] * 2]
+
+    def test_tables_of_another_size(self):
+        points = [
+            (Point(d, 512, 1000, {"host": 1.0, "reference": 1.0, best: 0.5}, size))
+            for size, best in ((256 << 20, "host"), (16 << 30, "reference"))
+            for d in ("gather", "scatter")
+        ]
+        remember(CPU, Calibration(machine_of(CPU), points))
+        engine = self.engine(measure=lambda plane_bytes: None)
+        assert [engine.choose("gather", 512, 1000, 10**e) for e in (6, 8, 9, 10, 11)] == ["host"] * 3 + [
+            "reference"
+        ] * 2
+
+    def test_sizes_of_planes(self):
+        sizes = [256 << 20, 1 << 30, 4 << 30, 16 << 30, 64 << 30]
+        assert [calibration.size_class(size) for size in sizes] == sizes
+        assert [calibration.size_class(size) for size in (0, 1, 100 << 20, 10**13)] == [sizes[0]] * 3 + [sizes[-1]]
+        assert calibration.size_class(600 << 20) == sizes[1]
 
     def test_a_new_measurement_counts_at_once(self):
         engine = self.engine()
@@ -167,11 +230,11 @@ class TestCalibration:
 
     def test_an_engine_that_moves_wrong_rows_is_left_out(self, caplog):
         class Wrong(ReferenceEngine):
-            def gather(self, planes, index, rows, check=False):
+            def gather(self, planes, index, rows, check=False, unsorted=False):
                 super().gather(planes, index.flip(0), rows)
 
         class Broken(ReferenceEngine):
-            def scatter(self, planes, index, rows):
+            def scatter(self, planes, index, rows, unsorted=False):
                 raise DeviceError("no such luck")
 
         engines = {"wrong": Wrong(), "broken": Broken(), "reference": ReferenceEngine()}
@@ -182,12 +245,46 @@ class TestCalibration:
         none = calibrate({"wrong": Wrong()}, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
         assert none.points == []
 
+    def test_planes_of_several_sizes(self, monkeypatch):
+        """Each is measured once and kept beside the others."""
+        asked = []
+
+        def measure(device, sizes):
+            asked.extend(sizes)
+            return Calibration(machine_of(CPU), [Point("gather", 16, 10, {"host": len(asked)}, size) for size in sizes])
+
+        monkeypatch.setattr(auto, "calibrate_device", measure)
+        monkeypatch.setattr(auto, "available_bytes", lambda: 20 << 30)
+        for size in (1 << 30, 4 << 30, 1 << 30, 64 << 30):  # the last does not fit: a quarter of what is free is 5 GB
+            auto.measure_machine(CPU, size)
+        assert asked == [1 << 30, 4 << 30]
+        assert [(p.plane_bytes, p.seconds) for p in load(CPU).points] == [
+            (1 << 30, {"host": 1}),
+            (4 << 30, {"host": 2}),
+        ]
+        again = load(CPU).joined(measure(CPU, [1 << 30]))
+        assert [(p.plane_bytes, p.seconds) for p in again.points] == [(4 << 30, {"host": 2}), (1 << 30, {"host": 3})]
+
+    def test_ids_are_sorted_and_reach_all_of_the_plane(self):
+        given = calibration._Given(torch.zeros(1000, 4, dtype=torch.uint8), 100, CPU)
+        assert torch.equal(given.index, given.index.sort().values)
+        assert given.index[0] < 10
+        assert given.index[-1] >= 990
+
+    def test_a_file_without_sizes_is_of_the_smallest(self):
+        path = made(POINTS).save()
+        data = json.loads(path.read_text())
+        for point in data["points"]:
+            del point["plane_bytes"]
+        path.write_text(json.dumps(data))
+        assert load(CPU) == made(POINTS)
+
     def test_no_plane(self):
         with pytest.raises(InvalidValueError, match="at least one engine and a uint8 plane of at least one row"):
             calibrate({"reference": ReferenceEngine()}, CPU, torch.zeros(4, dtype=torch.uint8))
 
     def test_a_machine_that_cannot_be_measured(self, monkeypatch, caplog):
-        def fail(device):
+        def fail(device, sizes):
             raise DeviceError("no such luck")
 
         monkeypatch.setattr(auto, "calibrate_device", fail)
@@ -196,24 +293,24 @@ class TestCalibration:
 
     def test_left_out_on_request(self, monkeypatch):
         monkeypatch.setenv("SPEEDTRANSFER_CALIBRATE", "0")
-        monkeypatch.setattr(auto, "calibrate_device", lambda device: pytest.fail("measured"))
+        monkeypatch.setattr(auto, "calibrate_device", lambda device, sizes: pytest.fail("measured"))
         assert auto.measure_machine(CPU) is None
 
     def test_kept_in_the_process_where_it_cannot_be_saved(self, monkeypatch, tmp_path, caplog):
         (tmp_path / "file").touch()
         monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "file"))
-        monkeypatch.setattr(auto, "calibrate_device", lambda device: made(POINTS))
+        monkeypatch.setattr(auto, "calibrate_device", lambda device, sizes: made(POINTS))
         assert auto.measure_machine(CPU).points == calibration.known(CPU).points
         assert "not measured for good" in caplog.text
 
     def test_another_process_is_measuring(self, monkeypatch):
-        monkeypatch.setattr(auto, "calibrate_device", lambda device: pytest.fail("measured"))
+        monkeypatch.setattr(auto, "calibrate_device", lambda device, sizes: pytest.fail("measured"))
         lock = file_of(machine_of(CPU)).with_suffix(".lock")
         lock.parent.mkdir()
         lock.touch()
         assert auto.measure_machine(CPU) is None
         monkeypatch.setattr(auto, "_LOCK_S", -1.0)  # its process is dead
-        monkeypatch.setattr(auto, "calibrate_device", lambda device: made(POINTS))
+        monkeypatch.setattr(auto, "calibrate_device", lambda device, sizes: made(POINTS))
         assert auto.measure_machine(CPU) is not None
         assert not lock.exists()
 
@@ -237,7 +334,7 @@ class TestCalibration:
         assert torch.equal(torch.rand(3), expected)
 
     def test_the_result_is_kept(self, monkeypatch, caplog):
-        monkeypatch.setattr(auto, "calibrate_device", lambda device: made(POINTS))
+        monkeypatch.setattr(auto, "calibrate_device", lambda device, sizes: made(POINTS))
         with caplog.at_level(logging.INFO):
             assert auto.measure_machine(CPU).points == load(CPU).points
         assert str(file_of(machine_of(CPU))) in caplog.text

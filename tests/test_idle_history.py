@@ -19,7 +19,7 @@ from speedtransfer import jit
 from speedtransfer.idle import History, IdleStep, Rule, rule_for
 from speedtransfer.idle import sums as sums_module
 from speedtransfer.idle.device_copy import DeviceCopy
-from speedtransfer.idle.rule import StepCount
+from speedtransfer.idle.rule import Scalars
 
 
 class Sums(Rule):
@@ -331,36 +331,99 @@ def test_memory_of_a_long_history() -> None:
     assert sums.table.nbytes + sums.blocks.nbytes < 2e7
 
 
+class OnDevice(torch.Tensor):
+    """A number that says it is on a device, and counts how often the host reads it."""
+
+    device = torch.device("cuda")
+    reads = 0
+
+    def __float__(self) -> float:
+        self.reads += 1
+        return float(self.as_subclass(torch.Tensor))
+
+
+def on_device(number: torch.Tensor) -> OnDevice:
+    made = number.as_subclass(OnDevice)
+    assert made._version == number._version
+    return made
+
+
+def count_of(scalars: Scalars, count: torch.Tensor, changes: int = 1) -> float:
+    return scalars.read("step", count, changes, lambda count: count + 1)
+
+
 def test_counts_of_steps_are_read_when_they_must_be() -> None:
     """A count is one more after a step; what else has happened to it is noticed."""
-    count, reader = torch.tensor(3.0), StepCount()
-    assert reader.read(count) == 3
+    count, scalars = on_device(torch.tensor(3.0)), Scalars()
+    assert count_of(scalars, count) == 3
     for expected in (4, 5):
         count += 1
-        assert reader.read(count) == expected
-    assert reader.read(count) == 5
+        assert count_of(scalars, count) == expected
+    assert count.reads == 1
+    assert count_of(scalars, count) == 5
     count += 1
     count -= 1  # a step that GradScaler takes back
-    assert reader.read(count) == 5
-    assert reader.read(torch.tensor(90.0)) == 90  # a state that was loaded
-    assert reader.read(7) == 7
+    assert count_of(scalars, count) == 5
+    assert count.reads == 3
     count += 1
-    assert copy.deepcopy(reader).read(count) == reader.read(count) == 6
+    count -= 0  # one that it lets happen
+    assert count_of(scalars, count, changes=2) == 6
+    assert count.reads == 3
+    assert count_of(scalars, on_device(torch.tensor(90.0))) == 90  # a state that was loaded
+    assert count_of(scalars, 7) == 7
+    count += 1
+    assert count_of(copy.deepcopy(scalars), count) == count_of(scalars, count) == 7
     with torch.inference_mode():
-        assert reader.read(torch.tensor(2.0)) == 2
+        assert count_of(scalars, torch.tensor(2.0)) == 2
+
+
+def test_hyperparameters_on_a_device_are_read_once() -> None:
+    lr, scalars = on_device(torch.tensor(0.5)), Scalars()
+    assert [scalars.read("lr", lr) for _ in range(3)] == [0.5] * 3
+    assert lr.reads == 1
+    lr.fill_(0.25)  # as a scheduler does
+    assert [scalars.read("lr", lr) for _ in range(3)] == [0.25] * 3
+    assert lr.reads == 2
+    assert scalars.read("lr", 0.125) == 0.125
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.kind in (torch.optim.ASGD, torch.optim.NAdam)], ids=str
+)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_what_steps_make_of_numbers_is_known_without_reading(case: OptimizerCase, foreach: bool) -> None:
+    """Of torch's own optimizers: the numbers that they keep are those that the host computes."""
+    param = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = case.make([param], foreach=foreach)
+    (group,), read = optimizer.param_groups, []
+    rule, plain = (rule_for(optimizer, group, torch.float32) for _ in range(2))
+    there: dict[str, OnDevice] = {}
+    for _ in range(30):
+        param.grad = torch.ones_like(param)
+        state = optimizer.state[param]
+        before = rule.before(there), plain.before(state)
+        optimizer.step()
+        there = there or {name: on_device(value) for name, value in state.items()}
+        steps = rule.step(group, there, before[0]), plain.step(group, state, before[1])
+        for ours, right in zip(*steps, strict=True):
+            assert ours == pytest.approx(right, rel=1e-6, abs=1e-9)
+        read.append(sum(value.reads for value in there.values()))
+    assert len(there) > 1
+    assert read[0] == read[-1] > 0, "once, when they are new"
 
 
 @pytest.mark.parametrize("kwargs", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 def test_optimizers_count_in_place_once_a_step(kwargs: dict[str, bool]) -> None:
     param = torch.nn.Parameter(torch.ones(2, 2))
-    optimizer, reader = torch.optim.AdamW([param], **kwargs), StepCount()
+    optimizer, scalars = torch.optim.AdamW([param], **kwargs), Scalars()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for number in range(8):
         optimizer.zero_grad()
         (scaler.scale(param.sum()) * (math.inf if number in (3, 4) else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
-        assert reader.read(optimizer.state[param]["step"]) == float(optimizer.state[param]["step"])
+        count = optimizer.state[param]["step"]
+        assert count_of(scalars, count) == float(count)
 
 
 @pytest.mark.parametrize("kind", [Sums, Mixes])
@@ -389,7 +452,7 @@ def test_what_a_device_gets_is_what_the_host_has(kind: type[Rule], monkeypatch: 
             index = torch.arange(history.length + 1)
             expected = history.sums.lines(index)
             with monkeypatch.context() as patch:
-                patch.setattr(sums_module.Sums, "_tensors", mirrored)
+                patch.setattr(sums_module.Sums, "tensors", mirrored)
                 del sent[:]
                 assert torch.equal(history.sums.lines(index), expected)
                 steps_now = history.sums.steps_after(index, 0) if kind is Sums else ()

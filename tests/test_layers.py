@@ -29,7 +29,7 @@ LAYERS = [
     {"__init__", "__main__"},
 ]
 # Parts that must not see more of the package.
-KNOWS_ONLY = {"idle": {"errors", "jit"}, "encoding": {"errors", "buffers", "jit"}}
+KNOWS_ONLY = {"idle": {"errors", "jit", "cuda"}, "encoding": {"errors", "buffers", "jit", "cuda"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -53,6 +53,36 @@ def test_versions(metadata):
     assert requires["typer"] == "0.12.4", "with 0.12.3 no command starts: it does not know `Path | None`"
 
 
+@pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
+@pytest.mark.parametrize(
+    ("driver", "torch_cuda", "index", "extra"),
+    [
+        (None, "13.0", "", ""),
+        ("12", "12.6", "", ",cuda12"),
+        ("13", "12.6", "", ",cuda12"),  # a driver runs what is built for an older CUDA
+        ("13", "13.0", "", ",cuda13"),
+        ("13", None, "", ",cuda13"),
+        ("13", None, "https://wheels/cu126", ",cuda12"),
+        ("13", "None", "", ""),  # built without CUDA
+    ],
+)
+def test_the_cuda_extra_is_that_of_torch(tmp_path, driver, torch_cuda, index, extra):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f"#!/bin/sh\n{f'echo {torch_cuda}' if torch_cuda else 'exit 1'}\n")
+    python.chmod(0o755)
+    command = ["make", "-n", "-C", str(ROOT), f"VENV={tmp_path}", f"CUDA_MAJOR={driver or ''}", f"TORCH_INDEX={index}"]
+    done = subprocess.run([*command, f"{tmp_path}/.ready"], capture_output=True, text=True, check=True)
+    assert f'-e ".[dev{extra}]"' in done.stdout
+
+
+def test_cupy_comes_with_its_compiler(metadata):
+    """A driver has neither NVRTC nor headers."""
+    for major in ("12", "13"):
+        (cupy,) = [r for r in metadata["Requires-Dist"] if r.startswith(f"cupy-cuda{major}x") and f"cuda{major}" in r]
+        assert "[ctk]" in cupy
+
+
 @needs_checkout
 @pytest.mark.parametrize("path", ["docs/_build/x", "docs/jupyter_execute/x", ".venv/x", "demo/x"])
 def test_what_our_commands_leave_is_no_change_of_the_tree(path):

@@ -611,9 +611,9 @@ def test_options(record, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("cuda", "extras"),
-    [(None, "dev"), ("11.8", "dev"), ("12.4", "dev,cuda12"), ("13.0", "dev,cuda13"), ("14.1", "dev,cuda13")],
+    [(None, "dev"), ("11.8", "dev"), ("12.4", "dev,cuda13"), ("13.0", "dev,cuda13"), ("14.1", "dev,cuda13")],
 )
-def test_make_picks_the_cuda_extra_of_the_driver(tmp_path, cuda, extras):
+def test_make_picks_the_cuda_extra_of_the_torch_that_it_installs(tmp_path, cuda, extras):
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\n" + (f"echo '| Driver Version: 1 CUDA Version: {cuda} |'\n" if cuda else "exit 1\n"))
     tool.chmod(0o755)
@@ -622,8 +622,9 @@ def test_make_picks_the_cuda_extra_of_the_driver(tmp_path, cuda, extras):
     done = subprocess.run(argv, cwd=SCRIPT.parents[1], env=environment, capture_output=True, text=True, check=True)
     assert f'".[{extras}]"' in done.stdout
     # A build of torch that this driver can run: the package index has one for CUDA 13.
-    assert ("pass TORCH_INDEX=" in done.stderr) == ("cuda12" in extras)
+    assert ("pass TORCH_INDEX=" in done.stderr) == (cuda == "12.4")
     named = [*argv, "TORCH_INDEX=https://example.org/cu12"]
     done = subprocess.run(named, cwd=SCRIPT.parents[1], env=environment, capture_output=True, text=True, check=True)
     assert "--extra-index-url https://example.org/cu12" in done.stdout
+    assert f'".[{extras.replace("13", "12")}]"' in done.stdout
     assert "TORCH_INDEX" not in done.stderr

@@ -28,6 +28,18 @@ class TestPhysicalBytes:
         monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", told)
         assert system.physical_bytes() == expected
 
+    def test_what_is_free_is_less(self, of_this_machine, monkeypatch):
+        assert 0 < system.available_bytes() <= system.physical_bytes()
+        read = Path.read_text
+
+        def nothing(path, *args):
+            if path == Path("/proc/meminfo"):
+                raise FileNotFoundError(path)
+            return read(path, *args)
+
+        monkeypatch.setattr(Path, "read_text", nothing)
+        assert system.available_bytes() == system.physical_bytes() // 2
+
     @pytest.mark.parametrize("group", ["memory.max", "memory/memory.limit_in_bytes"])
     @pytest.mark.parametrize(("limit", "counts"), [("1000000\n", True), ("max\n", False), (str(1 << 62), False)])
     def test_a_container(self, monkeypatch, of_this_machine, group, limit, counts):

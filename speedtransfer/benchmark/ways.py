@@ -143,7 +143,7 @@ def _queues(work: Workload, direction: Direction) -> bool:
     engine = work.table._engine
     if isinstance(engine, AutoEngine):
         row_bytes = work.payload_bytes // max(1, len(work.rows))
-        engine = engine.engines[engine.choose(direction, row_bytes, len(work.rows))]
+        engine = engine.engines[engine.choose(direction, row_bytes, len(work.rows), work.plane.nbytes)]
     return isinstance(engine, MappedEngine)
 
 

@@ -1,6 +1,7 @@
 """The only folder that knows CuPy: what CUDA there is, page-locked memory, streams and kernels."""
 
 from speedtransfer.cuda.graphs import WARM_UP, capture_number, check_not_capturing, count_captures, is_capturing
+from speedtransfer.cuda.items import launch_over
 from speedtransfer.cuda.launch import KernelArgument, is_trusted, kernel_source, launch_kernel, load_kernel
 from speedtransfer.cuda.memory import mapped_view, pinned_empty, require_mapped, to_cupy
 from speedtransfer.cuda.status import CudaStatus, cuda_status, require_cuda, resolve_cuda, resolve_device
@@ -28,6 +29,7 @@ __all__ = [
     "keep_until_done",
     "kernel_source",
     "launch_kernel",
+    "launch_over",
     "load_kernel",
     "mapped_view",
     "pinned_empty",

@@ -10,6 +10,8 @@ from speedtransfer.errors import DeviceError
 
 WARM_UP = "do a few steps like it before the capture, on another stream, as torch asks for every graph"
 
+# A torch that was built without CUDA raises instead of answering.
+_WITHOUT_CUDA = None if torch.backends.cuda.is_built() else torch.cuda.is_current_stream_capturing
 _captures = 0
 _counted = False
 
@@ -33,7 +35,8 @@ def count_captures() -> None:
 
 def is_capturing() -> bool:
     """Tell whether the current stream is being captured in a CUDA graph."""
-    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+    asks = torch.cuda.is_current_stream_capturing
+    return asks is not _WITHOUT_CUDA and asks()
 
 
 def capture_number() -> int | None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer import buffers
 from speedtransfer.cuda.graphs import is_capturing
 from speedtransfer.cuda.status import cuda_status, first_line, load_cupy, on_device, require_cuda, resolve_cuda
 from speedtransfer.cuda.streams import torch_stream
@@ -34,7 +35,8 @@ def pinned_empty(
     """Return uninitialised page-locked memory of exactly `num_bytes`, as a (num_bytes,) uint8 CPU tensor.
 
     It is freed when the last tensor over it has died, once `wait` has returned: by default once every device is idle. Every
-    CUDA device may read and write it (portable, mapped).
+    CUDA device may read and write it (portable, mapped). CUDA allocates it; with SPEEDTRANSFER_PINNED=register in the
+    environment it is ordinary memory, in pages of 2 MB where the system has them, that CUDA is asked to lock.
 
     Raises
     ------
@@ -42,23 +44,59 @@ def pinned_empty(
         There is no CUDA.
     HostMemoryError
         The system refuses to lock that much; `remedy` ends its message.
+    InvalidValueError
+        SPEEDTRANSFER_PINNED has another value.
     """
     index = resolve_cuda(device, "page-locked memory (memory='pinned')").index
+    way = os.environ.get("SPEEDTRANSFER_PINNED", "alloc")
+    if way not in _WAYS:
+        raise InvalidValueError(f"SPEEDTRANSFER_PINNED is {way!r} in the environment; set it to 'alloc' or 'register'")
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     runtime = load_cupy().cuda.runtime
     with on_device(index):
         try:
-            pointer = runtime.hostAlloc(num_bytes, runtime.hostAllocPortable | runtime.hostAllocMapped)
-        except runtime.CUDARuntimeError as error:
+            pointer, free = _WAYS[way](runtime, num_bytes)
+        except (runtime.CUDARuntimeError, OSError) as error:
             raise HostMemoryError(
                 f"cannot page-lock {format_bytes(num_bytes)} ({num_bytes} bytes): {first_line(error)}; the likely limit is "
                 f"the memory of this machine or of its container ({format_bytes(physical_bytes())}); {remedy}"
             ) from None
     block = _HostBlock(pointer, num_bytes)
     # Not at exit: other threads may still use it then, and the system takes it back anyway.
-    weakref.finalize(block, _free_host, pointer, index, os.getpid(), wait).atexit = False
+    weakref.finalize(block, _free_host, free, index, os.getpid(), wait).atexit = False
     return torch.from_numpy(np.asarray(block))
+
+
+def _allocated(runtime: Any, num_bytes: int) -> tuple[int, Callable[[], object]]:
+    """Return where page-locked memory is, and what frees it."""
+    pointer = runtime.hostAlloc(num_bytes, runtime.hostAllocPortable | runtime.hostAllocMapped)
+    return pointer, functools.partial(runtime.freeHost, pointer)
+
+
+def _registered(runtime: Any, num_bytes: int) -> tuple[int, Callable[[], object]]:
+    block = buffers.anonymous(num_bytes)
+    pointer, locked = np.frombuffer(block, dtype=np.uint8).ctypes.data, list[int]()
+
+    def free() -> None:
+        for segment in locked:
+            runtime.hostUnregister(segment)
+        block.close()
+
+    try:
+        for start in range(0, num_bytes, _SEGMENT_BYTES):
+            # Flags of the same names and values as those of hostAlloc.
+            flags = runtime.hostAllocPortable | runtime.hostAllocMapped
+            runtime.hostRegister(pointer + start, min(_SEGMENT_BYTES, num_bytes - start), flags)
+            locked.append(pointer + start)
+    except runtime.CUDARuntimeError:
+        free()
+        raise
+    return pointer, free
+
+
+_WAYS = {"alloc": _allocated, "register": _registered}
+_SEGMENT_BYTES = 256 << 30  # drivers from 580 on fail to lock 512 GiB at once
 
 
 def mapped_view(host: Tensor, device: torch.device | str | int | None = None) -> Tensor:
@@ -91,10 +129,15 @@ def mapped_view(host: Tensor, device: torch.device | str | int | None = None) ->
 def require_mapped(device: torch.device) -> None:
     """Raise :class:`~speedtransfer.errors.DeviceError` where kernels on `device` cannot use host pointers."""
     runtime = load_cupy().cuda.runtime
-    if not runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, device.index):
+    # What CUDA has allocated has one address everywhere, if host and device share one space of addresses; what it has only
+    # locked need not.
+    registered = os.environ.get("SPEEDTRANSFER_PINNED") == "register"
+    name = "cudaDevAttrCanUseHostPointerForRegisteredMem" if registered else "cudaDevAttrUnifiedAddressing"
+    if not runtime.deviceGetAttribute(getattr(runtime, name), device.index):
+        remedy = "SPEEDTRANSFER_PINNED=alloc or memory='pageable'" if registered else "memory='pageable'"
         raise DeviceError(
-            f"{torch.cuda.get_device_name(device)} cannot address page-locked memory by its host pointer "
-            "(cudaDevAttrCanUseHostPointerForRegisteredMem is 0); use memory='pageable'"
+            f"{torch.cuda.get_device_name(device)} cannot address page-locked memory by its host pointer ({name} is 0); "
+            f"use {remedy}"
         )
 
 
@@ -134,7 +177,7 @@ class _HostBlock:
         self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
 
 
-def _free_host(pointer: int, index: int, process: int, wait: Callable[[], object] | None = None) -> None:
+def _free_host(free: Callable[[], object], index: int, process: int, wait: Callable[[], object] | None = None) -> None:
     if os.getpid() != process:
         return  # a forked child has the tensors but no CUDA
     # A kernel or copy that was queued before the last tensor died may still use the memory. Errors mean that CUDA is being
@@ -142,15 +185,15 @@ def _free_host(pointer: int, index: int, process: int, wait: Callable[[], object
     wait = wait or functools.partial(_wait_for_devices, index)
     with contextlib.suppress(Exception):
         # A capture of a CUDA graph would fail of it: whoever frees next does this too.
-        _to_free.append((pointer, index, wait))
+        _to_free.append((free, index, wait))
         while _to_free and not is_capturing():
-            pointer, index, wait = _to_free.pop()
+            free, index, wait = _to_free.pop()
             wait()
             with on_device(index):
-                load_cupy().cuda.runtime.freeHost(pointer)
+                free()
 
 
-_to_free: list[tuple[int, int, Callable[[], object]]] = []
+_to_free: list[tuple[Callable[[], object], int, Callable[[], object]]] = []
 
 
 def _wait_for_devices(index: int) -> None:

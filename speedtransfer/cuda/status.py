@@ -48,7 +48,7 @@ class CudaStatus:
 
 @functools.cache
 def cuda_status() -> CudaStatus:
-    """Look for a driver, a CUDA build of torch and CuPy, once a process; never raises and never warns."""
+    """Look for a driver, a CUDA build of torch and a CuPy that compiles kernels, once a process; never raises nor warns."""
     driver, cupy_version = None, None
     devices: tuple[str, ...] = ()
     with warnings.catch_warnings():
@@ -139,10 +139,13 @@ def first_line(error: Exception) -> str:
 
 
 def _cupy_version() -> str | None:
-    for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
+    for name in (*_CUPY_PACKAGES, "cupy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
     return None
+
+
+_CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x")
 
 
 def cupy_package() -> str:
@@ -174,15 +177,42 @@ def _missing(driver: str | None, cupy_version: str | None) -> tuple[str, tuple[s
             return f"{what}; update the driver, or install {older}", ()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return f"the driver shows no device (CUDA_VISIBLE_DEVICES is {visible!r}); make one visible to this process", ()
-    remedy = f"pip install {cupy_package()}"
+    remedy = f"pip install '{cupy_package()}[ctk]'"
     devices = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     if importlib.util.find_spec("cupy") is None:
         return f"CuPy is not installed; {remedy}", devices
+    cupy, others = f"CuPy {cupy_version}", _cupy_of_another_cuda()
+    if others:
+        cupy += f" (of {', '.join(others)}, but torch is built for CUDA {torch.version.cuda})"
+        remedy = f"pip uninstall {' '.join(others)}, then {remedy}"
     try:
         count = load_cupy().cuda.runtime.getDeviceCount()
     except Exception as error:
-        what = f"CuPy {cupy_version} does not work with this driver (CUDA {driver}): {first_line(error)}"
-        return f"{what}; pip uninstall it, then {remedy}", devices
+        return f"{cupy} does not work with this driver (CUDA {driver}): {first_line(error)}; {remedy}", devices
     if count < len(devices):
-        return f"CuPy {cupy_version} sees {count} devices where torch sees {len(devices)}; {remedy}", devices
+        return f"{cupy} sees {count} devices where torch sees {len(devices)}; {remedy}", devices
+    try:
+        _compile_something()
+    except Exception as error:  # no compiler, no headers, a driver that does not take what they make
+        return f"{cupy} cannot compile kernels here: {first_line(error)}; {remedy}", devices
     return "", devices
+
+
+def _cupy_of_another_cuda() -> list[str]:
+    """Return the packages of CuPy that are installed and built for another CUDA than torch."""
+    installed = []
+    for name in _CUPY_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(name)
+            installed.append(name)
+    return [name for name in installed if name != cupy_package()]
+
+
+def _compile_something() -> None:
+    """Compile and load the smallest kernel: a tenth of a second where CuPy has none in its cache."""
+    with on_device(torch.cuda.current_device()):
+        module = load_cupy().RawModule(code=_TRIAL, options=("-std=c++17",))
+        module.get_function("speedtransfer_trial")
+
+
+_TRIAL = 'extern "C" __global__ void speedtransfer_trial() {}'

@@ -2,7 +2,7 @@
 
 from speedtransfer.encoding.codecs import Codec, Part, check_dtypes, codec_for, codec_named
 from speedtransfer.encoding.convert import decode_rows, encode_rows
-from speedtransfer.encoding.rounding import Keys, column_keys, row_keys
+from speedtransfer.encoding.rounding import Keys, write_key
 
 __all__ = [
     "Codec",
@@ -11,8 +11,7 @@ __all__ = [
     "check_dtypes",
     "codec_for",
     "codec_named",
-    "column_keys",
     "decode_rows",
     "encode_rows",
-    "row_keys",
+    "write_key",
 ]

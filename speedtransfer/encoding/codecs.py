@@ -97,7 +97,7 @@ class RowInt8(Plain):
         self.name = "int8-row"
 
     def encode(self, values: Tensor, bits: Tensor | None) -> dict[str, Tensor]:  # noqa: D102
-        scale = _scales(values.abs().amax(1, keepdim=True), values.new_tensor(127.0), 7, 2.0**-126)
+        scale = _scales(values.abs().amax(1, keepdim=True), values.new_full((), 127.0), 7, 2.0**-126)
         codes = values / scale  # a tensor by a tensor: the same rounding on every device
         if bits is None:
             codes.round_()
@@ -145,7 +145,7 @@ class Blocks8(Plain):
         width = values.shape[1]
         values = self._split(values)
         sizes = values.abs()
-        scale = _scales(sizes.amax(2, keepdim=True), values.new_tensor(1.0), 4, 2.0**-94)
+        scale = _scales(sizes.amax(2, keepdim=True), values.new_full((), 1.0), 4, 2.0**-94)
         sizes /= scale
         sizes.nan_to_num_(0.0).clamp_(max=1.0)
         signed = values.amin(2, keepdim=True) < 0  # false for NaN

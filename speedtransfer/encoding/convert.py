@@ -1,16 +1,18 @@
-"""Encode and decode rows near the speed of memory: in one pass of numba where that works, else in torch."""
+"""Encode and decode rows near the speed of memory: in one pass of numba or CUDA where those work, else in torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from speedtransfer import buffers
+from speedtransfer.encoding import cuda_codecs
 from speedtransfer.encoding.codecs import Blocks8, Codec, meanings
-from speedtransfer.encoding.rounding import Keys
+from speedtransfer.encoding.rounding import Keys, column_keys
 from speedtransfer.jit import compiled_module, run_on_threads
 
 # Values that torch takes at a time on the CPU: they stay in the cache, and on one thread.
@@ -25,16 +27,16 @@ def encode_rows(codec: Codec, values: Tensor, keys: Keys | None) -> dict[str, Te
     """Return the encoded rows of `values` (n, width), contiguous: rounded stochastically with `keys`, else to the nearest."""
     if values.shape[1] == 0:
         return {s: values.new_zeros(len(values), p.width, dtype=p.dtype) for s, p in codec.parts.items()}
-    compiled = None if keys is None else _compiled(values)
-    if compiled is None and len(values) <= _chunk_rows(values):
-        encoded = codec.encode(values, None if keys is None else keys.bits(slice(0, len(values))))
+    encode = None if keys is None else _encoder(values)
+    if encode is None and len(values) <= _chunk_rows(values):
+        encoded = codec.encode(values, _bits(keys, slice(0, len(values)), values))
         return {suffix: part.contiguous() for suffix, part in encoded.items()}
     made = {s: buffers.empty((len(values), p.width), p.dtype, values.device) for s, p in codec.parts.items()}
-    if compiled is not None and keys is not None:
-        _encode_compiled(compiled, codec, values, keys, made)
+    if encode is not None:
+        encode(codec, values.detach(), keys, made)
         return made
     for rows in _chunks(values):
-        for suffix, part in codec.encode(values[rows], None if keys is None else keys.bits(rows)).items():
+        for suffix, part in codec.encode(values[rows], _bits(keys, rows, values)).items():
             made[suffix][rows] = part
     return made
 
@@ -49,15 +51,31 @@ def decode_rows(codec: Codec, parts: dict[str, Tensor]) -> Tensor:
     if compiled is not None:
         _run(compiled.decode_blocks, [*parts.values(), meanings(codes.device)], values)
         return values
+    if cuda_codecs.is_usable(codes):
+        cuda_codecs.decode(parts, values)
+        return values
     for rows in _chunks(codes):
         codec.decode({suffix: part[rows] for suffix, part in parts.items()}, values[rows])
     return values
 
 
+def _encoder(values: Tensor) -> Callable[..., None] | None:
+    """Return what encodes `values` stochastically in one pass; None: torch does."""
+    if cuda_codecs.is_usable(values):
+        return cuda_codecs.encode
+    compiled = _compiled(values)
+    return None if compiled is None else functools.partial(_encode_compiled, compiled)
+
+
 def _encode_compiled(compiled: Any, codec: Codec, values: Tensor, keys: Keys, made: dict[str, Tensor]) -> None:
     # NumPy has no bfloat16.
     outputs = [part.view(torch.int16) if part.element_size() == 2 else part for part in made.values()]
-    _run(getattr(compiled, codec.kernel), [keys.rows.view(-1), keys.columns, *outputs], values.detach())
+    rows = keys.rows(slice(0, len(values))).view(-1)
+    _run(getattr(compiled, codec.kernel), [rows, column_keys(values.shape[1], values.device), *outputs], values)
+
+
+def _bits(keys: Keys | None, rows: slice, values: Tensor) -> Tensor | None:
+    return None if keys is None else keys.bits(rows, values.shape[1])
 
 
 def _compiled(values: Tensor) -> Any:

@@ -40,8 +40,8 @@ def _hashed(ids: Tensor, key: int) -> Tensor:
     return (words ^ (words >> 31 & _WORD >> 31)).bitwise_right_shift(32).to(torch.int32)
 
 
-def row_keys(seed: int, count: int, plane: str, ids: Tensor) -> Tensor:
-    """Return a key for each of the rows `ids` (n,): ``(n, 1)`` int32.
+def write_key(seed: int, count: int, plane: str) -> int:
+    """Return the key of a write, 64 bits: planes are rounded independently.
 
     Parameters
     ----------
@@ -49,18 +49,17 @@ def row_keys(seed: int, count: int, plane: str, ids: Tensor) -> Tensor:
     count : int
         Of writes before this one.
     plane : str
-        Whose rows are written: planes are rounded independently.
-    ids : Tensor
+        Whose rows are written.
     """
-    key = _mixed(_mixed((seed ^ zlib.crc32(plane.encode()) << 32) & _WORD) + count * _GOLDEN & _WORD)
-    return _hashed(ids, key)[:, None]
+    return _mixed(_mixed((seed ^ zlib.crc32(plane.encode()) << 32) & _WORD) + count * _GOLDEN & _WORD)
 
 
 @functools.lru_cache(maxsize=64)
 def column_keys(width: int, device: torch.device) -> Tensor:
     """Return a key for each of `width` columns: ``(width,)`` int32."""
     with torch.inference_mode(False):
-        return _hashed(torch.arange(width, device=device), _GOLDEN)
+        # From the CPU, which is waited for once: other streams than the current one use them later.
+        return _hashed(torch.arange(width, device="cpu"), _GOLDEN).to(device)
 
 
 def random_bits(rows: Tensor, columns: Tensor) -> Tensor:
@@ -73,11 +72,20 @@ def random_bits(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 class Keys(NamedTuple):
-    """What random bits are made of: row keys (n, 1) and column keys (width,)."""
+    """What random bits are made of: the key of a write and the ids (n,) of its rows."""
 
-    rows: Tensor
-    columns: Tensor
+    write: int
+    ids: Tensor
 
-    def bits(self, rows: slice) -> Tensor:
-        """Return the bits of some of the rows, ``(n, width)``."""
-        return random_bits(self.rows[rows], self.columns)
+    @property
+    def signed_write(self) -> int:
+        """The key of the write as an int64."""
+        return _signed(self.write)
+
+    def rows(self, rows: slice) -> Tensor:
+        """Return a key for each of some rows: ``(n, 1)`` int32."""
+        return _hashed(self.ids[rows], self.write)[:, None]
+
+    def bits(self, rows: slice, width: int) -> Tensor:
+        """Return the bits of `width` columns of some rows, ``(n, width)``."""
+        return random_bits(self.rows(rows), column_keys(width, self.ids.device))

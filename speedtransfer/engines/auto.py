@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import pinned_empty
+from speedtransfer.cuda import is_capturing, pinned_empty
 from speedtransfer.engines.base import Engine
 from speedtransfer.engines.calibration import (
     PLANE_BYTES,
@@ -20,15 +20,18 @@ from speedtransfer.engines.calibration import (
     calibrate,
     file_of,
     known,
+    load,
     log,
     machine_of,
     remember,
+    size_class,
 )
 from speedtransfer.engines.host import HostEngine
 from speedtransfer.engines.mapped import MappedEngine
 from speedtransfer.engines.reference import ReferenceEngine
 from speedtransfer.engines.staged import StagedEngine
-from speedtransfer.errors import InvalidValueError, suggest
+from speedtransfer.errors import InvalidValueError, format_bytes, suggest
+from speedtransfer.system import available_bytes
 
 _WORTH_BYTES = 1 << 20  # what a call moves at least before this machine is measured for it
 _LOCK_S = 120.0  # after that the lock of another process is a dead one's
@@ -38,10 +41,13 @@ _measuring = threading.Lock()
 class AutoEngine:
     """Hands each call to one of several engines over the same planes.
 
-    Which one: the fastest at the nearest point of the machine's calibration, or the first of `engines` without one.
+    Which one: that of the pair, one to gather and one to scatter, with the smallest sum at the nearest point of the machine's
+    calibration for a table of this size, so that a step rarely changes engines; or the first of `engines` without one. From
+    the first call that is captured in a CUDA graph on it is the first: it alone is in order with replays, by the stream.
 
-    Order: each engine keeps its own calls in order. Where another one takes over, the host waits for what the last one has
-    queued, and threads take turns, since one engine does not see what another is about to do.
+    Order: each engine keeps its own calls in order. Before another one gathers the host waits for the scatters of the others,
+    before it scatters for all of their calls, and for nothing where those move rows on the host. Threads take turns, since one
+    engine does not see what another is about to do.
 
     Parameters
     ----------
@@ -50,21 +56,28 @@ class AutoEngine:
     device : torch.device
         The compute device.
     measure : callable, optional
-        Makes the calibration where there is none, at the first call worth it.
+        Makes the calibration for planes of so many bytes where there is none, at the first call worth it.
     """
 
     name = "auto"
     takes_padding = True
 
     def __init__(
-        self, engines: dict[str, Engine], device: torch.device, measure: Callable[[], Calibration | None] = lambda: None
+        self,
+        engines: dict[str, Engine],
+        device: torch.device,
+        measure: Callable[[int], Calibration | None] = lambda plane_bytes: None,
     ) -> None:
         self.engines, self.device, self._measure = engines, device, measure
-        self._default = self._last = next(iter(engines))
-        self._turn, self._measured = threading.Lock(), False
+        self._names = list(engines)
+        self._turn = threading.Lock()
+        self._tried = set[int]()  # sizes of planes that were to be measured
+        self._busy = set[str]()  # engines that may not be done with the planes
+        self._captured = False
+        self._row_bytes = 0  # of all planes of the table, as far as calls have shown
         # What `_seen` says of calls so far: a choice takes longer than a small call.
         self._seen: Calibration | None = None
-        self._chosen: dict[tuple[object, ...], str] = {}
+        self._chosen: dict[tuple[int, ...], dict[Direction, str]] = {}
 
     def gather(
         self,
@@ -76,46 +89,63 @@ class AutoEngine:
     ) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
         with self._turn:
-            self._ready("gather", planes, index).gather(planes, index, rows, check)
+            self._ready("gather", planes, index).gather(planes, index, rows, check, unsorted)
 
     def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], unsorted: bool = False) -> None:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``."""
         with self._turn:
-            self._ready("scatter", planes, index).scatter(planes, index, rows)
+            self._ready("scatter", planes, index).scatter(planes, index, rows, unsorted)
 
-    def wait(self) -> None:
+    def wait(self, writes_only: bool = False) -> None:
         """Block the host until every gather and scatter so far is done."""
         for engine in self.engines.values():
-            engine.wait()
+            engine.wait(writes_only)
 
-    def choose(self, direction: Direction, row_bytes: int, num_rows: int) -> str:
-        """Return the name of the engine for a call that moves `num_rows` rows, of `row_bytes` in all planes together."""
+    def choose(self, direction: Direction, row_bytes: int, num_rows: int, table_bytes: int = PLANE_BYTES) -> str:
+        """Return the name of the engine for a call.
+
+        Parameters
+        ----------
+        direction : {"gather", "scatter"}
+        row_bytes : int
+            Of a row in all planes of the table, which a training step moves both ways.
+        num_rows : int
+            Rows of the call.
+        table_bytes : int
+            Of all rows.
+        """
         calibration = known(self.device)
-        if calibration is None and not self._measured and num_rows * row_bytes >= _WORTH_BYTES:
-            self._measured = True  # once, whatever comes of it
-            calibration = self._measure()
-        if calibration is None:
-            return self._default
         if calibration is not self._seen:
             self._seen, self._chosen = calibration, {}
         size = max(0, num_rows.bit_length() - 3)  # eighths of an octave are near enough
-        key = direction, row_bytes, num_rows >> size, size
-        if key not in self._chosen:
-            point = calibration.nearest(direction, row_bytes, num_rows)
-            seconds = {n: s for n, s in point.seconds.items() if n in self.engines} if point else {}
-            self._chosen[key] = min(seconds, key=seconds.__getitem__, default=self._default)
-        return self._chosen[key]
+        key = row_bytes, num_rows >> size, size, table_bytes
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            plane_bytes = size_class(table_bytes)
+            missing = calibration is None or not calibration.measured(plane_bytes)
+            if missing and plane_bytes not in self._tried and num_rows * row_bytes >= _WORTH_BYTES:
+                self._tried.add(plane_bytes)  # once, whatever comes of it
+                calibration = self._measure(plane_bytes) or calibration
+            if calibration is None:
+                return self._names[0]
+            chosen = self._chosen[key] = calibration.pair(self._names, row_bytes, num_rows, table_bytes)
+        return chosen[direction]
 
     def _ready(self, direction: Direction, planes: Sequence[Tensor], index: Tensor) -> Engine:
-        if not planes or not len(index):
-            return self.engines[self._default]
         row_bytes = sum(plane.shape[1] * plane.element_size() for plane in planes)
-        if not row_bytes:  # an index that is only checked
-            return self.engines[self._default]
-        name = self.choose(direction, row_bytes, len(index))
-        if name != self._last:
-            self.engines[self._last].wait()
-            self._last = name
+        if not row_bytes or not len(index):  # an index that is only checked, or nothing at all
+            return self.engines[self._names[0]]
+        self._captured = self._captured or (index.is_cuda and is_capturing())
+        if self._captured:
+            name = self._names[0]
+        else:
+            self._row_bytes = max(self._row_bytes, row_bytes)
+            name = self.choose(direction, self._row_bytes, len(index), self._row_bytes * planes[0].shape[0])
+        for other in self._busy - {name}:
+            self.engines[other].wait(writes_only=direction == "gather")
+            if direction == "scatter":
+                self._busy.discard(other)
+        self._busy.add(name)
         return self.engines[name]
 
 
@@ -151,7 +181,7 @@ def make_engine(memory: str, device: torch.device, name: str | None = None) -> E
 
 def _make_auto(device: torch.device) -> AutoEngine:
     engines: dict[str, Engine] = {"mapped": MappedEngine(device), "staged": StagedEngine(device)}
-    return AutoEngine(engines, device, lambda: measure_machine(device))
+    return AutoEngine(engines, device, lambda plane_bytes: measure_machine(device, plane_bytes))
 
 
 _MAKE: dict[str, Callable[[torch.device], Engine]] = {
@@ -163,19 +193,27 @@ _MAKE: dict[str, Callable[[torch.device], Engine]] = {
 }
 
 
-def measure_machine(device: torch.device) -> Calibration | None:
-    """Measure the engines of page-locked memory once, a second or two, and keep the result; None where that fails.
+def measure_machine(device: torch.device, plane_bytes: int = PLANE_BYTES) -> Calibration | None:
+    """Measure the engines of page-locked memory once, and keep the result beside those for planes of other sizes.
 
-    SPEEDTRANSFER_CALIBRATE=0 in the environment leaves it out. Another thread or process that asks meanwhile gets None.
+    A plane of `plane_bytes` is made, or the largest that takes no more than a quarter of the memory that is free, and nothing
+    is done where that was measured before. Returns what is known then; None where that is nothing.
+
+    SPEEDTRANSFER_CALIBRATE=0 in the environment leaves it out, and so does another thread or process that measures.
     """
     if os.environ.get("SPEEDTRANSFER_CALIBRATE", "1") == "0" or not _measuring.acquire(blocking=False):
-        return None
+        return known(device)
     try:
+        while plane_bytes > PLANE_BYTES and plane_bytes > available_bytes() // 4:
+            plane_bytes //= 4
         with _alone(device) as alone:
-            if not alone:
-                return None
-            log.info("measuring how rows move best on %s, once for this machine", device)
-            result = calibrate_device(device)
+            before = load(device)  # another process may have measured since
+            if not alone or (before is not None and before.measured(plane_bytes)):
+                remember(device, before or known(device))
+                return known(device)
+            log.info("measuring how rows move best on %s to and from %s, once", device, format_bytes(plane_bytes))
+            result = calibrate_device(device, sizes=(plane_bytes,))
+            result = before.joined(result) if before is not None else result
             remember(device, result)
             log.info("kept in %s; see `speedtransfer calibrate --show`", result.save())
     except Exception as error:  # rows move without it too: nothing here may end a training
@@ -202,8 +240,19 @@ def _alone(device: torch.device) -> Iterator[bool]:
             path.unlink(missing_ok=True)
 
 
-def calibrate_device(device: torch.device, progress: Callable[..., None] | None = None) -> Calibration:
+def calibrate_device(
+    device: torch.device, progress: Callable[..., None] | None = None, sizes: Sequence[int] | None = None
+) -> Calibration:
     """Measure the engines that can serve on `device`: those between which `auto` chooses, or those of the CPU.
+
+    Parameters
+    ----------
+    device : torch.device
+    progress : callable, optional
+        Called with every point.
+    sizes : sequence of int, optional
+        Bytes of the planes to measure on. By default 256 MB and, on CUDA, as much as 4 GB in steps of four where that is less
+        than a quarter of the memory that is free; other sizes are measured when a table of theirs is used.
 
     Raises
     ------
@@ -211,6 +260,13 @@ def calibrate_device(device: torch.device, progress: Callable[..., None] | None 
         No memory for the plane that it is measured on.
     """
     cuda = device.type == "cuda"
-    plane = pinned_empty(PLANE_BYTES, device) if cuda else torch.empty(PLANE_BYTES, dtype=torch.uint8)
+    if sizes is None:
+        larger = [PLANE_BYTES * 4, PLANE_BYTES * 16] if cuda else []
+        sizes = [PLANE_BYTES, *(size for size in larger if size <= available_bytes() // 4)]
     names = [name for name in engine_names("pinned", device) if name != "auto"]
-    return calibrate({name: make_engine("pinned", device, name) for name in names}, device, plane, progress=progress)
+    engines = {name: make_engine("pinned", device, name) for name in names}
+    found = Calibration(machine_of(device))
+    for size in sizes:
+        plane = pinned_empty(size, device) if cuda else torch.empty(size, dtype=torch.uint8)
+        found = found.joined(calibrate(engines, device, plane, progress=progress))
+    return found

@@ -59,10 +59,10 @@ class Engine(Protocol):
         """
         ...
 
-    def wait(self) -> None:
+    def wait(self, writes_only: bool = False) -> None:
         """Block the host until every `gather` and `scatter` so far is done with the planes.
 
-        After it the host may read the planes and write to them.
+        After it the host may read the planes and write to them; with `writes_only`, which waits for scatters, only read them.
         """
         ...
 

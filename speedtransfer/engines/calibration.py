@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +29,13 @@ Direction = Literal["gather", "scatter"]
 DIRECTIONS: tuple[Direction, ...] = ("gather", "scatter")
 ROW_BYTES = (16, 128, 512, 2048, 8192)
 NUM_ROWS = (1_000, 16_000, 131_072)
-PLANE_BYTES = 256 << 20  # of the plane it is measured on: far larger than a cache
+# Of the planes that it is measured on, each four times the one before, up to 64 GB: the larger a table, the fewer of its rows
+# share translations of addresses. The smallest is far larger than a cache.
+PLANE_BYTES = 256 << 20
+_CLASSES = 5
+# What a choice of two engines must win over one for both directions: the host waits once a step for one of them, and cannot
+# queue meanwhile. Not measured on a GPU yet.
+_SWITCH_S = 50e-6
 _CALL_BYTES = 64 << 20  # of the largest call
 _SAMPLES = 5
 
@@ -37,12 +44,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured: seconds of a call by engine."""
+    """What was measured: seconds of a call by engine, for rows of a plane of that many bytes."""
 
     direction: Direction
     row_bytes: int
     num_rows: int
     seconds: dict[str, float]
+    plane_bytes: int = PLANE_BYTES
 
     @property
     def fastest(self) -> str:
@@ -67,15 +75,45 @@ class Calibration:
     points: list[Point] = field(default_factory=list)
     copy_bytes_per_s: float = 0.0
 
-    def nearest(self, direction: Direction, row_bytes: int, num_rows: int) -> Point | None:
+    def nearest(
+        self, direction: Direction, row_bytes: int, num_rows: int, table_bytes: int = PLANE_BYTES
+    ) -> Point | None:
         """Return the point next to a call, by ratio of sizes; None where the direction has none."""
 
-        def distance(point: Point) -> float:
+        def distance(point: Point) -> tuple[float, float]:
+            table = abs(math.log(point.plane_bytes / max(1, table_bytes)))
             rows = math.log(point.num_rows / max(1, num_rows))
-            return math.hypot(math.log(point.row_bytes / max(1, row_bytes)), rows)
+            return table, math.hypot(math.log(point.row_bytes / max(1, row_bytes)), rows)
 
         same = [point for point in self.points if point.direction == direction and point.seconds]
         return min(same, key=distance, default=None)
+
+    def pair(self, names: Sequence[str], row_bytes: int, num_rows: int, table_bytes: int) -> dict[Direction, str]:
+        """Return which of `names` is to gather and which to scatter: those of the smallest sum; the first where none is known.
+
+        A training step gathers and scatters the same rows, so the two belong together.
+        """
+        seconds = dict[Direction, dict[str, float]]()
+        for direction in DIRECTIONS:
+            point = self.nearest(direction, row_bytes, num_rows, table_bytes)
+            seconds[direction] = {n: point.seconds[n] for n in names if n in point.seconds} if point else {}
+
+        def total(pair: tuple[str, ...]) -> float:
+            switch = _SWITCH_S if len(set(pair)) > 1 else 0.0
+            return sum(seconds[d].get(name, 0.0) for d, name in zip(DIRECTIONS, pair, strict=True)) + switch
+
+        pairs = itertools.product(*(seconds[direction] or names[:1] for direction in DIRECTIONS))
+        best = min(pairs, key=total)
+        return dict(zip(DIRECTIONS, best, strict=True))
+
+    def measured(self, plane_bytes: int) -> bool:
+        """Tell whether there are points for a plane of `plane_bytes`."""
+        return any(point.plane_bytes == plane_bytes for point in self.points)
+
+    def joined(self, newer: Calibration) -> Calibration:
+        """Return these points and those of `newer`, which replace these for planes of the same size."""
+        kept = [point for point in self.points if not newer.measured(point.plane_bytes)]
+        return Calibration(newer.machine, [*kept, *newer.points], newer.copy_bytes_per_s)
 
     def save(self) -> Path:
         """Write the file that :func:`load` finds, whole or not at all, and return its path; StorageError where it cannot."""
@@ -90,6 +128,12 @@ class Calibration:
         with replace_file(path, "let SPEEDTRANSFER_CACHE name a folder that you may write to") as file:
             file.write((json.dumps(data, indent=1) + "\n").encode())
         return path
+
+
+def size_class(table_bytes: int) -> int:
+    """Return the bytes of the plane that speaks for a table of `table_bytes`."""
+    step = round(math.log(max(1, table_bytes) / PLANE_BYTES, 4))
+    return int(PLANE_BYTES * 4 ** min(max(step, 0), _CLASSES - 1))
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:
@@ -180,11 +224,12 @@ def calibrate(
         stored = plane[: len(plane) // size * size].view(-1, size)
         limit = min(len(stored), max(1, _CALL_BYTES // size))
         for count in sorted({min(count, limit) for count in num_rows}):
-            calls = {name: _Call(engine, stored, count, device) for name, engine in engines.items()}
+            given = _Given(stored, count, device)
+            calls = {name: _Call(engine, given) for name, engine in engines.items()}
             right = {name: call for name, call in calls.items() if call.works(name)}
             for direction in DIRECTIONS if right else ():
                 seconds = _medians({name: call.moves[direction] for name, call in right.items()}, device)
-                point = Point(direction, size, count, seconds)
+                point = Point(direction, size, count, seconds, len(plane))
                 result.points.append(point)
                 if progress is not None:
                     progress(point)
@@ -208,34 +253,43 @@ def _medians(calls: Mapping[str, Callable[[], object]], device: torch.device) ->
     return {name: float(np.median(values)) for name, values in samples.items()}
 
 
-class _Call:
-    """Calls of one engine on the same rows."""
+class _Given:
+    """Rows of a plane that all engines move."""
 
-    def __init__(self, engine: Engine, stored: Tensor, count: int, device: torch.device) -> None:
-        self.engine, self.stored, self.device = engine, stored, device
+    def __init__(self, stored: Tensor, count: int, device: torch.device) -> None:
+        self.stored = stored
         # Whatever device and generator the user has made the default.
         cpu: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "device": "cpu"}
-        # One id in each stretch of the plane: spread at random, none twice, and made without a permutation of all rows.
+        # One id in each stretch of the plane: sorted, as those of a training step are, and spread over all of it.
         stretch = len(stored) // count
-        ids = torch.arange(count, device="cpu") * stretch + torch.randint(stretch, (count,), **cpu)
-        self.index = ids[torch.randperm(count, **cpu)]
+        self.index = torch.arange(count, device="cpu") * stretch + torch.randint(stretch, (count,), **cpu)
+        self.there = self.index.to(device)
         self.pattern = torch.randint(256, (count, stored.shape[1]), dtype=torch.uint8, **cpu)
-        rows = self.rows = torch.empty(count, stored.shape[1], dtype=torch.uint8, device=device)
-        there = self.index.to(device)
+        self.rows = torch.empty(count, stored.shape[1], dtype=torch.uint8, device=device)
+
+
+class _Call:
+    """Calls of one engine."""
+
+    def __init__(self, engine: Engine, given: _Given) -> None:
+        self.engine, self.given = engine, given
         self.moves = {
-            "gather": lambda: engine.gather([stored], there, [rows]),
-            "scatter": lambda: engine.scatter([stored], there, [rows]),
+            "gather": lambda: engine.gather([given.stored], given.there, [given.rows]),
+            "scatter": lambda: engine.scatter([given.stored], given.there, [given.rows]),
         }
 
     def works(self, name: str) -> bool:
         """Move rows out and back and compare; the first calls compile and allocate as well."""
+        given = self.given
         try:
-            self.rows.copy_(self.pattern)
+            given.stored[given.index] = 0
+            given.rows.copy_(given.pattern)
             self.moves["scatter"]()
-            self.rows.zero_()
+            given.rows.zero_()
             self.moves["gather"]()
             self.engine.wait()
-            right = torch.equal(self.rows.cpu(), self.pattern) and torch.equal(self.stored[self.index], self.pattern)
+            there = given.rows.cpu(), given.stored[given.index]
+            right = all(torch.equal(rows, given.pattern) for rows in there)
             reason = "it moves rows wrongly"
         except SpeedtransferError as error:
             right, reason = False, str(error)

@@ -51,7 +51,7 @@ class HostEngine:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``."""
         scatter_rows(planes, index, rows)
 
-    def wait(self) -> None:
+    def wait(self, writes_only: bool = False) -> None:
         """Return at once: nothing is ever under way."""
 
 

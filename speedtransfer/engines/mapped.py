@@ -145,9 +145,9 @@ class MappedEngine:
             self._move("scatter", planes, ids, rows, stream, False, places)
             keep_until_done((index, *rows), stream)
 
-    def wait(self) -> None:
+    def wait(self, writes_only: bool = False) -> None:
         """Block the host until every gather and scatter so far is done."""
-        self._order.wait()
+        self._order.wait(writes_only)
         self._raise_fault()
 
     def _sorted(self, planes: Sequence[Tensor], index: Tensor) -> tuple[Tensor, Tensor | None]:

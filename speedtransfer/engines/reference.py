@@ -63,10 +63,10 @@ class ReferenceEngine:
             _put_padded(planes, there, rows)
             keep_until_done((index, *rows), stream)
 
-    def wait(self) -> None:
+    def wait(self, writes_only: bool = False) -> None:
         """Block until the planes are up to date: nothing to do on the CPU."""
         if self._order is not None:
-            self._order.wait()
+            self._order.wait(writes_only)
 
 
 def select_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:

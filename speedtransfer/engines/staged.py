@@ -122,7 +122,7 @@ class StagedEngine:
                 _put(planes, host_index, *queued.popleft())
             keep_until_done((index, *rows), stream)
 
-    def wait(self) -> None:
+    def wait(self, writes_only: bool = False) -> None:
         """Return at once: the planes are up to date whenever no call is running."""
 
     def _to_host(self, index: Tensor, stream: torch.cuda.Stream) -> Tensor:

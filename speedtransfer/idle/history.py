@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtransfer.idle.missed import take_missed_steps
+from speedtransfer.idle.missed import is_done_on_cuda, take_missed_steps
 from speedtransfer.idle.rule import IdleStep, Rule
 from speedtransfer.idle.sums import Sums
+from speedtransfer.idle.unsure import Unsure
 
 
 class _Shared:
@@ -118,7 +119,11 @@ class History:
                 shared.coming = step
                 shared.join(self)
 
-    def catch_up(self, rows: dict[str, Tensor], last: Tensor) -> None:
+    def takes_unsure(self, rows: dict[str, Tensor], last: Tensor) -> bool:
+        """Tell whether `catch_up` can take an unsure step of such rows."""
+        return is_done_on_cuda(self.rule, rows, last)
+
+    def catch_up(self, rows: dict[str, Tensor], last: Tensor, unsure: Unsure | None = None) -> None:
         """Let rows take the steps that they have missed.
 
         Parameters
@@ -127,10 +132,15 @@ class History:
             ``weight`` and the state planes, ``(n, dim)`` each, changed in place.
         last : Tensor
             ``(n, 1)`` int32: the step that touched each row last.
+        unsure : Unsure, optional
+            A step after those that are remembered.
         """
         if self._shared is not None:
             with self._shared.lock:
-                take_missed_steps(self.rule, self._shared.sums_of(self.now - self.base), rows, last, self.base)
+                sums = self._shared.sums_of(self.now - self.base)
+                take_missed_steps(self.rule, sums, rows, last, self.base, unsure)
+        elif unsure is not None:
+            take_missed_steps(self.rule, self.sums, rows, last, self.base, unsure)
 
     def sweep(self) -> None:
         """Forget all steps: every row has been caught up."""

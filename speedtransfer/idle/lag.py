@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedtransfer.cuda import check_not_capturing
 from speedtransfer.idle.history import History
 from speedtransfer.idle.replay import Replay
-from speedtransfer.idle.rule import IdleStep, Numbers, Rule
+from speedtransfer.idle.rule import Rule
+from speedtransfer.idle.unsure import Unsure
 
 # Steps remembered; then every row is caught up.
 _MAX_STEPS = 1 << 16
@@ -35,22 +38,56 @@ class Lag:
         self._rule, self._dtype = rule, dtype
         self._history = self._new_history(0)
         self._before: Any = None  # what the rule needs of the state before a step
+        self._unsure: Unsure | None = None  # the newest step, if the host does not know yet whether it was made
 
     def __bool__(self) -> bool:
         """Whether there may be rows that have missed steps."""
-        return self._history.now > self._history.base
+        return self._history.now > self._history.base or self._unsure is not None
 
     @property
     def now(self) -> int:
-        """The number of steps so far."""
+        """The number of steps so far that are known to have been made."""
         return self._history.now
+
+    def last_steps(self, count: int, device: torch.device, step: Any) -> Tensor:
+        """Return what to write as the last step of `count` rows, ``(count, 1)`` int32: now, or after the step just made.
+
+        `step` is that of `step_made`; None: none.
+        """
+        if device.type == "cuda":
+            check_not_capturing("counting steps (idle='exact')")
+        unsure = step if isinstance(step, Unsure) else self._unsure
+        number = self.now + (step is not None or unsure is not None)
+        last = torch.full((count, 1), number, dtype=torch.int32, device=device)
+        if unsure is not None:
+            unsure.begin_use()
+            last -= unsure.skipped
+        return last
+
+    def settle(self) -> None:
+        """Find out whether the newest step was made: this may wait for the device."""
+        unsure, self._unsure = self._unsure, None
+        if unsure is not None:
+            self._record(unsure)
+
+    def _record(self, unsure: Unsure) -> None:
+        if unsure.was_made():
+            self._history.record(unsure.step)
+        else:
+            self._rule.scalars.forget()
 
     def _new_history(self, now: int) -> History | Replay:
         return Replay(self._rule, now) if self._rule.coupled else History(self._rule, self._dtype, now)
 
     def catch_up(self, rows: dict[str, Tensor], last: Tensor) -> None:
         """Apply to `rows`, by plane, each ``(n, *tail)``, the steps after the step `last` (n, 1) of each, in place."""
-        self._history.catch_up(rows, last)
+        if last.is_cuda:
+            check_not_capturing("catching up rows (idle='exact')")
+        if self._unsure is not None and (self._unsure.is_known() or not self._history.takes_unsure(rows, last)):
+            self.settle()
+        if self._unsure is not None:
+            self._unsure.begin_use()
+        self._history.catch_up(rows, last, self._unsure)
 
     def begin(self, group: dict[str, Any], state: dict[str, Any], catch_up_all: Callable[[], None]) -> None:
         """Note what matters of the `state` before a step with the hyperparameters `group`.
@@ -69,26 +106,38 @@ class Lag:
             self._history = self._new_history(self.now)
         self._before = self._rule.before(state)
 
-    def step_made(
-        self, optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]
-    ) -> IdleStep | Numbers | None:
-        """Return what the step just made does to idle rows; None: nothing, or the step was skipped."""
-        overflow = getattr(optimizer, "found_inf", None)  # GradScaler's, for fused optimizers, which then do nothing
-        if overflow is not None and float(overflow) != 0:
+    def step_made(self, optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> Any:
+        """Return what the step just made does to idle rows, for `record`; None: nothing, or the step was skipped."""
+        self.settle()
+        # GradScaler's, for fused optimizers, which then do nothing: they take back the step that they have counted.
+        found_inf = getattr(optimizer, "found_inf", None)
+        self._rule.changes_of_count = 1 if found_inf is None else 2
+        unsure = found_inf is not None and found_inf.is_cuda and self._rule.knows_count(state)
+        if not unsure and found_inf is not None and float(found_inf) != 0:
             return None
-        return self._rule.made(group, state, self._before)
+        step = self._rule.made(group, state, self._before)
+        return Unsure(step, found_inf) if unsure and step is not None else step
 
     def record(self, step: Any) -> None:
         """Remember a step that only some rows have taken."""
-        self._history.record(step)
+        if isinstance(step, Unsure):
+            self._unsure = step
+        else:
+            self._history.record(step)
 
-    def record_for_all(self) -> None:
-        """Count a step that every row has taken; none has missed any before."""
-        self._history.now += 1
-        self._history.sweep()
+    def record_for_all(self, step: Any) -> bool:
+        """Count a step that every row has taken; none has missed any before. Return whether it was made."""
+        made = not isinstance(step, Unsure) or step.was_made()
+        if made:
+            self._history.now += 1
+            self._history.sweep()
+        else:
+            self._rule.scalars.forget()
+        return made
 
     def forget(self) -> None:
         """Forget the steps so far: every row has been caught up."""
+        self.settle()
         self._history.sweep()
 
     @property

@@ -1,4 +1,4 @@
-"""Let rows take the zero-gradient steps that they have missed, all at once: by numba where it can, else in torch."""
+"""Let rows take the zero-gradient steps that they have missed, all at once: by numba or CUDA where it can, else in torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.idle.rule import Rule
+from speedtransfer.cuda import is_trusted
+from speedtransfer.idle import cuda_catch_up
+from speedtransfer.idle.rule import IdleStep, Rule
 from speedtransfer.idle.sums import Missed, Sums
+from speedtransfer.idle.unsure import Unsure
 from speedtransfer.jit import compiled_module, run_on_threads
 
 _CHUNK_VALUES = 1 << 17  # on the CPU: so few that what is computed on the way stays in its cache
 _TINY = 1e-30
 
 
-def take_missed_steps(rule: Rule, sums: Sums, rows: dict[str, Tensor], last: Tensor, base: int) -> None:
+def take_missed_steps(
+    rule: Rule, sums: Sums, rows: dict[str, Tensor], last: Tensor, base: int, unsure: Unsure | None = None
+) -> None:
     """Let rows take the steps that they have missed.
 
     Parameters
@@ -26,24 +31,68 @@ def take_missed_steps(rule: Rule, sums: Sums, rows: dict[str, Tensor], last: Ten
         ``weight`` and the state planes, ``(n, dim)`` each, changed in place.
     last : Tensor
         ``(n, 1)`` int32: the step that touched each row last.
+    unsure : Unsure, optional
+        A step after those in `sums`, where `is_done_on_cuda`.
     """
+    if is_done_on_cuda(rule, rows, last):
+        cuda_catch_up.take_missed(rule, sums, rows, last, base, unsure)
+        return
+    if _take_compiled(rule, sums, rows, last, base):
+        return
+    # Rows that were touched last before the steps begin exist in no table.
+    index = (last.flatten() - base).long()
+    index = index.masked_fill_(index < 0, sums.count)
+    _take_chunks(rule, sums, rows, index)
+
+
+def is_done_on_cuda(rule: Rule, rows: dict[str, Tensor], last: Tensor) -> bool:
+    """Tell whether a kernel lets such rows take steps."""
+    if not last.is_cuda:
+        return False
+    planes = [rows[name] for name in ("weight", *rule.factors, rule.partner, rule.denominator) if name in rows]
+    device = last.device
+    suitable = cuda_catch_up.are_suitable(planes)
+    return suitable and is_trusted("rows that take missed steps", device, lambda: _check_kernel(device))
+
+
+def _take_compiled(rule: Rule, sums: Sums, rows: dict[str, Tensor], last: Tensor, base: int) -> bool:
+    """Let rows take the steps by numba, if it can."""
     names = () if rule.denominator is None else ("weight", *rule.factors, rule.denominator)
     planes = tuple(rows[name] for name in names if name in rows)
     suitable = [p.dtype == torch.float32 and not p.is_cuda and p.is_contiguous() for p in planes]
-    compiled = None
-    if planes and len(planes) == len(names) and False not in suitable:
-        compiled = compiled_module("speedtransfer.idle.numba_sums")
+    if not planes or len(planes) < len(names) or False in suitable:
+        return False
+    compiled = compiled_module("speedtransfer.idle.numba_sums")
     if compiled is not None:
         arrays = *[plane.numpy() for plane in planes], sums.table, sums.blocks, last.numpy()
         part = compiled.take_terms, (*arrays, base, sums.count, sums.horizon, rule.floor, sums.eps)
         run_on_threads([part], last.shape[0], 2 * len(planes) * planes[0].nbytes, planes)
-        return
+    return compiled is not None
+
+
+def _take_chunks(rule: Rule, sums: Sums, rows: dict[str, Tensor], index: Tensor) -> None:
+    """Let rows, whose lines are `index` (n,) int64, take the steps by torch."""
     count, dim = rows["weight"].shape
-    index = (last.flatten() - base).long()
-    chunk = max(1, _CHUNK_VALUES // max(dim, 1)) if last.device.type == "cpu" else max(count, 1)
+    chunk = max(1, _CHUNK_VALUES // max(dim, 1)) if index.device.type == "cpu" else max(count, 1)
     for start in range(0, count, chunk):
         part_of_rows = {name: values[start : start + chunk] for name, values in rows.items()}
         _take(rule, sums, part_of_rows, index[start : start + chunk])
+
+
+def _check_kernel(device: torch.device) -> bool:
+    rule = Rule(torch.float32)
+    rule.factors, rule.denominator = ("m", "v"), "v"
+    sums = Sums(rule, torch.float32)
+    for t in range(1, 40):
+        sums.take(IdleStep(0.99, (0.9, 0.99), scale=0.01 / (1 - 0.9**t), root=(1 - 0.99**t) ** -0.5, eps=1e-8))
+    values = torch.linspace(-1, 1, 40 * 9, device=device).view(40, 9)
+    rows = {"weight": values, "m": values.flip(0), "v": values.square() * 1e-14 ** values.abs()}
+    found = {name: plane.clone() for name, plane in rows.items()}
+    last = torch.arange(40, dtype=torch.int32, device=device)[:, None]
+    cuda_catch_up.take_missed(rule, sums, found, last, 0)
+    rows = {name: plane.clone() for name, plane in rows.items()}
+    _take_chunks(rule, sums, rows, last.flatten().long())
+    return all(torch.allclose(plane, rows[name], rtol=1e-5, atol=1e-6) for name, plane in found.items())
 
 
 def _take(rule: Rule, sums: Sums, rows: dict[str, Tensor], index: Tensor) -> None:

@@ -11,7 +11,7 @@ adadelta   decay, rho, 1 - rho, eps, lr
 adagrad    decay, lr, eps
 ========== ===========================================================================
 
-Here in torch, with the operations of ``torch.optim``; `numba_replay` does the same in one pass.
+Here in torch, with the operations of ``torch.optim``; `numba_replay` does the same in one pass, and so does a CUDA kernel.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.cuda import is_trusted
+from speedtransfer.idle import cuda_catch_up
+from speedtransfer.idle.device_copy import current_stream, send
 from speedtransfer.idle.quadrature import Floats
 from speedtransfer.idle.rule import Numbers, Rule
+from speedtransfer.idle.unsure import Unsure
 from speedtransfer.jit import compiled_module, run_on_threads
 
 PLANES = {
@@ -55,6 +59,8 @@ class Replay:
         self._planes = tuple(name for name in PLANES[self.kind] if name not in idle)
         self.now = self.base = now  # no row was last touched before step `base`
         self._numbers: Floats = np.zeros((_CAPACITY, 8))
+        # Copies of them by device, stream and dtype, and how many steps these have.
+        self._sent = dict[tuple[torch.device, int, torch.dtype], tuple[Tensor, int]]()
 
     @property
     def length(self) -> int:
@@ -63,18 +69,32 @@ class Replay:
 
     def record(self, numbers: Numbers) -> None:
         """Take in one more step."""
+        self._note(numbers)
+        self.now += 1
+
+    def _note(self, numbers: Numbers) -> None:
+        """Set the numbers of the step after those that are remembered."""
         count = self.length
         if count == len(self._numbers):
             self._numbers = np.concatenate([self._numbers, np.zeros((count, 8))])
         self._numbers[count, : len(numbers)] = numbers
-        self.now += 1
 
     def sweep(self) -> None:
         """Forget all steps: every row has been caught up."""
         self.base = self.now
         self._numbers = self._numbers[:_CAPACITY]
+        self._sent.clear()
 
-    def catch_up(self, rows: dict[str, Tensor], last: Tensor) -> None:
+    def takes_unsure(self, rows: dict[str, Tensor], last: Tensor) -> bool:
+        """Tell whether `catch_up` can take an unsure step of such rows: a kernel does."""
+        device = last.device
+        suitable = last.is_cuda and cuda_catch_up.are_suitable([rows[name] for name in self._names(rows)])
+        return suitable and is_trusted("rows that replay steps", device, lambda: _check_kernel(device))
+
+    def _names(self, rows: dict[str, Tensor]) -> tuple[str, ...]:
+        return "weight", *(name for name in self._planes if name in rows)
+
+    def catch_up(self, rows: dict[str, Tensor], last: Tensor, unsure: Unsure | None = None) -> None:
         """Let rows take the steps that they have missed.
 
         Parameters
@@ -83,12 +103,31 @@ class Replay:
             ``weight`` and the state planes, ``(n, dim)`` each, changed in place.
         last : Tensor
             ``(n, 1)`` int32: the step that touched each row last.
+        unsure : Unsure, optional
+            A step after those that are remembered, where `takes_unsure`.
         """
-        if not self.length or not len(last):
+        if not (self.length or unsure) or not len(last):
             return
-        names = ("weight", *(name for name in self._planes if name in rows))
+        if self.takes_unsure(rows, last):
+            self._catch_up_on_cuda(rows, last, unsure)
+            return
+        names = self._names(rows)
         if not self._catch_up_compiled(rows, names, last):
             self._catch_up(rows, names, last)
+
+    def _catch_up_on_cuda(self, rows: dict[str, Tensor], last: Tensor, unsure: Unsure | None = None) -> None:
+        names, length = self._names(rows), self.length
+        if unsure is not None:
+            self._note(unsure.step)
+            length += 1
+        planes = [rows[name] if name in names else None for name in ("weight", *PLANES[self.kind])]
+        dtype = torch.float64 if rows["weight"].dtype == torch.float64 else torch.float32
+        key = last.device, current_stream(last.device), dtype
+        numbers, sent = self._sent.get(key, (None, 0))
+        host = self._numbers if dtype == torch.float64 else self._numbers.astype(np.float32)
+        numbers = send(numbers, last.device, host, sent, length)
+        self._sent[key] = numbers, self.length  # an unsure step may be replaced by another
+        cuda_catch_up.replay_steps(self.kind, planes, numbers, last, self.base, self.base + length, unsure)
 
     def _catch_up_compiled(self, rows: dict[str, Tensor], names: tuple[str, ...], last: Tensor) -> bool:
         planes = [rows[name] for name in names]
@@ -140,6 +179,21 @@ class Replay:
                 step({name: values[:count] for name, values in part.items()}, self._numbers[number].tolist())
         for name, values in part.items():
             rows[name][order] = values
+
+
+def _check_kernel(device: torch.device) -> bool:
+    rule = Rule(torch.float32)
+    rule.replay = "adam"  # type: ignore[misc]
+    replay = Replay(rule)
+    for t in range(1, 6):
+        replay.record((0.1, 0.1, 0.99, 0.01, (1 - 0.99**t) ** -0.5, 1e-8, 0.01 / (1 - 0.9**t), 0.0))
+    values = torch.linspace(-1, 1, 6 * 9, device=device).view(6, 9)
+    rows = {"weight": values, "exp_avg": values.flip(0), "exp_avg_sq": values.square()}
+    found, rows = ({name: plane.clone() for name, plane in rows.items()} for _ in range(2))
+    last = torch.arange(6, dtype=torch.int32, device=device)[:, None]
+    replay._catch_up_on_cuda(found, last)
+    replay._catch_up(rows, tuple(rows), last)
+    return all(torch.allclose(plane, rows[name], rtol=1e-5, atol=1e-6) for name, plane in found.items())
 
 
 # --- a step in torch, of rows by plane, with its numbers ------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -46,30 +47,53 @@ Numbers = tuple[float, ...]
 """The numbers of a step with coupled weight decay, as `replay` lists them for each kind of optimizer."""
 
 
-class StepCount:
-    """Reads the number of steps that an optimizer has counted: of a count on a device mostly without waiting for it.
+class Scalars:
+    """Reads numbers that an optimizer keeps in tensors: of those on a device mostly without waiting for it.
 
-    An optimizer adds one in place at each step, and a tensor tells how often it was changed. So one that was changed once
-    since it was read is one more. Changed more often (a step that GradScaler takes back), or another tensor, it is read again;
-    or not at all, as it looks under a dispatch mode of torch, where lists of tensors change without a trace.
+    A tensor tells how often it was changed. One that was changed just as often as a step does it has the value that the step
+    gives it, which the host can compute. Changed otherwise (by the user), or another tensor (a state that was loaded), it is
+    read; or not changed at all, as it looks under a dispatch mode of torch, where lists of tensors change without a trace.
     """
 
     def __init__(self) -> None:
-        self._known: tuple[weakref.ref[Tensor], int, float] | None = None
+        self._known = dict[str, tuple[weakref.ref[Tensor], int, float]]()
 
-    def read(self, count: Any) -> float:
-        """Return the value of `count`, a number or tensor."""
-        if not isinstance(count, Tensor) or count.device.type == "cpu" or count.is_inference():
-            return float(count)
-        known, version = self._known, count._version
-        one_more = known is not None and known[0]() is count and version == known[1] + 1
-        value = known[2] + 1 if known is not None and one_more else float(count)
-        self._known = weakref.ref(count), version, value
+    def read(self, name: str, number: Any, changes: int = 0, change: Callable[[float], float] | None = None) -> float:
+        """Return the value of `number`, a number or tensor.
+
+        Parameters
+        ----------
+        name : str
+            The same at each call for the same number.
+        number : float or Tensor
+        changes : int
+            How often it should have been changed since the last call.
+        change : callable, optional
+            Gives the value after these changes for the one before.
+        """
+        if not isinstance(number, Tensor) or number.device.type == "cpu" or number.is_inference():
+            return float(number)
+        if self.is_known(name, number, changes):
+            value = self._known[name][2] if change is None else change(self._known[name][2])
+        else:
+            value = float(number)
+        self._known[name] = weakref.ref(number), number._version, value
         return value
+
+    def is_known(self, name: str, number: Any, changes: int) -> bool:
+        """Tell whether `read` would not have to wait for a device."""
+        if not isinstance(number, Tensor) or number.device.type == "cpu":
+            return True
+        known = self._known.get(name)
+        return known is not None and known[0]() is number and number._version == known[1] + changes
+
+    def forget(self) -> None:
+        """Read all numbers anew."""
+        self._known.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies read for themselves."""
-        return {"_known": None}
+        return {"_known": {}}
 
 
 class Rule:
@@ -100,7 +124,9 @@ class Rule:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.coupled = False
-        self.count = StepCount()
+        self.scalars = Scalars()
+        # How often a step changes the optimizer's count of steps; see `Lag.step_made`.
+        self.changes_of_count = 1
 
     def form(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[bool, str | None]:
         """Return what `coupled` and `denominator` must be for the hyperparameters `group` and the optimizer's `state`.
@@ -132,13 +158,26 @@ class Rule:
         step = self.step(group, state, before)
         return None if step.is_nothing else step
 
+    def _count(self, state: dict[str, Any]) -> float:
+        """Return the number of the step just made; call it once a step."""
+        return self.scalars.read("step", state["step"], self.changes_of_count, lambda count: count + 1)
+
+    def knows_count(self, state: dict[str, Any]) -> bool:
+        """Tell whether the number of the step just made is known, and does not depend on whether it was made."""
+        return self.scalars.is_known("step", state.get("step"), self.changes_of_count)
+
+    def _numbers(self, group: dict[str, Any], *names: str) -> list[float]:
+        """Return hyperparameters, which may be tensors."""
+        return [self.scalars.read(name, group.get(name, 0.0)) for name in names]
+
     def _rounded(self, value: float) -> float:
-        return _rounded(value, self.dtype)
+        return rounded(value, self.dtype)
 
 
 # Most steps ask for the same few numbers, once for each table.
 @functools.lru_cache(maxsize=256)
-def _rounded(value: float, dtype: torch.dtype) -> float:
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """Return the nearest number of `dtype`."""
     if dtype == torch.float64:
         return value
-    return float(np.float32(value)) if dtype == torch.float32 else float(torch.tensor(value, dtype=dtype))
+    return float(np.float32(value)) if dtype == torch.float32 else float(torch.tensor(value, dtype=dtype, device="cpu"))

@@ -23,11 +23,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.idle.rule import IDENTITY, IdleStep, Numbers, Rule
-
-
-def _numbers(group: dict[str, Any], *names: str) -> list[float]:
-    return [float(group.get(name, 0.0)) for name in names]
+from speedtransfer.idle.rule import IDENTITY, IdleStep, Numbers, Rule, rounded
 
 
 class _Sgd(Rule):
@@ -37,7 +33,7 @@ class _Sgd(Rule):
         return state.get("momentum_buffer") is None  # torch then starts it with the gradient, undamped
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: bool) -> IdleStep:
-        numbers = _numbers(group, "lr", "weight_decay", "momentum", "dampening")
+        numbers = self._numbers(group, "lr", "weight_decay", "momentum", "dampening")
         lr, decay, momentum, dampening = (self._rounded(number) for number in numbers)
         if momentum == 0:
             return IdleStep(mix=(1 - lr * decay, 0.0, 0.0, 1.0))
@@ -51,11 +47,17 @@ class _Asgd(Rule):
     partner = "ax"
 
     def before(self, state: dict[str, Any]) -> tuple[float, float]:
-        return (float(state["eta"]), float(state["mu"])) if state else (math.nan, 1.0)  # made by the first step
+        if not state:  # made by the first step
+            return math.nan, 1.0
+        return self.scalars.read("eta", state["eta"]), self.scalars.read("mu", state["mu"])
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: tuple[float, float]) -> IdleStep:
         eta, mu = before
-        lr, lambd, decay = _numbers(group, "lr", "lambd", "weight_decay")
+        lr, lambd, decay, alpha, t0 = self._numbers(group, "lr", "lambd", "weight_decay", "alpha", "t0")
+        # What the step has made of them, for the next one.
+        t, dtype = self._count(state), state["eta"].dtype
+        self.scalars.read("eta", state["eta"], 1, lambda _: rounded(lr / (1 + lambd * lr * t) ** alpha, dtype))
+        self.scalars.read("mu", state["mu"], 1, lambda _: rounded(1 / max(1.0, t - t0), dtype))
         if math.isnan(eta):  # a tensor of the default dtype, whatever the rows are
             eta = float(torch.tensor(lr, device="cpu"))
         kept = self._rounded(1 - lambd * eta) - eta * self._rounded(decay)
@@ -68,11 +70,11 @@ class _RMSprop(Rule):
     replay = "rmsprop"
 
     def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
-        lr, decay, momentum, alpha, eps = _numbers(group, "lr", "weight_decay", "momentum", "alpha", "eps")
+        lr, decay, momentum, alpha, eps = self._numbers(group, "lr", "weight_decay", "momentum", "alpha", "eps")
         return decay, alpha, 1 - alpha, eps, lr, momentum, float(bool(group["centered"]))
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
-        lr, momentum, alpha = _numbers(group, "lr", "momentum", "alpha")
+        lr, momentum, alpha = self._numbers(group, "lr", "momentum", "alpha")
         lr, momentum = self._rounded(lr), self._rounded(momentum)
         mix = (1.0, -lr * momentum, 0.0, momentum) if momentum else IDENTITY
         return IdleStep(factors=(self._rounded(alpha), 1 - self._rounded(1 - alpha)), mix=mix)
@@ -83,7 +85,7 @@ class _Adadelta(Rule):
     replay = "adadelta"
 
     def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
-        lr, decay, rho, eps = _numbers(group, "lr", "weight_decay", "rho", "eps")
+        lr, decay, rho, eps = self._numbers(group, "lr", "weight_decay", "rho", "eps")
         return decay, rho, 1 - rho, eps, lr
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
@@ -94,8 +96,8 @@ class _Adagrad(Rule):
     replay = "adagrad"
 
     def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
-        lr, decay, lr_decay, eps = _numbers(group, "lr", "weight_decay", "lr_decay", "eps")
-        return decay, lr / (1 + (self.count.read(state["step"]) - 1) * lr_decay), eps
+        lr, decay, lr_decay, eps = self._numbers(group, "lr", "weight_decay", "lr_decay", "eps")
+        return decay, lr / (1 + (self._count(state) - 1) * lr_decay), eps
 
 
 class _Rprop(Rule):
@@ -115,6 +117,7 @@ class _Made(NamedTuple):
     first: float
     second: float
     t: float
+    product: float = 1.0  # of the momenta so far
 
 
 class _Adam(Rule):
@@ -137,24 +140,24 @@ class _Adam(Rule):
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
         made = self._read(group, state)
         factors = 1 - self._rounded(1 - made.first), self._rounded(made.second)
-        return IdleStep(self._rounded(1 - made.lr * made.decay), factors, IDENTITY, *self._term(made, state))
+        return IdleStep(self._rounded(1 - made.lr * made.decay), factors, IDENTITY, *self._term(made))
 
     def numbers(self, group: dict[str, Any], state: dict[str, Any]) -> Numbers:
         made = self._read(group, state)
-        scale, root, eps = self._term(made, state)
-        gradient_scale = self._gradient_scale(made, state)
+        scale, root, eps = self._term(made)
+        gradient_scale = self._gradient_scale(made)
         return made.decay, 1 - made.first, made.second, 1 - made.second, root, eps, scale, gradient_scale
 
     def _read(self, group: dict[str, Any], state: dict[str, Any]) -> _Made:
-        lr, decay, eps, momentum_decay = _numbers(group, "lr", "weight_decay", "eps", "momentum_decay")
-        first, second = map(float, group["betas"])
-        return _Made(lr, decay, eps, momentum_decay, first, second, self.count.read(state["step"]))
+        lr, decay, eps, momentum_decay = self._numbers(group, "lr", "weight_decay", "eps", "momentum_decay")
+        first, second = (self.scalars.read(f"beta{i}", beta) for i, beta in enumerate(group["betas"]))
+        return _Made(lr, decay, eps, momentum_decay, first, second, self._count(state))
 
-    def _term(self, made: _Made, state: dict[str, Any]) -> tuple[float, float, float]:
+    def _term(self, made: _Made) -> tuple[float, float, float]:
         """Return scale, root and eps of a step."""
         return made.lr / (1 - made.first**made.t), 1 / math.sqrt(1 - made.second**made.t), made.eps
 
-    def _gradient_scale(self, made: _Made, state: dict[str, Any]) -> float:
+    def _gradient_scale(self, made: _Made) -> float:
         """Return what the gradient itself is multiplied by, beside the first moment."""
         return 0.0
 
@@ -164,21 +167,27 @@ class _AdamW(_Adam):
 
 
 class _NAdam(_Adam):
+    def _read(self, group: dict[str, Any], state: dict[str, Any]) -> _Made:
+        made = super()._read(group, state)
+        momentum = self._momentum(made, made.t)
+        product = self.scalars.read("mu_product", state["mu_product"], 1, lambda product: product * momentum)
+        return made._replace(product=product)
+
     @staticmethod
     def _momentum(made: _Made, t: float) -> float:
         return made.first * (1 - 0.5 * 0.96 ** (t * made.momentum_decay))
 
-    def _term(self, made: _Made, state: dict[str, Any]) -> tuple[float, float, float]:
+    def _term(self, made: _Made) -> tuple[float, float, float]:
         following = self._momentum(made, made.t + 1)
-        scale = made.lr * following / (1 - float(state["mu_product"]) * following)
+        scale = made.lr * following / (1 - made.product * following)
         return scale, 1 / math.sqrt(1 - made.second**made.t), made.eps
 
-    def _gradient_scale(self, made: _Made, state: dict[str, Any]) -> float:
-        return made.lr * (1 - self._momentum(made, made.t)) / (1 - float(state["mu_product"]))
+    def _gradient_scale(self, made: _Made) -> float:
+        return made.lr * (1 - self._momentum(made, made.t)) / (1 - made.product)
 
 
 class _RAdam(_Adam):
-    def _term(self, made: _Made, state: dict[str, Any]) -> tuple[float, float, float]:
+    def _term(self, made: _Made) -> tuple[float, float, float]:
         faded = made.second**made.t
         scale, correction = made.lr / (1 - made.first**made.t), 1 - faded
         longest = 2 / (1 - made.second) - 1
@@ -201,7 +210,7 @@ class _Adamax(_Adam):
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
         return super().step(group, state, before)._replace(decay=1.0)
 
-    def _term(self, made: _Made, state: dict[str, Any]) -> tuple[float, float, float]:
+    def _term(self, made: _Made) -> tuple[float, float, float]:
         return made.lr / (1 - made.first**made.t), 1.0, made.eps
 
 

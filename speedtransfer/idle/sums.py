@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.idle import quadrature
-from speedtransfer.idle.device_copy import DeviceCopy
+from speedtransfer.idle.device_copy import DeviceCopy, current_stream
 from speedtransfer.idle.quadrature import BLOCK, NODES, OWN, STEP, SUMS, Floats
 from speedtransfer.idle.rule import IdleStep, Rule
 from speedtransfer.jit import compiled_module
@@ -160,17 +160,16 @@ class Sums:
 
     # --- for rows -----------------------------------------------------------------------------------------------------
 
-    def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return lines and blocks on `device`."""
         if device.type == "cpu":
             return torch.from_numpy(self.table), torch.from_numpy(self.blocks)
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        device_copy = self._device_copies.setdefault((device, stream), DeviceCopy())
+        device_copy = self._device_copies.setdefault((device, current_stream(device)), DeviceCopy())
         return device_copy.tensors(device, self.table, self.blocks, self.count, self._final)
 
     def lines(self, index: Tensor) -> Tensor:
         """Return what rows last touched at the steps `index` (n,) int64, counted from 0, have missed, in float64."""
-        lines, blocks = self._tensors(index.device)
+        lines, blocks = self.tensors(index.device)
         count = self._products
         found, later = lines[index], blocks[index // BLOCK]
         products = found[:, :count] * later
@@ -204,7 +203,7 @@ class Sums:
         number : int
             Which step after it, from 0; one that has not been made does nothing.
         """
-        lines, _ = self._tensors(line.device)
+        lines, _ = self.tensors(line.device)
         return lines[(line + number).clamp_max(self.count), self._products + SUMS + OWN :].split(1, dim=1)
 
     def decay_after(self, line: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.bag import EmbeddingBag
 from speedtransfer.nn.embedding import Embedding
 from speedtransfer.nn.export import to_dense
+from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.replace import replace_embeddings
 from speedtransfer.nn.table_summary import Summary, TableSummary, summary
 
@@ -11,6 +12,7 @@ __all__ = [
     "ActiveRows",
     "Embedding",
     "EmbeddingBag",
+    "MultiEmbedding",
     "Summary",
     "TableSummary",
     "replace_embeddings",

@@ -134,7 +134,8 @@ def _check_capturable(handle: Handle, ids: Any, writes: bool, padded: bool) -> N
         check_not_capturing("activate(), which counts the unique rows,", "call the module instead")
     if not (isinstance(ids, Tensor) and ids.is_cuda):
         check_not_capturing(
-            f"a lookup in {handle} by ids on the host", "keep them in a tensor on the device, and copy each batch into it"
+            f"a lookup in {handle} by ids on the host",
+            "keep them in a tensor on the device, and copy each batch into it",
         )
     handle.check_capturable(writes)
 

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.errors import HostMemoryError, format_bytes
+from speedtransfer.nn.feature import Feature
+from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.subclasses import empty_dense_module
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.optim import Handle
 from speedtransfer.system import physical_bytes
 
 # Attributes of a table module that one of torch.nn does not have.
-_OF_OURS = {"_handle", "idle"}
+_OF_OURS = {"_handle", "idle", "_feature_ids", "_shared_parameters"}
 # By this name pickles of earlier versions find it.
 _empty = empty_dense_module
 
@@ -43,17 +45,20 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
     HostMemoryError
         The rows of all tables do not fit there.
     """
-    found: dict[int, TableModule] = {}
+    found: dict[int, nn.Module] = {}
     names: dict[Handle, str] = {}
     for name, module in model.named_modules():
         if is_table(module):
             found[id(module)] = module
             names.setdefault(module._handle, name or type(module).__name__)
+        elif isinstance(module, Feature):
+            found[id(module)] = module
     places = {handle: handle.table.device if device is None else torch.device(device) for handle in names}
     check_room(names, places)
     memo: dict[int, Any] = {}
-    copied: list[tuple[nn.Module, TableModule]] = []
-    for handle in names:
+    copied: list[tuple[nn.Module, nn.Module]] = []
+    shared = {module._handle for module in found.values() if isinstance(module, MultiEmbedding)}
+    for handle in names.keys() - shared:
         rows = _rows(handle, places[handle])
         memo[id(handle.param)] = nn.Parameter(rows, requires_grad=handle.param.requires_grad)
     for key, module in found.items():
@@ -62,7 +67,15 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
     # All are in `memo` by now: hooks may hold modules.
     for made, module in copied:
         state = {name: value for name, value in vars(module).items() if name not in _OF_OURS}
+        if isinstance(module, MultiEmbedding | Feature):
+            # The features have the rows, each its own.
+            state["_parameters"] = {}
         vars(made).update(copy.deepcopy(state, memo))
+        if isinstance(module, Feature):
+            owner = module.handle()
+            assert owner is not None
+            rows = _rows(owner, places[owner], module.start, module.stop)
+            made.weight = nn.Parameter(rows, requires_grad=owner.requires_grad)
     result: nn.Module = copy.deepcopy(model, memo)
     return result if device is None else result.to(device)
 
@@ -100,7 +113,7 @@ def _room(place: torch.device, handles: Iterable[Handle]) -> int | None:
 
 
 @torch.no_grad()
-def _rows(handle: Handle, place: torch.device) -> Tensor:
-    """Return a copy of all rows, ``(num_rows, dim)``, on `place`, in the dtype that they are computed in."""
-    whole = handle.rows.whole("weight")
+def _rows(handle: Handle, place: torch.device, start: int = 0, stop: int | None = None) -> Tensor:
+    """Return a copy of all rows, or of some, ``(n, dim)``, on `place`, in the dtype that they are computed in."""
+    whole = handle.rows.whole("weight", start, stop)
     return torch.empty(whole.shape, dtype=handle.rows.dtype, device=place).copy_(whole)

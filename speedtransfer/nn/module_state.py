@@ -30,6 +30,11 @@ def placeholder_rows() -> Iterator[list[tuple[Tensor, Handle]]]:
         _placeholders.reset(token)
 
 
+def with_placeholders() -> bool:
+    """Tell whether state dicts are to have placeholders for the rows of tables."""
+    return _placeholders.get() is not None
+
+
 class ModuleState(nn.Module):
     """The part of :class:`TableModule` that saves and loads its state dict."""
 

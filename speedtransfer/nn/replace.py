@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from speedtransfer.errors import InvalidValueError, check_size
+from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, complete, takes_options
 from speedtransfer.nn.subclasses import empty_table_module, table_class
@@ -91,7 +92,7 @@ def replace_embeddings(
     options = complete(options)
     report, found = Replaced(), {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or isinstance(module, TableModule):
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or isinstance(module, TableModule | Feature):
             continue
         if not _wanted(name, module, names):
             report.left[name] = "not among the names asked for"

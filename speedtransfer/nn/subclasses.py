@@ -14,11 +14,18 @@ from torch import nn
 
 from speedtransfer.nn.bag import EmbeddingBag
 from speedtransfer.nn.embedding import Embedding
+from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.module_state import ModuleState
+from speedtransfer.nn.multi import FeatureModules, MultiEmbedding
 from speedtransfer.nn.table_module import TableModule
 
 # Any for a class: mypy takes the __hash__ of its objects for that of the class.
-_DENSE: dict[Any, Any] = {Embedding: nn.Embedding, EmbeddingBag: nn.EmbeddingBag}
+_DENSE: dict[Any, Any] = {
+    Embedding: nn.Embedding,
+    EmbeddingBag: nn.EmbeddingBag,
+    MultiEmbedding: FeatureModules,
+    Feature: nn.Embedding,
+}
 # What every class has of its own.
 _OF_A_CLASS = {"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__qualname__"}
 

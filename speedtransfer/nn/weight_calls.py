@@ -110,11 +110,15 @@ def in_transform() -> bool:
 # --- lookups ----------------------------------------------------------------------------------------------------------------
 
 
+def _has_table(weight: Any) -> bool:
+    return isinstance(weight, TableWeight | WeightData) and isinstance(handle_of(weight), Handle)
+
+
 def _activated(
     weight: Any, input: Any, padding_idx: int | None, max_norm: float | None, norm_type: float
 ) -> ActiveRows | None:
-    """Return the active rows of a lookup; None if `weight` is no weight of a table, or a transform is running."""
-    if not isinstance(weight, TableWeight | WeightData) or in_transform():
+    """Return the active rows of a lookup; None if `weight` is not the weight of a whole table, or a transform is running."""
+    if not _has_table(weight) or in_transform():
         return None
     handle = handle_of(weight)
     if padding_idx is not None and padding_idx < 0:
@@ -166,7 +170,7 @@ def _rows_at(weight: Any, index: Any) -> Any:
     if rest and rows and not all(isinstance(part, slice) for part in rest):
         # Indices are broadcast with one another.
         return NotImplemented
-    if not isinstance(weight, TableWeight | WeightData) or not (rows or number) or in_transform():
+    if not (rows or number) or not _has_table(weight) or in_transform():
         return NotImplemented
     handle = handle_of(weight)
     trains = isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad
@@ -181,7 +185,7 @@ def _rows_at(weight: Any, index: Any) -> Any:
 
 
 def _index_select(weight: Any, dim: Any, index: Tensor) -> Any:
-    if isinstance(weight, TableWeight | WeightData) and dim in (0, -2) and index.dim() == 1:
+    if _has_table(weight) and dim in (0, -2) and index.dim() == 1:
         return _embedding(index, weight)
     return NotImplemented
 

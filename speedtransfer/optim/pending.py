@@ -95,7 +95,7 @@ class PendingGradient(Stepping):
         self._warn_untrained()
 
     def _check_capture(self) -> None:
-        """Raise if a gradient would be added to one of outside of the CUDA graph that is being captured, or to one of a graph."""
+        """Raise if a gradient would be added to one of another CUDA graph than its own, or to one of none."""
         if self.grad is None or self._capture == (capture_number() if self.grad.is_cuda else None):
             return
         if self._capture is None:

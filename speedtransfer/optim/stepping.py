@@ -27,8 +27,8 @@ class Stepping(TableParam):
         state = self.state
         if self._capture is None:
             raise DeviceError(
-                f"{self} has a gradient from before the capture of a CUDA graph, and replays would not see later ones; capture "
-                "forward and backward with the step, after zero_grad(set_to_none=True)"
+                f"{self} has a gradient from before the capture of a CUDA graph, and replays would not see later ones; "
+                "capture forward and backward with the step, after zero_grad(set_to_none=True)"
             )
         if state is None or state.optimizer() is not optimizer or not state.has_stepped():
             check_not_capturing(f"the first step of this {type(optimizer).__name__} for {self}", WARM_UP)

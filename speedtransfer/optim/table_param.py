@@ -129,10 +129,12 @@ class TableParam:
             param.__class__ = self._kind
 
     def check_capturable(self, writes: bool) -> None:
-        """Raise unless rows of this table can be read in a CUDA graph, or written if `writes`: what the host does is left out."""
+        """Raise unless rows of this table can be read in a CUDA graph that is being captured, and written if `writes`."""
         table, rows = self.table, self.rows
         if not table.takes_padding:
-            memory = "memory='pinned' or 'device'" if table.memory not in ("pinned", "device") else "table.engine = 'mapped'"
+            memory = (
+                "memory='pinned' or 'device'" if table.memory not in ("pinned", "device") else "table.engine = 'mapped'"
+            )
             check_not_capturing(f"{self}, whose rows the host moves (memory={table.memory!r}),", f"use {memory}")
         if rows.lag is not None:
             check_not_capturing(f"{self} with idle='exact', where the host records every step,", "use idle='lazy'")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from speedtransfer import buffers
 from speedtransfer.cuda import pinned_empty, require_cuda, resolve_device
-from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes
+from speedtransfer.errors import DeviceError, HostMemoryError, InvalidValueError, format_bytes
 from speedtransfer.system import physical_bytes
 
 
@@ -30,6 +31,8 @@ class Memory(ABC):
 
     name: ClassVar[str]
     path: Path | None = None
+    # Whether this process was forked and shares the memory of such tables with its parent: a write would change the parent's.
+    of_parent: ClassVar[bool] = False
 
     def __init__(self, device: torch.device, path: str | os.PathLike[str] | None = None) -> None:
         if path is not None:
@@ -48,6 +51,13 @@ class Memory(ABC):
         """
         with torch.inference_mode(False):  # an inference tensor could never be trained
             return self._allocate(plane, (num_rows, width), dtype)
+
+    def refuse_write(self) -> NoReturn:
+        """Raise for a write to memory `of_parent`."""
+        raise DeviceError(
+            f"the rows of this table are memory={self.name!r} of the process that this one was forked from, and a write here "
+            "would change them there; write in that process, start workers by 'spawn', or use memory='pageable' or 'mmap'"
+        )
 
     @abstractmethod
     def _allocate(self, plane: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor: ...
@@ -93,11 +103,19 @@ class PinnedMemory(Memory):
     def __init__(self, device: torch.device, path: str | os.PathLike[str] | None = None) -> None:
         require_cuda("memory='pinned'")
         super().__init__(device, path)
+        _watch_forks()
 
     def _allocate(self, plane: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         num_bytes, _ = _check_fits(plane, shape, dtype)
         target = self.device if self.device.type == "cuda" else resolve_device("cuda")
         return pinned_empty(num_bytes, target).zero_().view(dtype).view(shape)
+
+
+@functools.cache
+def _watch_forks() -> None:
+    # A child of fork cannot use CUDA, so all the page-locked memory that it will ever see is that of its parent.
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: setattr(PinnedMemory, "of_parent", True))
 
 
 class DeviceMemory(Memory):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,8 @@ class Planes:
             new = make_engine(self.memory, self.device, engine)  # which raises where such a one cannot serve
         elif engine.name in engine_names(self.memory, self.device) and engine.device == self.device:
             new = engine
+            # It may outlive the table, whose memory is then given to others.
+            weakref.finalize(self, engine.wait).atexit = False
         else:
             raise InvalidValueError(
                 f"engine is {engine.name!r} on {engine.device}, which does not move rows of memory={self.memory!r} on "
@@ -303,6 +306,8 @@ class Planes:
         It fills the ``(rows, dim)`` chunk in place or returns the values. It must treat rows alike: `xavier_uniform_` and
         others that look at the number of rows would see that of the chunk.
         """
+        if self._place.of_parent:
+            self._place.refuse_write()
         weight = self.plane("weight")
         fill_plane(weight, function)
         wait_until_filled(weight)

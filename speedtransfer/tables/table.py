@@ -188,6 +188,8 @@ class Table(Planes):
 
     def write(self, ids: Tensor, rows: dict[str, Tensor], unsorted: bool = False) -> None:
         """Scatter contiguous rows, by plane, as they are stored: `ids` (n,) are as for `read`, and none is there twice."""
+        if self._place.of_parent:
+            self._place.refuse_write()
         values = list(rows.values())
         if self.moves_on_host:
             ids = on_host(ids, ids)

@@ -237,7 +237,9 @@ class ActiveWords:
         share = grad / self._counts[:, None]
         bag_of = torch.repeat_interleave(torch.arange(len(share), device=share.device), self._counts)
         groups, rows = self._groups, self._active.rows
-        if groups.order is not None:  # sorted by row already; for float32 twice as fast as index_add_
+        if (
+            groups.order is not None and groups.starts is not None
+        ):  # sorted by row already; for float32 twice as fast as index_add_
             total = F.embedding_bag(bag_of[groups.order], share, groups.starts[:-1], mode="sum")
         else:
             total = torch.zeros_like(rows).index_add_(0, self._active.inverse, share[bag_of])

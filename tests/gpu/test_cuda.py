@@ -32,6 +32,12 @@ class TestResolveDevice:
             cuda.pinned_empty(10, "cpu")
 
 
+@pytest.fixture(params=["alloc", "register"])
+def _way(request, monkeypatch):
+    monkeypatch.setenv("SPEEDTRANSFER_PINNED", request.param)
+
+
+@pytest.mark.usefixtures("_way")
 class TestPinnedEmpty:
     @pytest.mark.parametrize("num_bytes", [0, 1, 199, 4096, (1 << 20) + 1])
     def test_exact_size(self, device, num_bytes):
@@ -55,11 +61,15 @@ class TestPinnedEmpty:
         freed = []
         free = cuda_memory._free_host
         monkeypatch.setattr(cuda_memory, "_free_host", lambda *args: [free(*args), freed.append(args[0])])
+        pointers = []
         for _ in range(40):
-            cuda.pinned_empty(64 << 20, device)[::4096] = 1
+            block = cuda.pinned_empty(64 << 20, device)
+            block[::4096] = 1
+            pointers.append(block.data_ptr())
+            del block
         gc.collect()
         assert len(freed) == 40
-        assert not any(is_page_locked(pointer) for pointer in freed)
+        assert not any(is_page_locked(pointer) for pointer in pointers)
 
     def test_memory_lives_until_a_queued_copy_is_done(self, device):
         memory = cuda.pinned_empty(1 << 20, device).fill_(7)

@@ -1,6 +1,9 @@
 """Memory that is not there, that is given back, and that ten thousand calls do not lose."""
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -212,6 +215,38 @@ class TestGivenBack:
         assert allocated_bytes() == before
         assert len(pointers) == 3
         assert not any(is_page_locked(pointer) for pointer in pointers)
+
+
+FORKED = """
+import os, torch
+import speedtransfer as st
+
+table = st.Table(100, 8, memory="pinned", device="cpu").fill_(1)
+table.gather([1, 2])
+child = os.fork()
+if child == 0:
+    status = 0
+    for write in (lambda: table.scatter([1], torch.zeros(1, 8)), table.zero_, lambda: table.__setitem__(2, torch.zeros(8))):
+        try:
+            write()
+        except st.errors.DeviceError as error:
+            assert "of the process that this one was forked from, and a write here would change them there" in str(error)
+        else:
+            status = 1
+    assert table.gather([3]).eq(1).all() and table.numpy()[4].sum() == 8
+    os._exit(status)
+assert os.waitpid(child, 0)[1] == 0
+assert table.torch().eq(1).all()
+table.scatter([1], torch.zeros(1, 8))
+assert table.torch()[1].eq(0).all()
+print("done")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_does_not_write_to_the_table_of_its_parent():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
 
 
 CALLS = 10_000

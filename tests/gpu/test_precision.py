@@ -9,7 +9,7 @@ import torch
 import speedtransfer as st
 from speedtransfer.encoding.codecs import Blocks8, Cast, RowInt8
 from speedtransfer.encoding.convert import decode_rows, encode_rows
-from speedtransfer.encoding.rounding import Keys, column_keys, row_keys
+from speedtransfer.encoding.rounding import Keys, write_key
 
 CODECS = [Cast(100, torch.bfloat16), Cast(100, torch.float16), RowInt8(100), Blocks8(100), Blocks8(300)]
 
@@ -27,7 +27,7 @@ def test_codecs_give_the_bits_of_the_cpu(codec, device):
     ids = torch.randperm(500)
     found = []
     for where in (torch.device("cpu"), torch.device(device)):
-        keys = Keys(row_keys(7, 3, "weight", ids.to(where)), column_keys(width, where))
+        keys = Keys(write_key(7, 3, "weight"), ids.to(where))
         found.append(encode_rows(codec, values.to(where), keys))
         found.append(encode_rows(codec, values.to(where), None))
     for here, there in zip(found[:2], found[2:], strict=True):

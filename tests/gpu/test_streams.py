@@ -471,21 +471,22 @@ def test_what_was_used_on_a_stream_that_has_died_since(way, tmp_path):
 
 
 @pytest.mark.parametrize("engine", DEVICE_ENGINES)
-@pytest.mark.parametrize("what", ["table", "plane"])
+@pytest.mark.parametrize("what", ["table", "plane", "table of an engine that lives on"])
 def test_memory_of_planes_is_not_given_away_early(device, engine, what):
     """They were made on one stream and are used on another, which is held back when they go."""
     side, index = torch.cuda.Stream(), torch.arange(5000, device=device)
     table = st.Table(5000, 16, memory="device", device=device).fill_(3)
     table.add_plane("m", 16, fill=3)
-    table.engine = engine
+    by_hand = DEVICE_ENGINES[engine](device)
+    table.engine = by_hand if what == "table of an engine that lives on" else engine
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         hold(side, 50)
-        rows = table.gather(index, "weight" if what == "table" else "m")
-    if what == "table":
-        del table
-    else:
+        rows = table.gather(index, "m" if what == "plane" else "weight")
+    if what == "plane":
         table.drop_plane("m")
+    else:
+        del table
     thieves = [torch.zeros(5000, 16, device=device) for _ in range(4)]
     torch.cuda.current_stream().synchronize()
     side.synchronize()

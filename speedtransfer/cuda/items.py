@@ -1,0 +1,20 @@
+"""Launch a kernel whose threads share any number of items."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from speedtransfer.cuda.launch import launch_kernel, load_kernel
+from speedtransfer.cuda.streams import current_stream
+
+_THREADS = 256
+# More items than these have threads are taken several by a thread.
+_MAX_BLOCKS = 1 << 16
+
+
+def launch_over(num_items: int, source_name: str, function_name: str, device: torch.device, packed: np.ndarray) -> None:
+    """Queue a kernel on the current stream of `device`, with the argument that a `KernelArgument` has packed."""
+    if num_items:
+        blocks = min(-(-num_items // _THREADS), _MAX_BLOCKS)
+        launch_kernel(load_kernel(source_name, function_name, device), blocks, _THREADS, packed, current_stream(device))

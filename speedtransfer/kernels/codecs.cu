@@ -1,0 +1,212 @@
+// Encode float32 rows with stochastic rounding, and decode blocks of 8-bit floats: the bits of encoding/codecs.py. Random bits
+// are made here of the ids of the rows, as encoding/rounding.py makes them.
+//
+// A scale belongs to a row or to a block of up to 128 of its columns. One thread takes all of that, 16 bytes at a time where
+// the address allows it. No value depends on whether a product and a sum are rounded once or twice: products are exact.
+
+#include "move.cuh"
+
+namespace {
+
+enum Form : long long { kToBFloat16, kToFloat16, kToInt8, kToFloat8 };
+
+struct Encoding {
+    const float* values;   // (count, width)
+    const long long* ids;  // (count,)
+    char* codes;           // (count, width), of the form's type
+    float* scales;         // (count, blocks); null where the form has none
+    long long count;
+    long long width;
+    long long blocks;      // of a row; those without a scale are any number
+    long long key;         // of seed, write and plane
+    Form form;
+};
+
+struct Decoding {
+    const unsigned char* codes;  // (count, width)
+    const float* scales;         // (count, blocks)
+    float* values;               // (count, width)
+    long long count;
+    long long width;
+    long long blocks;
+};
+
+union Number {
+    unsigned int bits;
+    float value;
+};
+
+__device__ inline float as_float(unsigned int bits) {
+    Number number;
+    number.bits = bits;
+    return number.value;
+}
+
+__device__ inline unsigned int as_bits(float value) {
+    Number number;
+    number.value = value;
+    return number.bits;
+}
+
+constexpr unsigned int kSign = 0x80000000u, kSize = 0x7fffffffu, kInfinity = 0x7f800000u, kNaN = 0x7fc00000u;
+
+// The high half of SplitMix64's finalizer of `key + id * golden`, as `rounding._hashed`.
+__device__ inline unsigned int hashed(long long id, unsigned long long key) {
+    unsigned long long word = static_cast<unsigned long long>(id) * 0x9E3779B97F4A7C15ull + key;
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9ull;
+    word = (word ^ word >> 27) * 0x94D049BB133111EBull;
+    return static_cast<unsigned int>((word ^ word >> 31) >> 32);
+}
+
+// As `rounding.random_bits`.
+__device__ inline unsigned int random_bits(unsigned int row_key, long long column) {
+    unsigned int word = (row_key ^ hashed(column, 0x9E3779B97F4A7C15ull)) * 0x7FEB352Du;
+    return (word ^ word >> 15) * 0x846CA68Bu;
+}
+
+__device__ inline unsigned int to_bfloat16(unsigned int word, unsigned int random) {
+    const unsigned int size = word & kSize;
+    unsigned int top = (size + (random >> 16)) >> 16;
+    top = top < 0x7f7fu ? top : 0x7f7fu;
+    top = size == kInfinity ? 0x7f80u : size > kInfinity ? 0x7fc0u : top;
+    return top | ((word >> 16) & 0x8000u);
+}
+
+__device__ inline unsigned int to_float16(unsigned int word, unsigned int random) {
+    const unsigned int size = word & kSize;
+    // Below the smallest ordinary number all steps are alike. Added to it they are those of an ordinary one.
+    const bool below = size < (113u << 23);
+    const unsigned int sum = below ? as_bits(as_float(size) + as_float(113u << 23)) : size;
+    unsigned int top = ((sum + (random >> 19)) >> 13) - ((below ? 113u : 112u) << 10);
+    top = top < 0x7bffu ? top : 0x7bffu;
+    top = size == kInfinity ? 0x7c00u : size > kInfinity ? 0x7e00u : top;
+    return top | ((word >> 16) & 0x8000u);
+}
+
+// The largest magnitude among some values, and whether one of them is negative.
+struct Range {
+    unsigned int largest = 0;
+    bool negative = false;
+};
+
+// What makes a code of a value, from what all values of a block share.
+struct Int8Scale {
+    float scale;
+    __device__ Int8Scale(const Range& range) {
+        const float scaled = as_float(as_bits(as_float(range.largest) / 127.0f) & 0xffffff80u);
+        scale = scaled > 0x1p-126f ? scaled : 0x1p-126f;
+    }
+    __device__ float stored() const { return scale; }
+    __device__ unsigned int code(unsigned int word, unsigned int random) const {
+        float code = floorf(as_float(word) / scale + static_cast<float>(random >> 16) * 0x1p-16f);
+        code = code > -127.0f ? code : -127.0f;
+        code = code < 127.0f ? code : 127.0f;
+        return static_cast<unsigned int>(static_cast<int>(code)) & 0xffu;
+    }
+};
+
+struct Float8Scale {
+    float scale;
+    bool negative;
+    __device__ Float8Scale(const Range& range) : negative(range.negative) {
+        const float scaled = as_float(range.largest & 0xfffffff0u);
+        scale = scaled > 0x1p-94f ? scaled : 0x1p-94f;
+    }
+    __device__ float stored() const { return negative ? -scale : scale; }
+    __device__ unsigned int code(unsigned int word, unsigned int random) const {
+        const unsigned int size = word & kSize, added = random >> 12;
+        float share = as_float(size) / scale;
+        share = share < 1.0f ? share : 1.0f;
+        const float least = negative ? 1.25f * 0x1p-16f : 1.25f * 0x1p-32f;  // what the code 1 means
+        unsigned int code = ((as_bits(share) + added) >> 20) - (negative ? 889u : 761u);
+        if (share < least) code = negative ? share > static_cast<float>(added) * 0x1p-20f * least : size > 0;
+        return (code | (negative && word > kSign ? 128u : 0u)) & 0xffu;
+    }
+};
+
+// Call `use` with the words of `count` values and the number of the first: four at a time where `kWide`, else one.
+template <bool kWide, typename Use>
+__device__ inline void each_word(const float* values, long long count, Use use) {
+    if constexpr (kWide) {
+        for (long long i = 0; i < count; i += 4) {
+            const uint4 words = *reinterpret_cast<const uint4*>(values + i);
+            use(i, words.x, words.y, words.z, words.w);
+        }
+    } else {
+        for (long long i = 0; i < count; ++i) use(i, as_bits(values[i]));
+    }
+}
+
+template <typename Scale, bool kWide>
+__device__ inline void encode_block(const Encoding& given, long long row, long long block) {
+    const long long size = (given.width + given.blocks - 1) / given.blocks, first = block * size;
+    const long long count = first + size < given.width ? size : given.width - first;
+    const float* values = given.values + row * given.width + first;
+    char* codes = given.codes + row * given.width + first;
+    Range range;
+    each_word<kWide>(values, count, [&](long long, auto... words) {
+        const auto note = [&](unsigned int word) {
+            range.largest = (word & kSize) > range.largest ? word & kSize : range.largest;
+            range.negative |= word > kSign;  // minus zero is no negative number
+        };
+        (note(words), ...);
+    });
+    float& stored = given.scales[row * given.blocks + block];
+    const bool finite = range.largest < kInfinity;
+    const Scale scale(range);
+    stored = finite ? scale.stored() : as_float(kNaN);
+    const unsigned int key = hashed(given.ids[row], static_cast<unsigned long long>(given.key));
+    each_word<kWide>(values, count, [&](long long i, auto... words) {
+        unsigned int packed = 0, place = 0;
+        const auto add = [&](unsigned int word) {
+            const unsigned int code = finite ? scale.code(word, random_bits(key, first + i + place)) : 0;
+            packed |= code << 8 * place++;
+        };
+        (add(words), ...);
+        if constexpr (kWide) *reinterpret_cast<unsigned int*>(codes + i) = packed;
+        else codes[i] = static_cast<char>(packed);
+    });
+}
+
+template <typename Scale>
+__device__ inline void encode_blocks(const Encoding& given) {
+    const long long size = (given.width + given.blocks - 1) / given.blocks;
+    const unsigned long long places = reinterpret_cast<unsigned long long>(given.values)
+        | reinterpret_cast<unsigned long long>(given.codes) * 4 | given.width * 4 | size * 4;
+    for (long long item = this_thread(); item < given.count * given.blocks; item += all_threads()) {
+        if (places % 16 == 0) encode_block<Scale, true>(given, item / given.blocks, item % given.blocks);
+        else encode_block<Scale, false>(given, item / given.blocks, item % given.blocks);
+    }
+}
+
+template <typename Cast>
+__device__ inline void encode_values(const Encoding& given, Cast cast) {
+    for (long long item = this_thread(); item < given.count * given.width; item += all_threads()) {
+        const unsigned int key = hashed(given.ids[item / given.width], static_cast<unsigned long long>(given.key));
+        const unsigned int code = cast(as_bits(given.values[item]), random_bits(key, item % given.width));
+        reinterpret_cast<unsigned short*>(given.codes)[item] = static_cast<unsigned short>(code);
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void encode_rows(const __grid_constant__ Encoding given) {
+    switch (given.form) {
+        case kToBFloat16: encode_values(given, to_bfloat16); break;
+        case kToFloat16: encode_values(given, to_float16); break;
+        case kToInt8: encode_blocks<Int8Scale>(given); break;
+        default: encode_blocks<Float8Scale>(given); break;
+    }
+}
+
+// The sign of a scale tells which codes its block has.
+extern "C" __global__ void decode_blocks(const __grid_constant__ Decoding given) {
+    const long long size = (given.width + given.blocks - 1) / given.blocks;
+    for (long long item = this_thread(); item < given.count * given.width; item += all_threads()) {
+        const float scale = given.scales[item / given.width * given.blocks + item % given.width / size];
+        const bool negative = scale < 0;
+        const unsigned int code = given.codes[item], step = negative ? code & 127u : code;
+        const unsigned int word = step == 0 ? 0 : ((step + (negative ? 889u : 761u)) << 20) | (negative ? (code >> 7) << 31 : 0);
+        given.values[item] = as_float(word) * (negative ? -scale : scale);
+    }
+}

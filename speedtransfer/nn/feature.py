@@ -1,0 +1,198 @@
+"""One feature of a `MultiEmbedding`: a module that looks up in some rows of a table that several features share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speedtransfer.errors import InvalidTypeError, RowIndexError
+from speedtransfer.nn.active import activate
+from speedtransfer.nn.feature_ids import first_beyond, rows_of
+from speedtransfer.nn.feature_weight import FeatureHandle
+from speedtransfer.nn.lookup import lookup
+from speedtransfer.nn.module_state import with_placeholders
+from speedtransfer.nn.tracing import unrecorded
+from speedtransfer.nn.weight_calls import in_transform
+from speedtransfer.optim import Handle, find_handle
+from speedtransfer.tables import as_index
+
+
+class Feature(nn.Embedding):
+    """Look the rows of one feature up as an ``nn.Embedding`` does; without a parameter of its own.
+
+    Parameters
+    ----------
+    multi : MultiEmbedding
+        The module that has the parameter.
+    name : str
+        Of the feature.
+    start, num_embeddings : int
+        Its first row in the table, and how many it has.
+    padding_idx : int, optional
+        Counted from `start`.
+    """
+
+    def __init__(self, multi: Any, name: str, start: int, num_embeddings: int, padding_idx: int | None) -> None:
+        nn.Module.__init__(self)
+        # Not the module itself, which has this one: a cycle would keep the table until the next gc.
+        self._shared_parameters, self.name, self.start = multi._parameters, name, start
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, multi.embedding_dim, padding_idx
+        self.max_norm, self.norm_type = multi.max_norm, multi.norm_type
+        self.scale_grad_by_freq, self.sparse = multi.scale_grad_by_freq, multi.sparse
+        if padding_idx is not None:
+            # The same exception as torch.nn raises, for code that catches it.
+            assert -num_embeddings <= padding_idx < num_embeddings, (
+                f"padding_idx of feature {name!r} must be within its {num_embeddings} rows but is {padding_idx}"
+            )
+            self.padding_idx = padding_idx % num_embeddings
+
+    @property
+    def weight(self) -> Any:  # type: ignore[override]
+        """The rows of this feature, ``(num_embeddings, embedding_dim)``: read and written as a weight is."""
+        rows = self._rows()
+        return self._whole()[self.start : self.stop] if rows is None else rows.weight()
+
+    @property
+    def stop(self) -> int:
+        """The row of the table after those of this feature."""
+        return self.start + self.num_embeddings
+
+    @unrecorded
+    def forward(self, input: Any) -> Tensor:
+        """Return the rows of `input`, ``(*input.shape, embedding_dim)``."""
+        weight = self._whole()
+        flat, shape, _ = as_index(input, 0, device_of(weight), check=False)
+        bad = first_beyond(flat, self.num_embeddings)
+        if bad is not None:
+            raise self.out_of_range(int(flat[bad]), bad, shape)
+        return look_up(self, weight, *rows_of(flat.view(shape), self.start, self.num_embeddings, self.padding_idx))
+
+    def out_of_range(self, value: int, position: int, shape: tuple[int, ...]) -> RowIndexError:
+        """Return the error for the id `value`, at a flat `position` of ids of `shape`."""
+        rows, where = self._rows(), ", ".join(str(int(i)) for i in np.unravel_index(position, shape)) if shape else ""
+        have = f"{self.num_embeddings} rows (0 to {self.num_embeddings - 1})" if self.num_embeddings else "no rows"
+        name, index = self.name if rows is None else rows.path, f"index[{where}]" if where else "index"
+        return RowIndexError(f"{index} of feature {name!r} is {value} but it has {have}; clamp or filter the index")
+
+    def reset_parameters(self) -> None:
+        """Draw the weights from N(0, 1), the padding row zero: the numbers of ``torch.nn`` with the same seed."""
+        handle = self.handle()
+        if handle is None:
+            super().reset_parameters()
+            return
+        handle.rows.normal_(self.start, self.stop)
+        if self.padding_idx is not None:
+            handle.rows.load("weight", torch.zeros(1, self.embedding_dim, device="cpu"), self.start + self.padding_idx)
+
+    @torch.no_grad()
+    def load(self, values: Tensor) -> None:
+        """Set the rows to `values`, ``(num_embeddings, embedding_dim)``."""
+        handle = self.handle()
+        if handle is None:
+            self.weight.copy_(values)
+        else:
+            handle.rows.load("weight", values, self.start)
+
+    def handle(self) -> Handle | None:
+        """Return the handle of the table; None while another tensor is in the place of its weight (functional_call)."""
+        return find_handle(self._whole())
+
+    def _whole(self) -> Any:
+        """Return the weight of all features."""
+        if "weight" not in self._shared_parameters:
+            raise InvalidTypeError(
+                f"the weight that feature {self.name!r} is part of was replaced (a parametrization); look up by the "
+                "MultiEmbedding itself, or remove that"
+            )
+        return self._shared_parameters["weight"]
+
+    def _rows(self) -> FeatureHandle | None:
+        handle = self.handle()
+        return None if handle is None else FeatureHandle(handle, self.start, self.stop, self.name)
+
+    def _has_rows(self) -> bool:
+        return self.handle() is not None
+
+    # --- nn.Module ----------------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise InvalidTypeError(
+                f"the weight of feature {self.name!r} is part of one parameter and cannot be replaced; copy the values: "
+                "weight.data.copy_(values)"
+            )
+        super().__setattr__(name, value)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield `weight`, so that an optimizer of it raises; the parameters of a model do not contain it."""
+        yield f"{prefix}.weight" if prefix else "weight", self.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Feature:
+        weight = self._whole()
+        sample = fn(torch.empty(0, self.embedding_dim, dtype=weight.dtype, device=weight.device))
+        if (sample.dtype, sample.device) != (weight.dtype, weight.device):
+            raise InvalidTypeError(
+                f"feature {self.name!r} shares a table, which is converted and moved as a whole; call .to() of the "
+                "MultiEmbedding or of the model"
+            )
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save the rows as ``nn.Embedding`` does; in a checkpoint, which has the whole table, their number alone."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        handle = self.handle()
+        if with_placeholders():
+            rows = torch.empty(self.num_embeddings, 0, device="cpu")
+        elif handle is None or keep_vars:
+            rows = self.weight
+        else:
+            handle.recover()
+            rows = handle.rows.whole("weight", self.start, self.stop)
+        destination[prefix + "weight"] = rows if keep_vars else rows.detach()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if with_placeholders():
+            return
+        weight = self._whole()
+        handle = self.handle()
+        if handle is not None:
+            handle.recover()
+        empty = torch.empty(1, 1, dtype=weight.dtype, device="cpu")
+        whole = nn.Parameter(empty.expand(self.num_embeddings, self.embedding_dim), requires_grad=False)
+        # torch.nn calls this once it has checked names and shapes.
+        vars(whole)["copy_"] = self.load
+        self._parameters["weight"] = whole
+        try:
+            local_metadata = {**local_metadata, "assign_to_params_buffers": False}
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        finally:
+            del self._parameters["weight"]
+
+
+def device_of(weight: Any) -> torch.device:
+    """Return the device that rows of `weight` are looked up on."""
+    handle = find_handle(weight)
+    device: torch.device = weight.device if handle is None else handle.table.device
+    return device
+
+
+def look_up(module: Any, weight: Any, index: Tensor, padded: Tensor | None) -> Tensor:
+    """Return the rows of `weight` at `index`, as the arguments of `module` say; `padded` ones get no gradient."""
+    handle, freq = find_handle(weight), module.scale_grad_by_freq
+    if handle is None or in_transform():
+        rows = F.embedding(index, weight, None, module.max_norm, module.norm_type, freq)
+    else:
+        training = torch.is_grad_enabled() and handle.requires_grad
+        if not training and module.max_norm is None and handle.looks_up_directly():
+            return handle.rows.lookup(index)
+        rows = lookup(activate(handle, index, training, module.max_norm, module.norm_type, padded=True), freq)
+    if padded is None or not rows.requires_grad:
+        return rows
+    return torch.where(padded.unsqueeze(-1), rows.detach(), rows)

@@ -1,0 +1,137 @@
+"""Turn the ids of several features into rows of the one table that has the rows of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.cuda import to_device
+from speedtransfer.errors import InvalidValueError, suggest
+from speedtransfer.nn.weight_calls import in_transform
+from speedtransfer.tables import as_index
+
+Shapes = dict[str, torch.Size]
+
+
+class FeatureIds:
+    """Find the rows of ids, given in columns or in parts.
+
+    Parameters
+    ----------
+    features : dict of str to Feature
+        In the order of their rows.
+    """
+
+    def __init__(self, features: dict[str, Any]) -> None:
+        self._features = features
+        # By feature: its first row, how many it has, its padding row or -1.
+        layout = [
+            (f.start, f.num_embeddings, -1 if f.padding_idx is None else f.padding_idx) for f in features.values()
+        ]
+        self._layout = torch.tensor(layout, dtype=torch.int64, device="cpu").view(-1, 3).t().contiguous()
+        self._padded = any(padding >= 0 for _, _, padding in layout)
+        # The layout of each id, by device and number of ids of each feature.
+        self._spread: dict[Any, Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without tensors of a device that may be missing where this is unpickled.
+        return {**vars(self), "_spread": {}}
+
+    def rows(self, ids: Any, device: torch.device) -> tuple[Tensor, Tensor | None, Shapes | None]:
+        """Return the rows of `ids` in the table, which of them are padding, and the shapes of the parts.
+
+        Columns keep their shape, and have None for parts; parts become one dimension. Where no feature has padding it is None.
+
+        Raises
+        ------
+        RowIndexError
+            An id on the CPU is not below the rows of its feature.
+        """
+        if isinstance(ids, Mapping | list | tuple):
+            flat, shapes = self._joined(ids, device)
+        else:
+            index, shape, _ = as_index(ids, 0, device, check=False)
+            flat, shapes = index.view(shape), None
+            if not shape or shape[-1] != len(self._features):
+                raise InvalidValueError(
+                    f"ids has shape {shape} but must be (..., {len(self._features)}), a column for each feature; pass a list "
+                    "of tensors for other shapes"
+                )
+        start, num_rows, padding = self._layout_of(flat.device, shapes)
+        bad = first_beyond(flat, num_rows)
+        if bad is not None:
+            self._raise(int(flat.reshape(-1)[bad]), bad, flat.shape, shapes)
+        return *rows_of(flat, start, num_rows, padding if self._padded else None), shapes
+
+    def _joined(self, ids: Any, device: torch.device) -> tuple[Tensor, Shapes]:
+        names = list(self._features)
+        if not isinstance(ids, Mapping):
+            if len(ids) != len(names):
+                raise InvalidValueError(
+                    f"ids is a {type(ids).__name__} of {len(ids)} but there are {len(names)} features; pass the ids of each, "
+                    "or a dict with those of some"
+                )
+            ids = dict(zip(names, ids, strict=True))
+        for name in ids:
+            if name not in self._features:
+                raise InvalidValueError(f"ids has {name!r}, which is no feature{suggest(str(name), names)}")
+        parts, shapes = [torch.empty(0, dtype=torch.int64, device=device)][: not ids], Shapes()
+        for name, part in ids.items():
+            flat, shape, _ = as_index(part, 0, device, check=False)
+            parts.append(flat)
+            shapes[name] = torch.Size(shape)
+        if any(part.device != parts[0].device for part in parts):
+            parts = [to_device(part, device) for part in parts]
+        return torch.cat(parts), shapes
+
+    def _layout_of(self, device: torch.device, shapes: Shapes | None) -> Tensor:
+        """Return the layout, ``(3, features)`` for columns, ``(3, n)`` for parts; those used last are kept."""
+        key = device, None if shapes is None else tuple((name, shape.numel()) for name, shape in shapes.items())
+        if key not in self._spread:
+            layout = self._layout
+            if shapes is not None:
+                places = {name: place for place, name in enumerate(self._features)}
+                pairs = [(places[name], shape.numel()) for name, shape in shapes.items()]
+                columns, counts = torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
+                layout = layout[:, columns.repeat_interleave(counts)]
+            if len(self._spread) > 3:
+                self._spread.clear()
+            self._spread[key] = to_device(layout, device)
+        return self._spread[key]
+
+    def _raise(self, value: int, position: int, shape: torch.Size, shapes: Shapes | None) -> None:
+        """Raise the error for an id at a flat `position`."""
+        name = list(self._features)[position % len(self._features)] if shapes is None else ""
+        for name, shape in (shapes or {}).items():  # noqa: B007 - the one that `position` is in
+            if position < shape.numel():
+                break
+            position -= shape.numel()
+        raise self._features[name].out_of_range(value, position, shape)
+
+
+def first_beyond(ids: Tensor, num_rows: int | Tensor) -> int | None:
+    """Return the first flat position of ids on the CPU that are not below `num_rows`, a number or one for each.
+
+    Ids on another device cannot be looked at without waiting for it, those in a transform of torch.func not at all.
+    """
+    if ids.device.type != "cpu" or in_transform():
+        return None
+    limit = num_rows.numpy().view(np.uint64) if isinstance(num_rows, Tensor) else np.uint64(num_rows)
+    # Negative ids are the largest unsigned ones.
+    beyond = ids.numpy().view(np.uint64) >= limit
+    return int(beyond.argmax()) if beyond.any() else None
+
+
+def rows_of(ids: Tensor, start: Any, num_rows: Any, padding: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the rows of `ids` in the table, and which ids are `padding`, if that is not None.
+
+    Where `first_beyond` cannot look, ids beyond their feature become -1, which is no row of the table either.
+    """
+    index = ids + start
+    if ids.device.type != "cpu" or in_transform():
+        index = index.masked_fill((ids | (num_rows - 1 - ids)) < 0, -1)
+    return index, None if padding is None else ids == padding

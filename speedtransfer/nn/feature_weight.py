@@ -1,0 +1,150 @@
+"""The weight of one feature of a `MultiEmbedding`: some rows of a table, which read and write as a weight of their own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from speedtransfer.eager import uncompiled
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.nn.weight import TableWeight
+from speedtransfer.optim import Handle
+from speedtransfer.optim.binding import KEY
+from speedtransfer.rows import Rows
+from speedtransfer.tables import Table
+
+
+class FeatureHandle:
+    """What `TableWeight` and `WeightData` need of a :class:`Handle`, for the rows from `start` to `stop` of its table.
+
+    Optimizers cannot step with it: anything else that they ask a handle for raises.
+    """
+
+    def __init__(self, handle: Handle, start: int, stop: int, name: str) -> None:
+        self.handle, self.start, self.stop, self.name = handle, start, stop, name
+        self.param_ref: Callable[[], nn.Parameter | None] = lambda: None
+
+    def weight(self) -> nn.Parameter:
+        """Make a weight that reads and writes the rows."""
+        with torch.inference_mode(False):
+            made = nn.Parameter(self.placeholder(), requires_grad=self.requires_grad)
+        made.__dict__[KEY], self.param_ref = self, weakref.ref(made)
+        made.__class__ = TableWeight
+        return made
+
+    def __str__(self) -> str:
+        return f"{self.path}.weight"
+
+    @property
+    def path(self) -> str:
+        """The name of the feature in the model, where known."""
+        return str(self.handle).removesuffix("weight") + self.name
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of all features, for their dtype."""
+        return self.handle.rows
+
+    @property
+    def table(self) -> Any:
+        """The shape, device and version of the rows."""
+        table = self.handle.table
+        shape = {"num_rows": self.stop - self.start, "dim": table.dim}
+        return SimpleNamespace(**shape, device=table.device, version=table.version)
+
+    @property
+    def aliased(self) -> bool:
+        """Whether a tensor on the compute device can alias the rows."""
+        return self.handle.aliased
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the rows of all features are trained."""
+        return self.handle.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        if requires_grad != self.handle.requires_grad:
+            raise InvalidValueError(
+                f"{self} is part of the parameter {self.handle}, which is frozen and trained as a whole; leave this feature "
+                "out of the MultiEmbedding, or use requires_grad_ of all"
+            )
+
+    def placeholder(self) -> Tensor:
+        """Return what stands for the rows in the parameter, as `Handle.placeholder`."""
+        return self.handle.placeholder()[self.start : self.stop]
+
+    def whole(self) -> Tensor:
+        """Return the rows, caught up, ``(n, dim)`` on the compute device; if `aliased` over the table's memory."""
+        handle = self.handle
+        handle.recover()
+        values = handle.rows.whole("weight", self.start, self.stop).detach()
+        handle._exposed = True
+        with torch.inference_mode(False):
+            if self.aliased:
+                return values
+            return torch.empty_like(values, device=handle.table.device, dtype=handle.rows.dtype).copy_(values)
+
+    def whole_leaf(self) -> Tensor:
+        """Return the rows as a leaf of autograd, `whole` with gradients; backward deposits that of all of them."""
+        with torch.inference_mode(False):
+            leaf = self.whole().detach().requires_grad_()
+        handle, start = self.handle, self.start
+
+        @uncompiled
+        def deposit(leaf: Tensor) -> None:
+            grad, leaf.grad = leaf.grad, None
+            assert grad is not None
+            # Frozen since the forward pass: torch drops the gradient too.
+            if handle.requires_grad:
+                ids, rows = handle._rows_of(grad.detach())
+                handle.deposit(ids + start, rows, whole=True)
+
+        leaf.register_post_accumulate_grad_hook(deposit)
+        handle.track_leaf(leaf, torch.arange(start, self.stop, device=leaf.device))
+        return leaf
+
+    def store(self, values: Tensor) -> None:
+        """Set the rows to `values`, ``(n, dim)``, and keep the state of the optimizer."""
+        self.handle.rows.catch_up()
+        self.handle.table.wait()
+        self.handle.rows.load("weight", values.detach(), self.start)
+
+    def set_whole(self, values: Tensor) -> None:
+        """Set the rows to a copy of `values`, ``(n, dim)``."""
+        shape = self.stop - self.start, self.handle.table.dim
+        if tuple(values.shape) != shape:
+            raise InvalidValueError(
+                f"{self} is {shape} but the values assigned are {tuple(values.shape)}; make a new MultiEmbedding for another "
+                "number of rows"
+            )
+        self.handle.recover()
+        self.store(values)
+
+    def track_alias(self, alias: Tensor) -> Tensor:
+        """Return `alias`; it reads the rows of its feature whatever happens to the table."""
+        return alias
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise InvalidTypeError(
+            f"{self} is part of one parameter, {self.handle}, and has no gradient and no optimizer of its own; give the "
+            "optimizer, or whatever reads gradients, the parameters() of the MultiEmbedding or of the model"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        """Copy the rows to a table of their own."""
+        memory = "pageable" if self.handle.table.device.type == "cpu" else "device"
+        values = self.whole().detach().clone()
+        made = Table.from_array(values, memory, device=self.handle.table.device, copy=False)
+        memo[id(self)] = copied = Handle(made, self.requires_grad, self.handle.idle)
+        return copied
+
+    def __reduce__(self) -> Any:
+        return self.__deepcopy__({}).__reduce__()

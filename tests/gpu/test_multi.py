@@ -1,0 +1,161 @@
+"""``MultiEmbedding`` on a CUDA device: launches, waits, the numbers of ``nn.ModuleList``, ids that are out of range."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import speedtransfer as st
+from gpu.tools import synchronizing
+from speedtransfer.engines import mapped
+from speedtransfer.errors import RowIndexError
+
+MEMORIES = ["pinned", "pageable", "mmap", "device"]
+SIZES, DIM = [7, 600, 3, 210], 16
+
+
+def multi(device, memory="pinned", folder=None, **options):
+    if memory == "mmap":
+        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.npy"
+    torch.manual_seed(3)
+    return st.MultiEmbedding(SIZES, DIM, device=device, memory=memory, **options)
+
+
+def dense(device, **options):
+    torch.manual_seed(3)
+    return nn.ModuleList([nn.Embedding(n, DIM, **options) for n in SIZES]).to(device)
+
+
+def columns(modules, ids):
+    return torch.stack([module(ids[:, i]) for i, module in enumerate(modules)], 1)
+
+
+def together(modules, ids):
+    return modules(ids)
+
+
+def in_parts(modules, ids):
+    return torch.stack(modules(list(ids.unbind(1))), 1)
+
+
+def batches(steps, device, size=32):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        yield (torch.rand(size, len(SIZES), generator=generator) ** 2 * torch.tensor(SIZES)).long().to(device)
+
+
+def train(modules, forward, ids_of_steps, make=torch.optim.AdamW):
+    optimizer = make(modules.parameters(), lr=0.02)
+    for ids in ids_of_steps:
+        optimizer.zero_grad()
+        forward(modules, ids).square().sum().backward()
+        nn.utils.clip_grad_norm_(modules.parameters(), 5.0)
+        optimizer.step()
+    return optimizer
+
+
+@contextlib.contextmanager
+def launched(monkeypatch):
+    """Give the names of the kernels that engines launch in the body."""
+    names, launch = [], mapped.launch_kernel
+    with monkeypatch.context() as patch:
+        patch.setattr(mapped, "launch_kernel", lambda kernel, *rest: [names.append(kernel), launch(kernel, *rest)])
+        yield names
+
+
+@pytest.mark.parametrize("idle", ["exact", "lazy"])
+@pytest.mark.parametrize("forward", [together, in_parts])
+def test_launches_of_a_step_are_those_of_one_table(device, monkeypatch, forward, idle):
+    monkeypatch.setenv("SPEEDTRANSFER_ENGINE", "mapped")
+    counts = []
+    one = st.Embedding(SIZES[1], DIM, device=device, memory="pinned", idle=idle)
+    for module, look_up in ((one, lambda m, ids: m(ids[:, 1])), (multi(device, idle=idle), forward)):
+        optimizer = train(module, look_up, batches(3, device))
+        ids = next(batches(1, device))
+        with launched(monkeypatch) as names:
+            optimizer.zero_grad()
+            look_up(module, ids).square().sum().backward()
+            optimizer.step()
+        counts.append(len(names))
+    assert counts[0] == counts[1] > 1
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("forward", [together, in_parts])
+def test_the_host_does_not_wait(device, monkeypatch, forward, padding):
+    monkeypatch.setenv("SPEEDTRANSFER_ENGINE", "mapped")
+    modules = multi(device, idle="lazy", padding_idx=padding)
+    optimizer = torch.optim.AdamW(modules.parameters(), fused=True)
+
+    def step(ids):
+        optimizer.zero_grad()
+        forward(modules, ids).square().sum().backward()
+        optimizer.step()
+
+    *warm, ids = batches(4, device)
+    for each in warm:
+        step(each)
+    with synchronizing("error"):
+        step(ids)
+
+
+@pytest.mark.parametrize("forward", [together, in_parts, columns])
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_trained_as_torch(device, tmp_path, memory, forward):
+    ours, theirs = multi(device, memory, tmp_path, padding_idx=1), dense(device, padding_idx=1)
+    given = list(batches(12, device))
+    train(ours, forward, given)
+    train(theirs, columns, given)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.weight.detach(), other.weight.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_weights_of_features(device, tmp_path, memory):
+    ours = multi(device, memory, tmp_path)
+    weight = ours[2].weight
+    assert weight.device == device
+    # Made with gradients enabled, written without: as the functions of nn.init do.
+    nn.init.constant_(weight, 0.5)
+    ours[1].weight.data[3] = 2
+    weight.data.mul_(2)
+    assert ours[2](torch.arange(3, device=device)).eq(1).all()
+    assert ours[1].weight[3].eq(2).all()
+    (ours[2].weight.sum() * 3).backward()
+    assert ours.weight.grad.to_dense().sum().item() == 3 * 3 * DIM
+    assert torch.equal(ours.state_dict()["2.weight"].cpu(), torch.ones(3, DIM))
+
+
+def looked_up(ours, module, ids):
+    """Look `ids` up; faults of CUDA kernels are reported when they are waited for, at the latest."""
+    with torch.no_grad():
+        module(ids)
+    ours.table.wait()
+
+
+def test_ids_out_of_range(device):
+    ours = multi(device)
+    good = torch.zeros(5, len(SIZES), dtype=torch.int64, device=device)
+    for feature, value in ((0, 7), (1, -1), (3, 210), (2, 2**62)):
+        ids = good.clone()
+        ids[4, feature] = value
+        with pytest.raises(RowIndexError, match=rf"index\[{16 + feature}\].* is -1"):
+            looked_up(ours, ours, ids)
+        with pytest.raises(RowIndexError, match=r"index\[1\].* is -1"):
+            looked_up(ours, ours[feature], ids[3:, feature])
+        # On the host they are seen at once, and named.
+        with pytest.raises(RowIndexError, match=rf"index\[4, {feature}\] of feature '{feature}' is {value}"):
+            ours(ids.cpu())
+    assert ours(good).shape == (5, 4, DIM)
+
+
+def test_moved(device):
+    ours, ids = multi("cpu", "pageable"), next(batches(1, "cpu"))
+    expected = ours(ids).detach()
+    ours.to(device)
+    assert torch.equal(ours(ids.to(device)).detach().cpu(), expected)
+    parts = list(ids.unbind(1))
+    parts[1] = parts[1].to(device)
+    assert all(torch.equal(rows.cpu(), expected[:, i]) for i, rows in enumerate(ours(parts)))
+    assert torch.equal(ours.cpu()(ids).detach(), expected)

@@ -1,0 +1,183 @@
+"""The CUDA kernels that let rows catch up, run on the CPU: the bits of numba, for every rule, dtype and launch."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cpu_kernels import cpu_kernels
+from exact_pair import CASES, COUPLED
+from lazy_oracle import one_thread  # noqa: F401 - a fixture
+from optimizer_cases import OptimizerCase
+from torch import Tensor
+
+from speedtransfer.idle import History, Replay, Rule, cuda_catch_up, rule_for
+from speedtransfer.idle.replay import PLANES
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+# How far apart may be what is rounded once here and at every operation there.
+CLOSE = {torch.float32: 1e-6, torch.float64: 1e-14, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+LAUNCHES = [(1, 1), (2, 32), (3, 7)]
+
+
+def trained(case: OptimizerCase, dtype: torch.dtype, count: int, dim: int) -> tuple[Rule, list, dict[str, Tensor]]:
+    """Return the rule of an optimizer, what `count` of its steps do to idle rows, and rows as it leaves them."""
+    torch.manual_seed(dim)
+    param = torch.nn.Parameter(torch.randn(50, dim).to(dtype))
+    optimizer = case.make([param])
+    if dtype == torch.float16 and "eps" in optimizer.defaults:
+        optimizer.param_groups[0]["eps"] = 1e-3  # that of torch is zero in such a number, and divides
+    (group,) = optimizer.param_groups
+    rule, steps = rule_for(optimizer, group, dtype), []
+    for _ in range(count):
+        least = -1 if dtype == torch.float16 else -9  # whose squares must not vanish
+        param.grad = torch.randn(50, dim).to(dtype) * 10.0 ** torch.randint(least, 1, (50, 1)).to(dtype)
+        before = rule.before(optimizer.state[param])
+        optimizer.step()
+        rule.take_form(rule.form(group, optimizer.state[param]))
+        steps.append(rule.made(group, optimizer.state[param], before))
+    state = {name: value for name, value in optimizer.state[param].items() if isinstance(value, Tensor) and value.dim()}
+    return rule, steps, {"weight": param.detach(), **state}
+
+
+def copied(rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: values.clone() for name, values in rows.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_missed_steps(case: OptimizerCase, dtype: torch.dtype) -> None:
+    rule, steps, rows = trained(case, dtype, 70, dim=7)
+    if rule.coupled or None in steps:
+        pytest.skip("no sums: see the steps that are replayed")
+    history = History(rule, dtype, now=30)
+    for step in steps:
+        history.record(step)
+    last = torch.randint(30, 101, (50, 1), dtype=torch.int32)
+    last[:3] = torch.tensor([[100], [30], [99]])
+    expected = copied(rows)
+    history.catch_up(expected, last)
+    for number, launch in enumerate(LAUNCHES):
+        found = copied(rows)
+        packed = cuda_catch_up.pack_missed(rule, history.sums, found, last, history.base)
+        cpu_kernels().launch("take_missed", *launch, packed, backwards=number == 1)
+        for name, values in expected.items():
+            assert torch.equal(found[name][0], rows[name][0]), "this row has missed nothing"
+            if dtype.itemsize < 4:
+                torch.testing.assert_close(found[name], values, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+                continue
+            same = np.ones(50, dtype=bool)
+            if name == "weight":
+                same = ~step_by_step(rule, history, rows, last)
+                torch.testing.assert_close(found[name], values, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+            assert torch.equal(found[name][same], values[same]), name
+
+
+def step_by_step(rule: Rule, history: History, rows: dict[str, Tensor], last: Tensor) -> np.ndarray:
+    """Return which rows have a value that goes step by step: on the CPU then all values of the row do."""
+    if rule.denominator is None:
+        return np.zeros(len(last), dtype=bool)
+    valid_from = history.sums.missed(last.flatten().long() - history.base, rows["weight"].dtype).valid_from
+    x, m = rows[rule.denominator], rows[rule.factors[0]]
+    return (((x if rule.floor else x.sqrt()) < valid_from) & (m != 0)).any(dim=1).numpy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", COUPLED, ids=str)
+def test_replayed_steps(case: OptimizerCase, dtype: torch.dtype) -> None:
+    rule, steps, rows = trained(case, dtype, 70, dim=5)
+    replay = Replay(rule, now=30)
+    for step in steps:
+        replay.record(step)
+    last = torch.randint(30, 101, (50, 1), dtype=torch.int32)
+    last[:2] = torch.tensor([[100], [30]])
+    expected = copied(rows)
+    replay.catch_up(expected, last)
+    exact = importlib.util.find_spec("numba") is not None and dtype.itemsize >= 4
+    for number, launch in enumerate(LAUNCHES):
+        found = copied(rows)
+        planes = [found.get(name) for name in ("weight", *PLANES[replay.kind])]
+        numbers = torch.from_numpy(replay._numbers).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        packed = cuda_catch_up.pack_replayed(replay.kind, planes, numbers, last, replay.base, replay.now)
+        cpu_kernels().launch("replay_steps", *launch, packed, backwards=number == 1)
+        for name, values in expected.items():
+            assert torch.equal(found[name][0], rows[name][0])
+            if exact:
+                assert torch.equal(found[name], values), name
+            else:
+                torch.testing.assert_close(found[name], values, rtol=10 * CLOSE[dtype], atol=10 * CLOSE[dtype])
+
+
+@pytest.mark.parametrize("case", [CASES[10], COUPLED[0]], ids=str)
+def test_rows_that_exist_in_no_table(case: OptimizerCase) -> None:
+    """They are zeros that were never touched, at the end of a batch that was padded."""
+    rule, steps, rows = trained(case, torch.float32, 5, dim=4)
+    history = Replay(rule, now=9) if rule.coupled else History(rule, torch.float32, now=9)
+    for step in steps:
+        history.record(step)
+    rows = {name: torch.zeros(6, 4) for name in rows}
+    for last in ([0] * 6, [-1, -(2**31), 8, 14, 15, 2**31 - 1]):
+        found, steps_of_rows = copied(rows), torch.tensor(last, dtype=torch.int32)[:, None]
+        launch(rule, history, found, steps_of_rows)
+        for values in found.values():
+            assert not values.any()
+    torch_only = {name: values.t().contiguous().t() for name, values in rows.items()}
+    history.catch_up(torch_only, torch.zeros(6, 1, dtype=torch.int32))
+    assert not any(values.any() for values in torch_only.values())
+
+
+def launch(rule: Rule, history: History | Replay, rows: dict[str, Tensor], last: Tensor, unsure: Any = None) -> None:
+    kernels = cpu_kernels()
+    if isinstance(history, Replay):
+        planes = [rows.get(name) for name in ("weight", *PLANES[history.kind])]
+        dtype = torch.float64 if rows["weight"].dtype == torch.float64 else torch.float32
+        numbers = torch.from_numpy(history._numbers).to(dtype)
+        packed = cuda_catch_up.pack_replayed(history.kind, planes, numbers, last, history.base, history.now, unsure)
+        kernels.launch("replay_steps", 2, 32, packed)
+    else:
+        packed = cuda_catch_up.pack_missed(rule, history.sums, rows, last, history.base, unsure)
+        kernels.launch("take_missed", 2, 32, packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("made", [True, False])
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adamax)] + [COUPLED[0]],
+    ids=str,
+)
+def test_a_step_of_which_only_the_device_knows_whether_it_was_made(
+    case: OptimizerCase, made: bool, dtype: torch.dtype
+) -> None:
+    rule, steps, rows = trained(case, dtype, 40, dim=3)
+    if None in steps:
+        pytest.skip("idle rows stay as they are")
+    new = (lambda: Replay(rule, now=30)) if rule.coupled else (lambda: History(rule, dtype, now=30))
+    before, after = new(), new()
+    for step in steps:
+        after.record(step)
+    for step in steps[:-1]:
+        before.record(step)
+    last = torch.randint(30, 70 + made, (50, 1), dtype=torch.int32)
+    last[:2] = torch.tensor([[69], [69 + made]])
+    expected, found = copied(rows), copied(rows)
+    (after if made else before).catch_up(expected, last)
+    if isinstance(before, Replay):
+        before._note(steps[-1])
+        before.now += 1  # the unsure step is the last of those that it is given
+    unsure = SimpleNamespace(step=steps[-1], skipped=torch.tensor([int(not made)], dtype=torch.int32))
+    launch(rule, before, found, last, unsure)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+def test_what_kernels_cannot_change() -> None:
+    rows = torch.zeros(4, 3)
+    assert cuda_catch_up.are_suitable([rows, rows])
+    for other in (rows.double(), torch.zeros(4, 2), torch.zeros(3, 4).t()):
+        assert not cuda_catch_up.are_suitable([rows, other])
+    assert not cuda_catch_up.are_suitable([rows.to(torch.complex64)])
