@@ -104,7 +104,7 @@ def test_pinned_without_cuda_says_why(run, tmp_path, monkeypatch):
 
 def test_calibrate(run, monkeypatch, tmp_path):
     from speedtransfer import cli
-    from speedtransfer.engines import HostEngine, ReferenceEngine, calibration
+    from speedtransfer.engines import HostEngine, ReferenceEngine, timing
 
     monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path))
     plane = torch.zeros(1 << 16, dtype=torch.uint8)
@@ -112,7 +112,7 @@ def test_calibrate(run, monkeypatch, tmp_path):
     monkeypatch.setattr(
         cli,
         "calibrate_device",
-        lambda device, progress: calibration.calibrate(engines, device, plane, (16, 512), (10, 100), progress),
+        lambda device, progress: timing.calibrate(engines, device, plane, (16, 512), (10, 100), progress),
     )
     code, _, err = run("calibrate", "--device", "cpu", "--show")
     assert (code, err.count("\n")) == (2, 1)

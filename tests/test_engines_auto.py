@@ -8,8 +8,8 @@ import torch
 from test_engines import OnCpu
 
 import speedtransfer as st
-from speedtransfer.engines import AutoEngine, HostEngine, ReferenceEngine, auto, calibration
-from speedtransfer.engines.calibration import Calibration, Point, calibrate, file_of, load, machine_of, remember
+from speedtransfer.engines import AutoEngine, HostEngine, ReferenceEngine, auto, calibration, timing
+from speedtransfer.engines.calibration import Calibration, Point, file_of, load, machine_of, remember
 from speedtransfer.errors import DeviceError, InvalidValueError
 
 CPU = torch.device("cpu")
@@ -220,7 +220,7 @@ class TestCalibration:
     def test_measures_every_call_and_engine(self):
         plane, seen = torch.zeros(1 << 20, dtype=torch.uint8), []
         engines = {"host": HostEngine(), "reference": ReferenceEngine()}
-        found = calibrate(engines, CPU, plane, (16, 4096), (10, 100, 10**6), seen.append)
+        found = timing.calibrate(engines, CPU, plane, (16, 4096), (10, 100, 10**6), seen.append)
         assert found.points == seen
         sizes = {(p.direction, p.row_bytes, p.num_rows) for p in seen}
         counts = {16: (10, 100, (1 << 20) // 16), 4096: (10, 100, 256)}
@@ -238,11 +238,11 @@ class TestCalibration:
                 raise DeviceError("no such luck")
 
         engines = {"wrong": Wrong(), "broken": Broken(), "reference": ReferenceEngine()}
-        found = calibrate(engines, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
+        found = timing.calibrate(engines, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
         assert [set(point.seconds) for point in found.points] == [{"reference"}] * 2
         assert "'wrong' is left out of the calibration: it moves rows wrongly" in caplog.text
         assert "no such luck" in caplog.text
-        none = calibrate({"wrong": Wrong()}, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
+        none = timing.calibrate({"wrong": Wrong()}, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
         assert none.points == []
 
     def test_planes_of_several_sizes(self, monkeypatch):
@@ -266,7 +266,7 @@ class TestCalibration:
         assert [(p.plane_bytes, p.seconds) for p in again.points] == [(4 << 30, {"host": 2}), (1 << 30, {"host": 3})]
 
     def test_ids_are_sorted_and_reach_all_of_the_plane(self):
-        given = calibration._Given(torch.zeros(1000, 4, dtype=torch.uint8), 100, CPU)
+        given = timing._Given(torch.zeros(1000, 4, dtype=torch.uint8), 100, CPU)
         assert torch.equal(given.index, given.index.sort().values)
         assert given.index[0] < 10
         assert given.index[-1] >= 990
@@ -281,7 +281,7 @@ class TestCalibration:
 
     def test_no_plane(self):
         with pytest.raises(InvalidValueError, match="at least one engine and a uint8 plane of at least one row"):
-            calibrate({"reference": ReferenceEngine()}, CPU, torch.zeros(4, dtype=torch.uint8))
+            timing.calibrate({"reference": ReferenceEngine()}, CPU, torch.zeros(4, dtype=torch.uint8))
 
     def test_a_machine_that_cannot_be_measured(self, monkeypatch, caplog):
         def fail(device, sizes):
@@ -330,7 +330,7 @@ class TestCalibration:
         torch.manual_seed(0)
         plane = torch.zeros(1 << 16, dtype=torch.uint8)
         with torch.device("meta"):  # whatever the default device is
-            calibrate({"reference": ReferenceEngine()}, CPU, plane, (16,), (100,))
+            timing.calibrate({"reference": ReferenceEngine()}, CPU, plane, (16,), (100,))
         assert torch.equal(torch.rand(3), expected)
 
     def test_the_result_is_kept(self, monkeypatch, caplog):

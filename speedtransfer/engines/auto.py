@@ -17,7 +17,6 @@ from speedtransfer.engines.calibration import (
     PLANE_BYTES,
     Calibration,
     Direction,
-    calibrate,
     file_of,
     known,
     load,
@@ -30,7 +29,8 @@ from speedtransfer.engines.host import HostEngine
 from speedtransfer.engines.mapped import MappedEngine
 from speedtransfer.engines.reference import ReferenceEngine
 from speedtransfer.engines.staged import StagedEngine
-from speedtransfer.errors import InvalidValueError, format_bytes, suggest
+from speedtransfer.engines.timing import calibrate
+from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes, suggest
 from speedtransfer.system import available_bytes
 
 _WORTH_BYTES = 1 << 20  # what a call moves at least before this machine is measured for it
@@ -257,7 +257,7 @@ def calibrate_device(
     Raises
     ------
     HostMemoryError
-        No memory for the plane that it is measured on.
+        No memory for the first plane.
     """
     cuda = device.type == "cuda"
     if sizes is None:
@@ -267,6 +267,13 @@ def calibrate_device(
     engines = {name: make_engine("pinned", device, name) for name in names}
     found = Calibration(machine_of(device))
     for size in sizes:
-        plane = pinned_empty(size, device) if cuda else torch.empty(size, dtype=torch.uint8)
+        try:
+            plane = pinned_empty(size, device) if cuda else torch.empty(size, dtype=torch.uint8)
+        except HostMemoryError as error:
+            if not found.points:
+                raise
+            log.warning("larger tables are not measured: %s", error)
+            break
         found = found.joined(calibrate(engines, device, plane, progress=progress))
+        del plane  # before the next takes as much again and more
     return found

@@ -107,7 +107,7 @@ class MappedEngine:
         self._order.wait_when_gone(self)
         self._argument = Argument()
         # What report_faults in move.cuh takes: a record that the host can look at, and the right to write to it.
-        record = pinned_empty(4 * 8, self.device).view(torch.int64).zero_()
+        record = pinned_empty(4 * 8, self.device, wait=self._order.wait).view(torch.int64).zero_()
         self._fault, self._fault_pointer = record.numpy(), record.data_ptr()
         # The other streams wait for the zero; and an inference tensor could not be set to zero again.
         with self._order.writing(), torch.inference_mode(False):

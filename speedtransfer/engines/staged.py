@@ -160,8 +160,12 @@ def _without_padding(index: Tensor, planes: Sequence[Tensor]) -> Tensor:
 
 def _put(planes: Sequence[Tensor], host_index: Tensor, buffer: _Buffer, staging: Sequence[Tensor], part: slice) -> None:
     buffer.wait()
-    ids = _without_padding(host_index[part], planes)
-    scatter_rows(planes, ids, [staged[: len(ids)] for staged in staging])
+    ids = host_index[part]
+    # Padding may stand anywhere: rows that are not to be written become it.
+    named = torch.from_numpy(ids.numpy() != planes[0].shape[0])
+    if not named.all():
+        ids, staging = ids[named], [staged[named] for staged in staging]
+    scatter_rows(planes, ids, staging)
 
 
 class _Buffer:

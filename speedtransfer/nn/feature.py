@@ -1,8 +1,8 @@
-"""One feature of a `MultiEmbedding`: a module that looks up in some rows of a table that several features share."""
+"""The features of a `MultiEmbedding`: modules that look up in some rows of the table that they share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.errors import InvalidTypeError, RowIndexError
+from speedtransfer.errors import InvalidTypeError, RowIndexError, suggest
 from speedtransfer.nn.active import activate
 from speedtransfer.nn.feature_ids import first_beyond, rows_of
 from speedtransfer.nn.feature_weight import FeatureHandle
@@ -174,6 +174,51 @@ class Feature(nn.Embedding):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         finally:
             del self._parameters["weight"]
+
+
+class FeatureModules(nn.Module):
+    """Modules of one feature each, by number as in ``nn.ModuleList`` or by name as in ``nn.ModuleDict``.
+
+    Forward calls them one after the other; `MultiEmbedding` has its own.
+    """
+
+    named = False
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.keys() if self.named else self.values())
+
+    def __contains__(self, item: Any) -> bool:
+        return item in (self.keys() if self.named else self.values())
+
+    def __getitem__(self, key: Any) -> Any:
+        if not self.named:
+            return list(self.values())[key]
+        if key not in self._modules:
+            raise KeyError(f"{key!r} is no feature{suggest(str(key), self._modules)}")
+        return self._modules[key]
+
+    def keys(self) -> KeysView[str]:
+        """Return the names of the features."""
+        return self._modules.keys()
+
+    def values(self) -> ValuesView[Any]:
+        """Return the modules of the features."""
+        return self._modules.values()
+
+    def items(self) -> ItemsView[str, Any]:
+        """Return the names and modules of the features."""
+        return self._modules.items()
+
+    def forward(self, ids: Any) -> Any:
+        """Return the rows of `ids`, as :meth:`MultiEmbedding.forward`."""
+        if isinstance(ids, Mapping):
+            return {name: self._modules[name](part) for name, part in ids.items()}  # type: ignore[misc]
+        if isinstance(ids, list | tuple):
+            return [module(part) for module, part in zip(self.values(), ids, strict=True)]
+        return torch.stack([module(ids[..., number]) for number, module in enumerate(self.values())], -2)
 
 
 def device_of(weight: Any) -> torch.device:

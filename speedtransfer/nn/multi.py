@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.embedding import Embedding
-from speedtransfer.nn.feature import Feature, device_of, look_up
+from speedtransfer.nn.feature import Feature, FeatureModules, device_of, look_up
 from speedtransfer.nn.feature_ids import FeatureIds
 from speedtransfer.nn.module_state import with_placeholders
 from speedtransfer.nn.options import TableOptions, takes_options
@@ -21,51 +21,6 @@ from speedtransfer.nn.tracing import unrecorded
 
 # Arguments of nn.Embedding that all rows of a table have in common.
 _COMMON = ("embedding_dim", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-
-
-class FeatureModules(nn.Module):
-    """Modules of one feature each, by number as in ``nn.ModuleList`` or by name as in ``nn.ModuleDict``.
-
-    Forward calls them one after the other; `MultiEmbedding` has its own.
-    """
-
-    named = False
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.keys() if self.named else self.values())
-
-    def __contains__(self, item: Any) -> bool:
-        return item in (self.keys() if self.named else self.values())
-
-    def __getitem__(self, key: Any) -> Any:
-        if not self.named:
-            return list(self.values())[key]
-        if key not in self._modules:
-            raise KeyError(f"{key!r} is no feature{suggest(str(key), self._modules)}")
-        return self._modules[key]
-
-    def keys(self) -> KeysView[str]:
-        """Return the names of the features."""
-        return self._modules.keys()
-
-    def values(self) -> ValuesView[Any]:
-        """Return the modules of the features."""
-        return self._modules.values()
-
-    def items(self) -> ItemsView[str, Any]:
-        """Return the names and modules of the features."""
-        return self._modules.items()
-
-    def forward(self, ids: Any) -> Any:
-        """Return the rows of `ids`, as :meth:`MultiEmbedding.forward`."""
-        if isinstance(ids, Mapping):
-            return {name: self._modules[name](part) for name, part in ids.items()}  # type: ignore[misc]
-        if isinstance(ids, list | tuple):
-            return [module(part) for module, part in zip(self.values(), ids, strict=True)]
-        return torch.stack([module(ids[..., number]) for number, module in enumerate(self.values())], -2)
 
 
 class MultiEmbedding(FeatureModules, TableModule):
@@ -190,7 +145,8 @@ class MultiEmbedding(FeatureModules, TableModule):
         Raises
         ------
         RowIndexError
-            An id is not below the rows of its feature. On a CUDA device the table finds it, as `Table.gather` says, as -1.
+            An id is not below the rows of its feature. On a CUDA device the table finds it, as `Table.gather` says, and shows
+            -1 and its place among all ids.
         """
         weight = self.weight
         index, padded, shapes = self._feature_ids.rows(ids, device_of(weight))

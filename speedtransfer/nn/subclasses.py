@@ -14,9 +14,9 @@ from torch import nn
 
 from speedtransfer.nn.bag import EmbeddingBag
 from speedtransfer.nn.embedding import Embedding
-from speedtransfer.nn.feature import Feature
+from speedtransfer.nn.feature import Feature, FeatureModules
 from speedtransfer.nn.module_state import ModuleState
-from speedtransfer.nn.multi import FeatureModules, MultiEmbedding
+from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.table_module import TableModule
 
 # Any for a class: mypy takes the __hash__ of its objects for that of the class.

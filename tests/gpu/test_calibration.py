@@ -10,9 +10,7 @@ import speedtransfer as st
 from gpu.tools import check_same, hold
 from speedtransfer.engines import auto, calibration
 from speedtransfer.engines.calibration import (
-    NUM_ROWS,
     PLANE_BYTES,
-    ROW_BYTES,
     Calibration,
     Point,
     file_of,
@@ -21,6 +19,7 @@ from speedtransfer.engines.calibration import (
     machine_of,
     remember,
 )
+from speedtransfer.engines.timing import NUM_ROWS, ROW_BYTES
 from speedtransfer.errors import HostMemoryError
 
 NAMES = ("mapped", "staged")
@@ -90,6 +89,21 @@ class TestMeasured:
         assert calls == [(PLANE_BYTES,)]
         assert file_of(machine_of(device)).exists()
         assert "measuring how rows move best" in caplog.text
+
+    def test_no_memory_for_the_larger_planes(self, device, monkeypatch, caplog):
+        allocate, sizes = auto.pinned_empty, []
+
+        def refuse_second(num_bytes, device):
+            sizes.append(num_bytes)
+            if len(sizes) == 2:
+                raise HostMemoryError("no room; none at all")
+            return allocate(1 << 20, device)
+
+        monkeypatch.setattr(auto, "pinned_empty", refuse_second)
+        found = auto.calibrate_device(device, sizes=[1 << 20, 4 << 20, 16 << 20])
+        assert {point.plane_bytes for point in found.points} == {1 << 20}
+        assert sizes == [1 << 20, 4 << 20]
+        assert "larger tables are not measured: no room; none at all" in caplog.text
 
     def test_memory_that_cannot_be_locked_for_it(self, device, monkeypatch, caplog):
         def refuse(num_bytes, device):

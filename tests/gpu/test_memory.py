@@ -162,6 +162,7 @@ class TestGivenBack:
     def test_not_while_the_device_reads_it(self, device):
         table, side = st.Table(100_000, 64, memory="pinned", device=device).fill_(3), torch.cuda.Stream()
         index = torch.arange(100_000, device=device)
+        torch.cuda.synchronize()  # another stream made the index
         with torch.cuda.stream(side):
             torch.cuda._sleep(100_000_000)
             rows = table.gather(index)

@@ -50,6 +50,8 @@ KNOWN = {
     "word2vec skip-gram": (3, 3, 3),
     "lazy, 26 tables": (MANY, MANY, MANY),
     "exact, 26 tables": (2 * MANY, 2 * MANY, 2 * MANY),
+    "lazy, 26 in one": (0, 0, 1),
+    "exact, 26 in one": (0, 0, 1),
     "evaluation": (1, 0, 1),
     "evaluation, exact": (2, 2, 2),
 }
