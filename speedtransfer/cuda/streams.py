@@ -164,6 +164,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return `tensor` on `device`; the host does not wait where it has it, and may change its own at once."""
     if tensor.device.type != "cpu" or device.type != "cuda" or not tensor.numel():
         return tensor.to(device)
+    check_not_capturing("a copy of what the host has")
     return torch.empty_like(tensor, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
 
 
