@@ -1,6 +1,13 @@
 """The only folder that knows CuPy: what CUDA there is, page-locked memory, streams and kernels."""
 
-from speedtransfer.cuda.graphs import WARM_UP, capture_number, check_not_capturing, count_captures, is_capturing
+from speedtransfer.cuda.graphs import (
+    WARM_UP,
+    capture_number,
+    check_not_capturing,
+    count_graphs,
+    is_capturing,
+    num_replays,
+)
 from speedtransfer.cuda.items import launch_over
 from speedtransfer.cuda.launch import KernelArgument, is_trusted, kernel_source, launch_kernel, load_kernel
 from speedtransfer.cuda.memory import mapped_view, pinned_empty, require_mapped, to_cupy
@@ -21,7 +28,7 @@ __all__ = [
     "StreamOrder",
     "capture_number",
     "check_not_capturing",
-    "count_captures",
+    "count_graphs",
     "cuda_status",
     "current_stream",
     "is_capturing",
@@ -32,6 +39,7 @@ __all__ = [
     "launch_over",
     "load_kernel",
     "mapped_view",
+    "num_replays",
     "pinned_empty",
     "require_cuda",
     "require_mapped",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -12,25 +14,27 @@ WARM_UP = "do a few steps like it before the capture, on another stream, as torc
 
 # A torch that was built without CUDA raises instead of answering.
 _WITHOUT_CUDA = None if torch.backends.cuda.is_built() else torch.cuda.is_current_stream_capturing
-_captures = 0
+# Calls of methods of CUDAGraph so far.
+_calls = {"capture_begin": 0, "replay": 0}
 _counted = False
 
 
-def count_captures() -> None:
-    """Have every capture from now on counted, so that :func:`capture_number` can tell one from another."""
+def count_graphs() -> None:
+    """Have every capture and replay from now on counted: torch tells neither one capture from another, nor of a replay."""
     global _counted
-    if _counted:
-        return
-    begin = torch.cuda.CUDAGraph.capture_begin
+    if not _counted:
+        for name in _calls:
+            setattr(torch.cuda.CUDAGraph, name, _counting(name, getattr(torch.cuda.CUDAGraph, name)))
+        _counted = True
 
-    @functools.wraps(begin)
-    def capture_begin(*args: object, **kwargs: object) -> None:
-        global _captures
-        _captures += 1
-        begin(*args, **kwargs)  # type: ignore[arg-type]
 
-    torch.cuda.CUDAGraph.capture_begin = capture_begin  # type: ignore[method-assign]
-    _counted = True
+def _counting(name: str, method: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> None:
+        _calls[name] += 1
+        method(*args, **kwargs)
+
+    return called
 
 
 def is_capturing() -> bool:
@@ -41,7 +45,12 @@ def is_capturing() -> bool:
 
 def capture_number() -> int | None:
     """Return a number of the capture that the current stream is in; None outside of one."""
-    return _captures if is_capturing() else None
+    return _calls["capture_begin"] if is_capturing() else None
+
+
+def num_replays() -> int:
+    """Return how many replays of graphs there were."""
+    return _calls["replay"]
 
 
 def check_not_capturing(

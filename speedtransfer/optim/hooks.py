@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from speedtransfer.cuda import count_captures
+from speedtransfer.cuda import count_graphs
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import Rule, choose_rule, has_rule
@@ -31,7 +31,7 @@ def install() -> None:
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
-        count_captures()
+        count_graphs()
         state_dicts.install()
         backward.install()
         replicas.install()

@@ -137,7 +137,9 @@ class TableParam:
             )
             check_not_capturing(f"{self}, whose rows the host moves (memory={table.memory!r}),", f"use {memory}")
         if rows.lag is not None:
-            check_not_capturing(f"{self} with idle={self.idle!r}, where the host records steps for idle rows,", "use idle='lazy'")
+            check_not_capturing(
+                f"{self} with idle={self.idle!r}, where the host records steps for idle rows,", "use idle='lazy'"
+            )
         if writes and rows.rounds:
             check_not_capturing(
                 f"training {self} with storage_dtype or state_dtype",

@@ -17,8 +17,8 @@ from typing_extensions import Self
 from speedtransfer.cuda import (
     WARM_UP,
     check_not_capturing,
-    is_capturing,
     mapped_view,
+    num_replays,
     require_cuda,
     resolve_device,
     to_cupy,
@@ -168,11 +168,9 @@ class Planes:
     def version(self) -> int:
         """A number that grows with every change of the weight plane made through the table or a torch view of it.
 
-        Once a write was captured in a CUDA graph it grows with every look at it, as a replay may have come between.
+        Once a write was captured in a CUDA graph it grows with every replay of any.
         """
-        if self._captured and not is_capturing():
-            self._writes += 1
-        return self._writes + self._planes["weight"]._version
+        return self._writes + self._planes["weight"]._version + (num_replays() if self._captured else 0)
 
     def __len__(self) -> int:
         return self.num_rows
