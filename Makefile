@@ -18,7 +18,7 @@ $(if $(filter 12-13,$(CUDA_MAJOR)-$(TORCH_MAJOR)),$(warning this driver runs CUD
 comma := ,
 EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 
-.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale speedtorch-loop optimizers torch-suite projects gpu gpu-status clean
+.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale speedtorch-loop optimizers torch-suite projects gpu gpu-status launches clean
 
 help:
 	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (a few minutes)"
@@ -35,7 +35,11 @@ help:
 	@echo "make optimizers  train a small table by every optimizer of four packages, beside an oracle (minutes)"
 	@echo "make torch-suite FILE=PATH  torch's own tests of nn.Embedding with tables in its place; see tests/torch_suite.py"
 	@echo "make projects    public projects and frameworks as they are, with tables and with nn.Embedding (an environment of its own)"
-	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/"
+	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/; thirty minutes, in three commands:"
+	@echo "  make gpu PY=python3 ARGS='--part 1 --archive part1.tgz'  8 min: facts, first tests, first look, transfer --quick"
+	@echo "  make gpu PY=python3 ARGS='--part 2 --archive part2.tgz'  9 min: all GPU tests"
+	@echo "  make gpu PY=python3 ARGS='--part 3 --archive part3.tgz'  9 min: transfer, step, speedtorch (--part 4: the rest)"
+	@echo "make launches    launches, waits and host time of a training step on the emulated GPU (cuda-emulator/run make launches)"
 	@echo "make gpu-status  which GPU results exist, from which commit, which are stale"
 
 $(VENV)/.ready: setup.py constraints.txt
@@ -74,11 +78,10 @@ docs: $(ENV)
 notebooks: $(ENV)
 	$(PY) notebooks/execute.py $(ARGS)
 
-# ARGS="--only transfer,step --quick": some parts, small sizes. A machine lent for ten minutes a command takes several, each with
-# ARGS="--archive $OUT/results.tgz --total 560 --only ...": tests,sanitizer, then transfer,speedtorch,tax, then step,memory,precision.
-# COMMIT=... names the commit where there is no git. See bench/record.py --help. README.md shows what is there also where a
-# part has failed.
-RECORD = $(PY) bench/record.py $(1) $(ARGS); status=$$?; $(PY) bench/readme.py && exit $$status
+# ARGS="--only transfer,step --quick": some parts, small sizes. A machine lent for ten minutes a command takes `make gpu` in parts,
+# ARGS="--part 1 --archive $OUT/part1.tgz" and so on; see bench/record.py --help. COMMIT=... names the commit where there is no
+# git. README.md shows what is there also where something has failed; a part leaves it alone, whose time is short.
+RECORD = $(PY) bench/record.py $(1) $(ARGS)$(if $(findstring --part,$(ARGS)),,; status=$$?; $(PY) bench/readme.py && exit $$status)
 
 bench: $(ENV)
 	$(call RECORD,here)
@@ -119,6 +122,9 @@ projects: $(PROJECTS)/.ready
 
 gpu: $(ENV)
 	$(call RECORD,gpu)
+
+launches:
+	python bench/launches.py $(ARGS)
 
 gpu-status: $(ENV)
 	$(PY) bench/record.py status

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 ROWS = 131_072
-TABLE_BYTES, LARGE_BYTES = 10e9, 50e9  # of suite `transfer`, and of the step with little GPU memory
+TABLE_BYTES, LARGE_BYTES = 10e9, 50e9  # of suite `transfer`, and of the step with little GPU memory, with its state
 RELIABLE = 1.02  # of a roof: who beats it by more has shown that it was measured badly
 CHECKED, UNCHECKED = "speedtransfer", "speedtransfer, check=False"  # the call of a user, and that of a training step
 # A scatter's check for ids that come twice is a sort, and no moving of rows.
-JUDGED = {"gather": CHECKED, "scatter": UNCHECKED, "both": UNCHECKED}
+JUDGED = {"gather": CHECKED, "scatter": UNCHECKED}
+FEW_BLOCKS = 16  # of a launch
 
 
 class Bar(NamedTuple):
@@ -40,18 +41,20 @@ def judge(results: dict[str, dict[str, Any]]) -> list[Bar]:
 
     groups = {name: [GroupResult.from_json(g) for g in result["groups"]] for name, result in results.items()}
     transfer = _Transfer(groups.get("transfer", []), results.get("transfer", {}).get("options", {}))
-    found = list(transfer.shares(f"gather {ROWS:,} x 512 B, share of one H2D copy", 0.90, "gather", 512))
-    found += transfer.shares(f"gather {ROWS:,} x 256 B, share of one H2D copy", 0.70, "gather", 256)
-    found += transfer.shares(f"scatter {ROWS:,} x 512 B, share of one D2H copy", 0.85, "scatter", 512)
+    found = list(transfer.of_engines(f"gather {ROWS:,} x 512 B, share of the best engine or both at once", 0.97))
+    found += transfer.shares(f"scatter {ROWS:,} x 512 B, share of one D2H copy", 0.90, "scatter", 512)
     for direction in ("gather", "scatter"):
         found += transfer.speedups(f"{direction}, times the best of torch alone", 2, direction, plain=False)
         found += transfer.speedups(f"{direction}, times t[idx]", 20, direction, plain=True)
-    found += transfer.both("both at once, share of two plain copies at once", 0.90)
     for direction in ("gather", "scatter"):
         found += transfer.host(f"{direction} of 1,000 rows, host time a call", 30, direction)
-        found += transfer.device(f"{direction} of 1,000 rows, on the device, of an empty launch", 2, direction)
+        found.append(
+            transfer.few_blocks(
+                f"{direction} by {FEW_BLOCKS} blocks or fewer, time of the best launch", 1.05, direction
+            )
+        )
     limited, num_bytes = _gpu_limit(groups.get("step", []))
-    title = f"step with 5 GB of GPU memory, {LARGE_BYTES / 1e9:.0f} GB table of a 1 GB one"
+    title = f"step with 5 GB of GPU memory, {LARGE_BYTES / 1e9:.0f} GB of rows and state of a 1 GB table"
     caveat = "" if limited is None else _not_as_asked(num_bytes, LARGE_BYTES)
     return [*found, _at_most(title, 1.10, limited, "{:.2f}x", caveat), *judge_step(results, cuda=True)]
 
@@ -66,7 +69,18 @@ def judge_step(results: dict[str, dict[str, Any]], cuda: bool) -> list[Bar]:
     pair = next(filter(None, pairs), None)
     ratio = pair[0].median_s / pair[1].median_s if pair else None
     found = [_at_most("AdamW step with idle=exact, of one with lazy", 1.2 if cuda else 2.0, ratio, "{:.2f}x")]
-    return found if cuda else [*found, *_many_tables(groups), _small_step(groups)]
+    return [*found, _host_of_tables(groups)] if cuda else [*found, *_many_tables(groups), _small_step(groups)]
+
+
+def _host_of_tables(groups: list[Any]) -> Bar:
+    """Return the host's time of a step of many tables, of that of one."""
+    from speedtransfer.benchmark.headlines import exact_and_lazy
+    from speedtransfer.benchmark.step_models import MANY, ONE
+
+    pairs = {g.params["experiment"]: exact_and_lazy(g) for g in groups if g.params["experiment"] in (MANY, ONE)}
+    many, one = ((pairs.get(name) or (None, None))[1] for name in (MANY, ONE))
+    ratio = many.median_host_s / one.median_host_s if many and one else None
+    return _at_most("step of 26 tables, the host's time of that of one", 3.0, ratio, "{:.2f}x")
 
 
 def _small_step(groups: list[Any]) -> Bar:
@@ -123,9 +137,20 @@ class _Transfer:
         """Yield the share of the roof that the rows of a batch reach."""
         return self._of_roof(title, bar, direction, self._ways(direction, row_bytes))
 
-    def both(self, title: str, bar: float) -> Iterator[Bar]:
-        """Yield the share of the roof of both directions at once."""
-        return self._of_roof(title, bar, "both", self._group("both", "both"))
+    def of_engines(self, title: str, bar: float) -> Iterator[Bar]:
+        """Yield the rate of a gather over that of the fastest engine, or of two that share it."""
+        group = self._ways("gather", 512)
+        engines = [case.median_s for case in group.ran if case.name.startswith("engine")] if group else []
+        values = self._values(group, lambda case: min(engines) / case.median_s if engines else None)
+        return _lines("gather", values, lambda v: _at_least(title, bar, v, "{:.1%}", self._caveat(group)))
+
+    def few_blocks(self, title: str, bar: float, direction: str) -> Bar:
+        """Return the time of the best launch of few blocks over that of the best of all."""
+        group = self._group("launch", direction)
+        launches = [case for case in group.ran if case.name.endswith(" blocks")] if group else []
+        few = [case.median_s for case in launches if int(case.name.split()[-2]) <= FEW_BLOCKS]
+        ratio = min(few) / min(case.median_s for case in launches) if few else None
+        return _at_most(title, bar, ratio, "{:.2f}x", self._caveat(group) if group else "")
 
     def speedups(self, title: str, bar: float, direction: str, plain: bool) -> Iterator[Bar]:
         """Yield how many times faster we are than t[idx], or than the fastest that needs nothing but torch."""
@@ -141,13 +166,6 @@ class _Transfer:
         """Yield the host's microseconds of a call that moves next to nothing."""
         values = self._values(self._group("overhead", direction), lambda case: 1e6 * case.median_host_s)
         return _lines(direction, values, lambda v: _at_most(title, bar, v, "{:.1f} us"))
-
-    def device(self, title: str, bar: float, direction: str) -> Iterator[Bar]:
-        """Yield the device's time of such a call over that of an empty launch."""
-        group = self._group("overhead", direction)
-        empty = next((case.device_s for case in group.ran if case.name == "empty launch"), None) if group else None
-        values = self._values(group, lambda case: case.device_s / empty if case.device_s and empty else None)
-        return _lines(direction, values, lambda v: _at_most(title, bar, v, "{:.2f}x"))
 
     def _of_roof(self, title: str, bar: float, direction: str, group: Any) -> Iterator[Bar]:
         def judged(value: float | None) -> Bar:
@@ -181,11 +199,13 @@ def _lines(direction: str, values: dict[str, float | None], judged: Callable[[fl
 
 
 def _gpu_limit(groups: list[Any]) -> tuple[float | None, float | None]:
-    """Return the step on the large table over that on the small one, and the bytes of the large one."""
+    """Return the step on the large table over that on the small one, and the bytes of the large one with its state."""
+    from speedtransfer.benchmark.kinds import PLANES
     from speedtransfer.benchmark.step import LARGE, SMALL
 
     for group in groups:
         seconds = {case.name: case.median_s for case in group.ran}
         if group.params["experiment"] == "gpu limit" and {LARGE, SMALL} <= seconds.keys():
-            return seconds[LARGE] / seconds[SMALL], group.params["rows"] * group.params["dim"] * 4
+            planes = PLANES["AdamW"]
+            return seconds[LARGE] / seconds[SMALL], planes * group.params["rows"] * group.params["dim"] * 4
     return None, None

@@ -228,7 +228,7 @@ class _Look:
         before: Callable[[Tensor], Any] = lambda chosen: None,
         wait: Callable[[], None] | None = None,
     ) -> float:
-        """Return GB/s of `move` for ids or blocks of rows, after `before`, which is not timed; by the clock with a `wait`."""
+        """Return GB/s of `move` for ids or blocks, after `before`, which is not timed; by the clock if it has a `wait`."""
         rates = []
         for number in range(self.repeats + 2):
             chosen = sets[number % len(sets)]

@@ -9,18 +9,15 @@ it (see store.py). Needs only what the tests need; the package need not be insta
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tarfile
-import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,8 @@ import bars
 import speedtorch_loop_words
 import word2vec_scale_figure
 import word2vec_statistics
+from gpu_parts import FACTS, FIRST_FILES, FIRST_LOOK, FIRST_TESTS, GPU_PARTS, Task
+from running import logged, run, say
 from store import (
     FULL,
     IDLE,
@@ -46,7 +45,10 @@ from store import (
     write,
 )
 
-LIMIT_S, GRACE_S = 300.0, 10.0  # of one part, as the next must have its turn; and to put down what there is
+STARTED = time.monotonic()
+LIMIT_S = 300.0  # of one part, as the next must have its turn
+SPARE_S = 25.0  # of a part of `make gpu`, for stopping its last task and what comes after
+MARGIN_S = 10.0  # that a program ends by itself before it is stopped
 NO_TESTS_COLLECTED = 5  # pytest's exit code
 SANITIZER, TOOLS = "compute-sanitizer", ("memcheck", "racecheck")
 SANITIZER_FOUND = 86  # our choice, for findings where pytest is content
@@ -54,13 +56,16 @@ STOPPED, REFUSED = "stopped at its time limit", "could not run"
 SANITIZED = ["tests/gpu", "-m", "sanitizer"]  # every kernel, little of each: all of it runs many times slower
 
 HELP = """\
-On a machine that is lent for ten minutes a command, split the parts over several; each brings its results home in one file
-(kept up to date after every part), to be unpacked at the root of the repository, where bench/readme.py then draws them:
-  COMMIT=1a2b3c+changes make gpu PY=python3 ARGS="--archive $OUT/results.tgz --total 560 --only tests,sanitizer"
-  ... --only transfer,speedtorch,tax
-  ... --only step,precision,memory
---limit may then be as long as --total. COMMIT names the commit where there is no git; "+changes" behind it says that the tree
-had some."""
+On a machine that is lent for ten minutes a command, thirty minutes are three commands, each in the order of what matters most:
+  make gpu PY=python3 ARGS="--part 1 --archive $OUT/part1.tgz"   8 min: facts, tests of devices, kernels, streams and faults,
+                                                                 the first look (bench/first_look.py), transfer --quick
+  make gpu PY=python3 ARGS="--part 2 --archive $OUT/part2.tgz"   9 min: all tests of tests/gpu
+  make gpu PY=python3 ARGS="--part 3 --archive $OUT/part3.tgz"   9 min: transfer, step, speedtorch
+  make gpu PY=python3 ARGS="--part 4 --archive $OUT/part4.tgz"   9 min: sanitizer, precision, memory; if time is left
+Each ends by itself in its time and leaves two files: the archive (results, pictures, JUnit files and logs; kept up to date
+while tasks run), to be unpacked at the root of the repository, where bench/readme.py then draws the results, and a plain log
+beside it. A task that fails costs no other. --total gives a part another time. COMMIT=1a2b3c+changes names the commit where
+there is no git; "+changes" says that the tree had some."""
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
@@ -84,58 +89,22 @@ def header(root: Path, part: str) -> dict[str, Any]:
     return {"part": part, "environment": facts, "digest": digest(root, part), "complete": False}
 
 
-@contextlib.contextmanager
-def listening_to_interrupts() -> Iterator[None]:
-    """Let programs that are started within have the default action for SIGINT: one that is ignored here they would inherit."""
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if ignored:
-        signal.signal(signal.SIGINT, lambda number, frame: None)  # with a handler nothing is inherited
-    try:
-        yield
-    finally:
-        if ignored:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def run(command: Sequence[str], limit_s: float, **kwargs: Any) -> tuple[int | None, str]:
-    """Return the exit code of `command`, and its output where `stdout` is a pipe.
-
-    After `limit_s` it is stopped with all that it has started, and the code is None. It finds the package also where that is
-    not installed, and listens to SIGINT also where this process does not, as background jobs of a script do not.
-    """
-    environment = {**os.environ, **kwargs.pop("env", {})}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
-    with listening_to_interrupts():
-        started = subprocess.Popen(command, start_new_session=True, text=True, env=environment, **kwargs)
-    with started as process:
-        try:
-            output, _ = process.communicate(timeout=max(1.0, limit_s))
-            return process.returncode, output
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGINT)  # pytest then writes what it has
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=GRACE_S)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        return None, process.communicate()[0]
-
-
 # --- the parts ----------------------------------------------------------------------------------------------------------
 
 
 def run_tests(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
     """Run the GPU tests; return what went wrong."""
-    with tempfile.TemporaryDirectory() as folder:
-        junit = Path(folder, "junit.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "tests/gpu", "-m", "gpu", f"--junitxml={junit}"]
-        code, _ = run(command, limit_s, cwd=root)
-        if code == NO_TESTS_COLLECTED:
-            return "there are none"
-        if not junit.exists():
-            return _ending(code)
-        complete = code in (0, 1)
-        result = {**about, **summary(junit, complete), "complete": complete}
+    chosen = FIRST_FILES if about["part"] == FIRST_TESTS else ["tests/gpu"]
+    junit = logs_beside(path) / f"{about['part']}.xml"
+    junit.unlink(missing_ok=True)
+    options = ["-q", "--tb=short", "-p", "failures_at_once", f"--junitxml={junit}"]
+    code, _ = run([sys.executable, "-m", "pytest", *chosen, "-m", "gpu", *options], limit_s, cwd=root)
+    if code == NO_TESTS_COLLECTED:
+        return "there are none"
+    if not junit.exists():
+        return _ending(code)
+    complete = code in (0, 1)
+    result = {**about, **summary(junit, complete), "complete": complete}
     write(path, result)
     return f"{result['failed']} failed" if code == 1 else _ending(code)
 
@@ -178,7 +147,7 @@ def run_sanitizer(root: Path, path: Path, about: dict[str, Any], limit_s: float,
         environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         start = time.monotonic()
         limit = (end - start) / (len(TOOLS) - number)
-        code, output = run(command, limit, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        code, output = run(command, limit, cwd=root, env=environment)
         lines = output.splitlines()
         findings = [line for line in lines if line.startswith("=========")]
         tools[tool] = {
@@ -214,8 +183,25 @@ def verdict(found: dict[str, Any]) -> str:
 def run_suite(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
     """Measure a suite; return what went wrong."""
     command = [sys.executable, str(Path(__file__).with_name("suite.py")), about["part"], str(path), json.dumps(about)]
-    code, _ = run([*command, *(["--quick"] if quick else [])], limit_s, cwd=root)
+    command += ["--seconds", f"{max(1.0, limit_s - MARGIN_S):.0f}", *(["--quick"] if quick else [])]
+    code, _ = run(command, limit_s, cwd=root)
+    if code == 0 and not read(path)["complete"]:
+        return "the time was up before some groups"
     return "a group failed" if code == 1 else _ending(code)
+
+
+def run_script(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
+    """Run a script of this folder, which writes its results itself; return what went wrong."""
+    command = [sys.executable, str(Path(__file__).with_name(f"{about['part']}.py"))]
+    if about["part"] == FIRST_LOOK:
+        command += ["--seconds", f"{max(1.0, limit_s - MARGIN_S):.0f}"]
+        command += ["--sizes", "0.02", "--rows", "1024", "--repeats", "2"] if quick else []
+    code, _ = run(command, limit_s, cwd=root)
+    return _ending(code)
+
+
+RUNNERS = {"sanitizer": "run_sanitizer", "tests": "run_tests", FIRST_TESTS: "run_tests"}
+RUNNERS |= dict.fromkeys((FACTS, FIRST_LOOK), "run_script")
 
 
 # --- the commands -------------------------------------------------------------------------------------------------------
@@ -229,41 +215,73 @@ def record(
     root: Path = ROOT,
     archive: Path | None = None,
 ) -> int:
-    """Run `parts` and write their results, after each of them also into `archive`; return 1 after failures, else 0."""
-    end, problems = time.monotonic() + total_s, {}
-    for part in parts:
-        limit = min(limit_s, end - time.monotonic())
-        if limit < 5:
-            problems[part] = "no time was left for it"
-            continue
-        about = header(root, part)  # before: the sources as they are when it starts
-        device = about["environment"]["device"]
-        path = path_of(root, device, part, QUICK if quick and part in SUITES else PARTIAL)
-        path.unlink(missing_ok=True)
-        print(f"--- {part}, {limit:.0f} s at most", flush=True)
-        runner = {"tests": run_tests, "sanitizer": run_sanitizer}.get(part, run_suite)
-        problem = runner(root, path, about, limit, quick)
-        full = path_of(root, device, part)
-        if path == path_of(root, device, part, PARTIAL) and path.exists() and read(path)["complete"]:
-            path.replace(full)
-        if archive is not None:
-            pack(archive, full.parent, root)
-        if problem:
-            problems[part] = problem
-        print(f"--- {part}: {problem or 'done'}", flush=True)
-    status(root)
-    for part, problem in problems.items():
-        print(f"{part}: {problem}", file=sys.stderr)
+    """Run `parts` and write their results, also into `archive`; return 1 after failures, else 0."""
+    tasks = [Task(part, limit_s, quick) for part in parts]
+    return record_tasks(tasks, time.monotonic() + total_s, root, archive, "parts")
+
+
+def record_part(number: int, quick: bool, total_s: float, root: Path = ROOT, archive: Path | None = None) -> int:
+    """Run a part of `make gpu`; `total_s` is the most it may take, in place of its own time."""
+    part = GPU_PARTS[number]
+    part = part if total_s == float("inf") else part.scaled(total_s)
+    for name, value in part.environment().items():
+        os.environ.setdefault(name, value)
+    tasks = [task._replace(quick=task.quick or quick) for task in part.tasks]
+    return record_tasks(tasks, STARTED + part.seconds - SPARE_S, root, archive, f"part{number}")
+
+
+def record_tasks(tasks: Sequence[Task], end: float, root: Path, archive: Path | None, label: str) -> int:
+    """Run `tasks` until `end`; write their results, logs and an archive of both while they run."""
+    problems: dict[str, str] = {}
+    folder = path_of(root, header(root, tasks[0].name)["environment"]["device"], "").parent
+    logs = [folder / "logs" / f"{label}.log", *([archive.with_suffix(".log")] if archive is not None else [])]
+    with logged(logs, lambda: pack(archive, folder, root) if archive is not None else None):
+        for task in tasks:
+            limit = min(task.limit_s, end - time.monotonic())
+            if limit < 5:
+                problems[task.name] = "no time was left for it"
+                continue
+            say(f"--- {task.name}, {limit:.0f} s at most\n")
+            problem = _run_task(task, limit, root)
+            if archive is not None:
+                pack(archive, folder, root)
+            if problem:
+                problems[task.name] = problem
+            say(f"--- {task.name}: {problem or 'done'}\n")
+        status(root)
+        for name, problem in problems.items():
+            say(f"{name}: {problem}\n", sys.stderr)
     return int(bool(problems))
 
 
+def _run_task(task: Task, limit_s: float, root: Path) -> str:
+    """Run a task and put its result where results of its kind lie; return what went wrong."""
+    about = header(root, task.name)  # before: the sources as they are when it starts
+    device = about["environment"]["device"]
+    path = path_of(root, device, task.name, QUICK if task.quick and task.name in SUITES else PARTIAL)
+    if task.name == FIRST_TESTS:
+        path = logs_beside(path) / f"{task.name}.json"  # a choice of the tests is no result of all
+    path.unlink(missing_ok=True)
+    logs_beside(path).mkdir(parents=True, exist_ok=True)
+    runner = globals()[RUNNERS.get(task.name, "run_suite")]
+    problem: str = runner(root, path, about, limit_s, task.quick)
+    if path == path_of(root, device, task.name, PARTIAL) and path.exists() and read(path)["complete"]:
+        path.replace(path_of(root, device, task.name))
+    return problem
+
+
+def logs_beside(path: Path) -> Path:
+    """Return the folder for logs and JUnit files of a result; git ignores it."""
+    return path.parent if path.parent.name == "logs" else path.parent / "logs"
+
+
 def pack(archive: Path, folder: Path, root: Path) -> None:
-    """Put the results and plots of `folder` into one file, to be unpacked at the root of another copy of the tree."""
+    """Put the results, plots and logs of `folder` into one file, to be unpacked at the root of another copy of the tree."""
     new = archive.with_name(archive.name + ".new")  # who is stopped while writing leaves the old one
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(new, "w:gz") as file:
-            for path in sorted((*folder.glob("*.json"), *folder.glob("*.png"))):
+            for path in sorted((*folder.glob("*.json"), *folder.glob("*.png"), *folder.glob("logs/*"))):
                 file.add(path, path.relative_to(root).as_posix())
         new.replace(archive)
     except OSError as error:  # the results are there all the same
@@ -350,7 +368,10 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument(
             "--archive", type=Path, metavar="FILE.tgz", help="all results of this device, to take home"
         )
-        command.set_defaults(parts=parts)
+        if name == "gpu":
+            text = "a part of a run that is spread over several commands (see below), in place of --only and --limit"
+            command.add_argument("--part", type=int, choices=GPU_PARTS, help=text)
+        command.set_defaults(parts=parts, part=None)
     commands.add_parser("status", help="list the results, which are stale, and the bars")
     args = parser.parse_args(arguments)
     if args.command == "status":
@@ -362,6 +383,10 @@ def main(arguments: list[str] | None = None) -> int:
     if args.command == "gpu" and (reason := cuda_missing()):
         print(f"error: the GPU tests and benchmarks need CUDA, but {reason}", file=sys.stderr)
         return 2
+    # Whoever stops this process stops what it has started, and has the archive.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    if args.part is not None:
+        return record_part(args.part, args.quick, args.total, archive=args.archive)
     return record(args.only, args.quick, args.limit, args.total, archive=args.archive)
 
 

@@ -21,6 +21,7 @@ IDLE = "idle"  # of bench/idle.py, which needs data that are not here
 WORD2VEC = "word2vec"  # of bench/word2vec.py, which needs such data, too
 SCALE = "word2vec_scale"  # of bench/word2vec_scale.py
 LOOP = "speedtorch_loop"  # of bench/speedtorch_loop.py
+LAYOUT = "layout"  # of bench/layout.py, which is not shown in README.md
 OTHERS = (IDLE, WORD2VEC, SCALE, LOOP)
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 
@@ -81,6 +82,8 @@ def _sources(part: str) -> tuple[str, ...]:
     if part in (WORD2VEC, SCALE):
         own = ("data", "child", "process") if part == WORD2VEC else ("scale", "scale_child", "process")
         return (*_PACKAGE, *_NO_TRAINING, *(f"bench/word2vec_{name}.py" for name in own))
+    if part == LAYOUT:
+        return (*_PACKAGE, *_NO_ROWS, "!speedtransfer/benchmark/**/*.py", "bench/layout.py")
     if part == LOOP:
         others = (f"!speedtransfer/{name}/**/*.py" for name in ("benchmark", "checkpoint", "word2vec"))
         return (

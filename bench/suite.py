@@ -1,7 +1,7 @@
-"""Measures one suite: ``python bench/suite.py NAME PATH HEADER [--quick]``, run by record.py in a process of its own.
+"""Measures one suite: ``python bench/suite.py NAME PATH HEADER [--quick] [--seconds N]``.
 
-PATH gets the result, in the form of ``speedtransfer bench --json`` and with the entries of HEADER (JSON), after every group:
-who is stopped halfway has half of it. A group that fails does not cost the others.
+record.py runs it in a process of its own. PATH gets the result, in the form of ``speedtransfer bench --json`` and with the
+entries of HEADER (JSON), after every group: who is stopped halfway has half of it. A group that fails costs no other.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ def main() -> int:
     parser.add_argument("path", type=Path)
     parser.add_argument("header", type=json.loads)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument(
+        "--seconds", type=float, help="leave out groups, but none that has time kept for it, after that"
+    )
     args = parser.parse_args()
 
     def keep(result: dict[str, Any]) -> None:
@@ -43,7 +46,7 @@ def main() -> int:
     device = resolve_device(None)
     # Said, so that the result tells it: bars.py asks for a table of a certain size.
     options = {"table_bytes": default_table_bytes(device, args.quick)} if args.name == "transfer" else {}
-    result = run_suite(BY_NAME[args.name], device, args.quick, console, keep, **options)
+    result = run_suite(BY_NAME[args.name], device, args.quick, console, keep, args.seconds, **options)
     keep(result)
     return int(bool(result["failures"]))
 

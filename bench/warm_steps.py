@@ -145,18 +145,33 @@ class _Bag(st.EmbeddingBag):
 
 
 @dataclass(frozen=True)
-class SkipGram:
-    """word2vec on blocks of words, a sixteenth of the lookups; its negatives are as many again and more."""
+class Words:
+    """word2vec on blocks of words, a sixteenth of the lookups; its negatives are as many again and more.
+
+    Attributes
+    ----------
+    memory : str
+        Where the rows live.
+    model : {"skipgram", "cbow"}
+    buckets : int
+        Rows of n-grams; 0: words have a row each.
+    """
 
     memory: str = "pinned"
+    model: str = "skipgram"
+    buckets: int = 0
 
     def build(self, sizes: Sizes, device: torch.device, folder: Path) -> Step:
         """Return the step; files of tables go to `folder`."""
         path = {"path": folder / "word2vec"} if self.memory == "mmap" else {}
-        model = Word2Vec(sizes.rows // 2, sizes.dim, memory=self.memory, device=device, **path)
+        words: Any = [f"word {number}" for number in range(sizes.rows // 2)] if self.buckets else sizes.rows // 2
+        model = Word2Vec(
+            words, sizes.dim, model=self.model, buckets=self.buckets, memory=self.memory, device=device, **path
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         generator = torch.Generator().manual_seed(0)
-        turn = itertools.cycle([self._block(sizes, generator, device) for _ in range(BATCHES)])
+        # In training a thread draws and prepares them.
+        turn = itertools.cycle([model.prepare(self._block(sizes, generator)) for _ in range(BATCHES)])
 
         def step() -> None:
             model.deposit_gradients(next(turn), with_loss=False)
@@ -165,20 +180,20 @@ class SkipGram:
 
         return step
 
-    def _block(self, sizes: Sizes, generator: torch.Generator, device: torch.device) -> Block:
+    def _block(self, sizes: Sizes, generator: torch.Generator) -> Block:
         num_words, vocabulary = max(2 * WINDOW, sizes.lookups // 16), sizes.rows // 2
         words, position = zipf_ids(vocabulary, num_words, generator), torch.arange(num_words)
         windows = torch.randint(0, WINDOW + 1, (num_words,), generator=generator)
         before, after = torch.minimum(windows, position), torch.minimum(windows, position.flip(0))
         negatives = torch.randint(vocabulary, (num_words // 512 + 1, NEGATIVES), generator=generator)
-        return Block(*(tensor.to(device) for tensor in (words, before, after, negatives)), num_words)
+        return Block(words, before, after, negatives, num_words)
 
 
 _INT8 = {"storage_dtype": torch.int8, "state_dtype": torch.uint8}
 _BFLOAT16 = {"storage_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}
 
 # By name. AdamW is fused and tables are pinned unless it says otherwise; "dense": torch's own.
-FORMS: dict[str, Form | SkipGram] = {
+FORMS: dict[str, Form | Words] = {
     "dense": Form("dense"),
     "lazy": Form(),
     "lazy, foreach": Form(optimizer=_FOREACH),
@@ -203,7 +218,9 @@ FORMS: dict[str, Form | SkipGram] = {
     "exact, int8 and uint8 state, foreach": Form(idle="exact", optimizer=_FOREACH, options=_INT8),
     "exact, looked up twice": Form(idle="exact", lookups=2),
     "exact, GradScaler": Form(idle="exact", scaled=True),
-    "word2vec skip-gram": SkipGram(),
+    "word2vec skip-gram": Words(),
+    "word2vec CBOW": Words(model="cbow"),
+    "word2vec skip-gram, n-grams": Words(buckets=10_000),
     f"dense, {TABLES} tables": Form("dense", tables=TABLES),
     f"lazy, {TABLES} tables": Form(tables=TABLES),
     f"exact, {TABLES} tables": Form(idle="exact", tables=TABLES),

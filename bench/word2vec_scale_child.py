@@ -108,11 +108,11 @@ def measure(job: dict[str, Any]) -> None:
 def _take_steps(
     trainer: Trainer, steps: int, device: torch.device, touched: list[tuple[int, int]]
 ) -> list[tuple[float, float]]:
-    """Return the seconds to draw each block, and those to train on it."""
+    """Return the seconds to draw each block and find its rows, and those to train on it."""
     seconds = []
     for step in range(steps):
         start = time.perf_counter()
-        block = trainer.sampler.block(step)
+        block = trainer.model.prepare(trainer.sampler.block(step))
         _wait(device)
         drawn = time.perf_counter()
         trainer.model.deposit_gradients(block, with_loss=False)

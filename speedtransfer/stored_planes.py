@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,30 +68,37 @@ class StoredPlanes:
 
     def add(self, name: str, tail: tuple[int, ...], dtype: torch.dtype, initial: float | None) -> None:
         """Add a plane of rows of shape `tail` with the value `initial`; None: a copy of the weights."""
-        width = math.prod(tail)
-        small = self.state_dtype is not None and dtype == self.dtype and width > 1
-        codec = codec_for(width, dtype, self.state_dtype if small and self.state_dtype else dtype)
-        first = encode_rows(codec, torch.full((1, width), initial or 0.0, dtype=dtype, device="cpu"), None)
-        added: list[str] = []
-        try:
+        self.add_together({name: (tail, dtype, initial)})
+
+    def add_together(self, planes: Mapping[str, tuple[tuple[int, ...], torch.dtype, float | None]]) -> None:
+        """Add several planes, all or none: by name what `add` takes. The layout of the table may have them share records."""
+        codecs, parts = dict[str, Codec](), dict[str, tuple[int, torch.dtype, float]]()
+        for name, (tail, dtype, initial) in planes.items():
+            width = math.prod(tail)
+            small = self.state_dtype is not None and dtype == self.dtype and width > 1
+            codec = codec_for(width, dtype, self.state_dtype if small and self.state_dtype else dtype)
+            first = encode_rows(codec, torch.full((1, width), initial or 0.0, dtype=dtype, device="cpu"), None)
             for suffix, part in codec.parts.items():
                 fill = float(first[suffix][0, 0]) if first[suffix].numel() else 0
-                self.table.add_plane(name + suffix, part.width, part.dtype, fill=fill)
-                added.append(name + suffix)
-            self._keep_layout(name, codec, tail)
-            if initial is None:
-                self._fill(name, lambda rows: self._chunk("weight", rows))
+                parts[name + suffix] = part.width, part.dtype, fill
+            codecs[name] = codec
+        self.table.add_planes(parts)
+        for name, codec in codecs.items():
+            self._keep_layout(name, codec, planes[name][0])
+        try:
+            for name, (_, _, initial) in planes.items():
+                if initial is None:
+                    self._fill(name, lambda rows: self._chunk("weight", rows))
         except BaseException:
-            for plane in added:
-                self.table.drop_plane(plane)
-            self._keep_layout(name, None)
+            self.drop(*planes)
             raise
 
-    def drop(self, name: str) -> None:
-        """Remove a plane."""
-        for plane in self._stored_names([name]):
+    def drop(self, *names: str) -> None:
+        """Remove planes."""
+        for plane in self._stored_names(names):
             self.table.drop_plane(plane)
-        self._keep_layout(name, None)
+        for name in names:
+            self._keep_layout(name, None)
 
     def whole(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return a whole plane, ``(num_rows, *tail)``, as a state dict shows it, on the device of the memory.
@@ -192,7 +199,7 @@ class StoredPlanes:
         parts = {suffix: plane[rows] for suffix, plane in self.parts(name).items()}
         for part in parts.values():
             read_ahead(part)
-        return self.decode(name, parts)
+        return self.decode(name, {suffix: part.contiguous() for suffix, part in parts.items()})
 
     def _chunks(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[slice]:
         stop = self.table.num_rows if stop is None else stop
@@ -226,7 +233,12 @@ class StoredPlanes:
     def pickled(self) -> dict[str, Any]:
         """Return what `unpickled` needs besides a table with the weight plane."""
         beside = {suffix: plane for suffix, plane in self.parts("weight").items() if suffix}
-        return {"dtypes": (self.storage_dtype, self.state_dtype), "beside": beside, "rounding": self.state_dict()}
+        return {
+            "dtypes": (self.storage_dtype, self.state_dtype),
+            "beside": beside,
+            "rounding": self.state_dict(),
+            "layout": self.table.layout,
+        }
 
     @classmethod
     def unpickled(cls, table: Table, pickled: dict[str, Any]) -> Self:
@@ -235,4 +247,6 @@ class StoredPlanes:
         for suffix, plane in pickled["beside"].items():
             made.table.plane("weight" + suffix).copy_(plane)
         made.load_state_dict(pickled["rounding"])
+        # An older version had none.
+        table.layout = pickled.get("layout", table.layout)
         return made

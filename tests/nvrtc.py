@@ -25,8 +25,13 @@ def library() -> ctypes.CDLL | None:
     return nvrtc
 
 
-def compile_cubin(source: str, name: str, architecture: str, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
-    """Return the machine code and the compiler's log; AssertionError with the log where it does not compile."""
+def compile_cubin(
+    source: str, name: str, architecture: str, options: tuple[str, ...] = (), kind: str = "CUBIN"
+) -> tuple[bytes, str]:
+    """Return the machine code and the compiler's log; AssertionError with the log where it does not compile.
+
+    With ``kind="PTX"`` and a virtual architecture ("compute_90") the code is what that is made of, as text.
+    """
     nvrtc = library()
     assert nvrtc is not None
     program = ctypes.c_void_p()
@@ -38,7 +43,7 @@ def compile_cubin(source: str, name: str, architecture: str, options: tuple[str,
         code = nvrtc.nvrtcCompileProgram(program, len(flags), array)
         log = _read(program, "ProgramLog").rstrip(b"\0").decode()
         assert code == 0, f"{name} for {architecture}: {nvrtc.nvrtcGetErrorString(code).decode()}\n{log}"
-        return _read(program, "CUBIN"), log
+        return _read(program, kind), log
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 

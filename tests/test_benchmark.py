@@ -50,8 +50,17 @@ def test_a_wrong_result_raises_and_gives_no_time():
         raise AssertionError("row 3 differs")
 
     with pytest.raises(WrongResultError, match=r"a group: bad gives a wrong result \(row 3 differs\)") as caught:
-        run_one(Case("good", lambda: None), Case("bad", lambda: None, check))
+        run_one(Case("good", lambda: None), Case("bad", lambda: None, check, role="ours"))
     assert isinstance(caught.value, AssertionError)
+
+
+def test_a_wrong_result_of_another_costs_the_rest_nothing():
+    def check():
+        raise AssertionError("row 3 differs")
+
+    result = run_one(Case("bad", lambda: None, check), Case("good", lambda: None, role="ours"))
+    assert [case.error for case in result.cases] == ["gives a wrong result (row 3 differs)", ""]
+    assert [case.name for case in result.ran] == ["good"]
 
 
 def test_what_cannot_run_says_why_and_the_rest_goes_on():

@@ -47,6 +47,14 @@ class TestCompile:
         registers = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
         assert max(registers) <= 128  # of 65,536: two blocks of 256 threads, the default launch, fit
 
+    def test_catching_up_rounds_every_operation(self):
+        """A product and a sum must not become one operation, which rounds once, as they do on no CPU."""
+        name = "catch_up.cu"
+        code, _ = nvrtc.compile_cubin(kernel_source(name), name, "compute_90", kind="PTX")
+        found = set(re.findall(rb"\b((?:mul|fma|mad|add|sub|div|sqrt)[.\w]*\.f(?:32|64))\b", code))
+        assert {b"mul.rn.f32", b"mul.rn.f64", b"div.rn.f32", b"sqrt.rn.f32"} <= found
+        assert not [kind for kind in found if kind.startswith((b"fma", b"mad", b"mul.f"))]
+
     def test_the_bulk_copy_engine_is_asked_where_there_is_one(self):
         for architecture, asked in (("sm_89", False), ("sm_90", True)):
             cubin, _ = nvrtc.compile_cubin(kernel_source("bulk.cu"), "bulk.cu", architecture)

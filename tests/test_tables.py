@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from cases import NPY_DTYPES, assert_same_bits, numbers, one_line
+from table_cases.base import TableOfRecords
 from table_contract import TableContract
 
 import speedtransfer as st
@@ -34,19 +35,29 @@ class OnCpu(TableContract):
     """Tables of one memory whose compute device is the CPU."""
 
     memory: str
+    kind = st.Table
 
     def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
-        return st.Table(num_rows, dim, dtype, self.memory, device=self.device, **kwargs)
+        return self.kind(num_rows, dim, dtype, self.memory, device=self.device, **kwargs)
 
     def from_array(self, array, **kwargs):
-        return st.Table.from_array(array, self.memory, device=self.device, **kwargs)
+        return self.kind.from_array(array, self.memory, device=self.device, **kwargs)
 
     def load(self, path, **kwargs):
-        return st.Table.load(path, self.memory, device=self.device, **kwargs)
+        return self.kind.load(path, self.memory, device=self.device, **kwargs)
 
 
 class TestPageable(OnCpu):
     memory = "pageable"
+
+
+class TestPageableRecords(OnCpu):
+    memory, kind = "pageable", TableOfRecords
+
+    def test_added_planes_are_strided(self):
+        plane = self.make(7, 4).add_plane("exp_avg", fill=2)
+        assert plane.eq(2).all()
+        assert plane.stride() == (8, 1)
 
 
 class TestDevice(OnCpu):
@@ -259,6 +270,19 @@ class TestMmapNpy(OnDisk):
 
 class TestMmapSafetensors(OnDisk):
     suffix = ".safetensors"
+
+
+class TestMmapRecords(OnDisk):
+    suffix, kind = ".safetensors", TableOfRecords
+
+    def test_no_disk_space(self, monkeypatch):
+        usage = shutil.disk_usage(self.folder)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        table = self.make(10, 4)
+        with pytest.raises(StorageError, match=r"plane 'm, beside m' asks for 41 kB"):
+            table.add_plane("m", 1000)
+        assert table.planes == ("weight",)
+        assert len(list(self.folder.iterdir())) == 1
 
 
 def test_a_killed_process_leaves_its_rows_and_nothing_else(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import re
 import sys
@@ -134,3 +135,88 @@ def test_rows_of_a_large_file(tmp_path, all_large):
         expected = torch.empty_like(values)
         expected[order] = values
         assert_same_bits(table.gather(index), expected[index])
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Return the ranges that the system is asked to read, as (first, last) page of a map."""
+    ranges, ask = [], advice._advise
+
+    def recorded(block, begin, end):
+        ranges.append((begin // mmap.PAGESIZE, -(-end // mmap.PAGESIZE) - 1))
+        ask(block, begin, end)
+
+    monkeypatch.setattr(advice, "_advise", recorded)
+    return ranges
+
+
+SPREAD = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))[:2000]
+CALLS = {
+    "gather": lambda table: table.gather(SPREAD),
+    "sorted": lambda table: table.gather(SPREAD.sort().values),
+    "read": lambda table: table.read(SPREAD, ["weight"])["weight"],
+    "scatter": lambda table: table.scatter(SPREAD, torch.ones(2000, DIM)),
+}
+
+
+@linux
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
+@pytest.mark.parametrize("name", CALLS)
+def test_rows_that_are_on_the_disk_are_read_at_once(tmp_path, all_large, asked, name, suffix):
+    values = numbers((ROWS, DIM), torch.float32)
+    table = evicted(tmp_path / f"t{suffix}", values)
+    begin = table.torch().data_ptr() - advice._map_of(table.torch())[1]
+    touched = {(begin + row * DIM * 4 + side) // mmap.PAGESIZE for row in SPREAD.tolist() for side in (0, DIM * 4 - 1)}
+    faults, _ = disk_faults(lambda: CALLS[name](table))
+    assert faults < 200  # page by page 900 of them, where the file was evicted
+    if asked:  # nothing, where the system has kept the file
+        assert {page for first, last in asked for page in range(first, last + 1)} == touched
+    assert_same_bits(table.gather(SPREAD), torch.ones(2000, DIM) if name == "scatter" else values[SPREAD])
+
+
+@linux
+def test_rows_in_memory_are_not_asked_for(tmp_path, all_large, asked):
+    table = st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.npy", device="cpu", layout="rows")
+    table.add_planes({"a": (DIM, None, 1.0), "b": (DIM, None, 1.0)})
+    table.fill_(1)
+    asked.clear()
+    table.gather(SPREAD, table.planes)
+    table.gather(torch.arange(5000), table.planes)
+    assert asked == []
+
+
+@linux
+def test_planes_of_one_record_are_asked_for_once(tmp_path, all_large, asked):
+    table = st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.npy", device="cpu", layout="rows")
+    planes = table.add_planes({"a": (DIM, None, 0), "b": (DIM, None, 0), "c": (1, torch.int32, 0)})
+    names, stride = list(planes), planes["a"].stride(0) * 4
+    index = torch.arange(0, ROWS, 64)  # each on a page of its own, none of which was touched yet
+    rows = table.gather(index, names)
+    assert not any(values.any() for values in rows.values())
+    assert asked == [(row * stride // mmap.PAGESIZE,) * 2 for row in index.tolist()]
+
+
+@linux
+def test_no_more_is_asked_for_than_memory_holds(tmp_path, all_large, asked, monkeypatch):
+    table = st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.npy", device="cpu")
+    monkeypatch.setattr(advice, "physical_bytes", lambda: 80 * mmap.PAGESIZE)
+    assert not table.gather(torch.arange(0, ROWS, 256)).any()
+    assert len(asked) == 10
+
+
+@pytest.mark.parametrize("bad", [-1, ROWS, 2**62, -(2**62)])
+def test_rows_that_do_not_exist(tmp_path, all_large, bad):
+    table = st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.npy", device="cpu")
+    index = torch.cat([SPREAD, torch.tensor([bad])])
+    for call in (table.gather, lambda index: table.scatter(index, torch.ones(2001, DIM))):
+        with pytest.raises(IndexError, match=rf"index\[2000\] is {bad} "):
+            call(index)
+    assert not table.torch().any()
+
+
+@linux
+def test_nothing_is_asked_where_the_system_cannot_tell(tmp_path, all_large, asked, monkeypatch):
+    table = st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.npy", device="cpu")
+    monkeypatch.setattr(advice.ctypes, "CDLL", lambda name: object())
+    assert not table.gather(SPREAD).any()
+    assert asked == []

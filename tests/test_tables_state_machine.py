@@ -29,9 +29,9 @@ FORMS = {
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Tables beside dicts of arrays. A subclass sets `memory` and `suffix`."""
+    """Tables beside dicts of arrays. A subclass sets `memory`, `suffix` and `layout`."""
 
-    memory, suffix = "pageable", None
+    memory, suffix, layout = "pageable", None, "planes"
     tables = Bundle("tables")
 
     def __init__(self):
@@ -52,6 +52,7 @@ class TableMachine(RuleBasedStateMachine):
 
     def known(self, table, planes):
         self.models[id(table)] = (table, planes)
+        table.layout = self.layout
         return table
 
     def planes(self, table):
@@ -110,6 +111,18 @@ class TableMachine(RuleBasedStateMachine):
             return
         table.add_plane(name, width, dtype, value)
         planes[name] = torch.full((table.num_rows, width), value, dtype=dtype).numpy()
+
+    @rule(table=tables, widths=st.lists(st.integers(0, 4), min_size=3, max_size=3), data=st.data())
+    def add_planes(self, table, widths, data):
+        planes = self.planes(table)
+        dtypes = {name: data.draw(st.sampled_from(PLANE_DTYPES)) for name in NAMES}
+        new = {n: (w, dtypes[n], w) for n, w in zip(NAMES, widths, strict=True) if n not in planes}
+        if len(new) < len(NAMES):
+            with pytest.raises(ValueError, match="exists"):
+                table.add_planes({**new, **dict.fromkeys(planes, (1, None, 0))})
+        table.add_planes(new)
+        for name, (width, dtype, value) in new.items():
+            planes[name] = torch.full((table.num_rows, width), value, dtype=dtype).numpy()
 
     @rule(table=tables, name=st.sampled_from(NAMES))
     def drop_plane(self, table, name):
@@ -200,9 +213,9 @@ MODERATE = settings(
 )
 
 
-def machine_in(memory, suffix):
-    name = f"TableIn{memory.title()}{(suffix or '').lstrip('.').title()}"
-    return type(name, (TableMachine,), {"memory": memory, "suffix": suffix})
+def machine_in(memory, suffix, layout):
+    name = f"TableIn{memory.title()}{(suffix or '').lstrip('.').title()}{layout.title()}"
+    return type(name, (TableMachine,), {"memory": memory, "suffix": suffix, "layout": layout})
 
 
 def run(machine, profile):
@@ -211,13 +224,19 @@ def run(machine, profile):
     case().runTest()
 
 
-@pytest.mark.parametrize(("memory", "suffix"), HOST_MEMORIES)
-def test_any_sequence_of_calls(memory, suffix):
-    run(machine_in(memory, suffix), MODERATE)
+KINDS = [*((*memory, "planes") for memory in HOST_MEMORIES), ("pageable", None, "rows"), ("mmap", ".npy", "rows")]
+
+
+@pytest.mark.parametrize(("memory", "suffix", "layout"), KINDS)
+def test_any_sequence_of_calls(memory, suffix, layout):
+    run(machine_in(memory, suffix, layout), MODERATE)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("memory", "suffix"), HOST_MEMORIES)
-def test_any_sequence_of_calls_long(memory, suffix):
-    run(machine_in(memory, suffix), settings(MODERATE, max_examples=150, stateful_step_count=60, derandomize=False))
+@pytest.mark.parametrize(("memory", "suffix", "layout"), KINDS)
+def test_any_sequence_of_calls_long(memory, suffix, layout):
+    run(
+        machine_in(memory, suffix, layout),
+        settings(MODERATE, max_examples=150, stateful_step_count=60, derandomize=False),
+    )

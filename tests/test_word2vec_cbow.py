@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every test here)
 
 from speedtransfer.word2vec.cbow import cbow_gradients
+from speedtransfer.word2vec.places import Places
 
 VOCABULARY, NEGATIVE = 17, 5  # fewer words than positions: rows repeat
 
@@ -43,6 +44,16 @@ def draw(num_words, window, groups, k, dim, seed=0, sequences=1):
     return *tables, words, negatives, before, after
 
 
+def by_hand(input_rows, output_rows, words, negatives, before, after, with_loss=True):
+    """Return the result, its gradients spread over whole tables."""
+    places = Places.find(words, before, after, negatives, len(output_rows))
+    inputs, outputs = places.words.ids, places.outputs.ids
+    result = cbow_gradients(input_rows[inputs], output_rows[outputs], places, NEGATIVE, with_loss)
+    result.center = torch.zeros_like(input_rows).index_copy_(0, inputs, result.center)
+    result.context = torch.zeros_like(output_rows).index_copy_(0, outputs, result.context)
+    return result
+
+
 @pytest.mark.parametrize(
     ("num_words", "window", "groups", "k", "dim", "sequences"),
     [(1, 3, 1, 4, 5, 1), (2, 1, 1, 1, 3, 1), (3, 5, 2, 4, 8, 1), (5, 2, 4, 3, 2, 1), (31, 2, 1, 7, 4, 4),
@@ -51,7 +62,7 @@ def draw(num_words, window, groups, k, dim, seed=0, sequences=1):
 )  # fmt: skip
 def test_gradients_are_those_of_autograd_on_the_plain_loss(num_words, window, groups, k, dim, sequences):
     input_rows, output_rows, words, negatives, before, after = draw(num_words, window, groups, k, dim, 0, sequences)
-    result = cbow_gradients(input_rows, output_rows, words, words, negatives, before, after, NEGATIVE)
+    result = by_hand(input_rows, output_rows, words, negatives, before, after)
 
     input_rows.requires_grad_(), output_rows.requires_grad_()
     expected, predicted = plain_loss(input_rows, output_rows, words, negatives, before.tolist(), after.tolist())
@@ -68,7 +79,7 @@ def test_windows_that_reach_farther_to_one_side():
     generator = torch.Generator().manual_seed(7)
     before, after = (torch.randint(0, 5, (40,), generator=generator) for _ in range(2))
     before, after = torch.minimum(before, torch.arange(40)), torch.minimum(after, torch.arange(40).flip(0))
-    result = cbow_gradients(input_rows, output_rows, words, words, negatives, before, after, NEGATIVE)
+    result = by_hand(input_rows, output_rows, words, negatives, before, after)
     input_rows.requires_grad_(), output_rows.requires_grad_()
     plain_loss(input_rows, output_rows, words, negatives, before.tolist(), after.tolist())[0].backward()
     torch.testing.assert_close(result.center, input_rows.grad)
@@ -80,33 +91,20 @@ def test_one_word_by_hand():
     inputs, outputs = torch.tensor([[9.0], [1.0], [3.0]]), torch.zeros(3, 1)
     words, zeros = torch.tensor([1, 0, 2]), torch.zeros(3, dtype=torch.int64)
     one = torch.tensor([0, 1, 0])
-    result = cbow_gradients(inputs, outputs, words, words, torch.tensor([[2, 2]]), one, one, 5)
+    result = by_hand(inputs, outputs, words, torch.tensor([[2, 2]]), one, one)
     assert result.num_pairs == 1
     assert result.loss.item() == pytest.approx((1 + 5) * 0.693147, rel=1e-5)
     assert not result.center.any()  # output rows are zero
     assert result.context.tolist() == [[-1.0], [0.0], [5.0]]  # -2 / 2; and 5 negatives of 2 / 2
-    nothing = cbow_gradients(inputs, outputs, words, words, torch.tensor([[2, 2]]), zeros, zeros, 5)
+    nothing = by_hand(inputs, outputs, words, torch.tensor([[2, 2]]), zeros, zeros)
     assert (nothing.num_pairs, nothing.loss) == (0, 0)
     assert not nothing.context.any()
-
-
-def test_input_rows_and_output_rows_have_positions_of_their_own():
-    input_rows, output_rows, words, negatives, before, after = draw(30, 3, 1, 4, 5)
-    expected = cbow_gradients(input_rows, output_rows, words, words, negatives, before, after, NEGATIVE)
-    order = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(1))
-    place = order.argsort()
-    moved = cbow_gradients(
-        input_rows, output_rows[order], words, place[words], place[negatives], before, after, NEGATIVE
-    )
-    torch.testing.assert_close(moved.center, expected.center)
-    torch.testing.assert_close(moved.context[place], expected.context)
 
 
 def test_loss_is_left_out_on_demand():
     input_rows, output_rows, words, negatives, before, after = draw(40, 3, 2, 5, 4)
     with_loss, without = (
-        cbow_gradients(input_rows, output_rows, words, words, negatives, before, after, NEGATIVE, wanted)
-        for wanted in (True, False)
+        by_hand(input_rows, output_rows, words, negatives, before, after, wanted) for wanted in (True, False)
     )
     assert without.loss is None
     assert torch.equal(with_loss.center, without.center)
@@ -115,9 +113,7 @@ def test_loss_is_left_out_on_demand():
 
 def test_no_words():
     none = torch.empty(0, dtype=torch.int64)
-    result = cbow_gradients(
-        torch.randn(3, 2), torch.randn(3, 2), none, none, torch.tensor([[0, 1]]), none, none, NEGATIVE
-    )
+    result = by_hand(torch.randn(3, 2), torch.randn(3, 2), none, torch.tensor([[0, 1]]), none, none)
     assert (result.num_pairs, result.loss) == (0, 0)
     assert not result.center.any()
     assert not result.context.any()

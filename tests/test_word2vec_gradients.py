@@ -7,10 +7,13 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedtransfer.word2vec import gradients
 from speedtransfer.word2vec.band import Noise
+from speedtransfer.word2vec.cbow import cbow_gradients
 from speedtransfer.word2vec.gradients import skipgram_gradients
+from speedtransfer.word2vec.places import Places
 
 WAYS = ["compiled", "torch"]
 
@@ -59,13 +62,9 @@ def plain_loss(center_table, context_table, words, before, after, negatives, neg
 def by_hand(center_table, context_table, block, negative, with_loss=True):
     """Return the result, and both gradients spread over whole tables."""
     words, before, after, negatives = block
-    centers, centers_at = torch.unique(words, return_inverse=True)
-    contexts, contexts_at = torch.unique(torch.cat([words, negatives.flatten()]), return_inverse=True)
-    n = len(words)
-    result = skipgram_gradients(
-        center_table[centers], context_table[contexts], centers_at, contexts_at[:n],
-        contexts_at[n:].view_as(negatives), before, after, negative, with_loss,
-    )  # fmt: skip
+    places = Places.find(words, before, after, negatives, len(center_table))
+    centers, contexts = places.words.ids, places.outputs.ids
+    result = skipgram_gradients(center_table[centers], context_table[contexts], places, negative, with_loss)
     center_grad, context_grad = torch.zeros_like(center_table), torch.zeros_like(context_table)
     center_grad[centers], context_grad[contexts] = result.center, result.context
     return result, center_grad, context_grad
@@ -101,13 +100,14 @@ def test_one_pair_by_hand():
     rows, at, ones = torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), torch.tensor([1, 1])
     nobody = torch.zeros(2, dtype=torch.int64)
     before, after = torch.minimum(ones, at), torch.minimum(ones, 1 - at)
-    result = skipgram_gradients(rows, torch.zeros(2, 1), at, at, torch.tensor([[1]]), before, after, 2)
+    places = Places.find(at, before, after, torch.tensor([[1]]), 2)
+    result = skipgram_gradients(rows, torch.zeros(2, 1), places, 2)
     assert result.num_pairs == 2
     assert result.loss.item() == pytest.approx(2 * (1 + 2) * 0.693147, rel=1e-5)
     assert result.center.tolist() == [[0.0], [0.0]]  # contexts are zero
     # context 0 meets center 1: -2/2; context 1 meets center 0: -1/2; as a negative: 2 * (1 + 2)/2
     assert result.context.tolist() == [[-1.0], [2.5]]
-    alone = skipgram_gradients(rows, torch.ones(2, 1), at, at, torch.tensor([[1]]), nobody, nobody, 2)
+    alone = skipgram_gradients(rows, torch.ones(2, 1), Places.find(at, nobody, nobody, torch.tensor([[1]]), 2), 2)
     assert (alone.num_pairs, alone.loss) == (0, 0)
     assert not alone.center.any()
     assert not alone.context.any()
@@ -218,3 +218,32 @@ def test_what_fails_in_the_helping_thread_reaches_the_caller(torch_threads, monk
     monkeypatch.setattr(Noise, "compute", failing)
     with pytest.raises(MemoryError, match="no room"):
         by_hand(torch.ones(40, 3), torch.ones(40, 3), draw_block(50, 40, 2, 9, 4), 5)
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("with_loss", [True, False])
+@pytest.mark.parametrize("gradients_of", [skipgram_gradients, cbow_gradients])
+def test_on_a_device_nothing_is_read_and_nothing_added_in_any_order(gradients_of, with_loss):
+    """On the device "meta", which has no values: what the host reads there raises."""
+    words, before, after, negatives = draw_block(60, 17, 3, 2, 5)
+    device = torch.device("meta")
+    places = Places.find(words, before, after, negatives, 17, grouped=True).to(device)
+    rows = [torch.empty(len(groups.ids), 4, device=device) for groups in (places.words, places.outputs)]
+    with Operations() as operations:
+        result = gradients_of(*rows, places, 5, with_loss)
+    assert [result.center.shape, result.context.shape] == [tensor.shape for tensor in rows]
+    assert result.num_pairs.device.type == "cpu"
+    assert "bmm" in operations.names
+    in_any_order = ("index_add", "scatter_add", "scatter_reduce", "index_put", "put_", "cumsum", "bincount")
+    assert not [name for name in operations.names if name.startswith(in_any_order)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from gensim.models.fasttext import ft_ngram_hashes
 from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every test here)
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError, StorageError
-from speedtransfer.tables import unique_rows
 from speedtransfer.word2vec import Block, UnknownWordError, Vocabulary, Word2Vec
 from speedtransfer.word2vec import model as model_module
 
@@ -98,18 +95,15 @@ def test_step_of_the_model_is_the_step_of_torch(kind, buckets):
     assert model.deposit_gradients(block, with_loss=False).loss is None
 
 
-def with_unique(block):
-    found = unique_rows(block.words), unique_rows(torch.cat([block.words, block.negatives.flatten()]))
-    return dataclasses.replace(block, unique=found)
-
-
+@pytest.mark.parametrize("kind", ["skipgram", "cbow"])
 @pytest.mark.parametrize("buckets", [0, BUCKETS])
-def test_unique_rows_found_ahead_change_nothing(buckets):
+def test_preparing_a_block_changes_nothing(buckets, kind):
     block, tables = draw_block(60), []
-    for given in (block, with_unique(block)):
-        model = Word2Vec(VOCABULARY, 5, buckets=buckets, device="cpu")
+    for prepare in (False, True):
+        model = Word2Vec(VOCABULARY, 5, model=kind, buckets=buckets, device="cpu")
         model.output.table.normal_(0, 0.5, generator=torch.Generator().manual_seed(4))
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        given = model.prepare(block) if prepare else block
         for _ in range(2):
             model.deposit_gradients(given)
             optimizer.step()
@@ -118,11 +112,23 @@ def test_unique_rows_found_ahead_change_nothing(buckets):
     assert all(map(torch.equal, *tables))
 
 
+def test_a_block_prepared_for_another_model_is_prepared_anew():
+    block = draw_block(60)
+    model, with_ngrams = (Word2Vec(VOCABULARY, 5, buckets=buckets, device="cpu") for buckets in (0, BUCKETS))
+    expected = with_ngrams.deposit_gradients(block)
+    prepared = model.prepare(block)
+    assert model.prepare(prepared).places is prepared.places
+    result = with_ngrams.deposit_gradients(prepared)
+    assert torch.equal(result.center, expected.center)
+    with pytest.raises(RowIndexError, match="5"):
+        Word2Vec(5, 5, device="cpu").deposit_gradients(prepared)
+
+
 def test_block_of_another_vocabulary():
     model = Word2Vec(VOCABULARY, 5, device="cpu")
-    for block in (draw_block(60, vocabulary=NUM_WORDS + 5), with_unique(draw_block(60, vocabulary=NUM_WORDS + 5))):
+    for use in (model.prepare, model.deposit_gradients):
         with pytest.raises(RowIndexError, match=f"{NUM_WORDS}"):
-            model.deposit_gradients(block)
+            use(draw_block(60, vocabulary=NUM_WORDS + 5))
 
 
 @pytest.mark.parametrize("buckets", [0, BUCKETS])

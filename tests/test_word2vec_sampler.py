@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 
@@ -166,13 +167,18 @@ def test_any_block_again_by_its_step(vocabulary):
     assert list(sampler.blocks(5, 5)) == []
 
 
-def test_unique_rows_are_those_of_the_words_and_of_all(vocabulary):
-    block = sampler_of(vocabulary, corpus_ids(10), block_words=200).block(3)
-    for found, ids in zip(
-        block.unique, (block.words, torch.cat([block.words, block.negatives.flatten()])), strict=True
-    ):
-        assert torch.equal(found.ids, ids.unique())
-        assert torch.equal(found.ids[found.inverse], ids)
+def test_blocks_are_prepared_by_the_thread_that_draws_them(vocabulary):
+    sampler, threads = sampler_of(vocabulary, corpus_ids(10), block_words=200), []
+
+    def prepare(block):
+        threads.append(threading.current_thread().name)
+        return dataclasses.replace(block, num_corpus_words=-1)
+
+    blocks = list(sampler.blocks(3, 6, prepare))
+    assert blocks_equal(blocks, list(sampler.blocks(3, 6)))
+    assert [block.num_corpus_words for block in blocks] == [-1] * 3
+    assert len(threads) == 3
+    assert all(name.startswith("speedtransfer-sampler") for name in threads)
 
 
 def test_stopping_early_leaves_no_thread(vocabulary):

@@ -74,40 +74,40 @@ def make(words, dim=6, buckets=40):
 
 
 def test_vectors_are_means_of_rows_and_gradients_go_back_to_them():
-    words = [*draw_words(30), "banana"]
-    bags, embedding = make(words)
-    expected_rows = rows_by_gensim(words, 40, 3, 6)
+    texts = [*draw_words(30), "banana"]
+    bags, embedding = make(texts)
+    expected_rows = rows_by_gensim(texts, 40, 3, 6)
     before = embedding.table.torch().clone().requires_grad_()
     vectors = torch.stack([before[rows].mean(0) for rows in expected_rows])
-    batch = torch.tensor([[3, 30], [3, 7]])
+    words = torch.tensor([3, 7, 30])
 
     optimizer = torch.optim.SGD(embedding.parameters(), lr=0.5)
     with torch.no_grad():
-        active = ActiveWords(embedding, bags, batch)
-        torch.testing.assert_close(active.rows[active.inverse], vectors[batch].detach())
-        assert active.rows.shape == (3, 6)
+        active = ActiveWords(embedding, bags.find(words))
+        torch.testing.assert_close(active.rows, vectors[words].detach())
         grad = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
         active.add_grad(grad)
     optimizer.step()
-    (vectors[torch.tensor([3, 7, 30])] * grad).sum().backward()
+    (vectors[words] * grad).sum().backward()
     torch.testing.assert_close(embedding.table.torch(), before.detach() - 0.5 * before.grad)
 
 
-def test_gradients_without_the_order_of_rows(monkeypatch):
-    words = draw_words(30)
-    results = []
-    for keep_order in (True, False):
-        torch.manual_seed(0)
-        bags, embedding = make(words)
-        optimizer = torch.optim.SGD(embedding.parameters(), lr=0.5)
-        with torch.no_grad():
-            active = ActiveWords(embedding, bags, torch.arange(20))
-            if not keep_order:  # as on a GPU
-                monkeypatch.setattr(active, "_groups", active._groups._replace(order=None, starts=None))
-            active.add_grad(torch.ones(20, 6, dtype=torch.float64))
-        optimizer.step()
-        results.append(embedding.table.torch().clone())
-    torch.testing.assert_close(*results)
+@pytest.mark.parametrize("count", [20, 400])  # of few rows the order is not found unless it is asked for
+@pytest.mark.parametrize("grouped", [False, True])
+def test_gradients_by_the_order_of_rows_and_without(count, grouped):
+    words = draw_words(count)
+    bags, embedding = make(words)
+    found = bags.find(torch.arange(count), grouped)
+    assert (found.rows.order is None) == (count == 20 and not grouped)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.5)
+    before = embedding.table.torch().clone().requires_grad_()
+    grad = torch.randn(count, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        ActiveWords(embedding, found).add_grad(grad)
+    optimizer.step()
+    vectors = torch.stack([before[rows].mean(0) for rows in rows_by_gensim(words, 40, 3, 6)])
+    (vectors * grad).sum().backward()
+    torch.testing.assert_close(embedding.table.torch(), before.detach() - 0.5 * before.grad)
 
 
 def test_means_of_a_stretch_of_the_vocabulary():

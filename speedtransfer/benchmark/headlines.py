@@ -10,7 +10,7 @@ from speedtransfer.errors import format_bytes
 
 SMALL_STEP = "small step"
 # Experiments of suite `step` with exact idle rows.
-_EXACT = (SMALL_STEP, "many tables", "whole table", "DeepFM", "idle rows")
+_EXACT = (SMALL_STEP, "many tables", "one table", "whole table", "DeepFM", "idle rows")
 _TELLING_BYTES = 1e9  # the buffers of a step vanish beside a table of this size
 
 

@@ -31,6 +31,7 @@ def run_suite(
     quick: bool,
     console: Console | None = None,
     after_group: Callable[[dict[str, Any]], None] | None = None,
+    seconds: float | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Measure a suite and return the result as plain data.
@@ -48,6 +49,9 @@ def run_suite(
     after_group : callable, optional
         Gets the result so far after every group. A group that goes wrong is then put down among the failures, and the
         others are measured all the same; without it the error is raised.
+    seconds : float, optional
+        The time for the suite, less what later groups reserve: a group that would begin after it is skipped, and the result
+        is not complete. A group that reserves time is never skipped.
     options
         Arguments of the suite.
 
@@ -56,7 +60,7 @@ def run_suite(
     WrongResultError
         A way to move rows moves the wrong ones.
     """
-    start = time.perf_counter()
+    start, missed = time.perf_counter(), list[str]()
     groups = suite.groups(device, quick, **options)  # before anything is shown: options may make no sense
     facts, failures = environment(device), dict[str, str]()
     show = console or Console(quiet=True)
@@ -73,16 +77,21 @@ def run_suite(
             "environment": facts,
             "groups": [group.to_json() for group in found],
             "failures": failures,
-            "complete": len(found) == len(groups),
+            "complete": len(found) == len(groups) and not missed,
             "seconds": round(time.perf_counter() - start, 1),
         }
 
     with bar:
         task = bar.add_task(suite.name, total=len(groups))
-        for group in groups:
+        for number, group in enumerate(groups):
             bar.update(task, description=textwrap.shorten(f"{suite.name}: {group.title}", 60, placeholder=" ..."))
+            left_s = float("inf") if seconds is None else seconds - (time.perf_counter() - start)
             try:
-                found.append(measure(group, device, **EFFORT[quick]))
+                if left_s > sum(later.reserved_s for later in groups[number:]) or group.reserved_s:
+                    found.append(measure(group, device, **EFFORT[quick]))
+                else:
+                    missed.append(group.title)
+                    found.append(GroupResult(group.title, group.params, skipped="the time was up"))
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()  # CuPy's pool and page-locked tables want their turn

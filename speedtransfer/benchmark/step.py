@@ -26,6 +26,7 @@ NOTE = (
 )
 LARGE, SMALL = OURS.format("pinned"), OURS.format("pinned") + ", 1 GB table"  # the cases of experiment "gpu limit"
 SMALL_BYTES, LARGE_BYTES, LIMIT_BYTES = 1e9, 50e9, 5e9  # their weights, and the GPU memory that they get
+LARGE_S = 100.0  # that page-locking so much takes, and the steps
 
 _ROWS, _LOOKUPS = 1_000_000, 98_304  # of the smallest table
 _QUICK_ROWS, _QUICK_LOOKUPS, _QUICK_BYTES = 20_000, 8_192, 600e6
@@ -132,4 +133,4 @@ def _under_gpu_limit(device: torch.device, batches: Batches, room_bytes: float) 
     taken = f"{format_bytes(large * ROW_BYTES)} ({format_bytes(planes * large * ROW_BYTES)} with its state)"
     title = f"AdamW step with {format_bytes(LIMIT_BYTES)} of GPU memory, pinned table of {taken} and one of 1 GB"
     params = {"experiment": "gpu limit", "rows": large, "dim": DIM, "limit_bytes": int(LIMIT_BYTES)}
-    return Group(title, make, params)
+    return Group(title, make, params, reserved_s=LARGE_S)

@@ -19,7 +19,7 @@ from speedtransfer.benchmark.kinds import OURS
 from speedtransfer.benchmark.measure import Case, Group, Role
 from speedtransfer.nn import Embedding
 
-SMALL, MANY, WHOLE, DEEPFM = "small step", "many tables", "whole table", "DeepFM"
+SMALL, MANY, ONE, WHOLE, DEEPFM = "small step", "many tables", "one table", "whole table", "DeepFM"
 BY_HAND = "rows by hand, unchecked"
 SMALL_ROWS, SMALL_WIDTH, SMALL_IDS = 10_000, 32, 64
 ROWS, TABLES, WIDTH, IDS, HIDDEN = 100_000, 26, 16, 256, 64
@@ -48,9 +48,9 @@ class _OneTable(nn.Module):
 class _ManyTables(nn.Module):
     """The sum of squares of the rows that a batch, ``(tables, ids)``, names in each table."""
 
-    def __init__(self, embed: _Embed, rows: int) -> None:
+    def __init__(self, embed: _Embed, rows: int, tables: int = TABLES) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(embed(rows, WIDTH) for _ in range(TABLES))
+        self.tables = nn.ModuleList(embed(rows, WIDTH) for _ in range(tables))
         for table in self.tables:  # no gradient near zero, where steps of Adam and SparseAdam differ
             nn.init.uniform_(table.get_parameter("weight"), 0.5, 1.5)
 
@@ -187,7 +187,8 @@ class _Task:
 
 
 def groups(device: torch.device, rows: int, seed: int, history: int, quick: bool = False) -> Iterator[Group]:
-    """Yield a group for a small step, two for many tables, and one each for a table used as a whole and a DeepFM.
+    """Yield a group for a small step, two for many tables (on CUDA one for one such table), and one each for a table used as a
+    whole and a DeepFM.
 
     Parameters
     ----------
@@ -216,6 +217,10 @@ def groups(device: torch.device, rows: int, seed: int, history: int, quick: bool
         title = f"{name} step, {TABLES} tables of {rows:,} x {WIDTH} float32, {IDS} uniform ids each"
         task = _Task(_ManyTables, rows, (TABLES, IDS), steps, device, seed)
         yield task.group(MANY, title, ways, dim=WIDTH, tables=TABLES)
+    if device.type == "cuda":  # where the host should not take much longer for many
+        title = f"AdamW step, one table of {rows:,} x {WIDTH} float32, {IDS} uniform ids"
+        task = _Task(functools.partial(_ManyTables, tables=1), rows, (1, IDS), history, device, seed)
+        yield task.group(ONE, title, [lazy, exact, dense], dim=WIDTH, tables=1)
     title = f"AdamW step, softmax over all of {rows:,} x {WHOLE_WIDTH} float32, and {2 * WHOLE_IDS} lookups"
     task = _Task(_WholeTable, rows, (2, WHOLE_IDS), 0, device, seed)
     # Every step touches all rows.

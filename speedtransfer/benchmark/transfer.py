@@ -23,6 +23,8 @@ ROWS, ROW_BYTES = 131_072, 512  # of the headline: SpeedTorch's own batch
 _CALL_BYTES = 1 << 28  # the most that one call moves: a million rows of 256 bytes
 _SECOND_TABLE_BYTES = 1 << 30  # of other memories than the main one
 _OVERHEAD_ROWS = 1000
+FEW_BLOCKS = 16  # that should do: a launch so small leaves the device to training
+_LAUNCH_S = 8.0  # that a run with little time keeps for each of the groups which tell
 
 NOTE = """\
 The roof is one cudaMemcpy of page-locked memory; without CUDA it is the faster of torch's copy_ on all cores and a copy that \
@@ -92,7 +94,9 @@ class _Plan:
         """Return the ways to move `rows` rows."""
 
         def make(work: Workload) -> list[Way]:
-            return ways.our_ways(work, direction) + ways.other_ways(work, direction, all_of_them)
+            found = ways.our_ways(work, direction) + ways.other_ways(work, direction, all_of_them)
+            both = all_of_them and work.table.memory == "pinned" and direction == "gather"
+            return [*found, ways.both_engines_way(work)] if both else found
 
         count = self._count(rows or self.rows, row_bytes, memory)
         return self._group("ways", direction, make, memory, count, row_bytes, ids, headline)
@@ -114,7 +118,9 @@ class _Plan:
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
         def make(work: Workload) -> list[Way]:
-            sizes = [max(1, int(processors * share)) for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)]
+            sizes = sorted(
+                {4, FEW_BLOCKS // 2, FEW_BLOCKS, *(int(processors * share) for share in (1 / 4, 1 / 2, 1, 2, 4, 8))}
+            )
             engines = [(f"{size} blocks", MappedEngine(self.device, max_blocks=size)) for size in sizes]
             return [ways.engine_way(name, engine, work, direction) for name, engine in engines]
 
@@ -147,11 +153,13 @@ class _Plan:
             work = workload(table, count, ids, repeats=direction == "gather", seed=self.seed)
             return [ways.as_case(way, work, direction) for way in [*make(work), *ways.roofs(work, direction)]]
 
+        reserved_s = _LAUNCH_S if kind == "launch" else 0.0
         what = {"overhead": "overhead: ", "launch": "launch size: ", "bulk": "bulk copies: "}.get(kind, "")
         draw = {("zipf", "gather"): ", Zipf", ("zipf", "scatter"): ", the distinct ones of a Zipf draw"}
         title = f"{what}{direction} {count:,} rows of {row_bytes:,} B{draw.get((ids, direction), '')}"
         title += f", {memory} table of {format_bytes(self._bytes(memory))}"
-        return Group(title, cases, self._params(kind, direction, memory, count, row_bytes, ids, headline))
+        params = self._params(kind, direction, memory, count, row_bytes, ids, headline)
+        return Group(title, cases, params, reserved_s)
 
     def stride(self, direction: Direction) -> Group:
         """Return whether it pays to pad rows of 400 bytes to 512, a multiple of what memory and bus move at once."""

@@ -30,6 +30,7 @@ BEST_TORCH = {"gather": "index_select(out=pinned) + copy", "scatter": "copy to p
 PLAIN_TORCH = {"gather": "t[idx].to(device)", "scatter": "t[idx] = rows.cpu()"}
 _CHUNKS = 8  # of a batch that crosses the bus in parts
 OVERLAPPED_TORCH = {direction: f"{name}, {_CHUNKS} parts overlapped" for direction, name in BEST_TORCH.items()}
+BOTH_ENGINES = "engines: mapped and staged at once"
 CUPY = {"gather": "CuPy t[idx]", "scatter": "CuPy t[idx] = rows"}
 
 
@@ -167,6 +168,24 @@ def engine_way(name: str, engine: Engine, work: Workload, direction: Direction) 
         engine.scatter([work.plane], pick(ids), [work.rows])
 
     return Way(f"engine: {name}", gather if direction == "gather" else scatter, "ours", queues)
+
+
+def both_engines_way(work: Workload) -> Way:
+    """Return a gather of which the kernels read one half across the bus while the copy engine brings the other, staged."""
+    device, half = work.device, len(work.rows) // 2
+    mapped, staged = (make_engine(work.table.memory, device, name) for name in ("mapped", "staged"))
+    side = torch.cuda.Stream(device)
+
+    def move(ids: Ids) -> Tensor:
+        current = torch.cuda.current_stream(device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            mapped.gather([work.plane], ids.device[:half], [work.out[:half]])
+        staged.gather([work.plane], ids.host[half:], [work.out[half:]])
+        current.wait_stream(side)
+        return work.out
+
+    return Way(BOTH_ENGINES, move, "ours")
 
 
 # --- others -------------------------------------------------------------------------------------------------------------

@@ -78,8 +78,7 @@ def read_chunks(tensor: Tensor) -> Iterator[Tensor]:
     staging = torch.empty(0, dtype=tensor.dtype, device="cpu")
     for rows in row_chunks(len(tensor), row_bytes):
         chunk = tensor[rows]
-        if chunk.is_contiguous():
-            read_ahead(chunk)
+        read_ahead(chunk)
         if chunk.device.type != "cpu" or not chunk.is_contiguous():
             if len(staging) < chunk.numel():
                 staging = torch.empty(chunk.numel(), dtype=tensor.dtype, device="cpu")

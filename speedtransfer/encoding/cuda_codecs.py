@@ -51,9 +51,10 @@ def is_usable(values: Tensor) -> bool:
     return values.is_cuda and is_trusted("encoded rows", values.device, functools.partial(_check, values.device))
 
 
+@torch.inference_mode(False)
 def _check(device: torch.device) -> bool:
-    values = torch.linspace(-3, 5, 12 * 140, device=device).view(12, 140)
-    values *= torch.logspace(-9, 4, 12, device=device)[:, None]
+    values = torch.linspace(-3, 5, 12 * 140, dtype=torch.float32, device=device).view(12, 140)
+    values *= torch.logspace(-9, 4, 12, dtype=torch.float32, device=device)[:, None]
     keys, right = Keys(7, torch.arange(12, device=device)), True
     for dtype in _FORMS:
         codec = codec_for(140, torch.float32, dtype)

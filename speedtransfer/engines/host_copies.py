@@ -93,7 +93,9 @@ def _copy_any(to: int, source: int, num_bytes: int) -> None:
 @njit(inline="always")
 def _ask_for(plane: int, stride_bytes: int, row_bytes: int, index: Any, j: int, stop: int) -> None:
     """Prefetch the row that is due a while after row `j`."""
-    lines = min((row_bytes + LINE_BYTES - 1) // LINE_BYTES, _LINES_OF_A_ROW)
+    # As many as a row covers where it begins furthest from the start of a line: the lowest bit set is how it is aligned.
+    bits = plane | stride_bytes | LINE_BYTES
+    lines = min((2 * LINE_BYTES - 1 - (bits & -bits) + row_bytes) // LINE_BYTES, _LINES_OF_A_ROW)
     ahead = max(2, min(64, _LINES_AHEAD // max(1, lines)))
     if j + ahead < stop:
         coming = plane + index[j + ahead] * stride_bytes

@@ -57,6 +57,8 @@ class Lag:
         if device.type == "cuda":
             check_not_capturing("counting steps (idle='exact')")
         unsure = step if isinstance(step, Unsure) else self._unsure
+        if unsure is not None and unsure is not step:
+            unsure = self._unsure_on(device)
         number = self.now + (step is not None or unsure is not None)
         last = torch.full((count, 1), number, dtype=torch.int32, device=device)
         if unsure is not None:
@@ -67,14 +69,16 @@ class Lag:
     def settle(self) -> None:
         """Find out whether the newest step was made: this may wait for the device."""
         unsure, self._unsure = self._unsure, None
-        if unsure is not None:
-            self._record(unsure)
-
-    def _record(self, unsure: Unsure) -> None:
-        if unsure.was_made():
+        if unsure is not None and unsure.was_made():
             self._history.record(unsure.step)
-        else:
+        elif unsure is not None:
             self._rule.scalars.forget()
+
+    def _unsure_on(self, device: torch.device) -> Unsure | None:
+        """Return the newest step if the host does not know whether it was made, and `device` does."""
+        if self._unsure is not None and (self._unsure.is_known() or self._unsure.skipped.device != device):
+            self.settle()
+        return self._unsure
 
     def _new_history(self, now: int) -> History | Replay:
         return Replay(self._rule, now) if self._rule.coupled else History(self._rule, self._dtype, now)
@@ -83,11 +87,13 @@ class Lag:
         """Apply to `rows`, by plane, each ``(n, *tail)``, the steps after the step `last` (n, 1) of each, in place."""
         if last.is_cuda:
             check_not_capturing("catching up rows (idle='exact')")
-        if self._unsure is not None and (self._unsure.is_known() or not self._history.takes_unsure(rows, last)):
+        unsure = None if self._unsure is None else self._unsure_on(last.device)
+        if unsure is not None and not self._history.takes_unsure(rows, last):
             self.settle()
-        if self._unsure is not None:
-            self._unsure.begin_use()
-        self._history.catch_up(rows, last, self._unsure)
+            unsure = None
+        if unsure is not None:
+            unsure.begin_use()
+        self._history.catch_up(rows, last, unsure)
 
     def begin(self, group: dict[str, Any], state: dict[str, Any], catch_up_all: Callable[[], None]) -> None:
         """Note what matters of the `state` before a step with the hyperparameters `group`.
@@ -108,7 +114,8 @@ class Lag:
 
     def step_made(self, optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> Any:
         """Return what the step just made does to idle rows, for `record`; None: nothing, or the step was skipped."""
-        self.settle()
+        if self._unsure is not None:
+            self.settle()
         # GradScaler's, for fused optimizers, which then do nothing: they take back the step that they have counted.
         found_inf = getattr(optimizer, "found_inf", None)
         self._rule.changes_of_count = 1 if found_inf is None else 2
@@ -116,7 +123,7 @@ class Lag:
         if not unsure and found_inf is not None and float(found_inf) != 0:
             return None
         step = self._rule.made(group, state, self._before)
-        return Unsure(step, found_inf) if unsure and step is not None else step
+        return Unsure(step, found_inf) if unsure and found_inf is not None and step is not None else step
 
     def record(self, step: Any) -> None:
         """Remember a step that only some rows have taken."""

@@ -34,7 +34,7 @@ def take_missed_steps(
     unsure : Unsure, optional
         A step after those in `sums`, where `is_done_on_cuda`.
     """
-    if is_done_on_cuda(rule, rows, last):
+    if last.is_cuda and is_done_on_cuda(rule, rows, last):
         cuda_catch_up.take_missed(rule, sums, rows, last, base, unsure)
         return
     if _take_compiled(rule, sums, rows, last, base):
@@ -46,9 +46,7 @@ def take_missed_steps(
 
 
 def is_done_on_cuda(rule: Rule, rows: dict[str, Tensor], last: Tensor) -> bool:
-    """Tell whether a kernel lets such rows take steps."""
-    if not last.is_cuda:
-        return False
+    """Tell whether a kernel lets such rows, on a CUDA device, take steps."""
     planes = [rows[name] for name in ("weight", *rule.factors, rule.partner, rule.denominator) if name in rows]
     device = last.device
     suitable = cuda_catch_up.are_suitable(planes)
@@ -79,13 +77,14 @@ def _take_chunks(rule: Rule, sums: Sums, rows: dict[str, Tensor], index: Tensor)
         _take(rule, sums, part_of_rows, index[start : start + chunk])
 
 
+@torch.inference_mode(False)
 def _check_kernel(device: torch.device) -> bool:
     rule = Rule(torch.float32)
     rule.factors, rule.denominator = ("m", "v"), "v"
     sums = Sums(rule, torch.float32)
     for t in range(1, 40):
         sums.take(IdleStep(0.99, (0.9, 0.99), scale=0.01 / (1 - 0.9**t), root=(1 - 0.99**t) ** -0.5, eps=1e-8))
-    values = torch.linspace(-1, 1, 40 * 9, device=device).view(40, 9)
+    values = torch.linspace(-1, 1, 40 * 9, dtype=torch.float32, device=device).view(40, 9)
     rows = {"weight": values, "m": values.flip(0), "v": values.square() * 1e-14 ** values.abs()}
     found = {name: plane.clone() for name, plane in rows.items()}
     last = torch.arange(40, dtype=torch.int32, device=device)[:, None]

@@ -181,13 +181,14 @@ class Replay:
             rows[name][order] = values
 
 
+@torch.inference_mode(False)
 def _check_kernel(device: torch.device) -> bool:
     rule = Rule(torch.float32)
     rule.replay = "adam"  # type: ignore[misc]
     replay = Replay(rule)
     for t in range(1, 6):
         replay.record((0.1, 0.1, 0.99, 0.01, (1 - 0.99**t) ** -0.5, 1e-8, 0.01 / (1 - 0.9**t), 0.0))
-    values = torch.linspace(-1, 1, 6 * 9, device=device).view(6, 9)
+    values = torch.linspace(-1, 1, 6 * 9, dtype=torch.float32, device=device).view(6, 9)
     rows = {"weight": values, "exp_avg": values.flip(0), "exp_avg_sq": values.square()}
     found, rows = ({name: plane.clone() for name, plane in rows.items()} for _ in range(2))
     last = torch.arange(6, dtype=torch.int32, device=device)[:, None]

@@ -84,7 +84,7 @@ class Scalars:
         """Tell whether `read` would not have to wait for a device."""
         if not isinstance(number, Tensor) or number.device.type == "cpu":
             return True
-        known = self._known.get(name)
+        known = None if number.is_inference() else self._known.get(name)
         return known is not None and known[0]() is number and number._version == known[1] + changes
 
     def forget(self) -> None:
@@ -168,7 +168,8 @@ class Rule:
 
     def _numbers(self, group: dict[str, Any], *names: str) -> list[float]:
         """Return hyperparameters, which may be tensors."""
-        return [self.scalars.read(name, group.get(name, 0.0)) for name in names]
+        found = [(name, group.get(name, 0.0)) for name in names]
+        return [self.scalars.read(*pair) if isinstance(pair[1], Tensor) else float(pair[1]) for pair in found]
 
     def _rounded(self, value: float) -> float:
         return rounded(value, self.dtype)

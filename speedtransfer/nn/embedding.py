@@ -49,6 +49,10 @@ class Embedding(TableModule, nn.Embedding):
         of float16 are stored as its largest; if one value of an int8 row is inf or NaN, the whole row becomes NaN.
     state_dtype : {torch.float32, torch.bfloat16, torch.uint8}, optional
         The same for optimizer state as wide as the rows. uint8: 8-bit floats with a float32 scale for up to 128 columns.
+    layout : {"planes", "rows"}
+        How the planes of optimizer state lie: each in an array of its own, or side by side in one record a row, which makes
+        fewer pages of a "mmap" table to read and write. Results do not depend on it. With "rows" ``optimizer.state`` holds
+        strided views, and ``optimizer.state_dict()`` contiguous copies of them.
 
     Raises
     ------

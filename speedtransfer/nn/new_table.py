@@ -26,7 +26,8 @@ def make_handle(
 
     `options` are complete; `dtype` is that of `weight`, if given.
     """
-    memory, path, storage_dtype = options["memory"], options["path"], options["storage_dtype"]
+    memory, path, layout = options["memory"], options["path"], options["layout"]
+    storage_dtype = options["storage_dtype"]
     if weight is not None and storage_dtype is not None and weight.is_floating_point():
         # Rows stored in another dtype are computed in float32, whatever `weight` is.
         dtype = torch.float32
@@ -35,9 +36,9 @@ def make_handle(
     stored = dtype if storage_dtype is None else storage_dtype
     in_place = weight is not None and weight.dtype == stored
     if weight is not None and in_place:
-        table = Table.from_array(weight, memory=memory, path=path, device=device, copy=False)
+        table = Table.from_array(weight, memory=memory, path=path, device=device, copy=False, layout=layout)
     else:
-        table = Table(shape[0], shape[1], stored, memory=memory, path=path, device=device)
+        table = Table(shape[0], shape[1], stored, memory=memory, path=path, device=device, layout=layout)
     install()
     rows = Rows(table, storage_dtype, options["state_dtype"])
     if weight is not None and not in_place:

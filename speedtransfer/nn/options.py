@@ -25,9 +25,10 @@ class TableOptions(TypedDict, total=False):
     idle: str
     storage_dtype: torch.dtype | None
     state_dtype: torch.dtype | None
+    layout: str
 
 
-DEFAULTS = TableOptions(memory="auto", path=None, idle="auto", storage_dtype=None, state_dtype=None)
+DEFAULTS = TableOptions(memory="auto", path=None, idle="auto", storage_dtype=None, state_dtype=None, layout="planes")
 
 
 def takes_options(function: Function) -> Function:

@@ -136,6 +136,7 @@ class TableModule(ModuleState):
         memory, rows = f"memory={self.table.memory!r}", self._handle.rows
         for name in ("storage_dtype", "state_dtype"):
             memory += f", {name}={getattr(rows, name)}" if getattr(rows, name) is not None else ""
+        memory += f", layout={self.table.layout!r}" if self.table.layout != "planes" else ""
         return f"{text}, {memory}" if text else memory
 
     # --- nn.Module ----------------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ class Handle(Binding):
         self._detach_aliases()
         if resized or retyped:
             dtype = values.dtype if rows.storage_dtype is None else rows.storage_dtype
-            made = Table(len(values), table.dim, dtype, table.memory, device=table.device)
+            made = Table(len(values), table.dim, dtype, table.memory, device=table.device, layout=table.layout)
             reason = f"the table got {len(values)} rows" if resized else f"the table became {values.dtype}"
             self.replace(Rows(made, rows.storage_dtype, rows.state_dtype), reason)
         self.store(values)

@@ -202,8 +202,15 @@ class RowState(StatePlanes):
         state = None if optimizer is None else optimizer.state.get(self.param)
         if not state or self.sparse or self._fresh:
             return False
-        found = leaves(state)
-        return all(isinstance(view, Tensor) and found.get(name) is view for name, view in self._views.items())
+        found, specs = leaves(state), self._specs
+        # Contiguous: fused optimizers of torch on the CPU do not look at strides. Of the dtype that the optimizer computes in.
+        return all(
+            isinstance(view, Tensor)
+            and view.is_contiguous()
+            and view.dtype == specs[name].dtype
+            and found.get(name) is view
+            for name, view in self._views.items()
+        )
 
     def recover(self, optimizer: Optimizer) -> None:
         """Restore the optimizer's state after a step that failed."""

@@ -107,14 +107,20 @@ def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Replace placeholders in a state dict by values; the state itself is not changed.
 
     These are placeholders for encoded planes, and state that a constructor made for no rows (Adagrad), which gets its initial
-    value.
+    value. Strided planes (layout "rows") become contiguous: fused optimizers of torch on the CPU do not look at strides.
     """
     for handle, group, key in _entries(optimizer, state_dict):
         entry = state_dict["state"][key]
-        encoded = {name: value.decode() for name, value in leaves(entry).items() if isinstance(value, EncodedPlane)}
-        if encoded:
+        found = leaves(entry).items()
+        copied = {name: value.decode() for name, value in found if isinstance(value, EncodedPlane)}
+        copied |= {
+            name: value.contiguous()
+            for name, value in found
+            if isinstance(value, Tensor) and not value.is_contiguous() and 0 not in value.stride()
+        }
+        if copied:
             state_dict["state"][key] = entry = cloned(entry, tensors=False)
-            put(entry, encoded)
+            put(entry, copied)
         # Without rows, or one value expanded, which a dense optimizer could not write to.
         found = leaves(entry).items()
         empty = {name for name, value in found if value.dim() and (not len(value) or 0 in value.stride())}

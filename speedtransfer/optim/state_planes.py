@@ -42,23 +42,21 @@ class StatePlanes:
 
     def add(self, specs: dict[str, PlaneSpec]) -> None:
         """Add the planes of `specs` that are missing: all of them or, if there is no room, none."""
-        added: list[str] = []
+        specs = {name: spec for name, spec in specs.items() if name not in self._views}
+        planes = {name: "state.weight" if name == "weight" else name for name in specs}
+        # Tables have no bool.
+        dtypes = {name: torch.uint8 if spec.dtype == torch.bool else spec.dtype for name, spec in specs.items()}
+        self.rows.add_together({planes[n]: (spec.tail, dtypes[n], spec.initial) for n, spec in specs.items()})
+        self._specs.update(specs)
+        self._planes.update(planes)
         try:
-            for name, spec in specs.items():
-                if name in self._views:
-                    continue
-                plane = "state.weight" if name == "weight" else name
-                # Tables have no bool.
-                dtype = torch.uint8 if spec.dtype == torch.bool else spec.dtype
-                self.rows.add(plane, spec.tail, dtype, spec.initial)
-                self._specs[name], self._planes[name] = spec, plane
-                added.append(name)
+            for name, plane in planes.items():
                 if self.rows.is_viewable(plane):
                     self._views[name] = self._as_state(name, self.rows.whole(plane))
                 else:
                     self._views[name] = EncodedPlane(self.rows, plane)
         except BaseException:
-            self._remove(added)
+            self._remove(specs)
             raise
 
     def _as_state(self, name: str, values: Tensor) -> Tensor:

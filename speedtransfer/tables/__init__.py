@@ -7,7 +7,7 @@ from speedtransfer.tables.page_advice import read_ahead
 from speedtransfer.tables.planes import PathLike, TableStats, check_dtype
 from speedtransfer.tables.row_values import as_rows, overlap, tensor_of
 from speedtransfer.tables.table import MEMORIES, Table
-from speedtransfer.tables.unique import UniqueRows, on_host, unique_rows
+from speedtransfer.tables.unique import UniqueRows, move_together, on_host, unique_rows
 
 __all__ = [
     "CHUNK_BYTES",
@@ -22,6 +22,7 @@ __all__ = [
     "copy_plane",
     "is_padded",
     "kept",
+    "move_together",
     "num_unique",
     "on_host",
     "overlap",

@@ -87,5 +87,5 @@ class MmapMemory(Memory):
 
     def anonymous_copy(self) -> Memory:  # noqa: D102
         copy = MmapMemory(self.device, self._folder / "copy")
-        copy.path = None  # a file without a name
+        copy.path, copy.layout = None, self.layout  # a file without a name
         return copy

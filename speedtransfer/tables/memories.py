@@ -16,6 +16,7 @@ from speedtransfer import buffers
 from speedtransfer.cuda import pinned_empty, require_cuda, resolve_device
 from speedtransfer.errors import DeviceError, HostMemoryError, InvalidValueError, format_bytes
 from speedtransfer.system import physical_bytes
+from speedtransfer.tables.records import Specs, record_bytes, views_of
 
 
 class Memory(ABC):
@@ -31,6 +32,8 @@ class Memory(ABC):
 
     name: ClassVar[str]
     path: Path | None = None
+    # Of planes that are added together: see `Table`.
+    layout: str = "planes"
     # Whether this process was forked and shares the memory of such tables with its parent: a write would change the parent's.
     of_parent: ClassVar[bool] = False
 
@@ -51,6 +54,17 @@ class Memory(ABC):
         """
         with torch.inference_mode(False):  # an inference tensor could never be trained
             return self._allocate(plane, (num_rows, width), dtype)
+
+    def allocate_together(self, num_rows: int, specs: Specs) -> dict[str, Tensor]:
+        """Return zeroed ``(num_rows, width)`` tensors for planes that are added together, with contiguous rows.
+
+        With layout "rows" they are views of one tensor that has a record of all of them for each row.
+        """
+        if self.layout == "planes" or len(specs) < 2 or not all(width for width, _ in specs.values()):
+            return {name: self.allocate(name, num_rows, *spec) for name, spec in specs.items()}
+        offsets, stride = record_bytes(specs)
+        with torch.inference_mode(False):
+            return views_of(self.allocate(", ".join(specs), num_rows, stride, torch.uint8), specs, offsets)
 
     def refuse_write(self) -> NoReturn:
         """Raise for a write to memory `of_parent`."""
@@ -73,7 +87,9 @@ class Memory(ABC):
 
     def anonymous_copy(self) -> Memory:
         """Return a memory of the same kind for a copy of the table."""
-        return type(self)(self.device)
+        copy = type(self)(self.device)
+        copy.layout = self.layout
+        return copy
 
 
 class PageableMemory(Memory):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,6 +30,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.tables.chunks import check_fill, check_floating, copy_plane, fill_plane
 from speedtransfer.tables.memories import Memory
 from speedtransfer.tables.padded import PaddedStats
+from speedtransfer.tables.records import check_layout
 
 # The class below has attributes called `torch`, `device` and `dtype`: inside its body these names are not the types.
 DType: TypeAlias = torch.dtype
@@ -155,6 +156,15 @@ class Planes:
         return self._engine.takes_padding
 
     @property
+    def layout(self) -> str:
+        """How planes that are added together lie, "planes" or "rows"; set it for those that are added from now on."""
+        return self._place.layout
+
+    @layout.setter
+    def layout(self, layout: str) -> None:
+        self._place.layout = check_layout(layout)
+
+    @property
     def planes(self) -> tuple[str, ...]:
         """Names of the planes, "weight" first."""
         return tuple(self._planes)
@@ -205,19 +215,28 @@ class Planes:
         InvalidValueError, InvalidTypeError
             A plane of that name exists; a width, dtype or `fill` that breaks a rule.
         """
-        check_not_capturing(f"adding the plane {name!r}", WARM_UP)
-        if name in self._planes:
-            raise InvalidValueError(f"plane {name!r} exists; drop it first with drop_plane, or choose another name")
-        width = self.dim if width is None else check_size(width, "width")
-        dtype = check_dtype(self.dtype if dtype is None else dtype)
-        check_fill(fill, (self.num_rows, width), dtype)
-        plane = self._place.allocate(name, self.num_rows, width, dtype)
-        if isinstance(fill, Tensor):
-            copy_plane(plane, fill)
-        elif fill != 0:
-            fill_plane(plane, lambda chunk: chunk.fill_(fill))
-        self._planes[name] = wait_until_filled(plane)
-        return plane
+        return self.add_planes({name: (width, dtype, fill)})[name]
+
+    def add_planes(self, planes: Mapping[str, tuple[int | None, DType | None, float | Tensor]]) -> dict[str, Tensor]:
+        """Add several planes, all or none: by name what `add_plane` takes. With layout "rows" they share a record a row."""
+        check_not_capturing(f"adding planes ({', '.join(planes)})", WARM_UP)
+        specs = dict[str, tuple[int, DType]]()
+        for name, (width, dtype, fill) in planes.items():
+            if name in self._planes:
+                raise InvalidValueError(f"plane {name!r} exists; drop it first with drop_plane, or choose another name")
+            width = self.dim if width is None else check_size(width, "width")
+            specs[name] = width, check_dtype(self.dtype if dtype is None else dtype)
+            check_fill(fill, (self.num_rows, width), specs[name][1])
+        added = self._place.allocate_together(self.num_rows, specs)
+        for name, plane in added.items():
+            fill = planes[name][2]
+            if isinstance(fill, Tensor):
+                copy_plane(plane, fill)
+            elif fill != 0:
+                fill_plane(plane, _filler(fill))
+            wait_until_filled(plane)
+        self._planes.update(added)
+        return added
 
     def drop_plane(self, name: str) -> None:
         """Forget a plane other than "weight"."""
@@ -358,10 +377,13 @@ class Planes:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         duplicate = self.astype(self.dtype)
         memo[id(self)] = duplicate
-        for name, plane in self._planes.items():
-            if name != "weight":
-                duplicate.add_plane(name, plane.shape[1], plane.dtype, fill=plane)
+        others = {name: plane for name, plane in self._planes.items() if name != "weight"}
+        duplicate.add_planes({name: (plane.shape[1], plane.dtype, plane) for name, plane in others.items()})
         return duplicate
+
+
+def _filler(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda chunk: chunk.fill_(value)
 
 
 def check_dtype(dtype: Any) -> DType:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from speedtransfer.dtypes import TORCH_OF_NUMPY
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.tables.records import span_bytes
 
 CONVERTIBLE = {torch.float32, torch.float16, torch.bfloat16}  # into each other, by every engine
 
@@ -83,9 +84,9 @@ def tensor_of(array: Any, what: str = "array") -> Tensor:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two contiguous tensors share memory: one engine raises there, another would read what it just wrote."""
+    """Tell whether two tensors may share memory: one engine raises there, another would read what it just wrote."""
     # Whatever the devices: a CUDA view of page-locked memory has the address of the host.
-    (start_a, stop_a), (start_b, stop_b) = ((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (a, b))
+    (start_a, stop_a), (start_b, stop_b) = ((t.data_ptr(), t.data_ptr() + span_bytes(t)) for t in (a, b))
     return start_a < stop_b and start_b < stop_a
 
 

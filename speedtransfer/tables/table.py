@@ -22,8 +22,9 @@ from speedtransfer.tables.index import as_index, check_distinct
 from speedtransfer.tables.mapped_file import MmapMemory
 from speedtransfer.tables.memories import DeviceMemory, Memory, PageableMemory, PinnedMemory
 from speedtransfer.tables.padded import PaddedStats, is_padded, padded_unique
-from speedtransfer.tables.page_advice import RUN_ROWS, read_ahead_of_run
+from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
 from speedtransfer.tables.planes import Device, DType, PathLike, Planes, TableStats, check_dtype
+from speedtransfer.tables.records import check_layout
 from speedtransfer.tables.row_values import as_rows, check_conversion, check_rows, overlap, tensor_of
 from speedtransfer.tables.unique import on_host, unique_rows
 
@@ -45,11 +46,15 @@ class Table(Planes):
         The new file of a "mmap" table, ``.safetensors`` or ``.npy``.
     device : torch.device, optional
         The compute device that rows are gathered to: a CUDA device if there is one, else the CPU.
+    layout : {"planes", "rows"}
+        How planes that are added together lie, as those of an optimizer's state are. "planes": each in an array of its own.
+        "rows": side by side in one record a row, which is then read from and written to one page of a file instead of
+        several; the whole of such a plane is a strided view. The weights are an array of their own in either.
 
     Raises
     ------
     InvalidValueError, InvalidTypeError
-        A size, dtype or memory that breaks a rule.
+        A size, dtype, memory or layout that breaks a rule.
     DeviceError
         CUDA is asked for and missing.
     HostMemoryError, StorageError
@@ -64,10 +69,11 @@ class Table(Planes):
         memory: str = "auto",
         path: PathLike | None = None,
         device: Device = None,
+        layout: str = "planes",
     ) -> None:
         num_rows, dim = check_size(num_rows, "num_rows"), check_size(dim, "dim")
         check_dtype(dtype)
-        place = _open_memory(memory, path, device, num_rows * dim * dtype.itemsize)
+        place = _open_memory(memory, path, device, num_rows * dim * dtype.itemsize, layout)
         self._adopt(place, place.allocate("weight", num_rows, dim, dtype))
 
     # --- rows in and out ----------------------------------------------------------------------------------------------
@@ -152,7 +158,7 @@ class Table(Planes):
                 for plane, kind in zip(stored, dtypes, strict=True)
             ]
             rows = [values.view(flat.numel(), values.shape[-1]) for values in shaped]
-        read_ahead_of_run(stored, flat)
+        read_ahead_of_rows(stored, flat)
         self._engine.gather(stored, flat, rows, check=not checked, unsorted=True)
         self._stats.gathered_rows += flat.numel()
         self._stats.gathered_bytes += flat.numel() * sum(plane.shape[1] * plane.element_size() for plane in stored)
@@ -170,8 +176,8 @@ class Table(Planes):
         rows = [buffers.empty((count, plane.shape[1]), plane.dtype, device) for plane in stored]
         if self.moves_on_host:
             ids = on_host(ids, ids)
-        if count >= RUN_ROWS:
-            read_ahead_of_run(stored, ids)
+        if count >= FEW_ROWS:
+            read_ahead_of_rows(stored, ids)
         self._engine.gather(stored, ids, rows)
         if self._engine.takes_padding and is_padded(ids):
             self._padded_stats.add("gathered", ids, rows)
@@ -238,6 +244,7 @@ class Table(Planes):
             values = [v.clone() if any(overlap(v, plane) for plane in stored) else v for v in values]
             if self._catch_up is not None:
                 self._catch_up(flat)
+            read_ahead_of_rows(stored, flat)
         else:
             values = [value.detach() for value in by_plane.values()]
         self.write(index, dict(zip(by_plane, values, strict=True)), unsorted=True)
@@ -255,7 +262,14 @@ class Table(Planes):
 
     @classmethod
     def from_array(
-        cls, array: Any, memory: str = "auto", path: PathLike | None = None, device: Device = None, *, copy: bool = True
+        cls,
+        array: Any,
+        memory: str = "auto",
+        path: PathLike | None = None,
+        device: Device = None,
+        *,
+        copy: bool = True,
+        layout: str = "planes",
     ) -> Self:
         """Make a table of a 2-D tensor or array.
 
@@ -270,14 +284,22 @@ class Table(Planes):
                 f"array has shape {tuple(tensor.shape)} but a table is 2-D; reshape it to (rows, dim)"
             )
         check_dtype(tensor.dtype)
-        place = _open_memory(memory, path, device, tensor.numel() * tensor.element_size())
+        place = _open_memory(memory, path, device, tensor.numel() * tensor.element_size(), layout)
         ordinary = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_inference()
         if not copy and place.name == "pageable" and ordinary:
             return cls.__new__(cls)._adopt(place, tensor)
         return cls._copied(place, tensor, tensor.dtype)
 
     @classmethod
-    def load(cls, path: PathLike, memory: str = "auto", device: Device = None, *, key: str | None = None) -> Self:
+    def load(
+        cls,
+        path: PathLike,
+        memory: str = "auto",
+        device: Device = None,
+        *,
+        key: str | None = None,
+        layout: str = "planes",
+    ) -> Self:
         """Read a table from a ``.npy`` or ``.safetensors`` file (`key` names the tensor of a file with several).
 
         With ``memory="mmap"`` the file itself becomes the table: opening is instant and changes go to the file.
@@ -289,8 +311,10 @@ class Table(Planes):
         """
         path = Path(path)
         if memory != "mmap":
-            return cls.from_array(files.open_mapped(path, writable=False, key=key)[0], memory, device=device)
+            values = files.open_mapped(path, writable=False, key=key)[0]
+            return cls.from_array(values, memory, device=device, layout=layout)
         place = MmapMemory(resolve_device(device), path)
+        place.layout = check_layout(layout)
         return cls.__new__(cls)._adopt(place, place.open(key))
 
     def save(self, path: PathLike) -> None:
@@ -314,7 +338,8 @@ class Table(Planes):
         self._stats, self._padded_stats = TableStats(), PaddedStats()
 
 
-def _open_memory(memory: str, path: PathLike | None, device: Device, num_bytes: int) -> Memory:
+def _open_memory(memory: str, path: PathLike | None, device: Device, num_bytes: int, layout: str) -> Memory:
+    check_layout(layout)
     if memory == "auto":
         # Adam's two planes come beside the weights at the first step, and page-locked memory is lost to everything else.
         fits = 3 * num_bytes <= 0.8 * physical_bytes()
@@ -323,4 +348,6 @@ def _open_memory(memory: str, path: PathLike | None, device: Device, num_bytes: 
         raise InvalidValueError(
             f"memory is {memory!r}, not one of its values{suggest(str(memory), ['auto', *MEMORIES])}"
         )
-    return MEMORIES[memory](resolve_device(device), path)
+    place = MEMORIES[memory](resolve_device(device), path)
+    place.layout = layout
+    return place

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import to_device
 from speedtransfer.tables.index import check_bounds
 
 _FEW_IDS = 1 << 10  # torch.unique is faster for no more
@@ -38,13 +38,25 @@ class UniqueRows(NamedTuple):
 
     def to(self, device: torch.device) -> UniqueRows:
         """Return the same on `device`."""
-        if self.ids.device == device:
-            return self
-        parts = [part for part in self[:4] if part is not None]
-        # All in one copy.
-        ids, inverse, *groups = to_device(torch.cat(parts), device).split([len(part) for part in parts])
-        ids._on_host = self.ids
-        return UniqueRows(ids, inverse, groups[0] if groups else None, groups[1] if groups else None, self.found)
+        return self if self.ids.device == device else move_together([self], [], device)[0][0]
+
+
+def move_together(
+    groups: Sequence[UniqueRows], more: Sequence[Tensor], device: torch.device
+) -> tuple[list[UniqueRows], list[Tensor]]:
+    """Return `groups` and further tensors, each (any,) int64 on the CPU, on `device`: all in one copy."""
+    tensors = [part for rows in groups for part in rows[:4] if part is not None] + list(more)
+    sizes = [len(tensor) for tensor in tensors]
+    joined = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    parts = iter(torch.cat(tensors, out=joined).to(device, non_blocking=True).split(sizes))
+    moved = []
+    for rows in groups:
+        ids = next(parts)
+        ids._on_host = rows.ids
+        inverse, order, starts = (None if part is None else next(parts) for part in rows[1:4])
+        assert inverse is not None
+        moved.append(UniqueRows(ids, inverse, order, starts, rows.found))
+    return moved, list(parts)
 
 
 def unique_rows(

@@ -1,61 +1,91 @@
-"""What the gradients of both models are made of in torch: windows as a band beside the diagonal, and shared negatives."""
+"""What the gradients of both models are made of in torch: windows as a band beside the diagonal, shared negatives, sums."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from speedtransfer.tables import UniqueRows, sum_rows
+
 TILE = 32  # words a tile: smaller ones cost more calls, larger ones more products outside the band
+_NOWHERE = 1 << 62  # farther than any window reaches
 
 
+@dataclass(frozen=True)
 class Band:
     """The windows of a block of n words: a band of an n x n matrix, cut into tiles for batched products.
 
     A tile is multiplied with the stretch of text that its windows reach, at most `reach` words to both sides.
 
-    Parameters
-    ----------
-    before, after : Tensor of int64, shape (n,)
-        How many words to the left and to the right are in the window of each word; none beyond the block.
-
     Attributes
     ----------
-    inside : Tensor of bool, shape (num_tiles, tile, tile + 2 * reach)
-        Whether a word of the stretch is in the window of a word of the tile. No word is in its own.
+    num_words, reach : int
+    left, right : Tensor of int64, shape (num_tiles * tile,)
+        Where the window of each word begins and ends, counted from the word; 0 after the last word.
+    gaps : Tensor of int64, shape (2 * tile + 2 * reach - 1,)
+        How far the words of a stretch are from a word of the tile: a stretch of this for each of them, the last one first.
     """
 
-    def __init__(self, before: Tensor, after: Tensor) -> None:
-        self._num_words, device = len(before), before.device
-        self._reach = int(torch.maximum(before, after).max()) if len(before) else 0
-        self._tile = max(TILE, 2 * self._reach)  # so that a tile's stretch overlaps that of the next tile only
-        self._num_tiles = -(-self._num_words // self._tile)
-        column = torch.arange(self._tile + 2 * self._reach, device=device) - self._reach
-        gap = column - torch.arange(self._tile, device=device)[:, None]
-        left, right = self.tiles(before[:, None]), self.tiles(after[:, None])
-        self.inside = (gap >= -left) & (gap <= right) & (gap != 0)
+    num_words: int
+    reach: int
+    left: Tensor
+    right: Tensor
+    gaps: Tensor
+
+    @classmethod
+    def find(cls, before: Tensor, after: Tensor) -> Band:
+        """Return the band of windows of `before` words to the left and `after` to the right, both (n,) int64 on the CPU."""
+        count = len(before)
+        reach = int(np.maximum(before.numpy(), after.numpy()).max(initial=0))
+        tile = max(TILE, 2 * reach)  # so that a tile's stretch overlaps that of the next tile only
+        padding = -count % tile
+        gaps = torch.arange(1 - tile - reach, tile + reach)
+        gaps[tile + reach - 1] = _NOWHERE  # no word is in its own window
+        return cls(count, reach, F.pad(-before, (0, padding)), F.pad(after, (0, padding)), gaps)
 
     @property
-    def _padding(self) -> int:
-        return self._num_tiles * self._tile - self._num_words
+    def _tile(self) -> int:
+        return max(TILE, 2 * self.reach)
+
+    @property
+    def _num_tiles(self) -> int:
+        return len(self.left) // self._tile
+
+    def inside(self) -> Tensor:
+        """Return whether a word of the stretch is in the window of a word of the tile.
+
+        Bool, shape (num_tiles, tile, tile + 2 * reach).
+        """
+        gap = self.gaps.unfold(0, self._tile + 2 * self.reach, 1).flip(0)
+        shape = self._num_tiles, self._tile, 1
+        return (gap >= self.left.view(shape)) & (gap <= self.right.view(shape))
+
+    def window_sizes(self) -> Tensor:
+        """Return how many words are in the window of each: (num_tiles * tile,) int64, zeros at the end."""
+        return self.right - self.left
 
     def tiles(self, rows: Tensor) -> Tensor:
         """Return `rows` (n, dim) as (num_tiles, tile, dim), zeros at the end."""
-        return F.pad(rows, (0, 0, 0, self._padding)).view(self._num_tiles, self._tile, rows.shape[1])
+        padding = len(self.left) - self.num_words
+        return F.pad(rows, (0, 0, 0, padding)).view(self._num_tiles, self._tile, rows.shape[1])
 
     def stretches(self, rows: Tensor) -> Tensor:
         """Return what the tiles reach of `rows` (n, dim): (num_tiles, tile + 2 * reach, dim), overlapping, without a copy."""
-        dim, tile = rows.shape[1], self._tile
-        padded = F.pad(rows, (0, 0, self._reach, self._padding + self._reach))
-        return padded.as_strided((self._num_tiles, tile + 2 * self._reach, dim), (tile * dim, dim, 1))
+        dim, tile, padding = rows.shape[1], self._tile, len(self.left) - self.num_words
+        padded = F.pad(rows, (0, 0, self.reach, padding + self.reach))
+        return padded.as_strided((self._num_tiles, tile + 2 * self.reach, dim), (tile * dim, dim, 1))
 
     def add_up(self, parts: Tensor) -> Tensor:
         """Return the sum, (n, dim), over the stretches `parts` of each word: the transpose of `stretches`."""
         tile, dim = self._tile, parts.shape[2]
         summed = parts.new_zeros((self._num_tiles + 1) * tile, dim)
         summed[: self._num_tiles * tile].view(self._num_tiles, tile, dim).copy_(parts[:, :tile])
-        summed[tile:].view(self._num_tiles, tile, dim)[:, : 2 * self._reach].add_(parts[:, tile:])
-        return summed[self._reach : self._reach + self._num_words]
+        summed[tile:].view(self._num_tiles, tile, dim)[:, : 2 * self.reach].add_(parts[:, tile:])
+        return summed[self.reach : self.reach + self.num_words]
 
 
 class Noise:
@@ -104,3 +134,11 @@ class Noise:
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Return those of the vectors (n, dim) and of the negatives (groups * k, dim)."""
         return self._grad.flatten(0, 1)[: self._num_vectors], self._rows_grad.flatten(0, 1)
+
+
+def sum_by_row(values: Tensor, groups: UniqueRows) -> Tensor:
+    """Return the sum of `values` (count, dim) for each unique row, (u, dim), always added in the same order."""
+    if values.device.type == "cpu":
+        return values.new_zeros(len(groups.ids), values.shape[1]).index_add_(0, groups.inverse, values)
+    # index_add_ adds in any order there. No id is padding.
+    return sum_rows(values, groups, torch.iinfo(torch.int64).max)

@@ -13,20 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speedtransfer.word2vec.band import Band, Noise
+from speedtransfer.word2vec.band import Noise, sum_by_row
 from speedtransfer.word2vec.gradients import BlockGradients, compute_noise
+from speedtransfer.word2vec.places import Places
 
 
 def cbow_gradients(
-    input_rows: Tensor,
-    output_rows: Tensor,
-    inputs: Tensor,
-    outputs: Tensor,
-    negatives: Tensor,
-    before: Tensor,
-    after: Tensor,
-    negative: int,
-    with_loss: bool = True,
+    input_rows: Tensor, output_rows: Tensor, places: Places, negative: int, with_loss: bool = True
 ) -> BlockGradients:
     """Return the gradients of ``sum softplus(-h.o) + sum softplus(h.n)``, h being the mean of the input rows around a word.
 
@@ -39,13 +32,9 @@ def cbow_gradients(
     ----------
     input_rows, output_rows : Tensor, shapes (u, dim) and (v, dim)
         Vectors of the distinct words of the block, and unique rows of the output table.
-    inputs, outputs : Tensor of int64, shape (n,)
-        The words of the block, as positions in `input_rows` and in `output_rows`; at least one.
-    negatives : Tensor of int64, shape (groups, k)
-        The shared negatives, as positions in `output_rows`; group g serves the g-th equal share of the block's words,
+    places : Places
+        Where among them its words and negatives are; group g of these serves the g-th equal share of the words,
         ``ceil(n / groups)`` of them.
-    before, after : Tensor of int64, shape (n,)
-        How many words to the left and to the right are in the window of each word; none beyond the block.
     negative : int
         Negatives a word; the k of its group are weighted by ``negative / k``.
     with_loss : bool
@@ -57,10 +46,12 @@ def cbow_gradients(
         `center` for `input_rows`, `context` for `output_rows`; `num_pairs` counts the words that have another one in their
         window: only those are predicted.
     """
-    band, counts = Band(before, after), before + after
-    weights = band.inside / band.tiles(counts[:, None].to(input_rows.dtype)).clamp(min=1)
-    means = torch.bmm(weights, band.stretches(input_rows[inputs])).flatten(0, 1)[: len(inputs)]
-    predicted, targets = (counts > 0).to(input_rows.dtype), output_rows[outputs]
+    band, negatives, num_words = places.band, places.negatives, places.band.num_words
+    sizes = band.window_sizes().to(input_rows.dtype)
+    inside = band.inside()
+    weights = inside / sizes.view(*inside.shape[:2], 1).clamp(min=1)
+    means = torch.bmm(weights, band.stretches(input_rows[places.words.inverse])).flatten(0, 1)[:num_words]
+    predicted, targets = (sizes[:num_words] > 0).to(input_rows.dtype), output_rows[places.contexts]
     scores = (means * targets).sum(1)
     slope = (scores.sigmoid() - 1)[:, None]  # a mean of no words is zero, and what it receives goes nowhere
     noise = Noise(means, output_rows, negatives, predicted * (negative / negatives.shape[1]), with_loss)
@@ -69,8 +60,6 @@ def cbow_gradients(
     if loss is not None:
         loss += (F.softplus(-scores) * predicted).sum()
     mean_grad.addcmul_(slope, targets)
-    output_grad = torch.zeros_like(output_rows).index_add_(0, outputs, slope * means)
-    output_grad.index_add_(0, negatives.flatten(), noise_grad)
+    output_grad = sum_by_row(torch.cat([slope * means, noise_grad]), places.outputs)
     spread = band.add_up(torch.bmm(weights.transpose(1, 2), band.tiles(mean_grad)))
-    input_grad = torch.zeros_like(input_rows).index_add_(0, inputs, spread)
-    return BlockGradients(input_grad, output_grad, (counts > 0).sum(), loss)
+    return BlockGradients(sum_by_row(spread, places.words), output_grad, places.num_predicted, loss)

@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer.jit import compiled_module
-from speedtransfer.word2vec.band import Band, Noise
+from speedtransfer.word2vec.band import Noise, sum_by_row
+from speedtransfer.word2vec.places import Places
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ class BlockGradients:
     center, context : Tensor, shapes (u, dim) and (v, dim)
         Gradients of the summed loss for the rows of centers and of contexts and negatives.
     num_pairs : Tensor of int64, shape ()
+        On the host.
     loss : Tensor, shape (), or None
         Summed over the pairs and their negatives; None where it was not asked for.
     """
@@ -50,28 +52,16 @@ class BlockGradients:
 
 
 def skipgram_gradients(
-    center_rows: Tensor,
-    context_rows: Tensor,
-    centers: Tensor,
-    contexts: Tensor,
-    negatives: Tensor,
-    before: Tensor,
-    after: Tensor,
-    negative: int,
-    with_loss: bool = True,
+    center_rows: Tensor, context_rows: Tensor, places: Places, negative: int, with_loss: bool = True
 ) -> BlockGradients:
     """Return the gradients of ``sum softplus(-c.o) + sum softplus(c.n)`` over pairs (c, o) and the negatives n of each.
 
     Parameters
     ----------
     center_rows, context_rows : Tensor, shapes (u, dim) and (v, dim)
-        Unique rows of the input table and of the output table.
-    centers, contexts : Tensor of int64, shape (n,)
-        The words of the block, as positions in `center_rows` and in `context_rows`.
-    negatives : Tensor of int64, shape (groups, k)
-        The shared negatives, as positions in `context_rows`; group g serves the g-th equal share of `center_rows`.
-    before, after : Tensor of int64, shape (n,)
-        Of word i the contexts are the words ``i - before[i]`` to ``i + after[i]`` but itself.
+        Vectors of the distinct words of the block, and unique rows of the output table.
+    places : Places
+        Where among them its words and negatives are; group g of these serves the g-th equal share of `center_rows`.
     negative : int
         Negatives a pair; the k shared ones of a group are weighted by ``negative / k``.
     with_loss : bool
@@ -81,18 +71,26 @@ def skipgram_gradients(
     -------
     BlockGradients
     """
-    pairs, band = before + after, (center_rows, context_rows, centers, contexts, before, after, with_loss)
+    negatives = places.negatives
     # The negatives of a word are the same wherever it stands in the block: once a unique row, weighted by its pairs.
-    weight = center_rows.new_zeros(len(center_rows)).index_add_(0, centers, pairs.to(center_rows.dtype))
-    noise = Noise(center_rows, context_rows, negatives, weight.mul_(negative / negatives.shape[1]), with_loss)
-    positive = functools.partial(_compiled_band if has_helper(noise.device) else _band, *band)
-    center_grad, context_grad, loss = compute_noise(noise, positive)
-    (from_noise, noise_grad), noise_loss = noise.gradients(), noise.loss()
+    weight = places.pairs.to(center_rows.dtype).mul_(negative / negatives.shape[1])
+    noise = Noise(center_rows, context_rows, negatives, weight, with_loss)
+    if has_helper(noise.device):
+        positive = functools.partial(_compiled_band, center_rows, context_rows, places, with_loss)
+        center_grad, context_grad, loss = compute_noise(noise, positive)
+        from_noise, noise_grad = noise.gradients()
+        context_grad.index_add_(0, negatives.flatten(), noise_grad)
+    else:
+        to_centers, to_contexts, loss = _band(center_rows, context_rows, places, with_loss)
+        noise.compute(slice(None))
+        from_noise, noise_grad = noise.gradients()
+        center_grad = sum_by_row(to_centers, places.words)
+        context_grad = sum_by_row(torch.cat([to_contexts, noise_grad]), places.outputs)
     center_grad += from_noise
-    context_grad.index_add_(0, negatives.flatten(), noise_grad)
+    noise_loss = noise.loss()
     if loss is not None and noise_loss is not None:
         loss += noise_loss
-    return BlockGradients(center_grad, context_grad, pairs.sum(), loss)
+    return BlockGradients(center_grad, context_grad, places.num_pairs, loss)
 
 
 # --- two threads ------------------------------------------------------------------------------------------------------
@@ -171,20 +169,13 @@ def leave_a_core(device: torch.device) -> Iterator[None]:
 
 
 def _compiled_band(
-    center_rows: Tensor,
-    context_rows: Tensor,
-    centers: Tensor,
-    contexts: Tensor,
-    before: Tensor,
-    after: Tensor,
-    with_loss: bool,
+    center_rows: Tensor, context_rows: Tensor, places: Places, with_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `_band`, pair by pair."""
-    grads = torch.empty_like(center_rows), torch.empty_like(context_rows)
-    loss = _compiled().pairs(
-        *(t.numpy() for t in (center_rows, context_rows, centers, contexts, before, after, *grads)),
-        with_loss,
-    )
+    """Return the gradients of the positive pairs for both kinds of rows, and their summed loss."""
+    grads, band = (torch.empty_like(center_rows), torch.empty_like(context_rows)), places.band
+    before, after = -band.left[: band.num_words], band.right[: band.num_words]
+    arrays = center_rows, context_rows, places.words.inverse, places.contexts, before, after, *grads
+    loss = _compiled().pairs(*(tensor.numpy() for tensor in arrays), with_loss)
     return *grads, center_rows.new_tensor(loss) if with_loss else None
 
 
@@ -192,21 +183,13 @@ def _compiled_band(
 
 
 def _band(
-    center_rows: Tensor,
-    context_rows: Tensor,
-    centers: Tensor,
-    contexts: Tensor,
-    before: Tensor,
-    after: Tensor,
-    with_loss: bool,
+    center_rows: Tensor, context_rows: Tensor, places: Places, with_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of the positive pairs for both kinds of rows, and their summed loss."""
-    band = Band(before, after)
-    tiles, near = band.tiles(center_rows[centers]), band.stretches(context_rows[contexts])
+    """Return the gradients of the positive pairs for each word of the block as a center and as a context, and their loss."""
+    band, inside = places.band, places.band.inside()
+    tiles, near = band.tiles(center_rows[places.words.inverse]), band.stretches(context_rows[places.contexts])
     scores = torch.bmm(tiles, near.transpose(1, 2))
-    slope = (scores.sigmoid() - 1) * band.inside
-    to_centers = torch.bmm(slope, near).flatten(0, 1)[: len(centers)]
+    slope = scores.sigmoid().sub_(1).mul_(inside)
+    to_centers = torch.bmm(slope, near).flatten(0, 1)[: band.num_words]
     to_contexts = band.add_up(torch.bmm(slope.transpose(1, 2), tiles))
-    center_grad = torch.zeros_like(center_rows).index_add_(0, centers, to_centers)
-    context_grad = torch.zeros_like(context_rows).index_add_(0, contexts, to_contexts)
-    return center_grad, context_grad, (F.softplus(-scores) * band.inside).sum() if with_loss else None
+    return to_centers, to_contexts, (F.softplus(-scores) * inside).sum() if with_loss else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn import ActiveRows, Embedding
-from speedtransfer.tables import row_chunks
+from speedtransfer.tables import UniqueRows, row_chunks, unique_rows
 from speedtransfer.word2vec.cbow import cbow_gradients
 from speedtransfer.word2vec.gradients import BlockGradients, skipgram_gradients
 from speedtransfer.word2vec.ngram_vectors import NgramVectors
+from speedtransfer.word2vec.places import Places
 from speedtransfer.word2vec.sampler import Block
-from speedtransfer.word2vec.subwords import ActiveWords, Subwords, check_ngrams, hash_word
+from speedtransfer.word2vec.subwords import ActiveWords, Bags, Subwords, check_ngrams, hash_word
 from speedtransfer.word2vec.tablefiles import TableFiles
 from speedtransfer.word2vec.vectors import UnknownWordError
 from speedtransfer.word2vec.vocabulary import Vocabulary
@@ -25,7 +27,7 @@ _WORDS_AT_ONCE = 1 << 16  # whose vectors `word_vectors` puts together
 
 
 # What the block's words predict. Each takes the rows of both tables that the block needs, where among them its words and its
-# negatives are, the windows, and how many negatives a prediction has.
+# negatives are, and how many negatives a prediction has.
 GRADIENTS: dict[str, Callable[..., BlockGradients]] = {"skipgram": skipgram_gradients, "cbow": cbow_gradients}
 
 
@@ -109,7 +111,7 @@ class Word2Vec(nn.Module):
         place = resolve_device(device)
         self.subwords: Subwords | None = None
         if self._vocabulary is not None and buckets:
-            self.subwords = Subwords(self._vocabulary.words, buckets, min_n, max_n, place)
+            self.subwords = Subwords(self._vocabulary.words, buckets, min_n, max_n)
         self._files = TableFiles(memory, path)
         try:
             self.input = self._make_table("input", self.num_words + buckets, memory, place)
@@ -139,9 +141,12 @@ class Word2Vec(nn.Module):
     def deposit_gradients(self, block: Block, with_loss: bool = True) -> BlockGradients:
         """Compute the summed loss of `block` and deposit its gradients for ``optimizer.step()``.
 
+        The host does not wait for a CUDA device, unless tensors of `block` are there: they are brought to the host.
+
         Parameters
         ----------
         block : Block
+            Better prepared by `prepare`, in a thread.
         with_loss : bool
             False leaves the loss out, which is faster.
 
@@ -150,20 +155,15 @@ class Word2Vec(nn.Module):
         BlockGradients
             Of the vectors of the block's words (`center`) and of rows of `output`. Their memory belongs to the optimizer
             from now on.
+
+        Raises
+        ------
+        RowIndexError
+            A word is none of the vocabulary.
         """
-        device, num_words = self.input.table.device, len(block.words)
-        active, output = self._activate_rows_of(block)
-        result = GRADIENTS[self.model](
-            active.rows,
-            output.rows,
-            active.inverse,
-            output.inverse[:num_words],
-            output.inverse[num_words:].view(block.negatives.shape),
-            block.before.to(device),
-            block.after.to(device),
-            self.negative,
-            with_loss,
-        )
+        places = self._places_of(block).to(self.input.table.device)
+        output, active = self.output.activate(places.outputs), self._activate(places.words, places.bags)
+        result = GRADIENTS[self.model](active.rows, output.rows, places, self.negative, with_loss)
         if self.clip is not None:
             for grad in (result.center, result.context):
                 grad.mul_((self.clip / grad.norm(dim=1, keepdim=True)).clamp_(max=1))
@@ -171,20 +171,31 @@ class Word2Vec(nn.Module):
         output.add_grad(result.context)
         return result
 
-    def _activate_rows_of(self, block: Block) -> tuple[ActiveRows | ActiveWords, ActiveRows]:
-        """Return the vectors of the distinct words of `block` and the rows of `output` that it needs, with the ways back."""
-        if self.subwords is None and block.unique is not None:
-            inputs, outputs = block.unique
-            return self.input.activate(inputs), self.output.activate(outputs)
-        device = self.input.table.device
-        words = block.words.to(device)
-        output = self.output.activate(torch.cat([words, block.negatives.to(device).flatten()]))
-        if self.subwords is None:
-            return self.input.activate(words), output
-        return ActiveWords(self.input, self.subwords, words), output
+    def prepare(self, block: Block) -> Block:
+        """Return `block` with all that `deposit_gradients` must know of it on the host; for any thread.
+
+        Raises
+        ------
+        RowIndexError
+            A word is none of the vocabulary.
+        """
+        return dataclasses.replace(block, places=self._places_of(block))
+
+    def _places_of(self, block: Block) -> Places:
+        needed = self.num_words, self.subwords, self.input.table.device.type == "cuda"
+        if block.places is not None and block.places.found_with == needed:
+            return block.places
+        words, before, after, negatives = (t.cpu() for t in (block.words, block.before, block.after, block.negatives))
+        return Places.find(words, before, after, negatives, *needed)
+
+    def _activate(self, words: UniqueRows, bags: Bags | None) -> ActiveRows | ActiveWords:
+        """Return the vectors of distinct words."""
+        return self.input.activate(words) if bags is None else ActiveWords(self.input, bags)
 
     def forward(self, centers: Tensor, contexts: Tensor) -> Tensor:
         """Return the scores of single pairs, shape of `centers`, through autograd: for a loss of your own.
+
+        With n-grams the host waits for `centers` on a CUDA device.
 
         Parameters
         ----------
@@ -194,8 +205,9 @@ class Word2Vec(nn.Module):
         if self.subwords is None:
             vectors = self.input(centers)
         else:
-            active = ActiveWords(self.input, self.subwords, centers)
-            vectors = active.rows[active.inverse]
+            words = unique_rows(centers.flatten().cpu(), self.num_words, centers)
+            bags, device = self.subwords.find(words.ids), self.input.table.device
+            vectors = ActiveWords(self.input, bags.to(device)).rows[words.inverse.view(centers.shape).to(device)]
         scores: Tensor = (vectors * self.output(contexts)).sum(-1)
         return scores
 

@@ -9,7 +9,7 @@ blocks can be drawn ahead of time.
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from speedtransfer.errors import HostMemoryError, InvalidValueError, check_size, format_bytes
 from speedtransfer.system import physical_bytes
-from speedtransfer.tables import UniqueRows, unique_rows
+from speedtransfer.word2vec.places import Places
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
 GROUP_WORDS = 512  # words that share their negatives: one matrix product
@@ -38,9 +38,8 @@ class Block:
         Words drawn from the noise distribution. Each group serves an equal share of what the model scores.
     num_corpus_words : int
         Words of the corpus that the block covers, before subsampling.
-    unique : tuple of UniqueRows, or None
-        Of `words`, and of `words` followed by the negatives, group by group: found while an earlier block is trained on. None:
-        not found yet.
+    places : Places or None
+        Where its rows are in the tables of a model, as `Word2Vec.prepare` has found. None: not found yet.
     """
 
     words: Tensor
@@ -48,11 +47,11 @@ class Block:
     after: Tensor
     negatives: Tensor
     num_corpus_words: int
-    unique: tuple[UniqueRows, UniqueRows] | None = None
+    places: Places | None = None
 
 
 class Sampler:
-    """Blocks of a corpus, epoch after epoch.
+    """Blocks of a corpus, epoch after epoch, drawn on the host.
 
     Parameters
     ----------
@@ -62,7 +61,7 @@ class Sampler:
     starts : ndarray of int64, shape (num_sequences,), optional
         Where each sequence begins in `ids`, from 0 on; windows stay within a sequence. None: the corpus is one.
     seed : int
-        Decides every draw, on one kind of device.
+        Decides every draw.
     window : int
         The window of a word is drawn evenly from 1 to `window`.
     sample : float
@@ -71,8 +70,6 @@ class Sampler:
         About so many words of a block survive subsampling.
     shared_negatives : int
         Negatives drawn for every `GROUP_WORDS` words of a block.
-    device : torch.device or str
-        Where everything is drawn; only word numbers are copied to it.
     """
 
     def __init__(
@@ -86,7 +83,6 @@ class Sampler:
         sample: float = 1e-3,
         block_words: int = 2048,
         shared_negatives: int = 256,
-        device: torch.device | str = "cpu",
     ) -> None:
         if len(ids) == 0:
             raise InvalidValueError("the corpus has no word of the vocabulary; build the vocabulary from this corpus")
@@ -94,7 +90,7 @@ class Sampler:
             raise InvalidValueError(
                 "the counts of the vocabulary are all 0, so there is nothing to draw negatives by; pass how often words occur"
             )
-        self.ids, self.starts, self.seed, self.device = ids, starts, seed, torch.device(device)
+        self.ids, self.starts, self.seed = ids, starts, seed
         self.window = check_size(window, "window", 1)
         self.shared_negatives = check_size(shared_negatives, "shared_negatives", 1)
         block_words = min(check_size(block_words, "block_words", 2), max(len(ids), 2))
@@ -108,39 +104,41 @@ class Sampler:
         keep = vocabulary.keep_probability(sample)
         kept_share = float((vocabulary.counts * keep).sum()) / vocabulary.num_words
         self.stretch = min(max(round(block_words / kept_share), 2), len(ids))
-        self._keep = torch.from_numpy(keep.astype(np.float32)).to(self.device)
+        self._keep = torch.from_numpy(keep.astype(np.float32))
         cumulated = np.cumsum(vocabulary.noise())
         cumulated[-1] = 1.0  # whatever the sum was rounded to
-        self._noise = torch.from_numpy(cumulated).to(self.device)
+        self._noise = torch.from_numpy(cumulated)
 
     def __len__(self) -> int:
         """Return the number of steps an epoch."""
         return -(-len(self.ids) // self.stretch)
 
-    def blocks(self, first: int, last: int) -> Iterator[Block]:
-        """Yield the blocks of steps `first` to below `last`; a thread draws the next one meanwhile."""
+    def blocks(self, first: int, last: int, prepare: Callable[[Block], Block] | None = None) -> Iterator[Block]:
+        """Yield the blocks of steps `first` to below `last`; a thread draws the next one meanwhile, and prepares it."""
+
+        def draw(step: int) -> Block:
+            block = self.block(step)
+            return block if prepare is None else prepare(block)
+
         with concurrent.futures.ThreadPoolExecutor(1, "speedtransfer-sampler") as thread:
-            drawn = [thread.submit(self.block, step) for step in range(first, last)[:1]]
+            drawn = [thread.submit(draw, step) for step in range(first, last)[:1]]
             for step in range(first, last):
                 block = drawn.pop().result()
                 if step + 1 < last:
-                    drawn.append(thread.submit(self.block, step + 1))
+                    drawn.append(thread.submit(draw, step + 1))
                 yield block
 
     def block(self, step: int) -> Block:
         """Draw the block of `step`, counted from 0 over all epochs."""
         start = step % len(self) * self.stretch
         stretch = self.ids[start : start + self.stretch]
-        generator = torch.Generator(self.device).manual_seed(self._seed_of(step))
-        words = torch.from_numpy(stretch.astype(np.int64)).to(self.device)
-        kept = torch.rand(len(words), generator=generator, device=self.device) < self._keep[words]
+        generator = torch.Generator().manual_seed(self._seed_of(step))
+        words = torch.from_numpy(stretch.astype(np.int64))
+        kept = torch.rand(len(words), generator=generator) < self._keep[words]
         words = words[kept]
-        windows = torch.randint(1, self.window + 1, (len(words),), generator=generator, device=self.device)
+        windows = torch.randint(1, self.window + 1, (len(words),), generator=generator)
         before, after = self._within(windows, kept, start)
-        negatives, unique = self._draw_negatives(generator), None
-        if self.device.type == "cpu":  # elsewhere the host would have to wait for the device
-            unique = unique_rows(words), unique_rows(torch.cat([words, negatives.flatten()]))
-        return Block(words, before, after, negatives, len(stretch), unique)
+        return Block(words, before, after, self._draw_negatives(generator), len(stretch))
 
     def _draw_negatives(self, generator: torch.Generator) -> Tensor:
         """Draw (groups, shared_negatives) words of the noise, one in each of as many equal strata of it.
@@ -149,11 +147,11 @@ class Sampler:
         them vary less than over independent draws. Of neighbouring strata each group has one, by a random turn: dealt out
         in a fixed order a frequent word would always meet the same centers.
         """
-        k, groups, device = self.shared_negatives, self.groups, self.device
-        strata = torch.rand(k, groups, dtype=torch.float64, generator=generator, device=device)
-        strata.view(-1).add_(torch.arange(k * groups, device=device)).div_(k * groups)
-        turn = torch.randint(groups, (k, 1), generator=generator, device=device)
-        strata = strata.gather(1, (turn + torch.arange(groups, device=device)) % groups)
+        k, groups = self.shared_negatives, self.groups
+        strata = torch.rand(k, groups, dtype=torch.float64, generator=generator)
+        strata.view(-1).add_(torch.arange(k * groups)).div_(k * groups)
+        turn = torch.randint(groups, (k, 1), generator=generator)
+        strata = strata.gather(1, (turn + torch.arange(groups)) % groups)
         # Clamped because the last stratum may be rounded up to 1.
         return torch.searchsorted(self._noise, strata.t().contiguous(), right=True).clamp_(max=len(self._noise) - 1)
 
@@ -163,11 +161,11 @@ class Sampler:
 
     def _within(self, windows: Tensor, kept: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Cut `windows` (n,) at the edges of the block and of the sequences of the words `kept`."""
-        position = torch.arange(len(windows), device=self.device)
+        position = torch.arange(len(windows))
         if self.starts is None:
             return torch.minimum(windows, position), torch.minimum(windows, len(windows) - 1 - position)
         first, last = np.searchsorted(self.starts, [start, start + len(kept)], side="right")
-        edges = torch.from_numpy(self.starts[first:last] - start).to(self.device)
+        edges = torch.from_numpy(self.starts[first:last] - start)
         kept_before = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
         edges = torch.cat([edges.new_zeros(1), kept_before[edges], kept_before[-1:]])  # in words that were kept
         sequence = torch.searchsorted(edges, position, right=True)

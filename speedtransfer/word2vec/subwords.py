@@ -13,6 +13,7 @@ does here with a learning rate for the input table that is larger by the number 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.nn import Embedding
-from speedtransfer.tables import unique_rows
+from speedtransfer.tables import UniqueRows, move_together, unique_rows
+from speedtransfer.word2vec.band import sum_by_row
 from speedtransfer.word2vec.vectors import UnknownWordError
 
 MAX_BUCKETS = 1 << 32  # the hash has 32 bits
@@ -126,8 +128,6 @@ class Subwords:
         Rows after those of the words.
     min_n, max_n : int
         Characters of an n-gram.
-    device : torch.device
-        Where the lists of rows are kept.
 
     Attributes
     ----------
@@ -144,9 +144,7 @@ class Subwords:
         As `check_ngrams`.
     """
 
-    def __init__(
-        self, words: Sequence[str], buckets: int, min_n: int = 3, max_n: int = 6, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, words: Sequence[str], buckets: int, min_n: int = 3, max_n: int = 6) -> None:
         check_ngrams(check_size(buckets, "buckets", 1), min_n, max_n)
         self.buckets, self.min_n, self.max_n = buckets, min_n, max_n
         self.num_words, self.num_rows = len(words), len(words) + buckets
@@ -161,8 +159,7 @@ class Subwords:
             part = rows[begin:end]
             part[own] = np.arange(start, stop)
             part[~is_own] = hash_ngrams([words[i] for i in range(start, stop)], buckets, min_n, max_n) + self.num_words
-        self.offsets = torch.from_numpy(offsets).to(device)
-        self.rows = torch.from_numpy(rows).to(device)
+        self.offsets, self.rows = torch.from_numpy(offsets), torch.from_numpy(rows)
 
     def bags(self, words: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of `words`, one bag after the other, and how many each has.
@@ -176,13 +173,18 @@ class Subwords:
         rows : Tensor of int64, shape (sum of counts,)
         counts : Tensor of int64, shape (u,)
         """
-        words = words.to(self.offsets.device)
         begins = self.offsets[words]
         counts = self.offsets[words + 1] - begins
         ends = counts.cumsum(0)
         place = torch.repeat_interleave(begins - (ends - counts), counts)
-        place += torch.arange(len(place), device=place.device)
+        place += torch.arange(len(place))
         return self.rows[place].long(), counts
+
+    def find(self, words: Tensor, grouped: bool = False) -> Bags:
+        """Return the bags of distinct `words`, (u,) int64 on the CPU; `grouped` as in `unique_rows`."""
+        rows, counts = self.bags(words)
+        bag_of = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        return Bags(unique_rows(rows, grouped=grouped), F.pad(counts.cumsum(0), (1, 0)), bag_of)
 
     def means(self, start: int, stop: int, weight: Tensor) -> Tensor:
         """Return the vectors of the words `start` to `stop`, shape (stop - start, dim), from all rows of the table."""
@@ -203,44 +205,56 @@ def _chunks(words: Sequence[str]) -> Iterator[tuple[int, int]]:
         yield start, len(words)
 
 
+class Bags(NamedTuple):
+    """The rows of some words.
+
+    Attributes
+    ----------
+    rows : UniqueRows
+        Of all their rows, one bag after the other.
+    starts : Tensor of int64, shape (u + 1,)
+        Where in that list each bag begins and, last, its length.
+    bag_of : Tensor of int64
+        Which bag each row of the list belongs to.
+    """
+
+    rows: UniqueRows
+    starts: Tensor
+    bag_of: Tensor
+
+    def to(self, device: torch.device) -> Bags:
+        """Return the same on `device`."""
+        (rows,), (starts, bag_of) = move_together([self.rows], [self.starts, self.bag_of], device)
+        return Bags(rows, starts, bag_of)
+
+
 class ActiveWords:
     """The vectors of some words, made of the rows of a table: what `ActiveRows` is to words that have one row each.
 
     Parameters
     ----------
     embedding : Embedding
-        Over `subwords.num_rows` rows.
-    subwords : Subwords
-    words : Tensor of int64
-        Any shape.
+        Over `Subwords.num_rows` rows.
+    bags : Bags
+        On its compute device, those of u words.
 
     Attributes
     ----------
     rows : Tensor, shape (u, dim)
-        The vectors of the distinct words, on the compute device; part of an autograd graph where gradients are wanted.
-    inverse : Tensor of int64
-        Where each of `words` is in `rows`; the shape of `words`.
+        The vectors of the words; part of an autograd graph where gradients are wanted.
     """
 
-    def __init__(self, embedding: Embedding, subwords: Subwords, words: Tensor) -> None:
-        unique = unique_rows(words.flatten())
-        rows, counts = subwords.bags(unique.ids)
-        self._groups = unique_rows(rows)
-        self._active, device = embedding.activate(self._groups), embedding.table.device
-        self._counts = counts.to(device)
-        self.inverse = unique.inverse.view(words.shape).to(device)
-        offsets = self._counts.cumsum(0) - self._counts
-        self.rows = F.embedding_bag(self._active.inverse, self._active.rows, offsets, mode="mean")
+    def __init__(self, embedding: Embedding, bags: Bags) -> None:
+        self._bags, self._active = bags, embedding.activate(bags.rows)
+        self.rows = F.embedding_bag(self._active.inverse, self._active.rows, bags.starts[:-1], mode="mean")
 
     def add_grad(self, grad: Tensor) -> None:
         """Deposit the gradient of `rows`, shape (u, dim), for ``optimizer.step()``: each row of a word gets its share."""
-        share = grad / self._counts[:, None]
-        bag_of = torch.repeat_interleave(torch.arange(len(share), device=share.device), self._counts)
-        groups, rows = self._groups, self._active.rows
-        if (
-            groups.order is not None and groups.starts is not None
-        ):  # sorted by row already; for float32 twice as fast as index_add_
-            total = F.embedding_bag(bag_of[groups.order], share, groups.starts[:-1], mode="sum")
+        rows, starts, bag_of = self._bags
+        share = grad / starts.diff()[:, None]
+        if rows.order is not None and rows.starts is not None and share.device.type == "cpu":
+            # Sorted by row already; for float32 twice as fast as index_add_.
+            total = F.embedding_bag(bag_of[rows.order], share, rows.starts[:-1], mode="sum")
         else:
-            total = torch.zeros_like(rows).index_add_(0, self._active.inverse, share[bag_of])
+            total = sum_by_row(share[bag_of], rows)
         self._active.add_grad(total)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.gradients import leave_a_core
@@ -77,7 +76,6 @@ class Trainer:
             corpus.vocabulary,
             starts=corpus.starts,
             seed=settings.seed,
-            device=resolve_device(settings.device),
             window=settings.window,
             sample=settings.sample,
             block_words=settings.block_words,
@@ -158,17 +156,15 @@ class Trainer:
         if self.step >= self.num_steps:
             raise InvalidValueError(f"all {self.num_steps} steps are done; make a Trainer with more epochs")
         if self._blocks is None:
-            self._blocks = self.sampler.blocks(self.step, self.num_steps)
+            self._blocks = self.sampler.blocks(self.step, self.num_steps, self.model.prepare)
         block = next(self._blocks)
         set_lr(self.optimizer, self.settings.first_lr, self.step / self.num_steps)
         if len(block.words) > 1:  # fewer make no pair
             result = self.model.deposit_gradients(block, with_loss=self.step % LOSS_EVERY == 0)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self._has_learned = (
-                self._has_learned or int(result.num_pairs) > 0
-            )  # waits for the device, but only at first
-            if result.loss is not None:
+            self._has_learned = self._has_learned or int(result.num_pairs) > 0
+            if result.loss is not None:  # the host waits for a CUDA device
                 self._note_loss(float(result.loss), int(result.num_pairs))
         self._corpus_words += block.num_corpus_words
         self.step += 1
@@ -213,7 +209,7 @@ class Trainer:
 
     def _run(self, progress: TrainingProgress, watchers: Sequence[Watcher]) -> None:
         _warn(warning_of_few_steps(self.num_steps, self.settings))
-        with StopOnSignal() as stop, leave_a_core(self.sampler.device):
+        with StopOnSignal() as stop, leave_a_core(self.model.input.table.device):
             while self.step < self.num_steps and stop.requested is None:
                 started = time.perf_counter()
                 self.train_step()

@@ -137,6 +137,7 @@ FORMS = {
     "scaler-adamw": {"optimizer": adamw(fused=True), "scaler": True},
     "scaler-sgd": {"optimizer": sgd(momentum=0.9, fused=True), "scaler": True},
     "bfloat16": {"dtype": torch.bfloat16, "forward": lambda emb, ids: emb(ids).float()},
+    "records": {"layout": "rows"},
     "padding": {"padding_idx": 3},
     "by-freq": {"scale_grad_by_freq": True},
     "max-norm": {"max_norm": 1.0},
@@ -577,7 +578,7 @@ class TestRefused:
         table = Training(device).table
         for match, call in {
             "waiting for rows": table.torch,
-            "adding the plane": lambda: table.add_plane("more"),
+            "adding planes": lambda: table.add_plane("more"),
             "names twice": lambda: table.scatter(torch.arange(3, device=device), torch.zeros(3, DIM, device=device)),
             "an index on the host": lambda: table.gather([1]),
         }.items():

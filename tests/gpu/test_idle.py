@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from exact_pair import CASES, COUPLED
 from lazy_oracle import skewed_batches, squared_loss
-from optimizer_cases import case_named
+from optimizer_cases import OptimizerCase, case_named
 from torch import nn
 from torch.optim import lr_scheduler
 
 import speedtransfer as st
+from gpu.tools import synchronizing
 
 MEMORIES = ["pinned", "pageable", "mmap", "device"]
 NAMES = [
@@ -32,14 +34,14 @@ def train(module, make, device, steps=120, dtype=torch.float32):
         squared_loss(module(ids.to(device)), target.to(device)).backward()
         optimizer.step()
         schedule.step()
-    return module.state_dict()["weight"].cpu().clone(), optimizer.state_dict()["state"][0]
+    return module.state_dict()["weight"].cpu().clone(), optimizer.state_dict()["state"].get(0, {})
 
 
 def ours(memory, device, folder, **options):
     if memory == "mmap":
         options["path"] = folder / f"rows{len(list(folder.iterdir()))}.npy"
     torch.manual_seed(3)
-    return st.Embedding(ROWS, DIM, memory=memory, device=device, idle="exact", **options)
+    return st.Embedding(ROWS, DIM, memory=memory, device=device, **{"idle": "exact", **options})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -112,3 +114,143 @@ def test_rows_looked_at_by_ids_on_the_host(memory, device, tmp_path, monkeypatch
     assert {rows.device for rows in written} == {device}
     assert torch.equal(first, second)
     assert torch.equal(second.cpu(), emb.table.torch().cpu())
+
+
+def without_kernels(monkeypatch):
+    for module in ("missed", "replay"):
+        monkeypatch.setattr(f"speedtransfer.idle.{module}.is_trusted", lambda *_: False)
+
+
+WITH_KERNELS = [pytest.param(case, True, id=str(case)) for case in (*CASES, *COUPLED)]
+WITH_TORCH = [pytest.param(case, False, id=f"{case}-torch") for case in (CASES[5], CASES[7], CASES[12], COUPLED[0])]
+
+
+@pytest.mark.parametrize(("case", "trusted"), WITH_KERNELS + WITH_TORCH)
+def test_every_optimizer_as_on_the_cpu(case, trusted, device, tmp_path, monkeypatch):
+    """Batches repeat ids, so that rows of padding follow the unique ones."""
+    if not trusted:
+        without_kernels(monkeypatch)
+    found = []
+    for where, memory in (("cpu", "pageable"), (device, "pinned")):
+        module = ours(memory, where, tmp_path)
+        start = module.weight.detach().cpu().clone()
+        found.append(train(module, case.make, where, steps=25))
+    moved = float((found[0][0] - start).abs().max())
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=1e-4 * moved)
+    for key, value in found[0][1].items():
+        if isinstance(value, torch.Tensor) and value.dim():
+            torch.testing.assert_close(found[1][1][key].cpu(), value, rtol=0, atol=1e-4 * float(value.abs().max()))
+
+
+FUSED = [
+    OptimizerCase("adamw", torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
+    OptimizerCase("amsgrad", torch.optim.AdamW, {"lr": 0.05, "amsgrad": True}),
+    OptimizerCase("adam-coupled", torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.1}),
+    OptimizerCase("sgd", torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
+]
+
+
+@pytest.mark.parametrize("trusted", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("memory", ["pinned", "device"])
+@pytest.mark.parametrize("case", FUSED, ids=str)
+def test_steps_that_a_scaler_skips_on_the_device(case, memory, trusted, device, tmp_path, monkeypatch):
+    """A row may be read before the host knows of them; a full batch may step the rows in place."""
+    if not trusted:
+        without_kernels(monkeypatch)
+    torch.manual_seed(3)
+    modules = ours(memory, device, tmp_path), nn.Embedding(ROWS, DIM).to(device)
+    with torch.no_grad():
+        modules[1].weight.copy_(modules[0].table.torch())
+    optimizers = [case.make(module.parameters(), fused=True) for module in modules]
+    scalers = [torch.amp.GradScaler(device.type, init_scale=64.0, growth_interval=5) for _ in modules]
+    everything = torch.arange(ROWS, device=device)
+    # Of torch's SGD a first step that is skipped leaves a momentum that nobody has set.
+    skipped = {0 if case.kind is not torch.optim.SGD else 1, 3, 4, 21, 22, 23, 39}
+    for number, (ids, target) in enumerate(skewed_batches(ROWS, DIM, 40, size=8)):
+        ids, target = ids.to(device), target.to(device)
+        if number % 11 == 10:
+            ids, target = everything, target.new_zeros(ROWS, DIM)
+        for module, optimizer, scaler in zip(modules, optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            loss = squared_loss(module(ids), target) * (math.inf if number in skipped else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        if number % 7 == 2:
+            with torch.no_grad():
+                one, other = (module(everything) for module in modules)
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-4)
+        if number == 30:
+            modules[0].table.torch()  # writes rows that have caught up
+    ours_here = modules[0].cpu().table.torch()  # the CPU cannot ask the device about the last step
+    torch.testing.assert_close(ours_here, modules[1].weight.detach().cpu(), rtol=0, atol=2e-4)
+
+
+FORMS = {
+    "adamw": (torch.optim.AdamW, {"foreach": True}, {}),
+    "adamw-fused": (torch.optim.AdamW, {"fused": True}, {}),
+    "adamw-capturable": (torch.optim.AdamW, {"capturable": True}, {}),
+    "adam-coupled": (torch.optim.Adam, {"weight_decay": 0.1}, {}),
+    "adamax": (torch.optim.Adamax, {}, {}),
+    "nadam-capturable": (torch.optim.NAdam, {"capturable": True}, {}),
+    "asgd-capturable": (torch.optim.ASGD, {"capturable": True}, {}),
+    "sgd-momentum": (torch.optim.SGD, {"momentum": 0.9}, {}),
+    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9}, {}),
+    "half": (torch.optim.AdamW, {}, {"dtype": torch.bfloat16}),
+    "double": (torch.optim.Adam, {"weight_decay": 0.1}, {"dtype": torch.float64}),
+    "bfloat16": (torch.optim.AdamW, {}, {"storage_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}),
+    "int8": (torch.optim.AdamW, {"fused": True}, {"storage_dtype": torch.int8, "state_dtype": torch.uint8}),
+}
+
+
+# With others than fused ones GradScaler itself waits.
+SCALED = [(name, True) for name, (_, kwargs, _) in FORMS.items() if "fused" in kwargs]
+
+
+@pytest.mark.parametrize(("name", "scaled"), [*((name, False) for name in FORMS), *SCALED])
+def test_the_host_does_not_wait(name, scaled, device, tmp_path):
+    kind, kwargs, options = FORMS[name]
+    module = ours("pinned", device, tmp_path, **options)
+    optimizer = kind(module.parameters(), lr=0.01, **kwargs)
+    scaler = torch.amp.GradScaler(device.type, enabled=scaled, init_scale=4.0)
+    batches = [torch.randint(ROWS, (20,), device=device) for _ in range(6)]
+    for number, ids in enumerate(batches):
+        with synchronizing("error" if number > 3 else "default"):
+            optimizer.zero_grad()
+            scaler.scale(module(ids).float().square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def train_once(module, optimizer, ids):
+    optimizer.zero_grad()
+    module(ids).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam-weight-decay"])
+def test_an_evaluation_in_inference_mode_comes_first(name, device, tmp_path):
+    """What it has sent to the device is of use in training."""
+    module = ours("pinned", device, tmp_path)
+    optimizer = case_named(name).make(module.parameters())
+    ids = torch.arange(8, device=device)
+    for _ in range(3):
+        train_once(module, optimizer, ids)
+        with torch.inference_mode():
+            assert module(ids + 20).isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"idle": "lazy", "storage_dtype": torch.bfloat16}], ids=["exact", "bfloat16"])
+def test_what_a_graph_would_leave_out_is_refused(options, device, tmp_path, monkeypatch):
+    """The count of steps, on which idle rows and random bits depend, is the host's."""
+    module = ours("pinned", device, tmp_path, **options)
+    optimizer = torch.optim.AdamW(module.parameters(), capturable=True)
+    ids = torch.arange(8, device=device)
+    for _ in range(2):
+        train_once(module, optimizer, ids)
+    before = module.table.torch()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(st.errors.DeviceError, match="cannot be captured in a CUDA graph"):
+            train_once(module, optimizer, ids + 1)
+    assert torch.equal(module.table.torch(), before)

@@ -18,8 +18,11 @@ def ints(part):
     return part.cpu().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[part.element_size()])
 
 
+@pytest.mark.parametrize("trusted", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-def test_codecs_give_the_bits_of_the_cpu(codec, device):
+def test_codecs_give_the_bits_of_the_cpu(codec, trusted, device, monkeypatch):
+    if not trusted:
+        monkeypatch.setattr("speedtransfer.encoding.cuda_codecs.is_trusted", lambda *_: False)
     width = codec.parts[""].width
     values = torch.randn(500, width, generator=torch.Generator().manual_seed(0)) * torch.logspace(-44, 38, 500)[:, None]
     values[::3] = values[::3].abs()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cases import NPY_DTYPES, assert_same_bits, numbers, one_line
+from table_cases.base import TableOfRecords
 from table_cases.convert import ConvertCases
 from table_cases.copies import CopyCases
 from table_cases.files import FileCases
@@ -30,15 +31,16 @@ class Made:
 
     memory: str
     suffix = ".safetensors"  # of the file of a "mmap" one
+    kind = st.Table
 
     def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
-        return st.Table(num_rows, dim, dtype, self.memory, device=self.device, **self._with_path(kwargs))
+        return self.kind(num_rows, dim, dtype, self.memory, device=self.device, **self._with_path(kwargs))
 
     def from_array(self, array, **kwargs):
-        return st.Table.from_array(array, self.memory, device=self.device, **self._with_path(kwargs))
+        return self.kind.from_array(array, self.memory, device=self.device, **self._with_path(kwargs))
 
     def load(self, path, **kwargs):
-        return st.Table.load(path, self.memory, device=self.device, **kwargs)
+        return self.kind.load(path, self.memory, device=self.device, **kwargs)
 
     def _with_path(self, kwargs):
         return {"path": self.new_path(self.suffix), **kwargs} if self.memory == "mmap" else kwargs
@@ -225,6 +227,49 @@ class TestPinnedStaged(Chosen):
 
 class TestDeviceReference(Chosen):
     memory, engine, host = "device", "reference", False
+
+
+class Records(Made, GatherCases, ScatterCases, ConvertCases, CopyCases):
+    """Planes that are strided views of records."""
+
+    kind = TableOfRecords
+
+    def test_added_planes_are_strided(self):
+        plane = self.make(7, 4).add_plane("exp_avg", fill=2)
+        assert plane.eq(2).all()
+        assert plane.stride() == (8, 1)
+
+
+class TestPinnedRecords(Records):
+    memory = "pinned"
+
+
+class TestDeviceRecords(Records):
+    memory, host = "device", False
+
+
+@pytest.mark.parametrize("memory", ["pinned", "device", "pageable", "mmap"])
+@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.uint8}], ids=["float", "uint8"])
+def test_training_gives_the_same_bits_in_every_layout(device, tmp_path, memory, options):
+    sides = []
+    for layout in ("planes", "rows"):
+        torch.manual_seed(0)
+        path = tmp_path / f"{layout}.npy" if memory == "mmap" else None
+        emb = st.Embedding(300, 16, memory=memory, path=path, device=device, layout=layout, idle="lazy", **options)
+        opt = torch.optim.AdamW(emb.parameters(), fused=True)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            emb(torch.randint(0, 300, (64,), generator=generator).to(device)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+        sides.append((emb, opt))
+    (planes, _), (rows, _) = sides
+    assert planes.table.planes == rows.table.planes
+    for name in planes.table.planes:
+        assert_same_bits(planes.table.plane(name).cpu(), rows.table.plane(name).cpu())
+    assert not rows.table.plane("exp_avg").is_contiguous()
+    states = [opt.state_dict()["state"][0] for _, opt in sides]
+    assert all(states[1][name].is_contiguous() for name in ("exp_avg", "exp_avg_sq"))
 
 
 def test_every_memory_and_engine_gives_the_same_bits(device, tmp_path):

@@ -1,11 +1,17 @@
-"""A step of every model on the device is that of the host."""
+"""A step of every model on the device is that of the host, and the same each time."""
 
 from __future__ import annotations
 
+import warnings
+
+import numpy as np
 import pytest
 import torch
 
-from speedtransfer.word2vec import Block, Word2Vec
+from gpu.tools import synchronizing
+from speedtransfer.errors import RowIndexError
+from speedtransfer.word2vec import Block, Corpus, Settings, Trainer, Vocabulary, Word2Vec
+from speedtransfer.word2vec.progress import TrainingProgress
 
 WORDS = [f"{first}{second}ing" for first in "bcdfgklm" for second in ("a", "ea", "é", "oo")]
 
@@ -44,3 +50,70 @@ def test_steps_are_those_of_the_host(kind, buckets, memory, blocks_on):
     got = train(moved, "cuda", memory, model=kind, buckets=buckets)
     for ours, host in zip(got, expected, strict=True):
         torch.testing.assert_close(ours.cpu(), host, rtol=1e-4, atol=1e-5)
+
+
+KINDS = [("skipgram", 0), ("cbow", 0), ("skipgram", 100), ("cbow", 100)]
+
+
+@pytest.mark.parametrize(("kind", "buckets"), KINDS)
+def test_steps_repeat_bit_for_bit(kind, buckets):
+    """Words that occur a thousand times show sums in any order."""
+    block = draw_block(num_words=20_000)
+    first, *others = [train(block, "cuda", "pinned", model=kind, buckets=buckets) for _ in range(3)]
+    for other in others:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(other, first, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "buckets"), KINDS)
+def test_steps_need_no_operation_that_torch_calls_nondeterministic(kind, buckets):
+    model = Word2Vec(WORDS, 12, device="cuda", memory="device", model=kind, buckets=buckets)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.deposit_gradients(draw_block())
+            optimizer.step()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    # Products are the same from run to run unless streams share a handle, and none of ours do.
+    assert not [text for text in (str(w.message) for w in caught) if "determin" in text and "CUBLAS" not in text]
+
+
+def trainer_on(device, kind, buckets, memory="auto"):
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, len(WORDS), 6000).astype(np.int32)
+    corpus = Corpus.from_ids(ids, Vocabulary(WORDS, np.bincount(ids, minlength=len(WORDS))))
+    sizes = {"dim": 12, "epochs": 2, "block_words": 512, "shared_negatives": 16, "sample": 0}
+    settings = Settings(**sizes, model=kind, buckets=buckets, device=device, memory=memory, optimizer="sgd")
+    return Trainer(corpus, settings)
+
+
+@pytest.mark.parametrize(("kind", "buckets"), KINDS)
+def test_training_is_that_of_the_host(kind, buckets):
+    found = []
+    for device in ("cpu", "cuda"):
+        trainer = trainer_on(device, kind, buckets)
+        trainer.run(TrainingProgress(enabled=False))
+        found.append([trainer.model.word_vectors(), trainer.model.output.table.torch(), torch.tensor(trainer.loss)])
+    for host, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours.cpu(), host, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("memory", ["pinned", "pageable"])
+@pytest.mark.parametrize(("kind", "buckets"), KINDS)
+def test_steps_of_a_trainer_wait_for_the_loss_alone(kind, buckets, memory):
+    trainer = trainer_on("cuda", kind, buckets, memory)
+    for _ in range(15):
+        trainer.train_step()
+    for waits in (0, 1, 0):  # the loss is measured every 16 steps
+        with synchronizing("warn") as of_torch:
+            trainer.train_step()
+        assert len(of_torch) == waits, of_torch
+
+
+def test_a_word_out_of_range_is_found_before_the_device_is_asked():
+    model = Word2Vec(10, 12, device="cuda")
+    for use in (model.prepare, model.deposit_gradients):
+        with pytest.raises(RowIndexError, match="10"):
+            use(draw_block())

@@ -16,6 +16,16 @@ def named(cases):
     return [pytest.param(value, id=name.replace(" ", "_")) for name, value in cases.items()]
 
 
+class TableOfRecords(st.Table):
+    """A table whose added planes are strided views of records that have room for another plane."""
+
+    def add_plane(self, name, width=None, dtype=None, fill=0):
+        self.layout = "rows"
+        added = self.add_planes({name: (width, dtype, fill), f"beside {name}": (3, torch.uint8, 0)})
+        self.drop_plane(f"beside {name}")
+        return added[name]
+
+
 class TableCases(ABC):
     """The fixture `device` is the compute device; a subclass says how tables come about and what they can do."""
 

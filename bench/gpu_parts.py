@@ -1,0 +1,56 @@
+"""`make gpu` in parts, for a machine that is lent for ten minutes a command: what each part does, in which order, how long."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+FACTS, FIRST_TESTS, FIRST_LOOK = "facts", "first_tests", "first_look"  # beside the parts of store.PARTS
+FIRST_FILES = [f"tests/gpu/test_{name}.py" for name in ("devices", "all_kernels", "streams", "faults")]
+
+
+class Task(NamedTuple):
+    """Something to run: what, for how many seconds at most, and whether in its quick form."""
+
+    name: str
+    limit_s: float
+    quick: bool = False
+
+
+class Part(NamedTuple):
+    """Tasks that share `seconds`: what one leaves goes to the next. They are sized for `host_bytes` of memory at most."""
+
+    seconds: float
+    host_bytes: float
+    tasks: tuple[Task, ...]
+
+    def scaled(self, seconds: float) -> Part:
+        """Return the same for a shorter or longer time."""
+        factor = seconds / self.seconds
+        tasks = (task._replace(limit_s=task.limit_s * factor) for task in self.tasks)
+        return Part(seconds, self.host_bytes, tuple(tasks))
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that the part sets where they are not set."""
+        from speedtransfer.system import physical_bytes
+
+        return {
+            "SPEEDTRANSFER_HOST_BYTES": f"{min(self.host_bytes, physical_bytes() or self.host_bytes):.0f}",
+            "CUPY_CACHE_DIR": os.fspath(Path(tempfile.gettempdir(), "speedtransfer-cupy")),
+        }
+
+
+REST = 1000.0
+GPU_PARTS = {
+    1: Part(
+        480,
+        110e9,
+        (Task(FACTS, 40), Task(FIRST_TESTS, 110), Task(FIRST_LOOK, 210), Task("transfer", REST, quick=True)),
+    ),
+    2: Part(560, 110e9, (Task("tests", REST),)),
+    # With more memory the step on the largest table would not be reached.
+    3: Part(560, 66e9, (Task("transfer", 240), Task("step", 230), Task("speedtorch", REST))),
+    4: Part(560, 66e9, (Task("sanitizer", 200), Task("precision", 120), Task("memory", REST))),
+}

@@ -1,0 +1,58 @@
+"""Place planes side by side in one record a row: a row of all of them is on one page, in neighbouring cache lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from speedtransfer.errors import InvalidValueError, suggest
+
+LAYOUTS = ("planes", "rows")
+# Width and dtype of planes that are added together, by name.
+Specs: TypeAlias = Mapping[str, tuple[int, torch.dtype]]
+
+_ALIGN_BYTES = 16  # what the widest load or store of a kernel asks of addresses
+_LINE_BYTES = 128  # of a GPU's cache; a CPU fetches 64 bytes, and their neighbours
+_PADDING_PART = 1 / 8  # of a record, at most, to have it begin where a line does
+
+
+def check_layout(layout: str) -> str:
+    """Return `layout`, or raise `InvalidValueError` unless it is one of `LAYOUTS`."""
+    if layout not in LAYOUTS:
+        raise InvalidValueError(f"layout is {layout!r}, not one of its values{suggest(str(layout), LAYOUTS)}")
+    return layout
+
+
+def record_bytes(specs: Specs) -> tuple[dict[str, int], int]:
+    """Return where each plane begins in a record, widest first, and the distance of two records."""
+    offsets, end = dict[str, int](), 0
+    for name in sorted(specs, key=lambda name: -_row_bytes(specs, name)):
+        align = _ALIGN_BYTES if _row_bytes(specs, name) >= _ALIGN_BYTES else specs[name][1].itemsize
+        offsets[name] = -(-end // align) * align
+        end = offsets[name] + _row_bytes(specs, name)
+    lines = -(-end // _LINE_BYTES) * _LINE_BYTES
+    return offsets, lines if lines - end <= end * _PADDING_PART else -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def _row_bytes(specs: Specs, name: str) -> int:
+    width, dtype = specs[name]
+    return width * dtype.itemsize
+
+
+def views_of(records: Tensor, specs: Specs, offsets: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return the planes in `records`, ``(num_rows, stride)`` uint8, as ``(num_rows, width)`` views of their dtypes."""
+    return {
+        name: records[:, offsets[name] : offsets[name] + _row_bytes(specs, name)].view(dtype)
+        for name, (_, dtype) in specs.items()
+    }
+
+
+def span_bytes(tensor: Tensor) -> int:
+    """Return the bytes from the first value of a tensor to the end of its last: more than its own where it is strided."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()

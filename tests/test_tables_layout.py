@@ -1,0 +1,312 @@
+"""layout="rows": planes that are added together lie in one record a row; nothing else is different."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from cases import assert_same_bits, numbers, one_line
+from engine_cases import EngineCases
+from optimizer_cases import case_named
+from torch import nn
+
+import speedtransfer as st
+from speedtransfer.engines import HostEngine, ReferenceEngine, host
+from speedtransfer.errors import HostMemoryError, InvalidValueError
+from speedtransfer.optim import find_handle
+from speedtransfer.rows import LAST_STEP
+from speedtransfer.tables.memories import PageableMemory
+from speedtransfer.tables.records import record_bytes
+
+F32, U8 = torch.float32, torch.uint8
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("specs", "offsets", "stride"),
+    [
+        ({"a": (16, F32), "b": (16, F32)}, [0, 64], 128),
+        ({"a": (100, F32), "b": (100, F32)}, [0, 400], 896),  # whole lines cost an eighth at most
+        ({"a": (64, U8), "s": (1, F32), "b": (64, U8), "t": (1, F32)}, [0, 128, 64, 132], 144),
+        ({"a": (5, U8), "b": (3, torch.float64), "c": (1, torch.int64)}, [32, 0, 24], 48),
+    ],
+)
+def test_records(specs, offsets, stride):
+    assert record_bytes(specs) == (dict(zip(specs, offsets, strict=True)), stride)
+
+
+def made(layout="rows", **options):
+    return st.Table(50, 4, device="cpu", layout=layout, **options)
+
+
+SEVERAL = {"exp_avg": (None, None, 0.5), "step": (1, torch.int32, -1), "half": (7, torch.float16, 2)}
+
+
+@pytest.mark.parametrize("memory", ["pageable", "mmap", "device"])
+def test_planes_added_together_share_one_allocation(tmp_path, memory):
+    table = made(memory=memory, path=tmp_path / "t.npy" if memory == "mmap" else None)
+    planes = table.add_planes(SEVERAL)
+    assert table.planes == ("weight", *SEVERAL)
+    assert len({plane.untyped_storage().data_ptr() for plane in planes.values()}) == 1
+    for name, (width, dtype, fill) in SEVERAL.items():
+        assert planes[name] is table.stored(name)
+        assert_same_bits(planes[name], torch.full((50, width or 4), fill, dtype=dtype or F32))
+    assert table.torch().is_contiguous()
+    assert table.add_plane("alone").is_contiguous()
+    table.drop_plane("half")
+    assert planes["exp_avg"].eq(0.5).all()
+
+
+def test_by_default_each_plane_is_an_array():
+    table = made("planes")
+    assert table.layout == st.Table(1, 1, device="cpu").layout == "planes"
+    assert all(plane.is_contiguous() for plane in table.add_planes(SEVERAL).values())
+
+
+def test_a_layout_that_is_none(tmp_path):
+    table = made().fill_(1)
+    table.save(tmp_path / "t.npy")
+    for call in (
+        lambda: made("row"),
+        lambda: setattr(table, "layout", "row"),
+        lambda: st.Table.load(tmp_path / "t.npy", "mmap", layout="row"),
+        lambda: st.Table.from_array(torch.ones(2, 2), layout="row"),
+        lambda: st.Embedding(3, 2, layout="row"),
+        lambda: st.replace_embeddings(nn.Embedding(3, 2), min_rows=0, layout="row"),
+        lambda: st.Embedding(3, 2, memory="mmap", path=tmp_path / "new.npy", layout="row"),
+    ):
+        with pytest.raises(
+            InvalidValueError, match="layout is 'row', not one of its values; did you mean 'rows'"
+        ) as error:
+            call()
+        one_line(error)
+    assert table.layout == "rows"
+    assert not (tmp_path / "new.npy").exists()
+
+
+def test_copies_have_the_layout(tmp_path):
+    table = made()
+    table.add_planes(SEVERAL)
+    table.scatter(range(50), {"weight": numbers((50, 4), F32), "exp_avg": numbers((50, 4), F32, 1)})
+    duplicate = copy.deepcopy(table)
+    for name in table.planes:
+        assert_same_bits(duplicate.plane(name), table.plane(name))
+        assert duplicate.plane(name).stride() == table.plane(name).stride()
+    assert table.astype(torch.float64).layout == "rows"
+    table.save(tmp_path / "t.safetensors")
+    for memory in ("mmap", "pageable"):
+        assert st.Table.load(tmp_path / "t.safetensors", memory, "cpu", layout="rows").layout == "rows"
+
+
+@pytest.mark.parametrize("layout", ["planes", "rows"])
+@pytest.mark.parametrize("bad", [(4, None, torch.ones(3, 3)), (-1, None, 0), (4, torch.bool, 0)])
+def test_planes_are_added_all_or_none(layout, bad):
+    table = made(layout)
+    with pytest.raises((ValueError, TypeError)):
+        table.add_planes({**SEVERAL, "bad": bad})
+    with pytest.raises(InvalidValueError, match="plane 'weight' exists"):
+        table.add_planes({**SEVERAL, "weight": (4, None, 0)})
+    assert table.planes == ("weight",)
+
+
+@pytest.mark.parametrize("layout", ["planes", "rows"])
+def test_no_memory_for_them_leaves_the_table_whole(layout, monkeypatch):
+    emb = st.Embedding(20, 4, device="cpu", layout=layout)
+    before, allocate, count = emb.table.torch().clone(), PageableMemory._allocate, []
+
+    def fails(self, plane, shape, dtype):
+        if count or layout == "rows":
+            raise HostMemoryError("no room; buy more")
+        count.append(plane)
+        return allocate(self, plane, shape, dtype)
+
+    opt = torch.optim.AdamW(emb.parameters())
+    monkeypatch.setattr(PageableMemory, "_allocate", fails)
+    emb(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(HostMemoryError):
+        opt.step()
+    assert emb.table.planes == ("weight",)
+    assert_same_bits(emb.table.torch(), before)
+    monkeypatch.undo()
+    opt.step()
+    assert emb.table.planes == ("weight", "exp_avg", "exp_avg_sq", LAST_STEP)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+CASES = [
+    ("adamw", {"fused": True}, {}),
+    ("adamw", {"foreach": True}, {"idle": "lazy"}),
+    ("adam-amsgrad", {}, {}),
+    ("sgd-momentum", {"fused": True}, {}),
+    ("adamax", {}, {"memory": "mmap"}),
+    ("nadam", {}, {"state_dtype": torch.bfloat16}),
+    ("adamw", {}, {"state_dtype": torch.uint8, "storage_dtype": torch.int8, "memory": "mmap"}),
+    ("adam", {}, {"idle": "lazy", "memory": "device"}),
+]
+
+
+class Trained:
+    """An embedding of one layout after some steps, some of which have a dense gradient."""
+
+    def __init__(self, layout, case, overrides, options, folder):
+        path = folder / f"{layout}.npy" if options.get("memory") == "mmap" else None
+        torch.manual_seed(0)
+        self.emb = st.Embedding(300, 16, path=path, device="cpu", layout=layout, **options)
+        self.opt = case_named(case).make(self.emb.parameters(), **overrides)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def step(self, whole=False):
+        ids = torch.randint(0, 300, (64,), generator=self.generator)
+        (self.emb.weight if whole else self.emb(ids)).square().sum().backward()
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def train(self):
+        for number in range(8):
+            self.step(whole=number in (3, 4))
+        return self
+
+    def state(self):
+        return self.opt.state_dict()["state"][0]
+
+    def assert_same(self, other):
+        assert_same_bits(self.emb.state_dict()["weight"], other.emb.state_dict()["weight"])
+        assert self.state().keys() == other.state().keys()
+        for name, value in self.state().items():
+            assert_same_bits(value, other.state()[name])
+            assert value.is_contiguous()
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "-".join([case[0], *case[1], *map(str, case[2].values())]))
+def trained(request, tmp_path):
+    return [Trained(layout, *request.param, tmp_path).train() for layout in ("planes", "rows")]
+
+
+def test_training_gives_the_same_bits(trained):
+    planes, rows = trained
+    rows.assert_same(planes)
+    stored = [rows.emb.table.stored(name) for name in rows.emb.table.planes if name not in ("weight", LAST_STEP)]
+    assert len(stored) < 2 or any(not plane.is_contiguous() for plane in stored)
+    assert "layout='rows'" in repr(rows.emb)
+
+
+def test_state_moves_between_layouts(trained, tmp_path):
+    planes, rows = trained
+    saved = io.BytesIO()
+    # All rows catch up here, so those of both must.
+    torch.save([side.opt.state_dict() for side in trained][1], saved)
+    saved.seek(0)
+    planes.step(), rows.step()
+    rows.assert_same(planes)
+    for side in trained:
+        saved.seek(0)
+        side.opt.load_state_dict(torch.load(saved))
+        side.step()
+    rows.assert_same(planes)
+    rows.step()
+    st.save_checkpoint(tmp_path / "checkpoint", rows.emb, rows.opt)
+    st.load_checkpoint(tmp_path / "checkpoint", planes.emb, planes.opt)
+    planes.generator.set_state(rows.generator.get_state())
+    planes.step(), rows.step()
+    rows.assert_same(planes)
+    assert rows.emb.table.layout == copy.deepcopy(rows.emb).table.layout == "rows"
+
+
+def test_a_dense_fused_optimizer_gets_contiguous_state():
+    ours = Trained("rows", "adamw", {"fused": True}, {}, None).train()
+    dense = nn.Embedding.from_pretrained(ours.emb.state_dict()["weight"].clone(), freeze=False)
+    opt = case_named("adamw").make(dense.parameters(), fused=True)
+    # It takes tensors of the right dtype as they are, and does not look at strides.
+    opt.load_state_dict(copy.deepcopy(ours.opt.state_dict()))
+    for _ in range(2):
+        dense.weight.square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+        ours.step(whole=True)
+    assert_same_bits(dense.weight.detach(), ours.emb.state_dict()["weight"])
+
+
+def test_views_of_the_optimizer_are_the_table():
+    ours = Trained("rows", "adamw", {}, {}, None).train()
+    table, state = ours.emb.table, ours.opt.state[ours.emb.weight]
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert state[name].data_ptr() == table.plane(name).data_ptr()
+        state[name][7] = 3
+        assert table.gather(7, name).eq(3).all()
+    assert table.torch().is_contiguous()
+    assert ours.emb.weight.view(-1).shape == (4800,)
+
+
+def test_planes_that_come_later():
+    sides = [Trained(layout, "adam", {}, {"idle": "lazy"}, None).train() for layout in ("planes", "rows")]
+    views = [side.opt.state[side.emb.weight]["exp_avg"] for side in sides]
+    for side, view in zip(sides, views, strict=True):
+        side.opt.param_groups[0]["amsgrad"] = True
+        side.opt.state[side.emb.weight]["max_exp_avg_sq"] = torch.zeros(300, 16)
+        side.step()
+        assert "max_exp_avg_sq" in side.emb.table.planes
+        assert side.opt.state[side.emb.weight]["exp_avg"] is view
+    sides[1].assert_same(sides[0])
+
+
+def test_a_pickle_has_the_layout():
+    emb = Trained("rows", "adamw", {}, {}, None).train().emb
+    again = pickle.loads(pickle.dumps(emb))
+    assert again.table.layout == "rows"
+    assert_same_bits(again.table.torch(), emb.table.torch())
+
+
+def test_a_weight_of_another_size_keeps_the_layout():
+    emb = st.Embedding(10, 4, device="cpu", layout="rows")
+    emb.weight.data = torch.ones(20, 4)
+    assert emb.table.num_rows == 20
+    assert emb.table.layout == "rows"
+
+
+def test_replaced_embeddings_have_the_layout():
+    model = nn.Sequential(nn.Embedding(10, 4), nn.EmbeddingBag(10, 4))
+    st.replace_embeddings(model, min_rows=0, layout="rows")
+    assert [module.table.layout for module in model] == ["rows", "rows"]
+    assert find_handle(model[0].weight) is not None
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+def in_record(tensor):
+    """Return a copy of `tensor` whose rows lie 16 bytes into records of more than theirs."""
+    if tensor.dim() != 2:
+        return tensor.clone()
+    row_bytes = tensor.shape[1] * tensor.element_size()
+    records = torch.full((len(tensor), -(-(row_bytes + 20) // 16) * 16), 255, dtype=U8)
+    return records[:, 16 : 16 + row_bytes].view(tensor.dtype).copy_(tensor)
+
+
+class OverRecords(EngineCases):
+    @pytest.fixture
+    def device(self):
+        return torch.device("cpu")
+
+    @pytest.fixture
+    def store(self):
+        return in_record
+
+
+class TestReference(OverRecords):
+    @pytest.fixture
+    def engine(self):
+        return ReferenceEngine("cpu")
+
+
+class TestCompiled(OverRecords):
+    @pytest.fixture
+    def engine(self, monkeypatch):
+        pytest.importorskip("numba")
+        monkeypatch.setattr(host, "_COMPILED_BYTES", 1)
+        return HostEngine("cpu")
