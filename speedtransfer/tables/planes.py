@@ -219,7 +219,8 @@ class Planes:
 
     def add_planes(self, planes: Mapping[str, tuple[int | None, DType | None, float | Tensor]]) -> dict[str, Tensor]:
         """Add several planes, all or none: by name what `add_plane` takes. With layout "rows" they share a record a row."""
-        check_not_capturing(f"adding planes ({', '.join(planes)})", WARM_UP)
+        if planes:
+            check_not_capturing(f"adding planes ({', '.join(planes)})", WARM_UP)
         specs = dict[str, tuple[int, DType]]()
         for name, (width, dtype, fill) in planes.items():
             if name in self._planes:
