@@ -89,7 +89,8 @@ class Embedding(TableModule, nn.Embedding):
         Raises
         ------
         RowIndexError, InvalidTypeError
-            An id is out of range (negative ids are), or no integer.
+            An id is out of range (negative ids are), or no integer. Ids on a CUDA device are checked there: a row out of range
+            reads as zeros and is written nowhere, and a later call of the table raises.
         """
         if not self._has_rows() or in_transform():
             return super().forward(input)
