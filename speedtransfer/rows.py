@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedtransfer.cuda import check_not_capturing
 from speedtransfer.idle import Lag
 from speedtransfer.progress import ByteProgress
 from speedtransfer.stored_planes import StoredPlanes
@@ -84,7 +85,7 @@ class Rows(StoredPlanes):
             if step is not None:
                 self._mark_steps()
             if LAST_STEP in self._codecs:
-                rows[LAST_STEP] = self.lag.last_steps(ids.shape[0], ids.device, step)
+                rows[LAST_STEP] = self.lag.last_steps(ids.shape[0], self.table.device, step)
             self._write(ids, rows)
             if step is not None:
                 self.lag.record(step)
@@ -157,6 +158,7 @@ class Rows(StoredPlanes):
         """Apply the steps that the rows `ids` (n,), unique, have missed, and write them; None: all rows."""
         if not self.lag:
             return
+        check_not_capturing("idle rows that catch up (idle='exact')")
         # Held for all chunks: steps made meanwhile must not be forgotten at the end.
         with self.lock:
             if ids is not None:

@@ -62,6 +62,11 @@ class StoredPlanes:
         return self._as_stored
 
     @property
+    def rounds(self) -> bool:
+        """Whether a step rounds what it writes, with new random numbers each time."""
+        return any(codec.name != "plain" for codec in self._codecs.values())
+
+    @property
     def plain(self) -> bool:
         """Whether the weights are stored without a codec."""
         return self.encoding("weight") == "plain"

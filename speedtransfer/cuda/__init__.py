@@ -1,12 +1,19 @@
 """The only folder that knows CuPy: what CUDA there is, page-locked memory, streams and kernels."""
 
+from speedtransfer.cuda.graphs import (
+    WARM_UP,
+    capture_number,
+    check_not_capturing,
+    count_graphs,
+    is_capturing,
+    num_replays,
+)
 from speedtransfer.cuda.items import launch_over
 from speedtransfer.cuda.launch import KernelArgument, is_trusted, kernel_source, launch_kernel, load_kernel
 from speedtransfer.cuda.memory import mapped_view, pinned_empty, require_mapped, to_cupy
 from speedtransfer.cuda.status import CudaStatus, cuda_status, require_cuda, resolve_cuda, resolve_device
 from speedtransfer.cuda.streams import (
     StreamOrder,
-    check_not_capturing,
     current_stream,
     keep_until_done,
     to_device,
@@ -15,12 +22,16 @@ from speedtransfer.cuda.streams import (
 )
 
 __all__ = [
+    "WARM_UP",
     "CudaStatus",
     "KernelArgument",
     "StreamOrder",
+    "capture_number",
     "check_not_capturing",
+    "count_graphs",
     "cuda_status",
     "current_stream",
+    "is_capturing",
     "is_trusted",
     "keep_until_done",
     "kernel_source",
@@ -28,6 +39,7 @@ __all__ = [
     "launch_over",
     "load_kernel",
     "mapped_view",
+    "num_replays",
     "pinned_empty",
     "require_cuda",
     "require_mapped",

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from speedtransfer.cuda.graphs import WARM_UP, check_not_capturing
 from speedtransfer.cuda.status import cuda_status, cupy_package, first_line, load_cupy, on_device, require_cuda
 from speedtransfer.cuda.streams import cupy_stream
 from speedtransfer.errors import DeviceError
@@ -117,6 +118,7 @@ def is_trusted(name: str, device: torch.device, check: Callable[[], bool]) -> bo
     """
     found = _trusted.get((name, device.index))
     if found is None:
+        check_not_capturing(f"the first use of the kernels for {name}", WARM_UP)
         reason = "their results differ from those of torch"
         try:
             found = check()
@@ -134,6 +136,7 @@ def is_trusted(name: str, device: torch.device, check: Callable[[], bool]) -> bo
 
 @functools.cache
 def _compiled(source_name: str, function_name: str, index: int) -> Any:
+    check_not_capturing(f"compiling the kernel {function_name}", WARM_UP)
     with on_device(index):
         try:
             module = load_cupy().RawModule(code=kernel_source(source_name), options=("-std=c++17",))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer import buffers
+from speedtransfer.cuda.graphs import is_capturing
 from speedtransfer.cuda.status import cuda_status, first_line, load_cupy, on_device, require_cuda, resolve_cuda
 from speedtransfer.cuda.streams import torch_stream
 from speedtransfer.dtypes import INTEGER_OF_SIZE
@@ -181,10 +182,18 @@ def _free_host(free: Callable[[], object], index: int, process: int, wait: Calla
         return  # a forked child has the tensors but no CUDA
     # A kernel or copy that was queued before the last tensor died may still use the memory. Errors mean that CUDA is being
     # shut down.
+    wait = wait or functools.partial(_wait_for_devices, index)
     with contextlib.suppress(Exception):
-        (wait or functools.partial(_wait_for_devices, index))()
-        with on_device(index):
-            free()
+        # A capture of a CUDA graph would fail of it: whoever frees next does this too.
+        _to_free.append((free, index, wait))
+        while _to_free and not is_capturing():
+            free, index, wait = _to_free.pop()
+            wait()
+            with on_device(index):
+                free()
+
+
+_to_free: list[tuple[Callable[[], object], int, Callable[[], object]]] = []
 
 
 def _wait_for_devices(index: int) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedtransfer.cuda.graphs import check_not_capturing, is_capturing
 from speedtransfer.cuda.status import load_cupy, on_device
-from speedtransfer.errors import DeviceError
 
 _Step = Callable[[torch.cuda.Stream], None]
 
@@ -112,7 +112,7 @@ class _Queueing(AbstractContextManager[torch.cuda.Stream]):
         self._order._lock.acquire()
         try:
             self._stream = current_stream(self._order.device)
-            self._capturing = torch.cuda.is_current_stream_capturing()
+            self._capturing = is_capturing()
             if self._capturing:
                 self._order._captured = True
             else:
@@ -131,15 +131,6 @@ class _Queueing(AbstractContextManager[torch.cuda.Stream]):
             self._order._lock.release()
 
 
-def check_not_capturing(what: str) -> None:
-    """Raise :class:`~speedtransfer.errors.DeviceError` if the current stream is being captured in a CUDA graph."""
-    if torch.cuda.is_current_stream_capturing():
-        raise DeviceError(
-            f"{what} cannot be captured in a CUDA graph, as the host takes part in it and a replay would leave that out; "
-            "do it before the capture, or outside of the graph"
-        )
-
-
 def keep_until_done(tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> None:
     """Tell torch's allocator that `stream` uses `tensors`: they may come from another one and die too early.
 
@@ -147,7 +138,7 @@ def keep_until_done(tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> Non
     then: in place of another library's it asks one of torch's that follows it.
     """
     if not _is_torchs(stream):
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             return  # its replays use the memory, so that it must stay anyway
         follower = _follower(stream.device)
         follower.wait_stream(stream)
@@ -173,6 +164,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return `tensor` on `device`; the host does not wait where it has it, and may change its own at once."""
     if tensor.device.type != "cpu" or device.type != "cuda" or not tensor.numel():
         return tensor.to(device)
+    check_not_capturing("a copy of what the host has")
     return torch.empty_like(tensor, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
 
 

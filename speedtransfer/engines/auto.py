@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import pinned_empty
+from speedtransfer.cuda import is_capturing, pinned_empty
 from speedtransfer.engines.base import Engine, KernelEngine
 from speedtransfer.engines.calibration import (
     PLANE_BYTES,
@@ -43,8 +43,8 @@ class AutoEngine:
     """Hands each call to one of several engines over the same planes.
 
     Which one: that of the pair, one to gather and one to scatter, with the smallest sum at the nearest point of the machine's
-    calibration for a table of this size, so that a step rarely changes engines; or the first of `engines` without one. What
-    is captured in a CUDA graph takes the first.
+    calibration for a table of this size, so that a step rarely changes engines; or the first of `engines` without one. From
+    the first call that is captured in a CUDA graph on it is the first: it alone is in order with replays, by the stream.
 
     Order: each engine keeps its own calls in order. Before another one gathers the host waits for the scatters of the others,
     before it scatters for all of their calls, and for nothing where those move rows on the host. Threads take turns, since one
@@ -74,6 +74,7 @@ class AutoEngine:
         self._turn = threading.Lock()
         self._tried = set[int]()  # sizes of planes that were to be measured
         self._busy = set[str]()  # engines that may not be done with the planes
+        self._captured = False
         self._row_bytes = 0  # of all planes of the table, as far as calls have shown
         # What `_seen` says of calls so far: a choice takes longer than a small call.
         self._seen: Calibration | None = None
@@ -145,7 +146,8 @@ class AutoEngine:
         row_bytes = sum(plane.shape[1] * plane.element_size() for plane in planes)
         if not row_bytes or not len(index):  # an index that is only checked, or nothing at all
             return self.engines[self._names[0]]
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        self._captured = self._captured or (index.is_cuda and is_capturing())
+        if self._captured:
             name = self._names[0]
         else:
             self._row_bytes = max(self._row_bytes, row_bytes)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import (
+    WARM_UP,
     StreamOrder,
     check_not_capturing,
     keep_until_done,
@@ -205,7 +206,7 @@ class MappedEngine:
         """Return a kernel and its shared memory, compiled on first use: "converted" takes seconds, and few tables need it."""
         found = self._kernels.get((direction, kind))
         if found is None:
-            check_not_capturing(f"loading the kernel {direction}_{kind}")
+            check_not_capturing(f"loading the kernel {direction}_{kind}", WARM_UP)
             shared_bytes = bulk_shared_bytes(self.threads) if kind == "bulk" else 0
             kernel = load_kernel(_SOURCES[kind], f"{direction}_{kind}", self.device, shared_bytes)
             found = self._kernels[direction, kind] = kernel, shared_bytes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import StreamOrder, keep_until_done, to_device
+from speedtransfer.cuda import StreamOrder, check_not_capturing, keep_until_done, to_device
 from speedtransfer.dtypes import INTEGER_OF_SIZE
 from speedtransfer.engines.base import check_host_index
 
@@ -45,6 +45,10 @@ class ReferenceEngine:
     ) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``; `check` waits for `index`."""
         if check:
+            if self._order is not None:
+                check_not_capturing(
+                    "looking at an index on the host (engine 'reference')", "use table.engine = 'mapped'"
+                )
             check_host_index(index.cpu(), planes)
         if self._order is None:
             select_rows(planes, index, rows)

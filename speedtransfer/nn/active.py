@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import Handle
@@ -103,6 +104,8 @@ def activate(
         handle.recover()
     table = handle.rows.table
     num_rows, device = table.num_rows, table.device
+    if device.type == "cuda" and is_capturing():
+        _check_capturable(handle, ids, training or max_norm is not None, padded)
     if isinstance(ids, UniqueRows):
         groups, shape = ids, tuple(ids.inverse.shape)
         # Raises if an id is out of range.
@@ -125,6 +128,18 @@ def activate(
     return ActiveRows(handle, groups, shape, rows, training, padding_idx)
 
 
+def _check_capturable(handle: Handle, ids: Any, writes: bool, padded: bool) -> None:
+    """Raise unless a lookup can be captured in a CUDA graph."""
+    if not padded:
+        check_not_capturing("activate(), which counts the unique rows,", "call the module instead")
+    if not (isinstance(ids, Tensor) and ids.is_cuda):
+        check_not_capturing(
+            f"a lookup in {handle} by ids on the host",
+            "keep them in a tensor on the device, and copy each batch into it",
+        )
+    handle.check_capturable(writes)
+
+
 # Rows beyond this are not padded: the host waits for their number, which is little beside what they take themselves.
 _MOST_PADDED_BYTES = 1 << 29
 
@@ -133,7 +148,7 @@ def _unique_on_device(handle: Handle, flat: Tensor, padded: bool, spare: bool) -
     table = handle.rows.table
     table.check(flat)
     groups = padded_unique(flat, table.num_rows, spare)
-    if padded and len(groups.ids) * table.dim * handle.rows.dtype.itemsize <= _MOST_PADDED_BYTES:
+    if padded and (is_capturing() or len(groups.ids) * table.dim * handle.rows.dtype.itemsize <= _MOST_PADDED_BYTES):
         return groups
     groups = trimmed(groups)
     # Raises if an id is out of range.

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer import buffers
+from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
@@ -194,6 +195,11 @@ def _index_select(weight: Any, dim: Any, index: Tensor) -> Any:
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``torch.autograd.grad``: the gradient of a weight is the sum of those of the leaves of its lookups."""
+    check_not_capturing(
+        "torch.autograd.grad of the weight of a table (make_graphed_callables)",
+        "capture the whole step (torch.cuda.graph), with backward() and the optimizer",
+        "as no optimizer would see it",
+    )
     wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     followed = [handle_of(w).leaves() if isinstance(w, TableWeight) else [(w, None)] for w in wanted]
     flat = [leaf for leaves in followed for leaf, _ in leaves]
@@ -220,12 +226,16 @@ def _summed(handle: Handle, grads: list[tuple[Tensor | None, Tensor | None]]) ->
     pairs = [(grad.to_dense() if grad.is_sparse else grad, ids) for grad, ids in grads if grad is not None]
     shape = (handle.table.num_rows, handle.table.dim)
     if handle.sparse and pairs and all(ids is not None and grad.dim() == 2 for grad, ids in pairs):
+        # Without padding, for which the host waits.
+        pairs = [(grad[ids < shape[0]], ids[ids < shape[0]]) for grad, ids in pairs if ids is not None]
         index = torch.cat([ids for _, ids in pairs if ids is not None]).unsqueeze(0)
         return torch.sparse_coo_tensor(index, torch.cat([grad for grad, _ in pairs]), shape, check_invariants=False)
     for grad, ids in pairs:
         if ids is not None:
             # Many gradients at once (is_grads_batched) have one more dimension.
-            grad = grad.new_zeros(*grad.shape[:-2], *shape).index_add(-2, ids.to(grad.device), grad)
+            # What pads the rows adds zero to the last one.
+            ids = ids.to(grad.device).clamp(max=shape[0] - 1)
+            grad = grad.new_zeros(*grad.shape[:-2], *shape).index_add(-2, ids, grad)
         total = grad if total is None else total + grad
     return None if total is None else handle.hooked(total)
 

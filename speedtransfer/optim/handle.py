@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speedtransfer.cuda import check_not_capturing
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.binding import KEY, Binding
@@ -92,6 +93,8 @@ class Handle(Binding):
 
     def whole_leaf(self) -> Tensor:
         """Return all rows, ``(num_rows, dim)``, as a leaf of autograd; backward deposits the gradient of all of them."""
+        if self.table.device.type == "cuda":
+            check_not_capturing(f"a use of all of {self}", "look the rows up that are needed (emb(ids))")
         if self._whole is not None:
             leaf = self._whole[0]()
             if leaf is not None and self._whole[1] == self.table.version:

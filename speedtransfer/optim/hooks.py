@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from speedtransfer.cuda import count_graphs
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import Rule, choose_rule, has_rule
@@ -30,6 +31,7 @@ def install() -> None:
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
+        count_graphs()
         state_dicts.install()
         backward.install()
         replicas.install()
@@ -129,6 +131,7 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
         if handle.grad is None:
             continue
         replicas.check_not_replicated(handle)
+        handle.check_step_capturable(optimizer)
         if handle.state is None or handle.state.optimizer() is not optimizer:
             handle.check_not_lost(optimizer)
             # If this raises nothing has changed.

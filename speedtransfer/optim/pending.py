@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.cuda import capture_number, check_not_capturing
+from speedtransfer.errors import DeviceError, InvalidTypeError, InvalidValueError
 from speedtransfer.optim.row_gradient import RowGradient, is_zeroed
 from speedtransfer.optim.stepping import Stepping
 from speedtransfer.optim.table_param import as_tensor
@@ -55,6 +56,7 @@ class PendingGradient(Stepping):
         """
         if self.state is not None and self.state.running:
             self.recover()
+        self._check_capture()
         if self.grad is not None and self._assigned is None and self._discarded():
             reused = self._shown_gradient() is not None
             self.clear()
@@ -86,11 +88,25 @@ class PendingGradient(Stepping):
                 self._set_gradient(ids, grad)
             else:
                 self._join(union, grad, rows, version, state_rows or {})
-        self._reused = False
+        self._reused, self._capture = False, capture_number() if ids.is_cuda else None
         # As in torch, where a gradient stays the same object until it is set to None.
         if shown is not None:
             shown.ids, shown.rows = ids, grad
         self._warn_untrained()
+
+    def _check_capture(self) -> None:
+        """Raise if a gradient would be added to one of another CUDA graph than its own, or to one of none."""
+        if self.grad is None or self._capture == (capture_number() if self.grad.is_cuda else None):
+            return
+        if self._capture is None:
+            raise DeviceError(
+                f"{self} has a gradient from before the capture of a CUDA graph, to which replays cannot add theirs; call "
+                "zero_grad(set_to_none=True) before the capture, or first in it"
+            )
+        raise DeviceError(
+            f"the gradient of {self} is one that a CUDA graph writes at each replay, to which no other can be added; call "
+            "zero_grad(set_to_none=True) before this backward"
+        )
 
     def _shown_gradient(self) -> RowGradient | None:
         """Return the object that `gradient` returned, if it is alive and still the gradient of the weight."""
@@ -234,6 +250,7 @@ class PendingGradient(Stepping):
         # Clipping and unscaling change a gradient in place too; only zero_grad(set_to_none=False) makes it all zero.
         if grad._version == self._grad_version or not grad.numel():
             return False
+        check_not_capturing(f"a backward after a change of the gradient of {self}")
         return is_zeroed(grad) or not bool(grad.any())
 
     def gradient(self) -> Tensor | None:
@@ -252,6 +269,14 @@ class PendingGradient(Stepping):
         """Use the gradient that `gradient` returned, made dense for a function that writes to it, or without padding."""
         if self.grad is None:
             return
+        if self._capture is not None:
+            # Replays go on writing to it as it is.
+            if trimmed:
+                return
+            raise DeviceError(
+                f"the gradient of {self} is one that a CUDA graph writes at each replay, and it cannot become dense; take a "
+                "dense copy (weight.grad.to_dense())"
+            )
         if trimmed:
             self._take_trimmed(ids, grad)
         else:
@@ -264,6 +289,8 @@ class PendingGradient(Stepping):
         if grad is None:
             self.clear()
             return
+        if self.table.device.type == "cuda":
+            check_not_capturing(f"assigning a gradient to {self}")
         if grad is self.gradient():
             return
         self._check_gradient(grad)
@@ -301,7 +328,7 @@ class PendingGradient(Stepping):
         if self.grad is not None:
             self._cleared = self.used_whole, self._assigned is not None, self._touched
         self.ids = self.grad = self.active = self._touched = None
-        self._reused, self._assigned = False, None
+        self._reused, self._assigned, self._capture = False, None, None
         self.state_rows, self.used_whole, self.in_place, self._waiting_since = {}, False, False, None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from speedtransfer.cuda import check_not_capturing
 from speedtransfer.tables import num_unique
 
 aten = torch.ops.aten
@@ -114,6 +115,7 @@ class RowGradient(Tensor):
         """Drop padding, for which the host waits, and return this gradient."""
         count = num_unique(self.ids)
         if count is not None:
+            check_not_capturing("counting the rows of a gradient")
             n = int(count)
             self.ids, self.rows = self.ids[:n], self.rows[:n]
             if self._changed is not None:

@@ -102,6 +102,10 @@ class RowState(StatePlanes):
         """Tell whether a hyperparameter was switched on or off since `assume`."""
         return self._assumed is not None and self._assumed != _switches(optimizer, group)
 
+    def has_stepped(self) -> bool:
+        """Tell whether there was a step."""
+        return not self._fresh
+
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def load(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtransfer.errors import OptimizerError
+from speedtransfer.cuda import WARM_UP, capture_number, check_not_capturing, is_capturing
+from speedtransfer.errors import DeviceError, OptimizerError
 from speedtransfer.optim.fused_step import SWITCH, make_step, plan_step
 from speedtransfer.optim.probe import sparse_gradient
 from speedtransfer.optim.table_param import TableParam
@@ -19,6 +20,22 @@ from speedtransfer.tables import is_padded
 
 class Stepping(TableParam):
     """The part of a :class:`Handle` that lends the parameter to a step."""
+
+    def check_step_capturable(self, optimizer: Optimizer) -> None:
+        """Raise if a CUDA graph is being captured, and the step of `optimizer` cannot be part of it."""
+        if self.table.device.type != "cuda" or not is_capturing():
+            return
+        self.check_capturable(writes=True)
+        state = self.state
+        if self._capture is None:
+            raise DeviceError(
+                f"{self} has a gradient from before the capture of a CUDA graph, and replays would not see later ones; "
+                "capture forward and backward with the step, after zero_grad(set_to_none=True)"
+            )
+        if state is None or state.optimizer() is not optimizer or not state.has_stepped():
+            check_not_capturing(f"the first step of this {type(optimizer).__name__} for {self}", WARM_UP)
+        elif state.sparse:
+            check_not_capturing(f"a step with the sparse gradient of {self}", "use an optimizer for dense gradients")
 
     def begin_step(self, optimizer: Optimizer, group: dict[str, Any], frame: FrameType | None) -> None:
         """Make the parameter hold the active rows and their gradient, and `optimizer` their state.
@@ -147,6 +164,8 @@ class Stepping(TableParam):
         self._touched = None
         self._exposed, exposed = False, self._exposed
         exposed = exposed or any(reference() is not None for reference in self._aliases)
+        # Rows that another graph, or none, has read may have changed.
+        exposed = exposed or (self.ids.is_cuda and self._capture != capture_number())
         if exposed or self.active is None or self._version != self.table.version:
             every = len(self.ids) == self.table.num_rows > 0 and not is_padded(self.ids)
             # A step of all rows can update them where they are stored.

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speedtransfer.cuda import check_not_capturing
+from speedtransfer.errors import DeviceError
 from speedtransfer.optim.fused_step import FusedStep
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.state import RowState
@@ -61,6 +63,8 @@ class TableParam:
         self.used_whole = False
         # The version of `grad` as last written here.
         self._grad_version = 0
+        # Number of the CUDA graph capture that `grad` was made in: replays write to its memory. None: of none.
+        self._capture: int | None = None
         # Set while every row counts as active because the gradient was made dense: the active rows before that.
         self._touched: Tensor | None = None
         # A dense gradient that was assigned to the weight: the caller may go on writing to it.
@@ -127,6 +131,25 @@ class TableParam:
             param.requires_grad_(self.requires_grad)
             param.__class__ = self._kind
 
+    def check_capturable(self, writes: bool) -> None:
+        """Raise unless rows of this table can be read in a CUDA graph that is being captured, and written if `writes`."""
+        table, rows = self.table, self.rows
+        if not table.takes_padding:
+            memory = (
+                "memory='pinned' or 'device'" if table.memory not in ("pinned", "device") else "table.engine = 'mapped'"
+            )
+            check_not_capturing(f"{self}, whose rows the host moves (memory={table.memory!r}),", f"use {memory}")
+        if rows.lag is not None:
+            check_not_capturing(
+                f"{self} with idle={self.idle!r}, where the host records steps for idle rows,", "use idle='lazy'"
+            )
+        if writes and rows.rounds:
+            check_not_capturing(
+                f"training {self} with storage_dtype or state_dtype",
+                "leave those out, or train without a graph",
+                "as a replay would round with the same random numbers again",
+            )
+
     def looks_up_directly(self) -> bool:
         """Tell whether a lookup without gradients should read a row for each id.
 
@@ -160,6 +183,11 @@ class TableParam:
     def trim(self) -> None:
         """Drop the padding of the pending gradient, for which the host waits."""
         if self.ids is not None and self.grad is not None:
+            if self._capture is not None:
+                raise DeviceError(
+                    f"the gradient of {self} was made by a CUDA graph, where the number of its rows is not known, so that it "
+                    "cannot be sparse; make the embedding with sparse=False, or use an optimizer for dense gradients"
+                )
             count = num_unique(self.ids)
             if count is not None:
                 self._take_trimmed(self.ids[: int(count)], self.grad[: int(count)])

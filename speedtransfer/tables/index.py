@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.cuda import check_not_capturing
 from speedtransfer.engines import out_of_range
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
@@ -130,6 +131,7 @@ def check_distinct(flat: Tensor, num_rows: int, given: Any, checked: bool) -> No
     else:
         if not len(flat):
             return
+        check_not_capturing("looking for rows that an index names twice", "pass check=False if there are none")
         ordered = flat.sort().values
         repeated = ordered[1:] == ordered[:-1]
         first = ordered[1:].masked_fill(~repeated, num_rows).amin() if len(flat) > 1 else ordered.new_tensor(num_rows)

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import KernelArgument, current_stream, is_trusted, launch_kernel, load_kernel
+from speedtransfer.cuda import (
+    KernelArgument,
+    check_not_capturing,
+    current_stream,
+    is_capturing,
+    is_trusted,
+    launch_kernel,
+    load_kernel,
+)
 from speedtransfer.tables.unique import UniqueRows
 
 _INT32_MAX = 2**31 - 1
@@ -107,6 +115,7 @@ def trimmed(groups: UniqueRows) -> UniqueRows:
     count = num_unique(groups.ids)
     if count is None:
         return groups
+    check_not_capturing("counting unique rows")
     n = int(count)
     assert groups.starts is not None
     return groups._replace(ids=groups.ids[:n], starts=groups.starts[: n + 1])
@@ -122,7 +131,9 @@ class PaddedStats:
         self._counts: dict[tuple[str, int], list[Tensor]] = {}
 
     def add(self, kind: str, ids: Tensor, rows: Sequence[Tensor]) -> None:
-        """Count `rows`, each (n, width), moved for the padded ids (n,)."""
+        """Count `rows`, each (n, width), moved for the padded ids (n,); in a CUDA graph nothing is counted."""
+        if is_capturing():
+            return
         count = num_unique(ids)
         assert count is not None
         row_bytes = sum(values.shape[1] * values.element_size() for values in rows)

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from speedtransfer.cuda import mapped_view, require_cuda, resolve_device, to_cupy, wait_until_filled
+from speedtransfer.cuda import (
+    WARM_UP,
+    check_not_capturing,
+    mapped_view,
+    num_replays,
+    require_cuda,
+    resolve_device,
+    to_cupy,
+    wait_until_filled,
+)
 from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.engines import Engine, engine_names, make_engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
@@ -65,6 +74,9 @@ class Planes:
         self._set_engine(make_engine(place.name, place.device))
         self._planes = {"weight": wait_until_filled(weight)}
         self._writes = 0
+        # Set once a write was captured in a CUDA graph, whose replays the host does not see: what these use must stay.
+        self._captured = False
+        self._outlived: list[object] = []
         # Called with row numbers, or None for all rows, before these are read or written from outside: by `Rows`, while it
         # lets idle rows miss steps. What is moved as it is stored (`read`, `write`, ``check=False``) does without.
         self._catch_up: Callable[[Tensor | None], None] | None = None
@@ -135,6 +147,7 @@ class Planes:
                 f"{self.device}; make one of {', '.join(engine_names(self.memory, self.device))}"
             )
         self._engine.wait()
+        self._outlive(self._engine)
         self._set_engine(new)
 
     @property
@@ -168,8 +181,11 @@ class Planes:
 
     @property
     def version(self) -> int:
-        """A number that grows with every change of the weight plane made through the table or a torch view of it."""
-        return self._writes + self._planes["weight"]._version
+        """A number that grows with every change of the weight plane made through the table or a torch view of it.
+
+        Once a write was captured in a CUDA graph it grows with every replay of any.
+        """
+        return self._writes + self._planes["weight"]._version + (num_replays() if self._captured else 0)
 
     def __len__(self) -> int:
         return self.num_rows
@@ -208,6 +224,8 @@ class Planes:
 
     def add_planes(self, planes: Mapping[str, tuple[int | None, DType | None, float | Tensor]]) -> dict[str, Tensor]:
         """Add several planes, all or none: by name what `add_plane` takes. With layout "rows" they share a record a row."""
+        if planes:
+            check_not_capturing(f"adding planes ({', '.join(planes)})", WARM_UP)
         specs = dict[str, tuple[int, DType]]()
         for name, (width, dtype, fill) in planes.items():
             if name in self._planes:
@@ -232,7 +250,7 @@ class Planes:
             raise InvalidValueError("plane 'weight' is the table itself; delete the table instead")
         self._check_plane(name)
         self._engine.wait()
-        del self._planes[name]
+        self._outlive(self._planes.pop(name))
 
     def plane(self, name: str) -> Tensor:
         """Return the whole of a plane, ``(num_rows, width)``, without a copy; it lives where the memory is."""
@@ -249,11 +267,17 @@ class Planes:
         """Make the memory of `values`, of the plane's shape, dtype and device, that of the plane from now on."""
         self._engine.wait()
         self._writes += self.version + 1  # another tensor counts its changes from zero
-        self._planes[self._check_plane(name)] = wait_until_filled(values)
+        self._outlive(self._planes[self._check_plane(name)])
+        self._planes[name] = wait_until_filled(values)
 
     def wait(self) -> None:
         """Block until the planes are up to date: on CUDA, rows that were scattered may still be on their way."""
         self._engine.wait()
+
+    def _outlive(self, *parts: object) -> None:
+        """Keep parts that are no longer used where a CUDA graph may still use their memory."""
+        if self._captured:
+            self._outlived.extend(parts)
 
     def _check_plane(self, name: str) -> str:
         if name not in self._planes:
@@ -344,6 +368,7 @@ class Planes:
         if target != self.device:
             self._engine.wait()
             self._writes += self.version  # moved planes count their changes from zero again
+            self._outlive(self._engine, *self._planes.values())
             self._planes = self._place.move_to(target, self._planes)
             name = self._engine.name
             self._set_engine(

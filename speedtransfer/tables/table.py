@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer import buffers
-from speedtransfer.cuda import cuda_status, resolve_device
+from speedtransfer.cuda import count_graphs, cuda_status, is_capturing, resolve_device
 from speedtransfer.engines import KernelEngine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size, suggest
 from speedtransfer.system import physical_bytes
@@ -201,6 +201,9 @@ class Table(Planes):
         if self.moves_on_host:
             ids = on_host(ids, ids)
         self._engine.scatter([self._planes[name] for name in rows], ids, values, unsorted)
+        if not self._captured and ids.is_cuda and is_capturing():
+            count_graphs()
+            self._captured = True
         self._writes += 1
         if self._engine.takes_padding and is_padded(ids):
             self._padded_stats.add("scattered", ids, values)

@@ -96,6 +96,26 @@ def train_plainly(module, make):
     return module.table.torch(), optimizer
 
 
+@pytest.mark.parametrize("memory", ["pinned", "device"])
+def test_rows_looked_at_by_ids_on_the_host(memory, device, tmp_path, monkeypatch):
+    """They catch up on the device, and the record of their steps is written from there: engines take no other rows."""
+    emb = ours(memory, device, tmp_path)
+    optimizer = torch.optim.AdamW(emb.parameters(), lr=0.05)
+    for ids, target in skewed_batches(ROWS, DIM, 5, size=8):
+        optimizer.zero_grad()
+        squared_loss(emb(ids.to(device)), target.to(device)).backward()
+        optimizer.step()
+    engine, written = emb.table._engine, []
+    scatter = engine.scatter
+    monkeypatch.setattr(
+        engine, "scatter", lambda planes, ids, rows, *more: (written.extend(rows), scatter(planes, ids, rows, *more))
+    )
+    first, second = (emb.table.gather(range(ROWS)).clone() for _ in range(2))
+    assert {rows.device for rows in written} == {device}
+    assert torch.equal(first, second)
+    assert torch.equal(second.cpu(), emb.table.torch().cpu())
+
+
 def without_kernels(monkeypatch):
     for module in ("missed", "replay"):
         monkeypatch.setattr(f"speedtransfer.idle.{module}.is_trusted", lambda *_: False)

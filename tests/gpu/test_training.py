@@ -327,3 +327,13 @@ class TestLoops:
         first = planes_of(embs[0], opt)
         for emb in embs[1:]:
             check_same(planes_of(emb, opt).values(), list(first.values()))
+
+
+def test_autograd_grad(device, tmp_path):
+    """Ids repeat: what pads the unique rows is in no gradient."""
+    ids = torch.tensor([3, 5, 3, NUM_ROWS - 1], device=device)
+    found = []
+    for module in (embedding("pinned", tmp_path, device), dense_embedding(device)):
+        rows = module(ids)
+        found.append(torch.autograd.grad(rows.pow(2).sum(), module.weight)[0].cpu())
+    torch.testing.assert_close(*found)

@@ -1,0 +1,63 @@
+"""CUDA graphs: whether one is being captured, and what cannot be. A replay repeats what the device did, and not the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from speedtransfer.errors import DeviceError
+
+WARM_UP = "do a few steps like it before the capture, on another stream, as torch asks for every graph"
+
+# A torch that was built without CUDA raises instead of answering.
+_WITHOUT_CUDA = None if torch.backends.cuda.is_built() else torch.cuda.is_current_stream_capturing
+# Calls of methods of CUDAGraph so far.
+_calls = {"capture_begin": 0, "replay": 0}
+_counted = False
+
+
+def count_graphs() -> None:
+    """Have every capture and replay from now on counted: torch tells neither one capture from another, nor of a replay."""
+    global _counted
+    if not _counted:
+        for name in _calls:
+            setattr(torch.cuda.CUDAGraph, name, _counting(name, getattr(torch.cuda.CUDAGraph, name)))
+        _counted = True
+
+
+def _counting(name: str, method: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> None:
+        _calls[name] += 1
+        method(*args, **kwargs)
+
+    return called
+
+
+def is_capturing() -> bool:
+    """Tell whether the current stream is being captured in a CUDA graph."""
+    asks = torch.cuda.is_current_stream_capturing
+    return asks is not _WITHOUT_CUDA and asks()
+
+
+def capture_number() -> int | None:
+    """Return a number of the capture that the current stream is in; None outside of one."""
+    return _calls["capture_begin"] if is_capturing() else None
+
+
+def num_replays() -> int:
+    """Return how many replays of graphs there were."""
+    return _calls["replay"]
+
+
+def check_not_capturing(
+    what: str,
+    remedy: str = "do it before the capture, or outside of the graph",
+    why: str = "as the host takes part in it and a replay would leave that out",
+) -> None:
+    """Raise :class:`~speedtransfer.errors.DeviceError` if the current stream is being captured in a CUDA graph."""
+    if is_capturing():
+        raise DeviceError(f"{what} cannot be captured in a CUDA graph, {why}; {remedy}")

@@ -1,0 +1,602 @@
+"""Training steps captured in a CUDA graph: replays compute what steps do, and what no replay could is refused by name."""
+
+import contextlib
+import gc
+import os
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import speedtransfer as st
+from speedtransfer.cuda import launch
+from speedtransfer.engines import MappedEngine
+from speedtransfer.errors import DeviceError
+
+ROWS, DIM, IDS, WARM = 41, 8, 12, 3
+# Of AdamW with capturable=True where nothing is captured; a capture that was given up is empty.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This instance was constructed with capturable"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
+    # Of torch, where the graph of autograd of a capture that was given up is still alive.
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _captures(device):
+    """Skip where the device cannot capture at all."""
+    number, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            number += 1
+        graph.replay()
+    except Exception as error:
+        pytest.skip(f"this device captures no CUDA graphs: {str(error).splitlines()[0]}")
+    assert number.item() == 1
+
+
+def adamw(**options):
+    return lambda params: torch.optim.AdamW(params, lr=0.05, capturable=True, **options)
+
+
+def sgd(**options):
+    return lambda params: torch.optim.SGD(params, lr=0.05, **options)
+
+
+def batches():
+    return [torch.randint(0, ROWS, (IDS,), generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
+
+
+class Training:
+    """A small model, its optimizer, and the static tensors of a graph."""
+
+    def __init__(self, device, make=None, optimizer=None, forward=None, scaler=False, **options):
+        torch.manual_seed(3)
+        options = {"idle": "lazy", "memory": "pinned", **options}
+        self.emb = (make or st.Embedding)(ROWS, DIM, device=device, **options)
+        self.linear = nn.Linear(DIM, 2).to(device)
+        self.forward = forward or (lambda emb, ids: emb(ids))
+        self.opt = (optimizer or adamw())([*self.emb.parameters(), *self.linear.parameters()])
+        self.scaler = torch.amp.GradScaler("cuda", init_scale=64.0, growth_interval=2) if scaler else None
+        self.ids = torch.zeros(IDS, dtype=torch.int64, device=device)
+        self.loss, self.graph = torch.zeros((), device=device), torch.cuda.CUDAGraph()
+
+    @property
+    def table(self):
+        return self.emb.table
+
+    def backward(self):
+        loss = self.linear(self.forward(self.emb, self.ids)).pow(2).mean()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self.loss = loss.detach()
+
+    def update(self):
+        if self.scaler is None:
+            self.opt.step()
+        else:
+            self.scaler.step(self.opt)
+            self.scaler.update()
+
+    def step(self):
+        self.opt.zero_grad(set_to_none=True)
+        self.backward()
+        self.update()
+
+    def steps(self, given, function=None):
+        """Return the losses of steps for the ids `given`."""
+        losses = []
+        for ids in given:
+            self.ids.copy_(ids)
+            (function or self.step)()
+            losses.append(self.loss.item())
+        return losses
+
+    def warm_up(self):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            losses = self.steps(batches()[:WARM])
+        torch.cuda.current_stream().wait_stream(stream)
+        return losses
+
+    def capture(self, function=None, graph=None):
+        self.opt.zero_grad(set_to_none=True)
+        with torch.cuda.graph(self.graph if graph is None else graph):
+            (function or self.step)()
+
+    def result(self):
+        """Return all rows, their state, the gradient, and a lookup, on the CPU."""
+        found = [self.table.torch().cpu().clone(), self.emb.weight.grad.to_dense().cpu()]
+        state = self.opt.state[self.emb.weight]
+        found += [torch.as_tensor(state[name]).detach().cpu().clone() for name in sorted(state)]
+        with torch.no_grad():
+            return [*found, self.emb(self.ids.view(3, -1)).cpu()]
+
+
+def check_close(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def bag(mode, **options):
+    return {
+        "make": lambda *shape, **more: st.EmbeddingBag(*shape, mode=mode, **options, **more),
+        "forward": lambda emb, ids: emb(ids.view(3, -1)),
+    }
+
+
+FORMS = {
+    "adamw": {},
+    "adamw-fused": {"optimizer": adamw(fused=True)},
+    "sgd": {"optimizer": sgd()},
+    "sgd-momentum": {"optimizer": sgd(momentum=0.9, weight_decay=0.1)},
+    "sgd-fused": {"optimizer": sgd(momentum=0.9, fused=True)},
+    "scaler-adamw": {"optimizer": adamw(fused=True), "scaler": True},
+    "scaler-sgd": {"optimizer": sgd(momentum=0.9, fused=True), "scaler": True},
+    "bfloat16": {"dtype": torch.bfloat16, "forward": lambda emb, ids: emb(ids).float()},
+    "records": {"layout": "rows"},
+    "padding": {"padding_idx": 3},
+    "by-freq": {"scale_grad_by_freq": True},
+    "max-norm": {"max_norm": 1.0},
+    "twice": {"forward": lambda emb, ids: emb(ids) + emb(ids.flip(0)).sin()},
+    "bag-sum": bag("sum", padding_idx=3),
+    "bag-mean": bag("mean"),
+    "bag-max": bag("max"),
+}
+
+
+class TestReplays:
+    @pytest.mark.parametrize("memory", ["pinned", "device"])
+    @pytest.mark.parametrize("form", FORMS)
+    def test_a_step(self, device, form, memory):
+        plain, graphed = (Training(device, memory=memory, **FORMS[form]) for _ in range(2))
+        expected = plain.warm_up() + plain.steps(batches()[WARM:])
+        losses = graphed.warm_up()
+        before = graphed.table.torch().cpu().clone()
+        graphed.capture()
+        # A capture does nothing.
+        assert torch.equal(graphed.table.torch().cpu(), before)
+        losses += graphed.steps(batches()[WARM:], graphed.graph.replay)
+        assert losses == pytest.approx(expected, rel=1e-5)
+        check_close(graphed.result(), plain.result())
+
+    def test_forward_and_backward_alone(self, device):
+        plain, graphed = Training(device), Training(device)
+        plain.warm_up()
+        graphed.warm_up()
+        graphed.capture(graphed.backward)
+
+        def replayed():
+            graphed.graph.replay()
+            graphed.opt.step()
+
+        assert graphed.steps(batches(), replayed) == pytest.approx(plain.steps(batches()), rel=1e-5)
+        check_close(graphed.result(), plain.result())
+
+    def test_the_step_in_a_graph_of_its_own(self, device):
+        plain, graphed, second = Training(device), Training(device), torch.cuda.CUDAGraph()
+        plain.warm_up()
+        graphed.warm_up()
+        graphed.capture(graphed.backward)
+        with torch.cuda.graph(second):
+            graphed.opt.step()
+        plain.steps(batches()[:2])
+        graphed.steps(batches()[:2], lambda: (graphed.graph.replay(), second.replay()))
+        # Rows that change between the two are read again.
+        for training in (plain, graphed):
+            training.table.scatter([0], torch.ones(1, DIM, device=device))
+            training.ids.zero_()
+        plain.opt.zero_grad()
+        plain.backward()
+        graphed.graph.replay()
+        for training in (plain, graphed):
+            training.table.scatter([0], torch.full((1, DIM), 2.0, device=device))
+        plain.opt.step()
+        second.replay()
+        check_close(graphed.result(), plain.result())
+
+    def test_several_tables_and_several_graphs(self, device):
+        class Two(nn.ModuleList):
+            def __init__(self, *shape, **options):
+                super().__init__(st.Embedding(*shape, **options) for _ in range(2))
+
+        def forward(tables, ids):
+            return tables[0](ids) * tables[1](ids.flip(0))
+
+        trainings = [Training(device, make=Two, forward=forward) for _ in range(2)]
+        plain, graphed = trainings
+        for training in trainings:
+            training.warm_up()
+        graphs = [graphed.graph, torch.cuda.CUDAGraph()]
+        for graph in graphs:
+            graphed.capture(graph=graph)
+        plain.steps(batches())
+        for number, ids in enumerate(batches()):
+            graphed.steps([ids], graphs[number % 2].replay)
+        for one, other in zip(graphed.emb, plain.emb, strict=True):
+            torch.testing.assert_close(one.table.torch(), other.table.torch(), rtol=1e-5, atol=1e-5)
+
+    def test_two_backwards_in_a_graph(self, device):
+        plain, graphed = Training(device), Training(device)
+
+        def step(training):
+            training.opt.zero_grad(set_to_none=True)
+            training.backward()
+            training.backward()
+            training.opt.step()
+
+        for training in (plain, graphed):
+            training.warm_up()
+            training.steps(batches()[:1], lambda t=training: step(t))
+        graphed.capture(lambda: step(graphed))
+        plain.steps(batches(), lambda: step(plain))
+        graphed.steps(batches(), graphed.graph.replay)
+        check_close(graphed.result(), plain.result())
+
+    def test_clipping(self, device):
+        plain, graphed = Training(device), Training(device)
+
+        def step(training):
+            training.opt.zero_grad(set_to_none=True)
+            training.backward()
+            nn.utils.clip_grad_norm_(training.emb.parameters(), 0.01)
+            training.opt.step()
+
+        for training in (plain, graphed):
+            training.steps(batches()[:WARM], lambda t=training: step(t))
+        graphed.capture(lambda: step(graphed))
+        plain.steps(batches(), lambda: step(plain))
+        graphed.steps(batches(), graphed.graph.replay)
+        check_close(graphed.result(), plain.result())
+
+    @pytest.mark.parametrize("options", [{}, {"memory": "device"}, {"storage_dtype": torch.int8}, {"idle": "exact"}])
+    def test_an_evaluation(self, device, options):
+        emb, ids = Training(device, **options).emb, torch.zeros(IDS, dtype=torch.int64, device=device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad():
+            emb(ids)
+            with torch.cuda.graph(graph):
+                rows = emb(ids)
+            for given in batches():
+                ids.copy_(given)
+                graph.replay()
+                assert torch.equal(rows, emb(given.to(device)))
+
+    def test_features_of_one_table(self, device):
+        def made():
+            torch.manual_seed(3)
+            multi = st.MultiEmbedding(
+                [20, 30, 40], DIM, device=device, memory="pinned", idle="lazy", padding_idx=[None, 2, None]
+            )
+            return SimpleNamespace(
+                multi=multi, opt=adamw()(multi.parameters()), ids=torch.zeros(5, 3, dtype=int, device=device)
+            )
+
+        def step(model):
+            model.opt.zero_grad(set_to_none=True)
+            model.multi(model.ids).pow(2).sum().backward()
+            model.opt.step()
+
+        plain, graphed, graph = made(), made(), torch.cuda.CUDAGraph()
+        for number in range(8):
+            ids = torch.randint(0, 20, (5, 3), generator=torch.Generator().manual_seed(number))
+            for model in (plain, graphed):
+                model.ids.copy_(ids)
+            step(plain)
+            if number < WARM:
+                step(graphed)
+                continue
+            if number == WARM:
+                with torch.cuda.graph(graph):
+                    step(graphed)
+            graph.replay()
+        torch.testing.assert_close(graphed.multi.table.torch(), plain.multi.table.torch(), rtol=1e-5, atol=1e-5)
+
+
+class TestAfterReplays:
+    @pytest.fixture
+    def pair(self, device):
+        """A training by steps and one by replays, both at the same place."""
+        plain, graphed = Training(device), Training(device)
+        plain.warm_up()
+        graphed.warm_up()
+        graphed.capture()
+        plain.steps(batches()[:2])
+        graphed.steps(batches()[:2], graphed.graph.replay)
+        return plain, graphed
+
+    def test_a_step_without_the_graph(self, pair):
+        plain, graphed = pair
+        assert graphed.steps(batches()) == pytest.approx(plain.steps(batches()), rel=1e-5)
+        check_close(graphed.result(), plain.result())
+        graphed.steps(batches()[:3], graphed.graph.replay)
+        plain.steps(batches()[:3])
+        torch.testing.assert_close(graphed.table.torch(), plain.table.torch(), rtol=1e-5, atol=1e-5)
+
+    def test_writes_to_the_weight(self, pair):
+        for training in pair:
+            with torch.no_grad():
+                training.emb.weight[2] = 0.5
+                training.emb.weight.data[3] *= 2
+        for training, step in zip(pair, (pair[0].step, pair[1].graph.replay), strict=True):
+            training.steps(batches(), step)
+        check_close(pair[1].result(), pair[0].result())
+
+    def test_without_the_graph_for_good(self, pair):
+        plain, graphed = pair
+        graphed.graph.reset()
+        torch.cuda.empty_cache()
+        assert graphed.steps(batches()) == pytest.approx(plain.steps(batches()), rel=1e-5)
+        check_close(graphed.result(), plain.result())
+
+    def test_a_replay_between_backward_and_step(self, pair):
+        plain, graphed = pair
+        for training, replay in ((plain, plain.step), (graphed, graphed.graph.replay)):
+            training.opt.zero_grad(set_to_none=True)
+            training.ids.copy_(batches()[4])
+            training.backward()
+            # Its own gradient is in the way of a step, not of a replay.
+            kept = training.emb.weight.grad
+            if training is plain:
+                replay()
+                plain.opt.zero_grad(set_to_none=True)
+                plain.emb.weight.grad = kept
+            else:
+                replay()
+            for param in training.linear.parameters():
+                param.grad = None
+            training.opt.step()
+        torch.testing.assert_close(graphed.table.torch(), plain.table.torch(), rtol=1e-5, atol=1e-5)
+
+    def test_rows_are_there_when_the_host_looks(self, pair):
+        plain, graphed = pair
+        for _ in range(3):
+            plain.steps(batches()[2:4])
+            for ids in batches()[2:4]:
+                graphed.ids.copy_(ids)
+                graphed.graph.replay()
+            torch.testing.assert_close(graphed.table.torch(), plain.table.torch(), rtol=1e-5, atol=1e-5)
+        before = graphed.table.version
+        graphed.graph.replay()
+        assert graphed.table.version > before
+        state = graphed.opt.state_dict()["state"][0]["exp_avg"].clone()
+        plain.step()
+        torch.testing.assert_close(state, plain.opt.state_dict()["state"][0]["exp_avg"], rtol=1e-5, atol=1e-5)
+
+    def test_a_look_at_the_gradient_leaves_it_to_replays(self, pair):
+        plain, graphed = pair
+        for ids in batches():
+            plain.steps([ids])
+            graphed.steps([ids], graphed.graph.replay)
+            torch.testing.assert_close(
+                graphed.emb.weight.grad.to_dense(), plain.emb.weight.grad.to_dense(), rtol=1e-5, atol=1e-5
+            )
+            assert (graphed.emb.weight.grad != 0).any()
+        with pytest.raises(DeviceError, match=r"writes at each replay, and it cannot become dense.*to_dense"):
+            graphed.emb.weight.grad.add_(torch.ones(ROWS, DIM, device=graphed.ids.device))
+
+    def test_another_backward(self, pair):
+        _, graphed = pair
+        with pytest.raises(
+            DeviceError, match=r"writes at each replay, to which no other can be added.*set_to_none=True"
+        ):
+            graphed.backward()
+        graphed.step()
+
+    def test_another_optimizer(self, pair):
+        _, graphed = pair
+        graphed.opt = adamw()([*graphed.emb.parameters(), *graphed.linear.parameters()])
+        graphed.step()
+        rows = graphed.table.torch().clone()
+        # The graph writes to the state of before, which nobody sees, and to rows.
+        graphed.steps(batches()[:1], graphed.graph.replay)
+        assert not torch.equal(graphed.table.torch(), rows)
+
+    def test_another_engine(self, pair):
+        plain, graphed = pair
+        graphed.table.engine = MappedEngine(graphed.ids.device)
+        gc.collect()
+        plain.steps(batches())
+        graphed.steps(batches(), graphed.graph.replay)
+        check_close(graphed.result(), plain.result())
+
+    def test_auto_stays_with_mapped(self, device, monkeypatch):
+        plain, graphed = Training(device), Training(device)
+        engine = graphed.table._engine
+        monkeypatch.setattr(engine, "choose", lambda *args: "staged")
+        plain.warm_up()
+        graphed.warm_up()
+        graphed.capture()
+        for ids in batches():
+            plain.steps([ids, ids])
+            graphed.steps([ids], graphed.graph.replay)
+            graphed.steps([ids])
+        check_close(graphed.result(), plain.result())
+
+    def test_an_id_out_of_range(self, pair):
+        _, graphed = pair
+        graphed.steps([torch.full((IDS,), ROWS)], graphed.graph.replay)
+        with pytest.raises(IndexError, match=rf"is {ROWS} but the table has {ROWS} rows"):
+            graphed.table.wait()
+
+
+@contextlib.contextmanager
+def refused(match, graph=None):
+    """Check that what is captured in the body raises, and says so in one line that names graphs."""
+    with pytest.raises(DeviceError, match=match) as error, torch.cuda.graph(graph or torch.cuda.CUDAGraph()):
+        yield
+    assert "CUDA graph" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def host_ids(emb, ids):
+    return emb([1, 2, 3])
+
+
+REFUSED = {
+    "exact": ({"idle": "exact"}, r"idle='exact'.*use idle='lazy'"),
+    "storage": ({"storage_dtype": torch.int8}, "with storage_dtype or state_dtype .* same random numbers"),
+    "storage-bf16": ({"storage_dtype": torch.bfloat16}, "with storage_dtype or state_dtype"),
+    "state": ({"state_dtype": torch.uint8}, "with storage_dtype or state_dtype"),
+    "pageable": (
+        {"memory": "pageable"},
+        r"whose rows the host moves \(memory='pageable'\).*memory='pinned' or 'device'",
+    ),
+    "ids": ({"forward": host_ids}, "by ids on the host .* tensor on the device"),
+    "activate": ({"forward": lambda emb, ids: emb.activate(ids).rows}, r"activate\(\), .* call the module"),
+    "whole": ({"forward": lambda emb, ids: emb.weight * 2}, "a use of all of weight .*emb"),
+}
+
+
+class TestRefused:
+    @pytest.mark.parametrize("form", REFUSED)
+    def test_a_form(self, device, form):
+        options, match = REFUSED[form]
+        plain, graphed = Training(device, **options), Training(device, **options)
+        expected = plain.warm_up()
+        assert graphed.warm_up() == pytest.approx(expected)
+        rows = graphed.table.gather(range(ROWS))
+        with refused(match):
+            graphed.step()
+        assert torch.equal(graphed.table.gather(range(ROWS)), rows)
+        # As if nothing had been.
+        assert graphed.steps(batches()) == pytest.approx(plain.steps(batches()), rel=1e-5)
+        torch.testing.assert_close(graphed.table.torch(), plain.table.torch(), rtol=1e-5, atol=1e-5)
+
+    def test_a_staged_engine(self, device):
+        graphed = Training(device)
+        graphed.table.engine = "staged"
+        graphed.warm_up()
+        with refused("whose rows the host moves .*table.engine = 'mapped'"):
+            graphed.step()
+        graphed.table.engine = "mapped"
+        graphed.step()
+        graphed.capture()
+
+    def test_the_first_step(self, device):
+        graphed = Training(device)
+        with refused("the first step of this AdamW for .*a few steps like it before the capture"):
+            graphed.step()
+        graphed.steps(batches())
+        graphed.capture()
+
+    def test_kernels_that_nobody_has_used(self, device, monkeypatch):
+        graphed = Training(device)
+        graphed.warm_up()
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "_trusted", {})
+            with refused("the first use of the kernels for .*a few steps like it"):
+                graphed.step()
+        graphed.steps(batches())
+
+    def test_a_step_alone(self, device):
+        graphed = Training(device)
+        graphed.warm_up()
+        with refused("has a gradient from before the capture .*capture forward and backward with the step"):
+            graphed.opt.step()
+        with refused(r"has a gradient from before the capture .*zero_grad\(set_to_none=True\)"):
+            graphed.backward()
+        graphed.steps(batches())
+
+    def test_zero_grad_in_place(self, device):
+        graphed = Training(device)
+        graphed.warm_up()
+        with refused(r"has a gradient from before the capture .*zero_grad\(set_to_none=True\)"):
+            graphed.opt.zero_grad(set_to_none=False)
+            graphed.backward()
+
+    def test_a_gradient_of_another_graph(self, device):
+        graphed, second = Training(device), torch.cuda.CUDAGraph()
+        graphed.warm_up()
+        graphed.capture(graphed.backward)
+        with pytest.raises(DeviceError, match="to which no other can be added"), torch.cuda.graph(second):
+            graphed.backward()
+
+    @pytest.mark.skipif("FAKE_KERNELS" in os.environ, reason="sparse tensors are not emulated")
+    def test_a_sparse_step(self, device):
+        graphed = Training(device, sparse=True, optimizer=lambda params: torch.optim.SparseAdam(params[:1]))
+        graphed.warm_up()
+        with refused("a step with the sparse gradient of weight"):
+            graphed.step()
+        graphed.capture(graphed.backward)
+        graphed.steps(batches()[:1], graphed.graph.replay)
+        with pytest.raises(DeviceError, match=r"made by a CUDA graph, .*make the embedding with sparse=False"):
+            graphed.opt.step()
+
+    def test_an_optimizer_that_torch_does_not_capture(self, device):
+        plain, graphed = (
+            Training(device, optimizer=lambda params: torch.optim.AdamW(params, lr=0.05)) for _ in range(2)
+        )
+        plain.warm_up()
+        graphed.warm_up()
+        with pytest.raises(RuntimeError, match="capturable is False"), torch.cuda.graph(graphed.graph):
+            graphed.step()
+        assert graphed.steps(batches()) == pytest.approx(plain.steps(batches()), rel=1e-5)
+
+    @pytest.mark.parametrize("where", ["forward", "backward", "wait", "step"])
+    def test_an_error_of_somebody_else(self, device, where):
+        plain, graphed = Training(device), Training(device)
+        plain.warm_up()
+        graphed.warm_up()
+
+        def failing():
+            graphed.opt.zero_grad(set_to_none=True)
+            rows = graphed.emb(graphed.ids)
+            if where == "backward":
+                rows.register_hook(lambda grad: 1 / 0)
+            if where != "forward":
+                rows.sum().backward()
+            if where == "wait":
+                # The capture is invalid from here on.
+                rows.sum().item()
+            if where == "step":
+                graphed.opt.param_groups[0]["lr"] = None
+                graphed.opt.step()
+            raise ZeroDivisionError
+
+        with pytest.raises((ZeroDivisionError, TypeError, RuntimeError)), torch.cuda.graph(graphed.graph):
+            failing()
+        graphed.opt.param_groups[0]["lr"] = 0.05
+        assert graphed.steps(batches()) == pytest.approx(plain.steps(batches()), rel=1e-5)
+        graphed.graph = torch.cuda.CUDAGraph()
+        graphed.capture()
+        plain.steps(batches())
+        graphed.steps(batches(), graphed.graph.replay)
+        check_close(graphed.result(), plain.result())
+
+    def test_make_graphed_callables(self, device):
+        graphed = Training(device)
+        graphed.warm_up()
+        with pytest.raises(DeviceError, match=r"make_graphed_callables\) cannot be captured .*capture the whole step"):
+            torch.cuda.make_graphed_callables(graphed.emb, (graphed.ids,))
+        graphed.steps(batches())
+
+    def test_what_the_host_does_with_a_table(self, device):
+        table = Training(device).table
+        for match, call in {
+            "waiting for rows": table.torch,
+            "adding planes": lambda: table.add_plane("more"),
+            "names twice": lambda: table.scatter(torch.arange(3, device=device), torch.zeros(3, DIM, device=device)),
+            "an index on the host": lambda: table.gather([1]),
+        }.items():
+            with refused(match):
+                call()
+        assert table.planes == ("weight",)
+
+
+def test_tables_that_go_during_a_capture(device):
+    """Freeing page-locked memory would make a capture fail: it is put off."""
+    graphed, garbage = Training(device), [Training(device).table]
+    graphed.warm_up()
+    graphed.opt.zero_grad(set_to_none=True)
+    with warnings.catch_warnings(), torch.cuda.graph(graphed.graph):
+        garbage.clear()
+        gc.collect()
+        graphed.step()
+    graphed.steps(batches(), graphed.graph.replay)
+    del graphed
+    gc.collect()
+    assert not st.Table(4, DIM, memory="pinned", device=device).gather([3]).any()
