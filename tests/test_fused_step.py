@@ -73,8 +73,6 @@ def switched_on(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[An
     """Let tables on the CPU take the fused way; return the launches so far, those of the check left out."""
     monkeypatch.setenv(SWITCH, "1")
     monkeypatch.setattr(HostEngine, "runs_kernels", True)
-    # Which a torch without CUDA cannot say.
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(HostEngine, "update", lambda self, queue: queue(), raising=False)
     assert fused_step._check(torch.device("cpu"))
     monkeypatch.setattr(fused_step, "is_trusted", lambda *args: True)
@@ -371,7 +369,7 @@ class TestOrdinaryWay:
         assert 0 < count < 11
 
     def test_in_a_capture(self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(fused_step, "is_capturing", lambda: True)
         train(OPTIMIZERS["adam"])
         assert switched_on == []
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from speedtransfer.cuda import KernelArgument, is_trusted, launch_over
+from speedtransfer.cuda import KernelArgument, is_capturing, is_trusted, launch_over
 from speedtransfer.optim.state import RowState
 
 SWITCH = "SPEEDTRANSFER_FUSED_STEP"
@@ -74,7 +74,7 @@ def plan_step(state: RowState, optimizer: Optimizer, group: dict[str, Any]) -> F
     # Idle rows that miss steps catch up when they are read, which the kernel does not do.
     if plan is None or rows.lag is not None or state.sparse or not rows.as_stored or rows.dtype != torch.float32:
         return None
-    if torch.cuda.is_current_stream_capturing() or _is_altered(optimizer):
+    if is_capturing() or _is_altered(optimizer):
         return None
     found = optimizer.state.get(state.param) or {}
     planes = state.planes_in_use(found)
