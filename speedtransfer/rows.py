@@ -85,7 +85,7 @@ class Rows(StoredPlanes):
             if step is not None:
                 self._mark_steps()
             if LAST_STEP in self._codecs:
-                rows[LAST_STEP] = self.lag.last_steps(ids.shape[0], self.table.device, step)
+                rows[LAST_STEP] = self.lag.last_steps(ids.shape[0], next(iter(rows.values())).device, step)
             self._write(ids, rows)
             if step is not None:
                 self.lag.record(step)

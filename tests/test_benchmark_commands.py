@@ -139,7 +139,7 @@ def test_a_wrong_result_is_an_error_and_never_a_time(run, only, tmp_path):
     def wrong():
         raise AssertionError("the rows are not those of the table")
 
-    bad = Group("a gather", lambda: [Case("bad way", lambda: None, wrong)])
+    bad = Group("a gather", lambda: [Case("bad way", lambda: None, wrong, role="ours")])
     only(transfer=[bad, Group("a scatter", lambda: [Case("good way", lambda: None)])])
     code, out, err = run("transfer", "--json", "t.json", "--device", "cpu")
     assert code == 1

@@ -131,7 +131,8 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
         if handle.grad is None:
             continue
         replicas.check_not_replicated(handle)
-        handle.check_step_capturable(optimizer)
+        if handle.grad.is_cuda:
+            handle.check_step_capturable(optimizer)
         if handle.state is None or handle.state.optimizer() is not optimizer:
             handle.check_not_lost(optimizer)
             # If this raises nothing has changed.

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from speedtransfer.cuda import capture_number, check_not_capturing
 from speedtransfer.errors import DeviceError, InvalidTypeError, InvalidValueError
+from speedtransfer.optim.merge import merged
 from speedtransfer.optim.row_gradient import RowGradient, is_zeroed
 from speedtransfer.optim.stepping import Stepping
 from speedtransfer.optim.table_param import as_tensor
-from speedtransfer.tables import UniqueRows, is_padded, on_host, padded_unique, sum_rows, trimmed, unique_rows
+from speedtransfer.tables import UniqueRows
 
 # Steps of other optimizers after which a gradient that no step takes is worth a warning.
 _UNTRAINED_STEPS = 100
@@ -56,11 +57,12 @@ class PendingGradient(Stepping):
         """
         if self.state is not None and self.state.running:
             self.recover()
-        self._check_capture()
-        if self.grad is not None and self._assigned is None and self._discarded():
-            reused = self._shown_gradient() is not None
-            self.clear()
-            self._reused = reused
+        if self.grad is not None:
+            self._check_capture(self.grad)
+            if self._assigned is None and self._discarded():
+                reused = self._shown_gradient() is not None
+                self.clear()
+                self._reused = reused
         self.used_whole = self.used_whole or whole
         grad = grad.detach()
         if self._has_hooks():
@@ -83,7 +85,7 @@ class PendingGradient(Stepping):
             self.active, self.state_rows, self._version = rows, state_rows or {}, version
         else:
             assert self.grad is not None
-            ids, grad, union = self._merged((self.ids, self.grad), (ids, grad))
+            ids, grad, union = merged(self.table, (self.ids, self.grad), (ids, grad))
             if union is None:
                 self._set_gradient(ids, grad)
             else:
@@ -94,9 +96,9 @@ class PendingGradient(Stepping):
             shown.ids, shown.rows = ids, grad
         self._warn_untrained()
 
-    def _check_capture(self) -> None:
-        """Raise if a gradient would be added to one of another CUDA graph than its own, or to one of none."""
-        if self.grad is None or self._capture == (capture_number() if self.grad.is_cuda else None):
+    def _check_capture(self, grad: Tensor) -> None:
+        """Raise if a gradient would be added to `grad` of another CUDA graph than its own, or of none."""
+        if self._capture == (capture_number() if grad.is_cuda else None):
             return
         if self._capture is None:
             raise DeviceError(
@@ -127,7 +129,7 @@ class PendingGradient(Stepping):
         if task < 0:
             self._finish(ids, grad)
         elif task in self._arriving:
-            self._arriving[task] = self._merged(self._arriving[task], (ids, grad))[:2]
+            self._arriving[task] = merged(self.table, self._arriving[task], (ids, grad))[:2]
         else:
             self._arriving[task] = ids, grad
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(*self._arriving.pop(task)))
@@ -186,45 +188,6 @@ class PendingGradient(Stepping):
                 self._check_gradient(changed)
                 grad = changed
         return grad
-
-    def _merged(
-        self, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, UniqueRows | None]:
-        """Return ids and sum of two gradients (ids, gradient), in the memory of the first if it has all their rows.
-
-        Last, on a CUDA device, how the ids come from the two, one after the other; None where that was not needed.
-        """
-        (ids, grad), (more_ids, more) = one, other
-        if more_ids is ids:
-            return ids, grad.add_(more), None
-        num_rows = self.table.num_rows
-        full, more_full = (len(some) == num_rows and not is_padded(some) for some in (ids, more_ids))
-        if full and more_full:
-            return ids, grad.add_(more), None
-        if full:
-            # What pads `more` adds zero to the last row.
-            return ids, grad.index_add_(0, more_ids.clamp(max=num_rows - 1), more), None
-        if more_full:
-            return more_ids, more.index_add(0, ids.clamp(max=num_rows - 1), grad), None
-        if ids.is_cuda:
-            union = self._union(ids, more_ids)
-            return union.ids, sum_rows(torch.cat([grad, more]), union, num_rows), union
-        if more_ids.shape == ids.shape and torch.equal(more_ids, ids):
-            return ids, grad.add_(more), None
-        rows, position, *_ = unique_rows(torch.cat([ids, more_ids]))
-        total = grad.new_zeros(len(rows), grad.shape[1])
-        total[position[: len(ids)]] = grad
-        # `more_ids` are unique.
-        total[position[len(ids) :]] += more
-        return rows, total, None
-
-    def _union(self, ids: Tensor, more_ids: Tensor) -> UniqueRows:
-        """Return the unique rows of two lists on a CUDA device, for which the host does not wait where it need not."""
-        known, more_known = on_host(ids), on_host(more_ids)
-        if known is not None and more_known is not None:
-            return unique_rows(torch.cat([known, more_known]), grouped=True).to(ids.device)
-        union = padded_unique(torch.cat([ids, more_ids]), self.table.num_rows)
-        return union if self.table.takes_padding else trimmed(union)
 
     def _join(
         self, union: UniqueRows, grad: Tensor, rows: Tensor | None, version: int, state_rows: dict[str, Tensor]

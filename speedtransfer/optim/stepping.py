@@ -23,7 +23,7 @@ class Stepping(TableParam):
 
     def check_step_capturable(self, optimizer: Optimizer) -> None:
         """Raise if a CUDA graph is being captured, and the step of `optimizer` cannot be part of it."""
-        if self.table.device.type != "cuda" or not is_capturing():
+        if not is_capturing():
             return
         self.check_capturable(writes=True)
         state = self.state

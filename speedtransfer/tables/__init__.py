@@ -4,8 +4,9 @@ from speedtransfer.tables.chunks import CHUNK_BYTES, copy_plane, plane_chunks, r
 from speedtransfer.tables.index import as_index
 from speedtransfer.tables.padded import is_padded, kept, num_unique, padded_unique, sum_rows, trimmed
 from speedtransfer.tables.page_advice import read_ahead
-from speedtransfer.tables.planes import PathLike, TableStats, check_dtype
+from speedtransfer.tables.planes import PathLike, check_dtype
 from speedtransfer.tables.row_values import as_rows, overlap, tensor_of
+from speedtransfer.tables.stats import TableStats
 from speedtransfer.tables.table import MEMORIES, Table
 from speedtransfer.tables.unique import UniqueRows, move_together, on_host, unique_rows
 

@@ -7,7 +7,6 @@ name none, so that they are gathered as zeros and scattered nowhere. They come l
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from speedtransfer.cuda import (
     KernelArgument,
     check_not_capturing,
     current_stream,
-    is_capturing,
     is_trusted,
     launch_kernel,
     load_kernel,
@@ -119,37 +117,6 @@ def trimmed(groups: UniqueRows) -> UniqueRows:
     n = int(count)
     assert groups.starts is not None
     return groups._replace(ids=groups.ids[:n], starts=groups.starts[: n + 1])
-
-
-class PaddedStats:
-    """Rows and bytes moved by padded ids: counted on the device, until somebody asks."""
-
-    _MAX_COUNTS = 256
-
-    def __init__(self) -> None:
-        # By what they count, "gathered" or "scattered", and bytes a row.
-        self._counts: dict[tuple[str, int], list[Tensor]] = {}
-
-    def add(self, kind: str, ids: Tensor, rows: Sequence[Tensor]) -> None:
-        """Count `rows`, each (n, width), moved for the padded ids (n,); in a CUDA graph nothing is counted."""
-        if is_capturing():
-            return
-        count = num_unique(ids)
-        assert count is not None
-        row_bytes = sum(values.shape[1] * values.element_size() for values in rows)
-        counts = self._counts.setdefault((kind, row_bytes), [])
-        counts.append(count)
-        if len(counts) == self._MAX_COUNTS:
-            counts[:] = [torch.cat(counts).sum().view(1)]
-
-    def total(self) -> dict[str, int]:
-        """Return the numbers by their name in `TableStats`; the host waits for them."""
-        found = dict.fromkeys(("gathered_rows", "gathered_bytes", "scattered_rows", "scattered_bytes"), 0)
-        for (kind, row_bytes), counts in self._counts.items():
-            number = sum(int(count) for count in counts)
-            found[f"{kind}_rows"] += number
-            found[f"{kind}_bytes"] += number * row_bytes
-        return found
 
 
 def sum_rows(values: Tensor, groups: UniqueRows, num_rows: int, excluded: int = -1) -> Tensor:

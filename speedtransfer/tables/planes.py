@@ -1,15 +1,13 @@
-"""Named planes over the same rows in one memory: add, fill and copy them, and view them without a copy."""
+"""Named planes over the same rows in one memory: what they are, and how to add and drop them."""
 
 from __future__ import annotations
 
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Self
@@ -17,20 +15,16 @@ from typing_extensions import Self
 from speedtransfer.cuda import (
     WARM_UP,
     check_not_capturing,
-    mapped_view,
     num_replays,
-    require_cuda,
-    resolve_device,
-    to_cupy,
     wait_until_filled,
 )
 from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.engines import Engine, engine_names, make_engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
-from speedtransfer.tables.chunks import check_fill, check_floating, copy_plane, fill_plane
+from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane
 from speedtransfer.tables.memories import Memory
-from speedtransfer.tables.padded import PaddedStats
 from speedtransfer.tables.records import check_layout
+from speedtransfer.tables.stats import PaddedStats, TableStats
 
 # The class below has attributes called `torch`, `device` and `dtype`: inside its body these names are not the types.
 DType: TypeAlias = torch.dtype
@@ -40,30 +34,8 @@ Generator: TypeAlias = torch.Generator
 PathLike: TypeAlias = str | os.PathLike[str]
 
 
-@dataclass
-class TableStats:
-    """Rows and bytes moved since the table was made or `Table.reset_stats` was called; every plane's rows count.
-
-    Attributes
-    ----------
-    gathered_rows, scattered_rows : int
-        Rows moved to and from the compute device (a row of three planes moved in one call counts once).
-    gathered_bytes, scattered_bytes : int
-        Their payload in bytes, all planes.
-    cache_hits, cache_misses : int
-        Rows served by a device cache, and not; zero without one.
-    """
-
-    gathered_rows: int = 0
-    gathered_bytes: int = 0
-    scattered_rows: int = 0
-    scattered_bytes: int = 0
-    cache_hits: int = 0
-    cache_misses: int = 0
-
-
 class Planes:
-    """The part of a :class:`~speedtransfer.Table` that handles whole planes."""
+    """The part of a :class:`~speedtransfer.Table` that has the planes."""
 
     # Whether the host moves rows for a CUDA device: ids that only this knows would have to come to the host first.
     moves_on_host: bool
@@ -283,109 +255,6 @@ class Planes:
         if name not in self._planes:
             raise InvalidValueError(f"the table has no plane {name!r}{suggest(str(name), self._planes)}")
         return name
-
-    # --- zero-copy views of the whole weight plane --------------------------------------------------------------------
-
-    def torch(self) -> Tensor:
-        """Return the weight plane as a tensor over the same memory, on the host unless `memory` is "device"."""
-        return self.plane("weight")
-
-    def numpy(self) -> np.ndarray:
-        """Return the weight plane as an array over the same memory (host memories; NumPy has no bfloat16).
-
-        A write to it between backward and step is not noticed, and the step overwrites it; one to `torch()` is.
-        """
-        weight = self.plane("weight")
-        if weight.device.type != "cpu":
-            raise InvalidValueError(f"the rows live on {weight.device}, not on the host; use .cupy() or .torch().cpu()")
-        if weight.dtype == torch.bfloat16:
-            raise InvalidTypeError("NumPy has no bfloat16; use .torch(), or .torch().view(torch.int16).numpy()")
-        return weight.numpy()
-
-    def cupy(self) -> Any:
-        """Return the weight plane as a CuPy array over the same memory (memory "pinned" or "device", with CUDA)."""
-        weight = self.plane("weight")
-        require_cuda("Table.cupy()")
-        if weight.device.type == "cpu":
-            if self.memory != "pinned":
-                raise InvalidValueError(f"CUDA cannot address memory={self.memory!r}; use 'pinned' or 'device'")
-            weight = mapped_view(weight, self.device)
-        return to_cupy(weight)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.numpy(), dtype=dtype, copy=copy)
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.plane("weight").__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> Any:
-        return self.plane("weight").__dlpack_device__()
-
-    # --- first values -------------------------------------------------------------------------------------------------
-
-    def init_(self, function: Callable[[Tensor], Tensor | None]) -> Self:
-        """Fill the weights by `function`, which gets chunks of rows as CPU tensors.
-
-        It fills the ``(rows, dim)`` chunk in place or returns the values. It must treat rows alike: `xavier_uniform_` and
-        others that look at the number of rows would see that of the chunk.
-        """
-        if self._place.of_parent:
-            self._place.refuse_write()
-        weight = self.plane("weight")
-        fill_plane(weight, function)
-        wait_until_filled(weight)
-        self._writes += 1
-        return self
-
-    def zero_(self) -> Self:
-        """Set every weight to zero."""
-        return self.init_(lambda chunk: chunk.zero_())
-
-    def fill_(self, value: float) -> Self:
-        """Set every weight to `value`."""
-        return self.init_(lambda chunk: chunk.fill_(value))
-
-    def uniform_(self, a: float = 0.0, b: float = 1.0, generator: Generator | None = None) -> Self:
-        """Draw every weight uniformly from ``[a, b)``: with one seed the numbers that torch draws for the whole array."""
-        check_floating(self.dtype, "uniform_")
-        return self.init_(lambda chunk: chunk.uniform_(a, b, generator=generator))
-
-    def normal_(self, mean: float = 0.0, std: float = 1.0, generator: Generator | None = None) -> Self:
-        """Draw every weight from a normal distribution: with one seed the numbers that torch draws for the whole array."""
-        check_floating(self.dtype, "normal_")
-        return self.init_(lambda chunk: chunk.normal_(mean, std, generator=generator))
-
-    # --- copies and devices -------------------------------------------------------------------------------------------
-
-    def flush(self) -> None:
-        """Write every change of a "mmap" table to the disk now; other memories have none."""
-        self._engine.wait()
-        self._place.flush()
-
-    def to(self, device: Device) -> Self:
-        """Make `device` the compute device and return the table; rows move only where `memory` is "device"."""
-        target = resolve_device(device)
-        if target != self.device:
-            self._engine.wait()
-            self._writes += self.version  # moved planes count their changes from zero again
-            self._outlive(self._engine, *self._planes.values())
-            self._planes = self._place.move_to(target, self._planes)
-            name = self._engine.name
-            self._set_engine(
-                make_engine(self.memory, target, name if name in engine_names(self.memory, target) else None)
-            )
-        return self
-
-    def astype(self, dtype: DType) -> Self:
-        """Return a table of the same kind with the weights converted to `dtype` (a "mmap" one in a nameless file)."""
-        return self._copied(self._place.anonymous_copy(), self.plane("weight"), check_dtype(dtype))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        duplicate = self.astype(self.dtype)
-        memo[id(self)] = duplicate
-        others = {name: plane for name, plane in self._planes.items() if name != "weight"}
-        duplicate.add_planes({name: (plane.shape[1], plane.dtype, plane) for name, plane in others.items()})
-        return duplicate
 
 
 def _filler(value: float) -> Callable[[Tensor], Tensor]:

@@ -22,17 +22,19 @@ from speedtransfer.tables.chunks import plane_chunks
 from speedtransfer.tables.index import as_index, check_distinct
 from speedtransfer.tables.mapped_file import MmapMemory
 from speedtransfer.tables.memories import DeviceMemory, Memory, PageableMemory, PinnedMemory
-from speedtransfer.tables.padded import PaddedStats, is_padded, padded_unique
+from speedtransfer.tables.padded import is_padded, padded_unique
 from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
-from speedtransfer.tables.planes import Device, DType, PathLike, Planes, TableStats, check_dtype
+from speedtransfer.tables.planes import Device, DType, PathLike, check_dtype
 from speedtransfer.tables.records import check_layout
 from speedtransfer.tables.row_values import as_rows, check_conversion, check_rows, overlap, tensor_of
+from speedtransfer.tables.stats import PaddedStats, TableStats
 from speedtransfer.tables.unique import on_host, unique_rows
+from speedtransfer.tables.whole_planes import WholePlanes
 
 MEMORIES: dict[str, type[Memory]] = {m.name: m for m in (PinnedMemory, PageableMemory, MmapMemory, DeviceMemory)}
 
 
-class Table(Planes):
+class Table(WholePlanes):
     """Rows of one embedding: a weight plane and, once training needs them, planes of optimizer state beside it.
 
     Parameters

@@ -1,0 +1,65 @@
+"""Count the rows and bytes that a table moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speedtransfer.cuda import is_capturing
+from speedtransfer.tables.padded import num_unique
+
+
+@dataclass
+class TableStats:
+    """Rows and bytes moved since the table was made or `Table.reset_stats` was called; every plane's rows count.
+
+    Attributes
+    ----------
+    gathered_rows, scattered_rows : int
+        Rows moved to and from the compute device (a row of three planes moved in one call counts once).
+    gathered_bytes, scattered_bytes : int
+        Their payload in bytes, all planes.
+    cache_hits, cache_misses : int
+        Rows served by a device cache, and not; zero without one.
+    """
+
+    gathered_rows: int = 0
+    gathered_bytes: int = 0
+    scattered_rows: int = 0
+    scattered_bytes: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+
+
+class PaddedStats:
+    """Rows and bytes moved by padded ids: counted on the device, until somebody asks."""
+
+    _MAX_COUNTS = 256
+
+    def __init__(self) -> None:
+        # By what they count, "gathered" or "scattered", and bytes a row.
+        self._counts: dict[tuple[str, int], list[Tensor]] = {}
+
+    def add(self, kind: str, ids: Tensor, rows: Sequence[Tensor]) -> None:
+        """Count `rows`, each (n, width), moved for the padded ids (n,); in a CUDA graph nothing is counted."""
+        if is_capturing():
+            return
+        count = num_unique(ids)
+        assert count is not None
+        row_bytes = sum(values.shape[1] * values.element_size() for values in rows)
+        counts = self._counts.setdefault((kind, row_bytes), [])
+        counts.append(count)
+        if len(counts) == self._MAX_COUNTS:
+            counts[:] = [torch.cat(counts).sum().view(1)]
+
+    def total(self) -> dict[str, int]:
+        """Return the numbers by their name in `TableStats`; the host waits for them."""
+        found = dict.fromkeys(("gathered_rows", "gathered_bytes", "scattered_rows", "scattered_bytes"), 0)
+        for (kind, row_bytes), counts in self._counts.items():
+            number = sum(int(count) for count in counts)
+            found[f"{kind}_rows"] += number
+            found[f"{kind}_bytes"] += number * row_bytes
+        return found

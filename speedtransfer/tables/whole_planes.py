@@ -1,0 +1,124 @@
+"""View the weights of a table without a copy, fill, copy and move them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from speedtransfer.cuda import mapped_view, require_cuda, resolve_device, to_cupy, wait_until_filled
+from speedtransfer.engines import engine_names, make_engine
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.tables.chunks import check_floating, fill_plane
+from speedtransfer.tables.planes import Device, DType, Generator, Planes, check_dtype
+
+
+class WholePlanes(Planes):
+    """The part of a :class:`~speedtransfer.Table` that handles the whole weight plane."""
+
+    # --- zero-copy views of the whole weight plane --------------------------------------------------------------------
+
+    def torch(self) -> Tensor:
+        """Return the weight plane as a tensor over the same memory, on the host unless `memory` is "device"."""
+        return self.plane("weight")
+
+    def numpy(self) -> np.ndarray:
+        """Return the weight plane as an array over the same memory (host memories; NumPy has no bfloat16).
+
+        A write to it between backward and step is not noticed, and the step overwrites it; one to `torch()` is.
+        """
+        weight = self.plane("weight")
+        if weight.device.type != "cpu":
+            raise InvalidValueError(f"the rows live on {weight.device}, not on the host; use .cupy() or .torch().cpu()")
+        if weight.dtype == torch.bfloat16:
+            raise InvalidTypeError("NumPy has no bfloat16; use .torch(), or .torch().view(torch.int16).numpy()")
+        return weight.numpy()
+
+    def cupy(self) -> Any:
+        """Return the weight plane as a CuPy array over the same memory (memory "pinned" or "device", with CUDA)."""
+        weight = self.plane("weight")
+        require_cuda("Table.cupy()")
+        if weight.device.type == "cpu":
+            if self.memory != "pinned":
+                raise InvalidValueError(f"CUDA cannot address memory={self.memory!r}; use 'pinned' or 'device'")
+            weight = mapped_view(weight, self.device)
+        return to_cupy(weight)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.plane("weight").__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.plane("weight").__dlpack_device__()
+
+    # --- first values -------------------------------------------------------------------------------------------------
+
+    def init_(self, function: Callable[[Tensor], Tensor | None]) -> Self:
+        """Fill the weights by `function`, which gets chunks of rows as CPU tensors.
+
+        It fills the ``(rows, dim)`` chunk in place or returns the values. It must treat rows alike: `xavier_uniform_` and
+        others that look at the number of rows would see that of the chunk.
+        """
+        if self._place.of_parent:
+            self._place.refuse_write()
+        weight = self.plane("weight")
+        fill_plane(weight, function)
+        wait_until_filled(weight)
+        self._writes += 1
+        return self
+
+    def zero_(self) -> Self:
+        """Set every weight to zero."""
+        return self.init_(lambda chunk: chunk.zero_())
+
+    def fill_(self, value: float) -> Self:
+        """Set every weight to `value`."""
+        return self.init_(lambda chunk: chunk.fill_(value))
+
+    def uniform_(self, a: float = 0.0, b: float = 1.0, generator: Generator | None = None) -> Self:
+        """Draw every weight uniformly from ``[a, b)``: with one seed the numbers that torch draws for the whole array."""
+        check_floating(self.dtype, "uniform_")
+        return self.init_(lambda chunk: chunk.uniform_(a, b, generator=generator))
+
+    def normal_(self, mean: float = 0.0, std: float = 1.0, generator: Generator | None = None) -> Self:
+        """Draw every weight from a normal distribution: with one seed the numbers that torch draws for the whole array."""
+        check_floating(self.dtype, "normal_")
+        return self.init_(lambda chunk: chunk.normal_(mean, std, generator=generator))
+
+    # --- copies and devices -------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write every change of a "mmap" table to the disk now; other memories have none."""
+        self._engine.wait()
+        self._place.flush()
+
+    def to(self, device: Device) -> Self:
+        """Make `device` the compute device and return the table; rows move only where `memory` is "device"."""
+        target = resolve_device(device)
+        if target != self.device:
+            self._engine.wait()
+            self._writes += self.version  # moved planes count their changes from zero again
+            self._outlive(self._engine, *self._planes.values())
+            self._planes = self._place.move_to(target, self._planes)
+            name = self._engine.name
+            self._set_engine(
+                make_engine(self.memory, target, name if name in engine_names(self.memory, target) else None)
+            )
+        return self
+
+    def astype(self, dtype: DType) -> Self:
+        """Return a table of the same kind with the weights converted to `dtype` (a "mmap" one in a nameless file)."""
+        return self._copied(self._place.anonymous_copy(), self.plane("weight"), check_dtype(dtype))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        duplicate = self.astype(self.dtype)
+        memo[id(self)] = duplicate
+        others = {name: plane for name, plane in self._planes.items() if name != "weight"}
+        duplicate.add_planes({name: (plane.shape[1], plane.dtype, plane) for name, plane in others.items()})
+        return duplicate
