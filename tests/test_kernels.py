@@ -23,9 +23,12 @@ PAIRS = [(stored, dense) for stored in FLOATS for dense in FLOATS if stored != d
 BAD = [-1, NUM_ROWS, 2**31, 2**40, 2**62, -(2**63)]  # far off: memory that nobody has
 
 
-# convert.cu takes seconds each.
+# These take seconds each.
+LONG = ("convert.cu", "catch_up.cu", "codecs.cu", "step.cu")
 COMPILED = [
-    pytest.param(source, architecture, marks=[pytest.mark.slow] * (source == "convert.cu" and architecture != "sm_90"))
+    pytest.param(
+        source, architecture, marks=[pytest.mark.slow] * (source in LONG and architecture not in ("sm_75", "sm_90"))
+    )
     for source in SOURCES
     for architecture in nvrtc.ARCHITECTURES
 ]
