@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
 LOAD_S = 30.0  # at most
 UNDER_LOAD = (
-    "nvidia-smi -q -d PCI,CLOCK,POWER,PERFORMANCE",
+    "nvidia-smi -q",
     "nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max --format=csv",
 )
 COMMANDS = (

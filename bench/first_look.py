@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import mmap
 import statistics
 import sys
@@ -147,6 +148,9 @@ def _numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
+_AHEAD_CYCLES = 400_000  # some 200 us
+
+
 class _Look:
     """Measures one allocator after the other."""
 
@@ -167,6 +171,9 @@ class _Look:
     def at(self, name: str, make: Make, sizes: list[float], memory: dict[str, str]) -> Iterator[dict[str, Any]]:
         """Yield the cells of one allocator; tables are parts of one block. Say in `memory` what it is."""
         start = time.monotonic()
+        if start > self.end:
+            self.late, memory[name] = True, "no time was left"
+            return
         try:
             flat, free = make(max(1, int(max(sizes) * 2**30) // UNIT) * UNIT)
         except Exception as error:
@@ -177,7 +184,8 @@ class _Look:
         numbers.copy_(torch.arange(len(table), dtype=torch.int32))  # every row knows its number
         memory[name] = f"{max(sizes)} GB in {time.monotonic() - start:.1f} s; {pages(flat.data_ptr())}"
         yield {"allocator": name, "gb": max(sizes), "ids": "all", "engine": "cudaMemcpy", **self._plain(table)}
-        for size in sizes:
+        # The youngest kernels last: what hangs in them must not take the other figures along.
+        for young, size in itertools.product((False, True), sizes):
             plane = table[: int(size * 2**30) // (4 * DIM)]
             drawn = [torch.randint(len(plane), (self.count,), device=self.device).unique() for _ in range(SETS)]
             for order in ("sorted", "shuffled"):
@@ -185,10 +193,16 @@ class _Look:
                     drawn if order == "sorted" else [ids[torch.randperm(len(ids), device=ids.device)] for ids in drawn]
                 )
                 for engine_name, engine in self.engines.items():
+                    if engine_name.startswith("bulk") != young:
+                        continue
                     if time.monotonic() > self.end:
                         self.late = True
                         break
-                    rates = self._rates(engine, plane, sets)
+                    try:
+                        rates = self._rates(engine, plane, sets)
+                    except RuntimeError as error:
+                        print(f"{name} {size} GB {order} {engine_name}: {error}", flush=True)
+                        continue
                     yield {"allocator": name, "gb": size, "ids": order, "engine": engine_name, **rates}
         torch.cuda.synchronize()
         free()
@@ -235,6 +249,8 @@ class _Look:
             before(chosen)
             torch.cuda.synchronize()
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if wait is None:
+                torch.cuda._sleep(_AHEAD_CYCLES)  # the host gets ahead of the device
             began = time.perf_counter()
             start.record()
             move(chosen)

@@ -88,7 +88,9 @@ def run(command: Sequence[str], limit_s: float, **kwargs: Any) -> tuple[int | No
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        # What is stuck in the driver must not take the other tasks along.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
         reader.join(GRACE_S)  # what has left the group may hold the pipe
     return code, "".join(lines)
 

@@ -9,12 +9,15 @@ import subprocess
 import sys
 import tarfile
 import time
+import types
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from speedtransfer.benchmark import measure, transfer
+from speedtransfer.benchmark import measure, step, transfer
+from speedtransfer.benchmark.kinds import PLANES
 from speedtransfer.benchmark.measure import Case, CaseResult, Group, GroupResult
 from speedtransfer.cuda import CudaStatus, cuda_status
 
@@ -492,6 +495,24 @@ def test_every_part_fits_into_a_lease(record, store):
             is_script = record.RUNNERS.get(task.name) == "run_script" and (BENCH / f"{task.name}.py").exists()
             assert is_script or task.name in (*store.PARTS, parts.FIRST_TESTS)
     assert all((BENCH.parent / name).exists() for name in parts.FIRST_FILES)
+
+
+def test_the_large_step_of_a_part_is_what_its_bar_asks_for():
+    parts, bars = importlib.import_module("gpu_parts"), importlib.import_module("bars")
+    batches = types.SimpleNamespace(rows=1_000_000, lookups=98_304)
+    room = step._LARGE_SHARE * parts.GPU_PARTS[3].host_bytes
+    params = step._under_gpu_limit(torch.device("cpu"), batches, room).params
+    assert bars._not_as_asked(PLANES["AdamW"] * params["rows"] * params["dim"] * 4, bars.LARGE_BYTES) == ""
+
+
+def test_the_bar_of_many_tables_reads_the_group_that_has_lazy_steps():
+    bars = importlib.import_module("bars")
+    both = group("", IDLE_STEPS, experiment="many tables")
+    exact_only = group("", {k: v for k, v in IDLE_STEPS.items() if "lazy" not in k[0]}, experiment="many tables")
+    one = group("", IDLE_STEPS, experiment="one table")
+    for groups in ([both, exact_only, one], [exact_only, one, both]):
+        bar = bars._host_of_tables([GroupResult.from_json(found) for found in groups])
+        assert bar.passed, bar
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ class _Plan:
                 {4, FEW_BLOCKS // 2, FEW_BLOCKS, *(int(processors * share) for share in (1 / 4, 1 / 2, 1, 2, 4, 8))}
             )
             engines = [(f"{size} blocks", MappedEngine(self.device, max_blocks=size)) for size in sizes]
-            return [ways.engine_way(name, engine, work, direction) for name, engine in engines]
+            return [ways.engine_way(name, engine, work, direction, unsorted=False) for name, engine in engines]
 
         return self._group("launch", direction, make, count=self._count(self.rows, ROW_BYTES))
 
@@ -131,7 +131,9 @@ class _Plan:
 
         def make(work: Workload) -> list[Way]:
             kernels = [(kernel, MappedEngine(self.device, kernel=kernel)) for kernel in ("lanes", "bulk")]
-            return [ways.engine_way(f"mapped ({name})", engine, work, direction) for name, engine in kernels]
+            return [
+                ways.engine_way(f"mapped ({name})", engine, work, direction, unsorted=False) for name, engine in kernels
+            ]
 
         return self._group("bulk", direction, make, count=self._count(self.rows, row_bytes), row_bytes=row_bytes)
 
@@ -151,6 +153,8 @@ class _Plan:
         def cases() -> list[Case]:
             table = self.tables.table(memory, self._bytes(memory), row_bytes // 4)
             work = workload(table, count, ids, repeats=direction == "gather", seed=self.seed)
+            if kind in ("launch", "bulk"):  # as training gives ids to an engine
+                work.sort()
             return [ways.as_case(way, work, direction) for way in [*make(work), *ways.roofs(work, direction)]]
 
         reserved_s = _LAUNCH_S if kind == "launch" else 0.0

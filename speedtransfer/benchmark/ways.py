@@ -154,18 +154,18 @@ def engines(memory: str, device: torch.device) -> list[tuple[str, Engine]]:
     return [(name, make_engine(memory, device, name)) for name in names]
 
 
-def engine_way(name: str, engine: Engine, work: Workload, direction: Direction) -> Way:
-    """Return `engine` by itself, into and out of memory that is there already."""
+def engine_way(name: str, engine: Engine, work: Workload, direction: Direction, unsorted: bool = True) -> Way:
+    """Return `engine` by itself, into and out of memory that is there already; `unsorted`: it may sort ids, as for a table."""
     # Host threads are given the ids on the host, as torch's own ways are.
     pick: Callable[[Ids], Tensor] = (lambda ids: ids.host) if engine.name == "staged" else (lambda ids: ids.device)
     queues = isinstance(engine, MappedEngine)
 
     def gather(ids: Ids) -> Tensor:
-        engine.gather([work.plane], pick(ids), [work.out])
+        engine.gather([work.plane], pick(ids), [work.out], unsorted=unsorted)
         return work.out
 
     def scatter(ids: Ids) -> None:
-        engine.scatter([work.plane], pick(ids), [work.rows])
+        engine.scatter([work.plane], pick(ids), [work.rows], unsorted=unsorted)
 
     return Way(f"engine: {name}", gather if direction == "gather" else scatter, "ours", queues)
 
@@ -180,7 +180,7 @@ def both_engines_way(work: Workload) -> Way:
         current = torch.cuda.current_stream(device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            mapped.gather([work.plane], ids.device[:half], [work.out[:half]])
+            mapped.gather([work.plane], ids.device[:half], [work.out[:half]], unsorted=True)
         staged.gather([work.plane], ids.host[half:], [work.out[half:]])
         current.wait_stream(side)
         return work.out

@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ DIRECTIONS: tuple[Direction, ...] = ("gather", "scatter")
 # Of the planes that it is measured on, each four times the one before, up to 64 GB: the larger a table, the fewer of its rows
 # share translations of addresses. The smallest is far larger than a cache.
 PLANE_BYTES = 256 << 20
-_CLASSES = 5
+_CLASSES = 4
 # What a choice of two engines must win over one for both directions: the host waits once a step for one of them, and cannot
 # queue meanwhile. Not measured on a GPU yet.
 _SWITCH_S = 50e-6
@@ -137,6 +138,7 @@ def machine_of(device: torch.device) -> dict[str, Any]:
         "driver": status.driver if status else None,
         "cupy": status.cupy if status else None,
         "torch": torch.__version__,
+        "pinned": os.environ.get("SPEEDTRANSFER_PINNED", "alloc") if status else None,
         "numba": importlib.util.find_spec("numba") is not None,
         "speedtransfer": __version__,
     }
