@@ -411,3 +411,18 @@ def test_steps_in_which_no_batch_comes(set_to_none: bool) -> None:
                 squared_loss(module(ids), target).backward()
             optimizer.step()
     torch.testing.assert_close(ours.weight, dense.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimizer_without_state_lets_rows_miss_steps(monkeypatch):
+    whole = []
+    catch_up = Rows.catch_up
+    monkeypatch.setattr(
+        Rows, "catch_up", lambda self, ids=None: (whole.append(1) if ids is None else 0, catch_up(self, ids))
+    )
+    emb = speedtransfer.Embedding(100, 4)
+    optimizer = torch.optim.SGD(emb.parameters(), lr=0.1, weight_decay=0.01)
+    for number in range(10):
+        optimizer.zero_grad()
+        emb(torch.tensor([number])).sum().backward()
+        optimizer.step()
+    assert not whole

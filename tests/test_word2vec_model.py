@@ -12,6 +12,7 @@ from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every t
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError, StorageError
 from speedtransfer.word2vec import Block, UnknownWordError, Vocabulary, Word2Vec
 from speedtransfer.word2vec import model as model_module
+from speedtransfer.word2vec.sampler import Sampler
 
 WORDS = [f"{first}{second}ing" for first in "bcdfg" for second in ("a", "ea", "é", "oo")]  # which share n-grams
 VOCABULARY = Vocabulary(WORDS, range(len(WORDS), 0, -1))
@@ -317,3 +318,23 @@ def test_sgd_does_not_blow_up_on_a_tiny_vocabulary():
         optimizer.zero_grad()
     assert losses[-1] < losses[0]
     assert max(losses) < 1.2 * losses[0]
+
+
+@pytest.mark.parametrize("buckets", [0, 50])
+@pytest.mark.parametrize("kind", ["skipgram", "cbow"])
+def test_another_default_device_changes_nothing(kind, buckets):
+    words = [f"w{i}ing{i % 7}" for i in range(60)]
+    vocabulary = Vocabulary(words, [5] * 60)
+    model = Word2Vec(vocabulary, 7, model=kind, buckets=buckets, device="cpu")
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    before = model.word_vectors().clone()
+    for _ in range(3):
+        with torch.device("meta"):
+            blocks = Sampler((np.arange(2000) % 60).astype(np.int32), vocabulary, seed=3, block_words=300).blocks(0, 1)
+            for block in blocks:
+                model.deposit_gradients(block)
+            model(torch.tensor([1, 2], device="cpu"), torch.tensor([3, 4], device="cpu"))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(model.word_vectors(), before)
+    assert model.word_vectors().isfinite().all()

@@ -68,11 +68,16 @@ class Lag:
 
     def settle(self) -> None:
         """Find out whether the newest step was made: this may wait for the device."""
-        unsure, self._unsure = self._unsure, None
-        if unsure is not None and unsure.was_made():
+        unsure = self._unsure
+        if unsure is None:
+            return
+        # The wait first: if it is interrupted the step is still unsure.
+        made = unsure.was_made()
+        if made:
             self._history.record(unsure.step)
-        elif unsure is not None:
+        else:
             self._rule.scalars.forget()
+        self._unsure = None
 
     def _unsure_on(self, device: torch.device) -> Unsure | None:
         """Return the newest step if the host does not know whether it was made, and `device` does."""

@@ -167,9 +167,11 @@ class Rule:
         return self.scalars.is_known("step", state.get("step"), self.changes_of_count)
 
     def _numbers(self, group: dict[str, Any], *names: str) -> list[float]:
-        """Return hyperparameters, which may be tensors."""
-        found = [(name, group.get(name, 0.0)) for name in names]
-        return [self.scalars.read(*pair) if isinstance(pair[1], Tensor) else float(pair[1]) for pair in found]
+        """Return hyperparameters, which may be tensors: those on a device are waited for.
+
+        Writes through ``.data`` and by CUDA graphs leave no trace in the version of a tensor.
+        """
+        return [float(group.get(name, 0.0)) for name in names]
 
     def _rounded(self, value: float) -> float:
         return rounded(value, self.dtype)

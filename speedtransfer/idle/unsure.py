@@ -25,7 +25,7 @@ class Unsure:
         self.step = step
         # Of this object, and as kernels read it: that of GradScaler may be used again.
         self.skipped = found_inf.ne(0).to(torch.int32).view(1)
-        self._arrived = torch.empty(1, dtype=torch.int32, pin_memory=True)
+        self._arrived = torch.empty(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._arrived.copy_(self.skipped, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(found_inf.device))

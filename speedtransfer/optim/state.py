@@ -135,7 +135,7 @@ class RowState(StatePlanes):
             self.rows.lag.begin(group, state or {}, self.rows.catch_up)
         if not state:
             # The optimizer will make its first state. If there were steps before, its state was cleared.
-            if not self._fresh:
+            if self._views and not self._fresh:
                 self.rows.catch_up()
                 self._reset(list(self._views))
         else:

@@ -47,7 +47,7 @@ def move_together(
     """Return `groups` and further tensors, each (any,) int64 on the CPU, on `device`: all in one copy."""
     tensors = [part for rows in groups for part in rows[:4] if part is not None] + list(more)
     sizes = [len(tensor) for tensor in tensors]
-    joined = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    joined = torch.empty(sum(sizes), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     parts = iter(torch.cat(tensors, out=joined).to(device, non_blocking=True).split(sizes))
     moved = []
     for rows in groups:

@@ -43,7 +43,7 @@ class Band:
         reach = int(np.maximum(before.numpy(), after.numpy()).max(initial=0))
         tile = max(TILE, 2 * reach)  # so that a tile's stretch overlaps that of the next tile only
         padding = -count % tile
-        gaps = torch.arange(1 - tile - reach, tile + reach)
+        gaps = torch.arange(1 - tile - reach, tile + reach, device="cpu")
         gaps[tile + reach - 1] = _NOWHERE  # no word is in its own window
         return cls(count, reach, F.pad(-before, (0, padding)), F.pad(after, (0, padding)), gaps)
 

@@ -134,9 +134,9 @@ class Sampler:
         stretch = self.ids[start : start + self.stretch]
         generator = torch.Generator().manual_seed(self._seed_of(step))
         words = torch.from_numpy(stretch.astype(np.int64))
-        kept = torch.rand(len(words), generator=generator) < self._keep[words]
+        kept = torch.rand(len(words), generator=generator, device="cpu") < self._keep[words]
         words = words[kept]
-        windows = torch.randint(1, self.window + 1, (len(words),), generator=generator)
+        windows = torch.randint(1, self.window + 1, (len(words),), generator=generator, device="cpu")
         before, after = self._within(windows, kept, start)
         return Block(words, before, after, self._draw_negatives(generator), len(stretch))
 
@@ -148,10 +148,10 @@ class Sampler:
         in a fixed order a frequent word would always meet the same centers.
         """
         k, groups = self.shared_negatives, self.groups
-        strata = torch.rand(k, groups, dtype=torch.float64, generator=generator)
-        strata.view(-1).add_(torch.arange(k * groups)).div_(k * groups)
-        turn = torch.randint(groups, (k, 1), generator=generator)
-        strata = strata.gather(1, (turn + torch.arange(groups)) % groups)
+        strata = torch.rand(k, groups, dtype=torch.float64, generator=generator, device="cpu")
+        strata.view(-1).add_(torch.arange(k * groups, device="cpu")).div_(k * groups)
+        turn = torch.randint(groups, (k, 1), generator=generator, device="cpu")
+        strata = strata.gather(1, (turn + torch.arange(groups, device="cpu")) % groups)
         # Clamped because the last stratum may be rounded up to 1.
         return torch.searchsorted(self._noise, strata.t().contiguous(), right=True).clamp_(max=len(self._noise) - 1)
 
@@ -161,7 +161,7 @@ class Sampler:
 
     def _within(self, windows: Tensor, kept: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Cut `windows` (n,) at the edges of the block and of the sequences of the words `kept`."""
-        position = torch.arange(len(windows))
+        position = torch.arange(len(windows), device="cpu")
         if self.starts is None:
             return torch.minimum(windows, position), torch.minimum(windows, len(windows) - 1 - position)
         first, last = np.searchsorted(self.starts, [start, start + len(kept)], side="right")

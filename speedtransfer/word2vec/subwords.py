@@ -177,13 +177,13 @@ class Subwords:
         counts = self.offsets[words + 1] - begins
         ends = counts.cumsum(0)
         place = torch.repeat_interleave(begins - (ends - counts), counts)
-        place += torch.arange(len(place))
+        place += torch.arange(len(place), device="cpu")
         return self.rows[place].long(), counts
 
     def find(self, words: Tensor, grouped: bool = False) -> Bags:
         """Return the bags of distinct `words`, (u,) int64 on the CPU; `grouped` as in `unique_rows`."""
         rows, counts = self.bags(words)
-        bag_of = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        bag_of = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
         return Bags(unique_rows(rows, grouped=grouped), F.pad(counts.cumsum(0), (1, 0)), bag_of)
 
     def means(self, start: int, stop: int, weight: Tensor) -> Tensor:

@@ -254,3 +254,61 @@ def test_what_a_graph_would_leave_out_is_refused(options, device, tmp_path, monk
         with pytest.raises(st.errors.DeviceError, match="cannot be captured in a CUDA graph"):
             train_once(module, optimizer, ids + 1)
     assert torch.equal(module.table.torch(), before)
+
+
+def _pair(device, make):
+    """Return a dense module and a table of the same weights, each with its optimizer."""
+    dense, table = nn.Embedding(6, 2).to(device), st.Embedding(6, 2, device=device, memory="pinned", idle="exact")
+    with torch.no_grad():
+        dense.weight.copy_(table.weight)
+    return [(module, make(module.parameters())) for module in (dense, table)]
+
+
+def _check_equal(pair):
+    (dense, _), (table, _) = pair
+    torch.testing.assert_close(table.weight.detach().cpu(), dense.weight.detach().cpu(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_learning_rate_written_through_its_data_is_seen(device):
+    def make(params):
+        return torch.optim.Adam(params, lr=torch.tensor(0.1, device=device), capturable=True)
+
+    pair = _pair(device, make)
+    for number, ids in enumerate(([0, 1], [2, 3], [4], [5])):
+        for module, optimizer in pair:
+            if number == 2:
+                optimizer.param_groups[0]["lr"].data.mul_(10)
+            optimizer.zero_grad()
+            module(torch.tensor(ids, device=device)).square().sum().backward()
+            optimizer.step()
+    _check_equal(pair)
+
+
+@pytest.mark.parametrize("default", ["cpu", "cuda"])
+def test_a_step_that_may_have_been_skipped_is_not_lost_when_its_wait_is_interrupted(device, monkeypatch, default):
+    from speedtransfer.idle.unsure import Unsure
+
+    pair = _pair(device, lambda params: torch.optim.Adam(params, lr=0.1, fused=True))
+    scalers = [torch.amp.GradScaler("cuda", init_scale=4.0) for _ in pair]
+
+    def step(ids):
+        for (module, optimizer), scaler in zip(pair, scalers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(module(torch.tensor(ids, device=device)).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    with torch.device(default):
+        for ids in ([0, 1], [2, 3], [4]):
+            step(ids)
+        with monkeypatch.context() as patch:
+            patch.setattr(Unsure, "was_made", interrupted)
+            patch.setattr(Unsure, "is_known", lambda self: False)
+            with pytest.raises(KeyboardInterrupt):
+                pair[1][1].state_dict()
+        for ids in ([0], [1], [5]):
+            step(ids)
+    _check_equal(pair)
