@@ -1,8 +1,12 @@
 """A gradient whose rows are padded, as lookups on a CUDA device leave them: it reads as the dense one all the same."""
 
+import threading
+import weakref
+
 import pytest
 import torch
 
+import speedtransfer as st
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.tables import is_padded, padded_unique
 
@@ -71,7 +75,48 @@ def test_a_sparse_one_has_no_padding():
 
 def test_its_owner_hears_of_what_changes():
     heard = []
-    grad, _ = padded_gradient([5, 2, 2], changed=lambda ids, rows, trimmed: heard.append((ids.tolist(), trimmed)))
+    grad, _ = padded_gradient(
+        [5, 2, 2], changed=lambda before, ids, rows, trimmed: heard.append((ids.tolist(), trimmed))
+    )
     grad.max()
     grad.add_(1)
     assert heard == [([2, 5], True), (list(range(NUM_ROWS)), False)]
+
+
+def test_an_old_gradient_that_changes_does_not_become_the_new_one():
+    emb = st.Embedding(10, 4, idle="lazy")
+    optimizer = torch.optim.SGD(emb.parameters(), lr=0.1)
+    emb(torch.tensor([1, 1, 2])).sum().backward()
+    old = emb.weight.grad
+    optimizer.zero_grad()
+    (emb(torch.tensor([5, 6, 6])) * 10).sum().backward()
+    wanted = emb.weight.grad.to_dense()
+    old.add_(1)
+    assert torch.equal(emb.weight.grad.to_dense(), wanted)
+    assert old.to_dense()[0, 0] == 1
+
+
+def test_who_keeps_a_gradient_does_not_keep_the_table():
+    emb = st.Embedding(10, 4, idle="lazy")
+    emb(torch.tensor([1, 2])).sum().backward()
+    grad, table = emb.weight.grad, weakref.ref(emb.table)
+    del emb
+    assert table() is None
+    assert grad.to_dense().sum() == 8
+    grad.add_(1)
+
+
+def test_backwards_of_several_threads_are_added():
+    emb, rounds = st.Embedding(50, 8, idle="lazy"), 200
+    ids = torch.arange(50)
+
+    def run():
+        for _ in range(rounds):
+            emb(ids).sum().backward()
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert emb.weight.grad.to_dense().eq(4 * rounds).all()

@@ -113,7 +113,7 @@ def activate(
     else:
         flat, shape, _ = as_index(ids, num_rows, device, check=False)
         if flat.is_cuda and table.takes_padding and len(flat):
-            groups = _unique_on_device(handle, flat, padded, spare)
+            groups = _unique_on_device(handle, flat, padded, spare, padding_idx)
         else:
             # An engine that moves rows on the host takes ids there.
             flat = flat.cpu() if table.moves_on_host else flat
@@ -144,7 +144,7 @@ def _check_capturable(handle: Handle, ids: Any, writes: bool, padded: bool) -> N
 _MOST_PADDED_BYTES = 1 << 29
 
 
-def _unique_on_device(handle: Handle, flat: Tensor, padded: bool, spare: bool) -> UniqueRows:
+def _unique_on_device(handle: Handle, flat: Tensor, padded: bool, spare: bool, padding_idx: int | None) -> UniqueRows:
     table = handle.rows.table
     table.check(flat)
     groups = padded_unique(flat, table.num_rows, spare)
@@ -153,7 +153,8 @@ def _unique_on_device(handle: Handle, flat: Tensor, padded: bool, spare: bool) -
     groups = trimmed(groups)
     # Raises if an id is out of range.
     table.wait()
-    return groups
+    at = (groups.ids == padding_idx).nonzero().flatten().tolist() if padding_idx is not None else []
+    return groups._replace(found=at[0] if at else -1)
 
 
 def _renormalize(handle: Handle, ids: Tensor, weight: Tensor, max_norm: float, norm_type: float) -> None:

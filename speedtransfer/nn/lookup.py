@@ -49,7 +49,8 @@ class _Lookup(torch.autograd.Function):
             if ctx.padding >= 0:
                 grad = grad * (groups.ids != ctx.padding)[inverse][:, None]
             if ctx.by_freq:
-                grad = grad / _counts(groups)[inverse][:, None]
+                # As in torch, whose double backward leaves the counts out.
+                return torch.ops.aten.embedding_dense_backward(grad, inverse, num_rows, -1, True), None, None
             return grad.new_zeros(num_rows, grad.shape[1]).index_add(0, inverse, grad), None, None
         if grad.is_cuda:
             total = sum_rows(grad, groups, ctx.table_rows, ctx.padding)

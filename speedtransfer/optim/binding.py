@@ -58,6 +58,9 @@ class Binding(PendingGradient):
         # Planes of state on the device would move, but not the optimizer's views of them.
         if self.table.memory == "device" and len(self.table.planes) > len(self.rows.parts("weight")):
             self.drop_state(f"the table moved to {device}")
+        if device != self.table.device:
+            # Padding is known only where the ids are.
+            self.trim()
         self.table.to(device)
         if self.ids is not None and self.grad is not None:
             self._set_gradient(self.ids.to(self.table.device), self.grad.to(self.table.device))

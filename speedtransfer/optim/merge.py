@@ -16,6 +16,8 @@ def merged(
     Last, on a CUDA device, how the ids come from the two, one after the other; None where that was not needed.
     """
     (ids, grad), (more_ids, more) = one, other
+    if not len(more_ids):
+        return ids, grad, None
     if more_ids is ids:
         return ids, grad.add_(more), None
     num_rows = table.num_rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from typing import Any
@@ -55,20 +56,22 @@ class PendingGradient(Stepping):
         whole : bool
             Whether it comes from a use of all rows, whose gradient is dense in torch.
         """
-        if self.state is not None and self.state.running:
-            self.recover()
-        if self.grad is not None:
-            self._check_capture(self.grad)
-            if self._assigned is None and self._discarded():
-                reused = self._shown_gradient() is not None
-                self.clear()
-                self._reused = reused
-        self.used_whole = self.used_whole or whole
-        grad = grad.detach()
-        if self._has_hooks():
-            self._arrive(ids, grad)
-        else:
-            self._accumulate(ids, grad, rows, version, state_rows)
+        # Threads may run backward at the same time, as in torch.
+        with self.rows.lock:
+            if self.state is not None and self.state.running:
+                self.recover()
+            if self.grad is not None:
+                self._check_capture(self.grad)
+                if self._assigned is None and self._discarded():
+                    reused = self._shown_gradient() is not None
+                    self.clear()
+                    self._reused = reused
+            self.used_whole = self.used_whole or whole
+            grad = grad.detach()
+            if self._has_hooks():
+                self._arrive(ids, grad)
+            else:
+                self._accumulate(ids, grad, rows, version, state_rows)
 
     def _accumulate(
         self,
@@ -224,13 +227,16 @@ class PendingGradient(Stepping):
         shown = None if self._shown is None else self._shown()
         sparse = self.sparse and not self.used_whole
         if shown is None or shown.rows is not self.grad or shown.sparse != sparse:
-            shown = RowGradient(self.table.num_rows, self.ids, self.grad, self._changed, sparse)
+            shown = RowGradient(
+                self.table.num_rows, self.ids, self.grad, functools.partial(_tell, weakref.ref(self)), sparse
+            )
             self._shown = weakref.ref(shown)
         return shown
 
-    def _changed(self, ids: Tensor, grad: Tensor, trimmed: bool) -> None:
+    def _changed(self, before: Tensor, ids: Tensor, grad: Tensor, trimmed: bool) -> None:
         """Use the gradient that `gradient` returned, made dense for a function that writes to it, or without padding."""
-        if self.grad is None:
+        # One that was shown before zero_grad, or a copy of one that has become dense since, is not the gradient any more.
+        if self.grad is None or before.untyped_storage().data_ptr() != self.grad.untyped_storage().data_ptr():
             return
         if self._capture is not None:
             # Replays go on writing to it as it is.
@@ -293,6 +299,13 @@ class PendingGradient(Stepping):
         self.ids = self.grad = self.active = self._touched = None
         self._reused, self._assigned, self._capture = False, None, None
         self.state_rows, self.used_whole, self.in_place, self._waiting_since = {}, False, False, None
+
+
+def _tell(reference: weakref.ref[PendingGradient], *args: Any) -> None:
+    """Call `_changed` of an object, unless it is gone: who keeps a gradient does not keep the table."""
+    found = reference()
+    if found is not None:
+        found._changed(*args)
 
 
 def _writable(grad: Tensor) -> Tensor:

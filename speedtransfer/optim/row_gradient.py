@@ -59,7 +59,7 @@ class RowGradient(Tensor):
     ids: Tensor
     rows: Tensor
     sparse: bool
-    _changed: Callable[[Tensor, Tensor, bool], None] | None
+    _changed: Callable[[Tensor, Tensor, Tensor, bool], None] | None
 
     @staticmethod
     def __new__(
@@ -67,7 +67,7 @@ class RowGradient(Tensor):
         num_rows: int,
         ids: Tensor,
         rows: Tensor,
-        changed: Callable[[Tensor, Tensor, bool], None] | None = None,
+        changed: Callable[[Tensor, Tensor, Tensor, bool], None] | None = None,
         sparse: bool = False,
     ) -> RowGradient:
         """Return the gradient of `num_rows` rows.
@@ -117,9 +117,9 @@ class RowGradient(Tensor):
         if count is not None:
             check_not_capturing("counting the rows of a gradient")
             n = int(count)
-            self.ids, self.rows = self.ids[:n], self.rows[:n]
+            before, self.ids, self.rows = self.rows, self.ids[:n], self.rows[:n]
             if self._changed is not None:
-                self._changed(self.ids, self.rows, True)
+                self._changed(before, self.ids, self.rows, True)
         return self
 
     def is_full(self) -> bool:
@@ -141,10 +141,10 @@ class RowGradient(Tensor):
     def make_dense(self) -> Tensor:
         """Make every row active, others with zeros, and return the dense values."""
         if not self.is_full():
-            self.rows = self.dense()
+            before, self.rows = self.rows, self.dense()
             self.ids = torch.arange(self.shape[0], device=self.ids.device)
             if self._changed is not None:
-                self._changed(self.ids, self.rows, False)
+                self._changed(before, self.ids, self.rows, False)
         return self.rows
 
     # Functions that read memory and do not reach the dispatcher.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,8 +41,10 @@ class PaddedStats:
     _MAX_COUNTS = 256
 
     def __init__(self) -> None:
-        # By what they count, "gathered" or "scattered", and bytes a row.
-        self._counts: dict[tuple[str, int], list[Tensor]] = {}
+        # By what they count, "gathered" or "scattered", bytes a row, and the device.
+        self._counts: dict[tuple[str, int, torch.device], list[Tensor]] = {}
+        # Threads that evaluate count as well.
+        self._lock = threading.Lock()
 
     def add(self, kind: str, ids: Tensor, rows: Sequence[Tensor]) -> None:
         """Count `rows`, each (n, width), moved for the padded ids (n,); in a CUDA graph nothing is counted."""
@@ -50,16 +53,18 @@ class PaddedStats:
         count = num_unique(ids)
         assert count is not None
         row_bytes = sum(values.shape[1] * values.element_size() for values in rows)
-        counts = self._counts.setdefault((kind, row_bytes), [])
-        counts.append(count)
-        if len(counts) == self._MAX_COUNTS:
-            counts[:] = [torch.cat(counts).sum().view(1)]
+        with self._lock:
+            counts = self._counts.setdefault((kind, row_bytes, ids.device), [])
+            counts.append(count)
+            if len(counts) == self._MAX_COUNTS:
+                counts[:] = [torch.cat(counts).sum().view(1)]
 
     def total(self) -> dict[str, int]:
         """Return the numbers by their name in `TableStats`; the host waits for them."""
         found = dict.fromkeys(("gathered_rows", "gathered_bytes", "scattered_rows", "scattered_bytes"), 0)
-        for (kind, row_bytes), counts in self._counts.items():
-            number = sum(int(count) for count in counts)
+        with self._lock:
+            numbers = {key: sum(int(count) for count in counts) for key, counts in self._counts.items()}
+        for (kind, row_bytes, _), number in numbers.items():
             found[f"{kind}_rows"] += number
             found[f"{kind}_bytes"] += number * row_bytes
         return found

@@ -337,3 +337,61 @@ def test_autograd_grad(device, tmp_path):
         rows = module(ids)
         found.append(torch.autograd.grad(rows.pow(2).sum(), module.weight)[0].cpu())
     torch.testing.assert_close(*found)
+
+
+class TestPadding:
+    """What the host does not know of a batch must not show."""
+
+    def pair(self, device, module=st.Embedding, **options):
+        torch.manual_seed(3)
+        ours = module(10, 4, memory="pinned", device=device, idle="lazy", **options)
+        dense = getattr(nn, module.__name__)(10, 4, **options).to(device)
+        with torch.no_grad():
+            dense.weight.copy_(ours.weight)
+        return ours, dense
+
+    def test_functional_bags_of_the_weight(self, device):
+        ours, dense = self.pair(device)
+        ids, offsets = torch.tensor([1, 3, 2, 3, 3, 5], device=device), torch.tensor([0, 3], device=device)
+        outs = [
+            torch.nn.functional.embedding_bag(ids, module.weight, offsets, mode="sum", padding_idx=3)
+            for module in (ours, dense)
+        ]
+        torch.testing.assert_close(*outs)
+        for out in outs:
+            out.sum().backward()
+        torch.testing.assert_close(ours.weight.grad.to_dense(), dense.weight.grad)
+
+    def test_batches_of_nothing(self, device):
+        ours, dense = self.pair(device)
+        nothing, some = torch.empty(0, dtype=torch.int64, device=device), torch.tensor([1, 1], device=device)
+        for ids in (nothing, nothing, some, nothing):
+            for module in (ours, dense):
+                module(ids).sum().backward()
+        torch.testing.assert_close(ours.weight.grad.to_dense(), dense.weight.grad)
+
+    def test_moved_between_backward_and_step(self, device):
+        ours, dense = self.pair(device)
+        for module in (ours, dense):
+            module(torch.tensor([1, 1, 2], device=device)).sum().backward()
+            module.cpu()
+            torch.optim.SGD(module.parameters(), lr=0.1).step()
+        torch.testing.assert_close(ours.weight.grad.to_dense(), dense.weight.grad)
+        torch.testing.assert_close(ours.weight.detach(), dense.weight.detach())
+
+    def test_the_gradient_of_a_gradient(self, device):
+        ids = torch.tensor([1, 1, 2, 7], device=device)
+        for options in ({}, {"padding_idx": 2}, {"scale_grad_by_freq": True}):
+            pair = self.pair(device, **options)
+            for module in pair:
+                (grad,) = torch.autograd.grad(module(ids).tanh().sum(), module.weight, create_graph=True)
+                (grad**2).sum().backward()
+            torch.testing.assert_close(pair[0].weight.grad.to_dense(), pair[1].weight.grad)
+
+    def test_an_old_gradient_that_is_read_does_not_become_the_new_one(self, device):
+        ours, _ = self.pair(device)
+        ours(torch.tensor([1, 1, 2], device=device)).sum().backward()
+        old, ours.weight.grad = ours.weight.grad, None
+        ours(torch.tensor([5, 6, 6], device=device)).sum().backward()
+        repr(old)
+        assert ours.weight.grad.to_dense()[:, 0].tolist() == [0, 0, 0, 0, 0, 1, 2, 0, 0, 0]
