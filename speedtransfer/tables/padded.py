@@ -133,6 +133,8 @@ def sum_rows(values: Tensor, groups: UniqueRows, num_rows: int, excluded: int = 
     excluded : int
         An id whose sum is zero as well.
     """
+    if not values.numel():
+        return values.new_zeros(groups.ids.shape[0], values.shape[1])
     values = values.contiguous()
     by_kernels = values.is_cuda and is_trusted("sums of rows", values.device, _check_sums(values))
     return (_sum_by_kernels if by_kernels else _sum)(values, groups, num_rows, excluded)
@@ -152,8 +154,6 @@ def _sum_by_kernels(values: Tensor, groups: UniqueRows, num_rows: int, excluded:
     assert order is not None
     assert starts is not None
     total = values.new_zeros(groups.ids.shape[0], width)
-    if not count or not width:
-        return total
     # So that the longest group takes as long within a piece as from piece to piece.
     piece = 1 << max(4, count.bit_length() // 2)
     pieces = -(-count // piece)
