@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from speedtransfer.cuda import cuda_status, resolve_device
-from speedtransfer.system import physical_bytes
+from speedtransfer.system import cpu_model, physical_bytes
 from speedtransfer.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,10 +63,7 @@ def commit_of(root: Path) -> tuple[str, bool | None]:
 
 def cpu_name() -> str:
     """Return what the system calls its processor, and how many threads torch uses of it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"CPU {names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
+    return f"CPU {cpu_model()}, {torch.get_num_threads()} threads"
 
 
 def _version(package: str) -> str | None:

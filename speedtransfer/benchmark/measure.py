@@ -221,7 +221,7 @@ def measure(
         try:
             repeats.append(_prepare(case, case_result, device, min_sample_s))
         except AssertionError as error:
-            if case.role == "other":  # a fault that is none of ours costs the others nothing
+            if case.role == "other":  # a fault in a rival leaves the other cases
                 case_result.error = f"gives a wrong result ({_reason(error)})"
                 repeats.append(0)
                 continue

@@ -5,6 +5,7 @@
 // touched last before the steps remembered here begin exists in no table: nothing happens to it.
 
 #include "move.cuh"
+#include "bits.cuh"
 #include "halves.cuh"
 
 namespace {
@@ -77,20 +78,8 @@ struct Whole {
 template <Type kType>
 struct Half {
     using Real = float;
-    union Word {
-        float value;
-        unsigned int bits;
-    };
-    __device__ static float widened(unsigned int bits) {
-        Word word;
-        word.bits = widen(bits, kType);
-        return word.value;
-    }
-    __device__ static unsigned int narrowed(float value) {
-        Word word;
-        word.value = value;
-        return narrow(word.bits, kType);
-    }
+    __device__ static float widened(unsigned int bits) { return as_float(widen(bits, kType)); }
+    __device__ static unsigned int narrowed(float value) { return narrow(as_bits(value), kType); }
     __device__ static float read(const char* plane, long long i) {
         return widened(reinterpret_cast<const unsigned short*>(plane)[i]);
     }

@@ -5,6 +5,7 @@
 // the address allows it. No value depends on whether a product and a sum are rounded once or twice: products are exact.
 
 #include "move.cuh"
+#include "bits.cuh"
 
 namespace {
 
@@ -30,23 +31,6 @@ struct Decoding {
     long long width;
     long long blocks;
 };
-
-union Number {
-    unsigned int bits;
-    float value;
-};
-
-__device__ inline float as_float(unsigned int bits) {
-    Number number;
-    number.bits = bits;
-    return number.value;
-}
-
-__device__ inline unsigned int as_bits(float value) {
-    Number number;
-    number.value = value;
-    return number.bits;
-}
 
 constexpr unsigned int kSign = 0x80000000u, kSize = 0x7fffffffu, kInfinity = 0x7f800000u, kNaN = 0x7fc00000u;
 

@@ -6,6 +6,7 @@
 
 #include "move.cuh"
 #include "lanes.cuh"
+#include "bits.cuh"
 
 namespace {
 
@@ -91,23 +92,6 @@ __device__ inline float update(const Step& step, const Scale& scale, float weigh
     return __fadd_rn(weight, __fdiv_rn(__fmul_rn(scale.rate, state[0]), below));
 }
 
-union Word {
-    unsigned int bits;
-    float value;
-};
-
-__device__ inline float as_float(unsigned int bits) {
-    Word word;
-    word.bits = bits;
-    return word.value;
-}
-
-__device__ inline unsigned int as_word(float value) {
-    Word word;
-    word.value = value;
-    return word.bits;
-}
-
 template <Kind kKind, int kBytes>
 __device__ inline void step_lanes(const Step& step) {
     constexpr int kStates = static_cast<int>(kKind), kRoom = kStates > 0 ? kStates : 1;
@@ -125,8 +109,8 @@ __device__ inline void step_lanes(const Step& step) {
         for (int i = 0; i < kBytes / 4; ++i) {
             float state[kRoom];
             for (int s = 0; s < kStates; ++s) state[s] = as_float(states[s].word[i]);
-            weights.word[i] = as_word(update<kKind>(step, scale, as_float(weights.word[i]), as_float(grads.word[i]), state));
-            for (int s = 0; s < kStates; ++s) states[s].word[i] = as_word(state[s]);
+            weights.word[i] = as_bits(update<kKind>(step, scale, as_float(weights.word[i]), as_float(grads.word[i]), state));
+            for (int s = 0; s < kStates; ++s) states[s].word[i] = as_bits(state[s]);
         }
         write_lane<kBytes>(step.rows + item * kBytes, weights);
         write_lane<kBytes>(step.weight + row * step.weight_stride + column, weights);

@@ -6,6 +6,7 @@
 // adds: `tails` of the group that begins in a piece and goes on, `heads` of the one that began before it.
 
 #include "move.cuh"
+#include "bits.cuh"
 #include "halves.cuh"
 
 namespace {
@@ -41,24 +42,15 @@ struct Float32 {
     __device__ static Stored write(Sum value) { return value; }
 };
 
-union Word {
-    float value;
-    unsigned int bits;
-};
-
 template <Type kType>
 struct Half {
     using Stored = unsigned short;
     using Sum = float;
     __device__ static Sum read(Stored value) {
-        Word word;
-        word.bits = widen(value, kType);
-        return word.value;
+        return as_float(widen(value, kType));
     }
     __device__ static Stored write(Sum value) {
-        Word word;
-        word.value = value;
-        return static_cast<Stored>(narrow(word.bits, kType));
+        return static_cast<Stored>(narrow(as_bits(value), kType));
     }
 };
 

@@ -6,24 +6,15 @@ name none, so that they are gathered as zeros and scattered nowhere. They come l
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import (
-    KernelArgument,
-    check_not_capturing,
-    current_stream,
-    is_trusted,
-    launch_kernel,
-    load_kernel,
-)
+from speedtransfer.cuda import KernelArgument, check_not_capturing, is_trusted, launch_over
 from speedtransfer.tables.unique import UniqueRows
 
 _INT32_MAX = 2**31 - 1
-_THREADS, _MAX_BLOCKS = 256, 1024
 # struct Unique of unique.cu, struct Sums of sums.cu.
 _UNIQUE, _SUMS = KernelArgument("12q"), KernelArgument("14q")
 # enum Type of move.cuh; float64 where no type is meant.
@@ -76,7 +67,7 @@ def _find_by_kernels(flat: Tensor, num_rows: int, room: int) -> UniqueRows:
     def launch(name: str, keys: Tensor, groups: Tensor, order: int) -> None:
         buffers = keys.data_ptr(), groups.data_ptr(), order
         argument = _UNIQUE.pack(flat.data_ptr(), count, num_rows, wide, *buffers, room, *pointers)
-        _launch("unique.cu", name, argument, max(count, room + 1), device)
+        launch_over(max(count, room + 1), "unique.cu", name, device, argument)
 
     launch("find_keys", keys, groups, 0)
     keys, order = keys.sort(stable=True)
@@ -162,20 +153,9 @@ def _sum_by_kernels(values: Tensor, groups: UniqueRows, num_rows: int, excluded:
     tensors = values, total, order, groups.inverse, starts, groups.ids, parts[0], parts[1]
     pointers = [tensor.data_ptr() for tensor in tensors]
     argument = _SUMS.pack(*pointers, count, width, piece, excluded, num_rows, _TYPES[values.dtype])
-    _launch("sums.cu", "sum_pieces", argument, pieces * width, values.device)
-    if pieces > 1:
-        _launch("sums.cu", "add_pieces", argument, (pieces - 1) * width, values.device)
+    launch_over(pieces * width, "sums.cu", "sum_pieces", values.device, argument)
+    launch_over((pieces - 1) * width, "sums.cu", "add_pieces", values.device, argument)
     return total
-
-
-def _launch(source: str, name: str, argument: Any, items: int, device: torch.device) -> None:
-    blocks = min(-(-items // _THREADS), _MAX_BLOCKS)
-    launch_kernel(_kernel(source, name, device), blocks, _THREADS, argument, current_stream(device))
-
-
-@functools.cache
-def _kernel(source: str, name: str, device: torch.device) -> Any:
-    return load_kernel(source, name, device)
 
 
 def _check_unique(like: Tensor) -> Any:
