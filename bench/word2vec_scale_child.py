@@ -45,6 +45,9 @@ class Numbers(Sequence[str]):
         return str(found) if isinstance(found, int) else [str(number) for number in found]
 
 
+BLOCK_WORDS = 2048  # of a step, so that steps compare with those recorded earlier
+
+
 def zipf_counts(rows: int) -> np.ndarray:
     """Return counts in inverse proportion to the rank, the least frequent once: int64, shape (rows,)."""
     return rows // np.arange(1, rows + 1)
@@ -75,13 +78,15 @@ def measure(job: dict[str, Any]) -> None:
     settings = Settings(
         dim=job["dim"],
         optimizer=job["optimizer"],
+        epochs=1,
+        block_words=BLOCK_WORDS,
         memory=job["memory"],
         path=Path(job["folder"]) if job["memory"] == "mmap" else None,
     )
     counts = zipf_counts(job["rows"])
     vocabulary, steps = Vocabulary(Numbers(len(counts)), counts), job["warm"] + job["steps"]
     kept = float((counts * vocabulary.keep_probability(settings.sample)).sum()) / vocabulary.num_words
-    ids = draw_ids(counts, steps * round(settings.block_words / kept))
+    ids = draw_ids(counts, steps * round(BLOCK_WORDS / kept))
     start = time.perf_counter()
     trainer = Trainer(Corpus.from_ids(ids, vocabulary), settings)
     start_s = time.perf_counter() - start

@@ -18,7 +18,7 @@ import typer
 
 from speedtransfer.benchmark.suites import SUITES
 from speedtransfer.cli import app as root
-from speedtransfer.word2vec.optimizers import DEFAULT_CLIP, DEFAULT_LR, DEFAULT_OPTIONS, default_lr
+from speedtransfer.word2vec.optimizers import DEFAULT_LR, DEFAULT_OPTIONS, default_lr
 from speedtransfer.word2vec.settings import SETTINGS
 from speedtransfer.word2vec.signature import described
 
@@ -90,9 +90,8 @@ def _rates() -> str:
     rows = []
     for name, lr in DEFAULT_LR.items():
         more = [f"{key}={value}" for key, value in DEFAULT_OPTIONS.get(name, {}).items()]
-        more += [f"clip={DEFAULT_CLIP[name]:g}"] if name in DEFAULT_CLIP else []
-        rows.append((f"`{name}`", f"{lr:g}", f"{default_lr(name, means=True):g}", ", ".join(f"`{it}`" for it in more)))
-    return _table(("optimizer", "lr", "lr for CBOW and n-grams", "also"), rows)
+        rows.append((f"`{name}`", f"{lr:g}", f"{default_lr(name, 'cbow'):g}", ", ".join(f"`{it}`" for it in more)))
+    return _table(("optimizer", "lr", "lr for CBOW", "also"), rows)
 
 
 def _remarks(case: Any) -> str:

@@ -75,7 +75,7 @@ def test_train(folder):
     theirs = KeyedVectors.load_word2vec_format(out / "vectors.txt", fvocab=out / "vocab.txt")
     assert theirs.get_vecattr(vocabulary.words[0], "count") == vocabulary.counts[0]
     facts = json.loads((out / "settings.json").read_text())
-    assert facts["settings"]["lr"] == 0.02
+    assert facts["settings"]["lr"] == Settings().first_lr
     assert (facts["corpus"], facts["corpus_words"], facts["vocabulary_words"]) == ("corpus.txt", 3000, 50)
     assert facts["steps"] == facts["of_steps"]
 
@@ -128,6 +128,54 @@ def test_resumed_into_the_folder_of_the_interrupted_run(folder):
     assert run(*arguments, "--overwrite", "--seed", "2").exit_code == 0  # a new run, a new checkpoint
     assert Path("out/vectors.txt").read_bytes() != before
     assert run(*arguments, "--resume", "--overwrite", "--seed", "2").exit_code == 0
+
+
+@pytest.mark.parametrize("chosen", [["--epochs", "2"], ["--block-words", "64"], []])
+def test_what_was_chosen_from_the_corpus_holds_when_a_run_is_resumed(folder, chosen):
+    """Also where another version would choose otherwise; a value that is given must be that of the checkpoint."""
+    arguments = [
+        "train",
+        "corpus.txt",
+        "-o",
+        "out",
+        "--checkpoint",
+        "point",
+        "--dim",
+        "8",
+        "--device",
+        "cpu",
+        "--quiet",
+    ]
+    assert run(*arguments, "--epochs", "2", "--block-words", "64").exit_code == 0
+    before = Path("out/vectors.txt").read_bytes()
+    settings = json.loads(Path("out/settings.json").read_text())["settings"]
+    assert run(*arguments, *chosen, "--resume").exit_code == 0
+    assert Path("out/vectors.txt").read_bytes() == before
+    assert json.loads(Path("out/settings.json").read_text())["settings"] == settings
+    fails_with(InvalidValueError, "epochs is 3 but the checkpoint", *arguments, "--resume", "--epochs", "3")
+    fails_with(InvalidValueError, "block_words is 32 but the", *arguments, "--resume", "--block-words", "32")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            ["--epochs", "1", "--block-words", "2048"],
+            "too few to train much (fewer than 100); pass a smaller block_words",
+        ),
+        (["--lr", "30"], "above the 4.159 that it began with; pass a smaller lr than 30"),
+        (
+            ["--lr", "1e-9"],
+            "little was learnt; pass more epochs than 40, a smaller block_words, or a larger lr than 1e-09",
+        ),
+        ([], ""),
+    ],
+)
+def test_runs_that_train_nothing_say_so(folder, caplog, flags, told):
+    assert run("train", "corpus.txt", "-o", "out", "--dim", "8", "--device", "cpu", "--quiet", *flags).exit_code == 0
+    messages = [message for message in caplog.messages if "word2vec's rate" not in message]
+    assert len(messages) == bool(told), messages
+    assert all(told in message for message in messages)
 
 
 def test_what_repeats_a_run_is_written_down(folder):

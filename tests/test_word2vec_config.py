@@ -74,7 +74,7 @@ def test_json_gives_the_settings_back():
     )
     values = json.loads(json.dumps(settings.as_dict()))
     assert Settings(**values).as_dict() == values
-    assert (values["lr"], values["p"]) == (0.06, 2.0)
+    assert (values["lr"], values["p"]) == (settings.first_lr, 2.0)
 
 
 # --- signatures -------------------------------------------------------------------------------------------------------
@@ -144,7 +144,8 @@ def test_file_wins_over_defaults(folder):
     }  # fmt: skip
     assert run("-o", "out", "--config", "run.toml").exit_code == 0
     settings = settings_of("out")
-    assert settings == {**Settings(**read_config("run.toml"), device="cpu").as_dict()}
+    # 300 words are too few for larger blocks, and settings.json has what was chosen.
+    assert settings == Settings(**read_config("run.toml"), block_words=32, device="cpu").as_dict()
     assert settings["window"] == Settings.window
 
 
@@ -162,6 +163,30 @@ def test_run_is_repeated_from_its_settings(folder):
     assert run("-o", "again", "--config", "out/settings.json").exit_code == 0
     assert settings_of("again") == settings_of("out")
     assert Path("again/vectors.txt").read_bytes() == Path("out/vectors.txt").read_bytes()
+
+
+def test_what_was_chosen_from_the_corpus_is_written_down_and_repeated(folder):
+    result = run("-o", "out", "--dim", "8")
+    settings = settings_of("out")
+    assert (settings["epochs"], settings["block_words"]) == (50, 32)
+    assert "6 words, 50 steps of 32 words (epochs: 50), " in result.stdout  # subsampling leaves fewer than 32 of 300
+    Path("corpus.txt").write_text(Path("corpus.txt").read_text() * 100)
+    assert run("-o", "again", "--config", "out/settings.json", "--epochs", "1").exit_code == 0
+    assert settings_of("again") == {**settings, "epochs": 1}
+    assert run("-o", "anew", "--epochs", "3", "--sample", "0").exit_code == 0
+    assert settings_of("anew")["block_words"] == 64
+
+
+def test_help_tells_what_is_chosen_from_the_corpus():
+    text = " ".join(CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "250"}).output.split())
+    assert "chosen from the corpus; 5 ordinarily" in text
+    assert "chosen from the corpus; 8192 ordinarily" in text
+
+
+def test_what_is_chosen_can_be_left_open_in_a_file(folder):
+    Path("run.json").write_text('{"settings": {"epochs": null, "block_words": null}}')
+    assert read_config("run.json") == {"epochs": None, "block_words": None}
+    assert Settings(**read_config("run.json")) == Settings()
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,49 @@ import pytest
 from scipy.stats import chisquare
 
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.word2vec import Corpus
+from speedtransfer.word2vec import Corpus, Settings, Trainer
 from speedtransfer.word2vec import walks as walks_module
 from speedtransfer.word2vec.counting import LINE_END
 from speedtransfer.word2vec.graph import read_graph
+from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.walks import WalkSettings, write_walks
 
 # A triangle with a tail, a hub, and a node with an edge to itself; weights far apart.
 WEIGHTED = "a b 1\nb c 2.5\na c 0.5\nc d 4\nd e 1e-1\nc f\nf f 3\nf g 2\n"
 PLAIN = "\n".join(" ".join(line.split()[:2]) for line in WEIGHTED.splitlines())
+
+
+# Zachary's karate club (1977), 78 edges: who met whom outside the club. A line is a member and those with higher numbers.
+KARATE = """\
+1 2 3 4 5 6 7 8 9 11 12 13 14 18 20 22 32
+2 3 4 8 14 18 20 22 31
+3 4 8 9 10 14 28 29 33
+4 8 13 14
+5 7 11
+6 7 11 17
+7 17
+9 31 33 34
+10 34
+14 34
+15 33 34
+16 33 34
+19 33 34
+20 34
+21 33 34
+23 33 34
+24 26 28 30 33 34
+25 26 28 32
+26 32
+27 30 34
+28 34
+29 32 34
+30 33 34
+31 33 34
+32 33 34
+33 34
+"""
+# Those who sided with the instructor, 1, when the club split; the others sided with the officer, 34.
+INSTRUCTOR = {1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 14, 17, 18, 20, 22}
 
 
 def graph_of(text, **kwargs):
@@ -197,3 +231,25 @@ def test_rare_nodes_are_dropped():
     corpus = Corpus(io.BytesIO(b"a b\nb c\nlone\n"), 10, kind="adjacency", walks=9, walk_length=5)
     assert set(corpus.vocabulary.words) == {"a", "b", "c"}
     assert len(corpus.starts) == 27
+
+
+@pytest.fixture(scope="module")
+def karate():
+    return Corpus(io.BytesIO(KARATE.encode()), 1, kind="adjacency")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "adamax"])
+def test_the_factions_of_a_small_graph_are_told_apart_by_default(karate, optimizer, caplog):
+    trainer = Trainer(karate, Settings(dim=16, optimizer=optimizer, min_count=1, kind="adjacency", device="cpu"))
+    trainer.run(TrainingProgress(enabled=False))
+    assert caplog.messages == []
+    assert trainer.num_steps > 1000
+    # Who knows only that one in six pairs is real is at ln(6) + 5 ln(6/5).
+    assert trainer.loss < np.log(6) + 5 * np.log(6 / 5) - 0.05 < 0.65 * 6 * np.log(2)
+    vectors = trainer.vectors()
+    members = np.stack([vectors[str(number)] for number in range(1, 35)])
+    members /= np.linalg.norm(members, axis=1, keepdims=True)
+    sides = np.array([number in INSTRUCTOR for number in range(1, 35)])
+    to_instructor, to_officer = (members @ members[sides == side].mean(0) for side in (True, False))
+    norms = [np.linalg.norm(members[sides == side].mean(0)) for side in (True, False)]
+    assert np.mean((to_instructor / norms[0] > to_officer / norms[1]) == sides) >= 0.9

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+import word2vec_oracle
 from gensim.models.fasttext import ft_ngram_hashes
 from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every test here)
+from test_word2vec_subwords import means_by_row
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError, StorageError
 from speedtransfer.word2vec import Block, UnknownWordError, Vocabulary, Word2Vec
@@ -17,40 +18,6 @@ from speedtransfer.word2vec.sampler import Sampler
 WORDS = [f"{first}{second}ing" for first in "bcdfg" for second in ("a", "ea", "é", "oo")]  # which share n-grams
 VOCABULARY = Vocabulary(WORDS, range(len(WORDS), 0, -1))
 NUM_WORDS, BUCKETS, NEGATIVE = len(WORDS), 50, 3
-
-
-def pairs_of(block):
-    before, after = block.before.tolist(), block.after.tolist()
-    return [(i, j) for i in range(len(before)) for j in range(i - before[i], i + after[i] + 1) if i != j]
-
-
-def skipgram_loss(vectors, output, block):
-    """Skip-gram with negative sampling as it is defined, one pair at a time; shared negatives weighted to `negative` draws."""
-    loss, pairs = vectors.new_zeros(()), pairs_of(block)
-    unique = block.words.unique().tolist()
-    share = -(-len(unique) // len(block.negatives))
-    for i, j in pairs:
-        word = int(block.words[i])
-        negatives = block.negatives[unique.index(word) // share]
-        loss = loss - F.logsigmoid(vectors[word] @ output[block.words[j]])
-        loss = loss - F.logsigmoid(-(output[negatives] @ vectors[word])).sum() * NEGATIVE / len(negatives)
-    return loss, len(pairs)
-
-
-def cbow_loss(vectors, output, block):
-    """CBOW with negative sampling as it is defined, one word at a time."""
-    loss, around = vectors.new_zeros(()), {}
-    for i, j in pairs_of(block):
-        around.setdefault(i, []).append(int(block.words[j]))
-    share = -(-len(block.words) // len(block.negatives))
-    for i, words in around.items():
-        mean, negatives = vectors[words].mean(0), block.negatives[i // share]
-        loss = loss - F.logsigmoid(mean @ output[block.words[i]])
-        loss = loss - F.logsigmoid(-(output[negatives] @ mean)).sum() * NEGATIVE / len(negatives)
-    return loss, len(around)
-
-
-PLAIN = {"skipgram": skipgram_loss, "cbow": cbow_loss}
 
 
 def draw_block(num_words, vocabulary=NUM_WORDS, window=4, groups=2, k=6, seed=0):
@@ -66,12 +33,15 @@ def draw_block(num_words, vocabulary=NUM_WORDS, window=4, groups=2, k=6, seed=0)
     )
 
 
+def rows_of(buckets, words=WORDS):
+    """Return which rows each word is the mean of."""
+    ngrams = [ft_ngram_hashes(word, 3, 6, buckets) if buckets else [] for word in words]
+    return [[i, *(len(words) + h for h in hashes)] for i, hashes in enumerate(ngrams)]
+
+
 def vectors_of(table, buckets, words=WORDS):
     """Return the vector of each word as the definition says, from a whole table."""
-    if not buckets:
-        return table
-    rows = [[i, *(len(words) + h for h in ft_ngram_hashes(word, 3, 6, buckets))] for i, word in enumerate(words)]
-    return torch.stack([table[of_word].mean(0) for of_word in rows])
+    return torch.stack([table[of_word].mean(0) for of_word in rows_of(buckets, words)])
 
 
 @pytest.mark.parametrize("buckets", [0, BUCKETS])
@@ -81,18 +51,20 @@ def test_step_of_the_model_is_the_step_of_torch(kind, buckets):
     model = Word2Vec(VOCABULARY, 5, model=kind, negative=NEGATIVE, buckets=buckets, device="cpu")
     for table, seed in ((model.input.table, 4), (model.output.table, 5)):
         table.normal_(0, 0.5, generator=torch.Generator().manual_seed(seed))
-    tables = [torch.nn.Parameter(t.table.torch().clone()) for t in (model.input, model.output)]
-    loss, predictions = PLAIN[kind](vectors_of(tables[0], buckets), tables[1], block)
-    loss.backward()
-    torch.optim.SGD(tables, lr=0.1).step()
+    before = [t.table.torch().double() for t in (model.input, model.output)]
+    vectors = vectors_of(before[0], buckets)
+    trained, output, loss, predictions = word2vec_oracle.train(vectors, before[1], block, kind, NEGATIVE, 0.1)
+    bags = rows_of(buckets)
+    active = block.words.unique().tolist()
+    moves = means_by_row(before[0], [bags[word] for word in active], (trained - vectors)[active])
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    result = model.deposit_gradients(block)
+    result = model.deposit_gradients(block, rate=0.1)
     optimizer.step()
     assert result.num_pairs == predictions
-    torch.testing.assert_close(result.loss, loss.detach())
-    torch.testing.assert_close(model.input.table.torch(), tables[0].detach())
-    torch.testing.assert_close(model.output.table.torch(), tables[1].detach())
+    assert result.loss.item() == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(model.input.table.torch(), (before[0] + moves).float())
+    torch.testing.assert_close(model.output.table.torch(), output.float())
     assert model.deposit_gradients(block, with_loss=False).loss is None
 
 
@@ -309,8 +281,8 @@ def test_clip_shortens_long_gradients_and_leaves_the_others():
 
 def test_sgd_does_not_blow_up_on_a_tiny_vocabulary():
     block = draw_block(2000, window=5)
-    model = Word2Vec(VOCABULARY, 8, clip=5.0, device="cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.06)
+    model = Word2Vec(VOCABULARY, 8, device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.025)
     losses = []
     for _ in range(60):
         losses.append(float(model.deposit_gradients(block).loss))

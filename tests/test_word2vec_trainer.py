@@ -18,6 +18,7 @@ import speedtransfer
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
 from speedtransfer.word2vec import Corpus, Settings, Trainer, Vectors, train
 from speedtransfer.word2vec import progress as progress_module
+from speedtransfer.word2vec import trainer as trainer_module
 from speedtransfer.word2vec.optimizers import DEFAULT_LR, FALLBACK_LR, LR_END, make_optimizer, set_lr
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.stopping import StopOnSignal
@@ -89,7 +90,7 @@ def test_every_default_learning_rate_learns(corpus, name):
     settings = Settings(**{**QUICK, "epochs": 6, "block_words": 1024, "shared_negatives": 128, "optimizer": name})
     trainer = Trainer(corpus, settings)
     trainer.train_step()
-    assert trainer.loss == pytest.approx(6 * np.log(2), rel=1e-3)  # six scores of zero a pair
+    assert 0.8 < trainer.loss / (6 * np.log(2)) < 1  # six scores of zero a pair, which fall while they are measured
     trainer.run(TrainingProgress(enabled=False))
     after = trainer.model.deposit_gradients(trainer.sampler.block(0))
     assert float(after.loss) / int(after.num_pairs) < 0.9 * 6 * np.log(2)
@@ -353,6 +354,19 @@ def test_signals_that_somebody_else_handles_or_ignores_are_left_alone(fresh_sign
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
+def test_training_leaves_a_core_to_the_thread_that_draws_blocks():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with trainer_module._leave_a_core(torch.device("cpu")):
+            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 3
+        with trainer_module._leave_a_core(torch.device("cuda")):
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_training_in_another_thread(corpus):
     results = []
     thread = threading.Thread(target=lambda: results.append(quietly(corpus, epochs=1)))
@@ -395,9 +409,9 @@ def test_silence(corpus, capsys):
 def test_vectors_that_are_not_finite_are_not_returned(corpus):
     """The steps are so few that the loss is measured at the first only."""
     with pytest.raises(
-        InvalidValueError, match=r"lr=1e\+38 is too large for sgd: there are vectors that are not finite"
+        InvalidValueError, match=r"lr=1e\+38 is too large for adagrad: there are vectors that are not finite"
     ):
-        quietly(corpus, optimizer="sgd", lr=1e38, clip=1e30, epochs=2, block_words=2000)
+        quietly(corpus, optimizer="adagrad", lr=1e38, options={"eps": 1e-30}, epochs=2, block_words=2000)
 
 
 @pytest.mark.parametrize(
@@ -439,13 +453,13 @@ def test_few_steps_of_small_blocks_are_told(caplog, tmp_path):
 
 
 def test_a_loss_that_rose_is_told(corpus, caplog):
-    quietly(corpus, optimizer="sgd", lr=300.0, epochs=4, block_words=64)
-    assert any("above the 4.159 that it began with; pass a smaller lr than 300" in text for text in caplog.messages)
+    quietly(corpus, optimizer="adamw", lr=30.0, epochs=4, block_words=64)
+    assert any("above the 4.159 that it began with; pass a smaller lr than 30" in text for text in caplog.messages)
 
 
 def test_a_loss_of_vectors_that_know_nothing_is_told(corpus, caplog):
     quietly(corpus, lr=1e-9, epochs=2, block_words=64)
-    assert caplog.messages == [
+    assert caplog.messages[1:] == [
         "the loss ended at 4.159 and that of vectors which know nothing is 4.159: little was learnt; pass more epochs than 2, "
         "a smaller block_words, or a larger lr than 1e-09"
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -22,12 +23,14 @@ from speedtransfer.errors import InvalidValueError, StorageError, check_size
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.output import check_writable
 from speedtransfer.word2vec.progress import TrainingProgress
+from speedtransfer.word2vec.schedule import CHOSEN
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.tablefiles import table_files
 from speedtransfer.word2vec.trainer import Trainer
 
 _HASH_CHUNK = 1 << 20  # words
 _ANY_MEMORY = ("memory", "path")  # rows are the same in all of them
+GRADIENTS = 2  # of blocks, as `gradients` computes them: a run cannot go on with those of another version
 
 
 class Checkpoints:
@@ -78,13 +81,18 @@ class Checkpoints:
 
     def check_settings(self, settings: Settings) -> None:
         """Raise `InvalidValueError` where the saved run had other settings than this one."""
-        saved, ours = self._facts["settings"], _comparable(settings)
+        saved, ours = self._facts["settings"], _comparable(self.complete(settings))
         for name in ours:
             if name not in _ANY_MEMORY and saved.get(name) != ours[name]:
                 raise InvalidValueError(
                     f"{name} is {ours[name]!r} but the checkpoint {str(self.path)!r} was made with {saved.get(name)!r}; "
                     f"pass that {name}, or choose another checkpoint"
                 )
+
+    def complete(self, settings: Settings) -> Settings:
+        """Return `settings` with what the saved run chose from its corpus, where they leave it open."""
+        chosen = {name: self._facts["settings"][name] for name in CHOSEN if getattr(settings, name) is None}
+        return dataclasses.replace(settings, **chosen)
 
     def restore(self, corpus: Corpus, settings: Settings, progress: TrainingProgress) -> Trainer:
         """Return a trainer over `corpus` as the saved one was.
@@ -98,6 +106,7 @@ class Checkpoints:
         StorageError
             The checkpoint is damaged.
         """
+        settings = self.complete(settings)
         self._check_corpus(corpus)
         self._remove_tables(settings)
         trainer = Trainer(corpus, settings)
@@ -164,6 +173,7 @@ class Checkpoints:
             "corpus": self._corpus,
             "training": trainer.state(),
             "threads": self._threads,
+            "gradients": GRADIENTS,
         }
         save_checkpoint(
             self.path,
@@ -221,11 +231,17 @@ def _read_facts(path: Path) -> dict[str, Any]:
     content = manifest.parse(manifest.read_bytes(path), path / manifest.NAME)
     try:
         facts: dict[str, Any] = decode(content["extra"], _no_tensor)["word2vec"]
-        if all(isinstance(facts[part], dict) for part in ("settings", "corpus", "training")):
-            return facts
+        is_run = all(isinstance(facts[part], dict) for part in ("settings", "corpus", "training"))
     except (ValueError, TypeError, KeyError):
-        pass
-    raise InvalidValueError(f"the checkpoint in {str(path)!r} is of no word2vec run; choose another folder")
+        is_run = False
+    if not is_run:
+        raise InvalidValueError(f"the checkpoint in {str(path)!r} is of no word2vec run; choose another folder")
+    if facts.get("gradients") != GRADIENTS:
+        raise InvalidValueError(
+            f"the run in {str(path)!r} was begun by another version of speedtransfer, whose learning rates mean other steps; "
+            "begin a new run in another folder, or resume with that version"
+        )
+    return facts
 
 
 def _no_tensor(name: Any) -> torch.Tensor:

@@ -44,7 +44,13 @@ def _parse_options(pairs: list[str]) -> dict[str, Any]:
 
 
 _SHELL_TYPES: dict[str, Any] = {"path": Path | None, "device": str | None}
-_NONE_MEANS = {"lr": "the optimizer's", "max_words": "all", "device": "cuda if there is one"}
+_NONE_MEANS = {
+    "lr": "the optimizer's",
+    "epochs": "chosen from the corpus; 5 ordinarily",
+    "block_words": "chosen from the corpus; 8192 ordinarily",
+    "max_words": "all",
+    "device": "cuda if there is one",
+}
 
 
 def _as_option(name: str, kind: Any) -> Any:
@@ -141,7 +147,8 @@ def train(
         save_or_rescue(folder, trainer, corpus, suffix)
     to_device, back = trainer.moved_bytes
     typer.echo(
-        f"{len(trainer.corpus.vocabulary):,} words, {trainer.elapsed_s:.1f} s of training, "
+        f"{len(trainer.corpus.vocabulary):,} words, {trainer.num_steps:,} steps of {trainer.block_words:,} words (epochs: "
+        f"{trainer.epochs}), {trainer.elapsed_s:.1f} s of training, "
         f"{trainer.words_per_s:,.0f} words/s, loss {trainer.loss:.3f}; rows moved: {format_bytes(to_device)} in, "
         f"{format_bytes(back)} out"
     )

@@ -1,8 +1,6 @@
-"""The positive pairs of a block, compiled by numba: `gradients` uses it for rows on the host.
+"""Training within a block, compiled by numba: `gradients` uses it for rows on the host.
 
-A pair costs a dot product and two additions of a row, all in the cache, where matrix products over a band of scores also
-compute the scores outside of the windows. Each gradient row is summed up in one go, over the positions of its word in the
-order of the text: two passes, by centers and by contexts, with the slopes of the first kept for the second.
+A pair costs a dot product and two additions of a row, all in the cache: the rows of a block are few beside the tables.
 """
 
 from __future__ import annotations
@@ -26,65 +24,120 @@ def _compile(function: Any) -> Any:
 
 
 @_compile
-def _group_by_row(places: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of `places` (n,) sorted by what they hold, and where each of `num_rows` rows begins among them."""
-    starts = np.zeros(num_rows + 1, dtype=np.int64)
-    for place in places:
-        starts[place + 1] += 1
-    for row in range(num_rows):
-        starts[row + 1] += starts[row]
-    order, free = np.empty(len(places), dtype=np.int64), starts[:-1].copy()
-    for position, place in enumerate(places):
-        order[free[place]] = position
-        free[place] += 1
-    return order, starts
+def _score(first: np.ndarray, second: np.ndarray) -> Any:
+    total = first[0] * second[0]
+    for d in range(1, len(first)):
+        total += first[d] * second[d]
+    return total
 
 
 @_compile
-def pairs(
+def _score_all(vectors: np.ndarray, rows: np.ndarray, scores: np.ndarray) -> None:
+    """Set `scores` (n, k) to the products of `vectors` (n, dim) and `rows` (k, dim), n a multiple of 4."""
+    for n in range(0, len(vectors), 4):
+        a, b, c, e = vectors[n], vectors[n + 1], vectors[n + 2], vectors[n + 3]
+        for k in range(len(rows)):
+            row = rows[k]
+            of_a, of_b, of_c, of_e = a[0] * row[0], b[0] * row[0], c[0] * row[0], e[0] * row[0]
+            for d in range(1, len(row)):
+                of_a += a[d] * row[d]
+                of_b += b[d] * row[d]
+                of_c += c[d] * row[d]
+                of_e += e[d] * row[d]
+            scores[n, k], scores[n + 1, k], scores[n + 2, k], scores[n + 3, k] = of_a, of_b, of_c, of_e
+
+
+@_compile
+def _add_all(totals: np.ndarray, slopes: np.ndarray, rows: np.ndarray) -> None:
+    """Add to `totals` (n, dim) the product of `slopes` (n, k) and `rows` (k, dim), k a multiple of 4."""
+    for n in range(len(totals)):
+        total = totals[n]
+        for k in range(0, len(rows), 4):
+            a, b, c, e = slopes[n, k], slopes[n, k + 1], slopes[n, k + 2], slopes[n, k + 3]
+            row_a, row_b, row_c, row_e = rows[k], rows[k + 1], rows[k + 2], rows[k + 3]
+            for d in range(len(total)):
+                total[d] += a * row_a[d] + b * row_b[d] + c * row_c[d] + e * row_e[d]
+
+
+@_compile
+def _add(total: np.ndarray, slope: Any, row: np.ndarray) -> None:
+    for d in range(len(total)):
+        total[d] += slope * row[d]
+
+
+@_compile
+def train(
     center_rows: np.ndarray,
     context_rows: np.ndarray,
     centers: np.ndarray,
     contexts: np.ndarray,
     before: np.ndarray,
     after: np.ndarray,
-    center_grad: np.ndarray,
-    context_grad: np.ndarray,
+    draws: np.ndarray,
+    negative: int,
+    rate: Any,
+    cbow: bool,
     with_loss: bool,
 ) -> float:
-    """Set `center_grad` (u, dim) and `context_grad` (v, dim), return the loss; arguments as `skipgram_gradients`."""
-    count, dim, loss = len(centers), center_rows.shape[1], 0.0
+    """Train both kinds of rows in place and return the loss; arguments as `gradients.train_block`, `draws` (spans, k)."""
+    count, dim, dtype, loss = len(centers), center_rows.shape[1], center_rows.dtype, 0.0
+    span = -(-count // max(len(draws), 1))
     reach = max(before.max(), after.max()) if count else 0
-    slopes = np.empty((count, 2 * reach + 1), dtype=center_rows.dtype)
-    order, starts = _group_by_row(centers, len(center_rows))
-    for row in range(len(center_rows)):
-        center, total = center_rows[row], center_grad[row]
-        total[:] = 0
-        for position in order[starts[row] : starts[row + 1]]:
-            for near in range(position - before[position], position + after[position] + 1):
-                if near == position:
+    one, k = dtype.type(1), draws.shape[1]
+    # Products go by fours: what fills them up is zero.
+    words, drawn = -(-span // 4) * 4, -(-k // 4) * 4
+    vectors, moves = np.zeros((words, dim), dtype=dtype), np.empty((words, dim), dtype=dtype)
+    noise, noise_moves = np.zeros((drawn, dim), dtype=dtype), np.empty((drawn, dim), dtype=dtype)
+    slopes, noise_slopes = np.empty((span, 2 * reach + 1), dtype=dtype), np.zeros((words, drawn), dtype=dtype)
+
+    for number in range(len(draws)):
+        start, stop = number * span, min((number + 1) * span, count)
+        for i in range(start, stop):
+            at, around = i - start, before[i] + after[i]
+            vector, move = vectors[at], moves[at]
+            move[:] = 0
+            if cbow:
+                vector[:] = 0
+                for near in range(i - before[i], i + after[i] + 1):
+                    if near != i:
+                        _add(vector, one / around, center_rows[centers[near]])
+            else:
+                vector[:] = center_rows[centers[i]]
+            for near in range(i, i + 1 if around else i) if cbow else range(i - before[i], i + after[i] + 1):
+                if near == i and not cbow:
                     continue
                 context = context_rows[contexts[near]]
-                score = center[0] * context[0]
-                for d in range(1, dim):
-                    score += center[d] * context[d]
-                slope = -1 / (1 + np.exp(score))
-                slopes[position, near - position + reach] = slope
-                for d in range(dim):
-                    total[d] += slopes[position, near - position + reach] * context[d]
+                score = _score(vector, context)
+                slope = rate / (one + np.exp(score))
+                slopes[at, near - i + reach] = slope
+                _add(move, slope, context)
                 if with_loss:
                     loss += max(-score, 0.0) + math.log1p(math.exp(-abs(score)))
+        for t in range(k):
+            noise[t] = context_rows[draws[number, t]]
+        _score_all(vectors, noise, noise_slopes)
+        for at in range(words):
+            around = before[start + at] + after[start + at] if at < stop - start else 0
+            weight = dtype.type(negative * (min(around, 1) if cbow else around)) / k
+            for t in range(k):
+                score = noise_slopes[at, t]
+                noise_slopes[at, t] = -rate * weight / (one + np.exp(-score))
+                if with_loss:
+                    loss += weight * (max(score, 0.0) + math.log1p(math.exp(-abs(score))))
+        _add_all(moves, noise_slopes, noise)
+        noise_moves[:] = 0
+        _add_all(noise_moves, noise_slopes.T, vectors)
 
-    order, starts = _group_by_row(contexts, len(context_rows))
-    for row in range(len(context_rows)):
-        total = context_grad[row]
-        total[:] = 0
-        for position in order[starts[row] : starts[row + 1]]:
-            for other in range(max(position - reach, 0), min(position + reach + 1, count)):
-                gap = position - other
-                if gap == 0 or gap > after[other] or -gap > before[other]:
-                    continue
-                slope, center = slopes[other, gap + reach], center_rows[centers[other]]
-                for d in range(dim):
-                    total[d] += slope * center[d]
+        # What is written from here on is read by the next span.
+        for i in range(start, stop):
+            at, around = i - start, before[i] + after[i]
+            for near in range(i, i + 1 if around else i) if cbow else range(i - before[i], i + after[i] + 1):
+                if near != i or cbow:
+                    _add(context_rows[contexts[near]], slopes[at, near - i + reach], vectors[at])
+        for t in range(k):
+            _add(context_rows[draws[number, t]], one, noise_moves[t])
+        for i in range(start, stop):
+            for near in range(i - before[i], i + after[i] + 1) if cbow else range(i, i + 1):
+                if near != i or not cbow:
+                    _add(center_rows[centers[near]], one, moves[i - start])
     return loss

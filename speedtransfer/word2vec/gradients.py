@@ -1,34 +1,38 @@
-"""Loss and gradients of skip-gram with negative sampling over one block of words, written out: no autograd, no pair lists.
+"""Skip-gram and CBOW with negative sampling over a block of words: how far word2vec would move the rows, as a gradient.
 
-Arrays in, arrays out; tables and optimizers are unknown here. A block of n consecutive words has up to 2 * window * n pairs
-(center, context), all in a narrow band around the diagonal of an n x n matrix of scores. In torch they are three batched
-matrix products over that band (`band`) instead of a gather a pair. On the host numba, where there is one, goes along the
-pairs themselves (`compiled`).
+word2vec moves the rows after every pair of words. An optimizer steps once a block, and a sum of gradients over thousands of
+words, all taken at the same point, overshoots where a row occurs often: limits and scales that prevent that cost quality
+(docs/word2vec.md has the figures). So a copy of the block's rows is trained as word2vec does, at a given learning rate, and
+the way that each row went, divided by the rate, is the gradient that the optimizer gets: `torch.optim.SGD` with that
+learning rate takes exactly word2vec's steps, and any other makes of them what it makes of gradients. As the rate goes to 0
+they become the gradients of the loss.
 
-The negatives are shared: a group of them by an equal share of the unique centers, in a matrix product, weighted so that their
-sum stands for `negative` draws a pair (an unbiased estimate of that sum). A negative that happens to be the context word
-itself is not skipped, as it would be in word2vec.c: it has the weight of its small probability.
+Words are taken in spans of a few (`Places.span`): all scores of a span are of the rows as the span finds them, which changes
+next to nothing, since few words occur twice in it, and its words share their negatives, weighted to stand for `negative` a
+prediction. These come from a pool that the block draws from the noise distribution (`sampler`). One that happens to be the
+context word itself is not skipped, as it would be in word2vec.c: it has the weight of its small probability. On the host numba
+goes along the pairs (`compiled`).
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
-import functools
-import os
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer.jit import compiled_module
-from speedtransfer.word2vec.band import Noise, sum_by_row
 from speedtransfer.word2vec.places import Places
 
-T = TypeVar("T")
+# Negatives of a span for each of `negative`. A word of skip-gram makes six predictions with windows of 1 to 5, one of CBOW
+# makes one; with half as many draws analogies and similarities were up to 0.02 worse.
+DRAWS = {"skipgram": 6, "cbow": 2}
+MODELS = tuple(DRAWS)
+# First learning rates, those of word2vec.c but for 0.03, which is 0.025 there: similarities and analogies were better with it
+# (SimVerb-3500, MEN and the tuned sets of bench/word2vec.py).
+RATES = {"skipgram": 0.03, "cbow": 0.05}
 
 
 @dataclass
@@ -38,11 +42,11 @@ class BlockGradients:
     Attributes
     ----------
     center, context : Tensor, shapes (u, dim) and (v, dim)
-        Gradients of the summed loss for the rows of centers and of contexts and negatives.
+        For the rows of the input and of the output table.
     num_pairs : Tensor of int64, shape ()
-        On the host.
+        Predictions: pairs of skip-gram; words of CBOW that have another one in their window. On the host.
     loss : Tensor, shape (), or None
-        Summed over the pairs and their negatives; None where it was not asked for.
+        Summed over the predictions and their negatives, each at the rows that it found; None where it was not asked for.
     """
 
     center: Tensor
@@ -51,89 +55,59 @@ class BlockGradients:
     loss: Tensor | None
 
 
-def skipgram_gradients(
-    center_rows: Tensor, context_rows: Tensor, places: Places, negative: int, with_loss: bool = True
+def block_gradients(
+    center_rows: Tensor,
+    context_rows: Tensor,
+    places: Places,
+    *,
+    model: str = "skipgram",
+    negative: int = 5,
+    rate: float | None = None,
+    with_loss: bool = True,
 ) -> BlockGradients:
-    """Return the gradients of ``sum softplus(-c.o) + sum softplus(c.n)`` over pairs (c, o) and the negatives n of each.
+    """Return how far training at the learning rate `rate` moves the rows against the gradient, divided by `rate`.
+
+    The loss of skip-gram is ``sum softplus(-c.o) + sum softplus(c.n)`` over pairs of a word's vector c, the output row o of a
+    word in its window, and the negatives n of each; that of CBOW the same over words, c being the mean of the vectors in the
+    window and o the row of the word. As in word2vec.c, and in gensim with ``cbow_mean=1``, each vector in a window of CBOW
+    moves by the whole of what their mean receives, as if it were a sum.
 
     Parameters
     ----------
     center_rows, context_rows : Tensor, shapes (u, dim) and (v, dim)
-        Vectors of the distinct words of the block, and unique rows of the output table.
+        Vectors of the distinct words of the block, and unique rows of the output table; not changed.
     places : Places
-        Where among them its words and negatives are; group g of these serves the g-th equal share of `center_rows`.
+        Where among them its words and negatives are.
+    model : {"skipgram", "cbow"}
     negative : int
-        Negatives a pair; the k shared ones of a group are weighted by ``negative / k``.
+        Negatives a prediction.
+    rate : float, optional
+        Above 0; by default that of `RATES`.
     with_loss : bool
-        False saves two passes over all scores.
-
-    Returns
-    -------
-    BlockGradients
+        False leaves the loss out.
     """
-    negatives = places.negatives
-    # The negatives of a word are the same wherever it stands in the block: once a unique row, weighted by its pairs.
-    weight = places.pairs.to(center_rows.dtype).mul_(negative / negatives.shape[1])
-    noise = Noise(center_rows, context_rows, negatives, weight, with_loss)
-    if has_helper(noise.device):
-        positive = functools.partial(_compiled_band, center_rows, context_rows, places, with_loss)
-        center_grad, context_grad, loss = compute_noise(noise, positive)
-        from_noise, noise_grad = noise.gradients()
-        context_grad.index_add_(0, negatives.flatten(), noise_grad)
-    else:
-        to_centers, to_contexts, loss = _band(center_rows, context_rows, places, with_loss)
-        noise.compute(slice(None))
-        from_noise, noise_grad = noise.gradients()
-        center_grad = sum_by_row(to_centers, places.words)
-        context_grad = sum_by_row(torch.cat([to_contexts, noise_grad]), places.outputs)
-    center_grad += from_noise
-    noise_loss = noise.loss()
-    if loss is not None and noise_loss is not None:
-        loss += noise_loss
-    return BlockGradients(center_grad, context_grad, places.num_pairs, loss)
+    rate = RATES[model] if rate is None else rate
+    center, context = center_rows.clone(), context_rows.clone()
+    loss = train_block(center, context, places, model, negative, rate, with_loss)
+    for end, start in ((center, center_rows), (context, context_rows)):
+        torch.sub(start, end, out=end).div_(rate)
+    num_pairs = places.num_predicted if model == "cbow" else places.num_pairs
+    return BlockGradients(center, context, num_pairs, loss)
 
 
-# --- two threads ------------------------------------------------------------------------------------------------------
-
-
-def compute_noise(noise: Noise, meanwhile: Callable[[], T]) -> T:
-    """Compute `noise`, and return what `meanwhile` returns: on two threads where there is the helping one.
-
-    That sees to `meanwhile`, and where torch computes on one thread then to groups of the noise, as long as there are any:
-    which thread takes a group changes nothing about it.
-    """
-    if not has_helper(noise.device):
-        noise.compute(slice(None))
-        return meanwhile()
-    share = torch.get_num_threads() == 1 and not torch.is_inference_mode_enabled()
-    groups = [slice(g, g + 1) for g in range(noise.num_groups)] if share else [slice(None)]
-
-    def take_groups() -> None:
-        while True:
-            try:
-                group = groups.pop()
-            except IndexError:  # the other thread may have taken the last one
-                return
-            noise.compute(group)
-
-    def help_out() -> T:
-        result = meanwhile()
-        if share:
-            torch.set_num_threads(1)  # of this thread, too: it would start more, which then spin
-            take_groups()
-        return result
-
-    helped = _helper().submit(help_out)
-    take_groups()
-    return helped.result()
-
-
-def has_helper(device: torch.device) -> bool:
-    """Tell whether the helping thread has a part in gradients on `device`: on a CPU with numba, which leaves it the GIL."""
-    return device.type == "cpu" and _compiled() is not None
-
-
-# --- positive pairs, compiled -----------------------------------------------------------------------------------------
+def train_block(
+    center_rows: Tensor, context_rows: Tensor, places: Places, model: str, negative: int, rate: float, with_loss: bool
+) -> Tensor | None:
+    """Train rows in place; arguments as `block_gradients`. Return the loss, shape (), or None."""
+    draws = places.draws(DRAWS[model] * negative)
+    compiled = _compiled() if center_rows.device.type == "cpu" else None
+    if compiled is None:
+        return _train(center_rows, context_rows, places, draws, model == "cbow", negative, rate, with_loss)
+    rows = center_rows.numpy(), context_rows.numpy()
+    where = (places.words.inverse, places.contexts, places.before, places.after, draws)
+    numbers = [tensor.numpy() for tensor in where]
+    loss = compiled.train(*rows, *numbers, negative, rows[0].dtype.type(rate), model == "cbow", with_loss)
+    return center_rows.new_tensor(loss) if with_loss else None
 
 
 def _compiled() -> Any:
@@ -141,55 +115,49 @@ def _compiled() -> Any:
     return compiled_module("speedtransfer.word2vec.compiled")
 
 
-@functools.cache
-def _helper() -> concurrent.futures.ThreadPoolExecutor:
-    """Return the thread that helps: it sees to the positive pairs while the calling one begins with the negatives."""
-    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="speedtransfer-pairs")
+def _train(
+    center_rows: Tensor,
+    context_rows: Tensor,
+    places: Places,
+    draws: Tensor,
+    cbow: bool,
+    negative: int,
+    rate: float,
+    with_loss: bool,
+) -> Tensor | None:
+    """Do what `compiled.train` does, in torch: two dozen operations a span."""
+    centers, contexts, reach = places.words.inverse, places.contexts, places.reach
+    loss = center_rows.new_zeros(()) if with_loss else None
+    at = torch.arange(len(centers), device=center_rows.device)
+    for number, drawn in enumerate(draws):
+        start, stop = number * places.span, (number + 1) * places.span
+        here, near = slice(start, stop), slice(max(start - reach, 0), stop + reach)
+        gap = at[near] - at[here, None]
+        inside = (gap >= -places.before[here, None]) & (gap <= places.after[here, None]) & (gap != 0)
+        inside = inside.to(center_rows.dtype)  # (words of the span, words near them)
+        around, noise = inside.sum(1, keepdim=True), context_rows[drawn]
+        if cbow:
+            vectors = (inside / around.clamp(min=1)) @ center_rows[centers[near]]
+            targets, counts = contexts[here], around.clamp(max=1)
+            scores = (vectors * context_rows[targets]).sum(1, keepdim=True)
+        else:
+            vectors, targets, counts = center_rows[centers[here]], contexts[near], inside
+            scores = vectors @ context_rows[targets].T
+        noise_scores, weight = vectors @ noise.T, counts.sum(1, keepdim=True) * (negative / len(drawn))
+        if loss is not None:
+            loss += (F.softplus(-scores) * counts).sum() + (F.softplus(noise_scores) * weight).sum()
+        slope, noise_slope = torch.sigmoid(-scores) * counts * rate, torch.sigmoid(noise_scores) * weight * -rate
+        positives = context_rows[targets]
+        moves = noise_slope @ noise + (slope * positives if cbow else slope @ positives)
+        _add(context_rows, targets, slope * vectors if cbow else slope.T @ vectors)
+        _add(context_rows, drawn, noise_slope.T @ vectors)
+        _add(center_rows, centers[near] if cbow else centers[here], inside.T @ moves if cbow else moves)
+    return loss
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_helper.cache_clear)  # a forked process has no such thread
-
-
-@contextlib.contextmanager
-def leave_a_core(device: torch.device) -> Iterator[None]:
-    """While this is entered torch leaves a core to the thread of the positive pairs, where there is one.
-
-    After each of its parallel operations torch's threads go on to spin for a while, on the cores that others have work for.
-    """
-    threads = torch.get_num_threads()
-    if not has_helper(device) or threads == 1:
-        yield
-        return
-    torch.set_num_threads(threads - 1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _compiled_band(
-    center_rows: Tensor, context_rows: Tensor, places: Places, with_loss: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of the positive pairs for both kinds of rows, and their summed loss."""
-    grads, band = (torch.empty_like(center_rows), torch.empty_like(context_rows)), places.band
-    before, after = -band.left[: band.num_words], band.right[: band.num_words]
-    arrays = center_rows, context_rows, places.words.inverse, places.contexts, before, after, *grads
-    loss = _compiled().pairs(*(tensor.numpy() for tensor in arrays), with_loss)
-    return *grads, center_rows.new_tensor(loss) if with_loss else None
-
-
-# --- positive pairs, in torch -----------------------------------------------------------------------------------------
-
-
-def _band(
-    center_rows: Tensor, context_rows: Tensor, places: Places, with_loss: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of the positive pairs for each word of the block as a center and as a context, and their loss."""
-    band, inside = places.band, places.band.inside()
-    tiles, near = band.tiles(center_rows[places.words.inverse]), band.stretches(context_rows[places.contexts])
-    scores = torch.bmm(tiles, near.transpose(1, 2))
-    slope = scores.sigmoid().sub_(1).mul_(inside)
-    to_centers = torch.bmm(slope, near).flatten(0, 1)[: band.num_words]
-    to_contexts = band.add_up(torch.bmm(slope.transpose(1, 2), tiles))
-    return to_centers, to_contexts, (F.softplus(-scores) * inside).sum() if with_loss else None
+def _add(rows: Tensor, index: Tensor, values: Tensor) -> None:
+    """Add `values` to `rows`, always in the same order."""
+    if rows.device.type == "cpu":
+        rows.index_add_(0, index, values)
+    else:
+        rows.index_put_((index,), values, accumulate=True)  # sorts; index_add_ adds in any order there

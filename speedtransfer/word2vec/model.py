@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,7 @@ from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn import ActiveRows, Embedding
 from speedtransfer.tables import UniqueRows, row_chunks, unique_rows
-from speedtransfer.word2vec.cbow import cbow_gradients
-from speedtransfer.word2vec.gradients import BlockGradients, skipgram_gradients
+from speedtransfer.word2vec.gradients import MODELS, BlockGradients, block_gradients
 from speedtransfer.word2vec.ngram_vectors import NgramVectors
 from speedtransfer.word2vec.places import Places
 from speedtransfer.word2vec.sampler import Block
@@ -24,11 +23,6 @@ from speedtransfer.word2vec.vectors import UnknownWordError
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
 _WORDS_AT_ONCE = 1 << 16  # whose vectors `word_vectors` puts together
-
-
-# What the block's words predict. Each takes the rows of both tables that the block needs, where among them its words and its
-# negatives are, and how many negatives a prediction has.
-GRADIENTS: dict[str, Callable[..., BlockGradients]] = {"skipgram": skipgram_gradients, "cbow": cbow_gradients}
 
 
 class Word2Vec(nn.Module):
@@ -95,8 +89,8 @@ class Word2Vec(nn.Module):
         seed: int = 1,
     ) -> None:
         super().__init__()
-        if not isinstance(model, str) or model not in GRADIENTS:
-            raise InvalidValueError(f"model is {model!r}, not one of the models{suggest(str(model), GRADIENTS)}")
+        if not isinstance(model, str) or model not in MODELS:
+            raise InvalidValueError(f"model is {model!r}, not one of the models{suggest(str(model), MODELS)}")
         self.model, self.dim, self.negative = model, check_size(dim, "dim", 1), check_size(negative, "negative", 1)
         if clip is not None and not clip > 0:
             raise InvalidValueError(f"clip is {clip} but must be above 0; pass 10, or None for no limit")
@@ -138,8 +132,8 @@ class Word2Vec(nn.Module):
         self._files.discard()
 
     @torch.no_grad()
-    def deposit_gradients(self, block: Block, with_loss: bool = True) -> BlockGradients:
-        """Compute the summed loss of `block` and deposit its gradients for ``optimizer.step()``.
+    def deposit_gradients(self, block: Block, with_loss: bool = True, rate: float | None = None) -> BlockGradients:
+        """Train copies of the rows of `block`, and deposit how far they went as gradients for ``optimizer.step()``.
 
         The host does not wait for a CUDA device, unless tensors of `block` are there: they are brought to the host.
 
@@ -149,6 +143,8 @@ class Word2Vec(nn.Module):
             Better prepared by `prepare`, in a thread.
         with_loss : bool
             False leaves the loss out, which is faster.
+        rate : float, optional
+            The learning rate of that training, above 0 (`gradients.block_gradients`): that of SGD where this is the optimizer.
 
         Returns
         -------
@@ -163,7 +159,15 @@ class Word2Vec(nn.Module):
         """
         places = self._places_of(block).to(self.input.table.device)
         output, active = self.output.activate(places.outputs), self._activate(places.words, places.bags)
-        result = GRADIENTS[self.model](active.rows, output.rows, places, self.negative, with_loss)
+        result = block_gradients(
+            active.rows,
+            output.rows,
+            places,
+            model=self.model,
+            negative=self.negative,
+            rate=rate,
+            with_loss=with_loss,
+        )
         if self.clip is not None:
             for grad in (result.center, result.context):
                 grad.mul_((self.clip / grad.norm(dim=1, keepdim=True)).clamp_(max=1))

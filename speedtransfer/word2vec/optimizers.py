@@ -1,4 +1,4 @@
-"""Optimizers by name, with learning rates that suit skip-gram: gradients here are sums over a block, not means."""
+"""Optimizers by name, with learning rates that suit the gradients of blocks (`gradients`)."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ import torch
 from torch.optim import Optimizer
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
+from speedtransfer.word2vec.gradients import RATES
 
-# First learning rates, falling linearly to 1e-4 of them. SGD, Adagrad, Adam, AdamW and Adamax: of the few tried, the best
-# for similarity and analogies with 15.6 million words (the corpus of bench/word2vec.py, dim 100, 5 epochs, blocks of 2,048
-# words). The others: with the shipped corpus, the one with the best neighbours of those that train stably. RAdam's first steps
-# are those of SGD.
+# First learning rates for skip-gram, falling linearly to 1e-4 of them. A gradient says how far word2vec would move a row at the
+# rate of `RATES`, divided by it. So SGD with that rate takes word2vec's own steps. An optimizer that divides by the size of
+# gradients takes the same ones where its eps (`DEFAULT_OPTIONS`) is lr / rate and large beside that size: rows that are touched
+# often, whose gradients are the largest, then move a little less. With a small eps instead all rows would move as far as lr says
+# at every step, however little they have to learn: rare words, and their output rows, would become noise.
 DEFAULT_LR: dict[str, float] = {
     "adadelta": 30.0,
-    "adagrad": 0.5,
-    "adam": 0.02,
-    "adamax": 0.2,
-    "adamw": 0.02,
+    "adagrad": 30.0,
+    "adam": 0.3,
+    "adamax": 0.3,
+    "adamw": 0.3,
     "asgd": 0.03,
-    "nadam": 0.015,
-    "radam": 0.015,
-    "rmsprop": 0.01,
+    "nadam": 0.3,
+    "radam": 0.03,
+    "rmsprop": 0.3,
     "rprop": 0.001,
-    "sgd": 0.06,
+    "sgd": 0.03,
 }
 FALLBACK_LR = 0.01  # for an optimizer that is not in the table
-# The longest gradient of a row where an optimizer takes gradients as they are: that of a frequent word, and of a negative that
-# stands for many, is a sum over hundreds of pairs. Without a limit the steps of word2vec.c, 0.025, blow up on blocks.
-DEFAULT_CLIP = {"asgd": 5.0, "sgd": 5.0}
+# Momentum of a row is spread over the next ten blocks that have the row: hundreds of thousands of words later for a rare one,
+# which would learn ten times slower, while frequent words take up what it should have learnt.
+_FLAT = {"betas": (0.0, 0.999), "eps": 10.0}
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
-    # Adagrad's first step of a row is the learning rate in each number, however small the gradient: without a brake rare words
-    # jump farther than they are long. With 1e-10 WS-353 was 0.03 and the analogies 0.03 worse. An initial accumulator of 1
-    # does the same, but would have to be written into every row of the table.
-    "adagrad": {"eps": 1.0},
+    "adagrad": {"eps": 1000.0},
+    "adam": _FLAT,
+    "adamax": _FLAT,
     # torch's AdamW decays by 0.01 unless told otherwise: with learning rates this large that would shrink frequent words,
     # which are touched at every step, and spare rare ones.
-    "adamw": {"weight_decay": 0.0},
+    "adamw": {**_FLAT, "weight_decay": 0.0},
+    "nadam": _FLAT,
+    "radam": {"betas": (0.0, 0.999), "eps": 1.0},
+    "rmsprop": {"eps": 10.0},
     # Rprop is made for the gradient of the whole corpus. On blocks its steps grow without end unless they are held down; even
     # so it learns less than the others.
     "rprop": {"step_sizes": (1e-6, 0.01)},
 }
-# CBOW's mean of a window and the mean of a word's n-grams pass a part of the gradient to each row. Tried with 3 million words:
-# Adam and its kin learn best with twice the rate, Adagrad and Adamax with the same.
-OF_MEANS = 2.0
-_NOT_OF_MEANS = frozenset({"adagrad", "adamax"})
+STEPS_AS_GIVEN = frozenset({"asgd", "sgd"})  # optimizers that move a row by lr times its gradient
 LR_END = 1e-4
 _OWN_CHOICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # of how torch computes a step
 
@@ -80,10 +81,17 @@ def find_optimizer(name: str) -> type[Optimizer]:
     return found
 
 
-def default_lr(name: str, means: bool = False) -> float:
-    """Return the first learning rate for the optimizer called `name`; `means`: what is learned are parts of means of rows."""
-    lr = DEFAULT_LR.get(name.lower(), FALLBACK_LR)
-    return lr * OF_MEANS if means and name.lower() not in _NOT_OF_MEANS else lr
+def default_lr(name: str, model: str = "skipgram") -> float:
+    """Return the first learning rate for the optimizer called `name`."""
+    return DEFAULT_LR.get(name.lower(), FALLBACK_LR) * (RATES[model] / RATES["skipgram"])
+
+
+def block_rate(name: str, model: str, lr: float, first_lr: float) -> float:
+    """Return the rate of the training within a block.
+
+    That is `lr` for SGD, which then takes just those steps, and else one of `RATES`, falling as `lr` does.
+    """
+    return lr if name.lower() in STEPS_AS_GIVEN else RATES[model] * (lr / first_lr)
 
 
 def make_optimizer(

@@ -1,4 +1,4 @@
-"""The sampler: blocks of words, the window of each word, and the negatives that a block shares.
+"""The sampler: blocks of words, the window of each word, and the pool that their negatives come from.
 
 A block is a stretch of the corpus of fixed length, chosen so that about `block_words` words survive subsampling. Fixed
 stretches make the number of steps known beforehand, so that a learning rate can fall along a straight line to the very end.
@@ -21,7 +21,7 @@ from speedtransfer.system import physical_bytes
 from speedtransfer.word2vec.places import Places
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
-GROUP_WORDS = 512  # words that share their negatives: one matrix product
+GROUP_WORDS = 512  # words of a block for each `shared_negatives` of the pool
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Block:
     before, after : Tensor of int64, shape (n,)
         How many words to the left and to the right of each are its context; within the block and its sequence.
     negatives : Tensor of int64, shape (groups, shared_negatives)
-        Words drawn from the noise distribution. Each group serves an equal share of what the model scores.
+        A pool of words drawn from the noise distribution, from which the words of the block take theirs (`Places.draws`).
     num_corpus_words : int
         Words of the corpus that the block covers, before subsampling.
     places : Places or None
@@ -81,8 +81,8 @@ class Sampler:
         seed: int = 1,
         window: int = 5,
         sample: float = 1e-3,
-        block_words: int = 2048,
-        shared_negatives: int = 256,
+        block_words: int = 8192,
+        shared_negatives: int = 512,
     ) -> None:
         if len(ids) == 0:
             raise InvalidValueError("the corpus has no word of the vocabulary; build the vocabulary from this corpus")
@@ -144,8 +144,7 @@ class Sampler:
         """Draw (groups, shared_negatives) words of the noise, one in each of as many equal strata of it.
 
         Every draw follows the noise, and all together they spread over frequent and rare words as it does, so that sums over
-        them vary less than over independent draws. Of neighbouring strata each group has one, by a random turn: dealt out
-        in a fixed order a frequent word would always meet the same centers.
+        them vary less than over independent draws. Of neighbouring strata each group has one, by a random turn.
         """
         k, groups = self.shared_negatives, self.groups
         strata = torch.rand(k, groups, dtype=torch.float64, generator=generator, device="cpu")

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.tables import MEMORIES
-from speedtransfer.word2vec.optimizers import DEFAULT_CLIP, check_optimizer, default_lr, find_optimizer
+from speedtransfer.word2vec.optimizers import check_optimizer, default_lr, find_optimizer
 
 Check = Callable[[Any, str], Any]  # (value, name) -> the value as it is kept, or an error
 
@@ -89,14 +89,13 @@ class Settings:
     lr : float, optional
         First learning rate, falling linearly to 1e-4 of it; by default one that suits the optimizer and the model.
     clip : float, optional
-        Longest gradient of a row in a step, longer ones are shortened to it; by default 5 for SGD and ASGD, which blow up on
-        rows that a block repeats often, and none for optimizers that scale their steps themselves.
+        Longest gradient of a row in a step, longer ones are shortened to it; by default there is no limit.
     options : mapping, optional
         Further arguments of the optimizer, for instance ``{"momentum": 0.9}``.
     model : {"skipgram", "cbow"}
         What is predicted: the words around a word, or a word from the words around it.
-    epochs : int
-        Passes over the corpus.
+    epochs : int, optional
+        Passes over the corpus; by default 5, or up to 50 over a corpus too small to train on in 5.
     window : int
         Largest window to each side; the window of a word is drawn evenly from 1 to this.
     negative : int
@@ -128,10 +127,10 @@ class Settings:
         Return parameter of the walks (node2vec): above 1 they seldom step back.
     q : float
         In-out parameter of the walks (node2vec): above 1 they stay near, below 1 they go far.
-    block_words : int
-        Words a step, after subsampling.
+    block_words : int, optional
+        Words a step, after subsampling; by default 8,192, or down to 32 where the corpus is too small for 1,000 such steps.
     shared_negatives : int
-        Negatives drawn for every 512 words of a step, shared by them and weighted to stand for `negative` a pair.
+        Negatives drawn for every 512 words of a step: the pool from which its words take theirs.
     seed : int
         Of first weights and every draw; on a CPU the same seed, threads and versions give the same bits.
     memory : {"auto", "pinned", "pageable", "mmap", "device"}
@@ -153,7 +152,7 @@ class Settings:
     clip: float | None = _number(None, "above 0")
     options: Mapping[str, Any] | None = field(default=None, metadata={"check": _check_options})
     model: str = _choice("skipgram", "cbow")
-    epochs: int = _size(5, minimum=1)
+    epochs: int | None = _size(None, minimum=1)
     window: int = _size(5, minimum=1)
     negative: int = _size(5, minimum=1)
     min_count: int = _size(5, minimum=1)
@@ -169,8 +168,8 @@ class Settings:
     walk_length: int = _size(80, minimum=2)
     p: float = _number(1.0, "above 0")
     q: float = _number(1.0, "above 0")
-    block_words: int = _size(2048, minimum=2)
-    shared_negatives: int = _size(256, minimum=1)
+    block_words: int | None = _size(None, minimum=2)
+    shared_negatives: int = _size(512, minimum=1)
     seed: int = _size(1, minimum=0)
     memory: str = _choice("auto", *MEMORIES)
     path: str | os.PathLike[str] | None = field(default=None, metadata={"check": check_path})
@@ -198,18 +197,12 @@ class Settings:
     @property
     def first_lr(self) -> float:
         """The learning rate that training starts from."""
-        means = self.model == "cbow" or self.buckets > 0
-        return default_lr(self.optimizer, means) if self.lr is None else self.lr
-
-    @property
-    def longest_grad(self) -> float | None:
-        """`clip`, or the default of the optimizer."""
-        return DEFAULT_CLIP.get(self.optimizer.lower()) if self.clip is None else self.clip
+        return default_lr(self.optimizer, self.model) if self.lr is None else self.lr
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON can hold them, the learning rate filled in."""
         values = {name: getattr(self, name) for name in SETTINGS}
-        values["lr"], values["clip"] = self.first_lr, self.longest_grad
+        values["lr"] = self.first_lr
         values["options"] = dict(self.options or {})
         values["path"] = None if self.path is None else os.fspath(self.path)
         values["device"] = None if self.device is None else str(self.device)
@@ -233,7 +226,7 @@ class MoreSettings(TypedDict, total=False):
     clip: float | None
     options: Mapping[str, Any] | None
     model: str
-    epochs: int
+    epochs: int | None
     window: int
     negative: int
     min_count: int
@@ -249,7 +242,7 @@ class MoreSettings(TypedDict, total=False):
     walk_length: int
     p: float
     q: float
-    block_words: int
+    block_words: int | None
     shared_negatives: int
     seed: int
     memory: str

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.nn import Embedding
-from speedtransfer.tables import UniqueRows, move_together, unique_rows
-from speedtransfer.word2vec.band import sum_by_row
+from speedtransfer.tables import UniqueRows, move_together, sum_rows, unique_rows
 from speedtransfer.word2vec.vectors import UnknownWordError
 
 MAX_BUCKETS = 1 << 32  # the hash has 32 bits
@@ -249,12 +248,25 @@ class ActiveWords:
         self.rows = F.embedding_bag(self._active.inverse, self._active.rows, bags.starts[:-1], mode="mean")
 
     def add_grad(self, grad: Tensor) -> None:
-        """Deposit the gradient of `rows`, shape (u, dim), for ``optimizer.step()``: each row of a word gets its share."""
-        rows, starts, bag_of = self._bags
-        share = grad / starts.diff()[:, None]
-        if rows.order is not None and rows.starts is not None and share.device.type == "cpu":
+        """Deposit the gradient of `rows`, shape (u, dim), for ``optimizer.step()``.
+
+        Each row gets the mean of the gradients of the words that it is part of. Where a word shares none of its rows, its
+        vector so moves as a row of its own would; sums, as fastText has them after every pair, would move the rows of frequent
+        n-grams hundreds of times too far in a block.
+        """
+        rows, _, bag_of = self._bags
+        words_of = torch.zeros_like(rows.ids).index_add_(0, rows.inverse, torch.ones_like(rows.inverse))
+        if rows.order is not None and rows.starts is not None and grad.device.type == "cpu":
             # Sorted by row already; for float32 twice as fast as index_add_.
-            total = F.embedding_bag(bag_of[rows.order], share, rows.starts[:-1], mode="sum")
+            total = F.embedding_bag(bag_of[rows.order], grad, rows.starts[:-1], mode="sum")
         else:
-            total = sum_by_row(share[bag_of], rows)
-        self._active.add_grad(total)
+            total = _sum_by_row(grad[bag_of], rows)
+        self._active.add_grad(total.div_(words_of[:, None]))
+
+
+def _sum_by_row(values: Tensor, groups: UniqueRows) -> Tensor:
+    """Return the sum of `values` (count, dim) for each unique row, (u, dim), always added in the same order."""
+    if values.device.type == "cpu":
+        return values.new_zeros(len(groups.ids), values.shape[1]).index_add_(0, groups.inverse, values)
+    # index_add_ adds in any order there. No id is padding.
+    return sum_rows(values, groups, torch.iinfo(torch.int64).max)

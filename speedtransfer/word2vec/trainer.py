@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import math
 import signal
@@ -9,14 +11,16 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.gradients import leave_a_core
 from speedtransfer.word2vec.model import Word2Vec
-from speedtransfer.word2vec.optimizers import make_optimizer, set_lr
-from speedtransfer.word2vec.outcome import Losses, warning_of_few_steps, warning_of_loss
+from speedtransfer.word2vec.optimizers import block_rate, make_optimizer, set_lr
+from speedtransfer.word2vec.outcome import Losses, warning_of_few_steps, warning_of_loss, warning_of_rate
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.sampler import Block, Sampler
+from speedtransfer.word2vec.schedule import schedule_for
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.stopping import StopOnSignal
 from speedtransfer.word2vec.vectors import Vectors
@@ -47,6 +51,10 @@ class Trainer:
 
     Attributes
     ----------
+    settings : Settings
+        As given, `epochs` and `block_words` chosen for the corpus where they were None.
+    epochs, block_words : int
+        As in `settings`.
     step : int
         Steps done, of `num_steps`.
     model : Word2Vec
@@ -70,7 +78,9 @@ class Trainer:
     """
 
     def __init__(self, corpus: Corpus, settings: Settings) -> None:
-        self.corpus, self.settings = corpus, settings
+        self.epochs, self.block_words = schedule_for(settings, corpus)
+        self.corpus = corpus
+        self.settings = settings = dataclasses.replace(settings, epochs=self.epochs, block_words=self.block_words)
         self.sampler = Sampler(
             corpus.ids,
             corpus.vocabulary,
@@ -78,7 +88,7 @@ class Trainer:
             seed=settings.seed,
             window=settings.window,
             sample=settings.sample,
-            block_words=settings.block_words,
+            block_words=self.block_words,
             shared_negatives=settings.shared_negatives,
         )
         self.model = Word2Vec(
@@ -86,7 +96,7 @@ class Trainer:
             settings.dim,
             model=settings.model,
             negative=settings.negative,
-            clip=settings.longest_grad,
+            clip=settings.clip,
             buckets=settings.buckets,
             min_n=settings.min_n,
             max_n=settings.max_n,
@@ -99,7 +109,7 @@ class Trainer:
             settings.optimizer, self.model.parameters(), settings.first_lr, settings.options
         )
         self.step = 0
-        self.num_steps = settings.epochs * len(self.sampler)
+        self.num_steps = self.epochs * len(self.sampler)
         self.elapsed_s, self.interrupted = 0.0, False
         self.stop_signal: int | None = None
         self.evaluation: list[dict[str, Any]] = []
@@ -116,7 +126,7 @@ class Trainer:
     @property
     def epoch(self) -> int:
         """The epoch that the next step belongs to, counted from 1."""
-        return min(self.step // len(self.sampler) + 1, self.settings.epochs)
+        return min(self.step // len(self.sampler) + 1, self.epochs)
 
     @property
     def words_done(self) -> float:
@@ -160,7 +170,8 @@ class Trainer:
         block = next(self._blocks)
         set_lr(self.optimizer, self.settings.first_lr, self.step / self.num_steps)
         if len(block.words) > 1:  # fewer make no pair
-            result = self.model.deposit_gradients(block, with_loss=self.step % LOSS_EVERY == 0)
+            rate = block_rate(self.settings.optimizer, self.settings.model, self.lr, self.settings.first_lr)
+            result = self.model.deposit_gradients(block, with_loss=self.step % LOSS_EVERY == 0, rate=rate)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self._has_learned = self._has_learned or int(result.num_pairs) > 0
@@ -208,15 +219,16 @@ class Trainer:
             self._blocks = None  # nobody prepares the next one
 
     def _run(self, progress: TrainingProgress, watchers: Sequence[Watcher]) -> None:
-        _warn(warning_of_few_steps(self.num_steps, self.settings))
-        with StopOnSignal() as stop, leave_a_core(self.model.input.table.device):
+        _warn(warning_of_few_steps(self.num_steps, self.epochs, self.block_words))
+        _warn(warning_of_rate(self.settings, self.optimizer))
+        with StopOnSignal() as stop, _leave_a_core(self.model.input.table.device):
             while self.step < self.num_steps and stop.requested is None:
                 started = time.perf_counter()
                 self.train_step()
                 self.elapsed_s += time.perf_counter() - started
                 if self.step % LOSS_EVERY == 1 or self.step == self.num_steps:
                     left_s = self.elapsed_s / self.step * (self.num_steps - self.step)
-                    epoch = f"epoch {self.epoch}/{self.settings.epochs}"
+                    epoch = f"epoch {self.epoch}/{self.epochs}"
                     progress.training(epoch, self.step / self.num_steps, self.words_per_s, self.loss, left_s)
                 for watcher in watchers:
                     watcher.after_step(self)
@@ -225,13 +237,13 @@ class Trainer:
             if self.interrupted:
                 by = "" if stop.requested == signal.SIGINT else " by SIGTERM"
                 progress.say(
-                    f"stopped{by} at {self.step / self.num_steps:.0%} (epoch {self.epoch} of {self.settings.epochs}): "
+                    f"stopped{by} at {self.step / self.num_steps:.0%} (epoch {self.epoch} of {self.epochs}): "
                     f"the vectors so far are kept; Ctrl-C{'' if by else ' again'} aborts"
                 )
             elif not self._has_learned:
                 raise InvalidValueError(self._why_no_pair())
             else:
-                _warn(warning_of_loss(self._losses, self.settings))
+                _warn(warning_of_loss(self._losses, self.settings, self.epochs))
             for watcher in watchers:
                 watcher.finish(self)
             self.stop_signal = stop.requested
@@ -285,6 +297,23 @@ class Trainer:
         """
         vocabulary, some = self.corpus.vocabulary, slice(num_words)
         return Vectors(vocabulary.words[some], self.model.word_vectors(num_words), vocabulary.counts[some])
+
+
+@contextlib.contextmanager
+def _leave_a_core(device: torch.device) -> Iterator[None]:
+    """While this is entered torch leaves a core of the host to the thread that draws blocks.
+
+    After each of its parallel operations torch's threads go on to spin for a while, on the cores that others have work for.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        yield
+        return
+    torch.set_num_threads(threads - 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _warn(message: str) -> None:

@@ -1,0 +1,60 @@
+"""word2vec within a block as it is defined, one prediction at a time, with gradients from autograd; for tests."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from speedtransfer.word2vec import places
+
+
+def span_of(block):
+    """Return how many words move at once: 16, or fewer where the most frequent word of the block would be among them twice."""
+    counts = torch.bincount(block.words)
+    return min(max(len(block.words) // int(counts.max()), 1), places.MOST_WORDS_AT_ONCE) if len(block.words) else 1
+
+
+def draws_of(position, block, model, negative):
+    """Return the words of the pool that the word at `position` of a block takes as negatives, with all of its span."""
+    pool, span = block.negatives.flatten().tolist(), position // span_of(block)
+    count = min(len(pool), {"skipgram": 6, "cbow": 2}[model] * negative)
+    return [pool[(span * 40503 + draw * (len(pool) // count)) % len(pool)] for draw in range(count)]
+
+
+def window_of(block, position):
+    first, last = position - int(block.before[position]), position + int(block.after[position])
+    return [near for near in range(first, last + 1) if near != position]
+
+
+def loss_of(vector, output, positives, drawn, negative):
+    """Of one vector that predicts the words `positives`; the words drawn are weighted to `negative` a prediction."""
+    loss = -F.logsigmoid(output[positives] @ vector).sum()
+    return loss - F.logsigmoid(-(output[drawn] @ vector)).sum() * negative * len(positives) / len(drawn)
+
+
+def train(vectors, output, block, model, negative, rate):
+    """Return both tables (of all words, float64) after `block`, the summed loss, and how many predictions it has."""
+    vectors, output, words = vectors.clone(), output.clone(), block.words.tolist()
+    total, predictions = 0.0, 0
+    span = span_of(block)
+    for first in range(0, len(words), span):
+        found = output.clone().requires_grad_()
+        of_words = {}
+        for i in range(first, min(first + span, len(words))):
+            around = window_of(block, i)
+            if not around:
+                continue
+            cbow = model == "cbow"
+            vector = vectors[[words[j] for j in around]].mean(0) if cbow else vectors[words[i]].clone()
+            vector.requires_grad_()
+            positives = [words[i]] if cbow else [words[j] for j in around]
+            loss = loss_of(vector, found, positives, draws_of(i, block, model, negative), negative)
+            loss.backward()
+            total, predictions = total + float(loss.detach()), predictions + len(positives)
+            for j in around if cbow else [i]:  # CBOW: the whole gradient to each, as in word2vec.c
+                of_words[words[j]] = of_words.get(words[j], 0) + vector.grad
+        for word, grad in of_words.items():
+            vectors[word] -= rate * grad
+        if found.grad is not None:
+            output -= rate * found.grad
+    return vectors, output, total, predictions
