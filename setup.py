@@ -30,6 +30,7 @@ DEV = [
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
     "ruff>=0.6",
+    "scikit-learn>=1.4",  # judges the vectors of bench/node2vec.py
 ]
 
 setup(

@@ -18,6 +18,7 @@ SUITES = ("transfer", "speedtorch", "tax", "step", "precision", "memory")
 CHECKS = ("tests", "sanitizer")  # need a GPU
 PARTS = (*CHECKS, *SUITES)
 IDLE = "idle"  # of bench/idle.py, which needs data that are not here
+NODE2VEC = "node2vec"  # of bench/node2vec.py
 WORD2VEC = "word2vec"  # of bench/word2vec.py, which needs such data, too
 SCALE = "word2vec_scale"  # of bench/word2vec_scale.py
 LOOP = "speedtorch_loop"  # of bench/speedtorch_loop.py
@@ -82,6 +83,9 @@ def _sources(part: str) -> tuple[str, ...]:
     if part in (WORD2VEC, SCALE):
         own = ("data", "child", "process") if part == WORD2VEC else ("scale", "scale_child", "process")
         return (*_PACKAGE, *_NO_TRAINING, *(f"bench/word2vec_{name}.py" for name in own))
+    if part == NODE2VEC:
+        own = (f"bench/node2vec{name}.py" for name in ("", "_data", "_scores"))
+        return (*_PACKAGE, *_NO_TRAINING, *own)
     if part == LAYOUT:
         return (*_PACKAGE, *_NO_ROWS, "!speedtransfer/benchmark/**/*.py", "bench/layout.py")
     if part == LOOP:

@@ -1,10 +1,12 @@
-"""Trains word2vec beside gensim, on the same text with the same settings, and compares speed, quality and memory.
+"""Trains word2vec beside gensim, on the same texts with the same settings, and compares speed, quality and memory.
 
 ``python bench/word2vec.py --data FOLDER``, where FOLDER has ``corpora/schools_wiki_2007.text8.xz`` (or ``.txt``) and
-``wordsim/`` with EN-WS-353-ALL.txt, EN-RG-65.txt, EN-MTurk-287.txt and questions-words.txt; the data are not part of this
-repository, and --corpus and --sets take others. Each run is a process of its own, gensim's and ours in turn, seed by seed, so
-that whatever else the machine does hits all alike. The result goes to ``bench/results/<device>/word2vec.json``, with a picture
-beside it; bench/readme.py puts both into README.md. Needs gensim and psutil (extra ``dev``).
+``wordsim/`` with the sets that word2vec_sets.py names; these data are not part of this repository, and --corpus and --sets
+take others. The second corpus, the World Factbook, comes with the package. Some of the sets are those that settings of the
+package were chosen on, the others are reserved: they are reported apart. Each run is a process of its own, gensim's and ours
+in turn, seed by seed, so that whatever else the machine does hits all alike. The result goes to
+``bench/results/<device>/word2vec.json``, with a picture beside it; bench/readme.py puts both into README.md. Needs gensim and
+psutil (extra ``dev``).
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from typing import Any
 
 from record import header
 from store import FULL, PARTIAL, QUICK, ROOT, WORD2VEC, path_of, write
-from word2vec_data import DataError, Settings, find_corpus, find_sets
+from word2vec_data import MODELS, CorpusSettings, DataError, Settings, find_corpora
 from word2vec_process import OutOfTimeError, ProcessError
+from word2vec_sets import find_sets
 from word2vec_statistics import MOST_SEEDS
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
-from word2vec_figure import save, sentences, table, verdicts
+from word2vec_bootstrap import with_differences
+from word2vec_figure import markdown, save
 from word2vec_session import Session
 
 from speedtransfer.errors import SpeedtransferError
@@ -40,14 +44,14 @@ def main(arguments: list[str] | None = None) -> int:
         _require("gensim", "psutil")
         for optimizer in settings.optimizers:
             find_optimizer(optimizer)
-        corpus, sets = find_corpus(args.data, args.corpus), find_sets(args.data, args.sets)
+        corpora, sets = find_corpora(args.data, args.corpus, args.epochs), find_sets(args.data, args.sets)
         about = header(ROOT, WORD2VEC)  # before: the sources as they are when it starts
         about["environment"]["versions"]["gensim"] = importlib.metadata.version("gensim")
         out = args.out or path_of(ROOT, about["environment"]["device"], WORD2VEC, QUICK if args.words else FULL)
         partial = out.with_name(f"{out.stem}{PARTIAL}.json")
         with tempfile.TemporaryDirectory(prefix="speedtransfer-") as folder:
             session = Session(Path(folder), settings, sets, partial, args.limit)
-            session.prepare(corpus, about, args.resume)
+            session.prepare(corpora, about, args.resume)
             stopped = session.run_all()
     except (DataError, SpeedtransferError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -58,8 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: stopped", file=sys.stderr)
         return 130
-    result = session.result
-    print("", *sentences(result), "", table(result), "", *verdicts(result), sep="\n")
+    result = with_differences(session.result, sets)
+    print("", markdown(result, ""), sep="\n")
     if stopped or result["failures"]:
         print(
             f"error: {stopped or 'a run failed'}; what was measured is in {partial}: --resume goes on", file=sys.stderr
@@ -76,13 +80,20 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench/word2vec.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, help="the folder of corpora/ and wordsim/")
-    parser.add_argument("--corpus", type=Path, metavar="FILE", help="another text")
-    parser.add_argument(
-        "--sets", type=Path, nargs="+", metavar="FILE", help="other word pairs with scores, or analogies"
-    )
+    files = {"type": Path, "nargs": "+", "action": "extend", "metavar": "FILE"}
+    parser.add_argument("--corpus", help="other texts", **files)
+    parser.add_argument("--sets", help="other word pairs with scores, or analogies", **files)
     parser.add_argument("--out", type=Path, help="the JSON file to write", metavar="FILE")
-    several = {"type": _list_of(_count), "metavar": "N,N"}
-    parser.add_argument("--dims", default=Settings.dims, help="by default 100,300", **several)
+    parser.add_argument(
+        "--dims", type=_list_of(_count), default=Settings.dims, metavar="N,N", help="by default 100,300"
+    )
+    parser.add_argument(
+        "--models",
+        type=_list_of(_model),
+        default=MODELS,
+        metavar="A,B",
+        help=f"by default {','.join(MODELS)}; only the first of them in further dimensions",
+    )
     parser.add_argument(
         "--optimizers",
         type=_list_of(str.lower),
@@ -91,8 +102,11 @@ def _parser() -> argparse.ArgumentParser:
         help="ours; only the first of them in further dimensions",
     )
     parser.add_argument("--seeds", type=_count, default=Settings.seeds, help=f"by default {Settings.seeds}")
-    parser.add_argument("--epochs", type=_count, default=Settings.epochs, help=f"by default {Settings.epochs}")
-    parser.add_argument("--words", type=_count, metavar="N", help="only the first N words, for a quick look")
+    usual = f"by default {CorpusSettings().epochs}, and more on the corpus of the package"
+    parser.add_argument("--epochs", type=_count, metavar="N", help=usual)
+    parser.add_argument(
+        "--words", type=_count, metavar="N", help="only the first N words of each text, for a quick look"
+    )
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="stop after that; --resume goes on another time")
     parser.add_argument("--resume", action="store_true", help="go on with what an earlier run has left")
     return parser
@@ -103,7 +117,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         _parser().error("the following arguments are required: --data, or --corpus and --sets")
     if args.seeds > MOST_SEEDS:
         _parser().error(f"--seeds is {args.seeds} but may be at most {MOST_SEEDS}")
-    return Settings(args.dims, args.optimizers, args.seeds, args.epochs, words=args.words)
+    return Settings(args.dims, args.optimizers, args.models, args.seeds, words=args.words)
 
 
 def _count(text: str) -> int:
@@ -112,11 +126,18 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _model(text: str) -> str:
+    if text.lower() not in MODELS:
+        raise ValueError
+    return text.lower()
+
+
 def _list_of(kind: Any) -> Any:
     def parse(text: str) -> tuple[Any, ...]:
         return tuple(dict.fromkeys(kind(part.strip()) for part in text.split(",")))
 
-    parse.__name__ = "list"  # for argparse, in the line that refuses another
+    # For argparse, in the line that refuses another.
+    parse.__name__ = f"list of {' and '.join(MODELS)}" if kind is _model else "list"
     return parse
 
 

@@ -6,6 +6,7 @@ starts, so that its memory is its own.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import importlib
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from word2vec_data import ANALOGIES, PAIRS, PARTS
+from word2vec_data import ANALOGIES, MODELS, PAIRS, PARTS
 
 GENSIM, OURS, EVALUATE = "gensim", "speedtransfer", "evaluate"
 
@@ -34,7 +35,8 @@ def train_gensim(job: dict[str, Any]) -> dict[str, Any]:
 
     clock = _Clock()
     model = Word2Vec(
-        sg=1,
+        sg=int(job["model"] == MODELS[0]),
+        cbow_mean=1,
         hs=0,
         negative=job["negative"],
         vector_size=job["dim"],
@@ -70,7 +72,7 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
     from speedtransfer.word2vec import Corpus, Settings, Trainer
     from speedtransfer.word2vec.progress import TrainingProgress
 
-    same = ("dim", "optimizer", "epochs", "window", "negative", "min_count", "sample", "seed")
+    same = ("model", "dim", "optimizer", "epochs", "window", "negative", "min_count", "sample", "seed")
     settings = Settings(**{name: job[name] for name in same})
     device = resolve_device(None)
     torch.zeros(1, device=device)  # a CUDA device takes seconds to wake up
@@ -88,14 +90,19 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluate(job: dict[str, Any]) -> dict[str, Any]:
-    """Ask kept vectors all sets, by the package's evaluator: tests hold it to the figures of gensim's, which takes far longer.
+    """Evaluate stored vectors on all sets, by the package's evaluator, whose figures are tested against gensim's.
 
-    Words of equal count are put in the order of the alphabet first: the most frequent ones, of which analogies are asked, are
-    then the same for all.
+    Words of equal count are sorted alphabetically first, so that all systems are asked analogies about the same words.
+
+    Returns
+    -------
+    dict
+        ``scores`` and ``asked``, the known pairs or questions, by set; ``items``, the outcome of each, see `unpack`.
     """
     from speedtransfer.errors import InvalidValueError
     from speedtransfer.word2vec import Vectors
     from speedtransfer.word2vec import evaluate as score
+    from speedtransfer.word2vec.evaluation import load_set
 
     folder = Path(job["folder"])
     matrix = np.load(folder / "vectors.npy")
@@ -104,20 +111,63 @@ def evaluate(job: dict[str, Any]) -> dict[str, Any]:
     vectors = Vectors([words[row] for row in order], matrix[order])
     scores: dict[str, float | None] = {}
     asked: dict[str, int] = {}
+    items: dict[str, Any] = {}
     for name, kind, path in job["sets"]:
         keys = [name] if kind == PAIRS else [name, *(f"{name}, {part}" for part in PARTS)]
         scores.update(dict.fromkeys(keys))
         asked.update(dict.fromkeys(keys, 0))
+        questions: Any = load_set(path)
         try:
-            found: Any = score(vectors, path, job["restrict"] if kind == ANALOGIES else len(words))
+            found: Any = score(vectors, questions, job["restrict"] if kind == ANALOGIES else len(words))
         except InvalidValueError:  # knows too few words
             continue
         if kind == PAIRS:
             scores[name], asked[name] = found.spearman, found.num_pairs
-        else:
-            for key, part in zip(keys, (found.total, found.semantic, found.syntactic), strict=True):
-                scores[key], asked[key] = part.accuracy, part.num_questions
-    return {"scores": scores, "asked": asked}
+            items[name] = pack_cosines(_cosines(vectors, questions.pairs))
+            continue
+        all_questions = [question for _, section in questions.sections for question in section]
+        for key, part in zip(keys, (found.total, found.semantic, found.syntactic), strict=True):
+            scores[key], asked[key] = part.accuracy, part.num_questions
+            answers = dict.fromkeys(part.correct, 1) | dict.fromkeys(part.incorrect, 0)
+            items[key] = pack_answers([answers.get(question, -1) for question in all_questions])
+    return {"scores": scores, "asked": asked, "items": items}
+
+
+def _cosines(vectors: Any, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
+    """Return the cosine of each pair, nan where a word is unknown. Case does not matter, as in `evaluate`."""
+    words = [word.upper() for word in vectors.words]
+    row_of = dict(zip(reversed(words), range(len(words) - 1, -1, -1), strict=True))
+    rows = np.array([[row_of.get(word.upper(), -1) for word in pair] for pair in pairs])
+    first, second = (vectors.matrix[side].astype(np.float64) for side in rows.T)
+    length = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+    cosines = (first * second).sum(axis=1) / np.where(length > 0, length, 1)
+    return np.where(rows.min(axis=1) >= 0, cosines, np.nan).astype("<f4")
+
+
+def pack_cosines(cosines: np.ndarray) -> str:
+    """Return float32 cosines as text, see `unpack`."""
+    return base64.b64encode(cosines.astype("<f4").tobytes()).decode()
+
+
+def pack_answers(answers: Sequence[int]) -> dict[str, str]:
+    """Return answers, 1 right, 0 wrong, -1 unknown, as bits in hex, see `unpack`."""
+    known, right = (np.packbits([answer in which for answer in answers]) for which in ((0, 1), (1,)))
+    return {"known": known.tobytes().hex(), "right": right.tobytes().hex()}
+
+
+def unpack(packed: str | dict[str, str]) -> np.ndarray:
+    """Return the outcome of each item of a set, nan where a word is unknown.
+
+    Returns
+    -------
+    numpy.ndarray
+        Shape (items,), float64: the cosine of each pair; or 1 for each right and 0 for each wrong answer, with up to 7 nan
+        behind the last.
+    """
+    if isinstance(packed, str):
+        return np.frombuffer(base64.b64decode(packed), "<f4").astype(np.float64)
+    known, right = (np.unpackbits(np.frombuffer(bytes.fromhex(packed[key]), np.uint8)) for key in ("known", "right"))
+    return np.where(known, right, np.nan)
 
 
 class _Clock:

@@ -1,4 +1,4 @@
-"""What bench/word2vec.py trains on and asks: the corpus in lines of words, and the sets of word pairs and of analogies."""
+"""What bench/word2vec.py trains on: the corpora with the settings of each, and their text in lines of words."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from store import ROOT
+
 CORPUS = "schools_wiki_2007"
+SHIPPED = ROOT / "speedtransfer" / "word2vec" / "corpora" / "world_factbook.words.txt.gz"
 _ENDINGS = (".text8.xz", ".text8", ".text8.gz", ".txt", ".txt.xz", ".txt.gz")
-SETS = {
-    "WS-353": "EN-WS-353-ALL.txt",
-    "RG-65": "EN-RG-65.txt",
-    "MTurk-287": "EN-MTurk-287.txt",
-    "analogies": "questions-words.txt",
-}
 PAIRS, ANALOGIES = "pairs", "analogies"  # kinds of sets
 PARTS = ("semantic", "syntactic")  # of analogies
+MODELS = ("skipgram", "cbow")
 LINE_WORDS = 1000  # gensim's workers share out a corpus by lines, and cut one of more than 10,000 words
 WARM_WORDS = 20_000
 _READ = 1 << 20
@@ -31,123 +29,94 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained, by whom and how; the same for all, but for the optimizers, which gensim has no choice of.
+    """What is trained, by whom and how: the same for gensim, except for the optimizers, and on every corpus.
 
     Attributes
     ----------
     dims : tuple of int
     optimizers : tuple of str
-        Ours: all of them in the first of `dims`, only the first in the others.
+        Ours.
+    models : tuple of str
+        Of `MODELS`. All models and optimizers are trained in the first of `dims`, only the first of each in the others.
     seeds : int
         Runs of each: seeds 1, 2, ...
-    epochs, window, negative, min_count : int
-    sample : float
-        Threshold of subsampling.
+    window, negative : int
     words : int, optional
-        Only the first of the corpus.
+        Only the first of each corpus.
     restrict : int
         Analogies are asked of so many of the most frequent words.
     """
 
     dims: tuple[int, ...] = (100, 300)
     optimizers: tuple[str, ...] = ("adamw", "adamax", "adagrad", "sgd")
+    models: tuple[str, ...] = MODELS
     seeds: int = 3
-    epochs: int = 5
     window: int = 5
     negative: int = 5
-    min_count: int = 5
-    sample: float = 1e-4
     words: int | None = None
     restrict: int = 30_000
 
 
-class EvaluationSet(NamedTuple):
-    """A file of questions."""
+class CorpusSettings(NamedTuple):
+    """What suits a corpus of some size; gensim is told the same.
 
-    name: str
-    kind: str
-    path: Path
-
-
-def find_corpus(folder: Path | None, named: Path | None) -> Path:
-    """Return the corpus: `named`, or that of `folder`.
-
-    Raises
-    ------
-    DataError
-        It is not there.
+    Attributes
+    ----------
+    epochs, min_count : int
+    sample : float
+        Threshold of subsampling.
+    analogies : bool
+        Whether the corpus is large enough for analogies to say anything.
     """
-    if named is not None:
-        if not named.is_file():
-            raise DataError(f"there is no corpus {str(named)!r}; pass a text file, packed (.xz, .gz) or not")
-        return named
-    places = [base / (CORPUS + ending) for base in _bases(folder, "corpora") for ending in _ENDINGS]
-    found = next((path for path in places if path.is_file()), None)
-    if found is None:
-        raise DataError(
-            f"there is no corpora/{CORPUS}.text8.xz (or .txt) in {str(folder or '')!r}; name the folder that has it "
-            "with --data, or another text with --corpus"
-        )
-    return found
+
+    epochs: int = 5
+    min_count: int = 5
+    sample: float = 1e-4
+    analogies: bool = True
 
 
-def find_sets(folder: Path | None, named: Iterable[Path] | None) -> list[EvaluationSet]:
-    """Return the sets: `named` ones, or the four of `folder`.
+# All other corpora have the defaults above.
+OWN_SETTINGS = {SHIPPED.name: CorpusSettings(epochs=25, min_count=5, sample=1e-3, analogies=False)}
+
+
+class Corpus(NamedTuple):
+    """A text and the settings it is trained with."""
+
+    path: Path
+    settings: CorpusSettings
+
+
+def find_corpora(folder: Path | None, named: Iterable[Path] | None, epochs: int | None = None) -> list[Corpus]:
+    """Return the corpora: `named` ones, or that of `folder` and the one that is shipped with the package.
 
     Raises
     ------
     DataError
-        One is not there or has another format.
+        One is not there.
     """
     if named is None:
-        named = []
-        for file in SETS.values():
-            found = next((path for base in _bases(folder, "wordsim") if (path := base / file).is_file()), None)
-            if found is None:
-                raise DataError(
-                    f"there is no wordsim/{file} in {str(folder or '')!r}; name the folder that has it with --data, or "
-                    "other sets with --sets"
-                )
-            named.append(found)
-    names = {file: name for name, file in SETS.items()}
-    sets = [EvaluationSet(names.get(path.name, path.stem), _check(path), path) for path in named]
-    twice = next((s.name for i, s in enumerate(sets) if s.name in [other.name for other in sets[:i]]), None)
-    if twice is not None:
-        raise DataError(f"two sets are called {twice!r}; name each once, or rename a file")
-    return sets
+        places = [base / (CORPUS + ending) for base in bases(folder, "corpora") for ending in _ENDINGS]
+        found = next((path for path in places if path.is_file()), None)
+        if found is None:
+            raise DataError(
+                f"there is no corpora/{CORPUS}.text8.xz (or .txt) in {str(folder or '')!r}; name the folder that has it "
+                "with --data, or other texts with --corpus"
+            )
+        named = [found, SHIPPED]
+    corpora: list[Corpus] = []
+    for path in named:
+        if not path.is_file():
+            raise DataError(f"there is no corpus {str(path)!r}; pass a text file, packed (.xz, .gz) or not")
+        if path.name in (corpus.path.name for corpus in corpora):
+            raise DataError(f"two corpora are called {path.name!r}; name each once, or rename a file")
+        settings = OWN_SETTINGS.get(path.name, CorpusSettings())
+        corpora.append(Corpus(path, settings if epochs is None else settings._replace(epochs=epochs)))
+    return corpora
 
 
-def _bases(folder: Path | None, below: str) -> list[Path]:
+def bases(folder: Path | None, below: str) -> list[Path]:
+    """Return where the files of `folder` may lie."""
     return [] if folder is None else [folder / below, folder]
-
-
-def _check(path: Path) -> str:
-    """Return the kind of the set at `path`, every line of which has been looked at: gensim would skip what it cannot read."""
-    number, kind, questions = 0, "", 0
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):  # noqa: B007
-                if not line.strip() or line.startswith("#"):
-                    continue
-                kind = kind or (ANALOGIES if line.startswith(":") else PAIRS)
-                if kind == PAIRS:
-                    _, _, score = line.split("\t")
-                    float(score)
-                elif line.startswith(":"):
-                    continue
-                elif len(line.split()) != 4:
-                    raise ValueError(f"{len(line.split())} words, not 4")
-                questions += 1
-    except FileNotFoundError:
-        raise DataError(f"there is no set {str(path)!r}; check --sets") from None
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"cannot read line {max(number, 1)} of {str(path)!r} ({error}); it must have lines of word, word and score "
-            'between tabs, or ": section" and then lines of four words'
-        ) from error
-    if not questions:
-        raise DataError(f"{str(path)!r} asks nothing; it must have pairs of words with scores, or analogies")
-    return kind
 
 
 def prepare(corpus: Path, target: Path, words: int | None = None) -> dict[str, Any]:

@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 
 from store import read, write
 from word2vec_child import EVALUATE, GENSIM, OURS, cores
-from word2vec_data import WARM_WORDS, DataError, EvaluationSet, Settings, prepare
-from word2vec_figure import label
+from word2vec_data import ANALOGIES, WARM_WORDS, Corpus, DataError, Settings, prepare
 from word2vec_process import OutOfTimeError, ProcessError, run_job
-from word2vec_statistics import System, speeds
+from word2vec_sets import EvaluationSet
+from word2vec_statistics import System, corpus_of, key_of, speeds, system_of
+from word2vec_text import label
 
 from speedtransfer.errors import format_bytes
 
 _SCRIPT = "word2vec_child.py"
-_WHICH = ("dims", "optimizers", "seeds")  # runs: one may ask for more or fewer another time
+_WHICH = ("dims", "optimizers", "models", "seeds")  # runs: one may ask for more or fewer another time
 
 
 class Run(NamedTuple):
@@ -31,7 +32,7 @@ class Run(NamedTuple):
 
 
 def _run_of(found: dict[str, Any]) -> Run:
-    return Run(System(found["system"], found["optimizer"], found["dim"]), found["seed"])
+    return Run(system_of(found), found["seed"])
 
 
 class Session:
@@ -43,25 +44,30 @@ class Session:
         self.settings, self.partial = settings, partial
         self._folder, self._sets = folder, sets
         self._end = time.monotonic() + (float("inf") if limit_s is None else limit_s)
+        self._texts: dict[str, Path] = {}  # of each corpus
         self.result: dict[str, Any] = {}
 
-    def prepare(self, corpus: Path, about: dict[str, Any], resume: bool) -> None:
-        """Write the text for all, take up what is there or begin anew, and have each system train for a moment.
+    def prepare(self, corpora: list[Corpus], about: dict[str, Any], resume: bool) -> None:
+        """Write the texts for all, take up what is there or begin anew, and have each system train for a moment.
 
         Raises
         ------
         DataError
-            The corpus cannot be read; what is there has been measured otherwise.
+            A corpus cannot be read; what is there has been measured otherwise.
         ProcessError
             A system cannot train.
         """
-        facts = prepare(corpus, self._folder / "corpus.txt", self.settings.words)
-        sets = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, _, path in self._sets}
+        facts = []
+        for number, (path, own) in enumerate(corpora):
+            self._texts[path.name] = self._folder / f"corpus{number}.txt"
+            facts.append({**prepare(path, self._texts[path.name], self.settings.words), **own._asdict()})
+        sets = {one.name: hashlib.sha256(one.path.read_bytes()).hexdigest() for one in self._sets}
         settings = json.loads(json.dumps({**asdict(self.settings), "sets": sets}))
         fresh = {
             **about,
             "quick": self.settings.words is not None,
-            "corpus": facts,
+            "corpora": facts,
+            "groups": {one.name: one.group for one in self._sets},
             "settings": settings,
             "workers": cores(),
             "same_vocabulary": True,
@@ -76,15 +82,20 @@ class Session:
                 f"{self.partial} is replaced as soon as there is a result; --resume would have gone on with it",
                 flush=True,
             )
-        prepare(self._folder / "corpus.txt", self._folder / "warm.txt", WARM_WORDS)
-        print(f"{facts['words']:,} words; compiling and trying out every system", flush=True)
-        for system in dict.fromkeys(run.system for run in self._left()):
+        first = facts[0]["name"]
+        prepare(self._texts[first], self._folder / "warm.txt", WARM_WORDS)
+        words = ", ".join(f"{about['name']}: {about['words']:,} words" for about in facts)
+        print(f"{words}; compiling and trying out every system", flush=True)
+        for system in dict.fromkeys(run.system._replace(corpus=first) for run in self._left()):
             self._train(Run(system, seed=1), warm=True)
 
     def _take_up(self, fresh: dict[str, Any]) -> dict[str, Any]:
         try:
             old = read(self.partial)
-            changed = [key for key in ("digest", "corpus", "workers") if old[key] != fresh[key]]
+            changed = [key for key in ("digest", "workers") if old[key] != fresh[key]]
+            before = {about["name"]: about for about in old["corpora"]}
+            if any(before.get(about["name"], about) != about for about in fresh["corpora"]):
+                changed.append("corpora or settings of them")
             same = [
                 {key: value for key, value in made["settings"].items() if key not in _WHICH} for made in (old, fresh)
             ]
@@ -99,13 +110,25 @@ class Session:
             raise DataError(f"{str(self.partial)!r} was measured with other {what}; drop --resume to begin anew")
         wanted = {*self._runs()}
         runs = [run for run in old["runs"] if _run_of(run) in wanted]
-        return {**old, "settings": fresh["settings"], "runs": runs, "failures": []}
+        now = {key: fresh[key] for key in ("settings", "corpora", "groups", "quick")}
+        return {**old, **now, "runs": runs, "failures": []}
 
     def _runs(self) -> Iterator[Run]:
-        for place, dim in enumerate(self.settings.dims):
-            optimizers = self.settings.optimizers[: 1 if place else None]
-            systems = [System(GENSIM, "", dim), *(System(OURS, name, dim) for name in optimizers)]
-            yield from (Run(system, seed) for seed in range(1, self.settings.seeds + 1) for system in systems)
+        """Yield all runs, seed by seed, so that what is stopped leaves whole seeds."""
+        return (
+            Run(system, seed)
+            for seed in range(1, self.settings.seeds + 1)
+            for corpus in self._texts
+            for system in self._systems(corpus)
+        )
+
+    def _systems(self, corpus: str) -> Iterator[System]:
+        settings = self.settings
+        for place, dim in enumerate(settings.dims):
+            first = 1 if place else None
+            for model in settings.models[:first]:
+                yield System(corpus, model, GENSIM, "", dim)
+                yield from (System(corpus, model, OURS, name, dim) for name in settings.optimizers[:first])
 
     def _left(self) -> list[Run]:
         done = {_run_of(run) for run in self.result.get("runs", [])}
@@ -115,12 +138,12 @@ class Session:
         """Do what is left; return what stopped it, if anything."""
         left, number_of_all, spent = self._left(), len([*self._runs()]), 0.0
         for number, run in enumerate(left):
-            start, title = time.monotonic(), f"{label(run.system)}, seed {run.seed}"
+            start, title = time.monotonic(), self._title(run)
             try:
                 found = self._train(run)
                 said = self._told(found)
             except ProcessError as error:
-                self.result["failures"].append({"title": label(run.system), "seed": run.seed, "error": str(error)})
+                self.result["failures"].append({"title": title, "seed": run.seed, "error": str(error)})
                 said = f"FAILED: {error}"
             except OutOfTimeError as error:
                 return str(error)
@@ -131,23 +154,35 @@ class Session:
             spent += time.monotonic() - start
             minutes = spent / (number + 1) * (len(left) - number - 1) / 60
             place = number_of_all - len(left) + number + 1
-            print(f"[{place}/{number_of_all}] {title}: {said}; about {minutes:.0f} min to go", flush=True)
+            print(
+                f"[{place}/{number_of_all}] {title}, seed {run.seed}: {said}; about {minutes:.0f} min to go", flush=True
+            )
         return ""
+
+    def _title(self, run: Run) -> str:
+        where = f"{run.system.corpus}, " if len(self._texts) > 1 else ""
+        return f"{where}{label(run.system)}"
 
     def _train(self, run: Run, warm: bool = False) -> dict[str, Any]:
         """Train and evaluate, and put it among the runs; only train a little where it is to get warm."""
         system, settings = run.system, self.settings
+        own = corpus_of(self.result, system.corpus)
         job = {
-            **{name: getattr(settings, name) for name in ("window", "negative", "min_count", "sample", "restrict")},
+            **{name: getattr(settings, name) for name in ("window", "negative", "restrict")},
+            **{name: own[name] for name in ("epochs", "min_count", "sample")},
+            **key_of(system),
             "task": system.name,
-            "optimizer": system.optimizer,
-            "dim": system.dim,
             "seed": run.seed,
-            "epochs": 1 if warm else settings.epochs,
-            "corpus": str(self._folder / ("warm.txt" if warm else "corpus.txt")),
-            "folder": None if warm else str(self._folder),
-            "sets": [(name, kind, str(path.resolve())) for name, kind, path in self._sets],
+            "corpus": str(self._texts[system.corpus]),
+            "folder": str(self._folder),
+            "sets": [
+                (one.name, one.kind, str(one.path.resolve()))
+                for one in self._sets
+                if one.kind != ANALOGIES or own["analogies"]
+            ],
         }
+        if warm:
+            job |= {"epochs": 1, "corpus": str(self._folder / "warm.txt"), "folder": None}
         try:
             found = run_job(_SCRIPT, job, self._end)
         except ProcessError as error:
@@ -155,17 +190,10 @@ class Session:
         if warm:
             return found
         answers = run_job(_SCRIPT, {**job, "task": EVALUATE}, self._end)
-        found = {
-            "system": system.name,
-            "optimizer": system.optimizer,
-            "dim": system.dim,
-            "seed": run.seed,
-            **found,
-            "scores": answers["scores"],
-            "asked": answers["asked"],
-        }
+        found = {**key_of(system), "seed": run.seed, **found, **answers, "peak_bytes": found["peak_bytes"]}
         self.result["runs"].append(found)
-        self.result["same_vocabulary"] = len({other["vocabulary"]["sha256"] for other in self.result["runs"]}) == 1
+        vocabularies = {(other["corpus"], other["vocabulary"]["sha256"]) for other in self.result["runs"]}
+        self.result["same_vocabulary"] = len(vocabularies) == len({name for name, _ in vocabularies})
         return found
 
     def _told(self, found: dict[str, Any]) -> str:

@@ -8,7 +8,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from word2vec_data import MODELS
+from word2vec_sets import RESERVED, SETS, TUNED
+
 GENSIM, OURS = "gensim", "speedtransfer"
+STUDENT = "Student"  # how differences were found; else word2vec_bootstrap.py
 MOST_SEEDS = 10
 # Student's t, two-sided 95%, for 1, 2, ... degrees of freedom.
 # fmt: off
@@ -30,12 +34,32 @@ class Interval(NamedTuple):
     half: float | None
 
 
-class System(NamedTuple):
-    """Who trained, with what, in how many dimensions. gensim has no choice of optimizers."""
+class Difference(NamedTuple):
+    """How far a system is above gensim on a set, with the ends of the 95% confidence interval; None where there is none."""
 
+    value: float
+    low: float | None
+    high: float | None
+
+
+class System(NamedTuple):
+    """Who trained on what, which model, with what, in how many dimensions. gensim has no choice of optimizers."""
+
+    corpus: str
+    model: str
     name: str
     optimizer: str
     dim: int
+
+
+def system_of(run: dict[str, Any]) -> System:
+    """Return the system of a run, or of anything with its keys."""
+    return System(run["corpus"], run["model"], run["system"], run["optimizer"], run["dim"])
+
+
+def gensim_of(system: System) -> System:
+    """Return the gensim that `system` is compared with."""
+    return system._replace(name=GENSIM, optimizer="")
 
 
 def mean(values: Sequence[float]) -> Interval:
@@ -44,46 +68,85 @@ def mean(values: Sequence[float]) -> Interval:
     return Interval(statistics.fmean(values), half)
 
 
-def difference(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
     """Return how far the mean of `ours` is above that of `theirs`, with Student's interval for two samples.
 
-    The variance is pooled: with as many seeds on either side that is the narrower one beside Welch's, so that it calls more
-    differences worse, not fewer.
+    Only for results that have no outcome of every item. The variance is pooled: with as many seeds on either side that is the
+    narrower one beside Welch's, so that it calls more differences worse, not fewer.
     """
     value, freedom = statistics.fmean(ours) - statistics.fmean(theirs), len(ours) + len(theirs) - 2
     if min(len(ours), len(theirs)) < 2:
-        return Interval(value, None)
+        return Difference(value, None, None)
     squares = sum((len(side) - 1) * statistics.variance(side) for side in (ours, theirs))
-    return Interval(value, T[freedom - 1] * math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs))))
+    half = T[freedom - 1] * math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
+    return Difference(value, value - half, value + half)
 
 
-def judge(found: Interval) -> str:
+def judge(found: Difference) -> str:
     """Return what a difference to gensim says."""
-    value, half = found
-    if half is None:
+    if found.low is None or found.high is None:
         return UNSURE
-    return BETTER if value > half else WORSE if value < -half else NOT_WORSE
+    return BETTER if found.low > 0 else WORSE if found.high < 0 else NOT_WORSE
 
 
-def systems(result: dict[str, Any]) -> list[System]:
-    """Return all that have a run, gensim first in each dimension, ours as they were asked for."""
-    return list(dict.fromkeys(System(run["system"], run["optimizer"], run["dim"]) for run in by_dim(result)))
+def upgrade(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result in today's format.
+
+    Before, results were of one corpus and of skip-gram, and settings were chosen on all the sets that had names of ours. They
+    had no differences, nor has what is still being measured: those are then Student's.
+    """
+    if "corpora" not in result:
+        name, settings = result["corpus"]["name"], result["settings"]
+        same = {key: settings[key] for key in ("epochs", "min_count", "sample")}
+        sets = dict.fromkeys(key.partition(", ")[0] for run in result["runs"] for key in run["scores"])
+        result = {
+            **result,
+            "corpora": [{**result["corpus"], **same, "analogies": True}],
+            "groups": {key: TUNED if key in SETS[TUNED] else RESERVED for key in sets},
+            "runs": [{"corpus": name, "model": MODELS[0], **run} for run in result["runs"]],
+        }
+    if "differences" not in result:
+        result = {**result, "differences": {"method": STUDENT, "found": list(_student(result))}}
+    return result
 
 
-def by_dim(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs by dimension."""
-    return sorted(result["runs"], key=lambda run: run["dim"])
+def _student(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for system in systems(result):
+        for name in score_names(result, system.corpus) if system.name != GENSIM else ():
+            ours, theirs = (scores(result, who, name) for who in (system, gensim_of(system)))
+            if ours and theirs:
+                yield {**key_of(system), "set": name, **difference(ours, theirs)._asdict()}
+
+
+def key_of(system: System) -> dict[str, Any]:
+    """Return the keys by which a run names its system, see `system_of`."""
+    corpus, model, name, optimizer, dim = system
+    return {"corpus": corpus, "model": model, "system": name, "optimizer": optimizer, "dim": dim}
+
+
+def systems(result: dict[str, Any], corpus: str | None = None) -> list[System]:
+    """Return all that have a run (on `corpus`): by corpus, dimension and model, gensim first, ours as they were asked for."""
+    corpora = [about["name"] for about in result["corpora"]]
+    found = dict.fromkeys(system_of(run) for run in result["runs"] if corpus in (None, run["corpus"]))
+    models = {system.model: place for place, system in reversed([*enumerate(found)])}
+    return sorted(found, key=lambda system: (corpora.index(system.corpus), system.dim, models[system.model]))
 
 
 def runs_of(result: dict[str, Any], system: System) -> list[dict[str, Any]]:
     """Return the runs of `system` by seed."""
-    runs = [run for run in result["runs"] if (run["system"], run["optimizer"], run["dim"]) == system]
-    return sorted(runs, key=lambda run: run["seed"])
+    return sorted((run for run in result["runs"] if system_of(run) == system), key=lambda run: run["seed"])
+
+
+def corpus_of(result: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the facts about a corpus and its settings."""
+    found: dict[str, Any] = next(about for about in result["corpora"] if about["name"] == name)
+    return found
 
 
 def speeds(result: dict[str, Any], run: dict[str, Any]) -> tuple[float, float, float]:
     """Return raw words a second of `run`: by the wall clock, in training alone, and of counting the vocabulary, once."""
-    words, epochs = result["corpus"]["words"], result["settings"]["epochs"]
+    corpus = corpus_of(result, run["corpus"])
+    words, epochs = corpus["words"], corpus["epochs"]
     wall = run["vocabulary_s"] + run["training_s"]
     return words * epochs / wall, words * epochs / run["training_s"], words / run["vocabulary_s"]
 
@@ -94,9 +157,18 @@ def scores(result: dict[str, Any], system: System, name: str) -> list[float]:
     return [score for score in found if score is not None]
 
 
-def score_names(result: dict[str, Any]) -> list[str]:
-    """Return the sets that were asked, analogies also by part."""
-    return list(dict.fromkeys(itertools.chain.from_iterable(run["scores"] for run in result["runs"])))
+def score_names(result: dict[str, Any], corpus: str, group: str | None = None) -> list[str]:
+    """Return the sets (of `group`) that were asked of a corpus, tuned ones first, analogies also by part."""
+    runs = [run for run in result["runs"] if run["corpus"] == corpus]
+    names = list(dict.fromkeys(itertools.chain.from_iterable(run["scores"] for run in runs)))
+    groups = (TUNED, RESERVED) if group is None else (group,)
+    return [name for one in groups for name in names if in_group(result, name, one)]
+
+
+def in_group(result: dict[str, Any], name: str, group: str) -> bool:
+    """Tell whether a set, or a part of it, is of `group`."""
+    groups = result["groups"]
+    return bool(groups[name if name in groups else name.rpartition(", ")[0]] == group)
 
 
 class Ratio(NamedTuple):
@@ -107,31 +179,35 @@ class Ratio(NamedTuple):
 
 
 def ratio(result: dict[str, Any], system: System) -> Ratio | None:
-    """Return it for `system`, None where gensim has no run in its dimension."""
-    theirs = {run["seed"]: speeds(result, run)[0] for run in runs_of(result, System(GENSIM, "", system.dim))}
-    ours = {run["seed"]: speeds(result, run)[0] for run in runs_of(result, system)}
+    """Return it for `system`, None where gensim has no run beside it."""
+    theirs, ours = (
+        {run["seed"]: speeds(result, run)[0] for run in runs_of(result, who)} for who in (gensim_of(system), system)
+    )
     if not theirs or not ours:
         return None
     paired = tuple(speed / theirs[seed] for seed, speed in ours.items() if seed in theirs)
     return Ratio(statistics.median(ours.values()) / statistics.median(theirs.values()), paired)
 
 
-def differences(result: dict[str, Any], system: System) -> Iterator[tuple[str, Interval, str]]:
+def differences(result: dict[str, Any], system: System) -> Iterator[tuple[str, Difference, str]]:
     """Yield the name of each set, how far `system` is above gensim, and what that says."""
-    for name in score_names(result):
-        ours, theirs = (scores(result, who, name) for who in (system, System(GENSIM, "", system.dim)))
-        if ours and theirs:
-            found = difference(ours, theirs)
-            yield name, found, judge(found)
+    for found in result["differences"]["found"]:
+        if system_of(found) == system:
+            measured = Difference(found["value"], found["low"], found["high"])
+            yield found["set"], measured, judge(measured)
 
 
 def in_short(result: dict[str, Any]) -> str:
-    """Return a line about a result: how fast each is beside gensim, and how often it is worse."""
+    """Return a line about a result: how fast each is beside gensim, and on how many sets of either group it is worse."""
+    result = upgrade(result)
     parts = []
     for system in systems(result):
         beside = ratio(result, system)
         if system.name == GENSIM or beside is None:
             continue
-        verdicts = [verdict for _, _, verdict in differences(result, system)]
-        parts.append(f"{system.optimizer} ({system.dim}) {beside.medians:.2f}x, worse on {verdicts.count(WORSE)}")
-    return "words/s beside gensim " + (", ".join(parts) or "of no run yet")
+        worse = [name for name, _, verdict in differences(result, system) if verdict == WORSE]
+        counts = (f"{sum(in_group(result, name, group) for name in worse)} {group}" for group in (TUNED, RESERVED))
+        where = f"{system.corpus} " if len(result["corpora"]) > 1 else ""
+        name = f"{where}{system.model} {system.optimizer} ({system.dim})"
+        parts.append(f"{name} {beside.medians:.2f}x, worse on {', '.join(counts)}")
+    return "words/s beside gensim " + ("; ".join(parts) or "of no run yet")
