@@ -13,7 +13,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
 from speedtransfer.word2vec.gradients import RATES
 
 # First learning rates for skip-gram, falling linearly to 1e-4 of them. A gradient says how far word2vec would move a row at
-# the rate of `RATES`, divided by it. So SGD with that rate takes word2vec's own steps. An optimizer that divides by the size of
+# the rate of `RATES`, divided by it. So SGD with that rate takes word2vec's steps. An optimizer that divides by the size of
 # gradients takes the same ones where its eps (`DEFAULT_OPTIONS`) is lr / rate and large beside that size: rows that are
 # touched often, whose gradients are the largest, then move a little less. With a small eps instead all rows would move as far
 # as lr says at every step, however little they have to learn: rare words, and their output rows, would become noise.
