@@ -48,7 +48,7 @@ def draw_tables(dim, num_rows=NUM_ROWS, dtype=torch.float64, scale=0.5):
 def by_hand(vectors, output, block, model, **options):
     """Return the result, and both gradients spread over whole tables."""
     places = Places.find(block.words, block.before, block.after, block.negatives, len(vectors))
-    centers, contexts = places.words.ids, places.outputs.ids
+    centers, contexts = places.bags.rows.ids, places.outputs.ids
     result = block_gradients(vectors[centers], output[contexts], places, model=model, **options)
     grads = torch.zeros_like(vectors), torch.zeros_like(output)
     grads[0][centers], grads[1][contexts] = result.center, result.context
@@ -146,7 +146,7 @@ def test_loss_is_left_out_on_demand(model):
 def test_rows_given_are_left_alone(model):
     block, tables = draw_block(200, 3), draw_tables(4)
     places = Places.find(block.words, block.before, block.after, block.negatives, NUM_ROWS)
-    rows = tables[0][places.words.ids], tables[1][places.outputs.ids]
+    rows = tables[0][places.bags.rows.ids], tables[1][places.outputs.ids]
     before = [table.clone() for table in rows]
     block_gradients(*rows, places, model=model)
     assert all(map(torch.equal, rows, before))
@@ -189,8 +189,8 @@ class Operations(TorchDispatchMode):
 def test_on_a_device_nothing_is_read_and_nothing_added_in_any_order(model, with_loss):
     """On the device "meta", which has no values: what the host reads there raises."""
     block, device = draw_block(300, 3), torch.device("meta")
-    places = Places.find(block.words, block.before, block.after, block.negatives, NUM_ROWS, grouped=True).to(device)
-    rows = [torch.empty(len(groups.ids), 4, device=device) for groups in (places.words, places.outputs)]
+    places = Places.find(block.words, block.before, block.after, block.negatives, NUM_ROWS).to(device)
+    rows = [torch.empty(len(groups.ids), 4, device=device) for groups in (places.bags.rows, places.outputs)]
     with Operations() as operations:
         result = block_gradients(*rows, places, model=model, with_loss=with_loss)
     assert [result.center.shape, result.context.shape] == [tensor.shape for tensor in rows]

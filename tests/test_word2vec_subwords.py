@@ -13,7 +13,7 @@ from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every t
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn import Embedding
 from speedtransfer.word2vec import subwords
-from speedtransfer.word2vec.subwords import ActiveWords, Subwords, count_ngrams, hash_ngrams
+from speedtransfer.word2vec.subwords import Bags, Subwords, count_ngrams, hash_ngrams
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzäßéñдצ日本語中文한😀ç<>'"  # of one to four bytes
 
@@ -66,63 +66,23 @@ def test_rows_beyond_int32():
     assert bags.rows.tolist() == [*expected[0], *expected[1]]
 
 
-def make(words, dim=6, buckets=40):
-    """Return few buckets, so that words share rows and a word has a row twice, and a table in float64."""
-    bags = Subwords(words, buckets)
-    embedding = Embedding(bags.num_rows, dim, device="cpu", dtype=torch.float64)
-    return bags, embedding
-
-
-def means_by_row(table, bags_of_rows, grad):
-    """Return for each row of `table` the mean of the gradients of the words that have it, as often as they have it."""
-    total, count = torch.zeros_like(table), torch.zeros(len(table), 1, dtype=table.dtype)
-    for rows, of_word in zip(bags_of_rows, grad, strict=True):
-        for row in rows:
-            total[row] += of_word
-            count[row] += 1
-    return total / count.clamp(min=1)
-
-
-def test_vectors_are_means_of_rows_and_gradients_go_back_to_them():
-    texts = [*draw_words(30), "banana"]
-    bags, embedding = make(texts)
-    expected_rows = rows_by_gensim(texts, 40, 3, 6)
-    before = embedding.table.torch().clone()
-    vectors = torch.stack([before[rows].mean(0) for rows in expected_rows])
-    words = torch.tensor([3, 7, 30])
-
-    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.5)
-    with torch.no_grad():
-        active = ActiveWords(embedding, bags.find(words))
-        torch.testing.assert_close(active.rows, vectors[words])
-        grad = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-        active.add_grad(grad)
-    optimizer.step()
-    moves = means_by_row(before, [expected_rows[i] for i in words.tolist()], grad)
-    torch.testing.assert_close(embedding.table.torch(), before - 0.5 * moves)
-
-
-@pytest.mark.parametrize("count", [20, 400])  # of few rows the order is not found unless it is asked for
-@pytest.mark.parametrize("grouped", [False, True])
-def test_gradients_by_the_order_of_rows_and_without(count, grouped):
-    words = draw_words(count)
-    bags, embedding = make(words)
-    found = bags.find(torch.arange(count), grouped)
-    assert (found.rows.order is None) == (count == 20 and not grouped)
-    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.5)
-    before = embedding.table.torch().clone()
-    grad = torch.randn(count, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        ActiveWords(embedding, found).add_grad(grad)
-    optimizer.step()
-    torch.testing.assert_close(
-        embedding.table.torch(), before - 0.5 * means_by_row(before, rows_by_gensim(words, 40, 3, 6), grad)
-    )
+def test_bags_of_words_that_repeat():
+    texts = draw_words(30)
+    bags, expected = Subwords(texts, 40), rows_by_gensim(texts, 40, 3, 6)
+    words = torch.tensor([3, 7, 3, 29])
+    found = bags.find(words)
+    assert found.rows.ids[found.rows.inverse].tolist() == [row for word in words.tolist() for row in expected[word]]
+    assert found.starts.diff().tolist() == [len(expected[word]) for word in words.tolist()]
+    assert torch.equal(found.bag_of, torch.repeat_interleave(torch.arange(4), found.starts.diff()))
+    single = Bags.of_single_rows(words)
+    assert single.rows.ids[single.rows.inverse].tolist() == words.tolist()
+    assert (single.starts.tolist(), single.bag_of.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2, 3])
 
 
 def test_means_of_a_stretch_of_the_vocabulary():
     words = draw_words(30)
-    bags, embedding = make(words)
+    bags = Subwords(words, 40)
+    embedding = Embedding(bags.num_rows, 6, device="cpu", dtype=torch.float64)
     weight = embedding.table.torch()
     expected = torch.stack([weight[rows].mean(0) for rows in rows_by_gensim(words, 40, 3, 6)])
     torch.testing.assert_close(bags.means(4, 30, weight), expected[4:30])

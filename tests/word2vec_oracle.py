@@ -32,14 +32,18 @@ def loss_of(vector, output, positives, drawn, negative):
     return loss - F.logsigmoid(-(output[drawn] @ vector)).sum() * negative * len(positives) / len(drawn)
 
 
-def train(vectors, output, block, model, negative, rate):
-    """Return both tables (of all words, float64) after `block`, the summed loss, and how many predictions it has."""
-    vectors, output, words = vectors.clone(), output.clone(), block.words.tolist()
+def train(table, output, block, model, negative, rate, rows_of=None):
+    """Return both tables (float64) after `block`, the summed loss, and how many predictions it has.
+
+    `rows_of` has for each word the rows of `table` that its vector is the mean of; by default that of its own number.
+    """
+    table, output, words = table.clone(), output.clone(), block.words.tolist()
+    rows_of = rows_of or [[word] for word in range(len(output))]
     total, predictions = 0.0, 0
     span = span_of(block)
     for first in range(0, len(words), span):
         found = output.clone().requires_grad_()
-        of_words = {}
+        vectors, moves = torch.stack([table[rows].mean(0) for rows in rows_of]), torch.zeros_like(table)
         for i in range(first, min(first + span, len(words))):
             around = window_of(block, i)
             if not around:
@@ -51,10 +55,12 @@ def train(vectors, output, block, model, negative, rate):
             loss = loss_of(vector, found, positives, draws_of(i, block, model, negative), negative)
             loss.backward()
             total, predictions = total + float(loss.detach()), predictions + len(positives)
-            for j in around if cbow else [i]:  # CBOW: the whole gradient to each, as in word2vec.c
-                of_words[words[j]] = of_words.get(words[j], 0) + vector.grad
-        for word, grad in of_words.items():
-            vectors[word] -= rate * grad
+            for j in (
+                around if cbow else [i]
+            ):  # the whole gradient to each part of a mean, as in word2vec.c and fastText
+                for row in rows_of[words[j]]:
+                    moves[row] -= rate * vector.grad
+        table += moves
         if found.grad is not None:
             output -= rate * found.grad
-    return vectors, output, total, predictions
+    return table, output, total, predictions

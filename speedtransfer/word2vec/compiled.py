@@ -66,10 +66,20 @@ def _add(total: np.ndarray, slope: Any, row: np.ndarray) -> None:
 
 
 @_compile
+def _mean(vector: np.ndarray, rows: np.ndarray, chosen: np.ndarray) -> None:
+    vector[:] = rows[chosen[0]]
+    if len(chosen) > 1:
+        for row in chosen[1:]:
+            _add(vector, vector.dtype.type(1), rows[row])
+        vector /= vector.dtype.type(len(chosen))
+
+
+@_compile
 def train(
     center_rows: np.ndarray,
     context_rows: np.ndarray,
-    centers: np.ndarray,
+    bag_rows: np.ndarray,
+    starts: np.ndarray,
     contexts: np.ndarray,
     before: np.ndarray,
     after: np.ndarray,
@@ -80,7 +90,7 @@ def train(
     with_loss: bool,
 ) -> float:
     """Train both kinds of rows in place and return the loss; arguments as `gradients.train_block`, `draws` (spans, k)."""
-    count, dim, dtype, loss = len(centers), center_rows.shape[1], center_rows.dtype, 0.0
+    count, dim, dtype, loss = len(contexts), center_rows.shape[1], center_rows.dtype, 0.0
     span = -(-count // max(len(draws), 1))
     reach = max(before.max(), after.max()) if count else 0
     one, k = dtype.type(1), draws.shape[1]
@@ -88,10 +98,14 @@ def train(
     words, drawn = -(-span // 4) * 4, -(-k // 4) * 4
     vectors, moves = np.zeros((words, dim), dtype=dtype), np.empty((words, dim), dtype=dtype)
     noise, noise_moves = np.zeros((drawn, dim), dtype=dtype), np.empty((drawn, dim), dtype=dtype)
+    found = np.empty((span + 2 * reach, dim), dtype=dtype)  # vectors of the words from `low` on
     slopes, noise_slopes = np.empty((span, 2 * reach + 1), dtype=dtype), np.zeros((words, drawn), dtype=dtype)
 
     for number in range(len(draws)):
         start, stop = number * span, min((number + 1) * span, count)
+        low, high = (max(start - reach, 0), min(stop + reach, count)) if cbow else (start, stop)
+        for i in range(low, high):
+            _mean(found[i - low], center_rows, bag_rows[starts[i] : starts[i + 1]])
         for i in range(start, stop):
             at, around = i - start, before[i] + after[i]
             vector, move = vectors[at], moves[at]
@@ -100,9 +114,9 @@ def train(
                 vector[:] = 0
                 for near in range(i - before[i], i + after[i] + 1):
                     if near != i:
-                        _add(vector, one / around, center_rows[centers[near]])
+                        _add(vector, one / around, found[near - low])
             else:
-                vector[:] = center_rows[centers[i]]
+                vector[:] = found[i - low]
             for near in range(i, i + 1 if around else i) if cbow else range(i - before[i], i + after[i] + 1):
                 if near == i and not cbow:
                     continue
@@ -139,5 +153,6 @@ def train(
         for i in range(start, stop):
             for near in range(i - before[i], i + after[i] + 1) if cbow else range(i, i + 1):
                 if near != i or not cbow:
-                    _add(center_rows[centers[near]], one, moves[i - start])
+                    for row in bag_rows[starts[near] : starts[near + 1]]:
+                        _add(center_rows[row], one, moves[i - start])
     return loss

@@ -69,13 +69,13 @@ def block_gradients(
 
     The loss of skip-gram is ``sum softplus(-c.o) + sum softplus(c.n)`` over pairs of a word's vector c, the output row o of a
     word in its window, and the negatives n of each; that of CBOW the same over words, c being the mean of the vectors in the
-    window and o the row of the word. As in word2vec.c, and in gensim with ``cbow_mean=1``, each vector in a window of CBOW
-    moves by the whole of what their mean receives, as if it were a sum.
+    window and o the row of the word. What is a mean passes the whole of what it receives to each of its parts, as in
+    word2vec.c, fastText and gensim (``cbow_mean=1``): vectors in a window of CBOW, rows that a word's vector is made of.
 
     Parameters
     ----------
     center_rows, context_rows : Tensor, shapes (u, dim) and (v, dim)
-        Vectors of the distinct words of the block, and unique rows of the output table; not changed.
+        Unique rows of the input and of the output table; not changed.
     places : Places
         Where among them its words and negatives are.
     model : {"skipgram", "cbow"}
@@ -104,7 +104,8 @@ def train_block(
     if compiled is None:
         return _train(center_rows, context_rows, places, draws, model == "cbow", negative, rate, with_loss)
     rows = center_rows.numpy(), context_rows.numpy()
-    where = (places.words.inverse, places.contexts, places.before, places.after, draws)
+    bags = places.bags
+    where = (bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, draws)
     numbers = [tensor.numpy() for tensor in where]
     loss = compiled.train(*rows, *numbers, negative, rows[0].dtype.type(rate), model == "cbow", with_loss)
     return center_rows.new_tensor(loss) if with_loss else None
@@ -126,22 +127,24 @@ def _train(
     with_loss: bool,
 ) -> Tensor | None:
     """Do what `compiled.train` does, in torch: two dozen operations a span."""
-    centers, contexts, reach = places.words.inverse, places.contexts, places.reach
+    contexts, reach = places.contexts, places.reach
     loss = center_rows.new_zeros(()) if with_loss else None
-    at = torch.arange(len(centers), device=center_rows.device)
+    at = torch.arange(len(contexts), device=center_rows.device)
     for number, drawn in enumerate(draws):
-        start, stop = number * places.span, (number + 1) * places.span
-        here, near = slice(start, stop), slice(max(start - reach, 0), stop + reach)
+        start, stop = number * places.span, min((number + 1) * places.span, len(contexts))
+        here, near = slice(start, stop), slice(max(start - reach, 0), min(stop + reach, len(contexts)))
         gap = at[near] - at[here, None]
         inside = (gap >= -places.before[here, None]) & (gap <= places.after[here, None]) & (gap != 0)
         inside = inside.to(center_rows.dtype)  # (words of the span, words near them)
         around, noise = inside.sum(1, keepdim=True), context_rows[drawn]
+        moved = near if cbow else here  # words whose rows are moved
+        bags, bag_of, vectors = _vectors(center_rows, places, moved)
         if cbow:
-            vectors = (inside / around.clamp(min=1)) @ center_rows[centers[near]]
+            vectors = (inside / around.clamp(min=1)) @ vectors
             targets, counts = contexts[here], around.clamp(max=1)
             scores = (vectors * context_rows[targets]).sum(1, keepdim=True)
         else:
-            vectors, targets, counts = center_rows[centers[here]], contexts[near], inside
+            targets, counts = contexts[near], inside
             scores = vectors @ context_rows[targets].T
         noise_scores, weight = vectors @ noise.T, counts.sum(1, keepdim=True) * (negative / len(drawn))
         if loss is not None:
@@ -151,8 +154,16 @@ def _train(
         moves = noise_slope @ noise + (slope * positives if cbow else slope @ positives)
         _add(context_rows, targets, slope * vectors if cbow else slope.T @ vectors)
         _add(context_rows, drawn, noise_slope.T @ vectors)
-        _add(center_rows, centers[near] if cbow else centers[here], inside.T @ moves if cbow else moves)
+        _add(center_rows, bags, (inside.T @ moves if cbow else moves)[bag_of])
     return loss
+
+
+def _vectors(rows: Tensor, places: Places, words: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows that consecutive `words` are made of, which word each belongs to, and the vectors: (words, dim)."""
+    inside = slice(places.starts[words.start], places.starts[words.stop])
+    bags, starts = places.bags.rows.inverse[inside], places.bags.starts[words] - inside.start
+    bag_of = places.bags.bag_of[inside] - words.start
+    return bags, bag_of, F.embedding_bag(bags, rows, starts, mode="mean")
 
 
 def _add(rows: Tensor, index: Tensor, values: Tensor) -> None:

@@ -7,17 +7,18 @@ import os
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
-from speedtransfer.nn import ActiveRows, Embedding
-from speedtransfer.tables import UniqueRows, row_chunks, unique_rows
+from speedtransfer.nn import Embedding
+from speedtransfer.tables import row_chunks, unique_rows
 from speedtransfer.word2vec.gradients import MODELS, BlockGradients, block_gradients
 from speedtransfer.word2vec.ngram_vectors import NgramVectors
 from speedtransfer.word2vec.places import Places
 from speedtransfer.word2vec.sampler import Block
-from speedtransfer.word2vec.subwords import ActiveWords, Bags, Subwords, check_ngrams, hash_word
+from speedtransfer.word2vec.subwords import Subwords, check_ngrams, hash_word
 from speedtransfer.word2vec.tablefiles import TableFiles
 from speedtransfer.word2vec.vectors import UnknownWordError
 from speedtransfer.word2vec.vocabulary import Vocabulary
@@ -149,7 +150,7 @@ class Word2Vec(nn.Module):
         Returns
         -------
         BlockGradients
-            Of the vectors of the block's words (`center`) and of rows of `output`. Their memory belongs to the optimizer
+            Of rows of `input` (`center`) and of `output`. Their memory belongs to the optimizer
             from now on.
 
         Raises
@@ -158,7 +159,7 @@ class Word2Vec(nn.Module):
             A word is none of the vocabulary.
         """
         places = self._places_of(block).to(self.input.table.device)
-        output, active = self.output.activate(places.outputs), self._activate(places.words, places.bags)
+        output, active = self.output.activate(places.outputs), self.input.activate(places.bags.rows)
         result = block_gradients(
             active.rows,
             output.rows,
@@ -186,15 +187,11 @@ class Word2Vec(nn.Module):
         return dataclasses.replace(block, places=self._places_of(block))
 
     def _places_of(self, block: Block) -> Places:
-        needed = self.num_words, self.subwords, self.input.table.device.type == "cuda"
+        needed = self.num_words, self.subwords
         if block.places is not None and block.places.found_with == needed:
             return block.places
         words, before, after, negatives = (t.cpu() for t in (block.words, block.before, block.after, block.negatives))
         return Places.find(words, before, after, negatives, *needed)
-
-    def _activate(self, words: UniqueRows, bags: Bags | None) -> ActiveRows | ActiveWords:
-        """Return the vectors of distinct words."""
-        return self.input.activate(words) if bags is None else ActiveWords(self.input, bags)
 
     def forward(self, centers: Tensor, contexts: Tensor) -> Tensor:
         """Return the scores of single pairs, shape of `centers`, through autograd: for a loss of your own.
@@ -210,8 +207,11 @@ class Word2Vec(nn.Module):
             vectors = self.input(centers)
         else:
             words = unique_rows(centers.flatten().cpu(), self.num_words, centers)
-            bags, device = self.subwords.find(words.ids), self.input.table.device
-            vectors = ActiveWords(self.input, bags.to(device)).rows[words.inverse.view(centers.shape).to(device)]
+            device = self.input.table.device
+            bags = self.subwords.find(words.ids).to(device)
+            active = self.input.activate(bags.rows)
+            means = F.embedding_bag(active.inverse, active.rows, bags.starts[:-1], mode="mean")
+            vectors = means[words.inverse.view(centers.shape).to(device)]
         scores: Tensor = (vectors * self.output(contexts)).sum(-1)
         return scores
 

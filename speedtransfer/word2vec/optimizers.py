@@ -21,7 +21,7 @@ DEFAULT_LR: dict[str, float] = {
     "adadelta": 30.0,
     "adagrad": 30.0,
     "adam": 0.3,
-    "adamax": 0.3,
+    "adamax": 30.0,
     "adamw": 0.3,
     "asgd": 0.03,
     "nadam": 0.3,
@@ -35,9 +35,9 @@ FALLBACK_LR = 0.01  # for an optimizer that is not in the table
 # which would learn ten times slower, while frequent words take up what it should have learnt.
 _FLAT = {"betas": (0.0, 0.999), "eps": 10.0}
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
-    "adagrad": {"eps": 1000.0},
+    "adagrad": {"eps": 1000.0},  # it divides by a sum that only grows
     "adam": _FLAT,
-    "adamax": _FLAT,
+    "adamax": {"betas": (0.0, 0.999), "eps": 1000.0},  # it divides by the largest gradient that there was
     # torch's AdamW decays by 0.01 unless told otherwise: with learning rates this large that would shrink frequent words,
     # which are touched at every step, and spare rare ones.
     "adamw": {**_FLAT, "weight_decay": 0.0},

@@ -23,12 +23,12 @@ class Places:
 
     Attributes
     ----------
-    words : UniqueRows
-        Of the words (n,): what has a vector.
+    bags : Bags
+        The rows of the input table that the vector of each word (n,) is the mean of.
+    starts : list of int
+        Where the bag of each word begins among them and, last, how many there are; on the host.
     outputs : UniqueRows
         Of the words, then the negatives, group by group.
-    bags : Bags or None
-        The rows that the vectors of `words` are made of; None: each word has one.
     before, after : Tensor of int64, shape (n,)
         The windows, as in `Block`.
     reach : int
@@ -38,19 +38,19 @@ class Places:
     num_pairs, num_predicted : Tensor of int64, shape ()
         All pairs; the words that have another one in their window. On the host.
     found_with : tuple
-        The last three arguments of `find`.
+        The last two arguments of `find`.
     """
 
-    words: UniqueRows
+    bags: Bags
+    starts: list[int]
     outputs: UniqueRows
-    bags: Bags | None
     before: Tensor
     after: Tensor
     reach: int
     span: int
     num_pairs: Tensor
     num_predicted: Tensor
-    found_with: tuple[int, Subwords | None, bool]
+    found_with: tuple[int, Subwords | None]
 
     @classmethod
     def find(
@@ -61,7 +61,6 @@ class Places:
         negatives: Tensor,
         num_words: int,
         subwords: Subwords | None = None,
-        grouped: bool = False,
     ) -> Places:
         """Return those of the tensors of a block, all on the CPU.
 
@@ -72,45 +71,35 @@ class Places:
         num_words : int
             Of the vocabulary.
         subwords : Subwords, optional
-        grouped : bool
-            Find the order of sums too, which a CUDA device needs.
+            What words are made of; by default each has one row.
 
         Raises
         ------
         RowIndexError
             A word is none of the vocabulary.
         """
-        outputs = unique_rows(torch.cat([words, negatives.flatten()]), num_words, grouped=grouped)
-        unique, sizes = unique_rows(words, grouped=grouped), before + after
+        outputs, sizes = unique_rows(torch.cat([words, negatives.flatten()]), num_words), before + after
+        bags = Bags.of_single_rows(words) if subwords is None else subwords.find(words)
         return cls(
-            unique,
+            bags,
+            bags.starts.tolist(),
             outputs,
-            None if subwords is None else subwords.find(unique.ids, grouped),
             before,
             after,
             int(torch.maximum(before, after).max()) if len(words) else 0,
-            _span_of(unique.inverse),
+            _span_of(outputs.inverse[: len(words)]),
             sizes.sum(),
             (sizes > 0).sum(),
-            (num_words, subwords, grouped),
+            (num_words, subwords),
         )
 
     def to(self, device: torch.device) -> Places:
-        """Return the same on `device`, where the groups of sums have been found."""
+        """Return the same on `device`."""
         if self.before.device == device:
             return self
-        bags = self.bags
-        groups = [self.words, self.outputs, *([] if bags is None else [bags.rows])]
-        more = [self.before, self.after, *([] if bags is None else bags[1:])]
-        (words, outputs, *rows), (before, after, *of_bags) = move_together(groups, more, device)
-        return replace(
-            self,
-            words=words,
-            outputs=outputs,
-            bags=None if bags is None else Bags(rows[0], *of_bags),
-            before=before,
-            after=after,
-        )
+        groups, others = [self.bags.rows, self.outputs], [self.before, self.after, self.bags.starts, self.bags.bag_of]
+        (rows, outputs), (before, after, starts, bag_of) = move_together(groups, others, device)
+        return replace(self, bags=Bags(rows, starts, bag_of), outputs=outputs, before=before, after=after)
 
     @property
     def contexts(self) -> Tensor:

@@ -5,9 +5,8 @@ n-grams of `min_n` to `max_n` characters, and each is hashed into one of `bucket
 their order and their buckets are those of fastText and of gensim, so that tables can be compared row by row: 32-bit FNV-1a
 over the bytes of UTF-8, which fastText takes as signed numbers. A boundary mark alone is no n-gram.
 
-The table has a row for each word of the vocabulary, then the buckets; the vector of a word is the mean of its rows, and each
-of them receives its share of the gradient. fastText gives each the whole, as if the vector were a sum: SGD learns there as it
-does here with a learning rate for the input table that is larger by the number of rows a word has.
+The table has a row for each word of the vocabulary, then the buckets; the vector of a word is the mean of its rows. In
+training each of them moves by the whole of what the vector receives, as in fastText, so that the vector does too.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError, check_size
-from speedtransfer.nn import Embedding
-from speedtransfer.tables import UniqueRows, move_together, sum_rows, unique_rows
+from speedtransfer.tables import UniqueRows, move_together, unique_rows
 from speedtransfer.word2vec.vectors import UnknownWordError
 
 MAX_BUCKETS = 1 << 32  # the hash has 32 bits
@@ -179,11 +177,11 @@ class Subwords:
         place += torch.arange(len(place), device="cpu")
         return self.rows[place].long(), counts
 
-    def find(self, words: Tensor, grouped: bool = False) -> Bags:
-        """Return the bags of distinct `words`, (u,) int64 on the CPU; `grouped` as in `unique_rows`."""
+    def find(self, words: Tensor) -> Bags:
+        """Return the bags of `words`, (n,) int64 on the CPU."""
         rows, counts = self.bags(words)
         bag_of = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
-        return Bags(unique_rows(rows, grouped=grouped), F.pad(counts.cumsum(0), (1, 0)), bag_of)
+        return Bags(unique_rows(rows), F.pad(counts.cumsum(0), (1, 0)), bag_of)
 
     def means(self, start: int, stop: int, weight: Tensor) -> Tensor:
         """Return the vectors of the words `start` to `stop`, shape (stop - start, dim), from all rows of the table."""
@@ -205,13 +203,13 @@ def _chunks(words: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 class Bags(NamedTuple):
-    """The rows of some words.
+    """The rows that the vectors of some words are the means of.
 
     Attributes
     ----------
     rows : UniqueRows
         Of all their rows, one bag after the other.
-    starts : Tensor of int64, shape (u + 1,)
+    starts : Tensor of int64, shape (n + 1,)
         Where in that list each bag begins and, last, its length.
     bag_of : Tensor of int64
         Which bag each row of the list belongs to.
@@ -221,52 +219,14 @@ class Bags(NamedTuple):
     starts: Tensor
     bag_of: Tensor
 
+    @classmethod
+    def of_single_rows(cls, words: Tensor) -> Bags:
+        """Return the bags of `words`, (n,) int64 on the CPU, that have a row each, of their own number."""
+        return cls(
+            unique_rows(words), torch.arange(len(words) + 1, device="cpu"), torch.arange(len(words), device="cpu")
+        )
+
     def to(self, device: torch.device) -> Bags:
         """Return the same on `device`."""
         (rows,), (starts, bag_of) = move_together([self.rows], [self.starts, self.bag_of], device)
         return Bags(rows, starts, bag_of)
-
-
-class ActiveWords:
-    """The vectors of some words, made of the rows of a table: what `ActiveRows` is to words that have one row each.
-
-    Parameters
-    ----------
-    embedding : Embedding
-        Over `Subwords.num_rows` rows.
-    bags : Bags
-        On its compute device, those of u words.
-
-    Attributes
-    ----------
-    rows : Tensor, shape (u, dim)
-        The vectors of the words; part of an autograd graph where gradients are wanted.
-    """
-
-    def __init__(self, embedding: Embedding, bags: Bags) -> None:
-        self._bags, self._active = bags, embedding.activate(bags.rows)
-        self.rows = F.embedding_bag(self._active.inverse, self._active.rows, bags.starts[:-1], mode="mean")
-
-    def add_grad(self, grad: Tensor) -> None:
-        """Deposit the gradient of `rows`, shape (u, dim), for ``optimizer.step()``.
-
-        Each row gets the mean of the gradients of the words that it is part of. Where a word shares none of its rows, its
-        vector so moves as a row of its own would; sums, as fastText has them after every pair, would move the rows of frequent
-        n-grams hundreds of times too far in a block.
-        """
-        rows, _, bag_of = self._bags
-        words_of = torch.zeros_like(rows.ids).index_add_(0, rows.inverse, torch.ones_like(rows.inverse))
-        if rows.order is not None and rows.starts is not None and grad.device.type == "cpu":
-            # Sorted by row already; for float32 twice as fast as index_add_.
-            total = F.embedding_bag(bag_of[rows.order], grad, rows.starts[:-1], mode="sum")
-        else:
-            total = _sum_by_row(grad[bag_of], rows)
-        self._active.add_grad(total.div_(words_of[:, None]))
-
-
-def _sum_by_row(values: Tensor, groups: UniqueRows) -> Tensor:
-    """Return the sum of `values` (count, dim) for each unique row, (u, dim), always added in the same order."""
-    if values.device.type == "cpu":
-        return values.new_zeros(len(groups.ids), values.shape[1]).index_add_(0, groups.inverse, values)
-    # index_add_ adds in any order there. No id is padding.
-    return sum_rows(values, groups, torch.iinfo(torch.int64).max)
