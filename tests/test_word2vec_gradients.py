@@ -132,6 +132,19 @@ def test_one_word_of_cbow_by_hand():
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("num_words", [17, 33, 50, 240])
+@pytest.mark.usefixtures("way")
+def test_the_last_span_may_be_any_part_of_one(model, num_words):
+    """Where few words repeat, spans have 16 words."""
+    tables, block = draw_tables(3, num_rows=1000), draw_block(num_words, 3, 1, 40, num_rows=1000)
+    assert word2vec_oracle.span_of(block) == 16
+    _, *grads = by_hand(*tables, block, model, rate=0.5)
+    *trained, _, _ = word2vec_oracle.train(*tables, block, model, 5, 0.5)
+    for table, grad, expected in zip(tables, grads, trained, strict=True):
+        torch.testing.assert_close(table - 0.5 * grad, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.usefixtures("way")
 def test_loss_is_left_out_on_demand(model):
     block, tables = draw_block(200, 3), draw_tables(4)

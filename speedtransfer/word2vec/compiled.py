@@ -84,6 +84,7 @@ def train(
     before: np.ndarray,
     after: np.ndarray,
     draws: np.ndarray,
+    span: int,
     negative: int,
     rate: Any,
     cbow: bool,
@@ -91,7 +92,6 @@ def train(
 ) -> float:
     """Train both kinds of rows in place and return the loss; arguments as `gradients.train_block`, `draws` (spans, k)."""
     count, dim, dtype, loss = len(contexts), center_rows.shape[1], center_rows.dtype, 0.0
-    span = -(-count // max(len(draws), 1))
     reach = max(before.max(), after.max()) if count else 0
     one, k = dtype.type(1), draws.shape[1]
     # Products go by fours: what fills them up is zero.

@@ -2,10 +2,10 @@
 
 word2vec moves the rows after every pair of words. An optimizer steps once a block, and a sum of gradients over thousands of
 words, all taken at the same point, overshoots where a row occurs often: limits and scales that prevent that cost quality
-(docs/word2vec.md has the figures). So a copy of the block's rows is trained as word2vec does, at a given learning rate, and
-the way that each row went, divided by the rate, is the gradient that the optimizer gets: `torch.optim.SGD` with that
-learning rate takes exactly word2vec's steps, and any other makes of them what it makes of gradients. As the rate goes to 0
-they become the gradients of the loss.
+(docs/word2vec.md tells how). So a copy of the block's rows is trained as word2vec does, at a given learning rate, and the way
+that each row went, divided by the rate, is the gradient that the optimizer gets: `torch.optim.SGD` with that learning rate
+takes word2vec's steps, and any other makes of them what it makes of gradients. As the rate goes to 0 those of skip-gram become
+the gradients of the loss.
 
 Words are taken in spans of a few (`Places.span`): all scores of a span are of the rows as the span finds them, which changes
 next to nothing, since few words occur twice in it, and its words share their negatives, weighted to stand for `negative` a
@@ -107,7 +107,8 @@ def train_block(
     bags = places.bags
     where = (bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, draws)
     numbers = [tensor.numpy() for tensor in where]
-    loss = compiled.train(*rows, *numbers, negative, rows[0].dtype.type(rate), model == "cbow", with_loss)
+    typed_rate = rows[0].dtype.type(rate)
+    loss = compiled.train(*rows, *numbers, places.span, negative, typed_rate, model == "cbow", with_loss)
     return center_rows.new_tensor(loss) if with_loss else None
 
 

@@ -30,7 +30,7 @@ def train(block, device, memory, **options):
     model.output.table.uniform_(-1, 1, generator=torch.Generator().manual_seed(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
-        result = model.deposit_gradients(block)
+        result = model.deposit_gradients(block, rate=0.1)
         optimizer.step()
         optimizer.zero_grad()
     pairs = model(torch.tensor([1, 2]), torch.tensor([3, 4])).detach()
@@ -49,7 +49,7 @@ def test_steps_are_those_of_the_host(kind, buckets, memory, blocks_on):
     moved = Block(*(tensor.to(blocks_on) for tensor in tensors), block.num_corpus_words)
     got = train(moved, "cuda", memory, model=kind, buckets=buckets)
     for ours, host in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours.cpu(), host, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours.cpu(), host, rtol=3e-4, atol=5e-5)  # hundreds of additions, in another order
 
 
 KINDS = [("skipgram", 0), ("cbow", 0), ("skipgram", 100), ("cbow", 100)]
