@@ -27,7 +27,7 @@ from speedtransfer.errors import SpeedtransferError
 BYTES = 100_000  # at most: a repository keeps every picture for ever
 _WIDTH = 14.0
 _RESERVED_PAPER = "#fdf6e3"
-_MEANING = {"tuned": "tuned: settings were chosen on these sets", "reserved": "reserved: never tuned on"}
+_MEANING = {"tuned": "tuned: settings were chosen on these sets", "reserved": "reserved: no setting is chosen by these"}
 
 
 def markdown(result: dict[str, Any], picture: str) -> str:

@@ -135,7 +135,7 @@ def _protocol(result: dict[str, Any]) -> Iterator[str]:
     tuned, reserved = ([name for name in result["groups"] if in_group(result, name, group)] for group in GROUPS)
     if tuned:
         yield f"Tuned sets, on which settings of the package were chosen: {', '.join(tuned)}."
-    yield f"Reserved sets, on which no setting was chosen: {', '.join(reserved) or 'none'}."
+    yield f"Reserved sets, by which no setting may be chosen (see docs/word2vec.md): {', '.join(reserved) or 'none'}."
     found = result["differences"]
     if found["method"] == STUDENT:
         yield "Differences to gensim have Student's 95% confidence interval over seeds."
