@@ -8,15 +8,17 @@ import torch.nn.functional as F
 from speedtransfer.word2vec import places
 
 
-def span_of(block):
-    """Return how many words move at once: 16, or fewer where the most frequent word of the block would be among them twice."""
-    counts = torch.bincount(block.words)
+def span_of(block, rows_of=None):
+    """Return how many words move at once: 16, or fewer where the most frequent row of the block would be among them twice."""
+    words = block.words.tolist()
+    rows = [row for word in words for row in (rows_of[word] if rows_of else [word])]
+    counts = torch.bincount(torch.tensor(rows, dtype=torch.int64))
     return min(max(len(block.words) // int(counts.max()), 1), places.MOST_WORDS_AT_ONCE) if len(block.words) else 1
 
 
-def draws_of(position, block, model, negative):
+def draws_of(position, block, model, negative, rows_of=None):
     """Return the words of the pool that the word at `position` of a block takes as negatives, with all of its span."""
-    pool, span = block.negatives.flatten().tolist(), position // span_of(block)
+    pool, span = block.negatives.flatten().tolist(), position // span_of(block, rows_of)
     count = min(len(pool), {"skipgram": 6, "cbow": 2}[model] * negative)
     return [pool[(span * 40503 + draw * (len(pool) // count)) % len(pool)] for draw in range(count)]
 
@@ -40,7 +42,7 @@ def train(table, output, block, model, negative, rate, rows_of=None):
     table, output, words = table.clone(), output.clone(), block.words.tolist()
     rows_of = rows_of or [[word] for word in range(len(output))]
     total, predictions = 0.0, 0
-    span = span_of(block)
+    span = span_of(block, rows_of)
     for first in range(0, len(words), span):
         found = output.clone().requires_grad_()
         vectors, moves = torch.stack([table[rows].mean(0) for rows in rows_of]), torch.zeros_like(table)
@@ -52,7 +54,7 @@ def train(table, output, block, model, negative, rate, rows_of=None):
             vector = vectors[[words[j] for j in around]].mean(0) if cbow else vectors[words[i]].clone()
             vector.requires_grad_()
             positives = [words[i]] if cbow else [words[j] for j in around]
-            loss = loss_of(vector, found, positives, draws_of(i, block, model, negative), negative)
+            loss = loss_of(vector, found, positives, draws_of(i, block, model, negative, rows_of), negative)
             loss.backward()
             total, predictions = total + float(loss.detach()), predictions + len(positives)
             for j in (

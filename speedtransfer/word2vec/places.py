@@ -87,7 +87,7 @@ class Places:
             before,
             after,
             int(torch.maximum(before, after).max()) if len(words) else 0,
-            _span_of(outputs.inverse[: len(words)]),
+            _span_of(bags, len(words)),
             sizes.sum(),
             (sizes > 0).sum(),
             (num_words, subwords),
@@ -122,10 +122,10 @@ class Places:
         return pool[(first + torch.arange(count, device=pool.device) * (len(pool) // count)) % len(pool)]
 
 
-def _span_of(words: Tensor) -> int:
-    """Return how many words may be trained at once: `MOST_WORDS_AT_ONCE`, fewer where one would often be among them twice.
+def _span_of(bags: Bags, num_words: int) -> int:
+    """Return how many words may be trained at once: `MOST_WORDS_AT_ONCE`, fewer where two of them would often share a row.
 
     What a row learns at once from many pairs overshoots.
     """
-    most = int(torch.bincount(words).max()) if len(words) else 1
-    return min(max(len(words) // most, 1), MOST_WORDS_AT_ONCE)
+    most = int(torch.bincount(bags.rows.inverse).max()) if num_words else 1
+    return min(max(num_words // most, 1), MOST_WORDS_AT_ONCE)
