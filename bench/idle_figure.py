@@ -9,10 +9,10 @@ from typing import Any
 
 from idle_data import TOP
 from idle_training import DENSE, DOUBLE, EXACT, LAZY, SPARSE, WAYS
+from pictures import save_picture
 
 from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, legend_below, require_matplotlib, tidy
 from speedtransfer.benchmark.units import format_share
-from speedtransfer.errors import SpeedtransferError
 
 BYTES = 100_000  # at most: a repository keeps every picture for ever
 # Exact is dashed over a broad dense line: one sees both where they are one.
@@ -33,14 +33,8 @@ _NAMES = {
 
 def save(result: dict[str, Any], path: Path) -> str:
     """Write the picture; return why there is none, or what is wrong with it."""
-    try:
-        from PIL import Image  # matplotlib brings it
-
-        picture = draw(result)
-    except (ImportError, SpeedtransferError) as error:
-        return f"no picture {path}: {error}"
-    with Image.open(io.BytesIO(picture)) as image:  # few colours are enough for lines
-        image.convert("RGB").quantize(64).save(path, optimize=True)
+    if problem := save_picture(lambda: draw(result), path):
+        return problem
     size = path.stat().st_size
     return f"{path} has {size} bytes, more than {BYTES}: think twice before it is committed" if size > BYTES else ""
 

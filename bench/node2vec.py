@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 from node2vec_data import Data, DataError, read_data, save_walks
 from node2vec_figure import save, sentences, table
-from node2vec_scores import MEASURES, cores, interval, score
+from node2vec_scores import MEASURES, interval, score
 from record import header
 from store import NODE2VEC, QUICK, ROOT, path_of, write
+from word2vec_child import cores
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 

@@ -8,22 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from node2vec_scores import MEASURES
+from pictures import save_picture
 
 from speedtransfer.benchmark.drawing import COLOURS, INK, require_matplotlib, tidy
-from speedtransfer.errors import SpeedtransferError
 
 
 def save(result: dict[str, Any], path: Path) -> str:
     """Write the picture; return why there is none."""
-    try:
-        from PIL import Image  # matplotlib brings it
-
-        picture = draw(result)
-    except (ImportError, SpeedtransferError) as error:
-        return f"no picture {path}: {error}"
-    with Image.open(io.BytesIO(picture)) as image:  # few colours are enough for bars
-        image.convert("RGB").quantize(64).save(path, optimize=True)
-    return ""
+    return save_picture(lambda: draw(result), path)
 
 
 def draw(result: dict[str, Any]) -> bytes:

@@ -8,21 +8,16 @@ that number of groups with the highest scores is predicted.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from word2vec_child import cores
 
 MICRO, MACRO = "micro-F1", "macro-F1"
 MEASURES = (MICRO, MACRO)
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def predict(scores: np.ndarray, truth: np.ndarray) -> np.ndarray:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pictures import save_picture
 from speedtorch_loop_words import DENSE, OURS, SPARSE, SPEEDTORCH, WAYS, milliseconds
 
 from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, require_matplotlib, tidy
-from speedtransfer.errors import SpeedtransferError, format_bytes
+from speedtransfer.errors import format_bytes
 
 _NAMES = {
     SPEEDTORCH: "speedtransfer.speedtorch, Adamax",
@@ -23,15 +24,7 @@ _COLOURS = {OURS: COLOURS[0], SPEEDTORCH: COLOURS[5], DENSE: "#b8bec8", SPARSE: 
 
 def save(result: dict[str, Any], path: Path) -> str:
     """Write the picture; return why there is none."""
-    try:
-        from PIL import Image  # matplotlib brings it
-
-        picture = draw(result)
-    except (ImportError, SpeedtransferError) as error:
-        return f"no picture {path}: {error}"
-    with Image.open(io.BytesIO(picture)) as image:  # few colours are enough for bars
-        image.convert("RGB").quantize(64).save(path, optimize=True)
-    return ""
+    return save_picture(lambda: draw(result), path)
 
 
 def draw(result: dict[str, Any]) -> bytes:
