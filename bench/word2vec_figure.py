@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+from pictures import save_picture
 from word2vec_sets import RESERVED
 from word2vec_statistics import (
     GENSIM,
@@ -22,7 +23,6 @@ from word2vec_statistics import (
 from word2vec_text import GROUPS, OPTIMIZERS, blocks, label
 
 from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, require_matplotlib, tidy
-from speedtransfer.errors import SpeedtransferError
 
 BYTES = 100_000  # at most: a repository keeps every picture for ever
 _WIDTH = 14.0
@@ -38,14 +38,8 @@ def markdown(result: dict[str, Any], picture: str) -> str:
 
 def save(result: dict[str, Any], path: Path) -> str:
     """Write the picture; return why there is none, or what is wrong with it."""
-    try:
-        from PIL import Image  # matplotlib brings it
-
-        picture = draw(result)
-    except (ImportError, SpeedtransferError) as error:
-        return f"no picture {path}: {error}"
-    with Image.open(io.BytesIO(picture)) as image:  # few colours are enough for bars and dots
-        image.convert("RGB").quantize(64).save(path, optimize=True)
+    if problem := save_picture(lambda: draw(result), path):
+        return problem
     size = path.stat().st_size
     return f"{path} has {size} bytes, more than {BYTES}: think twice before it is committed" if size > BYTES else ""
 
