@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -151,4 +152,6 @@ def _require(*packages: str) -> None:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # also in the background, where a shell has SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from gensim.models import Word2Vec as Gensim
 from test_word2vec_sampler import assert_drawn_from
 
@@ -84,11 +85,12 @@ def test_negatives_by_frequency_stand_for_as_many_a_prediction_as_asked_for(bloc
     weight, expected, spans = np.zeros((2, len(COUNTS))), np.zeros(2), 0
     drawn = np.zeros(len(COUNTS))
     for block in blocks:
-        places = Places.find(block.words, block.before, block.after, block.negatives, len(COUNTS))
+        num_draws = DRAWS[model] * NEGATIVE
+        places = Places.find(block.words, block.before, block.after, block.negatives, len(COUNTS), num_draws)
         around = (block.before + block.after).numpy()
         predictions = np.minimum(around, 1) if model == "cbow" else around
-        negatives = places.outputs.ids[places.draws(DRAWS[model] * NEGATIVE)].numpy()
-        assert negatives.shape[1] == DRAWS[model] * NEGATIVE
+        negatives = places.outputs.ids[places.draws].numpy()
+        assert negatives.shape[1] == num_draws
         for number, of_span in enumerate(negatives):
             here = slice(number * places.span, (number + 1) * places.span)
             rare = block.words[here].numpy() >= 4
@@ -109,3 +111,18 @@ def test_negatives_by_frequency_stand_for_as_many_a_prediction_as_asked_for(bloc
 def test_pools_follow_the_noise(blocks, vocabulary):
     pool = np.concatenate([block.negatives.flatten().numpy() for block in blocks])
     assert_drawn_from(np.bincount(pool, minlength=len(COUNTS)), vocabulary.noise())
+
+
+@pytest.mark.parametrize("pool", [1, 2, 100, 512, 4096, 8192])
+@pytest.mark.parametrize("num_draws", [1, 10, 30])
+def test_spans_use_all_of_the_pool_alike(pool, num_draws):
+    """Where some words of the pool were used seven times and others never, vectors by AdamW fell into one dimension."""
+    words, zeros = torch.arange(16 * pool), torch.zeros(16 * pool, dtype=torch.int64)
+    places = Places.find(words, zeros, zeros, torch.arange(pool), 16 * pool, num_draws)
+    assert places.draws.shape == (pool, min(pool, num_draws))
+    drawn = places.outputs.ids[places.draws]
+    assert (torch.bincount(drawn.flatten(), minlength=pool)[:pool] == min(pool, num_draws)).all()
+    gaps = torch.diff(drawn.sort(dim=1).values, dim=1)
+    if num_draws > 1 and pool > 100:  # each span from the most frequent words to the rarest
+        assert gaps.max() < 2.7 * pool / num_draws
+        assert drawn.min(dim=1).values.max() < 2.7 * pool / num_draws

@@ -8,7 +8,7 @@ import word2vec_oracle
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedtransfer.word2vec import Block, gradients
-from speedtransfer.word2vec.gradients import MODELS, block_gradients
+from speedtransfer.word2vec.gradients import DRAWS, MODELS, block_gradients
 from speedtransfer.word2vec.places import Places
 
 WAYS = ["compiled", "torch"]
@@ -37,7 +37,7 @@ def draw_block(num_words, window, groups=2, k=8, num_rows=NUM_ROWS, seed=0):
     sequence = torch.searchsorted(edges, position, right=True)
     before = torch.minimum(windows, position - edges[sequence - 1])
     after = torch.minimum(draw(0, window + 1, num_words), edges[sequence] - 1 - position)
-    return Block(draw(0, num_rows, num_words), before, after, draw(0, num_rows, groups, k), num_words)
+    return Block(draw(0, num_rows, num_words), before, after, draw(0, num_rows, groups * k), num_words)
 
 
 def draw_tables(dim, num_rows=NUM_ROWS, dtype=torch.float64, scale=0.5):
@@ -45,11 +45,15 @@ def draw_tables(dim, num_rows=NUM_ROWS, dtype=torch.float64, scale=0.5):
     return [torch.randn(num_rows, dim, dtype=dtype, generator=generator) * scale for _ in range(2)]
 
 
-def by_hand(vectors, output, block, model, **options):
+def places_of(block, num_rows, model, negative=5):
+    return Places.find(block.words, block.before, block.after, block.negatives, num_rows, DRAWS[model] * negative)
+
+
+def by_hand(vectors, output, block, model, negative=5, **options):
     """Return the result, and both gradients spread over whole tables."""
-    places = Places.find(block.words, block.before, block.after, block.negatives, len(vectors))
+    places = places_of(block, len(vectors), model, negative)
     centers, contexts = places.bags.rows.ids, places.outputs.ids
-    result = block_gradients(vectors[centers], output[contexts], places, model=model, **options)
+    result = block_gradients(vectors[centers], output[contexts], places, model=model, negative=negative, **options)
     grads = torch.zeros_like(vectors), torch.zeros_like(output)
     grads[0][centers], grads[1][contexts] = result.center, result.context
     return result, *grads
@@ -92,24 +96,27 @@ def test_at_a_rate_of_next_to_nothing_the_gradient_of_skipgram_is_that_of_autogr
                                              ([1] * 5, 1), (list(range(100)), 16)])  # fmt: skip
 def test_words_at_once(words, span):
     words, zeros = torch.tensor(words, dtype=torch.int64), torch.zeros(len(words), dtype=torch.int64)
-    places = Places.find(words, zeros, zeros, torch.tensor([[0, 1, 2, 3]]), 100)
+    places = Places.find(words, zeros, zeros, torch.tensor([0, 1, 2, 3]), 100, num_draws=3)
     assert places.span == span
-    assert places.draws(3).shape == (-(-len(words) // span), 3)
-    assert places.draws(9).shape[1] == 4  # the pool has no more
+    assert places.draws.shape == (-(-len(words) // span), 3)
+    more = Places.find(words, zeros, zeros, torch.tensor([0, 1, 2, 3]), 100, num_draws=9)
+    assert more.draws.shape == (len(places.draws), 4)  # the pool has no more
 
 
 @pytest.mark.usefixtures("way")
 def test_one_pair_by_hand():
     # Two words, both windows 1, vectors of one number: scores 0 and 0, one negative (word 1) weighted by 2 a pair.
     rows, at, nobody = torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64)
-    places = Places.find(at, at, 1 - at, torch.tensor([[1]]), 2)
+    places = Places.find(at, at, 1 - at, torch.tensor([1]), 2, num_draws=12)
     result = block_gradients(rows, torch.zeros(2, 1), places, negative=2)
     assert result.num_pairs == 2
     assert result.loss.item() == pytest.approx(2 * (1 + 2) * 0.693147, rel=1e-5)
     assert result.center.tolist() == [[0.0], [0.0]]  # contexts are zero
     # context 0 meets center 1: -2/2; context 1 meets center 0: -1/2; as a negative: 2 * (1 + 2)/2
     torch.testing.assert_close(result.context, torch.tensor([[-1.0], [2.5]]))
-    alone = block_gradients(rows, torch.ones(2, 1), Places.find(at, nobody, nobody, torch.tensor([[1]]), 2), negative=2)
+    alone = block_gradients(
+        rows, torch.ones(2, 1), Places.find(at, nobody, nobody, torch.tensor([1]), 2, 12), negative=2
+    )
     assert (alone.num_pairs, alone.loss) == (0, 0)
     assert not alone.center.any()
     assert not alone.context.any()
@@ -120,7 +127,7 @@ def test_one_word_of_cbow_by_hand():
     # Word 0 is predicted from the mean of 1 and 3, which is 2; its output row is 1, and that of the negative is 0.
     rows = torch.tensor([[9.0], [1.0], [3.0]]), torch.tensor([[1.0], [0.0], [0.0]])
     words, one = torch.tensor([1, 0, 2]), torch.tensor([0, 1, 0])
-    places = Places.find(words, one, one, torch.tensor([[2]]), 3)
+    places = Places.find(words, one, one, torch.tensor([2]), 3, num_draws=10)
     result = block_gradients(rows[0], rows[1], places, model="cbow")
     assert result.num_pairs == 1
     assert result.loss.item() == pytest.approx(0.126928 + 5 * 0.693147, rel=1e-5)
@@ -158,7 +165,7 @@ def test_loss_is_left_out_on_demand(model):
 @pytest.mark.usefixtures("way")
 def test_rows_given_are_left_alone(model):
     block, tables = draw_block(200, 3), draw_tables(4)
-    places = Places.find(block.words, block.before, block.after, block.negatives, NUM_ROWS)
+    places = places_of(block, NUM_ROWS, model)
     rows = tables[0][places.bags.rows.ids], tables[1][places.outputs.ids]
     before = [table.clone() for table in rows]
     block_gradients(*rows, places, model=model)
@@ -202,7 +209,7 @@ class Operations(TorchDispatchMode):
 def test_on_a_device_nothing_is_read_and_nothing_added_in_any_order(model, with_loss):
     """On the device "meta", which has no values: what the host reads there raises."""
     block, device = draw_block(300, 3), torch.device("meta")
-    places = Places.find(block.words, block.before, block.after, block.negatives, NUM_ROWS).to(device)
+    places = places_of(block, NUM_ROWS, model).to(device)
     rows = [torch.empty(len(groups.ids), 4, device=device) for groups in (places.bags.rows, places.outputs)]
     with Operations() as operations:
         result = block_gradients(*rows, places, model=model, with_loss=with_loss)

@@ -24,7 +24,7 @@ def draw_block(num_words, vocabulary=NUM_WORDS, window=4, groups=2, k=6, seed=0)
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(0, vocabulary, (num_words,), generator=generator)
     windows = torch.randint(1, window + 1, (num_words,), generator=generator)
-    negatives = torch.randint(0, vocabulary, (groups, k), generator=generator)
+    negatives = torch.randint(0, vocabulary, (groups * k,), generator=generator)
     place, cut = torch.arange(num_words), num_words // 3
     first, end = torch.where(place < cut, 0, cut), torch.where(place < cut, cut, num_words)
     return Block(

@@ -12,7 +12,14 @@ import torch
 
 from speedtransfer.word2vec import Corpus, Settings, Trainer, train
 from speedtransfer.word2vec.optimizers import make_optimizer
-from speedtransfer.word2vec.outcome import FEW_STEPS, Losses, warning_of_few_steps, warning_of_loss, warning_of_rate
+from speedtransfer.word2vec.outcome import (
+    FEW_STEPS,
+    Losses,
+    warning_of_few_steps,
+    warning_of_loss,
+    warning_of_rate,
+    warning_of_vectors,
+)
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.schedule import choose_schedule, schedule_for
 
@@ -178,3 +185,16 @@ def test_too_little_text_is_told_by_default(caplog):
         "this run has 50 steps, too few to train much (fewer than 100); pass a smaller block_words, such as 16, or more "
         "epochs than 50"
     ]
+
+
+def test_vectors_that_have_one_dimension_in_common_are_told():
+    """As AdamW made them with 64 shared negatives: a loss lower than that of good vectors, and words like any other."""
+    vectors, settings = torch.randn(1000, 100, generator=torch.Generator().manual_seed(0)), Settings(dim=100)
+    assert warning_of_vectors(vectors, settings) == ""
+    vectors[:, 7] = 8
+    said = warning_of_vectors(vectors, settings)
+    assert "39% of their squared length in common, in dimension 7" in said
+    assert "more shared_negatives than 512" in said
+    assert "more shared_negatives than 256" in warning_of_vectors(vectors, Settings(dim=100, model="cbow"))
+    assert warning_of_vectors(torch.ones(5, 4), Settings(dim=4)) == ""  # so few that they say nothing
+    assert warning_of_vectors(torch.zeros(5, 100), settings) == ""

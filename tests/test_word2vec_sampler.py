@@ -103,12 +103,12 @@ def test_windows_end_at_the_edges_of_sequences(vocabulary, sample):
     assert (np.mean(kept_at) == 1) == (sample == 0)
 
 
-def test_negatives_follow_the_noise_in_every_group(vocabulary):
+def test_negatives_follow_the_noise(vocabulary):
     sampler = sampler_of(vocabulary, corpus_ids(2), sample=0, block_words=1400, shared_negatives=5)
     drawn = torch.stack([sampler.block(step).negatives for step in range(1000)])
-    assert drawn.shape == (1000, 3, 5)  # a group for every 512 words
-    for group in range(3):
-        assert_drawn_from(np.bincount(drawn[:, group].flatten().numpy(), minlength=len(COUNTS)), vocabulary.noise())
+    assert drawn.shape == (1000, 3 * 5)  # for every 512 words
+    assert torch.equal(drawn, drawn.sort(dim=1).values)
+    assert_drawn_from(np.bincount(drawn.flatten().numpy(), minlength=len(COUNTS)), vocabulary.noise())
 
 
 def test_negatives_of_a_block_spread_as_the_noise_does(vocabulary):
@@ -220,7 +220,7 @@ def test_block_of_more_words_than_there_are(vocabulary):
     sampler = sampler_of(vocabulary, ids, sample=0, block_words=10**12)
     (block,) = epoch_of(sampler)
     assert len(block.words) == len(ids)
-    assert len(block.negatives) == -(-len(ids) // GROUP_WORDS)
+    assert len(block.negatives) == 512 * -(-len(ids) // GROUP_WORDS)
 
 
 def test_more_negatives_than_memory(vocabulary):

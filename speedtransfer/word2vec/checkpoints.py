@@ -30,7 +30,7 @@ from speedtransfer.word2vec.trainer import Trainer
 
 _HASH_CHUNK = 1 << 20  # words
 _ANY_MEMORY = ("memory", "path")  # rows are the same in all of them
-GRADIENTS = 2  # of blocks, as `gradients` computes them: a run cannot go on with those of another version
+GRADIENTS = 3  # of blocks, as `gradients` computes them: a run cannot go on with those of another version
 
 
 class Checkpoints:

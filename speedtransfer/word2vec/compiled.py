@@ -32,6 +32,12 @@ def _score(first: np.ndarray, second: np.ndarray) -> Any:
 
 
 @_compile
+def _add(total: np.ndarray, slope: Any, row: np.ndarray) -> None:
+    for d in range(len(total)):
+        total[d] += slope * row[d]
+
+
+@_compile
 def _score_all(vectors: np.ndarray, rows: np.ndarray, scores: np.ndarray) -> None:
     """Set `scores` (n, k) to the products of `vectors` (n, dim) and `rows` (k, dim), n a multiple of 4."""
     for n in range(0, len(vectors), 4):
@@ -49,20 +55,23 @@ def _score_all(vectors: np.ndarray, rows: np.ndarray, scores: np.ndarray) -> Non
 
 @_compile
 def _add_all(totals: np.ndarray, slopes: np.ndarray, rows: np.ndarray) -> None:
-    """Add to `totals` (n, dim) the product of `slopes` (n, k) and `rows` (k, dim), k a multiple of 4."""
+    """Add to `totals` (n, dim) the product of `slopes` (n, k) and `rows` (k, dim)."""
+    by_fours = len(rows) // 4 * 4
     for n in range(len(totals)):
         total = totals[n]
-        for k in range(0, len(rows), 4):
+        for k in range(0, by_fours, 4):
             a, b, c, e = slopes[n, k], slopes[n, k + 1], slopes[n, k + 2], slopes[n, k + 3]
             row_a, row_b, row_c, row_e = rows[k], rows[k + 1], rows[k + 2], rows[k + 3]
             for d in range(len(total)):
                 total[d] += a * row_a[d] + b * row_b[d] + c * row_c[d] + e * row_e[d]
+        for k in range(by_fours, len(rows)):
+            _add(total, slopes[n, k], rows[k])
 
 
 @_compile
-def _add(total: np.ndarray, slope: Any, row: np.ndarray) -> None:
+def _set(total: np.ndarray, slope: Any, row: np.ndarray) -> None:
     for d in range(len(total)):
-        total[d] += slope * row[d]
+        total[d] = slope * row[d]
 
 
 @_compile
@@ -72,6 +81,72 @@ def _mean(vector: np.ndarray, rows: np.ndarray, chosen: np.ndarray) -> None:
         for row in chosen[1:]:
             _add(vector, vector.dtype.type(1), rows[row])
         vector /= vector.dtype.type(len(chosen))
+
+
+@_compile
+def _window_means(
+    means: np.ndarray,
+    sums: np.ndarray,
+    rows: np.ndarray,
+    bag_rows: np.ndarray,
+    starts: np.ndarray,
+    windows: tuple[np.ndarray, np.ndarray],
+    span: tuple[int, int],
+    near: tuple[int, int],
+) -> None:
+    """Set `means` (words, dim) to the mean vector around each word of `span`: differences of `sums` over the words `near`."""
+    (before, after), (start, stop), (low, high) = windows, span, near
+    one = rows.dtype.type(1)
+    sums[0] = 0
+    for i in range(low, high):
+        total, earlier = sums[i - low + 1], sums[i - low]
+        if starts[i + 1] - starts[i] == 1:  # in one pass where words have one row
+            row = rows[bag_rows[starts[i]]]
+            for d in range(len(total)):
+                total[d] = earlier[d] + row[d]
+        else:
+            _mean(total, rows, bag_rows[starts[i] : starts[i + 1]])
+            _add(total, one, earlier)
+    for i in range(start, stop):
+        mean, share = means[i - start], one / max(before[i] + after[i], 1)
+        first, mine, since, end = (
+            sums[i - before[i] - low],
+            sums[i - low],
+            sums[i + 1 - low],
+            sums[i + after[i] + 1 - low],
+        )
+        for d in range(len(mean)):
+            mean[d] = ((mine[d] - first[d]) + (end[d] - since[d])) * share
+
+
+@_compile
+def _move_windows(
+    rows: np.ndarray,
+    changes: np.ndarray,
+    moves: np.ndarray,
+    bag_rows: np.ndarray,
+    starts: np.ndarray,
+    windows: tuple[np.ndarray, np.ndarray],
+    span: tuple[int, int],
+    near: tuple[int, int],
+) -> None:
+    """Add to the rows of the words `near` the move of each word of `span` that has them in its window.
+
+    `changes` has where that begins and ends; the running sum over it is what each of the words `near` gets.
+    """
+    (before, after), (start, stop), (low, high) = windows, span, near
+    one = rows.dtype.type(1)
+    changes[: high - low + 1] = 0
+    for i in range(start, stop):
+        _add(changes[i - before[i] - low], one, moves[i - start])
+        _add(changes[i + after[i] + 1 - low], -one, moves[i - start])
+    for i in range(low, high):
+        change = changes[i - low]
+        _add(changes[i - low + 1], one, change)
+        if start <= i < stop:
+            _add(change, -one, moves[i - start])  # no word is in its own window
+        for row in bag_rows[starts[i] : starts[i + 1]]:
+            _add(rows[row], one, change)
 
 
 @_compile
@@ -90,33 +165,27 @@ def train(
     cbow: bool,
     with_loss: bool,
 ) -> float:
-    """Train both kinds of rows in place and return the loss; arguments as `gradients.train_block`, `draws` (spans, k)."""
+    """Train both kinds of rows in place and return the loss; arguments as `gradients.block_gradients`, `draws` (spans, k)."""
     count, dim, dtype, loss = len(contexts), center_rows.shape[1], center_rows.dtype, 0.0
     reach = max(before.max(), after.max()) if count else 0
-    one, k = dtype.type(1), draws.shape[1]
-    # Products go by fours: what fills them up is zero.
-    words, drawn = -(-span // 4) * 4, -(-k // 4) * 4
-    vectors, moves = np.zeros((words, dim), dtype=dtype), np.empty((words, dim), dtype=dtype)
-    noise, noise_moves = np.zeros((drawn, dim), dtype=dtype), np.empty((drawn, dim), dtype=dtype)
-    found = np.empty((span + 2 * reach, dim), dtype=dtype)  # vectors of the words from `low` on
-    slopes, noise_slopes = np.empty((span, 2 * reach + 1), dtype=dtype), np.zeros((words, drawn), dtype=dtype)
+    one, k, windows = dtype.type(1), draws.shape[1], (before, after)
+    words = -(-span // 4) * 4  # scores go by fours: what fills them up is zero
+    vectors, moves = np.zeros((words, dim), dtype=dtype), np.zeros((words, dim), dtype=dtype)
+    noise, noise_moves = np.empty((k, dim), dtype=dtype), np.empty((k, dim), dtype=dtype)
+    sums = np.empty((span + 2 * reach + 1, dim), dtype=dtype)
+    slopes, noise_slopes = np.empty((span, 2 * reach + 1), dtype=dtype), np.empty((words, k), dtype=dtype)
 
     for number in range(len(draws)):
         start, stop = number * span, min((number + 1) * span, count)
-        low, high = (max(start - reach, 0), min(stop + reach, count)) if cbow else (start, stop)
-        for i in range(low, high):
-            _mean(found[i - low], center_rows, bag_rows[starts[i] : starts[i + 1]])
+        low, high = max(start - reach, 0), min(stop + reach, count)
+        if cbow:
+            _window_means(vectors, sums, center_rows, bag_rows, starts, windows, (start, stop), (low, high))
+        else:
+            for i in range(start, stop):
+                _mean(vectors[i - start], center_rows, bag_rows[starts[i] : starts[i + 1]])
         for i in range(start, stop):
-            at, around = i - start, before[i] + after[i]
+            at, around, fresh = i - start, before[i] + after[i], True
             vector, move = vectors[at], moves[at]
-            move[:] = 0
-            if cbow:
-                vector[:] = 0
-                for near in range(i - before[i], i + after[i] + 1):
-                    if near != i:
-                        _add(vector, one / around, found[near - low])
-            else:
-                vector[:] = found[i - low]
             for near in range(i, i + 1 if around else i) if cbow else range(i - before[i], i + after[i] + 1):
                 if near == i and not cbow:
                     continue
@@ -124,9 +193,15 @@ def train(
                 score = _score(vector, context)
                 slope = rate / (one + np.exp(score))
                 slopes[at, near - i + reach] = slope
-                _add(move, slope, context)
+                if fresh:
+                    _set(move, slope, context)
+                else:
+                    _add(move, slope, context)
+                fresh = False
                 if with_loss:
                     loss += max(-score, 0.0) + math.log1p(math.exp(-abs(score)))
+            if fresh:
+                move[:] = 0
         for t in range(k):
             noise[t] = context_rows[draws[number, t]]
         _score_all(vectors, noise, noise_slopes)
@@ -150,9 +225,19 @@ def train(
                     _add(context_rows[contexts[near]], slopes[at, near - i + reach], vectors[at])
         for t in range(k):
             _add(context_rows[draws[number, t]], one, noise_moves[t])
-        for i in range(start, stop):
-            for near in range(i - before[i], i + after[i] + 1) if cbow else range(i, i + 1):
-                if near != i or not cbow:
-                    for row in bag_rows[starts[near] : starts[near + 1]]:
-                        _add(center_rows[row], one, moves[i - start])
+        if cbow:
+            _move_windows(center_rows, sums, moves, bag_rows, starts, windows, (start, stop), (low, high))
+        else:
+            for i in range(start, stop):
+                for row in bag_rows[starts[i] : starts[i + 1]]:
+                    _add(center_rows[row], one, moves[i - start])
     return loss
+
+
+@_compile
+def way(starts: np.ndarray, ends: np.ndarray, rate: Any) -> None:
+    """Set `ends` (n, dim) to the way from them back to `starts`, divided by `rate`."""
+    for n in range(len(ends)):
+        start, end = starts[n], ends[n]
+        for d in range(len(end)):
+            end[d] = (start[d] - end[d]) / rate

@@ -27,8 +27,11 @@ from speedtransfer.jit import compiled_module
 from speedtransfer.word2vec.places import Places
 
 # Negatives of a span for each of `negative`. A word of skip-gram makes six predictions with windows of 1 to 5, one of CBOW
-# makes one; with half as many draws analogies and similarities were up to 0.02 worse.
-DRAWS = {"skipgram": 6, "cbow": 2}
+# makes one. With a third less analogies were 0.02 lower, with twice as many those of CBOW 0.02 higher, for a tenth more time.
+DRAWS = {"skipgram": 6, "cbow": 3}
+# Negatives in the pool for every `sampler.GROUP_WORDS` words. AdamW does not bear a pool in which each word stands for many:
+# with 128 for skip-gram the vectors fell into one dimension (`outcome.warning_of_vectors`).
+POOLS = {"skipgram": 512, "cbow": 256}
 MODELS = tuple(DRAWS)
 # First learning rates, those of word2vec.c but for 0.03, which is 0.025 there: similarities and analogies were better with it
 # (SimVerb-3500, MEN and the tuned sets of bench/word2vec.py).
@@ -80,36 +83,29 @@ def block_gradients(
         Where among them its words and negatives are.
     model : {"skipgram", "cbow"}
     negative : int
-        Negatives a prediction.
+        Negatives a prediction that the draws of `places` stand for.
     rate : float, optional
         Above 0; by default that of `RATES`.
     with_loss : bool
         False leaves the loss out.
     """
     rate = RATES[model] if rate is None else rate
-    center, context = center_rows.clone(), context_rows.clone()
-    loss = train_block(center, context, places, model, negative, rate, with_loss)
-    for end, start in ((center, center_rows), (context, context_rows)):
-        torch.sub(start, end, out=end).div_(rate)
-    num_pairs = places.num_predicted if model == "cbow" else places.num_pairs
-    return BlockGradients(center, context, num_pairs, loss)
-
-
-def train_block(
-    center_rows: Tensor, context_rows: Tensor, places: Places, model: str, negative: int, rate: float, with_loss: bool
-) -> Tensor | None:
-    """Train rows in place; arguments as `block_gradients`. Return the loss, shape (), or None."""
-    draws = places.draws(DRAWS[model] * negative)
+    starts, ends = (center_rows, context_rows), (center_rows.clone(), context_rows.clone())
     compiled = _compiled() if center_rows.device.type == "cpu" else None
     if compiled is None:
-        return _train(center_rows, context_rows, places, draws, model == "cbow", negative, rate, with_loss)
-    rows = center_rows.numpy(), context_rows.numpy()
-    bags = places.bags
-    where = (bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, draws)
-    numbers = [tensor.numpy() for tensor in where]
-    typed_rate = rows[0].dtype.type(rate)
-    loss = compiled.train(*rows, *numbers, places.span, negative, typed_rate, model == "cbow", with_loss)
-    return center_rows.new_tensor(loss) if with_loss else None
+        loss = _train(*ends, places, model == "cbow", negative, rate, with_loss)
+        for start, end in zip(starts, ends, strict=True):
+            torch.sub(start, end, out=end).div_(rate)
+    else:
+        bags, rows = places.bags, [end.numpy() for end in ends]
+        where = (bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, places.draws)
+        numbers, typed_rate = [tensor.numpy() for tensor in where], rows[0].dtype.type(rate)
+        summed = compiled.train(*rows, *numbers, places.span, negative, typed_rate, model == "cbow", with_loss)
+        loss = center_rows.new_tensor(summed) if with_loss else None
+        for start, row in zip(starts, rows, strict=True):
+            compiled.way(start.detach().numpy(), row, typed_rate)
+    num_pairs = places.num_predicted if model == "cbow" else places.num_pairs
+    return BlockGradients(*ends, num_pairs, loss)
 
 
 def _compiled() -> Any:
@@ -121,7 +117,6 @@ def _train(
     center_rows: Tensor,
     context_rows: Tensor,
     places: Places,
-    draws: Tensor,
     cbow: bool,
     negative: int,
     rate: float,
@@ -131,7 +126,7 @@ def _train(
     contexts, reach = places.contexts, places.reach
     loss = center_rows.new_zeros(()) if with_loss else None
     at = torch.arange(len(contexts), device=center_rows.device)
-    for number, drawn in enumerate(draws):
+    for number, drawn in enumerate(places.draws):
         start, stop = number * places.span, min((number + 1) * places.span, len(contexts))
         here, near = slice(start, stop), slice(max(start - reach, 0), min(stop + reach, len(contexts)))
         gap = at[near] - at[here, None]

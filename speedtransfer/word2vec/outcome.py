@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.word2vec.gradients import RATES
@@ -13,6 +14,8 @@ from speedtransfer.word2vec.settings import Settings
 FEW_STEPS = 100
 _FAR = 8.0  # times word2vec's rate, or a part of it: as far as some corpora and models want
 _AT_CHANCE = 0.99  # of the loss of vectors that know nothing
+MOST_WORDS = 10_000  # whose vectors are looked at
+_ONE_DIMENSION = 0.25  # of the squared length of vectors, where some 0.02 is usual
 _RISEN = 1.01  # times it: more than one batch differs from another
 
 
@@ -90,3 +93,16 @@ def warning_of_loss(losses: Losses, settings: Settings, epochs: int) -> str:
             f"{settings.first_lr:g}"
         )
     return ""
+
+
+def warning_of_vectors(vectors: Tensor, settings: Settings) -> str:
+    """Return what to say of vectors (words, dim) that share most of their length in one dimension; "" where they do not."""
+    shares = vectors.mean(0).square() / vectors.square().sum(1).mean()
+    share = float(shares.max())
+    if not share > max(_ONE_DIMENSION, 10 / settings.dim):  # nan: all are zero
+        return ""
+    return (
+        f"the vectors have {share:.0%} of their squared length in common, in dimension {int(shares.argmax())}, which leaves "
+        f"little to tell words apart by; pass more shared_negatives than {settings.pool}, a smaller lr than "
+        f"{settings.first_lr:g}, or optimizer='sgd'"
+    )

@@ -5,6 +5,7 @@ So the host never waits for a CUDA device to tell it one, and a thread can find 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +15,7 @@ from speedtransfer.tables import UniqueRows, move_together, unique_rows
 from speedtransfer.word2vec.subwords import Bags, Subwords
 
 MOST_WORDS_AT_ONCE = 16
-_TURN = 40503  # an odd number near 2**16 / golden ratio: neighbouring spans begin far from each other in the pool
+_GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 
 
 @dataclass(frozen=True)
@@ -28,17 +29,19 @@ class Places:
     starts : list of int
         Where the bag of each word begins among them and, last, how many there are; on the host.
     outputs : UniqueRows
-        Of the words, then the negatives, group by group.
+        Of the words, then the negatives.
     before, after : Tensor of int64, shape (n,)
         The windows, as in `Block`.
     reach : int
         The widest window to a side.
     span : int
         Words that are trained at once.
+    draws : Tensor of int64, shape (spans, min(num_draws, pool))
+        The negatives of each span, as positions in the output rows.
     num_pairs, num_predicted : Tensor of int64, shape ()
         All pairs; the words that have another one in their window. On the host.
     found_with : tuple
-        The last two arguments of `find`.
+        The last three arguments of `find`.
     """
 
     bags: Bags
@@ -48,9 +51,10 @@ class Places:
     after: Tensor
     reach: int
     span: int
+    draws: Tensor
     num_pairs: Tensor
     num_predicted: Tensor
-    found_with: tuple[int, Subwords | None]
+    found_with: tuple[int, int, Subwords | None]
 
     @classmethod
     def find(
@@ -60,6 +64,7 @@ class Places:
         after: Tensor,
         negatives: Tensor,
         num_words: int,
+        num_draws: int,
         subwords: Subwords | None = None,
     ) -> Places:
         """Return those of the tensors of a block, all on the CPU.
@@ -70,6 +75,8 @@ class Places:
             As in `Block`.
         num_words : int
             Of the vocabulary.
+        num_draws : int
+            Negatives that each span takes from the pool.
         subwords : Subwords, optional
             What words are made of; by default each has one row.
 
@@ -78,8 +85,9 @@ class Places:
         RowIndexError
             A word is none of the vocabulary.
         """
-        outputs, sizes = unique_rows(torch.cat([words, negatives.flatten()]), num_words), before + after
+        outputs, sizes = unique_rows(torch.cat([words, negatives]), num_words), before + after
         bags = Bags.of_single_rows(words) if subwords is None else subwords.find(words)
+        span = _span_of(bags, len(words))
         return cls(
             bags,
             bags.starts.tolist(),
@@ -87,39 +95,27 @@ class Places:
             before,
             after,
             int(torch.maximum(before, after).max()) if len(words) else 0,
-            _span_of(bags, len(words)),
+            span,
+            _draw(outputs.inverse[len(words) :], -(-len(words) // span), num_draws),
             sizes.sum(),
             (sizes > 0).sum(),
-            (num_words, subwords),
+            (num_words, num_draws, subwords),
         )
 
     def to(self, device: torch.device) -> Places:
         """Return the same on `device`."""
         if self.before.device == device:
             return self
-        groups, others = [self.bags.rows, self.outputs], [self.before, self.after, self.bags.starts, self.bags.bag_of]
-        (rows, outputs), (before, after, starts, bag_of) = move_together(groups, others, device)
-        return replace(self, bags=Bags(rows, starts, bag_of), outputs=outputs, before=before, after=after)
+        groups = [self.bags.rows, self.outputs]
+        others = [self.before, self.after, self.bags.starts, self.bags.bag_of, self.draws.flatten()]
+        (rows, outputs), (before, after, starts, bag_of, draws) = move_together(groups, others, device)
+        draws = draws.view(self.draws.shape)
+        return replace(self, bags=Bags(rows, starts, bag_of), outputs=outputs, before=before, after=after, draws=draws)
 
     @property
     def contexts(self) -> Tensor:
         """The words of the block, as positions in the output rows: (n,) int64."""
         return self.outputs.inverse[: len(self.before)]
-
-    @property
-    def negatives(self) -> Tensor:
-        """The pool of negatives, as positions in the output rows: int64, group by group."""
-        return self.outputs.inverse[len(self.before) :]
-
-    def draws(self, count: int) -> Tensor:
-        """Return the negatives of each span, as positions in the output rows: int64, shape (spans, min(count, pool)).
-
-        They are spread evenly over the pool, in which words stand by their frequency, and begin elsewhere in it for each span.
-        """
-        pool, num_spans = self.negatives, -(-len(self.before) // self.span)
-        count = min(len(pool), count)
-        first = torch.arange(num_spans, device=pool.device)[:, None] * _TURN
-        return pool[(first + torch.arange(count, device=pool.device) * (len(pool) // count)) % len(pool)]
 
 
 def _span_of(bags: Bags, num_words: int) -> int:
@@ -129,3 +125,15 @@ def _span_of(bags: Bags, num_words: int) -> int:
     """
     most = int(torch.bincount(bags.rows.inverse).max()) if num_words else 1
     return min(max(num_words // most, 1), MOST_WORDS_AT_ONCE)
+
+
+def _draw(pool: Tensor, num_spans: int, num_draws: int) -> Tensor:
+    """Return the negatives of each span, of `pool`, in which words stand by their frequency.
+
+    Each draw goes on by a golden section of the pool, which spreads those of a span evenly over it, and takes each word as
+    often as any other.
+    """
+    num_draws, step = min(len(pool), num_draws), round(len(pool) / _GOLDEN_RATIO)
+    while math.gcd(step, len(pool)) > 1:
+        step += 1
+    return pool[torch.arange(num_spans * num_draws, device="cpu").view(num_spans, num_draws) * step % len(pool)]

@@ -21,7 +21,7 @@ from speedtransfer.system import physical_bytes
 from speedtransfer.word2vec.places import Places
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
-GROUP_WORDS = 512  # words of a block for each `shared_negatives` of the pool
+GROUP_WORDS = 512  # words of a block that each `shared_negatives` of the pool are drawn for
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Block:
         Consecutive words that survived subsampling.
     before, after : Tensor of int64, shape (n,)
         How many words to the left and to the right of each are its context; within the block and its sequence.
-    negatives : Tensor of int64, shape (groups, shared_negatives)
-        A pool of words drawn from the noise distribution, from which the words of the block take theirs (`Places.draws`).
+    negatives : Tensor of int64, shape (pool,)
+        Words drawn from the noise distribution, the most frequent first, from which the words of the block take theirs
+        (`Places.draws`).
     num_corpus_words : int
         Words of the corpus that the block covers, before subsampling.
     places : Places or None
@@ -94,8 +95,8 @@ class Sampler:
         self.window = check_size(window, "window", 1)
         self.shared_negatives = check_size(shared_negatives, "shared_negatives", 1)
         block_words = min(check_size(block_words, "block_words", 2), max(len(ids), 2))
-        self.groups = -(-block_words // GROUP_WORDS)
-        num_bytes = 8 * self.groups * self.shared_negatives
+        self.pool = -(-block_words // GROUP_WORDS) * self.shared_negatives
+        num_bytes = 8 * self.pool
         if num_bytes > physical_bytes():
             raise HostMemoryError(
                 f"shared_negatives={shared_negatives} asks for {format_bytes(num_bytes)} a step but this machine has "
@@ -141,18 +142,15 @@ class Sampler:
         return Block(words, before, after, self._draw_negatives(generator), len(stretch))
 
     def _draw_negatives(self, generator: torch.Generator) -> Tensor:
-        """Draw (groups, shared_negatives) words of the noise, one in each of as many equal strata of it.
+        """Draw (pool,) words of the noise, one in each of as many equal strata of it.
 
         Every draw follows the noise, and all together they spread over frequent and rare words as it does, so that sums over
-        them vary less than over independent draws. Of neighbouring strata each group has one, by a random turn.
+        them vary less than over independent draws.
         """
-        k, groups = self.shared_negatives, self.groups
-        strata = torch.rand(k, groups, dtype=torch.float64, generator=generator, device="cpu")
-        strata.view(-1).add_(torch.arange(k * groups, device="cpu")).div_(k * groups)
-        turn = torch.randint(groups, (k, 1), generator=generator, device="cpu")
-        strata = strata.gather(1, (turn + torch.arange(groups, device="cpu")) % groups)
+        strata = torch.rand(self.pool, dtype=torch.float64, generator=generator, device="cpu")
+        strata.add_(torch.arange(self.pool, device="cpu")).div_(self.pool)
         # Clamped because the last stratum may be rounded up to 1.
-        return torch.searchsorted(self._noise, strata.t().contiguous(), right=True).clamp_(max=len(self._noise) - 1)
+        return torch.searchsorted(self._noise, strata, right=True).clamp_(max=len(self._noise) - 1)
 
     def _seed_of(self, step: int) -> int:
         """Return the seed of a step: those of other runs are far away."""

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.tables import MEMORIES
+from speedtransfer.word2vec.gradients import POOLS
 from speedtransfer.word2vec.optimizers import check_optimizer, default_lr, find_optimizer
 
 Check = Callable[[Any, str], Any]  # (value, name) -> the value as it is kept, or an error
@@ -129,8 +130,9 @@ class Settings:
         In-out parameter of the walks (node2vec): above 1 they stay near, below 1 they go far.
     block_words : int, optional
         Words a step, after subsampling; by default 8,192, or down to 32 where the corpus is too small for 1,000 such steps.
-    shared_negatives : int
-        Negatives drawn for every 512 words of a step: the pool from which its words take theirs.
+    shared_negatives : int, optional
+        Negatives drawn for every 512 words of a step: the pool from which its words take theirs. By default 512 for skip-gram
+        and 256 for CBOW, which takes fewer of them.
     seed : int
         Of first weights and every draw; on a CPU the same seed, threads and versions give the same bits.
     memory : {"auto", "pinned", "pageable", "mmap", "device"}
@@ -169,7 +171,7 @@ class Settings:
     p: float = _number(1.0, "above 0")
     q: float = _number(1.0, "above 0")
     block_words: int | None = _size(None, minimum=2)
-    shared_negatives: int = _size(512, minimum=1)
+    shared_negatives: int | None = _size(None, minimum=1)
     seed: int = _size(1, minimum=0)
     memory: str = _choice("auto", *MEMORIES)
     path: str | os.PathLike[str] | None = field(default=None, metadata={"check": check_path})
@@ -199,10 +201,16 @@ class Settings:
         """The learning rate that training starts from."""
         return default_lr(self.optimizer, self.model) if self.lr is None else self.lr
 
+    @property
+    def pool(self) -> int:
+        """`shared_negatives`, filled in."""
+        return POOLS[self.model] if self.shared_negatives is None else self.shared_negatives
+
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON can hold them, the learning rate filled in."""
         values = {name: getattr(self, name) for name in SETTINGS}
         values["lr"] = self.first_lr
+        values["shared_negatives"] = self.pool
         values["options"] = dict(self.options or {})
         values["path"] = None if self.path is None else os.fspath(self.path)
         values["device"] = None if self.device is None else str(self.device)
@@ -243,7 +251,7 @@ class MoreSettings(TypedDict, total=False):
     p: float
     q: float
     block_words: int | None
-    shared_negatives: int
+    shared_negatives: int | None
     seed: int
     memory: str
     path: str | os.PathLike[str] | None

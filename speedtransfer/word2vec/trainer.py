@@ -17,7 +17,14 @@ from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.model import Word2Vec
 from speedtransfer.word2vec.optimizers import block_rate, make_optimizer, set_lr
-from speedtransfer.word2vec.outcome import Losses, warning_of_few_steps, warning_of_loss, warning_of_rate
+from speedtransfer.word2vec.outcome import (
+    MOST_WORDS,
+    Losses,
+    warning_of_few_steps,
+    warning_of_loss,
+    warning_of_rate,
+    warning_of_vectors,
+)
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.sampler import Block, Sampler
 from speedtransfer.word2vec.schedule import schedule_for
@@ -89,7 +96,7 @@ class Trainer:
             window=settings.window,
             sample=settings.sample,
             block_words=self.block_words,
-            shared_negatives=settings.shared_negatives,
+            shared_negatives=settings.pool,
         )
         self.model = Word2Vec(
             corpus.vocabulary,
@@ -244,6 +251,7 @@ class Trainer:
                 raise InvalidValueError(self._why_no_pair())
             else:
                 _warn(warning_of_loss(self._losses, self.settings, self.epochs))
+                _warn(warning_of_vectors(self.model.word_vectors(MOST_WORDS), self.settings))
             for watcher in watchers:
                 watcher.finish(self)
             self.stop_signal = stop.requested
