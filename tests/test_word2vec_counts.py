@@ -122,7 +122,3 @@ def test_spans_use_all_of_the_pool_alike(pool, num_draws):
     assert places.draws.shape == (pool, min(pool, num_draws))
     drawn = places.outputs.ids[places.draws]
     assert (torch.bincount(drawn.flatten(), minlength=pool)[:pool] == min(pool, num_draws)).all()
-    gaps = torch.diff(drawn.sort(dim=1).values, dim=1)
-    if num_draws > 1 and pool > 100:  # each span from the most frequent words to the rarest
-        assert gaps.max() < 2.7 * pool / num_draws
-        assert drawn.min(dim=1).values.max() < 2.7 * pool / num_draws

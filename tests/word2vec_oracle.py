@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
@@ -21,9 +19,8 @@ def span_of(block, rows_of=None):
 def draws_of(position, block, model, negative, rows_of=None):
     """Return the words of the pool that the word at `position` of a block takes as negatives, with all of its span."""
     pool, span = block.negatives.tolist(), position // span_of(block, rows_of)
-    count, step = min(len(pool), {"skipgram": 6, "cbow": 3}[model] * negative), round(len(pool) * 0.6180339887498949)
-    step = next(coprime for coprime in range(step, step + len(pool)) if math.gcd(coprime, len(pool)) == 1)
-    return [pool[(span * count + draw) * step % len(pool)] for draw in range(count)]
+    count = min(len(pool), {"skipgram": 6, "cbow": 3}[model] * negative)
+    return [pool[(span * count + draw) % len(pool)] for draw in range(count)]
 
 
 def window_of(block, position):

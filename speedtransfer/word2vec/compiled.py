@@ -150,6 +150,76 @@ def _move_windows(
 
 
 @_compile
+def _loss(score: Any) -> float:
+    """Return softplus of -score."""
+    return max(-score, 0.0) + math.log1p(math.exp(-abs(score)))
+
+
+@_compile
+def _meet_contexts(
+    vectors: np.ndarray,
+    moves: np.ndarray,
+    slopes: np.ndarray,
+    context_rows: np.ndarray,
+    contexts: np.ndarray,
+    windows: tuple[np.ndarray, np.ndarray],
+    span: tuple[int, int],
+    rate: Any,
+    cbow: bool,
+    with_loss: bool,
+) -> float:
+    """Set `moves` of the words of a span, and `slopes` (words, places in a window), by what they predict; return the loss."""
+    (before, after), (start, stop) = windows, span
+    one, reach, loss = vectors.dtype.type(1), slopes.shape[1] // 2, 0.0
+    for i in range(start, stop):
+        at, around, fresh = i - start, before[i] + after[i], True
+        for near in range(i, i + 1 if around else i) if cbow else range(i - before[i], i + after[i] + 1):
+            if near == i and not cbow:
+                continue
+            context = context_rows[contexts[near]]
+            score = _score(vectors[at], context)
+            slope = rate / (one + np.exp(score))
+            slopes[at, near - i + reach] = slope
+            if fresh:
+                _set(moves[at], slope, context)
+            else:
+                _add(moves[at], slope, context)
+            fresh = False
+            if with_loss:
+                loss += _loss(score)
+        if fresh:
+            moves[at] = 0
+    return loss
+
+
+@_compile
+def _meet_noise(
+    vectors: np.ndarray,
+    moves: np.ndarray,
+    slopes: np.ndarray,
+    noise: np.ndarray,
+    noise_moves: np.ndarray,
+    weights: np.ndarray,
+    rate: Any,
+    with_loss: bool,
+) -> float:
+    """Add to `moves`, and set `noise_moves`, by the negatives `noise` (k, dim), with `weights` (words,); return the loss."""
+    one, loss = vectors.dtype.type(1), 0.0
+    _score_all(vectors, noise, slopes)
+    for at in range(len(vectors)):
+        weight = weights[at]
+        for t in range(len(noise)):
+            score = slopes[at, t]
+            slopes[at, t] = -rate * weight / (one + np.exp(-score))
+            if with_loss:
+                loss += weight * _loss(-score)
+    _add_all(moves, slopes, noise)
+    noise_moves[:] = 0
+    _add_all(noise_moves, slopes.T, vectors)
+    return loss
+
+
+@_compile
 def train(
     center_rows: np.ndarray,
     context_rows: np.ndarray,
@@ -159,78 +229,55 @@ def train(
     before: np.ndarray,
     after: np.ndarray,
     draws: np.ndarray,
-    span: int,
+    most_words: int,
     negative: int,
     rate: Any,
     cbow: bool,
     with_loss: bool,
 ) -> float:
-    """Train both kinds of rows in place and return the loss; arguments as `gradients.block_gradients`, `draws` (spans, k)."""
+    """Train both kinds of rows in place, `most_words` words at once, and return the loss.
+
+    Arguments as `gradients.block_gradients`; `rate` of the dtype of the rows.
+    """
     count, dim, dtype, loss = len(contexts), center_rows.shape[1], center_rows.dtype, 0.0
-    reach = max(before.max(), after.max()) if count else 0
-    one, k, windows = dtype.type(1), draws.shape[1], (before, after)
-    words = -(-span // 4) * 4  # scores go by fours: what fills them up is zero
+    reach, k, windows = max(before.max(), after.max()) if count else 0, draws.shape[1], (before, after)
+    words = -(-most_words // 4) * 4  # scores go by fours: what fills them up has no weight
     vectors, moves = np.zeros((words, dim), dtype=dtype), np.zeros((words, dim), dtype=dtype)
     noise, noise_moves = np.empty((k, dim), dtype=dtype), np.empty((k, dim), dtype=dtype)
-    sums = np.empty((span + 2 * reach + 1, dim), dtype=dtype)
-    slopes, noise_slopes = np.empty((span, 2 * reach + 1), dtype=dtype), np.empty((words, k), dtype=dtype)
+    slopes, noise_slopes = np.empty((words, 2 * reach + 1), dtype=dtype), np.empty((words, k), dtype=dtype)
+    weights, sums = np.zeros(words, dtype=dtype), np.empty((most_words + 2 * reach + 1, dim), dtype=dtype)
 
     for number in range(len(draws)):
-        start, stop = number * span, min((number + 1) * span, count)
-        low, high = max(start - reach, 0), min(stop + reach, count)
-        if cbow:
-            _window_means(vectors, sums, center_rows, bag_rows, starts, windows, (start, stop), (low, high))
-        else:
-            for i in range(start, stop):
-                _mean(vectors[i - start], center_rows, bag_rows[starts[i] : starts[i + 1]])
+        start, stop = span = number * most_words, min((number + 1) * most_words, count)
+        near = max(start - reach, 0), min(stop + reach, count)
+        weights[:] = 0
         for i in range(start, stop):
-            at, around, fresh = i - start, before[i] + after[i], True
-            vector, move = vectors[at], moves[at]
-            for near in range(i, i + 1 if around else i) if cbow else range(i - before[i], i + after[i] + 1):
-                if near == i and not cbow:
-                    continue
-                context = context_rows[contexts[near]]
-                score = _score(vector, context)
-                slope = rate / (one + np.exp(score))
-                slopes[at, near - i + reach] = slope
-                if fresh:
-                    _set(move, slope, context)
-                else:
-                    _add(move, slope, context)
-                fresh = False
-                if with_loss:
-                    loss += max(-score, 0.0) + math.log1p(math.exp(-abs(score)))
-            if fresh:
-                move[:] = 0
+            predictions = min(before[i] + after[i], 1) if cbow else before[i] + after[i]
+            weights[i - start] = dtype.type(negative * predictions) / k
+            if not cbow:
+                _mean(vectors[i - start], center_rows, bag_rows[starts[i] : starts[i + 1]])
+        if cbow:
+            _window_means(vectors, sums, center_rows, bag_rows, starts, windows, span, near)
         for t in range(k):
             noise[t] = context_rows[draws[number, t]]
-        _score_all(vectors, noise, noise_slopes)
-        for at in range(words):
-            around = before[start + at] + after[start + at] if at < stop - start else 0
-            weight = dtype.type(negative * (min(around, 1) if cbow else around)) / k
-            for t in range(k):
-                score = noise_slopes[at, t]
-                noise_slopes[at, t] = -rate * weight / (one + np.exp(-score))
-                if with_loss:
-                    loss += weight * (max(score, 0.0) + math.log1p(math.exp(-abs(score))))
-        _add_all(moves, noise_slopes, noise)
-        noise_moves[:] = 0
-        _add_all(noise_moves, noise_slopes.T, vectors)
+        loss += _meet_contexts(vectors, moves, slopes, context_rows, contexts, windows, span, rate, cbow, with_loss)
+        loss += _meet_noise(vectors, moves, noise_slopes, noise, noise_moves, weights, rate, with_loss)
 
         # What is written from here on is read by the next span.
         for i in range(start, stop):
-            at, around = i - start, before[i] + after[i]
-            for near in range(i, i + 1 if around else i) if cbow else range(i - before[i], i + after[i] + 1):
-                if near != i or cbow:
-                    _add(context_rows[contexts[near]], slopes[at, near - i + reach], vectors[at])
+            for other in range(i - before[i], i + after[i] + 1):
+                if not cbow and other != i:
+                    _add(context_rows[contexts[other]], slopes[i - start, other - i + reach], vectors[i - start])
+            if cbow and before[i] + after[i]:
+                _add(context_rows[contexts[i]], slopes[i - start, reach], vectors[i - start])
         for t in range(k):
-            _add(context_rows[draws[number, t]], one, noise_moves[t])
+            _add(context_rows[draws[number, t]], dtype.type(1), noise_moves[t])
         if cbow:
-            _move_windows(center_rows, sums, moves, bag_rows, starts, windows, (start, stop), (low, high))
+            _move_windows(center_rows, sums, moves, bag_rows, starts, windows, span, near)
         else:
             for i in range(start, stop):
                 for row in bag_rows[starts[i] : starts[i + 1]]:
-                    _add(center_rows[row], one, moves[i - start])
+                    _add(center_rows[row], dtype.type(1), moves[i - start])
     return loss
 
 

@@ -5,7 +5,6 @@ So the host never waits for a CUDA device to tell it one, and a thread can find 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +14,6 @@ from speedtransfer.tables import UniqueRows, move_together, unique_rows
 from speedtransfer.word2vec.subwords import Bags, Subwords
 
 MOST_WORDS_AT_ONCE = 16
-_GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 
 
 @dataclass(frozen=True)
@@ -128,12 +126,6 @@ def _span_of(bags: Bags, num_words: int) -> int:
 
 
 def _draw(pool: Tensor, num_spans: int, num_draws: int) -> Tensor:
-    """Return the negatives of each span, of `pool`, in which words stand by their frequency.
-
-    Each draw goes on by a golden section of the pool, which spreads those of a span evenly over it, and takes each word as
-    often as any other.
-    """
-    num_draws, step = min(len(pool), num_draws), round(len(pool) / _GOLDEN_RATIO)
-    while math.gcd(step, len(pool)) > 1:
-        step += 1
-    return pool[torch.arange(num_spans * num_draws, device="cpu").view(num_spans, num_draws) * step % len(pool)]
+    """Return the negatives of each span: the next of `pool`, and from its end on those at its beginning again."""
+    num_draws = min(len(pool), num_draws)
+    return pool[torch.arange(num_spans * num_draws, device="cpu").view(num_spans, num_draws) % len(pool)]

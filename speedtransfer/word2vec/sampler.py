@@ -35,8 +35,7 @@ class Block:
     before, after : Tensor of int64, shape (n,)
         How many words to the left and to the right of each are its context; within the block and its sequence.
     negatives : Tensor of int64, shape (pool,)
-        Words drawn from the noise distribution, the most frequent first, from which the words of the block take theirs
-        (`Places.draws`).
+        Words drawn from the noise distribution, from which the words of the block take theirs (`Places.draws`).
     num_corpus_words : int
         Words of the corpus that the block covers, before subsampling.
     places : Places or None
@@ -142,7 +141,7 @@ class Sampler:
         return Block(words, before, after, self._draw_negatives(generator), len(stretch))
 
     def _draw_negatives(self, generator: torch.Generator) -> Tensor:
-        """Draw (pool,) words of the noise, one in each of as many equal strata of it.
+        """Draw (pool,) words of the noise, one in each of as many equal strata of it, in random order.
 
         Every draw follows the noise, and all together they spread over frequent and rare words as it does, so that sums over
         them vary less than over independent draws.
@@ -150,7 +149,8 @@ class Sampler:
         strata = torch.rand(self.pool, dtype=torch.float64, generator=generator, device="cpu")
         strata.add_(torch.arange(self.pool, device="cpu")).div_(self.pool)
         # Clamped because the last stratum may be rounded up to 1.
-        return torch.searchsorted(self._noise, strata, right=True).clamp_(max=len(self._noise) - 1)
+        words = torch.searchsorted(self._noise, strata, right=True).clamp_(max=len(self._noise) - 1)
+        return words[torch.randperm(self.pool, generator=generator, device="cpu")]
 
     def _seed_of(self, step: int) -> int:
         """Return the seed of a step: those of other runs are far away."""
