@@ -11,7 +11,7 @@ Words are taken in spans of a few (`Places.span`): all scores of a span are of t
 next to nothing, since few words occur twice in it, and its words share their negatives, weighted to stand for `negative` a
 prediction. These come from a pool that the block draws from the noise distribution (`sampler`). One that happens to be the
 context word itself is not skipped, as it would be in word2vec.c: it has the weight of its small probability. On the host numba
-goes along the pairs (`compiled`).
+goes along the pairs (`compiled`), on a CUDA device a kernel (`cuda_spans`); torch (`torch_spans`) replaces either.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from speedtransfer.cuda import is_trusted
 from speedtransfer.jit import compiled_module
+from speedtransfer.word2vec import cuda_spans, torch_spans
 from speedtransfer.word2vec.places import Places
 
 # Negatives of a span for each of `negative`. A word of skip-gram makes six predictions with windows of 1 to 5, one of CBOW
@@ -93,7 +94,8 @@ def block_gradients(
     starts, ends = (center_rows, context_rows), (center_rows.clone(), context_rows.clone())
     compiled = _compiled() if center_rows.device.type == "cpu" else None
     if compiled is None:
-        loss = _train(*ends, places, model == "cbow", negative, rate, with_loss)
+        train = cuda_spans.train if _may_use_kernel(center_rows, places) else torch_spans.train
+        loss = train(*ends, places, model == "cbow", negative, rate, with_loss)
         for start, end in zip(starts, ends, strict=True):
             torch.sub(start, end, out=end).div_(rate)
     else:
@@ -113,58 +115,25 @@ def _compiled() -> Any:
     return compiled_module("speedtransfer.word2vec.compiled")
 
 
-def _train(
-    center_rows: Tensor,
-    context_rows: Tensor,
-    places: Places,
-    cbow: bool,
-    negative: int,
-    rate: float,
-    with_loss: bool,
-) -> Tensor | None:
-    """Do what `compiled.train` does, in torch: two dozen operations a span."""
-    contexts, reach = places.contexts, places.reach
-    loss = center_rows.new_zeros(()) if with_loss else None
-    at = torch.arange(len(contexts), device=center_rows.device)
-    for number, drawn in enumerate(places.draws):
-        start, stop = number * places.span, min((number + 1) * places.span, len(contexts))
-        here, near = slice(start, stop), slice(max(start - reach, 0), min(stop + reach, len(contexts)))
-        gap = at[near] - at[here, None]
-        inside = (gap >= -places.before[here, None]) & (gap <= places.after[here, None]) & (gap != 0)
-        inside = inside.to(center_rows.dtype)  # (words of the span, words near them)
-        around, noise = inside.sum(1, keepdim=True), context_rows[drawn]
-        moved = near if cbow else here  # words whose rows are moved
-        bags, bag_of, vectors = _vectors(center_rows, places, moved)
-        if cbow:
-            vectors = (inside / around.clamp(min=1)) @ vectors
-            targets, counts = contexts[here], around.clamp(max=1)
-            scores = (vectors * context_rows[targets]).sum(1, keepdim=True)
-        else:
-            targets, counts = contexts[near], inside
-            scores = vectors @ context_rows[targets].T
-        noise_scores, weight = vectors @ noise.T, counts.sum(1, keepdim=True) * (negative / len(drawn))
-        if loss is not None:
-            loss += (F.softplus(-scores) * counts).sum() + (F.softplus(noise_scores) * weight).sum()
-        slope, noise_slope = torch.sigmoid(-scores) * counts * rate, torch.sigmoid(noise_scores) * weight * -rate
-        positives = context_rows[targets]
-        moves = noise_slope @ noise + (slope * positives if cbow else slope @ positives)
-        _add(context_rows, targets, slope * vectors if cbow else slope.T @ vectors)
-        _add(context_rows, drawn, noise_slope.T @ vectors)
-        _add(center_rows, bags, (inside.T @ moves if cbow else moves)[bag_of])
-    return loss
+def _may_use_kernel(rows: Tensor, places: Places) -> bool:
+    """Tell whether the kernel of `cuda_spans` can train these rows, which is tried out once a device."""
+    suitable = cuda_spans.are_suitable(rows, places)
+    return suitable and is_trusted("word2vec", rows.device, lambda: _check_kernel(rows.device))
 
 
-def _vectors(rows: Tensor, places: Places, words: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows that consecutive `words` are made of, which word each belongs to, and the vectors: (words, dim)."""
-    inside = slice(places.starts[words.start], places.starts[words.stop])
-    bags, starts = places.bags.rows.inverse[inside], places.bags.starts[words] - inside.start
-    bag_of = places.bags.bag_of[inside] - words.start
-    return bags, bag_of, F.embedding_bag(bags, rows, starts, mode="mean")
-
-
-def _add(rows: Tensor, index: Tensor, values: Tensor) -> None:
-    """Add `values` to `rows`, always in the same order."""
-    if rows.device.type == "cpu":
-        rows.index_add_(0, index, values)
-    else:
-        rows.index_put_((index,), values, accumulate=True)  # sorts; index_add_ adds in any order there
+def _check_kernel(device: torch.device) -> bool:
+    """Compare the kernel with torch where words repeat, at the ends of a block, and where nobody is around; the host waits."""
+    words, position = torch.arange(50) * 7 % 23, torch.arange(50)
+    before, after = torch.minimum(position % 4, position), torch.minimum(position % 3, 49 - position)
+    places = Places.find(words, before, after, torch.arange(0, 22, 2), 23, num_draws=5).to(device)
+    for model in MODELS:
+        found = []
+        for train in (cuda_spans.train, torch_spans.train):
+            numbers = torch.arange(23 * 6, dtype=torch.float32, device=device).view(23, 6)
+            center, context = (numbers[: len(rows.ids)].sin() for rows in (places.bags.rows, places.outputs))
+            loss = train(center, context, places, model == "cbow", 5, 0.1, True)
+            found.append((center, context, loss))
+        for ours, theirs in zip(*found, strict=True):
+            if ours is None or theirs is None or not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5):
+                return False
+    return True

@@ -22,7 +22,7 @@ def draw_block(num_words=200, window=5):
     windows = torch.randint(0, window + 1, (num_words,), generator=generator)
     position = torch.arange(num_words)
     before, after = torch.minimum(windows, position), torch.minimum(windows, position.flip(0))
-    return Block(words, before, after, torch.randint(0, len(WORDS), (3, 16), generator=generator), num_words)
+    return Block(words, before, after, torch.randint(0, len(WORDS), (48,), generator=generator), num_words)
 
 
 def train(block, device, memory, **options):

@@ -1,11 +1,16 @@
-// As much CUDA as a kernel without cross-lane operations needs to run on the CPU: launch() runs its threads one by one.
+// As much CUDA as a kernel without cross-lane operations needs to run on the CPU: launch() runs its threads one by one, and
+// launch_together() those of a block in turns, from one __syncthreads() to the next.
 #pragma once
 
 #include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <type_traits>
+#include <vector>
+
+#include <ucontext.h>
 
 #define __global__
 #define __device__
@@ -108,6 +113,64 @@ long long launch(
     return mistakes;
 }
 
+// Threads of a block that wait for each other.
+struct Together {
+    std::function<void()> kernel;
+    ucontext_t back;
+    std::vector<ucontext_t> threads;
+    std::vector<std::vector<char>> stacks;
+    std::vector<bool> done;
+};
+inline Together* together = nullptr;
+
+inline void __syncthreads() {
+    expect(together != nullptr);
+    if (together != nullptr) swapcontext(&together->threads[threadIdx.x], &together->back);
+}
+
+inline void run_together() {
+    together->kernel();
+    together->done[threadIdx.x] = true;
+}
+
+__attribute__((noinline)) inline void prepare(ucontext_t& thread, Together& block) {
+    block.stacks.emplace_back(1 << 16);
+    getcontext(&thread);
+    thread.uc_stack.ss_sp = block.stacks.back().data();
+    thread.uc_stack.ss_size = block.stacks.back().size();
+    thread.uc_link = &block.back;
+    makecontext(&thread, run_together, 0);
+}
+
+template <typename Argument>
+long long launch_together(
+    void (*kernel)(Argument), unsigned int blocks, unsigned int threads, const void* argument, bool backwards
+) {
+    mistakes = 0;
+    gridDim = {blocks, 1, 1};
+    blockDim = {threads, 1, 1};
+    std::remove_const_t<Argument> copy;
+    std::memcpy(&copy, argument, sizeof copy);
+    for (unsigned int b = 0; b < blocks; ++b) {
+        blockIdx = {backwards ? blocks - 1 - b : b, 0, 0};
+        Together block{[&] { kernel(copy); }, {}, std::vector<ucontext_t>(threads), {}, std::vector<bool>(threads)};
+        together = &block;
+        for (ucontext_t& thread : block.threads) prepare(thread, block);
+        for (unsigned int left = threads; left > 0;) {
+            const unsigned int before = left;
+            for (unsigned int t = 0; t < threads; ++t) {
+                threadIdx = {backwards ? threads - 1 - t : t, 0, 0};
+                if (block.done[threadIdx.x]) continue;
+                swapcontext(&block.back, &block.threads[threadIdx.x]);
+                left -= block.done[threadIdx.x];
+            }
+            expect(left == 0 || left == before);  // all come to a __syncthreads(), or none
+        }
+        together = nullptr;
+    }
+    return mistakes;
+}
+
 // Make the kernel `name` a function of this library. What emulates a device has a prefix of its own.
 #ifndef KERNEL_PREFIX
 #define KERNEL_PREFIX cpu_
@@ -119,4 +182,12 @@ long long launch(
         unsigned int blocks, unsigned int threads, const void* argument, int backwards                           \
     ) {                                                                                                          \
         return launch(name, blocks, threads, argument, backwards);                                               \
+    }
+
+// The same for a kernel with __syncthreads().
+#define KERNEL_TOGETHER(name)                                                                                    \
+    extern "C" long long JOINED(KERNEL_PREFIX, name)(                                                            \
+        unsigned int blocks, unsigned int threads, const void* argument, int backwards                           \
+    ) {                                                                                                          \
+        return launch_together(name, blocks, threads, argument, backwards);                                      \
     }

@@ -1,0 +1,107 @@
+"""The kernel that trains the rows of a block on a CUDA device, run on the CPU from the same source."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cpu_kernels import cpu_kernels
+from test_word2vec_gradients import draw_block, draw_tables
+from test_word2vec_model import BUCKETS, WORDS
+from test_word2vec_model import draw_block as draw_words
+
+from speedtransfer.word2vec import cuda_spans, gradients, torch_spans
+from speedtransfer.word2vec.gradients import MODELS
+from speedtransfer.word2vec.places import Places
+from speedtransfer.word2vec.subwords import Subwords
+
+
+def train(tables, places, model, threads=16, backwards=False, rate=0.05, with_loss=True, negative=5):
+    rows = [tables[0][places.bags.rows.ids], tables[1][places.outputs.ids]]
+    losses = torch.zeros(threads, dtype=torch.float64) if with_loss else None
+    packed, room = cuda_spans.pack_spans(*rows, places, model == "cbow", negative, rate, losses)
+    room.fill_(float("nan"))  # what was there before must not count
+    cpu_kernels().launch("train_spans", 1, threads, packed, backwards)
+    return [*rows, losses.sum().to(torch.float32) if with_loss else None]
+
+
+def train_in_torch(tables, places, model, rate=0.05, negative=5):
+    rows = [tables[0][places.bags.rows.ids], tables[1][places.outputs.ids]]
+    return [*rows, torch_spans.train(*rows, places, model == "cbow", negative, rate, True)]
+
+
+def check_same(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("num_words", "window", "num_rows", "pool", "num_draws", "dim"),
+    [(1, 3, 17, 4, 5, 5), (2, 1, 17, 1, 3, 1), (33, 5, 1000, 40, 30, 8), (50, 20, 17, 9, 10, 3), (128, 5, 1000, 200, 15, 33),
+     (130, 2, 40, 64, 1, 4), (300, 7, 500, 33, 12, 100)],
+)  # fmt: skip
+def test_rows_move_as_in_torch(num_words, window, num_rows, pool, num_draws, dim, model):
+    block = draw_block(num_words, window, 1, pool, num_rows)
+    tables = draw_tables(dim, num_rows, torch.float32)
+    places = Places.find(block.words, block.before, block.after, block.negatives, num_rows, num_draws)
+    check_same(train(tables, places, model), train_in_torch(tables, places, model))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_words_of_several_rows(model):
+    block, subwords = draw_words(60), Subwords(WORDS, BUCKETS, 3, 6)
+    places = Places.find(block.words, block.before, block.after, block.negatives, len(WORDS), 7, subwords)
+    tables = draw_tables(6, len(WORDS) + BUCKETS, torch.float32)
+    check_same(train(tables, places, model), train_in_torch(tables, places, model))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_any_number_of_threads_in_any_order_gives_the_same_bits(model):
+    """Were a thread to read what another has yet to write, or to write what another reads, it would not."""
+    block, tables = draw_block(70, 4, 1, 20, 60), draw_tables(9, 60, torch.float32)
+    places = Places.find(block.words, block.before, block.after, block.negatives, 60, 11)
+    first, *others = [
+        train(tables, places, model, threads, backwards)
+        for threads, backwards in ((1, False), (7, False), (64, True), (256, False), (cuda_spans.THREADS, True))
+    ]
+    for other in others:
+        assert torch.equal(other[0], first[0])
+        assert torch.equal(other[1], first[1])
+        torch.testing.assert_close(other[2], first[2])
+
+
+def test_loss_is_left_out_on_demand():
+    block, tables = draw_block(70, 4, 1, 20, 60), draw_tables(9, 60, torch.float32)
+    places = Places.find(block.words, block.before, block.after, block.negatives, 60, 11)
+    *without, loss = train(tables, places, "skipgram", with_loss=False)
+    assert loss is None
+    assert all(map(torch.equal, without, train(tables, places, "skipgram")))
+
+
+def test_extreme_scores():
+    block, tables = draw_block(70, 4, 1, 20, 60), [table * 40 for table in draw_tables(33, 60, torch.float32)]
+    places = Places.find(block.words, block.before, block.after, block.negatives, 60, 11)
+    for found, expected in zip(
+        train(tables, places, "skipgram"), train_in_torch(tables, places, "skipgram"), strict=True
+    ):
+        assert found.isfinite().all()
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=0.05)
+
+
+@pytest.mark.parametrize("fault", [None, "center_rows", "loss"])
+def test_a_kernel_is_tried_out_before_it_is_used(fault, monkeypatch):
+    def launch(threads, source, name, device, packed):
+        assert (source, name) == ("word2vec.cu", "train_spans")
+        cpu_kernels().launch(name, 1, threads, packed)
+
+    right = torch_spans.train
+
+    def other(center_rows, *arguments):
+        loss = right(center_rows, *arguments)
+        if fault == "center_rows":
+            center_rows[3, 2] += 1e-3
+        return loss + 1 if fault == "loss" else loss
+
+    monkeypatch.setattr(cuda_spans, "launch_block", launch)
+    monkeypatch.setattr(torch_spans, "train", other)
+    assert gradients._check_kernel(torch.device("cpu")) == (fault is None)
