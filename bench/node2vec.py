@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import json
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from node2vec_data import Data, DataError, read_data, save_walks
 from node2vec_figure import save, sentences, table
 from node2vec_scores import MEASURES, interval, score
 from record import header
-from store import NODE2VEC, QUICK, ROOT, path_of, write
+from store import NODE2VEC, PARTIAL, QUICK, ROOT, path_of, read, write
 from word2vec_child import cores
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
@@ -65,6 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="few and short walks and small vectors, to see that it runs"
     )
+    parser.add_argument("--resume", action="store_true", help="go on with what an earlier run has left")
     args = parser.parse_args(arguments)
     settings = QUICK_SETTINGS if args.quick else Settings()
     try:
@@ -73,27 +76,29 @@ def main(arguments: list[str] | None = None) -> int:
         for package in ("gensim", "scikit-learn"):
             about["environment"]["versions"][package] = importlib.metadata.version(package)
         data = read_data(args.data)
-        start = time.perf_counter()
-        runs = [run for seed in range(1, settings.seeds + 1) for run in measure(data, settings, seed)]
-    except (DataError, SpeedtransferError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    result = {
-        **about,
-        "settings": asdict(settings),
-        "graph": {
+        out = args.out or path_of(ROOT, about["environment"]["device"], NODE2VEC, QUICK if args.quick else "")
+        partial = out.with_name(f"{out.stem}{PARTIAL}.json")
+        graph = {
             "nodes": len(data.graph),
             "edges": edges_of(data),
             "labelled": len(data.nodes),
             "groups": data.groups.shape[1],
-        },
-        "runs": runs,
-        "summary": summary(runs, settings),
-        "seconds": round(time.perf_counter() - start, 1),
-        "complete": not args.quick,
-    }
-    out = args.out or path_of(ROOT, about["environment"]["device"], NODE2VEC, QUICK if args.quick else "")
+        }
+        result: dict[str, Any] = {**about, "settings": json.loads(json.dumps(asdict(settings))), "graph": graph}
+        runs = take_up(partial, result) if args.resume else []
+        for seed in range(1, settings.seeds + 1):
+            for run in measure(data, settings, seed, {one["system"] for one in runs if one["seed"] == seed}):
+                runs.append(run)
+                write(partial, {**result, "runs": runs})
+    except (DataError, SpeedtransferError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: stopped; --resume goes on after the last run that was printed", file=sys.stderr)
+        return 130
+    result |= {"runs": runs, "summary": summary(runs, settings), "complete": not args.quick}
     write(out, result)
+    partial.unlink()
     print("", *sentences(result), "", table(result), f"wrote {out}", sep="\n")
     if problem := save(result, out.with_suffix(".png")):
         print(problem, file=sys.stderr)
@@ -115,13 +120,36 @@ def edges_of(data: Data) -> int:
     return (len(heads) + loops) // 2
 
 
-def measure(data: Data, settings: Settings, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield a run of gensim and one of each of our optimizers on the walks of `seed`."""
+def take_up(partial: Path, fresh: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs in the file `partial`, which a run that was stopped has left.
+
+    Raises
+    ------
+    DataError
+        It cannot be read, or was measured otherwise than `fresh` says.
+    """
+    try:
+        old = read(partial)
+        runs: list[dict[str, Any]] = old["runs"]
+        same = [{key: made[key] for key in ("digest", "settings", "graph")} for made in (old, fresh)]
+        versions = [made["environment"]["versions"] for made in (old, fresh)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"cannot go on with {str(partial)!r} ({error!r}); drop --resume") from error
+    if same[0] != same[1] or versions[0] != versions[1]:
+        raise DataError(f"{str(partial)!r} was measured with other sources, settings, data or versions; drop --resume")
+    return runs
+
+
+def measure(data: Data, settings: Settings, seed: int, done: Container[str] = ()) -> Iterator[dict[str, Any]]:
+    """Yield a run of gensim and one of each of our optimizers on the walks of `seed`, but for those in `done`."""
+    left = [system for system in (GENSIM, *OPTIMIZERS) if system not in done]
+    if not left:
+        return
     with tempfile.TemporaryDirectory(prefix="speedtransfer-") as folder:
         walks = Path(folder, "walks.txt")
         shape = WalkSettings(settings.walks, settings.walk_length, settings.p, settings.q, seed)
         num_nodes = save_walks(data.graph, shape, walks)
-        for system in (GENSIM, *OPTIMIZERS):
+        for system in left:
             start = time.perf_counter()
             vector_of, facts = (
                 train_gensim(walks, settings, seed) if system == GENSIM else train_ours(walks, settings, seed, system)
@@ -219,4 +247,6 @@ def sentence(run: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # also in the background, where a shell has SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())

@@ -33,6 +33,7 @@ _NO_ROWS = (  # move none for the benchmarks
     "!speedtransfer/speedtorch/**/*.py",
     "!speedtransfer/word2vec/**/*.py",
 )
+_WORD2VEC_KERNEL = "!speedtransfer/kernels/word2vec.cu"
 _NO_TRAINING = (
     "!speedtransfer/speedtorch/**/*.py",
     "!speedtransfer/cli.py",
@@ -76,6 +77,7 @@ def _sources(part: str) -> tuple[str, ...]:
         return (
             *_PACKAGE,
             *_NO_ROWS,
+            _WORD2VEC_KERNEL,
             "!speedtransfer/benchmark/**/*.py",
             "bench/idle_data.py",
             "bench/idle_training.py",
@@ -87,7 +89,7 @@ def _sources(part: str) -> tuple[str, ...]:
         own = (f"bench/node2vec{name}.py" for name in ("", "_data", "_scores"))
         return (*_PACKAGE, *_NO_TRAINING, *own)
     if part == LAYOUT:
-        return (*_PACKAGE, *_NO_ROWS, "!speedtransfer/benchmark/**/*.py", "bench/layout.py")
+        return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "!speedtransfer/benchmark/**/*.py", "bench/layout.py")
     if part == LOOP:
         others = (f"!speedtransfer/{name}/**/*.py" for name in ("benchmark", "checkpoint", "word2vec"))
         return (
@@ -95,6 +97,7 @@ def _sources(part: str) -> tuple[str, ...]:
             "!speedtransfer/cli.py",
             "!speedtransfer/__main__.py",
             *others,
+            _WORD2VEC_KERNEL,
             "bench/speedtorch_loop_training.py",
         )
     if part in CHECKS:
@@ -103,6 +106,7 @@ def _sources(part: str) -> tuple[str, ...]:
     return (
         *_PACKAGE,
         *_NO_ROWS,
+        _WORD2VEC_KERNEL,
         *(f"!speedtransfer/benchmark/{name}{more}.py" for name in aside for more in ("", "_*")),
     )
 

@@ -149,3 +149,36 @@ def test_everything_is_measured(bench, folder, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "- gensim" in shown
     assert "20 nodes, 41 edges, 3 groups" in shown
+
+
+def test_a_stopped_run_goes_on(bench, folder, monkeypatch, capsys):
+    pytest.importorskip("sklearn")
+    node2vec, out, partial = bench(""), folder / "result.json", folder / "result.partial.json"
+    tiny = node2vec.Settings(dim=4, window=2, walks=2, walk_length=10, seeds=1, splits=1, shares=(0.5,))
+    monkeypatch.setattr(node2vec, "QUICK_SETTINGS", tiny)
+    monkeypatch.setattr(node2vec, "OPTIMIZERS", ("adamw", "sgd"))
+    command = ["--data", str(folder), "--quick", "--out", str(out)]
+    right, trained = node2vec.train_ours, []
+
+    def train(walks, settings, seed, optimizer):
+        trained.append(optimizer)
+        if trained == ["adamw", "sgd"]:
+            raise KeyboardInterrupt
+        return right(walks, settings, seed, optimizer)
+
+    monkeypatch.setattr(node2vec, "train_ours", train)
+    assert node2vec.main(command) == 130
+    assert not out.exists()
+    before = json.loads(partial.read_text())
+    assert [run["system"] for run in before["runs"]] == ["gensim", "adamw"]
+    assert node2vec.main([*command, "--resume"]) == 0
+    assert trained == ["adamw", "sgd", "sgd"]
+    assert json.loads(out.read_text())["runs"][:2] == before["runs"]
+    assert not partial.exists()
+
+    assert node2vec.main([*command, "--resume"]) == 2  # nothing is left
+    partial.write_text(json.dumps({**before, "digest": "another"}))
+    assert node2vec.main([*command, "--resume"]) == 2
+    said = capsys.readouterr().err
+    assert "cannot go on with" in said
+    assert "was measured with other sources, settings, data or versions; drop --resume" in said

@@ -154,6 +154,7 @@ def test_every_part_is_listed(record, store, tree, capsys):
     [
         ("speedtransfer/cuda/runtime.py", {"tests", "sanitizer", "transfer", "step"}),
         ("speedtransfer/kernels/rows.cu", {"tests", "sanitizer", "transfer", "step"}),
+        ("speedtransfer/kernels/word2vec.cu", {"tests", "sanitizer"}),
         ("speedtransfer/new.py", {"tests", "sanitizer", "transfer", "step"}),
         ("speedtransfer/benchmark/measure.py", {"transfer", "step"}),
         ("speedtransfer/benchmark/step.py", {"step"}),

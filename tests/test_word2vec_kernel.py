@@ -90,9 +90,8 @@ def test_extreme_scores():
 
 @pytest.mark.parametrize("fault", [None, "center_rows", "loss"])
 def test_a_kernel_is_tried_out_before_it_is_used(fault, monkeypatch):
-    def launch(threads, source, name, device, packed):
-        assert (source, name) == ("word2vec.cu", "train_spans")
-        cpu_kernels().launch(name, 1, threads, packed)
+    def launch(kernel, blocks, threads, packed, stream):
+        cpu_kernels().launch(kernel, blocks, threads, packed)
 
     right = torch_spans.train
 
@@ -102,6 +101,8 @@ def test_a_kernel_is_tried_out_before_it_is_used(fault, monkeypatch):
             center_rows[3, 2] += 1e-3
         return loss + 1 if fault == "loss" else loss
 
-    monkeypatch.setattr(cuda_spans, "launch_block", launch)
+    monkeypatch.setattr(cuda_spans, "_kernel", lambda device: "train_spans")
+    monkeypatch.setattr(cuda_spans, "current_stream", lambda device: None)
+    monkeypatch.setattr(cuda_spans, "launch_kernel", launch)
     monkeypatch.setattr(torch_spans, "train", other)
     assert gradients._check_kernel(torch.device("cpu")) == (fault is None)

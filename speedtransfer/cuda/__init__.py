@@ -8,7 +8,7 @@ from speedtransfer.cuda.graphs import (
     is_capturing,
     num_replays,
 )
-from speedtransfer.cuda.items import launch_block, launch_over
+from speedtransfer.cuda.items import launch_over
 from speedtransfer.cuda.launch import KernelArgument, is_trusted, kernel_source, launch_kernel, load_kernel
 from speedtransfer.cuda.memory import mapped_view, pinned_empty, require_mapped, to_cupy
 from speedtransfer.cuda.status import CudaStatus, cuda_status, require_cuda, resolve_cuda, resolve_device
@@ -35,7 +35,6 @@ __all__ = [
     "is_trusted",
     "keep_until_done",
     "kernel_source",
-    "launch_block",
     "launch_kernel",
     "launch_over",
     "load_kernel",

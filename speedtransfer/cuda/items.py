@@ -1,4 +1,4 @@
-"""Launch a kernel whose threads share any number of items, or that one block of threads does alone."""
+"""Launch a kernel whose threads share any number of items."""
 
 from __future__ import annotations
 
@@ -21,11 +21,6 @@ def launch_over(num_items: int, source_name: str, function_name: str, device: to
     if num_items:
         blocks = min(-(-num_items // _THREADS), _MAX_BLOCKS)
         launch_kernel(_kernel(source_name, function_name, device), blocks, _THREADS, packed, current_stream(device))
-
-
-def launch_block(threads: int, source_name: str, function_name: str, device: torch.device, packed: np.ndarray) -> None:
-    """Queue a kernel of one block of threads, which may wait for each other; else as :func:`launch_over`."""
-    launch_kernel(_kernel(source_name, function_name, device), 1, threads, packed, current_stream(device))
 
 
 # Finding it again would make the device current each time.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import KernelArgument, launch_block
+from speedtransfer.cuda import KernelArgument, current_stream, launch_kernel, load_kernel
 from speedtransfer.word2vec.places import Places
 
 THREADS = 512  # of the block that does it alone
@@ -71,6 +74,12 @@ def train(
     losses = torch.zeros(THREADS, dtype=torch.float64, device=device) if with_loss else None
     # `room` may go once the kernel is queued: its memory is given to nothing that does not queue behind it.
     packed, room = pack_spans(center_rows, context_rows, places, cbow, negative, rate, losses)
-    launch_block(THREADS, "word2vec.cu", "train_spans", device, packed)
+    launch_kernel(_kernel(device), 1, THREADS, packed, current_stream(device))
     del room
     return None if losses is None else losses.sum().to(center_rows.dtype)
+
+
+# Finding it again would make the device current each time.
+@functools.cache
+def _kernel(device: torch.device) -> Any:
+    return load_kernel("word2vec.cu", "train_spans", device)
