@@ -238,8 +238,8 @@ def _read_facts(path: Path) -> dict[str, Any]:
         raise InvalidValueError(f"the checkpoint in {str(path)!r} is of no word2vec run; choose another folder")
     if facts.get("gradients") != GRADIENTS:
         raise InvalidValueError(
-            f"the run in {str(path)!r} was begun by another version of speedtransfer, whose learning rates mean other steps; "
-            "begin a new run in another folder, or resume with that version"
+            f"the run in {str(path)!r} was begun by another version of speedtransfer, which makes other steps; begin "
+            " a new run in another folder, or resume with that version"
         )
     return facts
 

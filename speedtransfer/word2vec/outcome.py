@@ -37,8 +37,8 @@ class Losses:
         return [self.count, self.recent]
 
     def load_state(self, state: list[float]) -> None:
-        """Go on from `state`; an earlier version kept the first loss as well, between the two."""
-        self.count, self.recent = int(state[0]), state[-1]
+        """Go on from `state`."""
+        self.count, self.recent = int(state[0]), state[1]
 
 
 def warning_of_few_steps(num_steps: int, epochs: int, block_words: int) -> str:

@@ -286,7 +286,7 @@ class Trainer:
         """Go on from `state`; model and optimizer have been loaded already."""
         self.step, self.elapsed_s = state["step"], state["elapsed_s"]
         self._loss_sum, self._pair_sum = state["loss_sum"], state["pair_sum"]
-        self._losses.load_state(state.get("losses", self._losses.state()))
+        self._losses.load_state(state["losses"])
         self._corpus_words, self._has_learned = state["corpus_words"], state["has_learned"]
         self.evaluation = state["evaluation"]
         for table in (self.model.input.table, self.model.output.table):

@@ -10,7 +10,7 @@ import torch
 
 from gpu.tools import synchronizing
 from speedtransfer.errors import RowIndexError
-from speedtransfer.word2vec import Block, Corpus, Settings, Trainer, Vocabulary, Word2Vec
+from speedtransfer.word2vec import Block, Corpus, Settings, Trainer, Vocabulary, Word2Vec, cuda_spans, torch_spans
 from speedtransfer.word2vec.progress import TrainingProgress
 
 WORDS = [f"{first}{second}ing" for first in "bcdfgklm" for second in ("a", "ea", "é", "oo")]
@@ -78,6 +78,33 @@ def test_steps_need_no_operation_that_torch_calls_nondeterministic(kind, buckets
         torch.use_deterministic_algorithms(False)
     # Products are the same from run to run unless streams share a handle, and none of ours do.
     assert not [text for text in (str(w.message) for w in caught) if "determin" in text and "CUBLAS" not in text]
+
+
+@pytest.mark.parametrize(("kind", "buckets"), KINDS)
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_kernel_does_it_and_torch_where_it_does_not_suit(kernel, kind, buckets, monkeypatch):
+    block = draw_block()
+    expected = train(block, "cpu", "pageable", model=kind, buckets=buckets)
+    train(block, "cuda", "device", model=kind, buckets=buckets)  # tries the kernel out
+    used = []
+    for name, module in (("kernel", cuda_spans), ("torch", torch_spans)):
+        right = module.train
+        monkeypatch.setattr(
+            module, "train", lambda *given, right=right, name=name: (used.append(name), right(*given))[1]
+        )
+    if not kernel:
+        monkeypatch.setattr(cuda_spans, "are_suitable", lambda rows, places: False)
+    got = train(block, "cuda", "device", model=kind, buckets=buckets)
+    assert {*used} == {"kernel" if kernel else "torch"}
+    for ours, host in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours.cpu(), host, rtol=3e-4, atol=5e-5)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize(("kind", "buckets"), KINDS)
+def test_the_kernel_stays_within_its_memory(kind, buckets):
+    """For compute-sanitizer, as test_all_kernels.py."""
+    assert all(found.isfinite().all() for found in train(draw_block(50), "cuda", "device", model=kind, buckets=buckets))
 
 
 def trainer_on(device, kind, buckets, memory="auto"):
