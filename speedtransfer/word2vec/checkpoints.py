@@ -239,7 +239,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
     if facts.get("gradients") != GRADIENTS:
         raise InvalidValueError(
             f"the run in {str(path)!r} was begun by another version of speedtransfer, which makes other steps; begin "
-            " a new run in another folder, or resume with that version"
+            "a new run in another folder, or resume with that version"
         )
     return facts
 
