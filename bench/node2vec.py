@@ -51,7 +51,7 @@ class Settings:
     walk_length: int = 80
     p: float = 0.25
     q: float = 0.25
-    seeds: int = 5
+    seeds: int = 3
     splits: int = 3
     shares: tuple[float, ...] = (0.1, 0.5, 0.9)
 
