@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -307,3 +309,15 @@ def test_another_default_device_changes_nothing(kind, buckets):
         optimizer.zero_grad()
     assert not torch.equal(model.word_vectors(), before)
     assert model.word_vectors().isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("model", "window", "expected"), [("skipgram", 2, 18), ("skipgram", 5, 18), ("skipgram", 10, 33), ("cbow", 10, 9)]
+)
+def test_spans_take_more_negatives_for_wider_windows(model, window, expected):
+    block = draw_block(40, window=window)
+    assert int(torch.maximum(block.before, block.after).max()) == window
+    prepared = Word2Vec(NUM_WORDS, 4, model=model, negative=NEGATIVE, device="cpu").prepare(
+        dataclasses.replace(block, negatives=torch.arange(100) % NUM_WORDS)
+    )
+    assert prepared.places.draws.shape == (-(-40 // prepared.places.span), expected)

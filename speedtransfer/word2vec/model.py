@@ -14,7 +14,7 @@ from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn import Embedding
 from speedtransfer.tables import row_chunks, unique_rows
-from speedtransfer.word2vec.gradients import DRAWS, MODELS, BlockGradients, block_gradients
+from speedtransfer.word2vec.gradients import MODELS, BlockGradients, block_gradients, draws_of
 from speedtransfer.word2vec.ngram_vectors import NgramVectors
 from speedtransfer.word2vec.places import Places
 from speedtransfer.word2vec.sampler import Block
@@ -187,7 +187,8 @@ class Word2Vec(nn.Module):
         return dataclasses.replace(block, places=self._places_of(block))
 
     def _places_of(self, block: Block) -> Places:
-        needed = self.num_words, DRAWS[self.model] * self.negative, self.subwords
+        reach = int(torch.maximum(block.before, block.after).max()) if len(block.words) else 0
+        needed = self.num_words, draws_of(self.model, self.negative, reach), self.subwords
         if block.places is not None and block.places.found_with == needed:
             return block.places
         words, before, after, negatives = (t.cpu() for t in (block.words, block.before, block.after, block.negatives))

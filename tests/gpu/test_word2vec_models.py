@@ -112,7 +112,9 @@ def trainer_on(device, kind, buckets, memory="auto"):
     ids = rng.integers(0, len(WORDS), 6000).astype(np.int32)
     corpus = Corpus.from_ids(ids, Vocabulary(WORDS, np.bincount(ids, minlength=len(WORDS))))
     sizes = {"dim": 12, "epochs": 2, "block_words": 512, "shared_negatives": 16, "sample": 0}
-    settings = Settings(**sizes, model=kind, buckets=buckets, device=device, memory=memory, optimizer="sgd")
+    # At the usual rate n-grams that most words share make a rounding grow ten thousand times in these steps.
+    lr = 0.003 if buckets else None
+    settings = Settings(**sizes, model=kind, buckets=buckets, device=device, memory=memory, optimizer="sgd", lr=lr)
     return Trainer(corpus, settings)
 
 
