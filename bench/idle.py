@@ -12,7 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from idle_data import DataError, Settings, read_data
+from idle_data import Settings, read_data
+from needs import DataError
 from record import header
 from store import IDLE, ROOT, path_of, write
 

@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from needs import DataError
 from torch import Tensor
 
 TOP = 20
 _USERS_AT_ONCE = 1024
 _MOST = 10_000_000  # users or items: each has a row, also for the dense optimizer
 _FORMAT = "lines with the number of a user, then those of its items, as in LightGCN's Gowalla"
-
-
-class DataError(ValueError):
-    """The data are not there, or not as they must be."""
 
 
 @dataclass(frozen=True)

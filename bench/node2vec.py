@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from node2vec_data import Data, DataError, read_data, save_walks
+from needs import DataError, require
+from node2vec_data import Data, read_data, save_walks
 from node2vec_figure import save, sentences, table
 from node2vec_scores import MEASURES, interval, score
 from record import header
@@ -103,14 +104,6 @@ def main(arguments: list[str] | None = None) -> int:
     if problem := save(result, out.with_suffix(".png")):
         print(problem, file=sys.stderr)
     return 0
-
-
-def require(*modules: str) -> None:
-    """Raise `DataError` where a package is not installed."""
-    for module in modules:
-        if importlib.util.find_spec(module) is None:
-            package = {"sklearn": "scikit-learn"}.get(module, module)
-            raise DataError(f"this benchmark needs {package}, which is not installed; run: pip install {package}")
 
 
 def edges_of(data: Data) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from needs import DataError
 from store import ROOT
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
@@ -17,10 +18,6 @@ from speedtransfer.word2vec.walks import WalkSettings, write_walks
 
 GRAPH, LABELS = "bc_adjlist.txt", "bc_labels.txt"
 _FORMAT = f"{GRAPH} (or .txt.xz), a node and its neighbours a line, and {LABELS}, a node and its groups a line"
-
-
-class DataError(Exception):
-    """The data are not there, have another format, or a package is missing; the message says what to do."""
 
 
 class Data(NamedTuple):

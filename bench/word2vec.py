@@ -20,9 +20,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from needs import DataError, require
 from record import header
 from store import FULL, PARTIAL, QUICK, ROOT, WORD2VEC, path_of, write
-from word2vec_data import MODELS, CorpusSettings, DataError, Settings, find_corpora
+from word2vec_data import MODELS, CorpusSettings, Settings, find_corpora
 from word2vec_process import OutOfTimeError, ProcessError
 from word2vec_sets import find_sets
 from word2vec_statistics import MOST_SEEDS
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     settings = _settings(args)
     try:
-        _require("gensim", "psutil")
+        require("gensim", "psutil")
         for optimizer in settings.optimizers:
             find_optimizer(optimizer)
         corpora, sets = find_corpora(args.data, args.corpus, args.epochs), find_sets(args.data, args.sets)
@@ -143,12 +144,6 @@ def _list_of(kind: Any) -> Any:
 
 
 _count.__name__ = "positive int"
-
-
-def _require(*packages: str) -> None:
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise DataError(f"this benchmark needs {package}, which is not installed; run: pip install {package}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from needs import DataError
 from store import ROOT
 
 CORPUS = "schools_wiki_2007"
@@ -21,10 +22,6 @@ MODELS = ("skipgram", "cbow")
 LINE_WORDS = 1000  # gensim's workers share out a corpus by lines, and cut one of more than 10,000 words
 WARM_WORDS = 20_000
 _READ = 1 << 20
-
-
-class DataError(ValueError):
-    """The data are not there, or not as they must be."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from needs import DataError
 from store import read, write
 from word2vec_child import EVALUATE, GENSIM, OURS, cores
-from word2vec_data import ANALOGIES, WARM_WORDS, Corpus, DataError, Settings, prepare
+from word2vec_data import ANALOGIES, WARM_WORDS, Corpus, Settings, prepare
 from word2vec_process import OutOfTimeError, ProcessError, run_job
 from word2vec_sets import EvaluationSet
 from word2vec_statistics import System, corpus_of, key_of, speeds, system_of

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from word2vec_data import ANALOGIES, PAIRS, DataError, bases
+from needs import DataError
+from word2vec_data import ANALOGIES, PAIRS, bases
 
 # What the settings of the package were chosen on says little about them elsewhere. A set must never move from RESERVED to
 # TUNED without a word: from then on it is no longer evidence.

@@ -42,7 +42,7 @@ BASE_RATE = math.log(6) + 5 * math.log(6 / 5)  # the loss of who knows only that
         (100_000, (5, 256)),
         (204_800, (5, 1024)),
         (409_600, (5, 2048)),
-        (1e12, (5, 8192)),
+        (1e12, (5, 16_384)),
     ],
 )
 def test_schedule(num_kept_words, chosen):
@@ -54,7 +54,7 @@ def test_a_schedule_has_about_a_thousand_steps_or_more():
         epochs, block_words = choose_schedule(num_kept_words, None, None)
         steps = epochs * num_kept_words / block_words
         assert steps >= 1000 or (epochs, block_words) == (50, 32)
-        assert steps < 2001 or block_words == 8192
+        assert steps < 2001 or block_words == 16_384
 
 
 @pytest.mark.parametrize("num_kept_words", [10, 10_000, 10_000_000])

@@ -47,7 +47,7 @@ _SHELL_TYPES: dict[str, Any] = {"path": Path | None, "device": str | None}
 _NONE_MEANS = {
     "lr": "the optimizer's",
     "epochs": "chosen from the corpus; 5 ordinarily",
-    "block_words": "chosen from the corpus; 8192 ordinarily",
+    "block_words": "chosen from the corpus; 16384 ordinarily",
     "max_words": "all",
     "device": "cuda if there is one",
 }

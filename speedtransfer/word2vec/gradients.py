@@ -11,7 +11,7 @@ Words are taken in spans of a few (`Places.span`): all scores of a span are of t
 next to nothing, since few words occur twice in it, and its words share their negatives, weighted to stand for `negative` a
 prediction. These come from a pool that the block draws from the noise distribution (`sampler`). One that happens to be the
 context word itself is not skipped, as it would be in word2vec.c: it has the weight of its small probability. On the host numba
-goes along the pairs (`compiled`), on a CUDA device a kernel (`cuda_spans`); torch (`torch_spans`) replaces either.
+goes along the pairs (`host_spans`), on a CUDA device a kernel (`cuda_spans`); torch (`torch_spans`) replaces either.
 """
 
 from __future__ import annotations
@@ -102,28 +102,28 @@ def block_gradients(
         False leaves the loss out.
     """
     rate = RATES[model] if rate is None else rate
-    starts, ends = (center_rows, context_rows), (center_rows.clone(), context_rows.clone())
-    compiled = _compiled() if center_rows.device.type == "cpu" else None
+    starts, cbow = (center_rows, context_rows), model == "cbow"
+    compiled = _compiled() if _may_be_compiled(center_rows) else None
     if compiled is None:
+        center, context = center_rows.clone(), context_rows.clone()
         train = cuda_spans.train if _may_use_kernel(center_rows, places) else torch_spans.train
-        loss = train(*ends, places, model == "cbow", negative, rate, with_loss)
-        for start, end in zip(starts, ends, strict=True):
+        loss = train(center, context, places, cbow, negative, rate, with_loss)
+        for start, end in zip(starts, (center, context), strict=True):
             torch.sub(start, end, out=end).div_(rate)
     else:
-        bags, rows = places.bags, [end.numpy() for end in ends]
-        where = (bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, places.draws)
-        numbers, typed_rate = [tensor.numpy() for tensor in where], rows[0].dtype.type(rate)
-        summed = compiled.train(*rows, *numbers, places.span, negative, typed_rate, model == "cbow", with_loss)
+        (center, context), summed = compiled.gradients(starts, places, cbow, negative, rate, with_loss)
         loss = center_rows.new_tensor(summed) if with_loss else None
-        for start, row in zip(starts, rows, strict=True):
-            compiled.way(start.detach().numpy(), row, typed_rate)
     num_pairs = places.num_predicted if model == "cbow" else places.num_pairs
-    return BlockGradients(*ends, num_pairs, loss)
+    return BlockGradients(center, context, num_pairs, loss)
+
+
+def _may_be_compiled(rows: Tensor) -> bool:
+    return rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64)
 
 
 def _compiled() -> Any:
-    """Return the module `compiled`, or None where numba does not work."""
-    return compiled_module("speedtransfer.word2vec.compiled")
+    """Return the module `host_spans`, or None where numba does not work."""
+    return compiled_module("speedtransfer.word2vec.host_spans")
 
 
 def _may_use_kernel(rows: Tensor, places: Places) -> bool:

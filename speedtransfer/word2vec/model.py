@@ -187,12 +187,16 @@ class Word2Vec(nn.Module):
         return dataclasses.replace(block, places=self._places_of(block))
 
     def _places_of(self, block: Block) -> Places:
-        reach = int(torch.maximum(block.before, block.after).max()) if len(block.words) else 0
-        needed = self.num_words, draws_of(self.model, self.negative, reach), self.subwords
-        if block.places is not None and block.places.found_with == needed:
-            return block.places
+        places = block.places
+        if places is not None and places.found_with == self._found_with(places.reach):
+            return places
         words, before, after, negatives = (t.cpu() for t in (block.words, block.before, block.after, block.negatives))
-        return Places.find(words, before, after, negatives, *needed)
+        reach = int(torch.maximum(before, after).max()) if len(words) else 0
+        return Places.find(words, before, after, negatives, *self._found_with(reach))
+
+    def _found_with(self, reach: int) -> tuple[int, int, Subwords | None]:
+        """Return the last arguments of `Places.find` for a block whose widest window has `reach` words to a side."""
+        return self.num_words, draws_of(self.model, self.negative, reach), self.subwords
 
     def forward(self, centers: Tensor, contexts: Tensor) -> Tensor:
         """Return the scores of single pairs, shape of `centers`, through autograd: for a loss of your own.

@@ -81,7 +81,7 @@ class Sampler:
         seed: int = 1,
         window: int = 5,
         sample: float = 1e-3,
-        block_words: int = 8192,
+        block_words: int = 16_384,
         shared_negatives: int = 512,
     ) -> None:
         if len(ids) == 0:

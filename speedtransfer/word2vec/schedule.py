@@ -10,7 +10,7 @@ from speedtransfer.word2vec.settings import Settings
 CHOSEN = ("epochs", "block_words")  # settings
 STEPS = 1_000  # a run should have
 EPOCHS, MOST_EPOCHS = 5, 50
-BLOCK_WORDS, FEWEST_BLOCK_WORDS = 8192, 32
+BLOCK_WORDS, FEWEST_BLOCK_WORDS = 16_384, 32
 
 
 def choose_schedule(num_kept_words: float, epochs: int | None, block_words: int | None) -> tuple[int, int]:

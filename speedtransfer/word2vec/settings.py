@@ -129,7 +129,7 @@ class Settings:
     q : float
         In-out parameter of the walks (node2vec): above 1 they stay near, below 1 they go far.
     block_words : int, optional
-        Words a step, after subsampling; by default 8,192, or down to 32 where the corpus is too small for 1,000 such steps.
+        Words a step, after subsampling; by default 16,384, or down to 32 where the corpus is too small for 1,000 such steps.
     shared_negatives : int, optional
         Negatives drawn for every 512 words of a step: the pool from which its words take theirs. By default 512 for skip-gram
         and 256 for CBOW, which takes fewer of them.
