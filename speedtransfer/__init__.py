@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from speedtransfer import errors
 from speedtransfer.checkpoint import load_checkpoint, save_checkpoint
-from speedtransfer.nn import ActiveRows, Embedding, EmbeddingBag, MultiEmbedding, replace_embeddings, summary, to_dense
+from speedtransfer.nn import (
+    ActiveRows,
+    Embedding,
+    EmbeddingBag,
+    MultiEmbedding,
+    prefetch,
+    replace_embeddings,
+    summary,
+    to_dense,
+)
 from speedtransfer.tables import Table, TableStats
 from speedtransfer.version import __version__
 
@@ -25,6 +34,7 @@ __all__ = [
     "__version__",
     "errors",
     "load_checkpoint",
+    "prefetch",
     "replace_embeddings",
     "save_checkpoint",
     "speedtorch",

@@ -19,7 +19,7 @@ from speedtransfer.cuda import check_not_capturing
 from speedtransfer.idle import Lag
 from speedtransfer.progress import ByteProgress
 from speedtransfer.stored_planes import StoredPlanes
-from speedtransfer.tables import Table, row_chunks
+from speedtransfer.tables import Table, WriteLog, row_chunks
 
 # The plane of the last step that each row has taken, int32.
 LAST_STEP = "idle.last_step"
@@ -60,6 +60,24 @@ class Rows(StoredPlanes):
         """
         planes = tuple(self._codecs) if planes is None else planes
         return self.table.read(ids, planes if self._as_stored else self._stored_names(planes))
+
+    def refetch(
+        self, ids: Tensor, planes: Sequence[str] | None, fetched: dict[str, Tensor], log: WriteLog
+    ) -> dict[str, Tensor]:
+        """Return `fetched`, the result of ``fetch(ids, planes)``, and read those rows again that were written since.
+
+        `ids` (n,) are sorted and unique; `log` was made before they were fetched.
+        """
+        written = self.table.written_since(log)
+        if written is None:
+            return self.fetch(ids, planes)
+        if len(written) and len(ids):
+            at = torch.searchsorted(ids, written).clamp_(max=len(ids) - 1)
+            at = at[ids[at] == written].unique()
+            if len(at):
+                for name, part in self.fetch(ids[at], planes).items():
+                    fetched[name][at] = part
+        return fetched
 
     def finish(self, fetched: dict[str, Tensor]) -> dict[str, Tensor]:
         """Decode the rows that `fetch` returned, and catch them up if their last step was fetched too."""

@@ -4,17 +4,22 @@ from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.bag import EmbeddingBag
 from speedtransfer.nn.embedding import Embedding
 from speedtransfer.nn.export import to_dense
+from speedtransfer.nn.loader import PrefetchLoader, prefetch
 from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.replace import replace_embeddings
 from speedtransfer.nn.table_summary import Summary, TableSummary, summary
+from speedtransfer.nn.ticket import Ticket
 
 __all__ = [
     "ActiveRows",
     "Embedding",
     "EmbeddingBag",
     "MultiEmbedding",
+    "PrefetchLoader",
     "Summary",
     "TableSummary",
+    "Ticket",
+    "prefetch",
     "replace_embeddings",
     "summary",
     "to_dense",

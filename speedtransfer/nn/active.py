@@ -11,6 +11,7 @@ from torch import Tensor
 from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.nn.ticket import Ticket, find_ticket
 from speedtransfer.optim import Handle
 from speedtransfer.tables import UniqueRows, as_index, kept, padded_unique, trimmed, unique_rows
 
@@ -106,7 +107,14 @@ def activate(
     num_rows, device = table.num_rows, table.device
     if device.type == "cuda" and is_capturing():
         _check_capturable(handle, ids, training or max_norm is not None, padded)
-    if isinstance(ids, UniqueRows):
+    ahead = None
+    if handle.reads_ahead or isinstance(ids, Ticket):
+        ticket = find_ticket(handle, ids)
+        if ticket is not None:
+            ahead, ids = ticket.wait(), ticket.ids.view(ticket.shape)
+    if ahead is not None:
+        groups, shape = ahead.groups, tuple(ids.shape)
+    elif isinstance(ids, UniqueRows):
         groups, shape = ids, tuple(ids.inverse.shape)
         # Raises if an id is out of range.
         as_index(groups.ids, num_rows, device)
@@ -122,7 +130,7 @@ def activate(
     # Rescaled rows are written back.
     if max_norm is not None:
         handle.rows.catch_up(groups.ids)
-    rows = handle.rows.read(groups.ids)
+    rows = handle.rows.read(groups.ids) if ahead is None else ahead.rows(handle.rows)
     if max_norm is not None and len(groups.ids):
         _renormalize(handle, groups.ids, rows["weight"], max_norm, norm_type)
     return ActiveRows(handle, groups, shape, rows, training, padding_idx)

@@ -13,6 +13,7 @@ from speedtransfer.nn.embedding import check_pretrained
 from speedtransfer.nn.lookup import bag_lookup
 from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.table_module import TableModule
+from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import unrecorded
 from speedtransfer.nn.weight_calls import in_transform
 
@@ -62,7 +63,8 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
             A weight for each id, the shape of `input` (mode "sum" only).
         """
         if not self._has_rows() or in_transform():
-            return super().forward(input, offsets, per_sample_weights)
+            ids = input.ids.view(input.shape) if isinstance(input, Ticket) else input
+            return super().forward(ids, offsets, per_sample_weights)
         training = torch.is_grad_enabled() and self._handle.requires_grad
         freq, last, padding = self.scale_grad_by_freq, self.include_last_offset, self.padding_idx is not None
         active = activate(

@@ -13,6 +13,7 @@ from speedtransfer.nn.active import activate
 from speedtransfer.nn.lookup import lookup
 from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.table_module import TableModule
+from speedtransfer.nn.ticket import Ticket, find_ticket
 from speedtransfer.nn.tracing import unrecorded
 from speedtransfer.nn.weight_calls import in_transform
 
@@ -93,11 +94,14 @@ class Embedding(TableModule, nn.Embedding):
             reads as zeros and is written nowhere, and a later call of the table raises.
         """
         if not self._has_rows() or in_transform():
-            return super().forward(input)
+            return super().forward(input.ids.view(input.shape) if isinstance(input, Ticket) else input)
         handle = self._handle
         training = torch.is_grad_enabled() and handle.requires_grad
         if not training and self.max_norm is None and handle.looks_up_directly():
-            return handle.rows.lookup(input)
+            ticket = find_ticket(handle, input) if handle.reads_ahead or isinstance(input, Ticket) else None
+            if ticket is None:
+                return handle.rows.lookup(input)
+            input = ticket
         active = activate(handle, input, training, self.max_norm, self.norm_type, self.padding_idx, padded=True)
         return lookup(active, self.scale_grad_by_freq)
 

@@ -17,6 +17,7 @@ from speedtransfer.nn.feature_ids import FeatureIds
 from speedtransfer.nn.module_state import with_placeholders
 from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.table_module import TableModule
+from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import unrecorded
 
 # Arguments of nn.Embedding that all rows of a table have in common.
@@ -162,6 +163,16 @@ class MultiEmbedding(FeatureModules, TableModule):
         """Return the unique rows of `ids`, given as to `forward`, with their numbers in the table."""
         active: ActiveRows = super().activate(self._feature_ids.rows(ids, device_of(self.weight))[0])
         return active
+
+    def prefetch(self, ids: Any) -> Ticket:
+        """Begin to read the rows of `ids`, given as to `forward`, which finds them by the same ids and takes no ticket.
+
+        Raises
+        ------
+        RowIndexError, InvalidTypeError, InvalidValueError
+            As `forward`.
+        """
+        return super().prefetch(self._feature_ids.rows(ids, device_of(self.weight))[0])
 
     def reset_parameters(self) -> None:
         """Draw the weights from N(0, 1), feature by feature, padding rows zero: the numbers that a ``ModuleList`` has."""

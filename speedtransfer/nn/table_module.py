@@ -13,6 +13,7 @@ from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.module_state import ModuleState
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, complete
+from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import refuse_to_record, unrecorded
 from speedtransfer.nn.weight import TableWeight
 from speedtransfer.optim import Handle, find_handle, install
@@ -129,6 +130,32 @@ class TableModule(ModuleState):
             )
         training = torch.is_grad_enabled() and self._handle.requires_grad
         return activate(self._handle, ids, training, self.max_norm, self.norm_type, self.padding_idx)
+
+    @unrecorded
+    def prefetch(self, ids: Any) -> Ticket:
+        """Begin to read the rows of `ids`, in threads of their own, and return a ticket for the lookup that uses them.
+
+        The lookup takes the ticket in the place of the ids, or the ids again. Its numbers are those without a ticket: rows
+        that were written since are read again. A ticket serves one lookup; another that gets it reads by itself. On a CUDA
+        device nothing is read ahead yet.
+
+        Parameters
+        ----------
+        ids : tensor, ndarray or list
+            As for the module.
+
+        Raises
+        ------
+        InvalidTypeError
+            They are no integers. That one is out of range is told where the ticket is used.
+        """
+        if not self._has_rows():
+            raise InvalidTypeError(
+                f"weight of {type(self).__name__} was swapped from outside (functional_call, a parametrization), so there are "
+                "no rows of the table to read ahead; leave prefetch out"
+            )
+        training = torch.is_grad_enabled() and self._handle.requires_grad
+        return Ticket(self._handle, ids, self.padding_idx, training)
 
     def extra_repr(self) -> str:
         """Describe the module as torch.nn does, and where its rows live."""

@@ -64,6 +64,8 @@ class Stepping(TableParam):
         state = self.state
         assert state is not None
         with self.rows.lock:
+            if self.rows.table.watched:
+                self.table.discount(self._entered_at, self.param._version - self._entered)
             if self._fused is None:
                 state.store(optimizer, group, None if self.in_place else self.ids)
             else:
@@ -71,8 +73,10 @@ class Stepping(TableParam):
                 assert self.grad is not None
                 assert self.active is not None
                 make_step(self._fused, state, self.ids, self.grad, self.active)
+                before = self.table.version
                 # As by an optimizer.
                 torch.autograd.graph.increment_version(self.param)
+                self.table.discount(before, 1)
             # A graph may have saved rows that were written: its backward raises, as in torch.
             for leaf, _ in self.leaves():
                 torch.autograd.graph.increment_version(leaf)
@@ -105,7 +109,8 @@ class Stepping(TableParam):
         if self._fused is None:
             param.data = self.active
             param.grad = self._sparse_gradient() if sparse else self.grad
-        self._entered = param._version
+        self._entered, table = param._version, self.rows.table
+        self._entered_at = table.version if table.watched else 0
 
     def is_changed(self) -> bool:
         """Tell whether the optimizer has changed the active rows since the step began."""

@@ -35,13 +35,15 @@ class TableParam:
         self.name: str | None = None
         self.sparse = False
         self.padding_idx: int | None = None
+        # Whether rows have ever been read ahead.
+        self.reads_ahead = False
 
         # The parameter; not a strong reference, as it holds this object: a cycle would keep the table until the next gc.
         self.param_ref: Callable[[], nn.Parameter | None] = lambda: None
-        # Its class and data between steps; its version when a step began.
+        # Its class and data between steps; its version, and that of the table, when a step began.
         self._kind: type[nn.Parameter] = nn.Parameter
         self._placeholder: Tensor | None = None
-        self._entered = 0
+        self._entered = self._entered_at = 0
 
         # The state of the optimizer that trains the rows; other optimizers whose state of them was dropped, and why.
         self.state: RowState | None = None

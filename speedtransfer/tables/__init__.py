@@ -9,6 +9,7 @@ from speedtransfer.tables.row_values import as_rows, overlap, tensor_of
 from speedtransfer.tables.stats import TableStats
 from speedtransfer.tables.table import MEMORIES, Table
 from speedtransfer.tables.unique import UniqueRows, move_together, on_host, unique_rows
+from speedtransfer.tables.write_log import WriteLog
 
 __all__ = [
     "CHUNK_BYTES",
@@ -17,6 +18,7 @@ __all__ = [
     "Table",
     "TableStats",
     "UniqueRows",
+    "WriteLog",
     "as_index",
     "as_rows",
     "check_dtype",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane
 from speedtransfer.tables.memories import Memory
 from speedtransfer.tables.records import check_layout
 from speedtransfer.tables.stats import PaddedStats, TableStats
+from speedtransfer.tables.write_log import WriteLog
 
 # The class below has attributes called `torch`, `device` and `dtype`: inside its body these names are not the types.
 DType: TypeAlias = torch.dtype
@@ -46,6 +48,11 @@ class Planes:
         self._set_engine(make_engine(place.name, place.device))
         self._planes = {"weight": wait_until_filled(weight)}
         self._writes = 0
+        # Of those who read rows ahead of their use, while they live; and whether there ever was one.
+        self._logs: weakref.WeakSet[WriteLog] = weakref.WeakSet()
+        self.watched = False
+        # Set once there is an array over the memory, writes to which nobody notices.
+        self._viewed = False
         # Set once a write was captured in a CUDA graph, whose replays the host does not see: what these use must stay.
         self._captured = False
         self._outlived: list[object] = []
@@ -53,6 +60,8 @@ class Planes:
         # lets idle rows miss steps. What is moved as it is stored (`read`, `write`, ``check=False``) does without.
         self._catch_up: Callable[[Tensor | None], None] | None = None
         self._stats, self._padded_stats = TableStats(), PaddedStats()
+        # Rows may be read ahead by other threads.
+        self._counting = threading.Lock()
         return self
 
     def _set_engine(self, engine: Engine) -> None:
@@ -153,11 +162,35 @@ class Planes:
 
     @property
     def version(self) -> int:
-        """A number that grows with every change of the weight plane made through the table or a torch view of it.
+        """A number that grows with every change of a plane made through the table or a torch view of it.
 
         Once a write was captured in a CUDA graph it grows with every replay of any.
         """
-        return self._writes + self._planes["weight"]._version + (num_replays() if self._captured else 0)
+        number = self._writes + (num_replays() if self._captured else 0)
+        for plane in self._planes.values():
+            number += plane._version
+        return number
+
+    def watch(self) -> WriteLog:
+        """Return a log of the rows that are written from now on, kept as long as somebody has it."""
+        log = WriteLog(self._planes, self.version)
+        if self._viewed:
+            log.forget()
+        self._logs.add(log)
+        self.watched = True
+        return log
+
+    def discount(self, before: int, count: int) -> None:
+        """Let it be known that the last `count` changes, from version `before` on, were none of the rows.
+
+        A parameter may share the version of the weights, and a step changes its other memory.
+        """
+        for log in list(self._logs):
+            log.discount(before, self.version, count)
+
+    def written_since(self, log: WriteLog) -> Tensor | None:
+        """Return the rows written since `log` was made; None: any row may have been."""
+        return None if self._viewed else log.written(self._planes, self.version)
 
     def __len__(self) -> int:
         return self.num_rows
@@ -222,7 +255,9 @@ class Planes:
             raise InvalidValueError("plane 'weight' is the table itself; delete the table instead")
         self._check_plane(name)
         self._engine.wait()
-        self._outlive(self._planes.pop(name))
+        dropped = self._planes.pop(name)
+        self._writes += dropped._version + 1  # its changes count on
+        self._outlive(dropped)
 
     def plane(self, name: str) -> Tensor:
         """Return the whole of a plane, ``(num_rows, width)``, without a copy; it lives where the memory is."""

@@ -163,8 +163,10 @@ class Table(WholePlanes):
             rows = [values.view(flat.numel(), values.shape[-1]) for values in shaped]
         read_ahead_of_rows(stored, flat)
         self._engine.gather(stored, flat, rows, check=not checked, unsorted=True)
-        self._stats.gathered_rows += flat.numel()
-        self._stats.gathered_bytes += flat.numel() * sum(plane.shape[1] * plane.element_size() for plane in stored)
+        num_bytes = flat.numel() * sum(plane.shape[1] * plane.element_size() for plane in stored)
+        with self._counting:
+            self._stats.gathered_rows += flat.numel()
+            self._stats.gathered_bytes += num_bytes
         if out is not None:
             if flat_out.data_ptr() != out.data_ptr() or not out.is_contiguous():
                 out.detach().copy_(flat_out.view(out.shape))
@@ -185,9 +187,10 @@ class Table(WholePlanes):
         if self._engine.takes_padding and is_padded(ids):
             self._padded_stats.add("gathered", ids, rows)
         else:
-            self._stats.gathered_rows += count
-            for values in rows:
-                self._stats.gathered_bytes += values.nbytes
+            with self._counting:
+                self._stats.gathered_rows += count
+                for values in rows:
+                    self._stats.gathered_bytes += values.nbytes
         return dict(zip(planes, rows, strict=True))
 
     def check(self, flat: Tensor) -> None:
@@ -202,11 +205,15 @@ class Table(WholePlanes):
         values = list(rows.values())
         if self.moves_on_host:
             ids = on_host(ids, ids)
-        self._engine.scatter([self._planes[name] for name in rows], ids, values, unsorted)
+        planes = [self._planes[name] for name in rows]
+        if self.watched:
+            self._write_watched(ids, lambda: self._engine.scatter(planes, ids, values, unsorted))
+        else:
+            self._engine.scatter(planes, ids, values, unsorted)
+            self._writes += 1
         if not self._captured and ids.is_cuda and is_capturing():
             count_graphs()
             self._captured = True
-        self._writes += 1
         if self._engine.takes_padding and is_padded(ids):
             self._padded_stats.add("scattered", ids, values)
             return
@@ -234,8 +241,12 @@ class Table(WholePlanes):
         if self._place.of_parent:
             self._place.refuse_write()
         came, stored = ([self._planes[name] for name in names] for names in (read, written))
-        cast(KernelEngine, self._engine).update(lambda: queue(stored))
-        self._writes += 1
+        engine = cast(KernelEngine, self._engine)
+        if self.watched:
+            self._write_watched(ids, lambda: engine.update(lambda: queue(stored)))
+        else:
+            engine.update(lambda: queue(stored))
+            self._writes += 1
         for kind, planes in (("gathered", came), ("scattered", stored)):
             if is_padded(ids) and planes:
                 self._padded_stats.add(kind, ids, planes)
@@ -243,6 +254,19 @@ class Table(WholePlanes):
                 row_bytes, count = sum(plane.shape[1] * plane.element_size() for plane in planes), ids.shape[0]
                 for name, number in ((f"{kind}_rows", count), (f"{kind}_bytes", count * row_bytes)):
                     setattr(self._stats, name, getattr(self._stats, name) + number)
+
+    def _write_watched(self, ids: Tensor, write: Callable[[], None]) -> None:
+        """Write the rows `ids` (n,), and tell those who have read rows ahead."""
+        logs, before = list(self._logs), self.version
+        try:
+            write()
+        except BaseException:
+            for log in logs:
+                log.forget()
+            raise
+        self._writes += 1
+        for log in logs:
+            log.note(ids, before, self.version)
 
     def scatter(self, index: Any, rows: Any, *, convert: bool = False, check: bool = True) -> None:
         """Write rows into the table. A row named twice is an error: nothing is written.

@@ -34,6 +34,7 @@ class WholePlanes(Planes):
         weight = self.plane("weight")
         if weight.device.type != "cpu":
             raise InvalidValueError(f"the rows live on {weight.device}, not on the host; use .cupy() or .torch().cpu()")
+        self._viewed = True
         if weight.dtype == torch.bfloat16:
             raise InvalidTypeError("NumPy has no bfloat16; use .torch(), or .torch().view(torch.int16).numpy()")
         return weight.numpy()
@@ -46,12 +47,14 @@ class WholePlanes(Planes):
             if self.memory != "pinned":
                 raise InvalidValueError(f"CUDA cannot address memory={self.memory!r}; use 'pinned' or 'device'")
             weight = mapped_view(weight, self.device)
+        self._viewed = True
         return to_cupy(weight)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.numpy(), dtype=dtype, copy=copy)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
+        self._viewed = True
         return self.plane("weight").__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> Any:

@@ -1,0 +1,113 @@
+"""Iterate over batches, and have the rows of the next ones read ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from speedtransfer.errors import InvalidTypeError, check_size
+from speedtransfer.nn.table_module import TableModule
+from speedtransfer.nn.ticket import Ticket
+
+Batch = TypeVar("Batch")
+Ids = Mapping[TableModule, Any] | Iterable[tuple[TableModule, Any]]
+
+
+def prefetch(loader: Iterable[Batch], ids_of: Callable[[Batch], Ids], depth: int = 2) -> PrefetchLoader[Batch]:
+    """Return `loader` with the rows of the next batches being read, by threads, while one is trained on.
+
+    The lookups find them by their ids: model and loop stay as they are, and so do the numbers. It has the length, the
+    attributes and, at any time, the ``state_dict`` that the loader would have after the batches that were taken from it.
+
+    Parameters
+    ----------
+    loader : iterable
+        A ``DataLoader``, with workers or without, or any other iterable of batches.
+    ids_of : callable
+        Takes a batch and returns pairs of a module, one of ours, and ids that it will look up: a mapping or an iterable.
+    depth : int
+        Batches ahead, 1 or more. Each holds the memory of its rows and, where they are trained, of their state.
+
+    Examples
+    --------
+    >>> for ids, target in st.prefetch(loader, lambda batch: {model.embedding: batch[0]}):  # doctest: +SKIP
+    ...     loss = criterion(model(ids), target)
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError
+        `depth` is no positive int; `ids_of` cannot be called. What `loader` and `ids_of` raise comes where that batch would.
+    """
+    return PrefetchLoader(loader, ids_of, depth)
+
+
+class PrefetchLoader(Generic[Batch]):
+    """What `prefetch` returns; attributes that it does not have are those of `loader`."""
+
+    def __init__(self, loader: Iterable[Batch], ids_of: Callable[[Batch], Ids], depth: int = 2) -> None:
+        if not callable(ids_of):
+            raise InvalidTypeError(
+                f"ids_of is {ids_of!r} but must take a batch and return modules and ids; "
+                "pass for instance lambda batch: {model.embedding: batch[0]}"
+            )
+        self.loader, self.ids_of, self.depth = loader, ids_of, check_size(depth, "depth", 1)
+        self._state: Any = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        source, ahead = iter(self.loader), deque[tuple[Batch, list[Ticket], Any]]()
+        error: Exception | None = None
+        ended, self._state = False, None
+        while True:
+            while not ended and len(ahead) <= self.depth:
+                try:
+                    batch = next(source)
+                    ahead.append((batch, self._tickets(batch), self._state_of_loader()))
+                except StopIteration:
+                    ended = True
+                except Exception as raised:
+                    # Batches before this one come first.
+                    error, ended = raised, True
+            if not ahead:
+                self._state = None
+                if error is not None:
+                    raise error
+                return
+            # Tickets that no lookup has used go when the next batch is asked for.
+            batch, tickets, self._state = ahead.popleft()
+            yield batch
+            del tickets, batch
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def state_dict(self) -> Any:
+        """Return the state of a loader that has one, as it was after the last batch that was taken."""
+        return self.loader.state_dict() if self._state is None else self._state  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on, with the next iteration, where `state` says."""
+        self._state = None
+        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+
+    def _state_of_loader(self) -> Any:
+        state_dict = getattr(self.loader, "state_dict", None)
+        return None if state_dict is None else state_dict()
+
+    def _tickets(self, batch: Batch) -> list[Ticket]:
+        wanted = self.ids_of(batch)
+        pairs = wanted.items() if isinstance(wanted, Mapping) else wanted
+        tickets = []
+        for module, ids in pairs:
+            if not isinstance(module, TableModule):
+                raise InvalidTypeError(
+                    f"ids_of returned ids for a {type(module).__name__}, which has no rows to read ahead; "
+                    "return pairs of an Embedding or EmbeddingBag and its ids"
+                )
+            tickets.append(module.prefetch(ids))
+        return tickets

@@ -1,0 +1,135 @@
+"""Batches whose rows are read ahead: the same batches, the same numbers, the same state, the same errors."""
+
+import pickle
+import traceback
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.nn import ticket as tickets
+
+ROWS = 40
+IDS = torch.randint(ROWS, (30, 3), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def emb():
+    torch.manual_seed(0)
+    return st.Embedding(ROWS, 4, memory="pageable", device="cpu")
+
+
+def batches(count: int = 6) -> list[torch.Tensor]:
+    return list(IDS[: 5 * count].split(5))
+
+
+class Stateful:
+    """Counts its batches, as loaders do that can be resumed."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self):
+        begin, self.at = self.at, 0
+        for at in range(begin, 6):
+            self.at = at + 1
+            yield batches()[at]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 20])
+def test_batches_are_the_same_and_their_rows_are_there(emb, depth):
+    for found, expected in zip(st.prefetch(batches(), lambda ids: {emb: ids}, depth), batches(), strict=True):
+        assert torch.equal(found, expected)
+        waiting = len(tickets._open[emb._handle])
+        assert torch.equal(emb(found), emb.table.torch()[found])
+        assert len(tickets._open[emb._handle]) == waiting - 1
+    assert not tickets._open[emb._handle]
+
+
+def test_rows_are_read_for_as_many_batches_as_depth_says(emb):
+    loader = iter(st.prefetch(batches(), lambda ids: [(emb, ids)], depth=2))
+    next(loader)
+    assert len(tickets._open[emb._handle]) == 3
+    loader.close()
+    assert not tickets._open[emb._handle]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_with_a_data_loader_is_the_same(workers):
+    ends = []
+    for ahead in (False, True):
+        torch.manual_seed(0)
+        emb = st.Embedding(ROWS, 4, memory="pageable", device="cpu")
+        optimizer = torch.optim.Adam(emb.parameters())
+        shuffled = torch.Generator().manual_seed(5)
+        loader = DataLoader(TensorDataset(IDS), batch_size=4, shuffle=True, num_workers=workers, generator=shuffled)
+        source = st.prefetch(loader, lambda batch: {emb: batch[0]}) if ahead else loader  # noqa: B023
+        assert len(source) == 8
+        assert source.batch_size == 4
+        for _ in range(2):
+            for (ids,) in source:
+                (emb(ids) ** 2).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(emb.weight.detach().clone())
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("taken", range(7))
+def test_the_state_is_that_after_the_batches_taken(emb, taken):
+    plain, ahead = Stateful(), st.prefetch(Stateful(), lambda ids: {emb: ids})
+    assert ahead.state_dict() == plain.state_dict()
+    sources = iter(plain), iter(ahead)
+    for _ in range(taken):
+        for source in sources:
+            next(source)
+    assert ahead.state_dict() == plain.state_dict()
+    again = st.prefetch(Stateful(), lambda ids: {emb: ids})
+    again.load_state_dict(ahead.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(again, batches()[taken:], strict=True))
+
+
+def test_the_state_after_the_end_begins_anew(emb):
+    ahead = st.prefetch(Stateful(), lambda ids: {emb: ids})
+    assert len(list(ahead)) == 6
+    assert ahead.state_dict() == {"at": 0}
+
+
+def failing():
+    yield batches()[0]
+    yield batches()[1]
+    raise OSError("no more")
+
+
+def test_an_error_comes_where_its_batch_would_with_its_traceback(emb):
+    source = iter(st.prefetch(failing(), lambda ids: {emb: ids}, depth=5))
+    assert [len(next(source)) for _ in range(2)] == [5, 5]
+    with pytest.raises(OSError, match="no more") as caught:
+        next(source)
+    assert "failing" in "".join(traceback.format_tb(caught.value.__traceback__))
+
+
+def test_wrong_arguments_are_refused(emb):
+    with pytest.raises(InvalidTypeError, match="ids_of is 3"):
+        st.prefetch([], 3)
+    with pytest.raises(InvalidValueError, match="depth"):
+        st.prefetch([], lambda ids: {}, depth=0)
+    with pytest.raises(InvalidTypeError, match="no rows to read ahead"):
+        list(st.prefetch([1], lambda batch: {torch.nn.Embedding(3, 3): batch}))
+
+
+def _no_ids(batch):
+    return {}
+
+
+def test_it_can_be_pickled():
+    assert list(pickle.loads(pickle.dumps(st.prefetch([1, 2], _no_ids)))) == [1, 2]

@@ -1,0 +1,403 @@
+"""Rows read ahead: the numbers are those without, whatever happens in between; only what was written is read again."""
+
+import gc
+import os
+import random
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
+from speedtransfer.nn import ticket as tickets
+from speedtransfer.rows import Rows
+
+ROWS, DIM = 60, 4
+
+
+def make(seed: int = 0, **options) -> st.Embedding:
+    torch.manual_seed(seed)
+    return st.Embedding(ROWS, DIM, device="cpu", **{"memory": "pageable", **options})
+
+
+@pytest.fixture
+def fetched(monkeypatch) -> list[torch.Tensor]:
+    """The ids of each read, in order."""
+    seen, fetch = [], Rows.fetch
+
+    def noted(rows, ids, planes=None):
+        seen.append(ids)
+        return fetch(rows, ids, planes)
+
+    monkeypatch.setattr(Rows, "fetch", noted)
+    return seen
+
+
+def settled(ticket: tickets.Ticket) -> tickets.Ticket:
+    """Wait until its rows were read."""
+    ticket._future.exception()
+    return ticket
+
+
+# --- what is read, and how often --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("by_ids", [True, False])
+def test_rows_read_ahead_are_not_read_again(fetched, training, by_ids):
+    emb, ids = make(), torch.tensor([[5, 3], [5, 9]])
+    ticket = settled(emb.prefetch(ids))
+    with torch.set_grad_enabled(training):
+        found = emb(ids.clone() if by_ids else ticket)
+    assert [one.tolist() for one in fetched] == [[3, 5, 9]]
+    assert torch.equal(found, emb.table.torch()[ids])
+
+
+def test_rows_written_since_are_read_again_and_only_those(fetched):
+    emb = make(idle="lazy")
+    optimizer = torch.optim.Adam(emb.parameters())
+    for ids in ([1], [1, 2]):  # the first step adds the planes of state
+        emb(torch.tensor(ids)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ids = torch.tensor([1, 2, 3, 8])
+    emb(torch.tensor([2, 8, 9])).sum().backward()
+    ticket = settled(emb.prefetch(ids))
+    optimizer.step()
+    emb.table.scatter([3, 4], torch.zeros(2, DIM))
+    fetched.clear()
+    found = emb(ticket)
+    assert [one.tolist() for one in fetched] == [[2, 3, 8]]
+    assert torch.equal(found, emb.table.torch()[ids])
+
+
+def test_state_is_read_ahead_too(fetched):
+    emb = make(idle="lazy")
+    optimizer = torch.optim.Adam(emb.parameters())
+    emb(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    emb(settled(emb.prefetch(torch.tensor([1, 2])))).sum().backward()
+    gathered = emb.table.stats().gathered_rows
+    optimizer.step()
+    assert emb.table.stats().gathered_rows == gathered
+
+
+def test_a_ticket_serves_once(fetched):
+    emb, ids = make(), torch.tensor([4, 7])
+    ticket = settled(emb.prefetch(ids))
+    (emb(ticket) * 2).sum().backward()
+    torch.optim.SGD(emb.parameters(), lr=1.0).step()  # updates the memory of what was read
+    assert torch.equal(emb(ticket), emb.table.torch()[ids])
+    assert len(fetched) > 1
+
+
+def test_tickets_for_the_same_ids_serve_one_lookup_each(fetched):
+    emb, ids = make(), torch.tensor([4, 7])
+    kept = [settled(emb.prefetch(ids)) for _ in range(2)]
+    for _ in range(3):
+        emb(ids)
+    assert len(fetched) == 3
+    assert all(ticket._future is None for ticket in kept)
+
+
+def test_ids_may_be_filled_anew(fetched):
+    emb, ids = make(), torch.tensor([4, 7])
+    ticket = emb.prefetch(ids)
+    ids.fill_(1)
+    assert torch.equal(emb(ticket), emb.table.torch()[[4, 7]])
+
+
+# --- writes in between ------------------------------------------------------------------------------------------------
+
+
+def write_by_scatter(emb):
+    emb.table.scatter([4], torch.full((1, DIM), 7.0))
+
+
+def write_by_weight(emb):
+    with torch.no_grad():
+        emb.weight[4] = 7.0
+
+
+def write_by_view(emb):
+    emb.table.torch()[4] = 7.0
+
+
+def write_all(emb):
+    emb.table.fill_(7.0)
+
+
+def write_by_state_dict(emb):
+    emb.load_state_dict({"weight": torch.full((ROWS, DIM), 7.0)})
+
+
+def write_by_assignment(emb):
+    emb.weight = torch.nn.Parameter(torch.full((ROWS, DIM), 7.0))
+
+
+def write_by_new_dtype(emb):
+    emb.double()
+
+
+def write_by_array(emb):
+    emb.table.numpy()[4] = 7.0
+
+
+WRITES = [value for name, value in list(globals().items()) if name.startswith("write_")]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+def test_a_write_in_between_is_seen(write, idle):
+    emb, ids = make(idle=idle), torch.tensor([4, 7])
+    optimizer = torch.optim.Adam(emb.parameters())
+    for _ in range(2):
+        emb(torch.tensor([4, 9])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ticket = settled(emb.prefetch(ids))
+    write(emb)
+    found = emb(ticket)
+    assert torch.equal(found, emb.table.torch()[ids])
+    assert write is write_by_new_dtype or (found[0] == 7).all()
+
+
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+def test_a_write_to_the_state_after_the_lookup_is_seen(idle):
+    ends = []
+    for ahead in (False, True):
+        emb, ids = make(idle=idle), torch.arange(ROWS)
+        optimizer = torch.optim.Adam(emb.parameters(), lr=0.1)
+        for step in range(3):
+            (emb(emb.prefetch(ids) if ahead else ids) ** 2).sum().backward()
+            if step == 2:
+                optimizer.state[emb.weight]["exp_avg"].zero_()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(emb.weight.detach().clone())
+    dense = torch.nn.Embedding.from_pretrained(make().weight.detach().clone(), freeze=False)
+    optimizer = torch.optim.Adam(dense.parameters(), lr=0.1)
+    for step in range(3):
+        (dense(torch.arange(ROWS)) ** 2).sum().backward()
+        if step == 2:
+            optimizer.state[dense.weight]["exp_avg"].zero_()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(ends[0], ends[1])
+    assert torch.allclose(ends[0], dense.weight, atol=1e-6)
+
+
+def test_rows_that_are_written_while_they_are_read_are_read_again(monkeypatch):
+    emb, ids = make(), torch.tensor([4, 7])
+    begun, go_on, fetch = threading.Event(), threading.Event(), Rows.fetch
+
+    def held_back(rows, ids, planes=None):
+        found = fetch(rows, ids, planes)
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert go_on.wait(30)
+        return found
+
+    monkeypatch.setattr(Rows, "fetch", held_back)
+    ticket = emb.prefetch(ids)
+    assert begun.wait(30)
+    emb.table.scatter([7], torch.full((1, DIM), 7.0))
+    go_on.set()
+    assert torch.equal(emb(ticket), emb.table.torch()[ids])
+    assert (emb(ids)[1] == 7).all()
+
+
+def test_a_write_that_fails_halfway_is_seen(monkeypatch):
+    emb, ids = make(), torch.tensor([4, 7])
+    ticket = settled(emb.prefetch(ids))
+    engine = emb.table._engine
+
+    class Failing(type(engine)):
+        def scatter(self, planes, index, rows, unsorted=False):
+            planes[0].numpy()[4] = 7.0
+            raise OSError("no disk")
+
+    monkeypatch.setattr(engine, "__class__", Failing)
+    with pytest.raises(OSError, match="no disk"):
+        emb.table.scatter([4], torch.zeros(1, DIM))
+    assert (emb(ticket)[0] == 7).all()
+
+
+# --- training with and without ----------------------------------------------------------------------------------------
+
+
+def trained(options, optimizer_kind, depth, module=st.Embedding, **arguments):
+    torch.manual_seed(3)
+    emb = module(ROWS, DIM, device="cpu", **arguments, **options)
+    optimizer = optimizer_kind(emb.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(ROWS, (5, 3), generator=generator) for _ in range(25)]
+    ahead, seen = dict[int, tickets.Ticket](), []
+    for i, ids in enumerate(batches):
+        for j in range(i, min(i + depth, len(batches))):
+            ahead.setdefault(j, emb.prefetch(batches[j]))
+        found = emb(ahead[i] if depth and i % 2 else ids)
+        more = emb(batches[i - 1]) if i % 5 == 4 else found  # two lookups a step
+        ((found**2).sum() + more.sum()).backward()
+        if i % 4 == 3:
+            with torch.no_grad():
+                seen.append(emb(ids).clone())
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(found.detach().clone())
+        if i == 12:
+            emb.table.scatter([1, 2], torch.ones(2, DIM, dtype=emb.table.dtype))
+    return [*seen, emb.weight.detach().clone()]
+
+
+OPTIONS = [
+    {"memory": "pageable", "idle": "lazy"},
+    {"memory": "pageable", "idle": "exact"},
+    {"memory": "mmap", "idle": "lazy", "layout": "rows"},
+    {"memory": "pageable", "idle": "exact", "storage_dtype": torch.bfloat16},
+    {"memory": "pageable", "idle": "lazy", "storage_dtype": torch.bfloat16, "state_dtype": torch.uint8},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adamax], ids=lambda kind: kind.__name__
+)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_training_is_the_same(options, kind, depth, tmp_path):
+    def path(name):
+        return {"path": tmp_path / name} if options["memory"] == "mmap" else {}
+
+    without = trained(options, kind, 0, **path("a.npy"))
+    with_tickets = trained(options, kind, depth, **path("b.npy"))
+    assert all(torch.equal(a, b) for a, b in zip(without, with_tickets, strict=True))
+
+
+@pytest.mark.parametrize("arguments", [{"padding_idx": 3}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}], ids=str)
+@pytest.mark.parametrize("module", [st.Embedding, st.EmbeddingBag])
+def test_training_of_other_modules_is_the_same(module, arguments):
+    found = [trained({"memory": "pageable"}, torch.optim.Adam, depth, module, **arguments) for depth in (0, 2)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_all_features_are_read_ahead(fetched):
+    torch.manual_seed(0)
+    multi, ids = st.MultiEmbedding([5, 7], 4, memory="pageable", device="cpu"), torch.tensor([[1, 2], [4, 6]])
+    expected = multi(ids).detach()
+    fetched.clear()
+    kept = settled(multi.prefetch(ids))
+    assert torch.equal(multi(ids), expected)
+    assert len(fetched) == 1
+    assert kept._future is None
+    with pytest.raises(RowIndexError, match="7"):
+        multi.prefetch(torch.tensor([[1, 7]]))
+
+
+# What may happen between the call of prefetch and the lookup, by turns that chance takes.
+def random_run(seed: int, steps: int, ahead: bool, options: dict) -> list[torch.Tensor]:
+    chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    emb = make(seed, **options)
+    optimizer = chance.choice([torch.optim.SGD, torch.optim.Adam, torch.optim.Adamax])(emb.parameters(), lr=0.05)
+    waiting, seen = [], []
+    for _ in range(steps):
+        turn = chance.choice(
+            ["ask", "ask", "ask", "train", "train", "train", "look", "drop", "write", "assign", "keep"]
+        )
+        if turn == "ask":
+            ids = torch.randint(ROWS, (chance.randrange(1, 9), 2), generator=generator)
+            waiting.append((ids, emb.prefetch(ids) if ahead else ids, chance.random() < 0.5))
+        elif turn in ("train", "look") and waiting:
+            ids, ticket, by_ids = waiting.pop(chance.randrange(len(waiting)))
+            with torch.set_grad_enabled(turn == "train"):
+                found = emb(ids if by_ids else ticket)
+            if turn == "train":
+                (found**2).sum().backward()
+                if chance.random() < 0.8:  # else the next lookup belongs to the same step
+                    optimizer.step()
+                    optimizer.zero_grad()
+            seen.append(found.detach().clone())
+        elif turn == "drop" and waiting:
+            waiting.pop(0)
+        elif turn == "write":
+            emb.table.scatter([chance.randrange(ROWS)], torch.ones(1, DIM, dtype=emb.table.dtype))
+        elif turn == "assign" and chance.random() < 0.2:
+            with torch.no_grad():
+                emb.weight[chance.randrange(ROWS)] *= 0.5
+        elif turn == "keep" and chance.random() < 0.2:
+            states = emb.state_dict(), optimizer.state_dict()
+            emb.load_state_dict(states[0])
+            optimizer.load_state_dict(states[1])
+    return [*seen, emb.weight.detach().clone()]
+
+
+RANDOM = [{"idle": "lazy"}, {"idle": "exact"}, {"idle": "exact", "storage_dtype": torch.bfloat16}]
+
+
+@pytest.mark.parametrize("options", RANDOM, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_in_between(seed, options):
+    without, with_tickets = (random_run(seed, 150, ahead, options) for ahead in (False, True))
+    assert len(without) > 20
+    assert all(torch.equal(a, b) for a, b in zip(without, with_tickets, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", RANDOM, ids=str)
+def test_whatever_happens_in_between_for_long(options):
+    without, with_tickets = (random_run(7, 10_000, ahead, options) for ahead in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(without, with_tickets, strict=True))
+
+
+# --- errors, and ends -------------------------------------------------------------------------------------------------
+
+
+def test_an_id_out_of_range_is_told_where_the_ticket_is_used():
+    emb = make()
+    ticket = emb.prefetch([[1, 2], [3, ROWS]])
+    with pytest.raises(RowIndexError, match=rf"index\[1, 1\] is {ROWS}"):
+        emb(ticket)
+
+
+def test_what_is_no_id_is_told_at_once():
+    with pytest.raises(InvalidTypeError, match="integers"):
+        make().prefetch(torch.tensor([1.0]))
+
+
+def test_a_ticket_of_another_module_is_refused():
+    first, second = make(), make()
+    with pytest.raises(InvalidValueError, match="pass it to the module that made it"):
+        second(first.prefetch([1]))
+
+
+def test_a_ticket_nobody_uses_is_forgotten():
+    emb = make()
+    log = weakref.ref(settled(emb.prefetch([1, 2]))._future.result().log)
+    gc.collect()
+    assert log() is None
+    assert not tickets._open.get(emb._handle)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_reads_by_itself():
+    emb, ids = make(), torch.tensor([4, 7])
+    ticket = emb.prefetch(ids)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(emb(ticket), emb.table.torch()[ids]) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_python_ends_with_tickets_in_flight():
+    code = (
+        "import torch, speedtransfer as st\n"
+        "emb = st.Embedding(1000, 8, memory='pageable', device='cpu')\n"
+        "kept = [emb.prefetch(torch.arange(1000)) for _ in range(50)]\n"
+        "print('end')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
