@@ -363,6 +363,18 @@ def test_an_id_out_of_range_is_told_where_the_ticket_is_used():
         emb(ticket)
 
 
+def test_a_lookup_reads_by_itself_what_could_not_be_read_ahead(monkeypatch):
+    emb, ids, fetch = make(), torch.tensor([4, 7]), Rows.fetch
+
+    def failing(rows, ids, planes=None):
+        if threading.current_thread() is not threading.main_thread():
+            raise KeyError("exp_avg")
+        return fetch(rows, ids, planes)
+
+    monkeypatch.setattr(Rows, "fetch", failing)
+    assert torch.equal(emb(settled(emb.prefetch(ids))), emb.table.torch()[ids])
+
+
 def test_what_is_no_id_is_told_at_once():
     with pytest.raises(InvalidTypeError, match="integers"):
         make().prefetch(torch.tensor([1.0]))

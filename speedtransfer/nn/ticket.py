@@ -90,13 +90,7 @@ class Ticket:
             )
 
     def wait(self) -> Ahead | None:
-        """Return what was read, for the first who asks; None where nothing was, or for another table than there is now.
-
-        Raises
-        ------
-        Exception
-            Whatever reading has raised.
-        """
+        """Return what was read, for the first who asks; None where nothing was, or for another table than there is now."""
         future, self._future = self._future, None
         tickets = _open.get(self._handle)
         if tickets is not None:
@@ -104,7 +98,11 @@ class Ticket:
         # A forked process has none of the threads.
         if future is None or self._handle.rows is not self._rows or self._process != os.getpid():
             return None
-        return future.result()
+        try:
+            return future.result()
+        except Exception:
+            # Planes may have been dropped while they were read. The lookup reads by itself, and raises what is the matter.
+            return None
 
 
 @torch.no_grad()
