@@ -247,6 +247,8 @@ class Planes:
                 fill_plane(plane, _filler(fill))
             wait_until_filled(plane)
         self._planes.update(added)
+        for plane in added.values():
+            self._writes -= plane._version  # what has filled it was no change
         return added
 
     def drop_plane(self, name: str) -> None:
