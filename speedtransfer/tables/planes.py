@@ -258,7 +258,7 @@ class Planes:
         self._check_plane(name)
         self._engine.wait()
         dropped = self._planes.pop(name)
-        self._writes += dropped._version + 1  # its changes count on
+        self._writes += dropped._version  # its changes count on
         self._outlive(dropped)
 
     def plane(self, name: str) -> Tensor:
