@@ -212,6 +212,23 @@ def test_rows_that_are_written_while_they_are_read_are_read_again(monkeypatch):
     assert (emb(ids)[1] == 7).all()
 
 
+def test_rows_read_ahead_for_evaluation_take_the_steps_they_miss_meanwhile():
+    found = []
+    for ahead in (False, True):
+        emb, ids = make(idle="exact"), torch.tensor([4, 7])
+        optimizer = torch.optim.AdamW(emb.parameters(), lr=0.1, weight_decay=0.5)
+        with torch.no_grad():
+            asked = settled(emb.prefetch(ids)) if ahead else ids
+        for row in (4, 9, 9):
+            emb(torch.tensor([row])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            found.append(emb(asked))
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], make().table.torch()[[4, 7]])
+
+
 def test_a_write_that_fails_halfway_is_seen(monkeypatch):
     emb, ids = make(), torch.tensor([4, 7])
     ticket = settled(emb.prefetch(ids))

@@ -48,6 +48,9 @@ class Ahead(NamedTuple):
 
     def rows(self, rows: Rows) -> dict[str, Tensor]:
         """Return the rows as `Rows.read` would, ``(n, *tail)`` of each plane; once, as a step writes to their memory."""
+        if self.planes is not None and rows.lag is not None:
+            # The steps that rows may miss since then are known only with all planes.
+            return rows.read(self.groups.ids)
         with rows.lock:
             return rows.finish(rows.refetch(self.groups.ids, self.planes, self.fetched, self.log))
 
@@ -75,7 +78,7 @@ class Ticket:
             work = rows, self.ids, self.shape, padding_idx, planes, table.watch()
             self._future = _threads().submit(_read, *work)
             _open.setdefault(handle, weakref.WeakSet()).add(self)
-        handle.reads_ahead = True
+            handle.reads_ahead = True
 
     def __del__(self) -> None:
         future = self.__dict__.get("_future")

@@ -73,7 +73,7 @@ class Stepping(TableParam):
                 assert self.grad is not None
                 assert self.active is not None
                 make_step(self._fused, state, self.ids, self.grad, self.active)
-                before = self.table.version
+                before = self.table.version if self.rows.table.watched else 0
                 # As by an optimizer.
                 torch.autograd.graph.increment_version(self.param)
                 self.table.discount(before, 1)

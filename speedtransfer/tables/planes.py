@@ -275,9 +275,10 @@ class Planes:
     def take(self, name: str, values: Tensor) -> None:
         """Make the memory of `values`, of the plane's shape, dtype and device, that of the plane from now on."""
         self._engine.wait()
-        self._writes += self.version + 1  # another tensor counts its changes from zero
+        before = self.version
         self._outlive(self._planes[self._check_plane(name)])
         self._planes[name] = wait_until_filled(values)
+        self._writes += before + 1 - self.version  # another tensor counts its changes from zero
 
     def wait(self) -> None:
         """Block until the planes are up to date: on CUDA, rows that were scattered may still be on their way."""

@@ -106,9 +106,10 @@ class WholePlanes(Planes):
         target = resolve_device(device)
         if target != self.device:
             self._engine.wait()
-            self._writes += self.version  # moved planes count their changes from zero again
+            before = self.version
             self._outlive(self._engine, *self._planes.values())
             self._planes = self._place.move_to(target, self._planes)
+            self._writes += before + 1 - self.version  # moved planes count their changes from zero again
             name = self._engine.name
             self._set_engine(
                 make_engine(self.memory, target, name if name in engine_names(self.memory, target) else None)
