@@ -19,7 +19,7 @@ from speedtransfer.cuda import check_not_capturing
 from speedtransfer.idle import Lag
 from speedtransfer.progress import ByteProgress
 from speedtransfer.stored_planes import StoredPlanes
-from speedtransfer.tables import Table, WriteLog, row_chunks
+from speedtransfer.tables import Table, WriteLog, kept, on_host, overlay, row_chunks
 
 # The plane of the last step that each row has taken, int32.
 LAST_STEP = "idle.last_step"
@@ -68,15 +68,22 @@ class Rows(StoredPlanes):
 
         `ids` (n,) are sorted and unique; `log` was made before they were fetched.
         """
-        written = self.table.written_since(log)
-        if written is None:
+        # The host knows which rows they are, unless their ids are on a device that need not tell it.
+        ids = ids if self.table.takes_padding else on_host(ids, ids)
+        writes = self.table.written_since(log)
+        if writes is None:
             return self.fetch(ids, planes)
-        if len(written) and len(ids):
-            at = torch.searchsorted(ids, written).clamp_(max=len(ids) - 1)
-            at = at[ids[at] == written].unique()
-            if len(at):
-                for name, part in self.fetch(ids[at], planes).items():
-                    fetched[name][at] = part
+        again = overlay(fetched, ids, writes, self.table.num_rows) if len(ids) else None
+        if again is None:
+            return fetched
+        if ids.is_cuda:
+            for name, part in self.fetch(kept(ids, again, self.table.num_rows), planes).items():
+                torch.where(again.unsqueeze(1), part, fetched[name], out=fetched[name])
+            return fetched
+        at = again.nonzero().flatten()
+        if len(at):
+            for name, part in self.fetch(ids[at], planes).items():
+                fetched[name][at.to(part.device)] = part
         return fetched
 
     def finish(self, fetched: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -82,7 +82,7 @@ class TestChoice:
             def gather(self, planes, index, rows, check=False, unsorted=False):
                 calls.append(f"{self.name} gathers")
 
-            def scatter(self, planes, index, rows, unsorted=False):
+            def scatter(self, planes, index, rows, unsorted=False, behind=False):
                 calls.append(f"{self.name} scatters")
 
             def wait(self, writes_only=False):
@@ -234,7 +234,7 @@ class TestCalibration:
                 super().gather(planes, index.flip(0), rows)
 
         class Broken(ReferenceEngine):
-            def scatter(self, planes, index, rows, unsorted=False):
+            def scatter(self, planes, index, rows, unsorted=False, behind=False):
                 raise DeviceError("no such luck")
 
         engines = {"wrong": Wrong(), "broken": Broken(), "reference": ReferenceEngine()}

@@ -112,6 +112,14 @@ def test_ids_may_be_filled_anew(fetched):
     assert torch.equal(emb(ticket), emb.table.torch()[[4, 7]])
 
 
+def test_the_ids_of_a_write_may_be_filled_anew(fetched):
+    emb, named = make(), torch.tensor([7])
+    ticket = settled(emb.prefetch(torch.tensor([4, 7])))
+    emb.table.scatter(named, torch.zeros(1, DIM))
+    named.fill_(4)
+    assert emb(ticket)[1].tolist() == [0.0] * DIM
+
+
 # --- writes in between ------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +243,7 @@ def test_a_write_that_fails_halfway_is_seen(monkeypatch):
     engine = emb.table._engine
 
     class Failing(type(engine)):
-        def scatter(self, planes, index, rows, unsorted=False):
+        def scatter(self, planes, index, rows, unsorted=False, behind=False):
             planes[0].numpy()[4] = 7.0
             raise OSError("no disk")
 

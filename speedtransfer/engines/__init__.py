@@ -1,7 +1,7 @@
 """How rows move between the planes of a table and the compute device."""
 
 from speedtransfer.engines.auto import AutoEngine, calibrate_device, engine_names, make_engine
-from speedtransfer.engines.base import Engine, KernelEngine, out_of_range
+from speedtransfer.engines.base import CHANGED_ID, Engine, KernelEngine, faults_left, out_of_range
 from speedtransfer.engines.calibration import DIRECTIONS, Direction
 from speedtransfer.engines.host import HostEngine, gather_rows, scatter_rows
 from speedtransfer.engines.mapped import MappedEngine
@@ -9,6 +9,7 @@ from speedtransfer.engines.reference import ReferenceEngine
 from speedtransfer.engines.staged import StagedEngine
 
 __all__ = [
+    "CHANGED_ID",
     "DIRECTIONS",
     "AutoEngine",
     "Direction",
@@ -20,6 +21,7 @@ __all__ = [
     "StagedEngine",
     "calibrate_device",
     "engine_names",
+    "faults_left",
     "gather_rows",
     "make_engine",
     "out_of_range",

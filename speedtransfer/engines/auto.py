@@ -92,10 +92,17 @@ class AutoEngine:
         with self._turn:
             self._ready("gather", planes, index).gather(planes, index, rows, check, unsorted)
 
-    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], unsorted: bool = False) -> None:
+    def scatter(
+        self,
+        planes: Sequence[Tensor],
+        index: Tensor,
+        rows: Sequence[Tensor],
+        unsorted: bool = False,
+        behind: bool = False,
+    ) -> None:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``."""
         with self._turn:
-            self._ready("scatter", planes, index).scatter(planes, index, rows, unsorted)
+            self._ready("scatter", planes, index).scatter(planes, index, rows, unsorted, behind)
 
     @property
     def runs_kernels(self) -> bool:

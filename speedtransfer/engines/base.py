@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -57,10 +59,20 @@ class Engine(Protocol):
         """
         ...
 
-    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], unsorted: bool = False) -> None:
+    def scatter(
+        self,
+        planes: Sequence[Tensor],
+        index: Tensor,
+        rows: Sequence[Tensor],
+        unsorted: bool = False,
+        behind: bool = False,
+    ) -> None:
         """Write ``rows[i][j]`` to ``planes[i][index[j]]``; `index` holds no value twice.
 
         A later `gather` of the same engine, on any stream, sees the new rows; an earlier one does not.
+
+        With `behind`, nobody changes `index` and `rows` from now on, and an engine may write after it has returned: its later
+        calls wait for that, and raise what goes wrong with it until it has been done.
         """
         ...
 
@@ -80,8 +92,33 @@ class KernelEngine(Engine, Protocol):
         ...
 
 
+# In the place of an id that is not the one whose row was read ahead.
+CHANGED_ID = -(2**62)
+_left = threading.local()
+
+
+@contextlib.contextmanager
+def faults_left() -> Iterator[None]:
+    """Leave a row that an earlier gather did not find to other threads: what this one raises nobody may see."""
+    _left.on = True
+    try:
+        yield
+    finally:
+        _left.on = False
+
+
+def leaves_faults() -> bool:
+    """Tell whether this thread is in `faults_left`."""
+    return getattr(_left, "on", False)
+
+
 def out_of_range(where: str, value: int, num_rows: int) -> RowIndexError:
     """Return the error for `value`, found at `where` ("index[3]"), of a table of `num_rows` rows."""
+    if value == CHANGED_ID:
+        return RowIndexError(
+            f"{where} was changed between prefetch and the lookup, in a way that torch did not see (.data, another library), "
+            "so that the rows read ahead were those of other ids; make a new tensor for each batch"
+        )
     have = f"{num_rows} rows (0 to {num_rows - 1})" if num_rows else "no rows"
     rule = "but rows count from 0, negative ones do not exist" if value < 0 else f"but the table has {have}"
     return RowIndexError(f"{where} is {value} {rule}; clamp or filter the index")

@@ -48,7 +48,14 @@ class HostEngine:
             check_host_index(index, planes)
         gather_rows(planes, index, rows)
 
-    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], unsorted: bool = False) -> None:
+    def scatter(
+        self,
+        planes: Sequence[Tensor],
+        index: Tensor,
+        rows: Sequence[Tensor],
+        unsorted: bool = False,
+        behind: bool = False,
+    ) -> None:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``."""
         scatter_rows(planes, index, rows)
 

@@ -22,7 +22,7 @@ from speedtransfer.cuda import (
     resolve_cuda,
     to_device,
 )
-from speedtransfer.engines.base import check_host_index, out_of_range
+from speedtransfer.engines.base import check_host_index, leaves_faults, out_of_range
 from speedtransfer.errors import DeviceError, InvalidValueError
 
 MAX_PLANES = 16  # of one launch, as in move.cuh
@@ -135,7 +135,14 @@ class MappedEngine:
             self._move("gather", planes, ids, rows, stream, check, places)
             keep_until_done((index, *rows), stream)
 
-    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], unsorted: bool = False) -> None:
+    def scatter(
+        self,
+        planes: Sequence[Tensor],
+        index: Tensor,
+        rows: Sequence[Tensor],
+        unsorted: bool = False,
+        behind: bool = False,
+    ) -> None:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``."""
         self._raise_fault()
         if index.device != self.device:
@@ -222,7 +229,7 @@ class MappedEngine:
 
     def _raise_fault(self) -> None:
         """Raise for a row that an earlier gather did not find, if the device has said so, and forget it."""
-        if not self._fault[0]:
+        if not self._fault[0] or leaves_faults():
             return
         check_not_capturing("the first call after a gather that named a row out of range")
         with self._order.writing() as stream:  # which waits for all that was queued, and lets nobody queue meanwhile

@@ -58,7 +58,14 @@ class ReferenceEngine:
             _select_padded(planes, there, rows)
             keep_until_done((index, *rows), stream)
 
-    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], unsorted: bool = False) -> None:
+    def scatter(
+        self,
+        planes: Sequence[Tensor],
+        index: Tensor,
+        rows: Sequence[Tensor],
+        unsorted: bool = False,
+        behind: bool = False,
+    ) -> None:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``."""
         if self._order is None:
             put_rows(planes, index, rows)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import check_not_capturing, keep_until_done, pinned_empty, resolve_cuda
 from speedtransfer.engines.base import check_host_index
+from speedtransfer.engines.behind import Behind
 from speedtransfer.engines.host import gather_rows, scatter_rows
 from speedtransfer.errors import InvalidValueError
 
@@ -29,9 +32,9 @@ class StagedEngine:
     Order: the planes are read and written by the host, inside the call, so when a call returns it is done with them and
     any later call, on any stream, sees them as they are. `gather` waits for `index` where that is on the device, hence for
     what the current stream was given before, and for the last copy of a buffer before it fills that again; its own copies
-    run on. `scatter` queues copies of as many chunks as there are buffers, then waits for one after the other. Each wait is
-    for one event, and none for what is done. ``record_stream`` keeps the memory of `index` and `rows`. A lock makes the calls
-    of several threads take turns.
+    run on. `scatter` queues copies of as many chunks as there are buffers, then waits for one after the other; `behind`, a
+    thread does so, and the next call waits for it. Each wait is for one event, and none for what is done. ``record_stream``
+    keeps the memory of `index` and `rows`. A lock makes the calls of several threads take turns.
 
     Parameters
     ----------
@@ -66,7 +69,7 @@ class StagedEngine:
         self.num_buffers = num_buffers
         self._ring = itertools.cycle([_Buffer(self.device) for _ in range(num_buffers)])
         self._index = _Buffer(self.device)
-        self._lock = threading.Lock()
+        self._lock, self._behind = threading.Lock(), Behind()
 
     def gather(
         self,
@@ -78,6 +81,7 @@ class StagedEngine:
     ) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
         check_not_capturing("a gather of rows that the host moves")
+        self._behind.finish()
         with self._lock, torch.no_grad(), torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device)
             host_index = self._to_host(index, stream)
@@ -101,9 +105,28 @@ class StagedEngine:
                     out[len(ids) :] = 0
             keep_until_done((index, *rows), stream)
 
-    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], unsorted: bool = False) -> None:
-        """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``; they are there on return."""
+    def scatter(
+        self,
+        planes: Sequence[Tensor],
+        index: Tensor,
+        rows: Sequence[Tensor],
+        unsorted: bool = False,
+        behind: bool = False,
+    ) -> None:
+        """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``; unless `behind`, before it returns."""
         check_not_capturing("a scatter of rows that the host moves")
+        if behind:
+            stream = torch.cuda.current_stream(self.device)
+            self._behind.begin(functools.partial(self._scatter_on, stream, planes, index, rows))
+        else:
+            self._behind.finish()
+            self._scatter(planes, index, rows)
+
+    def _scatter_on(self, stream: torch.cuda.Stream, *given: Any) -> None:
+        with torch.cuda.stream(stream):
+            self._scatter(*given)
+
+    def _scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
         with self._lock, torch.no_grad(), torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device)
             crossing = [source.to(plane.dtype) for plane, source in zip(planes, rows, strict=True)]
@@ -124,7 +147,8 @@ class StagedEngine:
             keep_until_done((index, *rows), stream)
 
     def wait(self, writes_only: bool = False) -> None:
-        """Return at once: the planes are up to date whenever no call is running."""
+        """Block the host until a write `behind` is made: else the planes are up to date whenever no call is running."""
+        self._behind.finish()
 
     def _to_host(self, index: Tensor, stream: torch.cuda.Stream) -> Tensor:
         """Return `index` (n,) int64 on the host: where it came from the device, when `_index` has been waited for."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.nn.ahead import may_pad
 from speedtransfer.nn.ticket import Ticket, find_ticket
 from speedtransfer.optim import Handle
 from speedtransfer.tables import UniqueRows, as_index, kept, padded_unique, trimmed, unique_rows
@@ -111,7 +112,7 @@ def activate(
     if handle.reads_ahead or isinstance(ids, Ticket):
         ticket = find_ticket(handle, ids)
         if ticket is not None:
-            ahead, ids = ticket.wait(), ticket.ids.view(ticket.shape)
+            ahead, ids = ticket.wait(padded, ids), ticket.ids.view(ticket.shape) if ticket is ids else ids
     if ahead is not None:
         groups, shape = ahead.groups, tuple(ids.shape)
     elif isinstance(ids, UniqueRows):
@@ -148,15 +149,11 @@ def _check_capturable(handle: Handle, ids: Any, writes: bool, padded: bool) -> N
     handle.check_capturable(writes)
 
 
-# Rows beyond this are not padded: the host waits for their number, which is little beside what they take themselves.
-_MOST_PADDED_BYTES = 1 << 29
-
-
 def _unique_on_device(handle: Handle, flat: Tensor, padded: bool, spare: bool, padding_idx: int | None) -> UniqueRows:
     table = handle.rows.table
     table.check(flat)
     groups = padded_unique(flat, table.num_rows, spare)
-    if padded and (is_capturing() or len(groups.ids) * table.dim * handle.rows.dtype.itemsize <= _MOST_PADDED_BYTES):
+    if padded and (is_capturing() or may_pad(handle.rows, len(groups.ids))):
         return groups
     groups = trimmed(groups)
     # Raises if an id is out of range.

@@ -65,7 +65,13 @@ class FeatureIds:
         bad = first_beyond(flat, num_rows)
         if bad is not None:
             self._raise(int(flat.reshape(-1)[bad]), bad, flat.shape, shapes)
-        return *rows_of(flat, start, num_rows, padding if self._padded else None), shapes
+        index, padded = rows_of(flat, start, num_rows, padding if self._padded else None)
+        if index.is_cuda:
+            # By these a ticket knows it, without looking at values.
+            names = tuple(ids) if isinstance(ids, Mapping) else ()
+            given = tuple(ids.values() if isinstance(ids, Mapping) else ids if shapes is not None else [ids])
+            index._made_from = names, given  # type: ignore[attr-defined]
+        return index, padded, shapes
 
     def _joined(self, ids: Any, device: torch.device) -> tuple[Tensor, Shapes]:
         names = list(self._features)

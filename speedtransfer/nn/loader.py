@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -9,6 +10,8 @@ from typing import Any, Generic, TypeVar
 from speedtransfer.errors import InvalidTypeError, check_size
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import Ticket
+
+_UNUSED_BATCHES = 8  # after so many whose rows no lookup has used it is worth a warning
 
 Batch = TypeVar("Batch")
 Ids = Mapping[TableModule, Any] | Iterable[tuple[TableModule, Any]]
@@ -57,7 +60,7 @@ class PrefetchLoader(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         source, ahead = iter(self.loader), deque[tuple[Batch, list[Ticket], Any]]()
         error: Exception | None = None
-        ended, self._state = False, None
+        ended, self._state, unused = False, None, 0
         while True:
             while not ended and len(ahead) <= self.depth:
                 try:
@@ -76,6 +79,15 @@ class PrefetchLoader(Generic[Batch]):
             # Tickets that no lookup has used go when the next batch is asked for.
             batch, tickets, self._state = ahead.popleft()
             yield batch
+            # -1: some were used.
+            unused = unused + 1 if unused >= 0 and tickets and all(ticket.is_waiting for ticket in tickets) else -1
+            if unused == _UNUSED_BATCHES:
+                warnings.warn(
+                    f"the rows of {unused} batches were read ahead and no lookup has used them; ids_of must return what the "
+                    "modules look up: the same values on the host or, on a CUDA device, the same tensors (move the batches "
+                    "there before prefetch), or else pass the ticket of module.prefetch(ids) in the place of the ids",
+                    stacklevel=2,
+                )
             del tickets, batch
 
     def __len__(self) -> int:

@@ -136,8 +136,11 @@ class TableModule(ModuleState):
         """Begin to read the rows of `ids`, in threads of their own, and return a ticket for the lookup that uses them.
 
         The lookup takes the ticket in the place of the ids, or the ids again. Its numbers are those without a ticket: rows
-        that were written since are read again. A ticket serves one lookup; another that gets it reads by itself. On a CUDA
-        device nothing is read ahead yet.
+        that were written since are read again. A ticket serves one lookup; another that gets it reads by itself.
+
+        On a CUDA device the rows cross the bus on a stream of their own. Ids on the device are found again if they are the
+        same tensor, or a view like it; copies of them are not, as the host would have to wait to compare values. Rows of
+        ``memory="device"`` are not read ahead.
 
         Parameters
         ----------

@@ -1,58 +1,28 @@
-"""Read the rows of a batch ahead of its lookup, in threads of their own.
+"""Tickets: ids whose rows are read ahead of their lookup.
 
-They are read as they are stored, at any time between the call of `prefetch` and the lookup. Meanwhile the table keeps a log of
+Rows are read as they are stored, at any time between the call of `prefetch` and the lookup. Meanwhile the table keeps a log of
 what is written, and the lookup reads those rows again: its numbers are those that it would have found by itself.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import os
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from speedtransfer.cuda import check_not_capturing, current_stream, is_capturing
+from speedtransfer.engines import CHANGED_ID
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.nn.ahead import Ahead, begin_to_read, use
 from speedtransfer.optim import Handle
-from speedtransfer.rows import Rows
-from speedtransfer.tables import UniqueRows, WriteLog, as_index, unique_rows
-
-THREADS = 2  # they wait for pages of files, and copy; more would take the cores of whoever trains
+from speedtransfer.tables import as_index, is_padded
 
 # Tickets that no lookup has used yet.
 _open: weakref.WeakKeyDictionary[Handle, weakref.WeakSet[Ticket]] = weakref.WeakKeyDictionary()
-
-
-class Ahead(NamedTuple):
-    """Rows that were read ahead.
-
-    Attributes
-    ----------
-    groups : UniqueRows
-        Of the ids.
-    fetched : dict of str to Tensor
-        Their rows by plane, as `Rows.fetch` has returned them.
-    planes : tuple of str, optional
-        Those asked for; None: all.
-    log : WriteLog
-        Of the table, from before.
-    """
-
-    groups: UniqueRows
-    fetched: dict[str, Tensor]
-    planes: tuple[str, ...] | None
-    log: WriteLog
-
-    def rows(self, rows: Rows) -> dict[str, Tensor]:
-        """Return the rows as `Rows.read` would, ``(n, *tail)`` of each plane; once, as a step writes to their memory."""
-        if self.planes is not None and rows.lag is not None:
-            # The steps that rows may miss since then are known only with all planes.
-            return rows.read(self.groups.ids)
-        with rows.lock:
-            return rows.finish(rows.refetch(self.groups.ids, self.planes, self.fetched, self.log))
 
 
 class Ticket:
@@ -69,21 +39,32 @@ class Ticket:
     def __init__(self, handle: Handle, ids: Any, padding_idx: int | None, training: bool) -> None:
         rows, table = handle.rows, handle.table
         flat, self.shape, _ = as_index(ids, table.num_rows, table.device, check=False)
+        if table.device.type == "cuda":
+            check_not_capturing("prefetch()", "read ahead before the capture, or leave it out")
         # The caller may fill the memory of `ids` anew for the next batch.
         self.ids = flat.clone()
+        # Ids on a CUDA device are known by their memory, which is kept so that nobody else gets it.
+        self._place = _place(ids)
+        self._kept = None if self._place is None else ids
+        self._asked = current_stream(table.device).record_event() if self.ids.is_cuda else None
         self._handle, self._rows, self._process = handle, rows, os.getpid()
+        self._future: concurrent.futures.Future[Ahead | None] | None = None
+        if table.device.type == "cuda" and table.memory == "device":
+            return  # nothing has to cross the bus
         planes = None if training or rows.lag is not None else ("weight",)
-        self._future: concurrent.futures.Future[Ahead] | None = None
-        if table.device.type == "cpu":
-            work = rows, self.ids, self.shape, padding_idx, planes, table.watch()
-            self._future = _threads().submit(_read, *work)
-            _open.setdefault(handle, weakref.WeakSet()).add(self)
-            handle.reads_ahead = True
+        self._future = begin_to_read(rows, self.ids, self.shape, padding_idx, planes, self._asked)
+        _open.setdefault(handle, weakref.WeakSet()).add(self)
+        handle.reads_ahead = True
 
     def __del__(self) -> None:
         future = self.__dict__.get("_future")
         if future is not None:
             future.cancel()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether rows are read ahead for it that no lookup has used."""
+        return self._future is not None
 
     def check(self, handle: Handle) -> None:
         """Raise `InvalidValueError` unless it was made for the table of `handle`."""
@@ -92,33 +73,57 @@ class Ticket:
                 f"this ticket was made for {self._handle} but is used in {handle}; pass it to the module that made it"
             )
 
-    def wait(self) -> Ahead | None:
-        """Return what was read, for the first who asks; None where nothing was, or for another table than there is now."""
+    def wait(self, padded: bool, ids: Any) -> Ahead | None:
+        """Return what was read, for the first who asks; None where nothing was, or for another table than there is now.
+
+        Parameters
+        ----------
+        padded : bool
+            Whether its rows may be padded.
+        ids : Tensor or Ticket
+            What it was found by.
+        """
         future, self._future = self._future, None
         tickets = _open.get(self._handle)
         if tickets is not None:
             tickets.discard(self)
+        if self._asked is not None:
+            use([self.ids], self._asked)
         # A forked process has none of the threads.
         if future is None or self._handle.rows is not self._rows or self._process != os.getpid():
             return None
         try:
-            return future.result()
+            ahead = future.result()
         except Exception:
             # Planes may have been dropped while they were read. The lookup reads by itself, and raises what is the matter.
             return None
+        if ahead is None or (is_padded(ahead.groups.ids) and not padded):
+            return None
+        ahead.take()
+        if is_padded(ahead.groups.ids) and ids is not self:
+            # Somebody may have written to their memory whom torch does not see. The host cannot look without waiting.
+            flat = ids.detach().reshape(-1).to(torch.int64)
+            self._rows.table.check(torch.where(flat == self.ids, flat, CHANGED_ID))
+        return ahead
+
+    def is_for(self, ids: Tensor) -> bool:
+        """Tell whether `ids` are those that it was made for."""
+        if self.shape != tuple(ids.shape):
+            return False
+        if ids.is_cuda and self._rows.table.takes_padding:
+            return self._place is not None and self._place == _place(ids)
+        # Rows that the host moves make it wait for the device anyway.
+        return self.ids.device == ids.device and torch.equal(self.ids, ids.reshape(-1).to(torch.int64))
 
 
-@torch.no_grad()
-def _read(
-    rows: Rows,
-    flat: Tensor,
-    shape: tuple[int, ...],
-    padding_idx: int | None,
-    planes: tuple[str, ...] | None,
-    log: WriteLog,
-) -> Ahead:
-    groups = unique_rows(flat, rows.table.num_rows, flat.view(shape), padding_idx)
-    return Ahead(groups, rows.fetch(groups.ids, planes), planes, log)
+def _place(ids: Any) -> tuple[Any, ...] | None:
+    """Return where ids on a CUDA device lie and how often torch has written to them; None where nobody knows."""
+    if not isinstance(ids, Tensor) or not ids.is_cuda:
+        return None
+    names, tensors = getattr(ids, "_made_from", ((), (ids,)))
+    if any(tensor.is_inference() for tensor in tensors):
+        return None
+    return names, *((t.data_ptr(), t.shape, t.stride(), t.dtype, t._version) for t in tensors)
 
 
 def find_ticket(handle: Handle, ids: Any) -> Ticket | None:
@@ -133,18 +138,6 @@ def find_ticket(handle: Handle, ids: Any) -> Ticket | None:
         ids.check(handle)
         return ids
     tickets = _open.get(handle)
-    if not tickets or not isinstance(ids, Tensor) or ids.device.type != "cpu":
+    if not tickets or not isinstance(ids, Tensor) or is_capturing():
         return None
-    for ticket in list(tickets):
-        if ticket.shape == tuple(ids.shape) and torch.equal(ticket.ids, ids.reshape(-1).to(torch.int64)):
-            return ticket
-    return None
-
-
-@functools.cache
-def _threads() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="speedtransfer-prefetch")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_threads.cache_clear)
+    return next((ticket for ticket in list(tickets) if ticket.is_for(ids)), None)

@@ -9,6 +9,7 @@ from speedtransfer.tables.row_values import as_rows, overlap, tensor_of
 from speedtransfer.tables.stats import TableStats
 from speedtransfer.tables.table import MEMORIES, Table
 from speedtransfer.tables.unique import UniqueRows, move_together, on_host, unique_rows
+from speedtransfer.tables.write_back import overlay
 from speedtransfer.tables.write_log import WriteLog
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "num_unique",
     "on_host",
     "overlap",
+    "overlay",
     "padded_unique",
     "plane_chunks",
     "read_ahead",

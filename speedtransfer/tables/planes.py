@@ -26,7 +26,7 @@ from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane
 from speedtransfer.tables.memories import Memory
 from speedtransfer.tables.records import check_layout
 from speedtransfer.tables.stats import PaddedStats, TableStats
-from speedtransfer.tables.write_log import WriteLog
+from speedtransfer.tables.write_log import Write, WriteLog
 
 # The class below has attributes called `torch`, `device` and `dtype`: inside its body these names are not the types.
 DType: TypeAlias = torch.dtype
@@ -188,8 +188,8 @@ class Planes:
         for log in list(self._logs):
             log.discount(before, self.version, count)
 
-    def written_since(self, log: WriteLog) -> Tensor | None:
-        """Return the rows written since `log` was made; None: any row may have been."""
+    def written_since(self, log: WriteLog) -> list[Write] | None:
+        """Return the writes since `log` was made; None: any row may have been written."""
         return None if self._viewed else log.written(self._planes, self.version)
 
     def __len__(self) -> int:

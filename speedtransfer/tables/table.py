@@ -30,6 +30,8 @@ from speedtransfer.tables.row_values import as_rows, check_conversion, check_row
 from speedtransfer.tables.stats import PaddedStats, TableStats
 from speedtransfer.tables.unique import on_host, unique_rows
 from speedtransfer.tables.whole_planes import WholePlanes
+from speedtransfer.tables.write_back import beside, copied
+from speedtransfer.tables.write_log import Write
 
 MEMORIES: dict[str, type[Memory]] = {m.name: m for m in (PinnedMemory, PageableMemory, MmapMemory, DeviceMemory)}
 
@@ -207,7 +209,11 @@ class Table(WholePlanes):
             ids = on_host(ids, ids)
         planes = [self._planes[name] for name in rows]
         if self.watched:
-            self._write_watched(ids, lambda: self._engine.scatter(planes, ids, values, unsorted))
+            # Those of somebody else may be changed, and the log keeps them.
+            ids = ids.clone() if unsorted else ids
+            self._write_watched(
+                ids, rows, lambda given, behind: self._engine.scatter(planes, ids, given, unsorted, behind)
+            )
         else:
             self._engine.scatter(planes, ids, values, unsorted)
             self._writes += 1
@@ -243,7 +249,7 @@ class Table(WholePlanes):
         came, stored = ([self._planes[name] for name in names] for names in (read, written))
         engine = cast(KernelEngine, self._engine)
         if self.watched:
-            self._write_watched(ids, lambda: engine.update(lambda: queue(stored)))
+            self._write_watched(ids, None, lambda *_: engine.update(lambda: queue(stored)))
         else:
             engine.update(lambda: queue(stored))
             self._writes += 1
@@ -255,18 +261,30 @@ class Table(WholePlanes):
                 for name, number in ((f"{kind}_rows", count), (f"{kind}_bytes", count * row_bytes)):
                     setattr(self._stats, name, getattr(self._stats, name) + number)
 
-    def _write_watched(self, ids: Tensor, write: Callable[[], None]) -> None:
-        """Write the rows `ids` (n,), and tell those who have read rows ahead."""
+    def _write_watched(
+        self, ids: Tensor, rows: dict[str, Tensor] | None, write: Callable[[list[Tensor], bool], None]
+    ) -> None:
+        """Write the rows `ids` (n,), and tell those who have read rows ahead.
+
+        They go on with what is written, as it is on a CUDA device, while it crosses the bus on a stream of its own.
+        """
         logs, before = list(self._logs), self.version
+        stored = rows is not None and all(part.dtype == self._planes[name].dtype for name, part in rows.items())
+        crosses = self.device.type == "cuda" and self.memory != "device"
+        kept = copied(rows) if rows and stored and logs and crosses else None
         try:
-            write()
+            if kept is None:
+                write(list(rows.values()) if rows else [], False)
+            else:
+                with beside(self.device):
+                    write(list(kept.values()), True)
         except BaseException:
             for log in logs:
                 log.forget()
             raise
         self._writes += 1
         for log in logs:
-            log.note(ids, before, self.version)
+            log.note(Write(ids, kept), before, self.version)
 
     def scatter(self, index: Any, rows: Any, *, convert: bool = False, check: bool = True) -> None:
         """Write rows into the table. A row named twice is an error: nothing is written.

@@ -1,13 +1,31 @@
-"""Which rows of a table were written since: for rows that were read ahead of their use."""
+"""Which rows of a table were written since, and with what: for rows that were read ahead of their use."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from speedtransfer.cuda import current_stream
+
 _MOST_WRITES = 1 << 10  # after so many a log forgets: the rows of a ticket that nobody has used by then are read anew
+_MOST_KEPT = 8  # writes whose values a log keeps
+
+
+class Write(NamedTuple):
+    """A write of rows.
+
+    Attributes
+    ----------
+    ids : Tensor
+        ``(n,)`` int64, in any order, maybe padded.
+    rows : dict of str to Tensor, optional
+        What was written by plane, ``(n, width)``, where somebody keeps it.
+    """
+
+    ids: Tensor
+    rows: dict[str, Tensor] | None = None
 
 
 class WriteLog:
@@ -17,17 +35,24 @@ class WriteLog:
     changes `Table.version` or the planes themselves, and then nothing is known of the rows.
     """
 
-    __slots__ = ("__weakref__", "_ids", "_known", "_planes", "_version")
+    __slots__ = ("__weakref__", "_known", "_planes", "_stream", "_version", "_writes")
 
     def __init__(self, planes: Mapping[str, Tensor], version: int) -> None:
-        self._planes, self._version, self._known, self._ids = dict(planes), version, True, list[Tensor]()
+        self._planes, self._version, self._known, self._writes = dict(planes), version, True, list[Write]()
+        # That the writes of ids on a CUDA device come from, in the order of which they may be read.
+        self._stream: int | None = None
 
-    def note(self, ids: Tensor, before: int, after: int) -> None:
-        """Note a write of the rows `ids` (n,), and the version of the table before and after it."""
-        if before != self._version or len(self._ids) == _MOST_WRITES:
+    def note(self, write: Write, before: int, after: int) -> None:
+        """Note a write, and the version of the table before and after it."""
+        if before != self._version or len(self._writes) == _MOST_WRITES:
             self.forget()
         if self._known:
-            self._ids.append(ids)
+            self._writes.append(write)
+            if len(self._writes) > _MOST_KEPT:
+                old = len(self._writes) - 1 - _MOST_KEPT
+                self._writes[old] = Write(self._writes[old].ids)
+            if self._is_elsewhere(write):
+                self.forget()
         self._version = after
 
     def discount(self, before: int, after: int, count: int) -> None:
@@ -37,10 +62,18 @@ class WriteLog:
 
     def forget(self) -> None:
         """Note that any row may have been written."""
-        self._known, self._ids = False, []
+        self._known, self._writes = False, []
 
-    def written(self, planes: Mapping[str, Tensor], version: int) -> Tensor | None:
-        """Return the rows written, in any order, some maybe twice; None: any row may have been.
+    def _is_elsewhere(self, write: Write) -> bool:
+        """Tell whether the current stream is not that of the writes; that of the first it is."""
+        if not write.ids.is_cuda:
+            return False
+        stream = current_stream(write.ids.device).cuda_stream
+        self._stream = stream if self._stream is None else self._stream
+        return stream != self._stream
+
+    def written(self, planes: Mapping[str, Tensor], version: int) -> list[Write] | None:
+        """Return the writes so far, in their order; None: any row may have been written.
 
         Parameters
         ----------
@@ -52,4 +85,4 @@ class WriteLog:
         )
         if not (self._known and same and version == self._version):
             return None
-        return torch.cat(self._ids) if self._ids else torch.empty(0, dtype=torch.int64, device="cpu")
+        return None if any(map(self._is_elsewhere, self._writes)) else self._writes

@@ -1,0 +1,56 @@
+"""Write rows in a thread, while the caller goes on."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+
+class Behind:
+    """One write at a time that a thread makes. Nothing is lost: a write that failed is made again until it succeeds."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._write: Callable[[], None] | None = None
+        self._future: concurrent.futures.Future[None] | None = None
+        _all.add(self)
+
+    def begin(self, write: Callable[[], None]) -> None:
+        """Have `write` called by the thread, once the last one is finished."""
+        with self._lock:
+            self._finish()
+            self._write, self._future = write, _thread().submit(write)
+
+    def finish(self) -> None:
+        """Block until the write is made; if the thread failed, make it here, or raise what is the matter."""
+        if self._write is not None:
+            with self._lock:
+                self._finish()
+
+    def _finish(self) -> None:
+        if self._write is not None and self._future is not None:
+            if self._future.exception() is not None:
+                self._write()
+            self._write = self._future = None
+
+
+_all: weakref.WeakSet[Behind] = weakref.WeakSet()
+
+
+@functools.cache
+def _thread() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="speedtransfer-write")
+
+
+def _finish_all() -> None:
+    for one in list(_all):
+        one.finish()
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked process has the memory as it is then, and not the thread.
+    os.register_at_fork(before=_finish_all, after_in_child=_thread.cache_clear)

@@ -1,0 +1,160 @@
+"""Gather the rows of a batch before its lookup: in threads, and on a CUDA device on a stream of its own."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import os
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtransfer.cuda import current_stream, keep_until_done
+from speedtransfer.engines import faults_left
+from speedtransfer.rows import Rows
+from speedtransfer.tables import UniqueRows, WriteLog, num_unique, padded_unique, unique_rows
+
+# Rows beyond this are not padded: the host waits for their number, which is little beside what they take themselves.
+_MOST_PADDED_BYTES = 1 << 29
+THREADS = 2  # they wait for pages of files, and copy; more would take the cores of whoever trains
+
+
+class Ahead(NamedTuple):
+    """Rows that were read ahead.
+
+    Attributes
+    ----------
+    groups : UniqueRows
+        Of the ids.
+    fetched : dict of str to Tensor
+        Their rows by plane, as `Rows.fetch` has returned them.
+    planes : tuple of str, optional
+        Those asked for; None: all.
+    log : WriteLog
+        Of the table, from before.
+    arrived : torch.cuda.Event, optional
+        When all is there, for other streams than that of the reads.
+    """
+
+    groups: UniqueRows
+    fetched: dict[str, Tensor]
+    planes: tuple[str, ...] | None
+    log: WriteLog
+    arrived: torch.cuda.Event | None = None
+
+    def take(self) -> None:
+        """Let the current stream use them."""
+        if self.arrived is not None:
+            parts = [part for part in (*self.groups[:4], num_unique(self.groups.ids)) if part is not None]
+            use([*parts, *self.fetched.values()], self.arrived)
+
+    def rows(self, rows: Rows) -> dict[str, Tensor]:
+        """Return the rows as `Rows.read` would, ``(n, *tail)`` of each plane; once, as a step writes to their memory."""
+        if self.planes is not None and rows.lag is not None:
+            # The steps that rows may miss since then are known only with all planes.
+            return rows.read(self.groups.ids)
+        with rows.lock:
+            return rows.finish(rows.refetch(self.groups.ids, self.planes, self.fetched, self.log))
+
+
+def begin_to_read(
+    rows: Rows,
+    flat: Tensor,
+    shape: tuple[int, ...],
+    padding_idx: int | None,
+    planes: tuple[str, ...] | None,
+    asked: torch.cuda.Event | None,
+) -> concurrent.futures.Future[Ahead | None]:
+    """Begin to read the rows of ids.
+
+    Parameters
+    ----------
+    rows : Rows
+    flat : Tensor
+        ``(n,)`` int64, not checked, on the compute device or the CPU.
+    shape : tuple of int
+        Of the ids, for messages.
+    padding_idx : int, optional
+    planes : tuple of str, optional
+        None: all.
+    asked : torch.cuda.Event, optional
+        When `flat` is there.
+
+    Returns
+    -------
+    Future of Ahead or None
+        None where it is better to wait for the lookup.
+    """
+    work = rows, flat, shape, padding_idx, planes, rows.table.watch(), asked
+    if not (flat.is_cuda and rows.table.takes_padding):
+        return _threads().submit(_read, *work)
+    # The host has nothing to do but to launch.
+    future: concurrent.futures.Future[Ahead | None] = concurrent.futures.Future()
+    try:
+        future.set_result(_read(*work))
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+@torch.no_grad()
+def _read(
+    rows: Rows,
+    flat: Tensor,
+    shape: tuple[int, ...],
+    padding_idx: int | None,
+    planes: tuple[str, ...] | None,
+    log: WriteLog,
+    asked: torch.cuda.Event | None,
+) -> Ahead | None:
+    device = rows.table.device
+    if device.type == "cpu":
+        groups = unique_rows(flat, rows.table.num_rows, flat.view(shape), padding_idx)
+        return Ahead(groups, rows.fetch(groups.ids, planes), planes, log)
+    side = _side_stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(side), faults_left():
+        if asked is not None:
+            side.wait_event(asked)
+            keep_until_done([flat], side)
+        found = _unique(rows, flat, shape, padding_idx)
+        return None if found is None else Ahead(found, rows.fetch(found.ids, planes), planes, log, side.record_event())
+
+
+def _unique(rows: Rows, flat: Tensor, shape: tuple[int, ...], padding_idx: int | None) -> UniqueRows | None:
+    """Return the unique rows of `flat` (n,) on the CUDA device of a table; None for ids there that are not to be padded."""
+    table = rows.table
+    if not (flat.is_cuda and table.takes_padding and len(flat)):
+        # An engine that moves rows on the host takes ids there.
+        there = flat.cpu() if table.moves_on_host else flat
+        return unique_rows(there, table.num_rows, there.view(shape), padding_idx, grouped=True).to(table.device)
+    if not may_pad(rows, min(len(flat), table.num_rows) + 1):
+        return None
+    table.check(flat)
+    return padded_unique(flat, table.num_rows, spare=True)
+
+
+def may_pad(rows: Rows, count: int) -> bool:
+    """Tell whether `count` rows on a CUDA device should be padded."""
+    return count * rows.table.dim * rows.dtype.itemsize <= _MOST_PADDED_BYTES
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@functools.cache
+def _threads() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="speedtransfer-prefetch")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.cache_clear)
+
+
+def use(tensors: list[Tensor], after: torch.cuda.Event) -> None:
+    """Let the current stream use tensors of another stream, after an event of that."""
+    stream = current_stream(tensors[0].device)
+    stream.wait_event(after)
+    keep_until_done(tensors, stream)

@@ -1,0 +1,293 @@
+"""Rows read ahead on a stream of their own: the numbers are those without, and the host waits for nothing."""
+
+import gc
+
+import pytest
+import torch
+
+import speedtransfer as st
+from gpu.tools import synchronizing
+from speedtransfer.errors import DeviceError, RowIndexError
+from speedtransfer.rows import Rows
+
+MEMORIES = ["pinned", "pageable", "mmap"]
+ROWS, DIM, BATCH = 400, 16, 96
+FORMS = {
+    "lazy": {"idle": "lazy"},
+    "exact": {"idle": "exact"},
+    "int8": {"idle": "lazy", "storage_dtype": torch.int8, "state_dtype": torch.uint8},
+    "max_norm": {"idle": "lazy", "max_norm": 1.0},
+    "padding": {"idle": "exact", "padding_idx": 3},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage():
+    """Page-locked memory that garbage collection finds is freed, and that waits for the device."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def module(device, memory, folder, kind=st.Embedding, **options):
+    if memory == "mmap":
+        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.npy"
+    torch.manual_seed(3)
+    return kind(ROWS, DIM, device=device, memory=memory, **options)
+
+
+def batches(steps, ids_on, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    skewed = torch.rand(steps, BATCH, generator=generator) ** 3 * ROWS
+    return [ids.long().to(ids_on) for ids in skewed]
+
+
+def train(emb, ids_of_steps, make=torch.optim.AdamW):
+    optimizer = make(emb.parameters(), lr=0.02)
+    losses = []
+    for ids in ids_of_steps:
+        optimizer.zero_grad()
+        loss = emb(ids.view(-1, 8)).square().sum()
+        losses.append(loss.detach())
+        loss.backward()
+        optimizer.step()
+    return torch.stack(losses), optimizer
+
+
+def in_views(loader):
+    """Batches in the shape that the loop gives them."""
+    return lambda ids: {loader: ids.view(-1, 8)}
+
+
+@pytest.fixture
+def fetched(monkeypatch):
+    """The number of rows of each read."""
+    seen, fetch = [], Rows.fetch
+
+    def noted(rows, ids, planes=None):
+        seen.append(len(ids))
+        return fetch(rows, ids, planes)
+
+    monkeypatch.setattr(Rows, "fetch", noted)
+    return seen
+
+
+@pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_same_numbers(device, tmp_path, memory, form, ids_on, depth):
+    plain, ahead = (module(device, memory, tmp_path, **FORMS[form]) for _ in range(2))
+    wanted, wanted_optimizer = train(plain, batches(12, ids_on))
+    got, optimizer = train(ahead, st.prefetch(batches(12, ids_on), in_views(ahead), depth))
+    assert torch.equal(got, wanted)
+    for ours, theirs in zip(ahead.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+    states = [made.state_dict()["state"][0] for made in (optimizer, wanted_optimizer)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(torch.as_tensor(states[0][name]), torch.as_tensor(states[1][name])) for name in states[0])
+
+
+@pytest.mark.parametrize("kind", [st.EmbeddingBag, st.MultiEmbedding])
+@pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
+def test_other_modules(device, tmp_path, kind, ids_on):
+    def make():
+        torch.manual_seed(3)
+        if kind is st.MultiEmbedding:
+            return kind([ROWS] * 8, DIM, device=device, memory="pinned")
+        return kind(ROWS, DIM, device=device, memory="pinned", padding_idx=3)
+
+    plain, ahead = make(), make()
+    wanted, _ = train(plain, batches(8, ids_on))
+    got, _ = train(ahead, st.prefetch(batches(8, ids_on), in_views(ahead)))
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_what_was_not_written_is_not_read_again(device, tmp_path, fetched, memory, ids_on):
+    emb = module(device, memory, tmp_path, idle="lazy")
+    ids = torch.arange(10, 30, device=ids_on)
+    ticket = emb.prefetch(ids)
+    ticket._future.result()
+    found = emb(ids)
+    assert len(fetched) == 1
+    assert torch.equal(found.cpu(), emb.table.torch().cpu()[10:30])
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_a_write_in_between(device, tmp_path, memory):
+    emb = module(device, memory, tmp_path, idle="lazy")
+    ids = torch.arange(10, 30, device=device)
+    ticket = emb.prefetch(ids)
+    for there in (device, "cpu"):
+        emb.table.scatter(torch.tensor([5, 12, 29], device=there), torch.full((3, DIM), 7.0, device=device))
+    assert torch.equal(emb(ticket).cpu(), emb.table.torch().cpu()[10:30])
+    ticket = emb.prefetch(ids)
+    with torch.no_grad():
+        emb.weight.data.mul_(2)
+    assert torch.equal(emb(ids).cpu(), emb.table.torch().cpu()[10:30])
+
+
+def test_a_write_on_another_stream(device, tmp_path):
+    emb, side = module(device, "pinned", tmp_path, idle="lazy"), torch.cuda.Stream()
+    ids, new = torch.arange(10, 30, device=device), torch.full((1, DIM), 7.0, device=device)
+    ticket = emb.prefetch(ids)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        emb.table.scatter(torch.tensor([12]).to(device), new)
+    assert emb(ticket)[2].tolist() == [7.0] * DIM
+
+
+def test_ids_changed_where_torch_does_not_see_it(device, tmp_path):
+    emb = module(device, "pinned", tmp_path, idle="lazy")
+    ids = torch.arange(20, device=device)
+    ticket = emb.prefetch(ids)
+    ids.data.add_(1)
+    emb(ids)
+    assert not ticket.is_waiting
+    with pytest.raises(RowIndexError, match="was changed between prefetch and the lookup"):
+        emb.table.wait()
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_ids_changed_in_place_are_other_ids(device, tmp_path, memory):
+    emb = module(device, memory, tmp_path, idle="lazy")
+    ids = torch.arange(20, device=device)
+    ticket = emb.prefetch(ids)
+    ids += 1
+    assert torch.equal(emb(ids).cpu(), emb.table.torch().cpu()[1:21])
+    assert torch.equal(emb(ticket).cpu(), emb.table.torch().cpu()[:20])
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
+def test_ids_out_of_range(device, tmp_path, memory, ids_on):
+    emb = module(device, memory, tmp_path, idle="lazy")
+    ids = torch.tensor([1, ROWS, 2], device=ids_on)
+    ticket = emb.prefetch(ids)
+
+    def look_up():
+        emb(ids)
+        emb.table.wait()
+
+    with pytest.raises(RowIndexError, match=f"{ROWS}"):
+        look_up()
+    assert not ticket.is_waiting
+
+
+def test_a_fault_is_not_lost_in_a_thread(device, tmp_path):
+    """Threads that read ahead call the table, and must not take the error of another lookup with them."""
+    emb = module(device, "pinned", tmp_path, idle="lazy")
+    emb.table.check(torch.tensor([ROWS], device=device))
+    torch.cuda.synchronize()
+    ticket = emb.prefetch(torch.arange(5, device=device))
+    ticket._future.result()
+    del ticket
+    with pytest.raises(RowIndexError):
+        emb.table.wait()
+
+
+def test_the_host_does_not_wait(device, tmp_path):
+    emb = module(device, "pinned", tmp_path, idle="exact")
+    optimizer = torch.optim.AdamW(emb.parameters(), lr=0.02, foreach=True)
+    every = batches(12, device)
+
+    def step(ids):
+        emb(ids).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for ids in st.prefetch(every, lambda ids: {emb: ids}):
+        step(ids)
+    loader = iter(st.prefetch(every, lambda ids: {emb: ids}))
+    step(next(loader))
+    torch.cuda.synchronize()
+    with synchronizing("warn") as waits:
+        for _ in range(4):
+            step(next(loader))
+    assert not waits
+    loader.close()
+
+
+@pytest.mark.parametrize("memory", ["pageable", "mmap"])
+def test_rows_that_the_host_moves_are_not_waited_for(device, tmp_path, memory):
+    emb = module(device, memory, tmp_path, idle="lazy")
+    optimizer = torch.optim.AdamW(emb.parameters(), lr=0.02, foreach=True)
+
+    def step(ids):
+        emb(ids).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    loader = iter(st.prefetch(batches(12, "cpu"), lambda ids: {emb: ids}))
+    for _ in range(6):
+        step(next(loader))
+    torch.cuda.synchronize()
+    with synchronizing("warn") as waits:
+        for _ in range(4):
+            step(next(loader))
+    assert not waits
+    loader.close()
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_what_was_written_behind_is_seen(device, tmp_path, memory):
+    """By every reader, and whoever wrote it may go on to change it."""
+    emb = module(device, memory, tmp_path, idle="lazy")
+    ids = torch.arange(10, 14, device=device)
+    ticket = emb.prefetch(torch.arange(20, device=device))
+    for number, read in enumerate(
+        [
+            lambda: emb.table.gather(ids, check=False),
+            lambda: emb.table.gather([10, 11, 12, 13]),
+            lambda: emb.table.torch()[10:14].to(device),
+            lambda: emb.weight.detach()[10:14],
+            lambda: emb.state_dict()["weight"][10:14].to(device),
+            lambda: emb(ids),
+        ]
+    ):
+        rows, named = torch.full((4, DIM), float(number), device=device), ids.clone()
+        emb.table.scatter(named, rows)
+        rows.fill_(-1)
+        named.fill_(0)
+        assert read().unique().tolist() == [number]
+    assert emb(ticket)[10:14].unique().tolist() == [number]
+
+
+def test_memory_is_given_back(device, tmp_path):
+    emb = module(device, "pinned", tmp_path, idle="lazy")
+    ids = torch.arange(ROWS, device=device)
+
+    def once():
+        ticket = emb.prefetch(ids)
+        ticket._future.result()
+        return torch.cuda.memory_allocated()
+
+    once()
+    before = once()
+    for number in range(20):
+        # What was moved is counted on the device.
+        assert once() <= before + 512 * (number + 1)
+
+
+def test_rows_on_the_device_are_not_read_ahead(device, tmp_path):
+    emb = module(device, "device", tmp_path)
+    ids = torch.arange(5, device=device)
+    ticket = emb.prefetch(ids)
+    assert not ticket.is_waiting
+    assert torch.equal(emb(ticket), emb.table.torch()[:5])
+
+
+def test_batches_that_no_lookup_finds(device, tmp_path):
+    emb = module(device, "pinned", tmp_path, idle="lazy")
+    loader = st.prefetch(batches(12, "cpu"), lambda ids: {emb: ids})
+    with pytest.warns(UserWarning, match="no lookup has used them"):
+        assert [emb(ids.to(device)).shape[0] for ids in loader] == [BATCH] * 12
+
+
+def test_not_in_a_capture(device, tmp_path, monkeypatch):
+    emb = module(device, "pinned", tmp_path, idle="lazy")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(DeviceError, match=r"prefetch\(\) cannot be captured"):
+        emb.prefetch(torch.arange(5, device=device))
