@@ -157,7 +157,7 @@ def training_steps(
 def flush(table: st.Table, evict: bool) -> None:
     """Write every page of the table to the disk and, to `evict`, let go of it."""
     for name in table.planes:
-        found = page_advice._map_of(table.stored(name))
+        found = page_advice.map_of(table.stored(name))
         if found is not None:
             found[0].flush()
             if evict:

@@ -29,7 +29,7 @@ def test_group(group, benchmark, device):
             case.run()
             synchronize(device)
 
-        timer.pedantic(run, rounds=7, warmup_rounds=2)
+        timer.pedantic(run, setup=case.before, rounds=7, warmup_rounds=2)
 
 
 def can_run(case, device):

@@ -132,6 +132,19 @@ def memory():
     return [GroupResult("memory of 3,300,000 x 128", params, cases)]
 
 
+def prefetch():
+    ways = {"without prefetch": 50e-3, "prefetch, depth 1": 30e-3, "prefetch, depth 2": 20e-3}
+    cases = [case(name, "ours", seconds, 1 << 20) for name, seconds in ways.items()]
+    cases += [
+        case("table in memory", seconds=10e-3),
+        case("reads of the same pages on 8 threads", "roof", 8e-3, 1 << 20),
+    ]
+    return [
+        GroupResult(title, {"experiment": title, "rows": 1000, "lookups": 100}, list(cases))
+        for title in ("training", "evaluation")
+    ]
+
+
 SUITES = {
     "transfer": transfer,
     "speedtorch": speedtorch,
@@ -139,6 +152,7 @@ SUITES = {
     "step": step,
     "precision": precision,
     "memory": memory,
+    "prefetch": prefetch,
 }
 
 

@@ -98,6 +98,32 @@ def test_the_state_is_that_after_the_batches_taken(emb, taken):
     assert all(torch.equal(a, b) for a, b in zip(again, batches()[taken:], strict=True))
 
 
+def test_a_loader_without_state_stays_without(emb):
+    """Trainers ask for the state of every loader that has a `state_dict`, whatever that raises."""
+    ahead = st.prefetch(DataLoader(TensorDataset(IDS)), lambda batch: {emb: batch[0]})
+    assert not hasattr(ahead, "state_dict")
+    assert not hasattr(ahead, "load_state_dict")
+    assert hasattr(st.prefetch(Stateful(), lambda ids: {emb: ids}), "load_state_dict")
+
+
+class Wrapper:
+    """Has the method, but the state of nothing, as Accelerate's loaders do."""
+
+    def __iter__(self):
+        return iter(batches())
+
+    def state_dict(self):
+        raise AttributeError("no state within")
+
+
+def test_a_wrapper_of_a_loader_without_state(emb):
+    ahead = st.prefetch(Wrapper(), lambda ids: {emb: ids})
+    assert len(list(ahead)) == 6
+    next(iter(ahead))
+    with pytest.raises(AttributeError, match="no state within"):
+        ahead.state_dict()
+
+
 def test_the_state_after_the_end_begins_anew(emb):
     ahead = st.prefetch(Stateful(), lambda ids: {emb: ids})
     assert len(list(ahead)) == 6

@@ -7,8 +7,10 @@ import mmap
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases import assert_same_bits, numbers
@@ -140,13 +142,13 @@ def test_rows_of_a_large_file(tmp_path, all_large):
 @pytest.fixture
 def asked(monkeypatch):
     """Return the ranges that the system is asked to read, as (first, last) page of a map."""
-    ranges, ask = [], advice._advise
+    ranges, ask = [], advice._advise_all
 
-    def recorded(block, begin, end):
-        ranges.append((begin // mmap.PAGESIZE, -(-end // mmap.PAGESIZE) - 1))
-        ask(block, begin, end)
+    def recorded(block, start, begins, ends):
+        ranges.extend(zip((begins // mmap.PAGESIZE).tolist(), (-(-ends // mmap.PAGESIZE) - 1).tolist(), strict=True))
+        ask(block, start, begins, ends)
 
-    monkeypatch.setattr(advice, "_advise", recorded)
+    monkeypatch.setattr(advice, "_advise_all", recorded)
     return ranges
 
 
@@ -165,13 +167,33 @@ CALLS = {
 def test_rows_that_are_on_the_disk_are_read_at_once(tmp_path, all_large, asked, name, suffix):
     values = numbers((ROWS, DIM), torch.float32)
     table = evicted(tmp_path / f"t{suffix}", values)
-    begin = table.torch().data_ptr() - advice._map_of(table.torch())[1]
+    begin = table.torch().data_ptr() - advice.map_of(table.torch())[1]
     touched = {(begin + row * DIM * 4 + side) // mmap.PAGESIZE for row in SPREAD.tolist() for side in (0, DIM * 4 - 1)}
     faults, _ = disk_faults(lambda: CALLS[name](table))
     assert faults < 200  # page by page 900 of them, where the file was evicted
     if asked:  # nothing, where the system has kept the file
         assert {page for first, last in asked for page in range(first, last + 1)} == touched
     assert_same_bits(table.gather(SPREAD), torch.ones(2000, DIM) if name == "scatter" else values[SPREAD])
+
+
+@linux
+@pytest.mark.parametrize("compiled", [True, False])
+def test_pages_are_asked_for_with_numba_and_without(tmp_path, all_large, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(advice, "compiled_module", lambda name: None)
+    table = evicted(tmp_path / "t.npy", numbers((ROWS, DIM), torch.float32))
+    start, rows = advice.map_of(table.torch())[1], torch.arange(0, ROWS, 1000)
+    # Far beyond a piece, and a single page.
+    begins, ends = np.array([0, 900 * mmap.PAGESIZE]), np.array([300 * mmap.PAGESIZE, 901 * mmap.PAGESIZE])
+    advice._advise_all(advice.map_of(table.torch())[0], start, begins, ends)
+    for _ in range(1000):
+        # The disk takes its time.
+        if advice._in_memory(start, [0, 150, 299, 900]):
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("pages were not read")
+    assert_same_bits(table.gather(rows), numbers((ROWS, DIM), torch.float32)[rows])
 
 
 @linux

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from speedtransfer.benchmark.measure import CaseResult, GroupResult
+from speedtransfer.benchmark.shown_prefetch import sentences
 from speedtransfer.benchmark.units import format_count, format_rate, format_ratio, format_seconds, format_share
 from speedtransfer.errors import format_bytes
 
@@ -23,6 +24,7 @@ def headlines(suite: str, groups: list[GroupResult]) -> list[str]:
         "step": _step,
         "precision": _precision,
         "memory": _memory,
+        "prefetch": sentences,
     }[suite]
     return say([group for group in groups if group.ran])
 

@@ -53,6 +53,11 @@ class Case:
         What else is told of the case ("moved_bytes", "loss"); `run` and `check` may fill it.
     queues : bool
         `run` only queues work on the device and never waits for it, so that its time there can be told from its calls.
+    before : callable, optional
+        Called before each sample, and not timed: it puts what `run` is about into the state that it is for ("no page of the
+        file is in memory"). A sample is one repetition then.
+    parts : int
+        Equal parts of a repetition, such as steps; a sample is the time of one, and `payload_bytes` are those of one.
     """
 
     name: str
@@ -63,6 +68,8 @@ class Case:
     memory: dict[str, int] = field(default_factory=dict)
     queues: bool = False
     figures: dict[str, float] = field(default_factory=dict)
+    before: Callable[[], None] | None = None
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -80,12 +87,15 @@ class Group:
         What varies, for plots: ``{"direction": "gather", "row_bytes": 512, ...}``.
     reserved_s : float
         What a run with little time keeps for it: groups before it are left out first.
+    effort : dict
+        Arguments of :func:`measure` in place of the usual ones.
     """
 
     title: str
     make: Callable[[], Sequence[Case]]
     params: dict[str, Any] = field(default_factory=dict)
     reserved_s: float = 0.0
+    effort: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -262,6 +272,8 @@ def cycle(values: Iterable[Any]) -> Callable[[], Any]:
 def _prepare(case: Case, result: CaseResult, device: torch.device, min_sample_s: float) -> int:
     """Run a case once, check it, and return how often a sample repeats it; 0 where it cannot run here."""
     try:
+        if case.before is not None:
+            case.before()
         case.run()
         synchronize(device)
     except Exception as error:
@@ -272,6 +284,8 @@ def _prepare(case: Case, result: CaseResult, device: torch.device, min_sample_s:
         return 0
     if case.check is not None:
         case.check()
+    if case.before is not None:
+        return 1
     start = time.perf_counter()
     case.run()
     synchronize(device)
@@ -279,10 +293,14 @@ def _prepare(case: Case, result: CaseResult, device: torch.device, min_sample_s:
 
 
 def _sample(case: Case, result: CaseResult, number: int, device: torch.device, samples: int, share_s: float) -> None:
-    case.run()  # caches and clocks as the case leaves them, not as its neighbour did
-    synchronize(device)
+    if case.before is None:
+        case.run()  # caches and clocks as the case leaves them, not as its neighbour did
+        synchronize(device)
     deadline = time.perf_counter() + share_s
     for _ in range(samples):
+        if case.before is not None:
+            case.before()
+            synchronize(device)
         start = called = time.perf_counter()
         runs = 0
         while runs < number and (called < deadline or not runs):  # on a busy machine a run may take 100 times as long
@@ -291,8 +309,8 @@ def _sample(case: Case, result: CaseResult, number: int, device: torch.device, s
             called = time.perf_counter()
         synchronize(device)
         done = time.perf_counter()
-        result.samples_s.append(round((done - start) / runs, 9))
-        result.host_s.append(round((called - start) / runs, 9))
+        result.samples_s.append(round((done - start) / runs / case.parts, 9))
+        result.host_s.append(round((called - start) / runs / case.parts, 9))
         if done > deadline:
             return
 

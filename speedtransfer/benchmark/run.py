@@ -88,7 +88,7 @@ def run_suite(
             left_s = float("inf") if seconds is None else seconds - (time.perf_counter() - start)
             try:
                 if left_s > sum(later.reserved_s for later in groups[number:]) or group.reserved_s:
-                    found.append(measure(group, device, **EFFORT[quick]))
+                    found.append(measure(group, device, **{**EFFORT[quick], **group.effort}))
                 else:
                     missed.append(group.title)
                     found.append(GroupResult(group.title, group.params, skipped="the time was up"))

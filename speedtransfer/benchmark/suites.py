@@ -54,5 +54,6 @@ SUITES = {
         Suite("step", "A training step, by the size of the table", frozenset({"rows"})),
         Suite("precision", "A training step, by how the table is stored", frozenset({"rows"})),
         Suite("memory", "Memory that a table takes", frozenset({"rows"})),
+        Suite("prefetch", "Waiting for rows of a file, and how much of it is hidden", frozenset({"rows"})),
     )
 }

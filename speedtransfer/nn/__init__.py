@@ -4,7 +4,7 @@ from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.bag import EmbeddingBag
 from speedtransfer.nn.embedding import Embedding
 from speedtransfer.nn.export import to_dense
-from speedtransfer.nn.loader import PrefetchLoader, prefetch
+from speedtransfer.nn.loader import PrefetchLoader, StatefulPrefetchLoader, prefetch
 from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.replace import replace_embeddings
 from speedtransfer.nn.table_summary import Summary, TableSummary, summary
@@ -16,6 +16,7 @@ __all__ = [
     "EmbeddingBag",
     "MultiEmbedding",
     "PrefetchLoader",
+    "StatefulPrefetchLoader",
     "Summary",
     "TableSummary",
     "Ticket",

@@ -14,7 +14,8 @@ from speedtransfer.nn.ticket import Ticket
 _UNUSED_BATCHES = 8  # after so many whose rows no lookup has used it is worth a warning
 
 Batch = TypeVar("Batch")
-Ids = Mapping[TableModule, Any] | Iterable[tuple[TableModule, Any]]
+# Keys of a mapping are modules; a type for them would refuse a dict whose keys are of a subclass.
+Ids = Mapping[Any, Any] | Iterable[tuple[TableModule, Any]]
 
 
 def prefetch(loader: Iterable[Batch], ids_of: Callable[[Batch], Ids], depth: int = 2) -> PrefetchLoader[Batch]:
@@ -42,7 +43,8 @@ def prefetch(loader: Iterable[Batch], ids_of: Callable[[Batch], Ids], depth: int
     InvalidValueError, InvalidTypeError
         `depth` is no positive int; `ids_of` cannot be called. What `loader` and `ids_of` raise comes where that batch would.
     """
-    return PrefetchLoader(loader, ids_of, depth)
+    kind = StatefulPrefetchLoader if hasattr(loader, "state_dict") else PrefetchLoader
+    return kind(loader, ids_of, depth)
 
 
 class PrefetchLoader(Generic[Batch]):
@@ -65,7 +67,7 @@ class PrefetchLoader(Generic[Batch]):
             while not ended and len(ahead) <= self.depth:
                 try:
                     batch = next(source)
-                    ahead.append((batch, self._tickets(batch), self._state_of_loader()))
+                    ahead.append((batch, self._tickets(batch), self._loader_state()))
                 except StopIteration:
                     ended = True
                 except Exception as raised:
@@ -98,18 +100,8 @@ class PrefetchLoader(Generic[Batch]):
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def state_dict(self) -> Any:
-        """Return the state of a loader that has one, as it was after the last batch that was taken."""
-        return self.loader.state_dict() if self._state is None else self._state  # type: ignore[attr-defined]
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on, with the next iteration, where `state` says."""
-        self._state = None
-        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
-
-    def _state_of_loader(self) -> Any:
-        state_dict = getattr(self.loader, "state_dict", None)
-        return None if state_dict is None else state_dict()
+    def _loader_state(self) -> Any:
+        return None
 
     def _tickets(self, batch: Batch) -> list[Ticket]:
         wanted = self.ids_of(batch)
@@ -123,3 +115,23 @@ class PrefetchLoader(Generic[Batch]):
                 )
             tickets.append(module.prefetch(ids))
         return tickets
+
+
+class StatefulPrefetchLoader(PrefetchLoader[Batch]):
+    """What `prefetch` returns for a loader with a ``state_dict``. Trainers ask every loader that has one for its state."""
+
+    def state_dict(self) -> Any:
+        """Return the state of the loader as it was after the last batch that was taken."""
+        return self.loader.state_dict() if self._state is None else self._state  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on, with the next iteration, where `state` says."""
+        self._state = None
+        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+
+    def _loader_state(self) -> Any:
+        try:
+            return self.loader.state_dict()  # type: ignore[attr-defined]
+        except (AttributeError, NotImplementedError):
+            # Wrappers (Accelerate) have the method also where what they wrap has no state. Who asks is told by the loader.
+            return None

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from speedtransfer.jit import compiled_module
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables.records import span_bytes
 
@@ -28,6 +29,7 @@ _PIECE_BYTES = 1 << 17  # Linux cuts a longer request off at the read-ahead of t
 FEW_ROWS = 256  # fewer are soon read one by one
 _SAMPLE = 32  # pages of a call, by which it is seen whether pages are in memory: advice for one that is costs 0.2 us
 _AHEAD_PART = 1 / 8  # of the memory that one call fills ahead
+_CALLS = "speedtransfer.tables.page_calls"
 _CAN_ADVISE = all(hasattr(mmap, name) for name in ("MADV_RANDOM", "MADV_WILLNEED"))
 
 _at_random: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # where each begins
@@ -43,7 +45,7 @@ def expect_random_rows(data: np.memmap | None) -> None:
 
 def read_ahead(rows: Tensor) -> None:
     """Have the system read the consecutive `rows` of a plane that it otherwise reads page by page; nothing for others."""
-    found = _map_of(rows)
+    found = map_of(rows)
     if found is not None:
         block, start = found
         begin = rows.data_ptr() - start
@@ -62,7 +64,7 @@ def read_ahead_of_rows(planes: Sequence[Tensor], index: Tensor) -> None:
     for plane in planes:
         records.setdefault(plane.untyped_storage().data_ptr(), []).append(plane)
     for parts in records.values():
-        found = _map_of(parts[0])
+        found = map_of(parts[0])
         if found is not None:
             block, start = found
             begin = min(plane.data_ptr() for plane in parts) - start
@@ -85,8 +87,7 @@ def _read_pages(block: mmap.mmap, start: int, first: np.ndarray, last: np.ndarra
     begins, ends = first[heads], np.append(reached[heads[1:] - 1], reached[-1]) + 1
     # More could push out what was read first.
     within = np.cumsum(ends - begins) * mmap.PAGESIZE <= _AHEAD_PART * physical_bytes()
-    for begin, end in zip(begins[within].tolist(), ends[within].tolist(), strict=True):
-        _advise(block, begin * mmap.PAGESIZE, end * mmap.PAGESIZE)
+    _advise_all(block, start, begins[within] * mmap.PAGESIZE, ends[within] * mmap.PAGESIZE)
 
 
 def _in_memory(start: int, pages: list[int]) -> bool:
@@ -102,7 +103,7 @@ def _in_memory(start: int, pages: list[int]) -> bool:
     )
 
 
-def _map_of(rows: Tensor) -> tuple[mmap.mmap, int] | None:
+def map_of(rows: Tensor) -> tuple[mmap.mmap, int] | None:
     """Return the map that `rows` lie in and its address, if it is read page by page."""
     if not _at_random or rows.device.type != "cpu":
         return None
@@ -118,3 +119,13 @@ def _map_of(rows: Tensor) -> tuple[mmap.mmap, int] | None:
 def _advise(block: mmap.mmap, begin: int, end: int) -> None:
     for first in range(begin, end, _PIECE_BYTES):
         block.madvise(mmap.MADV_WILLNEED, first, min(_PIECE_BYTES, end - first))
+
+
+def _advise_all(block: mmap.mmap, start: int, begins: np.ndarray, ends: np.ndarray) -> None:
+    """Have the system read the bytes `begins` to `ends`, both (n,), of a map at address `start`."""
+    compiled = compiled_module(_CALLS)
+    if compiled is not None:
+        compiled.ask_for(start, begins, ends, _PIECE_BYTES, mmap.MADV_WILLNEED)
+        return
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        _advise(block, begin, end)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -60,8 +59,6 @@ class Planes:
         # lets idle rows miss steps. What is moved as it is stored (`read`, `write`, ``check=False``) does without.
         self._catch_up: Callable[[Tensor | None], None] | None = None
         self._stats, self._padded_stats = TableStats(), PaddedStats()
-        # Rows may be read ahead by other threads.
-        self._counting = threading.Lock()
         return self
 
     def _set_engine(self, engine: Engine) -> None:

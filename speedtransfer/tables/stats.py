@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,3 +69,17 @@ class PaddedStats:
             found[f"{kind}_rows"] += number
             found[f"{kind}_bytes"] += number * row_bytes
         return found
+
+
+# Held by who counts: threads that train, evaluate or read ahead. One for all tables; a forked process gets a new one, as a
+# thread that it does not have may hold this one.
+counting = threading.Lock()
+
+
+def _renew() -> None:
+    global counting
+    counting = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)

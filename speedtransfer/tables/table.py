@@ -17,7 +17,7 @@ from speedtransfer.cuda import count_graphs, cuda_status, is_capturing, resolve_
 from speedtransfer.engines import KernelEngine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size, suggest
 from speedtransfer.system import physical_bytes
-from speedtransfer.tables import files
+from speedtransfer.tables import files, stats
 from speedtransfer.tables.chunks import plane_chunks
 from speedtransfer.tables.index import as_index, check_distinct
 from speedtransfer.tables.mapped_file import MmapMemory
@@ -166,7 +166,7 @@ class Table(WholePlanes):
         read_ahead_of_rows(stored, flat)
         self._engine.gather(stored, flat, rows, check=not checked, unsorted=True)
         num_bytes = flat.numel() * sum(plane.shape[1] * plane.element_size() for plane in stored)
-        with self._counting:
+        with stats.counting:
             self._stats.gathered_rows += flat.numel()
             self._stats.gathered_bytes += num_bytes
         if out is not None:
@@ -189,7 +189,7 @@ class Table(WholePlanes):
         if self._engine.takes_padding and is_padded(ids):
             self._padded_stats.add("gathered", ids, rows)
         else:
-            with self._counting:
+            with stats.counting:
                 self._stats.gathered_rows += count
                 for values in rows:
                     self._stats.gathered_bytes += values.nbytes

@@ -1,0 +1,185 @@
+"""Suite `prefetch`: a table in a file of which little is in memory. How much of the waiting for its pages can be hidden?
+
+The same model takes batches from a table in a file, by `speedtransfer.prefetch` and without it, and from one in memory. No
+page of the file is in memory when a stretch of steps begins, and none is wanted twice within it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speedtransfer.benchmark.cold_pages import PAGE, read_pages
+from speedtransfer.benchmark.cold_tables import DIM, ColdTables
+from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.errors import check_size
+from speedtransfer.nn import Embedding, prefetch
+from speedtransfer.system import physical_bytes
+
+NOTE = (
+    "Before each stretch of steps all pages of the file are written to the disk and dropped; a stretch begins with steps that "
+    "are not timed, until reading ahead has found its pace. Ids are uniform, but no page is wanted twice in a stretch. "
+    "Tables are on the CPU, whatever the device. Of the waiting, which is the time in a file less that in memory, a share is "
+    "hidden. The roof reads the same pages by single reads on many threads, and computes nothing."
+)
+FIELDS = 8  # lookups of an example
+WITHOUT, DEPTH, IN_MEMORY = "without prefetch", "prefetch, depth {}", "table in memory"
+PREADS = "reads of the same pages on {} threads"
+DEPTHS, THREADS = (1, 2, 4), (1, 32)
+TRAINING, EVALUATION = "training", "evaluation"
+
+_ROWS, _QUICK_ROWS = 1 << 22, 1 << 18
+_SHARE = 0.25  # of the memory of this machine, that the table in memory and its state may take
+_PLANES = 3  # of AdamW
+
+
+class Sizes(NamedTuple):
+    """Sizes of a group: examples of a batch, and steps of a stretch that come before the timed ones, and these."""
+
+    examples: int
+    warm: int
+    steps: int
+    turns: int
+
+
+FULL, QUICK = Sizes(256, 5, 12, 4), Sizes(64, 5, 8, 3)
+# Networks that take about a tenth of the time that the disk takes for a batch, and more than that time.
+WIDTHS, QUICK_WIDTHS = {TRAINING: (512, 2048), EVALUATION: (2048,)}, {TRAINING: (1024,), EVALUATION: (1024,)}
+
+
+def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
+    """Return what the suite compares.
+
+    Parameters
+    ----------
+    device : torch.device
+        Not used: tables are on the CPU.
+    quick : bool
+        A small table, and one model.
+    rows : int, optional
+        Of the table.
+    seed : int, optional
+    """
+    fitting = int(_SHARE * (physical_bytes() or 8e9) / (4 * DIM * _PLANES))
+    rows = check_size(options.get("rows") or min(_QUICK_ROWS if quick else _ROWS, fitting), "rows", 1)
+    sizes, tables = QUICK if quick else FULL, ColdTables(rows, options.get("seed") or 0)
+    lookups = sizes.examples * FIELDS
+    about = f"{lookups:,} lookups in {rows:,} x {DIM} float32 in a file, MLP of width {{}}"
+    found = []
+    for experiment, title in ((TRAINING, "AdamW step"), (EVALUATION, "lookup for evaluation")):
+        for width in (QUICK_WIDTHS if quick else WIDTHS)[experiment]:
+            params = {"experiment": experiment, "rows": rows, "dim": DIM, "lookups": lookups, "width": width}
+            make = functools.partial(_cases, tables, experiment == TRAINING, width, sizes)
+            effort = {"turns": sizes.turns, "samples": 1}
+            found.append(Group(f"{title}, {about.format(width)}", make, params, effort=effort))
+    return found
+
+
+class _Dense(nn.Module):
+    """What there is to hide behind: a network on the rows of an example, with an optimizer of its own."""
+
+    def __init__(self, width: int, examples: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Linear(FIELDS * DIM, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+        )
+        self.optimizer = torch.optim.AdamW(self.layers.parameters(), fused=True)
+        self.target = torch.rand(examples)
+
+    def loss(self, rows: Tensor) -> Tensor:
+        """Return the loss of ``(examples, FIELDS, DIM)`` rows."""
+        return F.binary_cross_entropy_with_logits(self.layers(rows.flatten(1))[:, 0], self.target)
+
+
+class _Way:
+    """Stretches of steps on a table, by `prefetch` with a depth or (0) without."""
+
+    def __init__(
+        self, tables: ColdTables, dense: _Dense, sizes: Sizes, training: bool, depth: int = 0, in_file: bool = True
+    ) -> None:
+        self.tables, self.dense, self.sizes, self.training = tables, dense, sizes, training
+        self.depth, self.in_file = depth, in_file
+        self._batches: Iterator[Tensor] | None = None
+
+    def before(self) -> None:
+        """Let go of all pages of the file, and take the first steps."""
+        emb, _ = self._table()
+        # Also of a table in memory: pages on their way to the disk would disturb it.
+        self.tables.drop_pages()
+        # Others follow the timed ones, so that as many batches are read meanwhile as are taken.
+        count = self.sizes.warm + self.sizes.steps + self.depth
+        batches = list(self.tables.ids(count, self.sizes.examples, FIELDS))
+        self._batches = iter(prefetch(batches, lambda ids: {emb: ids}, self.depth) if self.depth else batches)
+        self._take(self._batches, self.sizes.warm)
+
+    def run(self) -> None:
+        """Take the timed steps."""
+        if self._batches is None:
+            self.before()
+        assert self._batches is not None
+        self._take(self._batches, self.sizes.steps)
+        self.tables.in_flight, self._batches = self._batches if self.depth else None, None
+
+    def check(self) -> None:
+        """Raise where rows read ahead are not those of the table."""
+        emb, _ = self._table()
+        ids = self.tables.ids(self.sizes.examples, FIELDS)
+        with torch.set_grad_enabled(self.training):
+            found = emb(emb.prefetch(ids) if self.depth else ids).detach()
+        assert torch.equal(found, emb.table.torch()[ids]), "rows are not those of the table"
+
+    def _table(self) -> tuple[Embedding, torch.optim.Optimizer]:
+        return self.tables.in_file if self.in_file else self.tables.in_memory
+
+    def _take(self, batches: Iterator[Tensor], count: int) -> None:
+        emb, optimizer = self._table()
+        with torch.set_grad_enabled(self.training):
+            for _ in range(count):
+                loss = self.dense.loss(emb(next(batches)))
+                if self.training:
+                    loss.backward()
+                    for one in (optimizer, self.dense.optimizer):
+                        one.step()
+                        one.zero_grad()
+
+
+class _Reads:
+    """The pages that a stretch of steps wants, each by a read of its own."""
+
+    def __init__(self, tables: ColdTables, sizes: Sizes, training: bool, threads: int) -> None:
+        self.tables, self.sizes, self.training, self.threads = tables, sizes, training, threads
+
+    def before(self) -> None:
+        """Let go of all pages of the file."""
+        self.tables.drop_pages()
+
+    def run(self) -> None:
+        """Read them."""
+        files = self.tables.files
+        names = files.names if self.training else ("weight",)
+        rows = self.tables.ids(self.sizes.steps * self.sizes.examples * FIELDS)
+        read_pages(files.pages(rows, names), self.threads)
+
+
+def _cases(tables: ColdTables, training: bool, width: int, sizes: Sizes) -> list[Case]:
+    dense = _Dense(width, sizes.examples)
+    page_bytes = sizes.examples * FIELDS * PAGE * (_PLANES if training else 1)
+    step: Callable[..., _Way] = functools.partial(_Way, tables, dense, sizes, training)
+    ways = {WITHOUT: step()} | {DEPTH.format(depth): step(depth) for depth in DEPTHS}
+    found = [
+        Case(name, way.run, way.check, page_bytes, "ours", before=way.before, parts=sizes.steps)
+        for name, way in ways.items()
+    ]
+    memory = step(in_file=False)
+    found.append(Case(IN_MEMORY, memory.run, memory.check, before=memory.before, parts=sizes.steps))
+    for threads in THREADS:
+        reads = _Reads(tables, sizes, training, threads)
+        name = PREADS.format(threads).replace("1 threads", "1 thread")
+        found.append(Case(name, reads.run, None, page_bytes, "roof", before=reads.before, parts=sizes.steps))
+    return found
