@@ -243,6 +243,7 @@ class StoredPlanes:
             "beside": beside,
             "rounding": self.state_dict(),
             "layout": self.table.layout,
+            "cache": self.table._cache_options,
         }
 
     @classmethod
@@ -254,4 +255,5 @@ class StoredPlanes:
         made.load_state_dict(pickled["rounding"])
         # An older version had none.
         table.layout = pickled.get("layout", table.layout)
+        table._start_cache(pickled.get("cache"))
         return made

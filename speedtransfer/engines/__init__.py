@@ -2,6 +2,8 @@
 
 from speedtransfer.engines.auto import AutoEngine, calibrate_device, engine_names, make_engine
 from speedtransfer.engines.base import CHANGED_ID, Engine, KernelEngine, faults_left, out_of_range
+from speedtransfer.engines.cache_policy import CachePolicy, LfuPolicy, StaticPolicy, auto_capacity, hottest_rows
+from speedtransfer.engines.cached import CachedEngine
 from speedtransfer.engines.calibration import DIRECTIONS, Direction
 from speedtransfer.engines.host import HostEngine, gather_rows, scatter_rows
 from speedtransfer.engines.mapped import MappedEngine
@@ -12,17 +14,23 @@ __all__ = [
     "CHANGED_ID",
     "DIRECTIONS",
     "AutoEngine",
+    "CachePolicy",
+    "CachedEngine",
     "Direction",
     "Engine",
     "HostEngine",
     "KernelEngine",
+    "LfuPolicy",
     "MappedEngine",
     "ReferenceEngine",
     "StagedEngine",
+    "StaticPolicy",
+    "auto_capacity",
     "calibrate_device",
     "engine_names",
     "faults_left",
     "gather_rows",
+    "hottest_rows",
     "make_engine",
     "out_of_range",
     "scatter_rows",

@@ -54,6 +54,13 @@ class Embedding(TableModule, nn.Embedding):
         How the planes of optimizer state lie: each in an array of its own, or side by side in one record a row, which makes
         fewer pages of a "mmap" table to read and write. Results do not depend on it. With "rows" ``optimizer.state`` holds
         strided views, and ``optimizer.state_dict()`` contiguous copies of them.
+    cache_rows : int or "auto", optional
+        Keep so many rows, with their optimizer state, on the compute device: see :class:`~speedtransfer.Table`. Results do not
+        depend on it. ``weight.data`` is a copy whose changes are written back, `_weight` is copied, and ``optimizer.state``
+        has placeholders, of which ``optimizer.state_dict()`` shows the values.
+    cache_counts : Tensor, optional
+        ``(num_embeddings,)``, how often each row is used, as far as is known: the cache has the rows with the largest for
+        good. By default it has those that were used most of late.
 
     Raises
     ------
@@ -120,8 +127,8 @@ class Embedding(TableModule, nn.Embedding):
     ) -> Embedding:
         """Make an embedding of the rows of a 2-D tensor.
 
-        As in ``torch.nn`` a CPU tensor is used in place if `memory` is pageable and `storage_dtype` is None or its dtype;
-        otherwise it is copied.
+        As in ``torch.nn`` a CPU tensor is used in place if `memory` is pageable, `storage_dtype` is None or its dtype, and
+        there are no `cache_rows`; otherwise it is copied.
         """
         rows, dim = check_pretrained(embeddings)
         given: Any = {"_weight": embeddings, "_freeze": freeze, "device": embeddings.device, **options}

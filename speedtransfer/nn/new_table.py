@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,6 @@ def make_handle(
 
     `options` are complete; `dtype` is that of `weight`, if given.
     """
-    memory, path, layout = options["memory"], options["path"], options["layout"]
     storage_dtype = options["storage_dtype"]
     if weight is not None and storage_dtype is not None and weight.is_floating_point():
         # Rows stored in another dtype are computed in float32, whatever `weight` is.
@@ -34,11 +34,13 @@ def make_handle(
     _follow_names()
     check_dtypes(dtype, storage_dtype, options["state_dtype"])
     stored = dtype if storage_dtype is None else storage_dtype
+    about: Any = options
+    place = {name: about[name] for name in ("memory", "path", "layout", "cache_rows", "cache_counts")}
     in_place = weight is not None and weight.dtype == stored
     if weight is not None and in_place:
-        table = Table.from_array(weight, memory=memory, path=path, device=device, copy=False, layout=layout)
+        table = Table.from_array(weight, device=device, copy=False, **place)
     else:
-        table = Table(shape[0], shape[1], stored, memory=memory, path=path, device=device, layout=layout)
+        table = Table(shape[0], shape[1], stored, device=device, **place)
     install()
     rows = Rows(table, storage_dtype, options["state_dtype"])
     if weight is not None and not in_place:

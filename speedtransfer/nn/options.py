@@ -26,9 +26,20 @@ class TableOptions(TypedDict, total=False):
     storage_dtype: torch.dtype | None
     state_dtype: torch.dtype | None
     layout: str
+    cache_rows: int | str | None
+    cache_counts: Any
 
 
-DEFAULTS = TableOptions(memory="auto", path=None, idle="auto", storage_dtype=None, state_dtype=None, layout="planes")
+DEFAULTS = TableOptions(
+    memory="auto",
+    path=None,
+    idle="auto",
+    storage_dtype=None,
+    state_dtype=None,
+    layout="planes",
+    cache_rows=None,
+    cache_counts=None,
+)
 
 
 def takes_options(function: Function) -> Function:

@@ -167,6 +167,7 @@ class TableModule(ModuleState):
         for name in ("storage_dtype", "state_dtype"):
             memory += f", {name}={getattr(rows, name)}" if getattr(rows, name) is not None else ""
         memory += f", layout={self.table.layout!r}" if self.table.layout != "planes" else ""
+        memory += f", cache_rows={self.table.cache_rows}" if self.table.cache_rows is not None else ""
         return f"{text}, {memory}" if text else memory
 
     # --- nn.Module ----------------------------------------------------------------------------------------------------

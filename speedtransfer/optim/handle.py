@@ -164,7 +164,9 @@ class Handle(Binding):
             )
         values = values.detach()
         for other in _handles:
-            if other is not self and other.aliased and _shares(values, other.table.stored("weight")):
+            if other is self or not (other.aliased or other.table.cache_rows is not None):
+                continue
+            if _shares(values, other.table.stored("weight")):
                 raise InvalidValueError(
                     f"{self} is assigned the memory of {other}, another table, and one memory cannot be two tables; write its "
                     "values (weight.data.copy_(other)), or share the weight itself (module.weight = other.weight)"
@@ -181,6 +183,7 @@ class Handle(Binding):
         if resized or retyped:
             dtype = values.dtype if rows.storage_dtype is None else rows.storage_dtype
             made = Table(len(values), table.dim, dtype, table.memory, device=table.device, layout=table.layout)
+            made._start_cache(table._options_of_cache(len(values)))
             reason = f"the table got {len(values)} rows" if resized else f"the table became {values.dtype}"
             self.replace(Rows(made, rows.storage_dtype, rows.state_dtype), reason)
         self.store(values)

@@ -1,4 +1,4 @@
-"""The placeholder in `optimizer.state` for an encoded plane; decoded when saved or copied."""
+"""The placeholder in `optimizer.state` for a plane of which no view shows the values; they are read when saved or copied."""
 
 from __future__ import annotations
 
@@ -13,22 +13,35 @@ from speedtransfer.rows import Rows
 
 
 class EncodedPlane:
-    """Hold the place of an encoded plane in ``optimizer.state``. State dicts, copies and pickles get its values."""
+    """Hold the place of a plane in ``optimizer.state`` that is encoded, or of which a cache has rows.
 
-    def __init__(self, rows: Rows, name: str) -> None:
+    State dicts, copies and pickles get its values.
+
+    Parameters
+    ----------
+    rows : Rows
+    name : str
+        Of the plane.
+    dtype : torch.dtype, optional
+        Of the state, where the plane is stored without a codec.
+    """
+
+    def __init__(self, rows: Rows, name: str, dtype: torch.dtype | None = None) -> None:
         # Weak: an optimizer that is no longer used must not keep the table.
-        self._rows, self._name = weakref.ref(rows), name
+        self._rows, self._name, self._dtype = weakref.ref(rows), name, dtype
         self.shape = torch.Size(rows.shape_of(name))
 
     def decode(self) -> Tensor:
-        """Return the values, ``(num_rows, *tail)`` float32: a copy."""
+        """Return the values, ``(num_rows, *tail)``, contiguous: float32 of an encoded plane, else maybe a view as of now."""
         rows = self._rows()
         if rows is None:
             raise OptimizerError("the table of this state is gone, and the state with it; take state_dict() before")
-        return rows.whole(self._name)
+        values = rows.whole(self._name)
+        return (values if self._dtype is None else values.view(self._dtype)).contiguous()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.decode()
+        values = self.decode()
+        return values if self._dtype is None else values.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A tensor, so that the pickle can be loaded without this package.

@@ -51,10 +51,14 @@ class StatePlanes:
         self._planes.update(planes)
         try:
             for name, plane in planes.items():
-                if self.rows.is_viewable(plane):
-                    self._views[name] = self._as_state(name, self.rows.whole(plane))
-                else:
+                if not self.rows.is_viewable(plane):
                     self._views[name] = EncodedPlane(self.rows, plane)
+                elif self.rows.table.cache_rows is not None:
+                    # A view would not show what the cache has.
+                    kind = torch.bool if specs[name].dtype == torch.bool else self.rows.table.stored(plane).dtype
+                    self._views[name] = EncodedPlane(self.rows, plane, kind)
+                else:
+                    self._views[name] = self._as_state(name, self.rows.whole(plane))
         except BaseException:
             self._remove(specs)
             raise
@@ -114,7 +118,7 @@ class StatePlanes:
     def _holds_initial(self, name: str, value: Tensor) -> bool:
         """Tell whether a state is its initial value everywhere (Adagrad's constructor makes it): planes hold that already."""
         initial = self._specs[name].initial
-        if initial is None:
+        if initial is None or isinstance(value, EncodedPlane):
             return False
         # One value expanded.
         if 0 in value.stride():

@@ -107,8 +107,9 @@ class TableParam:
 
     @property
     def aliased(self) -> bool:
-        """Whether a tensor on the compute device can alias the memory of the table."""
-        return self.rows.plain and (self.table.memory == "device" or self.table.device.type == "cpu")
+        """Whether a tensor on the compute device can alias the memory of the table, which then has every row."""
+        near = self.table.memory == "device" or self.table.device.type == "cpu"
+        return near and self.rows.plain and self.table.cache_rows is None
 
     def placeholder(self) -> Tensor:
         """Return the data of the parameter between steps, ``(num_rows, dim)``: the memory of the table, or NaN expanded.
@@ -136,6 +137,8 @@ class TableParam:
     def check_capturable(self, writes: bool) -> None:
         """Raise unless rows of this table can be read in a CUDA graph that is being captured, and written if `writes`."""
         table, rows = self.table, self.rows
+        if table.cache_rows is not None:
+            check_not_capturing(f"{self}, whose table has a cache,", "make it without cache_rows")
         if not table.takes_padding:
             memory = (
                 "memory='pinned' or 'device'" if table.memory not in ("pinned", "device") else "table.engine = 'mapped'"

@@ -19,11 +19,12 @@ from speedtransfer.cuda import (
     wait_until_filled,
 )
 from speedtransfer.dtypes import TABLE_DTYPES
-from speedtransfer.engines import Engine, engine_names, make_engine
+from speedtransfer.engines import CachedEngine, Engine, engine_names, make_engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane
 from speedtransfer.tables.memories import Memory
 from speedtransfer.tables.records import check_layout
+from speedtransfer.tables.row_cache import CacheOptions, cached_engine
 from speedtransfer.tables.stats import PaddedStats, TableStats
 from speedtransfer.tables.write_log import Write, WriteLog
 
@@ -44,6 +45,9 @@ class Planes:
     def _adopt(self, place: Memory, weight: Tensor) -> Self:
         """Take `weight`, a ``(num_rows, dim)`` tensor allocated by `place`, as the first plane."""
         self._place = place
+        # The cache around the engine, and how it was asked for.
+        self._cache: CachedEngine | None = None
+        self._cache_options: CacheOptions | None = None
         self._set_engine(make_engine(place.name, place.device))
         self._planes = {"weight": wait_until_filled(weight)}
         self._writes = 0
@@ -62,8 +66,19 @@ class Planes:
         return self
 
     def _set_engine(self, engine: Engine) -> None:
+        if self._cache is not None:
+            self._cache.inner = engine
+            engine = self._cache
         self._engine = engine
         self.moves_on_host = engine.device.type == "cuda" and engine.name == "staged"
+
+    def _start_cache(self, options: CacheOptions | None) -> Self:
+        """Put a cache around the engine, if there are `options` for one; return the table."""
+        if options is not None:
+            engine, self._cache_options = self._engine, options
+            self._cache = cached_engine(engine, options, self._place, self._planes)
+            self._set_engine(engine)
+        return self
 
     @classmethod
     def _copied(cls, place: Memory, source: Tensor, dtype: DType) -> Self:
@@ -109,7 +124,7 @@ class Planes:
         Set it to move them by a certain one ("mapped", "staged", "host", "reference", where `memory` and `device` allow
         it), or by one made by hand, of another launch or buffer size; rows and results do not depend on it.
         """
-        return self._engine.name
+        return (self._engine if self._cache is None else self._cache.inner).name
 
     @engine.setter
     def engine(self, engine: str | Engine) -> None:
@@ -148,6 +163,25 @@ class Planes:
         self._place.layout = check_layout(layout)
 
     @property
+    def cache_rows(self) -> int | None:
+        """How many rows the cache on the compute device has room for; None: the table was made without one."""
+        return None if self._cache is None else self._cache.capacity
+
+    def shrink_cache(self, rows: int = 0) -> None:
+        """Leave `rows` rows in the cache at most, and give the memory of the others back; 0: end the cache."""
+        rows = check_size(rows, "rows")
+        if self._cache is not None and self._cache_options is not None:
+            self._cache.shrink(rows)
+            self._cache_options = self._cache_options._replace(rows=self._cache.capacity)
+
+    def _options_of_cache(self, num_rows: int) -> CacheOptions | None:
+        """Return how a cache like this one is asked for, for a table of `num_rows` rows; None: there is none."""
+        options = self._cache_options
+        if options is not None and options.counts is not None and len(options.counts) != num_rows:
+            return options._replace(counts=None)
+        return options
+
+    @property
     def planes(self) -> tuple[str, ...]:
         """Names of the planes, "weight" first."""
         return tuple(self._planes)
@@ -166,6 +200,9 @@ class Planes:
         number = self._writes + (num_replays() if self._captured else 0)
         for plane in self._planes.values():
             number += plane._version
+        if self._cache is not None:
+            # What was written back was no change: whoever reads rows had seen it before.
+            number -= self._cache.own_changes
         return number
 
     def watch(self) -> WriteLog:
@@ -194,6 +231,8 @@ class Planes:
 
     def __repr__(self) -> str:
         extra = f", path={str(self.path)!r}" if self.path else ""
+        if self.cache_rows is not None:
+            extra += f", cache_rows={self.cache_rows}"
         return (
             f"{type(self).__name__}({self.num_rows}, {self.dim}, dtype={self.dtype}, memory={self.memory!r}{extra}, "
             f"device='{self.device}', planes={list(self.planes)})"
@@ -255,6 +294,7 @@ class Planes:
         self._check_plane(name)
         self._engine.wait()
         dropped = self._planes.pop(name)
+        self._release(dropped)
         self._writes += dropped._version  # its changes count on
         self._outlive(dropped)
 
@@ -273,13 +313,20 @@ class Planes:
         """Make the memory of `values`, of the plane's shape, dtype and device, that of the plane from now on."""
         self._engine.wait()
         before = self.version
-        self._outlive(self._planes[self._check_plane(name)])
+        old = self._planes[self._check_plane(name)]
+        self._release(old)
+        self._outlive(old)
         self._planes[name] = wait_until_filled(values)
         self._writes += before + 1 - self.version  # another tensor counts its changes from zero
 
     def wait(self) -> None:
         """Block until the planes are up to date: on CUDA, rows that were scattered may still be on their way."""
         self._engine.wait()
+
+    def _release(self, plane: Tensor) -> None:
+        """Have the cache give the memory for a plane back that is no longer one."""
+        if self._cache is not None:
+            self._cache.release(plane)
 
     def _outlive(self, *parts: object) -> None:
         """Keep parts that are no longer used where a CUDA graph may still use their memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,10 @@ class TableStats:
     gathered_bytes, scattered_bytes : int
         Their payload in bytes, all planes.
     cache_hits, cache_misses : int
-        Rows served by a device cache, and not; zero without one.
+        Of the rows gathered from planes with columns, those that the cache had of every plane, and the others; zero without
+        one. A row that does not exist is neither.
+    cache_hit_bytes, cache_miss_bytes : int
+        Their payload in bytes, all planes: what the cache has kept from crossing the bus, and what has crossed it.
     """
 
     gathered_rows: int = 0
@@ -34,6 +37,13 @@ class TableStats:
     scattered_bytes: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
+    cache_hit_bytes: int = 0
+    cache_miss_bytes: int = 0
+
+    def add(self, numbers: Mapping[str, int]) -> None:
+        """Add `numbers`, by name."""
+        for name, number in numbers.items():
+            setattr(self, name, getattr(self, name) + number)
 
 
 class PaddedStats:

@@ -26,6 +26,7 @@ from speedtransfer.tables.padded import is_padded, padded_unique
 from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
 from speedtransfer.tables.planes import Device, DType, PathLike, check_dtype
 from speedtransfer.tables.records import check_layout
+from speedtransfer.tables.row_cache import check_cache
 from speedtransfer.tables.row_values import as_rows, check_conversion, check_rows, overlap, tensor_of
 from speedtransfer.tables.stats import PaddedStats, TableStats
 from speedtransfer.tables.unique import on_host, unique_rows
@@ -55,11 +56,21 @@ class Table(WholePlanes):
         How planes that are added together lie, as those of an optimizer's state are. "planes": each in an array of its own.
         "rows": side by side in one record a row, which is then read from and written to one page of a file instead of
         several; the whole of such a plane is a strided view. The weights are an array of their own in either.
+    cache_rows : int or "auto", optional
+        Keep so many rows, those used most, on the compute device: they are gathered and scattered there, and written back to
+        the table when others take their place, by `wait` and by whatever shows the table as a whole. "auto": as many as fit
+        into a tenth of the free memory of the GPU (without one, a sixteenth of that of the host), with two planes of state
+        beside the weights. Where memory for them cannot be had there are fewer. Results do not depend on it. A view of a plane
+        is up to date after `wait`, and must not be written to by other means than torch; `numpy`, `cupy` and DLPack end the
+        cache. Not for memory "device".
+    cache_counts : Tensor, optional
+        ``(num_rows,)``, how often each row is used, as far as is known: the cache then has the rows with the largest for good.
+        By default it counts what is gathered, of late above all.
 
     Raises
     ------
     InvalidValueError, InvalidTypeError
-        A size, dtype, memory or layout that breaks a rule.
+        A size, dtype, memory, layout or cache that breaks a rule.
     DeviceError
         CUDA is asked for and missing.
     HostMemoryError, StorageError
@@ -75,11 +86,14 @@ class Table(WholePlanes):
         path: PathLike | None = None,
         device: Device = None,
         layout: str = "planes",
+        cache_rows: int | str | None = None,
+        cache_counts: Any = None,
     ) -> None:
         num_rows, dim = check_size(num_rows, "num_rows"), check_size(dim, "dim")
         check_dtype(dtype)
+        cache = check_cache(cache_rows, cache_counts, memory, num_rows)
         place = _open_memory(memory, path, device, num_rows * dim * dtype.itemsize, layout)
-        self._adopt(place, place.allocate("weight", num_rows, dim, dtype))
+        self._adopt(place, place.allocate("weight", num_rows, dim, dtype))._start_cache(cache)
 
     # --- rows in and out ----------------------------------------------------------------------------------------------
 
@@ -163,7 +177,8 @@ class Table(WholePlanes):
                 for plane, kind in zip(stored, dtypes, strict=True)
             ]
             rows = [values.view(flat.numel(), values.shape[-1]) for values in shaped]
-        read_ahead_of_rows(stored, flat)
+        if self._cache is None:
+            read_ahead_of_rows(stored, flat)
         self._engine.gather(stored, flat, rows, check=not checked, unsorted=True)
         num_bytes = flat.numel() * sum(plane.shape[1] * plane.element_size() for plane in stored)
         with stats.counting:
@@ -183,7 +198,7 @@ class Table(WholePlanes):
         rows = [buffers.empty((count, plane.shape[1]), plane.dtype, device) for plane in stored]
         if self.moves_on_host:
             ids = on_host(ids, ids)
-        if count >= FEW_ROWS:
+        if count >= FEW_ROWS and self._cache is None:
             read_ahead_of_rows(stored, ids)
         self._engine.gather(stored, ids, rows)
         if self._engine.takes_padding and is_padded(ids):
@@ -345,11 +360,14 @@ class Table(WholePlanes):
         *,
         copy: bool = True,
         layout: str = "planes",
+        cache_rows: int | str | None = None,
+        cache_counts: Any = None,
     ) -> Self:
         """Make a table of a 2-D tensor or array.
 
         With ``copy=False`` a contiguous, writable array in ordinary memory becomes the table itself, where `memory` allows
         that ("pageable", or "auto" without CUDA): training then changes the array, as with ``nn.Embedding.from_pretrained``.
+        With `cache_rows` it is copied.
         """
         tensor = array.detach() if isinstance(array, Tensor) else tensor_of(array)
         if tensor.layout != torch.strided:
@@ -359,11 +377,12 @@ class Table(WholePlanes):
                 f"array has shape {tuple(tensor.shape)} but a table is 2-D; reshape it to (rows, dim)"
             )
         check_dtype(tensor.dtype)
+        cache = check_cache(cache_rows, cache_counts, memory, len(tensor))
         place = _open_memory(memory, path, device, tensor.numel() * tensor.element_size(), layout)
         ordinary = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_inference()
-        if not copy and place.name == "pageable" and ordinary:
+        if not copy and place.name == "pageable" and ordinary and cache is None:
             return cls.__new__(cls)._adopt(place, tensor)
-        return cls._copied(place, tensor, tensor.dtype)
+        return cls._copied(place, tensor, tensor.dtype)._start_cache(cache)
 
     @classmethod
     def load(
@@ -374,6 +393,8 @@ class Table(WholePlanes):
         *,
         key: str | None = None,
         layout: str = "planes",
+        cache_rows: int | str | None = None,
+        cache_counts: Any = None,
     ) -> Self:
         """Read a table from a ``.npy`` or ``.safetensors`` file (`key` names the tensor of a file with several).
 
@@ -387,10 +408,12 @@ class Table(WholePlanes):
         path = Path(path)
         if memory != "mmap":
             values = files.open_mapped(path, writable=False, key=key)[0]
-            return cls.from_array(values, memory, device=device, layout=layout)
+            options: Any = {"layout": layout, "cache_rows": cache_rows, "cache_counts": cache_counts}
+            return cls.from_array(values, memory, device=device, **options)
         place = MmapMemory(resolve_device(device), path)
         place.layout = check_layout(layout)
-        return cls.__new__(cls)._adopt(place, place.open(key))
+        table = cls.__new__(cls)._adopt(place, place.open(key))
+        return table._start_cache(check_cache(cache_rows, cache_counts, memory, len(table)))
 
     def save(self, path: PathLike) -> None:
         """Write the weights to a ``.npy`` or ``.safetensors`` file, streamed; an old file stays whole until the end."""
@@ -404,13 +427,16 @@ class Table(WholePlanes):
     def stats(self) -> TableStats:
         """Return what has been moved so far (a copy)."""
         found = dataclasses.replace(self._stats)
-        for name, number in self._padded_stats.total().items():
-            setattr(found, name, getattr(found, name) + number)
+        found.add(self._padded_stats.total())
+        if self._cache is not None:
+            found.add(self._cache.counts())
         return found
 
     def reset_stats(self) -> None:
         """Start counting anew."""
         self._stats, self._padded_stats = TableStats(), PaddedStats()
+        if self._cache is not None:
+            self._cache.reset_counts()
 
 
 def _open_memory(memory: str, path: PathLike | None, device: Device, num_bytes: int, layout: str) -> Memory:

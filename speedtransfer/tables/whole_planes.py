@@ -34,7 +34,7 @@ class WholePlanes(Planes):
         weight = self.plane("weight")
         if weight.device.type != "cpu":
             raise InvalidValueError(f"the rows live on {weight.device}, not on the host; use .cupy() or .torch().cpu()")
-        self._viewed = True
+        self._hand_out()
         if weight.dtype == torch.bfloat16:
             raise InvalidTypeError("NumPy has no bfloat16; use .torch(), or .torch().view(torch.int16).numpy()")
         return weight.numpy()
@@ -47,18 +47,24 @@ class WholePlanes(Planes):
             if self.memory != "pinned":
                 raise InvalidValueError(f"CUDA cannot address memory={self.memory!r}; use 'pinned' or 'device'")
             weight = mapped_view(weight, self.device)
-        self._viewed = True
+        self._hand_out()
         return to_cupy(weight)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.numpy(), dtype=dtype, copy=copy)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        self._viewed = True
+        self._hand_out()
         return self.plane("weight").__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> Any:
         return self.plane("weight").__dlpack_device__()
+
+    def _hand_out(self) -> None:
+        """Note that there is an array over the memory: nobody notices what is written to it, so that no row may be cached."""
+        self._viewed = True
+        if self._cache is not None:
+            self._cache.shrink(0)
 
     # --- first values -------------------------------------------------------------------------------------------------
 
@@ -106,19 +112,25 @@ class WholePlanes(Planes):
         target = resolve_device(device)
         if target != self.device:
             self._engine.wait()
-            before = self.version
+            before, name = self.version, self.engine
+            engine = make_engine(self.memory, target, name if name in engine_names(self.memory, target) else None)
             self._outlive(self._engine, *self._planes.values())
             self._planes = self._place.move_to(target, self._planes)
+            options, cache = self._cache_options, self._cache
+            self._cache = None
+            self._set_engine(engine)
+            if cache is not None:
+                self._stats.add(cache.counts())
+                self._start_cache(options)
+                if self._viewed and self._cache is not None:
+                    self._cache.shrink(0)
             self._writes += before + 1 - self.version  # moved planes count their changes from zero again
-            name = self._engine.name
-            self._set_engine(
-                make_engine(self.memory, target, name if name in engine_names(self.memory, target) else None)
-            )
         return self
 
     def astype(self, dtype: DType) -> Self:
         """Return a table of the same kind with the weights converted to `dtype` (a "mmap" one in a nameless file)."""
-        return self._copied(self._place.anonymous_copy(), self.plane("weight"), check_dtype(dtype))
+        made = self._copied(self._place.anonymous_copy(), self.plane("weight"), check_dtype(dtype))
+        return made._start_cache(self._cache_options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         duplicate = self.astype(self.dtype)

@@ -1,0 +1,537 @@
+"""The cache of hot rows as an engine: the engine cases, what it keeps and writes back, the policies, errors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import pytest
+import torch
+from engine_cases import EngineCases
+
+from speedtransfer.engines import (
+    CachedEngine,
+    HostEngine,
+    LfuPolicy,
+    ReferenceEngine,
+    StaticPolicy,
+    cache_slots,
+    hottest_rows,
+)
+from speedtransfer.engines.cache_policy import NO_ROW, auto_capacity
+from speedtransfer.errors import InvalidValueError
+
+CPU = torch.device("cpu")
+
+
+def cached(capacity, policy="static", inner=None, planes=None, kind=CachedEngine, **options):
+    """Return a cache of the last rows of planes of 30, or of those gathered last."""
+    if policy == "static":
+        chosen = StaticPolicy(torch.arange(max(capacity, 30) - 1, -1, -1)[:capacity])
+    else:
+        chosen = LfuPolicy(CPU, every=1)
+    return kind(inner or HostEngine("cpu"), chosen, capacity, planes, **options)
+
+
+class Twice(CachedEngine):
+    """Gathers everything twice, so that the second time rows come from the cache."""
+
+    def gather(self, planes, index, rows, check=False, unsorted=False):
+        super().gather(planes, index, rows, check, unsorted)
+        for out in rows:
+            out.view(torch.uint8).fill_(1)
+        super().gather(planes, index, rows, check, unsorted)
+
+
+CACHES = [("lfu", 1), ("static", 2), ("lfu", 2), ("static", 30)]
+
+
+class OnHost(EngineCases):
+    kind = CachedEngine
+
+    @pytest.fixture
+    def device(self):
+        return CPU
+
+    @pytest.fixture
+    def store(self):
+        return torch.clone
+
+    @pytest.fixture(params=CACHES[:2], ids=lambda case: f"{case[0]} {case[1]}")
+    def engine(self, request):
+        policy, capacity = request.param
+        return cached(capacity, policy, kind=self.kind)
+
+
+class TestCached(OnHost):
+    pass
+
+
+class TestCachedTwice(OnHost):
+    kind = Twice
+
+    @pytest.fixture(params=CACHES[2:], ids=lambda case: f"{case[0]} {case[1]}")
+    def engine(self, request):
+        policy, capacity = request.param
+        return cached(capacity, policy, ReferenceEngine("cpu"), kind=self.kind)
+
+
+# --- what it keeps ------------------------------------------------------------------------------------------------------
+
+
+class Counting(HostEngine):
+    """Notes the ids that it moves."""
+
+    def __init__(self):
+        super().__init__("cpu")
+        self.gathered, self.scattered, self.after_gather = [], [], lambda: None
+
+    def gather(self, planes, index, rows, check=False, unsorted=False):
+        self.gathered.append(index.tolist())
+        super().gather(planes, index, rows, check, unsorted)
+        self.after_gather()
+
+    def scatter(self, planes, index, rows, unsorted=False):
+        self.scattered.append(index.tolist())
+        super().scatter(planes, index, rows, unsorted)
+
+
+def read(engine, planes, ids):
+    rows = [torch.full((len(ids), plane.shape[1]), -1, dtype=plane.dtype) for plane in planes]
+    engine.gather(planes, torch.tensor(ids), rows)
+    return rows
+
+
+def write(engine, planes, ids, value):
+    engine.scatter(
+        planes, torch.tensor(ids), [torch.full((len(ids), p.shape[1]), value, dtype=p.dtype) for p in planes]
+    )
+
+
+def test_rows_are_read_once_and_written_when_somebody_waits():
+    inner, plane = Counting(), torch.arange(60.0).view(30, 2)
+    engine = cached(10, inner=inner)  # rows 20 to 29
+    for _ in range(3):
+        assert torch.equal(read(engine, [plane], [29, 3, 20, 29])[0], plane[[29, 3, 20, 29]])
+    assert inner.gathered == [[29, 3, 20, 29], [3], [3]]
+    write(engine, [plane], [3, 25, 20], 7.0)
+    assert inner.scattered == [[3]]
+    assert plane[25].tolist() == [50.0, 51.0]
+    assert read(engine, [plane], [25, 20])[0].eq(7).all()
+    assert inner.gathered[3:] == []
+    engine.wait(writes_only=True)
+    assert inner.scattered[1:] == [[20, 25]]
+    assert plane[[20, 25]].eq(7).all()
+    read(engine, [plane], [25])
+    assert inner.gathered[3:] == []  # still known
+    engine.wait()
+    assert inner.scattered[2:] == []  # nothing is new
+    read(engine, [plane], [25])
+    assert inner.gathered[3:] == [[25]]
+
+
+def test_planes_are_kept_by_themselves():
+    inner, planes = Counting(), [torch.zeros(30, 2), torch.zeros(30, 3), torch.zeros(30, 1, dtype=torch.int32)]
+    engine = cached(10, inner=inner)
+    write(engine, planes[:1], [20, 21], 5)
+    first, second, third = read(engine, planes, [20, 22, 1])
+    assert first.tolist() == [[5, 5], [0, 0], [0, 0]]  # the plane has not got them yet, and is read for the others
+    assert not second.any()
+    assert not third.any()
+    assert inner.gathered == [[20, 22, 1]]
+    write(engine, planes[1:2], [20, 22], 6)
+    write(engine, planes[:1], [22], 8)
+    assert [rows.flatten()[:1].item() for rows in read(engine, planes, [20])] == [5, 6, 0]
+    assert [rows.flatten()[:1].item() for rows in read(engine, planes, [22])] == [8, 6, 0]
+    engine.wait()
+    assert planes[0][20:23].tolist() == [[5, 5], [5, 5], [8, 8]]
+    assert planes[1][20:23, 0].tolist() == [6, 0, 6]
+
+
+def test_a_row_that_leaves_is_written_back_and_one_that_stays_is_not():
+    inner, plane = Counting(), torch.zeros(30, 2)
+    engine = cached(2, "lfu", inner)
+    read(engine, [plane], [4, 9])  # chosen now
+    write(engine, [plane], [4, 9], 1.0)
+    assert inner.scattered == []
+    for _ in range(3):
+        read(engine, [plane], [9, 12, 12, 12])
+    assert engine.slots._map[0].tolist() == [9, 12]
+    assert inner.scattered == [[4]]
+    assert plane[[4, 9]].tolist() == [[1, 1], [0, 0]]
+    assert read(engine, [plane], [4, 9, 12])[0].tolist() == [[1, 1], [1, 1], [0, 0]]
+    engine.wait()
+    assert plane[[4, 9, 12]].tolist() == [[1, 1], [1, 1], [0, 0]]
+
+
+@pytest.mark.parametrize("dense", [torch.bfloat16, torch.float32])
+def test_converted_rows_are_never_kept(dense):
+    plane = torch.randn(30, 8)
+    stored, engine = plane.clone(), cached(30)
+    write(engine, [plane], [3], 1 / 3)
+    for _ in range(2):
+        rows = torch.zeros(2, 8, dtype=dense)
+        engine.gather([plane], torch.tensor([3, 5]), [rows])
+        assert torch.equal(rows, torch.stack([torch.full((8,), 1 / 3), stored[5]]).to(dense))
+    engine.scatter([plane], torch.tensor([6]), [rows[:1]])
+    engine.wait()
+    stored[3], stored[6] = 1 / 3, rows[0].float()
+    assert torch.equal(plane, stored)
+
+
+def test_what_is_kept_is_written_back_when_the_engine_goes():
+    plane, engine = torch.zeros(30, 2), cached(10)
+    write(engine, [plane], [22], 4)
+    assert not plane.any()
+    del engine
+    gc.collect()
+    assert plane[22].eq(4).all()
+
+
+def test_inference_mode_and_autograd():
+    plane, engine = torch.zeros(30, 2), cached(20, "lfu")
+    with torch.inference_mode():
+        for _ in range(3):
+            read(engine, [plane], [1, 2])
+        write(engine, [plane], [1], 3.0)
+    for _ in range(5):
+        assert read(engine, [plane], [1, 7])[0].tolist() == [[3, 3], [0, 0]]
+    engine.scatter([plane], torch.tensor([7]), [torch.ones(1, 2, requires_grad=True)])
+    engine.wait()
+    assert plane[[1, 7]].tolist() == [[3, 3], [1, 1]]
+    assert not plane.requires_grad
+
+
+# --- who else writes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_write_to_a_plane_is_noticed(mode):
+    plane, engine = torch.zeros(30, 2), cached(10)
+    read(engine, [plane], [25, 26])
+    with mode():
+        plane[5:].view(-1)[40:42] = 9
+    assert read(engine, [plane], [25, 26])[0].tolist() == [[9, 9], [0, 0]]
+
+
+def test_a_write_to_a_plane_that_lacks_rows():
+    plane, engine = torch.zeros(30, 2), cached(10)
+    write(engine, [plane], [25], 1)
+    plane[26] = 2
+    message = "a view of the table was written to while its cache held 1 newer rows.*call table.wait\\(\\) before"
+    for call in (lambda: read(engine, [plane], [25]), lambda: write(engine, [plane], [1], 0), engine.wait):
+        with pytest.raises(InvalidValueError, match=message) as error:
+            call()
+        assert "\n" not in str(error.value)
+        assert plane[25:27].tolist() == [[1, 1], [2, 2]]
+        assert read(engine, [plane], [25, 26])[0].tolist() == [[1, 1], [2, 2]]  # as if nothing had been
+        write(engine, [plane], [25], 1)
+        plane[26] = 2
+
+
+def test_a_thread_that_is_told_of_it_reports_to_nobody():
+    plane, engine, told = torch.zeros(30, 2), cached(10), []
+    write(engine, [plane], [25], 1)
+    plane[26] = 2
+
+    def look():
+        for _ in range(2):
+            try:
+                told.append(read(engine, [plane], [25])[0][0, 0].item())
+            except InvalidValueError:
+                told.append("raised")
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert told == ["raised", 1]
+    with pytest.raises(InvalidValueError, match="its cache held 1 newer rows"):
+        read(engine, [plane], [25])
+    assert read(engine, [plane], [25, 26])[0][:, 0].tolist() == [1, 2]
+
+
+def test_planes_that_share_a_version():
+    record = torch.zeros(30, 4)
+    planes, engine = [record[:, :2], record[:, 2:]], cached(10)
+    for value in range(5):
+        write(engine, planes[:1], [3, 22], value)
+        write(engine, planes[1:], [4, 22], value)
+        assert read(engine, planes, [3, 22])[0].eq(value).all()
+        read(engine, planes[1:], [4, 5, 23])
+        if value % 2:
+            engine.wait(writes_only=True)
+    engine.wait()
+    assert record[[3, 4, 22]].tolist() == [[4, 4, 0, 0], [0, 0, 4, 4], [4, 4, 4, 4]]
+
+
+@pytest.mark.parametrize("what", ["scatter", "wait", "plane", "shrink", "leave"])
+def test_rows_that_were_read_while_they_changed_are_not_kept(what):
+    inner, plane = Counting(), torch.zeros(30, 2)
+    engine = cached(10, inner=inner)
+    read(engine, [plane], [20])
+
+    def change():
+        inner.after_gather = lambda: None
+        if what == "scatter":
+            write(engine, [plane], [25], 3)
+        elif what == "wait":
+            engine.wait()
+            plane[25] = 3
+        elif what == "plane":
+            plane[25] = 3
+        elif what == "shrink":
+            write(engine, [plane], [25], 3)
+            engine.shrink(3)
+        else:
+            with engine.slots.turn():
+                engine.slots.place(torch.arange(10))
+            write(engine, [plane], [25], 3)
+
+    def meanwhile():
+        thread = threading.Thread(target=change)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+
+    read(engine, [plane], [20])
+    inner.after_gather = meanwhile
+    read(engine, [plane], [20, 25])
+    assert read(engine, [plane], [25, 26])[0].tolist() == [[3, 3], [0, 0]]
+    engine.wait()
+    assert plane[25].eq(3).all()
+
+
+def test_threads_that_read_while_one_trains():
+    plane, engine, failed = torch.zeros(30, 1), cached(5, "lfu"), []
+    stop = threading.Event()
+
+    def look(seed):
+        generator, last = torch.Generator().manual_seed(seed), torch.zeros(30)
+        while not stop.is_set():
+            ids = torch.randint(30, (7,), generator=generator)
+            rows = torch.empty(7, 1)
+            engine.gather([plane], ids, [rows])
+            if not (rows[:, 0] >= last[ids]).all():
+                failed.append(rows)
+            last[ids] = rows[:, 0].maximum(last[ids])
+
+    threads = [threading.Thread(target=look, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for step in range(1, 150):
+        write(engine, [plane], [(step + i * 3) % 30 for i in range(5)], float(step))
+        if step % 40 == 0:
+            engine.wait()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    engine.wait()
+    assert plane.max() == 149
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_sees_the_rows_and_writes_none_back(tmp_path):
+    shared = torch.from_file(str(tmp_path / "rows"), shared=True, size=60).view(30, 2)
+    engine = cached(10, at_exit=True)
+    write(engine, [shared], [25], 1)
+    child = os.fork()
+    if child == 0:
+        right = read(engine, [shared], [25])[0].eq(1).all() and engine.capacity == 0
+        write(engine, [shared], [26], 5)
+        engine.wait()
+        del engine
+        gc.collect()
+        os._exit(0 if right else 1)
+    write(engine, [shared], [25], 2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert shared[25:27].tolist() == [[1, 1], [5, 5]]
+    assert engine.capacity == 10
+    engine.wait()
+    assert shared[25:27].tolist() == [[2, 2], [5, 5]]
+
+
+# --- its size -----------------------------------------------------------------------------------------------------------
+
+
+def test_shrinking():
+    inner, plane = Counting(), torch.zeros(30, 2)
+    engine = cached(10, inner=inner)
+    write(engine, [plane], [20, 29], 1)
+    engine.shrink(20)
+    assert engine.capacity == 10
+    engine.shrink(3)
+    assert engine.slots._map[0].tolist() == [27, 28, 29]  # the hottest
+    assert plane[[20, 29]].eq(1).all()
+    write(engine, [plane], [20, 29], 2)
+    assert plane[[20, 29], 0].tolist() == [2, 1]
+    engine.shrink(0)
+    assert plane[[20, 29], 0].tolist() == [2, 2]
+    write(engine, [plane], [20, 29], 3)
+    assert plane[[20, 29], 0].tolist() == [3, 3]
+    assert not engine.slots._parts
+
+
+@pytest.mark.parametrize("policy", ["static", "lfu"])
+def test_no_memory_for_slots(monkeypatch, policy):
+    """The second plane does not fit beside the first until both have fewer slots."""
+    made = []
+
+    def new_values(count, plane, device, new=cache_slots.new_values):
+        if count * plane.shape[1] > (30 if plane.shape[1] == 2 else 18):
+            raise torch.OutOfMemoryError("out of memory")
+        made.append(count)
+        return new(count, plane, device)
+
+    monkeypatch.setattr(cache_slots, "new_values", new_values)
+    planes, engine = [torch.zeros(30, 2), torch.zeros(30, 3)], cached(12, policy)
+    read(engine, planes[:1], list(range(18, 30)))
+    write(engine, planes[:1], list(range(18, 30)), 2)
+    assert engine.capacity == 12
+    write(engine, planes, [20, 29], 1)
+    assert engine.capacity == 3
+    assert made == [14, 8, 5, 5]
+    assert planes[0][[18, 28]].eq(2).all()
+    rows = read(engine, planes, [20, 28, 29])
+    assert [r[:, 0].tolist() for r in rows] == [[1, 2, 1], [1, 0, 1]]
+    monkeypatch.setattr(cache_slots, "new_values", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    more = torch.zeros(30, 1)
+    write(engine, [more], list(range(30)), 1)
+    assert engine.capacity == 0
+    assert more.eq(1).all()
+
+
+def test_no_memory_for_the_rows_themselves():
+    class Full(HostEngine):
+        def gather(self, *args, **kwargs):
+            raise torch.OutOfMemoryError("out of memory")
+
+    engine = cached(8, inner=Full("cpu"))
+    with pytest.raises(torch.OutOfMemoryError):
+        read(engine, [torch.zeros(30, 2)], [1])
+    assert engine.capacity == 0
+
+
+def test_counts():
+    planes, engine = [torch.zeros(30, 2), torch.zeros(30, 3, dtype=torch.int8), torch.zeros(30, 0)], cached(10)
+    ids = [20, 20, 5, 29]
+    read(engine, planes, ids)
+    read(engine, planes, ids)
+    read(engine, planes[:1], ids)
+    read(engine, planes[2:], ids)
+    assert engine.counts() == {
+        "cache_hits": 6,
+        "cache_misses": 6,
+        "cache_hit_bytes": 3 * 11 + 3 * 8,
+        "cache_miss_bytes": 4 * 11 + 11 + 8,
+    }
+    engine.reset_counts()
+    engine.shrink(0)
+    read(engine, planes, ids)
+    assert list(engine.counts().values()) == [0, 4, 0, 44]
+
+
+# --- policies -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_hottest():
+    counts = torch.tensor([1.0, 5.0, 5.0, 0.0, 9.0])
+    assert hottest_rows(counts, 3, CPU).tolist() == [4, 1, 2]
+    policy = StaticPolicy(hottest_rows(counts, 4, CPU))
+    assert policy.choose(4).tolist() == [0, 1, 2, 4]
+    assert policy.choose(2).tolist() == [1, 4]
+    assert policy.choose(0).tolist() == []
+    assert StaticPolicy(torch.tensor([3, 1])).choose(4).tolist() == [1, 3, NO_ROW, NO_ROW]
+    assert not policy.saw(torch.tensor([3]))
+
+
+def seen(policy, *ids):
+    return policy.saw(torch.tensor(ids))
+
+
+def test_the_rows_used_most():
+    policy = LfuPolicy(CPU, every=4)
+    assert policy.choose(2).tolist() == [NO_ROW, NO_ROW]
+    assert seen(policy, 5, 5, 3, NO_ROW)
+    assert policy.choose(2).tolist() == [3, 5]
+    assert not seen(policy, 8, 8)
+    assert seen(policy, 8)
+    assert policy.choose(2).tolist() == [5, 8]
+    assert [seen(policy, 1) for _ in range(4)] == [False, False, False, True]
+    assert policy.choose(2).tolist() == [1, 8]
+    assert [seen(policy, 2) for _ in range(4)] == [False, False, False, True]  # no further apart than `every`
+
+
+def test_what_is_long_ago_counts_less():
+    policy = LfuPolicy(CPU, every=1, decay=0.5)
+    seen(policy, *[7] * 8)
+    assert policy.choose(1).tolist() == [7]
+    for expected in (7, 4, 4):
+        seen(policy, 4, 4, 4)
+        assert policy.choose(1).tolist() == [expected]
+
+
+def test_rows_used_equally_often_do_not_take_turns():
+    policy, generator = LfuPolicy(CPU, every=1), torch.Generator().manual_seed(0)
+    seen(policy, *range(100))
+    assert policy.choose(10).tolist() == list(range(10))  # of equals the first
+    for _ in range(20):
+        seen(policy, *torch.randperm(100, generator=generator).tolist())
+        assert policy.choose(10).tolist() == list(range(10))
+
+
+def test_it_counts_a_bounded_number_of_rows_and_none_that_it_was_not_shown():
+    policy, ids = LfuPolicy(CPU, every=1), torch.arange(1000)
+    policy.saw(ids)
+    ids.fill_(5)  # the caller's again
+    policy.choose(10)
+    assert policy._ids.tolist() == list(range(40))
+    policy.choose(2)
+    assert len(policy._counts) == 8
+
+
+def test_it_is_deterministic():
+    def run():
+        policy, generator = LfuPolicy(CPU, every=3), torch.Generator().manual_seed(1)
+        return [
+            policy.choose(8).tolist()
+            for _ in range(40)
+            if policy.saw((torch.rand(64, generator=generator) ** 4 * 200).long())
+        ]
+
+    assert run() == run()
+    assert len(run()) > 10
+
+
+@pytest.mark.parametrize("policy", ["static", "lfu"])
+def test_hits_of_a_zipf_distribution(policy):
+    generator = torch.Generator().manual_seed(0)
+    weights = 1 / torch.arange(1, 2001, dtype=torch.float64)
+    rows = torch.randperm(2000, generator=generator)
+    draws = [rows[torch.multinomial(weights, 500, replacement=True, generator=generator)] for _ in range(60)]
+    counts = torch.bincount(torch.cat(draws), minlength=2000)
+    hottest = hottest_rows(counts, 200, CPU)
+    chosen = StaticPolicy(hottest) if policy == "static" else LfuPolicy(CPU, every=4)
+    engine, plane = CachedEngine(HostEngine("cpu"), chosen, 200), torch.zeros(2000, 1)
+    for ids in draws:
+        engine.gather([plane], ids, [torch.empty(500, 1)])
+    found = engine.counts()
+    assert found["cache_hits"] + found["cache_misses"] == 60 * 500
+    best = int(counts[hottest].sum())
+    if policy == "static":
+        # Each is read from the plane in the first batch that names it.
+        first, known = 0, set()
+        for ids in draws:
+            new = (set(ids.tolist()) & set(hottest.tolist())) - known
+            first += sum(row in new for row in ids.tolist())
+            known |= new
+        assert found["cache_hits"] == best - first
+    else:
+        assert 0.75 * best < found["cache_hits"] <= best
+
+
+def test_auto_capacity(monkeypatch):
+    monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", "4800")
+    assert auto_capacity(10, CPU) == 10  # a sixteenth, of three planes
+    assert auto_capacity(0, CPU) == 300
