@@ -76,7 +76,7 @@ class Rows(StoredPlanes):
         again = overlay(fetched, ids, writes, self.table.num_rows) if len(ids) else None
         if again is None:
             return fetched
-        if ids.is_cuda:
+        if ids.is_cuda and self.table.takes_padding:
             for name, part in self.fetch(kept(ids, again, self.table.num_rows), planes).items():
                 torch.where(again.unsqueeze(1), part, fetched[name], out=fetched[name])
             return fetched

@@ -159,3 +159,12 @@ def _no_ids(batch):
 
 def test_it_can_be_pickled():
     assert list(pickle.loads(pickle.dumps(st.prefetch([1, 2], _no_ids)))) == [1, 2]
+
+
+def test_rows_that_no_lookup_uses(emb):
+    single = [torch.tensor([number]) for number in range(9)]
+    with pytest.warns(UserWarning, match="the rows of 8 batches were read ahead and no lookup has used them"):
+        assert len(list(st.prefetch(single, lambda ids: {emb: ids}))) == 9
+    for number, ids in enumerate(st.prefetch(single * 2, lambda ids: {emb: ids})):
+        if number == 3:
+            emb(ids)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import speedtransfer as st
+from speedtransfer.nn import ahead
 from speedtransfer.nn import ticket as tickets
 from speedtransfer.rows import Rows
 
@@ -79,7 +80,7 @@ def test_steps_with_tickets_do_not_gather_memory(steps, idle):
     begin = live_tensors(), threading.active_count(), resident_bytes() if sys.platform == "linux" else 0
     train(steps)
     assert live_tensors() <= begin[0] + 20
-    assert threading.active_count() <= begin[1] + tickets.THREADS
+    assert threading.active_count() <= begin[1] + ahead.THREADS
     assert not tickets._open[emb._handle]
     assert len(table._logs) == 0
     if sys.platform == "linux":
@@ -96,9 +97,9 @@ def test_a_ticket_nobody_uses_holds_back_little(emb):
         emb(torch.tensor([step % ROWS])).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        most = max(most, len(log._ids))
+        most = max(most, len(log._writes))
     assert most <= 1024
-    assert not log._ids
+    assert not log._writes
     assert torch.equal(emb(kept), emb.table.torch()[[4, 7]])
 
 
@@ -148,7 +149,7 @@ def test_rows_of_a_ticket_dropped_while_it_is_read_are_freed_by_the_thread(emb, 
             future.result(LIMIT_S)
     del futures, future
     # The threads let go of what they have read once they have something else to do, or nothing.
-    for _ in range(2 * tickets.THREADS):
+    for _ in range(2 * ahead.THREADS):
         other = emb.prefetch(torch.tensor([1]))
         other._future.result(LIMIT_S)
     del other

@@ -110,7 +110,14 @@ class CachedEngine:
         self._keep((index, *rows))
 
     @torch.no_grad()
-    def scatter(self, planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], unsorted: bool = False) -> None:
+    def scatter(
+        self,
+        planes: Sequence[Tensor],
+        index: Tensor,
+        rows: Sequence[Tensor],
+        unsorted: bool = False,
+        behind: bool = False,
+    ) -> None:
         """Write ``rows[i]`` (n, width_i) to the rows `index` (n,) of ``planes[i]``, or to their slots."""
         self._check_not_capturing()
         wide = [number for number, plane in enumerate(planes) if plane.shape[1]]

@@ -66,18 +66,17 @@ class Planes:
         return self
 
     def _set_engine(self, engine: Engine) -> None:
+        self.moves_on_host = engine.device.type == "cuda" and engine.name == "staged"
         if self._cache is not None:
             self._cache.inner = engine
             engine = self._cache
         self._engine = engine
-        self.moves_on_host = engine.device.type == "cuda" and engine.name == "staged"
 
     def _start_cache(self, options: CacheOptions | None) -> Self:
         """Put a cache around the engine, if there are `options` for one; return the table."""
         if options is not None:
-            engine, self._cache_options = self._engine, options
-            self._cache = cached_engine(engine, options, self._place, self._planes)
-            self._set_engine(engine)
+            self._cache_options = options
+            self._cache = self._engine = cached_engine(self._engine, options, self._place, self._planes)
         return self
 
     @classmethod

@@ -227,7 +227,9 @@ class Table(WholePlanes):
             # Those of somebody else may be changed, and the log keeps them.
             ids = ids.clone() if unsorted else ids
             self._write_watched(
-                ids, rows, lambda given, behind: self._engine.scatter(planes, ids, given, unsorted, behind)
+                ids,
+                rows,
+                lambda given, behind: self._engine.scatter(_uncounted(planes, behind), ids, given, unsorted, behind),
             )
         else:
             self._engine.scatter(planes, ids, values, unsorted)
@@ -437,6 +439,11 @@ class Table(WholePlanes):
         self._stats, self._padded_stats = TableStats(), PaddedStats()
         if self._cache is not None:
             self._cache.reset_counts()
+
+
+def _uncounted(planes: list[Tensor], behind: bool) -> list[Tensor]:
+    """Return planes to write to `behind`: their versions must not change while somebody reads them, and `_writes` counts."""
+    return [plane.data for plane in planes] if behind else planes
 
 
 def _open_memory(memory: str, path: PathLike | None, device: Device, num_bytes: int, layout: str) -> Memory:
