@@ -6,6 +6,7 @@ import contextlib
 import gc
 import math
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -198,7 +199,8 @@ def test_a_wrong_row_is_noticed(tables, monkeypatch):
 
 def test_as_many_batches_are_read_ahead_as_are_taken(tables, monkeypatch):
     sizes, asked = prefetch.Sizes(4, 5, 6, 1), []
-    monkeypatch.setattr(type(tables.in_file[0]), "prefetch", lambda self, ids: asked.append(ids))
+    used = SimpleNamespace(is_waiting=False)
+    monkeypatch.setattr(type(tables.in_file[0]), "prefetch", lambda self, ids: asked.append(ids) or used)
     way = prefetch._Way(tables, prefetch._Dense(8, 4), sizes, True, depth=4)
     way.before()
     assert len(asked) == 9

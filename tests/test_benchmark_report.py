@@ -145,6 +145,14 @@ def prefetch():
     ]
 
 
+def cache():
+    cases = [case("without a cache", "ours", 50e-3)]
+    for share, seconds in (("1%", 40e-3), ("10%", 30e-3)):
+        figures = {"hit_share": 0.5, "computed_share": 0.6}
+        cases.append(case(f"cache of {share} of the rows, by use", "ours", seconds, figures=figures))
+    return [GroupResult("step", {"rows": 1000, "dim": 64, "lookups": 100}, cases)]
+
+
 SUITES = {
     "transfer": transfer,
     "speedtorch": speedtorch,
@@ -153,6 +161,7 @@ SUITES = {
     "precision": precision,
     "memory": memory,
     "prefetch": prefetch,
+    "cache": cache,
 }
 
 

@@ -21,6 +21,7 @@ from speedtransfer.engines import (
 )
 from speedtransfer.engines.cache_policy import NO_ROW, auto_capacity
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.tables import Table
 
 CPU = torch.device("cpu")
 
@@ -535,3 +536,12 @@ def test_auto_capacity(monkeypatch):
     monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", "4800")
     assert auto_capacity(10, CPU) == 10  # a sixteenth, of three planes
     assert auto_capacity(0, CPU) == 300
+
+
+def test_a_write_of_no_rows_is_no_write():
+    table = Table(8, 2, memory="pageable", device="cpu", cache_rows=4)
+    table.gather([1])
+    table.gather([1])
+    table[[1]] = torch.ones(1, 2)
+    table[[]] = torch.ones(0, 2)
+    assert table.gather([1]).tolist() == [[1.0, 1.0]]

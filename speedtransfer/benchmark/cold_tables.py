@@ -6,6 +6,7 @@ import functools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +21,12 @@ DIM = 64
 class ColdTables:
     """An embedding of `rows` x `DIM` in a file and one in memory, trained with AdamW.
 
-    Each is made at its first use. The file has no name by then: nothing stays behind, whatever happens.
+    Each is made at its first use. The file has no name by then: nothing stays behind, whatever happens. `options` are further
+    arguments of the embedding in a file.
     """
 
-    def __init__(self, rows: int, seed: int) -> None:
-        self.rows = rows
+    def __init__(self, rows: int, seed: int, **options: Any) -> None:
+        self.rows, self._options = rows, options
         self.in_flight: Iterator[Tensor] | None = None
         self._generator = torch.Generator().manual_seed(seed)
         self._pages = torch.empty(0, dtype=torch.int64)
@@ -36,12 +38,12 @@ class ColdTables:
             tempfile.TemporaryDirectory(prefix="speedtransfer-bench-", ignore_cleanup_errors=True) as folder,
             read_page_by_page(4 * DIM * self.rows),
         ):
-            return _made(self.rows, "mmap", Path(folder, "table.npy"))
+            return _made(self.rows, memory="mmap", path=Path(folder, "table.npy"), **self._options)
 
     @functools.cached_property
     def in_memory(self) -> tuple[Embedding, torch.optim.Optimizer]:
         """The table in memory."""
-        return _made(self.rows, "pageable", None)
+        return _made(self.rows, memory="pageable")
 
     @functools.cached_property
     def files(self) -> TableFiles:
@@ -75,14 +77,16 @@ class _Unfilled(Embedding):
         """Leave the rows to who makes it: they are filled with the state, chunk by chunk."""
 
 
-def _made(rows: int, memory: str, path: Path | None) -> tuple[Embedding, torch.optim.Optimizer]:
-    emb = _Unfilled(rows, DIM, memory=memory, path=path, device="cpu", idle="lazy")
+def _made(rows: int, **options: Any) -> tuple[Embedding, torch.optim.Optimizer]:
+    emb = _Unfilled(rows, DIM, device="cpu", idle="lazy", **options)
     optimizer = torch.optim.AdamW(emb.parameters(), fused=True)
     # The first step adds the planes of state.
     emb(torch.arange(min(2, rows))).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     generator = torch.Generator().manual_seed(0)
+    # Planes are written to below, and a cache must hold nothing newer.
+    emb.table.wait()
     for name in emb.table.planes:
         plane = emb.table.stored(name)
         for part in plane_chunks(plane):

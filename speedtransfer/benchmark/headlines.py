@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from speedtransfer.benchmark import shown_cache, shown_prefetch
 from speedtransfer.benchmark.measure import CaseResult, GroupResult
-from speedtransfer.benchmark.shown_prefetch import sentences
 from speedtransfer.benchmark.units import format_count, format_rate, format_ratio, format_seconds, format_share
 from speedtransfer.errors import format_bytes
 
@@ -24,7 +24,8 @@ def headlines(suite: str, groups: list[GroupResult]) -> list[str]:
         "step": _step,
         "precision": _precision,
         "memory": _memory,
-        "prefetch": sentences,
+        "prefetch": shown_prefetch.sentences,
+        "cache": shown_cache.sentences,
     }[suite]
     return say([group for group in groups if group.ran])
 

@@ -55,5 +55,6 @@ SUITES = {
         Suite("precision", "A training step, by how the table is stored", frozenset({"rows"})),
         Suite("memory", "Memory that a table takes", frozenset({"rows"})),
         Suite("prefetch", "Waiting for rows of a file, and how much of it is hidden", frozenset({"rows"})),
+        Suite("cache", "Rows that a cache of hot rows serves", frozenset({"rows"})),
     )
 }

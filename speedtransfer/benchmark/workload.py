@@ -162,6 +162,14 @@ def zipf_ids(num_rows: int, count: int, generator: torch.Generator) -> Tensor:
     return ranks * _PRIME % num_rows  # one to one, as long as the prime does not divide the number of rows
 
 
+def zipf_shares(num_rows: int) -> Tensor:
+    """Return how probable each row is in a draw of `zipf_ids`, ``(num_rows,)`` float64."""
+    ranks = torch.arange(num_rows, dtype=torch.float64)
+    shares = torch.empty_like(ranks)
+    shares[ranks.long() * _PRIME % num_rows] = torch.log1p(1 / (ranks + 1)) / math.log(num_rows + 1)
+    return shares
+
+
 def _first_of_each(batch: Tensor) -> Tensor:
     """Return where each value of `batch` comes first, in the order of `batch`."""
     values, inverse = batch.unique(return_inverse=True)

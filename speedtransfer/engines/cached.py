@@ -122,7 +122,7 @@ class CachedEngine:
         self._check_not_capturing()
         wide = [number for number, plane in enumerate(planes) if plane.shape[1]]
         if not wide or not len(index) or not len(planes[0]):
-            self.inner.scatter(planes, index, rows, unsorted)
+            # Not by the inner engine: it might change the version of a plane, without changing anything.
             return
         ids = to_device(index, self.device)
         some, given = [planes[number] for number in wide], [rows[number].detach() for number in wide]

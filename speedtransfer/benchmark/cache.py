@@ -1,0 +1,141 @@
+"""Suite `cache`: ids that follow Zipf's law. Which share of a batch's rows does a cache serve, and what is that worth?
+
+The same training step on tables in a file (on CUDA: in page-locked memory) with caches of several sizes, and without one.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedtransfer.benchmark.cold_tables import DIM, ColdTables
+from speedtransfer.benchmark.measure import Case, Group, synchronize
+from speedtransfer.benchmark.workload import zipf_ids, zipf_shares
+from speedtransfer.errors import check_size
+from speedtransfer.nn import Embedding
+
+NOTE = (
+    "Ids are drawn with a frequency that falls as 1 / rank. The computed share of hits is that of the distinct rows of a "
+    "batch that are among the most probable rows; the measured one is that of `table.stats()`. On the CPU the table is in a "
+    "file, of which all pages are dropped before each stretch of steps; pages of hot rows are in memory again soon, with a "
+    "cache or without. On CUDA it is in page-locked memory."
+)
+WITHOUT, BY_COUNTS, BY_USE = "without a cache", "cache of {} of the rows, by counts", "cache of {} of the rows, by use"
+MEASURED, COMPUTED = "hit_share", "computed_share"
+SHARES = (0.01, 0.1)
+
+_ROWS, _QUICK_ROWS = 1 << 20, 1 << 16
+_LOOKUPS, _QUICK_LOOKUPS = 1 << 15, 1 << 12
+_WARM, _STEPS = 16, 12  # before the first stretch, and in each
+_TOLERANCE = 0.02
+
+
+def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
+    """Return what the suite compares.
+
+    Parameters
+    ----------
+    device : torch.device
+    quick : bool
+        A small table.
+    rows : int, optional
+        Of the table.
+    seed : int, optional
+    """
+    rows = check_size(options.get("rows") or (_QUICK_ROWS if quick else _ROWS), "rows", 100)
+    lookups = _QUICK_LOOKUPS if quick else _LOOKUPS
+    place = "in page-locked memory" if device.type == "cuda" else "in a file"
+    title = f"AdamW step, {lookups:,} lookups by Zipf's law in {rows:,} x {DIM} float32 {place}"
+    make = functools.partial(_cases, device, rows, lookups, options.get("seed") or 0)
+    params = {"rows": rows, "dim": DIM, "lookups": lookups}
+    return [Group(title, make, params, effort={"turns": 2 if quick else 5, "samples": 1})]
+
+
+def computed_share(shares: Tensor, lookups: int, cached: int) -> float:
+    """Return the share of the distinct rows of `lookups` draws that are among the `cached` most probable, expected.
+
+    Parameters
+    ----------
+    shares : Tensor
+        ``(num_rows,)``, the probability of each row.
+    lookups, cached : int
+    """
+    seen = -torch.expm1(lookups * torch.log1p(-shares.sort(descending=True).values))
+    return float(seen[:cached].sum() / seen.sum())
+
+
+class _Way:
+    """Stretches of steps on a table of its own."""
+
+    def __init__(self, device: torch.device, rows: int, lookups: int, seed: int, **cache: Any) -> None:
+        self._device, self._rows, self._lookups, self._cache, self._seed = device, rows, lookups, cache, seed
+        self._generator = torch.Generator().manual_seed(seed)
+        self.figures = dict[str, float]()
+
+    @functools.cached_property
+    def cold(self) -> ColdTables:
+        """The table in a file."""
+        return ColdTables(self._rows, self._seed, **self._cache)
+
+    @functools.cached_property
+    def table(self) -> tuple[Embedding, torch.optim.Optimizer]:
+        """The table and its optimizer, after some steps."""
+        if self._device.type != "cuda":
+            made = self.cold.in_file
+        else:
+            emb = Embedding(self._rows, DIM, memory="pinned", device=self._device, idle="lazy", **self._cache)
+            made = emb, torch.optim.AdamW(emb.parameters(), fused=True)
+        # The rows that are most probable first, so that a cache which has slots for them has them.
+        hottest = zipf_shares(self._rows).sort(descending=True).indices[: int(max(SHARES) * self._rows)]
+        self._step(*made, hottest)
+        self._take(*made, _WARM)
+        made[0].table.reset_stats()
+        return made
+
+    def before(self) -> None:
+        """Let go of the pages of the file."""
+        _ = self.table
+        if self._device.type != "cuda":
+            self.cold.drop_pages()
+        synchronize(self._device)
+
+    def run(self) -> None:
+        """Take the steps of a stretch."""
+        self._take(*self.table, _STEPS)
+        stats = self.table[0].table.stats()
+        if stats.cache_hits + stats.cache_misses:
+            self.figures[MEASURED] = stats.cache_hits / (stats.cache_hits + stats.cache_misses)
+
+    def check(self) -> None:
+        """Raise where as many hits as computed were not measured, as there must be with the hottest rows."""
+        if COMPUTED in self.figures and "cache_counts" in self._cache:
+            measured, computed = self.figures[MEASURED], self.figures[COMPUTED]
+            assert abs(measured - computed) < _TOLERANCE, f"{measured:.1%} hits where {computed:.1%} are computed"
+
+    def _take(self, emb: Embedding, optimizer: torch.optim.Optimizer, count: int) -> None:
+        for _ in range(count):
+            self._step(emb, optimizer, zipf_ids(self._rows, self._lookups, self._generator))
+
+    def _step(self, emb: Embedding, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
+        emb(ids).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _cases(device: torch.device, rows: int, lookups: int, seed: int) -> list[Case]:
+    shares = zipf_shares(rows)
+    way = functools.partial(_Way, device, rows, lookups, seed)
+    ways: dict[str, _Way] = {WITHOUT: way()}
+    for share in SHARES:
+        cached = int(share * rows)
+        ways[BY_COUNTS.format(f"{share:.0%}")] = way(cache_rows=cached, cache_counts=shares)
+        ways[BY_USE.format(f"{share:.0%}")] = way(cache_rows=cached)
+        for kind in (BY_COUNTS, BY_USE):
+            ways[kind.format(f"{share:.0%}")].figures[COMPUTED] = computed_share(shares, lookups, cached)
+    return [
+        Case(name, one.run, one.check, role="ours", figures=one.figures, before=one.before, parts=_STEPS)
+        for name, one in ways.items()
+    ]
