@@ -88,7 +88,8 @@ CONFIGS = some.fixed_dictionaries(
         "padding_idx": some.sampled_from([None, None, 3]),
         "max_norm": some.sampled_from([None, None, 1.0]),
         "layout": some.sampled_from(["planes", "rows"]),
-        "cache_rows": some.sampled_from([None, None, 2, 7]),
+        # How many rows, and whether they are the same for good.
+        "cache": some.sampled_from([None, None, (2, False), (7, False), (5, True)]),
         "kind": some.sampled_from([st.Embedding, st.Embedding, st.EmbeddingBag]),
     }
 )
@@ -116,8 +117,11 @@ class TicketMachine(RuleBasedStateMachine):
         self.waiting: list[tuple[torch.Tensor, tickets.Ticket]] = []
         self.gates: list[Gate] = []
         sparse = config["optimizer"] == "SparseAdam"
-        options = {name: config[name] for name in ("memory", "idle", "padding_idx", "max_norm", "layout", "cache_rows")}
+        options = {name: config[name] for name in ("memory", "idle", "padding_idx", "max_norm", "layout")}
         options |= dict(zip(("storage_dtype", "state_dtype"), config["precision"], strict=True))
+        if config["cache"] is not None:
+            rows, for_good = config["cache"]
+            options |= {"cache_rows": rows, "cache_counts": torch.arange(ROWS) % 5 if for_good else None}
         for name in "ab":
             path = Path(self.folder.name, f"{name}.npy") if config["memory"] == "mmap" else None
             torch.manual_seed(seed)
