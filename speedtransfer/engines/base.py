@@ -92,8 +92,8 @@ class KernelEngine(Engine, Protocol):
         ...
 
 
-# In the place of an id that is not the one whose row was read ahead.
-CHANGED_ID = -(2**62)
+# In the place of an id that is not the one whose row was read ahead; a number that nobody would use for an id.
+CHANGED_ID = -4_907_216_538_174_921_303
 _left = threading.local()
 
 
