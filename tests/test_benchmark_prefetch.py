@@ -199,7 +199,7 @@ def test_a_wrong_row_is_noticed(tables, monkeypatch):
 
 def test_as_many_batches_are_read_ahead_as_are_taken(tables, monkeypatch):
     sizes, asked = prefetch.Sizes(4, 5, 6, 1), []
-    used = SimpleNamespace(is_waiting=False)
+    used = SimpleNamespace(is_waiting=False, is_changed=lambda: False)
     monkeypatch.setattr(type(tables.in_file[0]), "prefetch", lambda self, ids: asked.append(ids) or used)
     way = prefetch._Way(tables, prefetch._Dense(8, 4), sizes, True, depth=4)
     way.before()

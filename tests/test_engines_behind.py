@@ -1,7 +1,10 @@
 """Writes that a thread makes: the next call waits for them, a failed one is made again, a forked process has them."""
 
+import functools
 import os
 import threading
+import time
+import weakref
 
 import pytest
 
@@ -73,3 +76,15 @@ def test_a_forked_process_has_what_was_written():
         behind.finish()
         os._exit(memory[0])
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_nothing_is_kept_once_it_is_written():
+    behind, held = Behind(), {1}
+    reference = weakref.ref(held)
+    behind.begin(functools.partial(len, held))
+    del held
+    behind._future.result(10)
+    deadline = time.monotonic() + 10
+    while reference() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert reference() is None

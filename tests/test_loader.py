@@ -168,3 +168,24 @@ def test_rows_that_no_lookup_uses(emb):
     for number, ids in enumerate(st.prefetch(single * 2, lambda ids: {emb: ids})):
         if number == 3:
             emb(ids)
+
+
+def test_a_loader_that_fills_one_buffer_anew(emb):
+    def loader():
+        buffer = torch.zeros(3, dtype=torch.int64)
+        for number in range(5):
+            yield buffer.fill_(number)
+
+    with pytest.raises(InvalidValueError, match="one buffer anew"):
+        next(iter(st.prefetch(loader(), lambda ids: {emb: ids})))
+
+
+def test_an_iterator_may_be_taken_in_parts(emb):
+    seen, loader = [], st.prefetch(iter([torch.tensor([n]) for n in range(10)]), lambda ids: {emb: ids})
+    for _ in range(4):
+        for number, ids in enumerate(loader):
+            seen += ids.tolist()
+            emb(ids)
+            if number == 2:
+                break
+    assert seen == list(range(10))

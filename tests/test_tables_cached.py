@@ -7,6 +7,7 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -556,3 +557,52 @@ def test_what_is_refused(tmp_path):
         st.Embedding(9, 2, cache_row=5)
     with pytest.raises(InvalidValueError, match="rows is -1 but must be at least 0"):
         st.Table(3, 2, device="cpu", cache_rows=2).shrink_cache(-1)
+
+
+def test_a_thread_that_trains_is_told_of_a_lost_write():
+    table = st.Table(8, 2, memory="pageable", device="cpu", cache_rows=4)
+    table.gather([1])
+    view = table.torch()
+    table.gather([1])
+    table[[1]] = torch.ones(1, 2)
+    view.fill_(9)
+    told = []
+
+    def read():
+        try:
+            table.gather([1])
+        except InvalidValueError as error:
+            told.append(error)
+
+    for _ in range(2):
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+    assert len(told) == 1
+    table.gather([1])
+
+
+def test_a_table_that_goes_warns_of_a_lost_write():
+    table = st.Table(8, 2, memory="pageable", device="cpu", cache_rows=4)
+    table.gather([1])
+    view = table.torch()
+    table.gather([1])
+    table[[1]] = torch.ones(1, 2)
+    view.fill_(9)
+    with pytest.warns(UserWarning, match="when the table went"):
+        del table
+
+
+def test_the_version_stands_still_while_rows_are_written_back(monkeypatch):
+    table = st.Table(8, 2, memory="pageable", device="cpu", cache_rows=4)
+    table.gather([1])
+    table[[1]] = torch.ones(1, 2)
+    version, seen, scatter = table.version, [], type(table._cache.inner).scatter
+
+    def noted(*given):
+        scatter(*given)
+        seen.append(table.version)
+
+    monkeypatch.setattr(type(table._cache.inner), "scatter", noted)
+    table.wait()
+    assert seen == [version]

@@ -253,6 +253,70 @@ def test_a_write_that_fails_halfway_is_seen(monkeypatch):
     assert (emb(ticket)[0] == 7).all()
 
 
+# --- whose ticket it is ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [st.Embedding, st.EmbeddingBag])
+@pytest.mark.parametrize("by_ids", [True, False])
+def test_a_module_with_another_padding_row_of_the_same_table(kind, by_ids):
+    def trained(ahead):
+        first = make(padding_idx=0)
+        second = kind(ROWS, DIM, memory="pageable", device="cpu")
+        second.weight = first.weight
+        ids = torch.tensor([[0, 3, 5]])
+        ticket = settled(first.prefetch(ids)) if ahead else None
+        found = second(ids if by_ids or not ahead else ticket)
+        found.sum().backward()
+        torch.optim.SGD(first.parameters(), lr=0.1).step()
+        return found.detach(), first.weight.detach().clone()
+
+    for got, wanted in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_ids_of_another_kind_are_refused_with_a_ticket_too(dtype):
+    emb, ids = make(), torch.tensor([0, 1])
+    ticket = settled(emb.prefetch(ids))
+    with pytest.raises(InvalidTypeError):
+        emb(ids.to(dtype))
+    assert ticket.is_waiting
+
+
+def test_tickets_of_inference_mode_may_be_trained():
+    emb, ids = make(), torch.tensor([0, 1])
+    with torch.inference_mode():
+        ticket = settled(emb.prefetch(ids))
+    emb(ticket).sum().backward()
+    torch.optim.SGD(emb.parameters(), lr=1.0).step()
+    assert torch.equal(emb.weight[0], make().weight[0] - 1)
+
+
+def test_threads_that_ask_while_another_writes():
+    emb, go, failed = make(idle="lazy"), threading.Event(), []
+
+    def ask():
+        while not go.is_set():
+            try:
+                emb.prefetch(torch.tensor([1, 2]))
+            except RuntimeError as error:
+                failed.append(error)
+
+    threads, interval = [threading.Thread(target=ask) for _ in range(2)], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for number in range(300):
+            emb.table.scatter([number % ROWS], torch.zeros(1, DIM))
+    finally:
+        go.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    assert not failed
+
+
 # --- training with and without ----------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import os
 import threading
@@ -23,7 +24,13 @@ class Behind:
         """Have `write` called by the thread, once the last one is finished."""
         with self._lock:
             self._finish()
-            self._write, self._future = write, _thread().submit(write)
+            self._write = write
+            self._future = _thread().submit(self._make, write)
+
+    def _make(self, write: Callable[[], None]) -> None:
+        write()
+        # What it holds is not kept until somebody asks.
+        self._write = None
 
     def finish(self) -> None:
         """Block until the write is made; if the thread failed, make it here, or raise what is the matter."""
@@ -48,7 +55,9 @@ def _thread() -> concurrent.futures.ThreadPoolExecutor:
 
 def _finish_all() -> None:
     for one in list(_all):
-        one.finish()
+        # The next call raises it.
+        with contextlib.suppress(Exception):
+            one.finish()
 
 
 if hasattr(os, "register_at_fork"):

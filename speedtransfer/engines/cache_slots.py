@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from speedtransfer.cuda import StreamOrder
-from speedtransfer.engines.base import Engine
+from speedtransfer.engines.base import Engine, leaves_faults
 from speedtransfer.engines.cache_planes import PlaneSlots, new_values
 from speedtransfer.errors import InvalidValueError
 
@@ -30,25 +31,19 @@ class Slots:
         Moves rows to and from the planes.
     ids : Tensor
         ``(capacity,)`` int64 on the compute device, sorted: the rows that have a slot.
-    planes : mapping of str to Tensor, optional
-        All planes of the table, for counting what changes their versions.
     ahead : callable, optional
         Has the pages of rows of planes read at once; it takes planes and ids on the host.
     """
 
-    def __init__(
-        self, inner: Engine, ids: Tensor, planes: Mapping[str, Tensor] | None = None, ahead: Ahead | None = None
-    ) -> None:
+    def __init__(self, inner: Engine, ids: Tensor, ahead: Ahead | None = None) -> None:
         self.inner, self.device, self.ahead = inner, inner.device, ahead
         self.order = StreamOrder(self.device) if self.device.type == "cuda" else None
         # Grows with everything that makes rows old which were read from the planes before.
         self.epoch = 0
-        # By how much writing back has changed the versions of planes.
-        self.own_changes = 0
         self.process = os.getpid()
-        # What the main thread has still to be told.
+        # What others than threads that read ahead have still to be told.
         self.untold = ""
-        self._planes, self._lock = planes, threading.Lock()
+        self._lock = threading.Lock()
         self._parts: dict[tuple[object, ...], PlaneSlots] = {}
         # The rows, sorted, and their slots.
         self._map = ids, torch.arange(len(ids), device=self.device)
@@ -113,14 +108,15 @@ class Slots:
         Raises
         ------
         InvalidValueError
-            There were rows that the planes lacked; they have been written back. In another than the main thread, which may
-            read ahead and report to nobody, the next call in the main thread raises it as well.
+            There were rows that the planes lacked; they have been written back. If a thread finds out that reads ahead, and
+            reports to nobody, the next call of another raises it as well.
         """
         changed = [part for part in self._parts.values() if part.plane._version != part.version]
         if changed:
             lost = max(int((part.dirty & part.valid).sum()) if part.written else 0 for part in changed)
             self.write_back()
             self.forget()
+            self.note_versions()
             if lost:
                 self.untold = (
                     f"a view of the table was written to while its cache held {lost} newer rows, which have now replaced what "
@@ -128,11 +124,15 @@ class Slots:
                 )
         if self.untold:
             message = self.untold
-            if threading.current_thread() is threading.main_thread():
+            if not leaves_faults():
                 self.untold = ""
             elif not changed:
                 return
             raise InvalidValueError(message)
+
+    def loses_changes(self) -> bool:
+        """Tell whether `notice` would raise."""
+        return any(part.written and part.plane._version != part.version for part in self._parts.values())
 
     def note_versions(self) -> None:
         """Take the planes as they are now for what the slots were read from."""
@@ -141,16 +141,11 @@ class Slots:
 
     def write_back(self, only: Tensor | None = None) -> None:
         """Write rows that the planes lack to them: all, or those of slots where `only` (capacity + 2,) says so."""
-        before = self._versions()
-        try:
-            for part in self._parts.values():
-                if part.written:
-                    named = part.dirty & part.valid & (True if only is None else only)
-                    self._write_back(part, named)
-                    part.written = only is not None
-        finally:
-            self.own_changes += self._versions() - before
-            self.note_versions()
+        for part in self._parts.values():
+            if part.written:
+                named = part.dirty & part.valid & (True if only is None else only)
+                self._write_back(part, named)
+                part.written = only is not None
 
     def _write_back(self, part: PlaneSlots, named: Tensor) -> None:
         ids, slots = self._map
@@ -162,12 +157,9 @@ class Slots:
                 self.ahead([part.plane], there.cpu())
             values = torch.empty((len(chunk), part.plane.shape[1]), dtype=part.plane.dtype, device=self.device)
             part.read(places, values)
-            self.inner.scatter([part.plane], there, [values])
+            # By a tensor that counts changes by itself: what is written back was no change of the table.
+            self.inner.scatter([part.plane.data], there, [values])
             part.dirty.index_fill_(0, places, False)
-
-    def _versions(self) -> int:
-        planes = [part.plane for part in self._parts.values()] if self._planes is None else self._planes.values()
-        return sum(plane._version for plane in list(planes))
 
     def forget(self) -> None:
         """Forget all rows: somebody may write to the planes. What they lack must have been written back."""
@@ -232,8 +224,15 @@ def close(slots: Slots) -> None:
     if slots.process == os.getpid():
         with contextlib.suppress(Exception), torch.no_grad():
             with slots.turn():
+                lost = slots.loses_changes()
                 slots.reset(None)
             slots.inner.wait()
+            if lost:
+                warnings.warn(
+                    "a view of a table was written to while its cache held newer rows, which replaced what was written there "
+                    "when the table went; call table.wait() before writing to a view",
+                    stacklevel=2,
+                )
 
 
 def _before_fork() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,8 +36,6 @@ class CachedEngine:
         Chooses the rows.
     capacity : int
         How many rows; there are fewer where their memory cannot be had.
-    planes : mapping of str to Tensor, optional
-        All planes of the table, as they are at any time.
     ahead : callable, optional
         Has the pages of rows of planes read at once; it takes planes and ids on the host.
     at_exit : bool
@@ -52,13 +50,12 @@ class CachedEngine:
         inner: Engine,
         policy: CachePolicy,
         capacity: int,
-        planes: Mapping[str, Tensor] | None = None,
         ahead: Ahead | None = None,
         at_exit: bool = False,
     ) -> None:
         self.device, self.takes_padding, self._policy = inner.device, inner.takes_padding, policy
         with torch.inference_mode(False), torch.no_grad():
-            self.slots = Slots(inner, policy.choose(capacity), planes, ahead)
+            self.slots = Slots(inner, policy.choose(capacity), ahead)
             # Hits and misses: rows, and their bytes.
             self._counts = torch.zeros((2, 2), dtype=torch.int64, device=self.device)
         weakref.finalize(self, close, self.slots).atexit = at_exit
@@ -76,11 +73,6 @@ class CachedEngine:
     def capacity(self) -> int:
         """Number of rows that can be kept."""
         return self.slots.capacity
-
-    @property
-    def own_changes(self) -> int:
-        """By how much writing back has changed the versions of planes, whose rows it does not change."""
-        return self.slots.own_changes
 
     @torch.no_grad()
     def gather(

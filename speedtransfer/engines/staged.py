@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -70,6 +71,7 @@ class StagedEngine:
         self._ring = itertools.cycle([_Buffer(self.device) for _ in range(num_buffers)])
         self._index = _Buffer(self.device)
         self._lock, self._behind = threading.Lock(), Behind()
+        weakref.finalize(self, self._behind.finish)
 
     def gather(
         self,

@@ -112,7 +112,7 @@ def activate(
     if handle.reads_ahead or isinstance(ids, Ticket):
         ticket = find_ticket(handle, ids)
         if ticket is not None:
-            ahead, ids = ticket.wait(padded, ids), ticket.ids.view(ticket.shape) if ticket is ids else ids
+            ahead, ids = ticket.wait(padded, ids, padding_idx), ticket.ids.view(ticket.shape) if ticket is ids else ids
     if ahead is not None:
         groups, shape = ahead.groups, tuple(ids.shape)
     elif isinstance(ids, UniqueRows):

@@ -98,7 +98,6 @@ def begin_to_read(
     return future
 
 
-@torch.no_grad()
 def _read(
     rows: Rows,
     flat: Tensor,
@@ -109,16 +108,20 @@ def _read(
     asked: torch.cuda.Event | None,
 ) -> Ahead | None:
     device = rows.table.device
-    if device.type == "cpu":
-        groups = unique_rows(flat, rows.table.num_rows, flat.view(shape), padding_idx)
-        return Ahead(groups, rows.fetch(groups.ids, planes), planes, log)
-    side = _side_stream(device)
-    with torch.cuda.device(device), torch.cuda.stream(side), faults_left():
-        if asked is not None:
-            side.wait_event(asked)
-            keep_until_done([flat], side)
-        found = _unique(rows, flat, shape, padding_idx)
-        return None if found is None else Ahead(found, rows.fetch(found.ids, planes), planes, log, side.record_event())
+    # Nobody sees what this thread raises; and tensors of inference mode could not be trained.
+    with faults_left(), torch.inference_mode(False), torch.no_grad():
+        if device.type == "cpu":
+            groups = unique_rows(flat, rows.table.num_rows, flat.view(shape), padding_idx)
+            return Ahead(groups, rows.fetch(groups.ids, planes), planes, log)
+        side = _side_stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            if asked is not None:
+                side.wait_event(asked)
+                keep_until_done([flat], side)
+            found = _unique(rows, flat, shape, padding_idx)
+            return (
+                None if found is None else Ahead(found, rows.fetch(found.ids, planes), planes, log, side.record_event())
+            )
 
 
 def _unique(rows: Rows, flat: Tensor, shape: tuple[int, ...], padding_idx: int | None) -> UniqueRows | None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from speedtransfer.errors import InvalidTypeError, check_size
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import Ticket
 
@@ -23,6 +23,9 @@ def prefetch(loader: Iterable[Batch], ids_of: Callable[[Batch], Ids], depth: int
 
     The lookups find them by their ids: model and loop stay as they are, and so do the numbers. It has the length, the
     attributes and, at any time, the ``state_dict`` that the loader would have after the batches that were taken from it.
+
+    The loader is `depth` batches ahead. What it draws from torch's global generator without workers it draws earlier, and a
+    model with dropout then draws other numbers: give the loader a generator of its own (``DataLoader(generator=...)``).
 
     Parameters
     ----------
@@ -58,9 +61,13 @@ class PrefetchLoader(Generic[Batch]):
             )
         self.loader, self.ids_of, self.depth = loader, ids_of, check_size(depth, "depth", 1)
         self._state: Any = None
+        self._left = deque[tuple[Batch, list[Ticket], Any]]()
 
     def __iter__(self) -> Iterator[Batch]:
         source, ahead = iter(self.loader), deque[tuple[Batch, list[Ticket], Any]]()
+        if source is self.loader:
+            # An iterator, which does not begin anew: who takes a part of it gets the next part later.
+            ahead = self._left
         error: Exception | None = None
         ended, self._state, unused = False, None, 0
         while True:
@@ -80,6 +87,11 @@ class PrefetchLoader(Generic[Batch]):
                 return
             # Tickets that no lookup has used go when the next batch is asked for.
             batch, tickets, self._state = ahead.popleft()
+            if any(ticket.is_changed() for ticket in tickets):
+                raise InvalidValueError(
+                    "the ids of a batch have changed since it was taken from the loader, which is ahead: it seems to fill one "
+                    "buffer anew for each batch; have it yield copies, or leave prefetch out"
+                )
             yield batch
             # -1: some were used.
             unused = unused + 1 if unused >= 0 and tickets and all(ticket.is_waiting for ticket in tickets) else -1

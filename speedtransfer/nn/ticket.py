@@ -19,10 +19,11 @@ from speedtransfer.engines import CHANGED_ID
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.ahead import Ahead, begin_to_read, use
 from speedtransfer.optim import Handle
-from speedtransfer.tables import as_index, is_padded
+from speedtransfer.tables import as_index, is_padded, stats
 
 # Tickets that no lookup has used yet.
 _open: weakref.WeakKeyDictionary[Handle, weakref.WeakSet[Ticket]] = weakref.WeakKeyDictionary()
+_turn = stats.ForkedLock()
 
 
 class Ticket:
@@ -30,8 +31,6 @@ class Ticket:
 
     Attributes
     ----------
-    ids : Tensor
-        ``(n,)`` int64, flat.
     shape : tuple of int
         Of the ids.
     """
@@ -42,18 +41,20 @@ class Ticket:
         if table.device.type == "cuda":
             check_not_capturing("prefetch()", "read ahead before the capture, or leave it out")
         # The caller may fill the memory of `ids` anew for the next batch.
-        self.ids = flat.clone()
+        self._ids = flat.clone()
         # Ids on a CUDA device are known by their memory, which is kept so that nobody else gets it.
         self._place = _place(ids)
-        self._kept = None if self._place is None else ids
-        self._asked = current_stream(table.device).record_event() if self.ids.is_cuda else None
+        self._given = ids
+        self._asked = current_stream(table.device).record_event() if self._ids.is_cuda else None
         self._handle, self._rows, self._process = handle, rows, os.getpid()
+        self._padding_idx = padding_idx
         self._future: concurrent.futures.Future[Ahead | None] | None = None
         if table.device.type == "cuda" and table.memory == "device":
             return  # nothing has to cross the bus
         planes = None if training or rows.lag is not None else ("weight",)
-        self._future = begin_to_read(rows, self.ids, self.shape, padding_idx, planes, self._asked)
-        _open.setdefault(handle, weakref.WeakSet()).add(self)
+        self._future = begin_to_read(rows, self._ids, self.shape, padding_idx, planes, self._asked)
+        with _turn.lock:
+            _open.setdefault(handle, weakref.WeakSet()).add(self)
         handle.reads_ahead = True
 
     def __del__(self) -> None:
@@ -62,9 +63,23 @@ class Ticket:
             future.cancel()
 
     @property
+    def ids(self) -> Tensor:
+        """``(n,)`` int64, flat, for the current stream."""
+        if self._asked is not None:
+            use([self._ids], self._asked)
+        return self._ids
+
+    @property
     def is_waiting(self) -> bool:
         """Whether rows are read ahead for it that no lookup has used."""
         return self._future is not None
+
+    def is_changed(self) -> bool:
+        """Tell whether the ids that it was made for have other values by now, as far as the host can see."""
+        if self._ids.is_cuda:
+            return self._place is not None and self._place != _place(self._given)
+        table = self._rows.table
+        return not torch.equal(self._ids, as_index(self._given, table.num_rows, table.device, check=False)[0])
 
     def check(self, handle: Handle) -> None:
         """Raise `InvalidValueError` unless it was made for the table of `handle`."""
@@ -73,7 +88,7 @@ class Ticket:
                 f"this ticket was made for {self._handle} but is used in {handle}; pass it to the module that made it"
             )
 
-    def wait(self, padded: bool, ids: Any) -> Ahead | None:
+    def wait(self, padded: bool, ids: Any, padding_idx: int | None) -> Ahead | None:
         """Return what was read, for the first who asks; None where nothing was, or for another table than there is now.
 
         Parameters
@@ -82,15 +97,18 @@ class Ticket:
             Whether its rows may be padded.
         ids : Tensor or Ticket
             What it was found by.
+        padding_idx : int, optional
+            Of the module that looks up: several may have one table.
         """
         future, self._future = self._future, None
-        tickets = _open.get(self._handle)
-        if tickets is not None:
-            tickets.discard(self)
-        if self._asked is not None:
-            use([self.ids], self._asked)
+        with _turn.lock:
+            tickets = _open.get(self._handle)
+            if tickets is not None:
+                tickets.discard(self)
         # A forked process has none of the threads.
         if future is None or self._handle.rows is not self._rows or self._process != os.getpid():
+            return None
+        if padding_idx != self._padding_idx:
             return None
         try:
             ahead = future.result()
@@ -108,12 +126,12 @@ class Ticket:
 
     def is_for(self, ids: Tensor) -> bool:
         """Tell whether `ids` are those that it was made for."""
-        if self.shape != tuple(ids.shape):
+        if self.shape != tuple(ids.shape) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             return False
         if ids.is_cuda and self._rows.table.takes_padding:
             return self._place is not None and self._place == _place(ids)
         # Rows that the host moves make it wait for the device anyway.
-        return self.ids.device == ids.device and torch.equal(self.ids, ids.reshape(-1).to(torch.int64))
+        return self._ids.device == ids.device and torch.equal(self.ids, ids.reshape(-1).to(torch.int64))
 
 
 def _place(ids: Any) -> tuple[Any, ...] | None:
@@ -137,7 +155,8 @@ def find_ticket(handle: Handle, ids: Any) -> Ticket | None:
     if isinstance(ids, Ticket):
         ids.check(handle)
         return ids
-    tickets = _open.get(handle)
+    with _turn.lock:
+        tickets = list(_open.get(handle, ()))
     if not tickets or not isinstance(ids, Tensor) or is_capturing():
         return None
-    return next((ticket for ticket in list(tickets) if ticket.is_for(ids)), None)
+    return next((ticket for ticket in tickets if ticket.is_for(ids)), None)

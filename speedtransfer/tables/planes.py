@@ -21,6 +21,7 @@ from speedtransfer.cuda import (
 from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.engines import CachedEngine, Engine, engine_names, make_engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
+from speedtransfer.tables import stats
 from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane
 from speedtransfer.tables.memories import Memory
 from speedtransfer.tables.records import check_layout
@@ -67,6 +68,9 @@ class Planes:
 
     def _set_engine(self, engine: Engine) -> None:
         self.moves_on_host = engine.device.type == "cuda" and engine.name == "staged"
+        if self.moves_on_host:
+            # It may be about to write rows, to a file that somebody opens next.
+            weakref.finalize(self, engine.wait).atexit = False
         if self._cache is not None:
             self._cache.inner = engine
             engine = self._cache
@@ -76,7 +80,7 @@ class Planes:
         """Put a cache around the engine, if there are `options` for one; return the table."""
         if options is not None:
             self._cache_options = options
-            self._cache = self._engine = cached_engine(self._engine, options, self._place, self._planes)
+            self._cache = self._engine = cached_engine(self._engine, options, self._place, self._planes["weight"])
         return self
 
     @classmethod
@@ -199,9 +203,6 @@ class Planes:
         number = self._writes + (num_replays() if self._captured else 0)
         for plane in self._planes.values():
             number += plane._version
-        if self._cache is not None:
-            # What was written back was no change: whoever reads rows had seen it before.
-            number -= self._cache.own_changes
         return number
 
     def watch(self) -> WriteLog:
@@ -209,7 +210,8 @@ class Planes:
         log = WriteLog(self._planes, self.version)
         if self._viewed:
             log.forget()
-        self._logs.add(log)
+        with stats.logging.lock:
+            self._logs.add(log)
         self.watched = True
         return log
 
@@ -218,8 +220,12 @@ class Planes:
 
         A parameter may share the version of the weights, and a step changes its other memory.
         """
-        for log in list(self._logs):
+        for log in self._all_logs():
             log.discount(before, self.version, count)
+
+    def _all_logs(self) -> list[WriteLog]:
+        with stats.logging.lock:
+            return list(self._logs)
 
     def written_since(self, log: WriteLog) -> list[Write] | None:
         """Return the writes since `log` was made; None: any row may have been written."""

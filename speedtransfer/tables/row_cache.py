@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -66,9 +65,9 @@ def check_cache(rows: Any, counts: Any, memory: str, num_rows: int) -> CacheOpti
     return CacheOptions(rows, given)
 
 
-def cached_engine(engine: Engine, options: CacheOptions, place: Memory, planes: Mapping[str, Tensor]) -> CachedEngine:
-    """Return an engine around `engine` for a table in `place`, whose planes are `planes` at any time."""
-    weight, device = planes["weight"], engine.device
+def cached_engine(engine: Engine, options: CacheOptions, place: Memory, weight: Tensor) -> CachedEngine:
+    """Return an engine around `engine` for a table in `place` with the plane `weight`."""
+    device = engine.device
     rows = options.rows
     if isinstance(rows, str):
         rows = auto_capacity(weight.shape[1] * weight.element_size(), device)
@@ -78,4 +77,4 @@ def cached_engine(engine: Engine, options: CacheOptions, place: Memory, planes: 
         policy: CachePolicy = LfuPolicy(device)
         if options.counts is not None:
             policy = StaticPolicy(hottest_rows(options.counts, rows, device))
-        return CachedEngine(engine, policy, rows, planes, read_ahead_of_rows, at_exit=place.path is not None)
+        return CachedEngine(engine, policy, rows, read_ahead_of_rows, at_exit=place.path is not None)

@@ -81,15 +81,20 @@ class PaddedStats:
         return found
 
 
-# Held by who counts: threads that train, evaluate or read ahead. One for all tables; a forked process gets a new one, as a
-# thread that it does not have may hold this one.
-counting = threading.Lock()
+class ForkedLock:
+    """Has a `lock` that a forked process gets anew: a thread that it does not have may have held it."""
+
+    def __init__(self) -> None:
+        self._renew()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        # Garbage that is collected meanwhile may want it too.
+        self.lock = threading.RLock()
 
 
-def _renew() -> None:
-    global counting
-    counting = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
+# Held by who counts: threads that train, evaluate or read ahead. One for all tables.
+counting = ForkedLock()
+# Held by who adds to the logs of a table, or lists them.
+logging = ForkedLock()

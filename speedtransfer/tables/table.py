@@ -181,7 +181,7 @@ class Table(WholePlanes):
             read_ahead_of_rows(stored, flat)
         self._engine.gather(stored, flat, rows, check=not checked, unsorted=True)
         num_bytes = flat.numel() * sum(plane.shape[1] * plane.element_size() for plane in stored)
-        with stats.counting:
+        with stats.counting.lock:
             self._stats.gathered_rows += flat.numel()
             self._stats.gathered_bytes += num_bytes
         if out is not None:
@@ -204,7 +204,7 @@ class Table(WholePlanes):
         if self._engine.takes_padding and is_padded(ids):
             self._padded_stats.add("gathered", ids, rows)
         else:
-            with stats.counting:
+            with stats.counting.lock:
                 self._stats.gathered_rows += count
                 for values in rows:
                     self._stats.gathered_bytes += values.nbytes
@@ -226,11 +226,12 @@ class Table(WholePlanes):
         if self.watched:
             # Those of somebody else may be changed, and the log keeps them.
             ids = ids.clone() if unsorted else ids
-            self._write_watched(
-                ids,
-                rows,
-                lambda given, behind: self._engine.scatter(_uncounted(planes, behind), ids, given, unsorted, behind),
-            )
+
+            def scatter(given: list[Tensor], behind: bool) -> None:
+                to = _uncounted(planes) if behind and self._cache is None else planes
+                self._engine.scatter(to, ids, given, unsorted, behind)
+
+            self._write_watched(ids, rows, scatter)
         else:
             self._engine.scatter(planes, ids, values, unsorted)
             self._writes += 1
@@ -285,7 +286,7 @@ class Table(WholePlanes):
 
         They go on with what is written, as it is on a CUDA device, while it crosses the bus on a stream of its own.
         """
-        logs, before = list(self._logs), self.version
+        logs, before = self._all_logs(), self.version
         stored = rows is not None and all(part.dtype == self._planes[name].dtype for name, part in rows.items())
         crosses = self.device.type == "cuda" and self.memory != "device"
         kept = copied(rows) if rows and stored and logs and crosses else None
@@ -441,9 +442,9 @@ class Table(WholePlanes):
             self._cache.reset_counts()
 
 
-def _uncounted(planes: list[Tensor], behind: bool) -> list[Tensor]:
-    """Return planes to write to `behind`: their versions must not change while somebody reads them, and `_writes` counts."""
-    return [plane.data for plane in planes] if behind else planes
+def _uncounted(planes: list[Tensor]) -> list[Tensor]:
+    """Return planes to write to later: their versions must not change while somebody reads them, and `_writes` counts."""
+    return [plane.data for plane in planes]
 
 
 def _open_memory(memory: str, path: PathLike | None, device: Device, num_bytes: int, layout: str) -> Memory:

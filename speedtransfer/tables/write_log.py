@@ -66,9 +66,10 @@ class WriteLog:
 
     def _is_elsewhere(self, write: Write) -> bool:
         """Tell whether the current stream is not that of the writes; that of the first it is."""
-        if not write.ids.is_cuda:
+        on_device = [part for part in (write.ids, *(write.rows or {}).values()) if part.is_cuda]
+        if not on_device:
             return False
-        stream = current_stream(write.ids.device).cuda_stream
+        stream = current_stream(on_device[0].device).cuda_stream
         self._stream = stream if self._stream is None else self._stream
         return stream != self._stream
 
