@@ -56,7 +56,7 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
             axes.margins(x=0.2)
             axes.set_xlim(left=0)
             axes.set_yticks(range(len(group.ran)), [case.name for case in group.ran] if axes is hits else [])
-            axes.invert_yaxis()
+            axes.set_ylim(len(group.ran) - 0.5, -0.5)
         handles = dict(zip(*reversed(hits.get_legend_handles_labels()), strict=True))
         hits.legend(handles.values(), handles.keys(), fontsize=8, frameon=False)
         hits.set_title(group.title, fontsize=10, color=INK, loc="left", parse_math=False)
