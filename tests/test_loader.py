@@ -189,3 +189,8 @@ def test_an_iterator_may_be_taken_in_parts(emb):
             if number == 2:
                 break
     assert seen == list(range(10))
+
+
+def test_ids_without_a_module():
+    with pytest.raises(InvalidTypeError, match="must return pairs of a module and its ids"):
+        list(st.prefetch([torch.tensor([1])], lambda ids: ids))

@@ -606,3 +606,8 @@ def test_the_version_stands_still_while_rows_are_written_back(monkeypatch):
     monkeypatch.setattr(type(table._cache.inner), "scatter", noted)
     table.wait()
     assert seen == [version]
+
+
+def test_counts_that_are_no_numbers():
+    with pytest.raises(InvalidTypeError, match="cache_counts is a str but must hold a number for each row"):
+        st.Table(8, 2, memory="pageable", device="cpu", cache_rows=4, cache_counts="x")

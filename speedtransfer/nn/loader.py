@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
+from torch import Tensor
+
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import Ticket
@@ -117,13 +119,19 @@ class PrefetchLoader(Generic[Batch]):
 
     def _tickets(self, batch: Batch) -> list[Ticket]:
         wanted = self.ids_of(batch)
-        pairs = wanted.items() if isinstance(wanted, Mapping) else wanted
+        pairs = list(wanted.items()) if isinstance(wanted, Mapping) else wanted
+        if not isinstance(pairs, Iterable) or isinstance(pairs, Tensor):
+            raise InvalidTypeError(
+                f"ids_of returned a {type(pairs).__name__} but must return pairs of a module and its ids; return for instance "
+                "{model.embedding: ids}"
+            )
         tickets = []
         for module, ids in pairs:
             if not isinstance(module, TableModule):
+                kind = f"{type(module).__module__}.{type(module).__qualname__}"
                 raise InvalidTypeError(
-                    f"ids_of returned ids for a {type(module).__name__}, which has no rows to read ahead; "
-                    "return pairs of an Embedding or EmbeddingBag and its ids"
+                    f"ids_of returned ids for an object of {kind}, which has no rows to read ahead; return pairs of a "
+                    "speedtransfer.Embedding or EmbeddingBag and its ids"
                 )
             tickets.append(module.prefetch(ids))
         return tickets

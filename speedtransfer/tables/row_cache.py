@@ -54,7 +54,12 @@ def check_cache(rows: Any, counts: Any, memory: str, num_rows: int) -> CacheOpti
         )
     if counts is None:
         return CacheOptions(rows, None)
-    given = counts.detach() if isinstance(counts, Tensor) else torch.as_tensor(counts, device="cpu")
+    try:
+        given = counts.detach() if isinstance(counts, Tensor) else torch.as_tensor(counts, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidTypeError(
+            f"cache_counts is a {type(counts).__name__} but must hold a number for each row ({error}); pass a tensor"
+        ) from error
     if given.dtype == torch.bool or given.is_complex():
         raise InvalidTypeError(f"cache_counts is of dtype {given.dtype} but holds numbers; pass cache_counts.float()")
     if given.shape != (num_rows,):
