@@ -47,14 +47,6 @@ class TestPageable(GatherCases, ScatterCases, PlaneCases):
     def load(self, path, **kwargs):
         return Synced.load(path, "pageable", device=self.device, cache_rows=3, **kwargs)
 
-    def test_hits(self):
-        table = self.make(10, 4)
-        table.gather([[1, 2], [2, 9]])
-        table.gather([9, 3])  # of the first two rows and the last
-        assert table.stats() == st.TableStats(6, 96, 0, 0, 0, 6, 0, 96)
-        table.gather([9, 3])
-        assert table.stats().cache_hits == 1
-
     def test_stats(self):
         table = self.make(10, 4)
         table.gather([[1, 2], [2, 9]])

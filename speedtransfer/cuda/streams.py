@@ -153,6 +153,12 @@ def _follower(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@functools.cache
+def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """Return the stream of `device` for a purpose ("gather", "scatter"), always the same: rows cross both ways at once."""
+    return torch.cuda.Stream(device)
+
+
 def wait_until_filled(plane: Tensor) -> Tensor:
     """Return `plane` once the current stream has written it: engines on other streams know nothing of who did."""
     if plane.is_cuda:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import current_stream, keep_until_done
+from speedtransfer.cuda import current_stream, keep_until_done, side_stream
 from speedtransfer.engines import faults_left
 from speedtransfer.rows import Rows
 from speedtransfer.tables import UniqueRows, WriteLog, num_unique, padded_unique, unique_rows
@@ -113,7 +113,7 @@ def _read(
         if device.type == "cpu":
             groups = unique_rows(flat, rows.table.num_rows, flat.view(shape), padding_idx)
             return Ahead(groups, rows.fetch(groups.ids, planes), planes, log)
-        side = _side_stream(device)
+        side = side_stream(device, "gather")
         with torch.cuda.device(device), torch.cuda.stream(side):
             if asked is not None:
                 side.wait_event(asked)
@@ -140,11 +140,6 @@ def _unique(rows: Rows, flat: Tensor, shape: tuple[int, ...], padding_idx: int |
 def may_pad(rows: Rows, count: int) -> bool:
     """Tell whether `count` rows on a CUDA device should be padded."""
     return count * rows.table.dim * rows.dtype.itemsize <= _MOST_PADDED_BYTES
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 @functools.cache

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import is_capturing, to_device
+from speedtransfer.cuda import is_capturing, side_stream, to_device
 from speedtransfer.tables.write_log import Write
 
 
@@ -29,15 +28,10 @@ def copied(rows: dict[str, Tensor]) -> dict[str, Tensor] | None:
 @contextlib.contextmanager
 def beside(device: torch.device) -> Iterator[None]:
     """Queue on a stream of its own, after what the current stream of `device` was given so far."""
-    stream = _side_stream(device)
+    stream = side_stream(device, "scatter")
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def overlay(fetched: dict[str, Tensor], ids: Tensor, writes: Sequence[Write], num_rows: int) -> Tensor | None:
