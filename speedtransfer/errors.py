@@ -43,6 +43,10 @@ class OptimizerError(SpeedtransferError, RuntimeError):
     """An optimizer cannot train rows on their own, or its state does not fit the table."""
 
 
+class ProcessGroupError(SpeedtransferError, RuntimeError):
+    """The processes of a group disagree, or one of them failed at what all do together."""
+
+
 def suggest(name: str, choices: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest of `choices`, or all of them where none is near."""
     choices = list(choices)

@@ -191,10 +191,14 @@ class Rows(StoredPlanes):
                 return
             table = self.table
             row_bytes = max(table.nbytes // max(len(table), 1), 1)
+            # One write, whatever the chunks: rounding must not depend on how many processes share the rows.
+            count = self._count
             with ByteProgress("idle rows take the steps they missed", table.nbytes) as bar:
                 for part in row_chunks(len(table), row_bytes):
+                    self._count = count
                     self.catch_up(torch.arange(part.start, part.stop, device=table.device))
                     bar.advance((part.stop - part.start) * row_bytes)
+            self._count = count + 1
             # Last: if this is interrupted, each row still has its own last step.
             self.lag.forget()
 

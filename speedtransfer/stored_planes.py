@@ -45,6 +45,8 @@ class StoredPlanes:
                 table.add_plane("weight" + suffix, part.width, part.dtype)
         # Read, not drawn: the numbers drawn for the weights must be those of torch.nn.
         self._seed, self._count = torch.initial_seed(), 0
+        # What rows are called where they draw random numbers, if not by their number here.
+        self.name_rows: Callable[[Tensor], Tensor] | None = None
 
     def _keep_layout(self, name: str, codec: Codec | None, tail: tuple[int, ...] = ()) -> None:
         """Set the codec of a plane; None: the plane was dropped."""
@@ -55,6 +57,11 @@ class StoredPlanes:
             self._codecs[name], self._tails[name] = codec, tail
         # Whether every plane is a 2-D plane of the table without a codec: then rows need no decoding.
         self._as_stored = all(codec.name == "plain" and len(self._tails[n]) == 1 for n, codec in self._codecs.items())
+
+    @property
+    def seed(self) -> int:
+        """The seed of stochastic rounding."""
+        return self._seed
 
     @property
     def as_stored(self) -> bool:
@@ -139,6 +146,15 @@ class StoredPlanes:
         self._fill(name, lambda rows: values[rows.start - start : rows.stop - start], start, start + len(values))
 
     @torch.no_grad()
+    def put(self, name: str, ids: Tensor, values: Tensor) -> None:
+        """Set the rows `ids` (n,) of a plane to ``(n, *tail)`` values of any dtype and device, rounded to nearest."""
+        planes = self.parts(name)
+        for suffix, part in self.encode(name, values).items():
+            plane = planes[suffix]
+            plane[ids.to(plane.device)] = part.to(plane.device)
+        wait_until_filled(planes[""])
+
+    @torch.no_grad()
     def normal_(self, start: int = 0, stop: int | None = None) -> None:
         """Draw the weights, or their rows from `start` to `stop`, from N(0, 1).
 
@@ -182,6 +198,7 @@ class StoredPlanes:
             return {"": flat}
         if ids is None:
             return encode_rows(codec, flat, None)
+        ids = ids if self.name_rows is None else self.name_rows(ids)
         return encode_rows(codec, flat, Keys(write_key(self._seed, self._count, name), ids.to(flat.device)))
 
     def state_dict(self) -> dict[str, int]:

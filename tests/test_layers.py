@@ -22,6 +22,7 @@ LAYERS = [
     {"engines", "encoding", "idle"},
     {"tables"},
     {"rows", "stored_planes"},
+    {"ranks"},
     {"optim"},
     {"nn"},
     {"checkpoint", "word2vec", "speedtorch", "benchmark"},

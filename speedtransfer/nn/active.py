@@ -13,7 +13,7 @@ from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.ahead import may_pad
 from speedtransfer.nn.ticket import Ticket, find_ticket
-from speedtransfer.optim import Handle
+from speedtransfer.optim import Handle, ShardHandle
 from speedtransfer.tables import UniqueRows, as_index, kept, padded_unique, trimmed, unique_rows
 
 
@@ -31,7 +31,7 @@ class ActiveRows:
         next step updates this memory in place.
     """
 
-    __slots__ = ("_groups", "_handle", "_padding_idx", "_state_rows", "_version", "ids", "inverse", "rows")
+    __slots__ = ("_groups", "_handle", "_lookup", "_padding_idx", "_state_rows", "_version", "ids", "inverse", "rows")
 
     def __init__(
         self,
@@ -41,14 +41,17 @@ class ActiveRows:
         rows: dict[str, Tensor],
         training: bool,
         padding_idx: int | None = None,
+        lookup: Any = None,
     ) -> None:
         self.ids, self.inverse, self.rows = groups.ids, groups.inverse.view(shape), rows.pop("weight")
         # `_groups` has the positions of the original ids grouped by row, and the position of the padding row where known.
         self._padding_idx = -1 if padding_idx is None else padding_idx
         self._groups, self._handle, self._version, self._state_rows = groups, handle, handle.rows.table.version, rows
+        # Of a table of several processes: see `optim.shards`.
+        self._lookup = lookup
         if training:
             # A partial of self would be a cycle that keeps the rows alive.
-            deposit = functools.partial(_deposit, handle, self.ids, self._version, rows)
+            deposit = functools.partial(_deposit, handle, self.ids, self._version, rows, lookup)
             self.rows.requires_grad_()
             self.rows.register_post_accumulate_grad_hook(deposit)
             handle.track_leaf(self.rows, self.ids)
@@ -73,18 +76,21 @@ class ActiveRows:
                 "pass grad.to(active.rows)"
             )
         with torch.no_grad():
-            self._handle.deposit(self.ids, grad, self.rows.detach(), self._version, self._state_rows)
+            handle, rows = self._handle, self.rows.detach()
+            handle.deposit(self.ids, grad, rows, self._version, self._state_rows, lookup=self._lookup)
 
 
 @uncompiled
-def _deposit(handle: Handle, ids: Tensor, version: int, state_rows: dict[str, Tensor], leaf: Tensor) -> None:
+def _deposit(
+    handle: Handle, ids: Tensor, version: int, state_rows: dict[str, Tensor], lookup: Any, leaf: Tensor
+) -> None:
     """Deposit the gradient of a leaf, ``(n, dim)``, for the rows `ids`."""
     grad, leaf.grad = leaf.grad, None
     assert grad is not None
     # Frozen since the forward pass: torch drops the gradient too.
     if handle.requires_grad:
         grad = grad.to_dense() if grad.is_sparse else grad
-        handle.deposit(ids, grad, leaf.detach(), version, state_rows)
+        handle.deposit(ids, grad, leaf.detach(), version, state_rows, lookup=lookup)
 
 
 def activate(
@@ -104,6 +110,8 @@ def activate(
     """
     if handle.state is not None and handle.state.running:
         handle.recover()
+    if isinstance(handle, ShardHandle):
+        return _activate_shards(handle, ids, training, max_norm, norm_type, padding_idx)
     table = handle.rows.table
     num_rows, device = table.num_rows, table.device
     if device.type == "cuda" and is_capturing():
@@ -135,6 +143,31 @@ def activate(
     if max_norm is not None and len(groups.ids):
         _renormalize(handle, groups.ids, rows["weight"], max_norm, norm_type)
     return ActiveRows(handle, groups, shape, rows, training, padding_idx)
+
+
+def _activate_shards(
+    handle: ShardHandle, ids: Any, training: bool, max_norm: float | None, norm_type: float, padding_idx: int | None
+) -> ActiveRows:
+    """Read the unique rows of `ids` in a table of several processes, which all call this."""
+    shards, device = handle.reducer, handle.table.device
+    check_not_capturing("a lookup in a table of several processes")
+    try:
+        if isinstance(ids, UniqueRows):
+            groups, shape = ids, tuple(ids.inverse.shape)
+            as_index(groups.ids, handle.num_rows, device)
+        else:
+            flat, shape, _ = as_index(ids, handle.num_rows, device, check=False)
+            groups = unique_rows(flat, handle.num_rows, ids, padding_idx, grouped=device.type == "cuda")
+    except Exception as error:
+        shards.refuse(error, training)
+        raise
+    groups = groups.to(device)
+    renormalize = None
+    if max_norm is not None:
+        renormalize = functools.partial(_renormalize, handle, max_norm=max_norm, norm_type=norm_type)
+    with torch.no_grad():
+        rows, lookup = shards.look_up(groups.ids, training, renormalize)
+    return ActiveRows(handle, groups, shape, {"weight": rows}, training, padding_idx, lookup)
 
 
 def _check_capturable(handle: Handle, ids: Any, writes: bool, padded: bool) -> None:

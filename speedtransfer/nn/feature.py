@@ -85,9 +85,9 @@ class Feature(nn.Embedding):
         if handle is None:
             super().reset_parameters()
             return
-        handle.rows.normal_(self.start, self.stop)
+        handle.normal_(self.start, self.stop)
         if self.padding_idx is not None:
-            handle.rows.load("weight", torch.zeros(1, self.embedding_dim, device="cpu"), self.start + self.padding_idx)
+            handle.load(torch.zeros(1, self.embedding_dim, device="cpu"), self.start + self.padding_idx)
 
     @torch.no_grad()
     def load(self, values: Tensor) -> None:
@@ -96,7 +96,7 @@ class Feature(nn.Embedding):
         if handle is None:
             self.weight.copy_(values)
         else:
-            handle.rows.load("weight", values, self.start)
+            handle.load(values, self.start)
 
     def handle(self) -> Handle | None:
         """Return the handle of the table; None while another tensor is in the place of its weight (functional_call)."""

@@ -58,6 +58,11 @@ class FeatureHandle:
         return SimpleNamespace(**shape, device=table.device, version=table.version)
 
     @property
+    def num_rows(self) -> int:
+        """The number of rows of the feature."""
+        return self.stop - self.start
+
+    @property
     def aliased(self) -> bool:
         """Whether a tensor on the compute device can alias the rows."""
         return self.handle.aliased
@@ -113,7 +118,7 @@ class FeatureHandle:
         """Set the rows to `values`, ``(n, dim)``, and keep the state of the optimizer."""
         self.handle.rows.catch_up()
         self.handle.table.wait()
-        self.handle.rows.load("weight", values.detach(), self.start)
+        self.handle.load(values.detach(), self.start)
 
     def set_whole(self, values: Tensor) -> None:
         """Set the rows to a copy of `values`, ``(n, dim)``."""

@@ -27,7 +27,7 @@ class _Lookup(torch.autograd.Function):
         inverse = active.inverse
         # The rows themselves are not kept.
         ctx.groups, ctx.padding, ctx.by_freq = active._groups, active._padding_idx, by_freq
-        ctx.table_rows = active._handle.table.num_rows
+        ctx.table_rows = active._handle.num_rows if rows.is_cuda else 0
         out = buffers.empty((*inverse.shape, rows.shape[1]), rows.dtype, rows.device)
         flat = out.view(inverse.numel(), rows.shape[1])
         if rows.is_cuda:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speedtransfer.optim import Handle
+from speedtransfer.errors import InvalidTypeError
+from speedtransfer.optim import Handle, ShardHandle
 
 # Placeholders used in state dicts so far, each with its handle; None: state dicts hold the rows themselves.
 _placeholders: ContextVar[list[tuple[Tensor, Handle]] | None] = ContextVar("placeholders", default=None)
@@ -65,6 +66,11 @@ class ModuleState(nn.Module):
             super()._save_to_state_dict(destination, prefix, keep_vars)
         self._handle.name = prefix[:-1]
         used = _placeholders.get()
+        if used is None and isinstance(self._handle, ShardHandle):
+            raise InvalidTypeError(
+                f"{self._handle} is owned by {self._handle.reducer.exchange.ranks} processes, so state_dict() of one has not "
+                "all rows; call st.save_checkpoint in all, or st.full_state_dict(model), which gives them to rank 0"
+            )
         if used is None:
             self._handle.recover()
             whole = self._parameters["weight"] if keep_vars else self._handle.rows.whole("weight")
@@ -80,10 +86,14 @@ class ModuleState(nn.Module):
             return
         used, rows = _placeholders.get(), self._handle.rows
         self._handle.recover()
-        whole = nn.Parameter(self._handle.table.torch() if used is None else self._placeholder(), requires_grad=False)
-        if used is None and not rows.plain:
+        sharded = isinstance(self._handle, ShardHandle)
+        whole: Any = self._placeholder()
+        if used is None:
+            whole = self._handle.placeholder() if sharded else self._handle.table.torch()
+        whole = nn.Parameter(whole, requires_grad=False)
+        if used is None and (sharded or not rows.plain):
             # torch.nn calls this once it has checked names and shapes.
-            vars(whole)["copy_"] = lambda values: rows.load("weight", values)
+            vars(whole)["copy_"] = self._handle.store
         with self._replacing_weight(whole):
             super()._load_from_state_dict(
                 state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *rest

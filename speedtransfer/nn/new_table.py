@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from speedtransfer.encoding import check_dtypes
+from speedtransfer.nn.new_shard import make_shard
 from speedtransfer.nn.options import TableOptions
 from speedtransfer.optim import Handle, Rows, install
 from speedtransfer.tables import Table
@@ -27,11 +28,14 @@ def make_handle(
 
     `options` are complete; `dtype` is that of `weight`, if given.
     """
+    _follow_names()
+    install()
+    if options["process_group"] is not None:
+        return make_shard(weight, shape, device, dtype, requires_grad, options)
     storage_dtype = options["storage_dtype"]
     if weight is not None and storage_dtype is not None and weight.is_floating_point():
         # Rows stored in another dtype are computed in float32, whatever `weight` is.
         dtype = torch.float32
-    _follow_names()
     check_dtypes(dtype, storage_dtype, options["state_dtype"])
     stored = dtype if storage_dtype is None else storage_dtype
     about: Any = options
@@ -41,7 +45,6 @@ def make_handle(
         table = Table.from_array(weight, device=device, copy=False, **place)
     else:
         table = Table(shape[0], shape[1], stored, device=device, **place)
-    install()
     rows = Rows(table, storage_dtype, options["state_dtype"])
     if weight is not None and not in_place:
         rows.load("weight", weight)

@@ -28,6 +28,8 @@ class TableOptions(TypedDict, total=False):
     layout: str
     cache_rows: int | str | None
     cache_counts: Any
+    process_group: Any
+    comm_dtype: torch.dtype | None
 
 
 DEFAULTS = TableOptions(
@@ -39,6 +41,8 @@ DEFAULTS = TableOptions(
     layout="planes",
     cache_rows=None,
     cache_counts=None,
+    process_group=None,
+    comm_dtype=None,
 )
 
 

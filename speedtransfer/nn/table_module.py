@@ -13,10 +13,11 @@ from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.module_state import ModuleState
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, complete
+from speedtransfer.nn.sharded_table import ShardedTable
 from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import refuse_to_record, unrecorded
 from speedtransfer.nn.weight import TableWeight
-from speedtransfer.optim import Handle, find_handle, install
+from speedtransfer.optim import Handle, ShardHandle, find_handle, install
 from speedtransfer.tables import Table
 
 
@@ -76,7 +77,8 @@ class TableModule(ModuleState):
     def _use(self, handle: Handle) -> None:
         """Make `handle` that of this module, and tell it what a step must know of the module."""
         self._handle = handle
-        handle.sparse, handle.padding_idx = bool(self.sparse), self.padding_idx
+        handle.sparse, handle.renormalizes = bool(self.sparse), self.max_norm is not None
+        handle.set_padding(self.padding_idx)
 
     def _wait(self, weight: nn.Parameter, options: TableOptions) -> None:
         """Have no rows until the meta tensor `weight` is replaced by one with values."""
@@ -96,12 +98,17 @@ class TableModule(ModuleState):
 
     @property
     def table(self) -> Table:
-        """The table with all rows as they are stored: int8 rows as codes, in plane "weight", and their scales."""
+        """The table with all rows as they are stored: int8 rows as codes, in plane "weight", and their scales.
+
+        With `process_group` a :class:`~speedtransfer.nn.ShardedTable`.
+        """
         if self._is_waiting():
             raise InvalidValueError(
                 "this module is on the meta device and has no rows yet; give it some: to_empty(device=...), "
                 "load_state_dict(..., assign=True), or weight = nn.Parameter(rows)"
             )
+        if isinstance(self._handle, ShardHandle):
+            return ShardedTable(self._handle)  # type: ignore[return-value]
         return self._handle.table
 
     def reset_parameters(self) -> None:
@@ -109,9 +116,9 @@ class TableModule(ModuleState):
         if not self._has_rows():
             super().reset_parameters()  # type: ignore[misc]
             return
-        self._handle.rows.normal_()
+        self._handle.normal_()
         if self.padding_idx is not None:
-            self.table.torch()[self.padding_idx] = 0
+            self._handle.load(torch.zeros(1, self.embedding_dim, device="cpu"), self.padding_idx)
 
     @unrecorded
     def activate(self, ids: Any) -> ActiveRows:
@@ -157,6 +164,8 @@ class TableModule(ModuleState):
                 f"weight of {type(self).__name__} was swapped from outside (functional_call, a parametrization), so there are "
                 "no rows of the table to read ahead; leave prefetch out"
             )
+        if isinstance(self._handle, ShardHandle):
+            raise InvalidTypeError("rows of a table with process_group are not read ahead; leave prefetch out")
         training = torch.is_grad_enabled() and self._handle.requires_grad
         return Ticket(self._handle, ids, self.padding_idx, training)
 
@@ -168,6 +177,9 @@ class TableModule(ModuleState):
             memory += f", {name}={getattr(rows, name)}" if getattr(rows, name) is not None else ""
         memory += f", layout={self.table.layout!r}" if self.table.layout != "planes" else ""
         memory += f", cache_rows={self.table.cache_rows}" if self.table.cache_rows is not None else ""
+        if isinstance(self._handle, ShardHandle):
+            exchange = self._handle.reducer.exchange
+            memory += f", rank {exchange.rank} of {exchange.ranks}"
         return f"{text}, {memory}" if text else memory
 
     # --- nn.Module ----------------------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     new_args, new_kwargs = tree_map_only(weights, whole, (args, kwargs))
     result = func(*new_args, **new_kwargs)
     for _, values, handle, version in given.values():
-        if values.shape != (handle.table.num_rows, handle.table.dim) or not values.is_contiguous():
+        if values.shape != (handle.num_rows, handle.table.dim) or not values.is_contiguous():
             raise InvalidTypeError(
                 f"{handle} is the weight of a table, whose memory {getattr(func, '__name__', func)}() cannot lay out anew; "
                 "use what returns a new tensor (weight.t(), weight.unsqueeze(0)), or weight.data = rows for other rows"

@@ -66,7 +66,7 @@ def _of_layout(func: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
         handle = handle_of(weight)
-        shape = handle.table.num_rows, handle.table.dim
+        shape = handle.num_rows, handle.table.dim
         return func(torch.empty(shape, dtype=handle.rows.dtype, device="meta"), *args, **kwargs)
 
     return call
@@ -122,7 +122,7 @@ def _activated(
         return None
     handle = handle_of(weight)
     if padding_idx is not None and padding_idx < 0:
-        padding_idx += handle.table.num_rows
+        padding_idx += handle.num_rows
     training = isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad
     return activate(handle, input, training, max_norm, norm_type, padding_idx)
 
@@ -179,7 +179,7 @@ def _rows_at(weight: Any, index: Any) -> Any:
         return NotImplemented
     ids = torch.as_tensor(first)
     if ids.is_cuda or bool((ids < 0).any()):
-        ids = torch.where(ids < 0, ids + handle.table.num_rows, ids)
+        ids = torch.where(ids < 0, ids + handle.num_rows, ids)
     found = _embedding(ids, weight)
     return found[(slice(None),) * ids.dim() + tuple(rest)] if rest else found
 
@@ -224,7 +224,7 @@ def _summed(handle: Handle, grads: list[tuple[Tensor | None, Tensor | None]]) ->
     """Return the sum of gradients ``(n, dim)`` of the rows with the ids beside them; ids None: of all rows."""
     total: Tensor | None = None
     pairs = [(grad.to_dense() if grad.is_sparse else grad, ids) for grad, ids in grads if grad is not None]
-    shape = (handle.table.num_rows, handle.table.dim)
+    shape = (handle.num_rows, handle.table.dim)
     if handle.sparse and pairs and all(ids is not None and grad.dim() == 2 for grad, ids in pairs):
         # Without padding, for which the host waits.
         pairs = [(grad[ids < shape[0]], ids[ids < shape[0]]) for grad, ids in pairs if ids is not None]

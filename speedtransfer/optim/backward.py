@@ -1,6 +1,6 @@
-"""``backward(inputs=...)`` with the weight of a table among the inputs.
+"""What ``torch.autograd.backward`` does for tables: weights among its `inputs`, and the exchange between processes at its end.
 
-The weight itself is in no graph: the leaves of its lookups are, and deposit for it.
+A weight is in no graph: the leaves of its lookups are, and deposit for it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.handle import any_handles, find_handle
+from speedtransfer.optim.reducers import any_reducers, exchange_gradients, forget
 
 
 def install() -> None:
-    """Make ``torch.autograd.backward``, which ``Tensor.backward`` calls, take weights of tables as inputs."""
+    """Make ``torch.autograd.backward``, which ``Tensor.backward`` calls, know of tables."""
     torch.autograd.backward = _with_leaves(torch.autograd.backward)
 
 
@@ -26,7 +27,15 @@ def _with_leaves(backward: Callable[..., None]) -> Callable[..., None]:
     def called(*args: Any, **kwargs: Any) -> None:
         if kwargs.get("inputs") is not None and any_handles():
             kwargs["inputs"] = _leaves_of(kwargs["inputs"])
-        return backward(*args, **kwargs)
+        # One within another (a checkpoint that runs a part of the model again) is a part of that.
+        if not any_reducers() or torch._C._current_graph_task_id() >= 0:
+            return backward(*args, **kwargs)
+        try:
+            backward(*args, **kwargs)
+        except BaseException:
+            forget()
+            raise
+        exchange_gradients()
 
     return called
 

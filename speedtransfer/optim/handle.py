@@ -116,6 +116,18 @@ class Handle(Binding):
         self.track_leaf(leaf, None)
         return leaf
 
+    def normal_(self, start: int = 0, stop: int | None = None) -> None:
+        """Draw the weights of the rows from `start` to `stop` from N(0, 1): the numbers of ``torch.nn`` with the same seed."""
+        self.rows.normal_(start, stop)
+
+    def load(self, values: Tensor, start: int = 0) -> None:
+        """Set rows, from `start` on, to `values`, ``(n, dim)``, rounded to nearest."""
+        self.rows.load("weight", values, start)
+
+    def set_padding(self, padding_idx: int | None) -> None:
+        """Keep the row that sparse gradients leave out."""
+        self.padding_idx = padding_idx
+
     def store(self, values: Tensor) -> None:
         """Set all rows to `values`, ``(num_rows, dim)``, and keep the state of the optimizer."""
         self.rows.catch_up()

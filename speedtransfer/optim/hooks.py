@@ -21,6 +21,7 @@ from speedtransfer.optim import backward, replicas, state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
 from speedtransfer.optim.pending import count_step
 from speedtransfer.optim.probe import Findings, leaves_idle_rows, probe_optimizer
+from speedtransfer.optim.reducers import described, exchange_gradients
 from speedtransfer.optim.state import RowState
 
 _installed = False
@@ -125,19 +126,24 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
     found = state_dicts.handles_of(optimizer)
     if found:
         _end_with_hook(optimizer)
+    shared = [handle.reducer for handle, _ in found if handle.reducer is not None]
+    if shared:
+        # Gradients that were written by hand, and not by backward.
+        exchange_gradients(shared)
+        for reducer in shared:
+            reducer.before_step()
     for handle, group in found:
         if handle.state is not None and handle.state.running:
             handle.recover()
         if handle.grad is None:
             continue
-        replicas.check_not_replicated(handle)
         if handle.grad.is_cuda:
             handle.check_step_capturable(optimizer)
         if handle.state is None or handle.state.optimizer() is not optimizer:
             handle.check_not_lost(optimizer)
+            replicas.check_same_in_all(handle, optimizer)
             # If this raises nothing has changed.
-            specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)
-            give_state(handle, optimizer, group, specs)
+            _begin_to_train(handle, optimizer, group)
         assert handle.state is not None
         if handle.state.is_assumed_otherwise(optimizer, group):
             # Raises or warns if `idle` does not allow that idle rows move now.
@@ -145,6 +151,26 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
             handle.state.assume(optimizer, group)
         handle.begin_step(optimizer, group, frame)
     return bool(found)
+
+
+def _begin_to_train(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Give the rows state for `optimizer`; in all processes that train them, or in none."""
+    error: BaseException | None = None
+    try:
+        give_state(handle, optimizer, group, probe_optimizer(optimizer, group, handle.param, handle.sparse))
+    except Exception as raised:
+        error = raised
+    if handle.reducer is None:
+        if error is not None:
+            raise error
+        return
+    try:
+        handle.reducer.exchange.agree_on_error("begins to train", error, described(handle))
+    except BaseException:
+        if handle.state is not None and handle.state.optimizer() is optimizer:
+            handle.drop_state("another process could not begin to train it")
+            handle.lost.pop(optimizer, None)
+        raise
 
 
 def _unload(optimizer: Optimizer) -> None:

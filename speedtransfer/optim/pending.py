@@ -40,8 +40,11 @@ class PendingGradient(Stepping):
         version: int = -1,
         state_rows: dict[str, Tensor] | None = None,
         whole: bool = False,
+        lookup: Any = None,
     ) -> None:
         """Add the gradient of some rows to the pending gradient, which the next step applies.
+
+        Of a table of several processes it is exchanged first, at the end of this backward.
 
         Parameters
         ----------
@@ -55,8 +58,26 @@ class PendingGradient(Stepping):
             Their state by plane, each ``(n, *tail)``, as read then.
         whole : bool
             Whether it comes from a use of all rows, whose gradient is dense in torch.
+        lookup : Lookup, optional
+            What a table of several processes knows of the lookup.
         """
         # Threads may run backward at the same time, as in torch.
+        with self.rows.lock:
+            if self.reducer is not None:
+                self.reducer.take(ids, grad, whole, lookup)
+            else:
+                self.deposit_sum(ids, grad, rows, version, state_rows, whole)
+
+    def deposit_sum(
+        self,
+        ids: Tensor,
+        grad: Tensor,
+        rows: Tensor | None = None,
+        version: int = -1,
+        state_rows: dict[str, Tensor] | None = None,
+        whole: bool = False,
+    ) -> None:
+        """Add a gradient that is the sum over all processes; see `deposit`."""
         with self.rows.lock:
             if self.state is not None and self.state.running:
                 self.recover()
@@ -142,7 +163,7 @@ class PendingGradient(Stepping):
         """Run the hooks of the parameter on the gradient of one backward, and accumulate it between them."""
         param = self.param_ref()
         if param is not None and param._backward_hooks:
-            shown = RowGradient(self.table.num_rows, ids, grad, sparse=self.sparse and not self.used_whole)
+            shown = self._shown_as(ids, grad, sparse=self.sparse and not self.used_whole)
             ids, grad = self._rows_of(self.hooked(shown).detach())
         self._accumulate(ids, grad)
         if param is not None:
@@ -226,12 +247,14 @@ class PendingGradient(Stepping):
         assert self.ids is not None
         shown = None if self._shown is None else self._shown()
         sparse = self.sparse and not self.used_whole
-        if shown is None or shown.rows is not self.grad or shown.sparse != sparse:
-            shown = RowGradient(
-                self.table.num_rows, self.ids, self.grad, functools.partial(_tell, weakref.ref(self)), sparse
-            )
+        if shown is None or shown.rows is not self.grad or shown.sparse != (sparse and self.shows_sparse):
+            shown = self._shown_as(self.ids, self.grad, functools.partial(_tell, weakref.ref(self)), sparse)
             self._shown = weakref.ref(shown)
         return shown
+
+    def _shown_as(self, ids: Tensor, grad: Tensor, changed: Any = None, sparse: bool = False) -> RowGradient:
+        """Return the gradient of the whole table that has the rows `grad`, ``(n, dim)``, at `ids` (n,)."""
+        return RowGradient(self.num_rows, ids, grad, changed, sparse)
 
     def _changed(self, before: Tensor, ids: Tensor, grad: Tensor, trimmed: bool) -> None:
         """Use the gradient that `gradient` returned, made dense for a function that writes to it, or without padding."""
@@ -280,7 +303,7 @@ class PendingGradient(Stepping):
             self._use_assigned()
 
     def _check_gradient(self, grad: Any) -> None:
-        shape = (self.table.num_rows, self.table.dim)
+        shape = (self.num_rows, self.table.dim)
         if not isinstance(grad, Tensor) or tuple(grad.shape) != shape:
             what = tuple(grad.shape) if isinstance(grad, Tensor) else f"a {type(grad).__name__}"
             raise InvalidValueError(
@@ -294,6 +317,8 @@ class PendingGradient(Stepping):
 
     def clear(self) -> None:
         """Set the gradient to None and forget the active rows."""
+        if self.reducer is not None:
+            self.reducer.forget()
         if self.grad is not None:
             self._cleared = self.used_whole, self._assigned is not None, self._touched
         self.ids = self.grad = self.active = self._touched = None

@@ -1,69 +1,143 @@
-"""Keeps models with tables out of `DistributedDataParallel`, which cannot keep the rows of its replicas equal.
+"""Ordinary tables under `DistributedDataParallel`: every process has all rows, and all take the same steps.
 
-It broadcasts first values and averages gradients of parameters; the rows of a table are in none.
+It broadcasts first values and averages gradients of parameters; the rows of a table are in none. So tables are left out there,
+and the same is done here for their rows.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import weakref
-import zlib
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from speedtransfer.errors import InvalidValueError, OptimizerError
+from speedtransfer.errors import InvalidValueError, OptimizerError, format_bytes
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
-from speedtransfer.tables import row_chunks
+from speedtransfer.optim.merge import merged
+from speedtransfer.optim.reducers import Reducer
+from speedtransfer.optim.shard_handle import ShardHandle
+from speedtransfer.ranks import Exchange, Segment, exchange_of
+from speedtransfer.tables import row_chunks, unique_rows
 
-# Frozen tables that replicas share the rows of, with the names of their modules.
-_replicated: weakref.WeakKeyDictionary[Handle, str] = weakref.WeakKeyDictionary()
+_REMEDY = (
+    "make the tables with process_group=..., which shares out their rows and needs no wrapper, and leave them out of it with "
+    "st.table_parameters(model)"
+)
+
+
+class Replicas(Reducer):
+    """The same table in other processes, as the handle of one sees them: gradients of rows are averaged over all."""
+
+    def __init__(self, handle: Handle, exchange: Exchange) -> None:
+        super().__init__(handle, exchange)
+        # Whether the model that has the table is in `no_sync()`: gradients are kept until it is not.
+        self.is_waiting = False
+        self._is_open = False
+        # The gradient of this process since the last exchange; and whether a whole table was used.
+        self._left: tuple[Tensor, Tensor] | None = None
+        self._whole = False
+
+    def begin(self, model: DistributedDataParallel) -> None:
+        """Note that the forward pass of `model` begins."""
+        self.is_waiting = not model.require_backward_grad_sync
+        self._is_open = not self.is_waiting
+
+    def is_open(self) -> bool:  # noqa: D102
+        return self._is_open
+
+    def take(self, ids: Tensor, grad: Tensor, whole: bool, lookup: Any) -> None:  # noqa: D102
+        handle = self.handle
+        ids, grad = ids.clone(), grad.detach().clone()
+        ids, grad = (
+            (ids[ids < handle.num_rows], grad[: int((ids < handle.num_rows).sum())]) if ids.is_cuda else (ids, grad)
+        )
+        self._left = (ids, grad) if self._left is None else merged(handle.table, self._left, (ids, grad))[:2]
+        self._whole |= whole
+        # A backward without a forward of the wrapper, as all processes make it.
+        self._is_open |= not self.is_waiting
+
+    def forget(self) -> None:  # noqa: D102
+        self._left, self._whole = None, False
+
+    def announce(self) -> int:  # noqa: D102
+        return 0 if self._left is None else 4 * len(self._left[0]) + 2 * int(self._whole) + 1
+
+    def send(self, numbers: Sequence[int]) -> list[Segment]:  # noqa: D102
+        return []
+
+    def receive(self, numbers: Sequence[int], received: Sequence[Tensor]) -> None:
+        """Average the gradients of all processes, in the order of the ranks: the same bits in each."""
+        handle, exchange = self.handle, self.exchange
+        left, self._left, self._whole, self._is_open = self._left, None, False, False
+        if not any(numbers):
+            return
+        table = handle.table
+        if left is None:
+            ids = torch.empty(0, dtype=torch.int64, device=table.device)
+            left = ids, torch.empty(0, table.dim, dtype=handle.rows.dtype, device=table.device)
+        counts = [number >> 2 for number in numbers]
+        ids = exchange.gather("ids", left[0].unsqueeze(1), counts)[:, 0]
+        grads = exchange.gather("gradients", left[1].mul_(1 / exchange.ranks), counts)
+        rows = unique_rows(ids)
+        total, inverse = grads.new_zeros(len(rows.ids), table.dim), rows.inverse.view(-1)
+        for place, grad in zip(inverse.split(counts), grads.split(counts), strict=True):
+            total.index_add_(0, place, grad)
+        handle.deposit_sum(rows.ids, total, whole=any(number & 2 for number in numbers))
+
+
+# --- DistributedDataParallel ---------------------------------------------------------------------------------------------
 
 
 def install() -> None:
-    """Make `DistributedDataParallel` look for tables before it takes a model."""
-    DistributedDataParallel.__init__ = _checking(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+    """Make `DistributedDataParallel` look for tables before it takes a model, and optimizers that shard before they do."""
+    DistributedDataParallel.__init__ = _replicating(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+    DistributedDataParallel.join = _refusing_tables(DistributedDataParallel.join)  # type: ignore[method-assign]
+    Optimizer.__init__ = _refusing_zero(Optimizer.__init__)  # type: ignore[method-assign]
 
 
-def _checking(method: Callable[..., None]) -> Callable[..., None]:
+def _replicating(method: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(method)
 
     @functools.wraps(method)
-    def checking(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    def replicating(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        tables: dict[str, Handle] = {}
         if any_handles() and dist.is_available() and dist.is_initialized():
-            given = signature.bind(self, *args, **kwargs).arguments
-            mesh = given.get("device_mesh")
-            _leave_out_tables(given["module"], given.get("process_group") if mesh is None else mesh.get_group(0))
+            given = signature.bind(self, *args, **kwargs)
+            given.apply_defaults()
+            module, mesh, group = (given.arguments[name] for name in ("module", "device_mesh", "process_group"))
+            tables = _tables_of(module)
+            if tables:
+                group = mesh.get_group(0) if mesh is not None else group if group is not None else dist.group.WORLD
+                _leave_out(module, tables)
+                _replicate(tables, exchange_of(group), given.arguments["init_sync"])
         method(self, *args, **kwargs)
+        replicas = [handle.reducer for handle in tables.values() if isinstance(handle.reducer, Replicas)]
+        if replicas:
+            self.register_forward_pre_hook(functools.partial(_begin, replicas))
 
-    return checking
+    return replicating
 
 
-def _leave_out_tables(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Tell `DistributedDataParallel` to ignore the tables in `module`; raise where replicas of one could differ."""
-    tables: dict[str, Handle] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        handle = find_handle(param)
-        if handle is not None:
-            tables[name] = handle
-    if not tables:
-        return
-    if dist.get_world_size(group) > 1:
-        trained = [_name_of_module(name) for name, handle in tables.items() if handle.param.requires_grad]
-        if trained:
-            raise InvalidValueError(
-                f"DistributedDataParallel was given a model with the table {', '.join(trained)}, which it cannot "
-                "keep equal in all processes: each would train rows of its own; train in one process, use "
-                "torch.nn.Embedding there, or freeze the table with weight.requires_grad_(False)"
-            )
-        for name, handle in tables.items():
-            if handle not in _replicated:
-                _check_same_rows(_name_of_module(name), handle, group)
+def _begin(replicas: list[Replicas], model: Any, args: Any) -> None:
+    if torch.is_grad_enabled():
+        for each in replicas:
+            each.begin(model)
+
+
+def _tables_of(module: nn.Module) -> dict[str, Handle]:
+    """Return the handles among the parameters of `module`, by the names of the parameters."""
+    found = {name: find_handle(param) for name, param in module.named_parameters(remove_duplicate=False)}
+    return {name: handle for name, handle in found.items() if handle is not None}
+
+
+def _leave_out(module: nn.Module, tables: dict[str, Handle]) -> None:
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     # Its list of parameters calls those of the model itself ".weight".
     ignored.update(*((name, f".{name}") for name in tables))
@@ -76,28 +150,104 @@ def _name_of_module(name: str) -> str:
     return repr(module) if module else "(the model itself)"
 
 
-def _check_same_rows(name: str, handle: Handle, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank where the rows of one differ from those of another; else remember that they must stay equal."""
-    handle.rows.catch_up()
-    handle.table.wait()
-    digest = 0
-    for part in handle.rows.parts("weight").values():
-        for rows in row_chunks(len(part), max(part[:1].nbytes, 1)):
-            digest = zlib.crc32(part[rows].cpu().contiguous().view(torch.uint8).numpy().data, digest)
-    extremes = torch.tensor([digest, -digest], device=handle.table.device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
-    if int(extremes[0]) != -int(extremes[1]):
-        raise InvalidValueError(
-            f"the rows of the frozen table {name} are not the same in all processes, and DistributedDataParallel does not "
-            "send them; load the same rows in each, or make the table after the same torch.manual_seed"
+def _replicate(tables: dict[str, Handle], exchange: Exchange, copy_rows: bool) -> None:
+    """Have the processes train the same rows from now on: those of rank 0."""
+    whole: dict[str, Handle] = {}
+    for name, handle in tables.items():
+        reducer = handle.reducer
+        if reducer is not None and reducer.exchange is not exchange:
+            ours, theirs = (dist.get_process_group_ranks(e.group) for e in (reducer.exchange, exchange))
+            if ours != theirs:
+                raise InvalidValueError(
+                    f"DistributedDataParallel runs in the processes {theirs} but the table {_name_of_module(name)} belongs to "
+                    f"the processes {ours}, so that its replicas would drift apart; give both the same process group"
+                )
+        if not isinstance(handle, ShardHandle) and not isinstance(reducer, Replicas) and handle not in whole.values():
+            whole[name] = handle
+    if not whole or exchange.ranks == 1:
+        return
+    error = None
+    renormed = [handle.name or name for name, handle in whole.items() if handle.renormalizes]
+    if renormed:
+        error = InvalidValueError(
+            f"DistributedDataParallel was given a model with the table {renormed[0]!r}, which has max_norm: each process "
+            "would shorten rows of its own; make it with process_group=..., or without max_norm"
         )
-    _replicated[handle] = name
+    about = ", ".join(
+        f"{_name_of_module(name)}: {handle.num_rows} x {handle.table.dim} {handle.table.dtype} idle={handle.idle}"
+        for name, handle in whole.items()
+    )
+    exchange.agree_on_error("makes replicas", error, about)
+    for handle in whole.values():
+        _copy_from_first(handle, exchange, copy_rows)
+        handle.reducer = Replicas(handle, exchange)
+    num_bytes = sum(handle.table.nbytes for handle in whole.values())
+    warnings.warn(
+        f"DistributedDataParallel keeps the whole table {', '.join(map(_name_of_module, whole))} in each of {exchange.ranks} "
+        f"processes ({format_bytes(num_bytes)} each, without optimizer state); process_group=torch.distributed.group.WORLD "
+        "shares the rows out, memory='shared' keeps one table for all processes of a host",
+        stacklevel=4,
+    )
 
 
-def check_not_replicated(handle: Handle) -> None:
-    """Raise where a step would train a table that was frozen when `DistributedDataParallel` took it."""
-    if _replicated and handle in _replicated:
+@torch.no_grad()
+def _copy_from_first(handle: Handle, exchange: Exchange, copy_rows: bool) -> None:
+    """Make rows and the seed of rounding those of rank 0."""
+    rows = handle.rows
+    state = torch.tensor(list(rows.state_dict().values()))
+    rows.load_state_dict(dict(zip(rows.state_dict(), exchange.from_first(state).tolist(), strict=True)))
+    if not copy_rows:
+        return
+    rows.catch_up()
+    handle.table.wait()
+    for part in rows.parts("weight").values():
+        for chunk in row_chunks(len(part), max(part[:1].nbytes, 1)):
+            part[chunk].copy_(exchange.from_first(part[chunk]))
+    handle.table.wait()
+
+
+def _refusing_tables(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def refusing(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        tables = _tables_of(self.module)
+        if tables and dist.get_world_size(self.process_group) > 1:
+            raise InvalidValueError(
+                f"join() lets processes stop early, but the rows of the table {_name_of_module(next(iter(tables)))} are "
+                "exchanged by all; iterate over st.equal_steps(loader) instead, which stops all at the shortest"
+            )
+        return method(self, *args, **kwargs)
+
+    return refusing
+
+
+# --- what shards parameters by itself ------------------------------------------------------------------------------------
+
+
+def _refusing_zero(method: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def refusing(self: Optimizer, params: Any, *args: Any, **kwargs: Any) -> None:
+        if any_handles() and any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(self).__mro__):
+            params = list(params)
+            for param in params:
+                each = param["params"] if isinstance(param, dict) else [param]
+                for handle in filter(None, map(find_handle, each)):
+                    raise OptimizerError(
+                        f"ZeroRedundancyOptimizer was given {handle}, the weight of a table: it would step the table in one "
+                        "process and send no rows to the others; give it the other parameters, and the table to an optimizer "
+                        "of its own (with process_group=... its state is shared out as well)"
+                    )
+        method(self, params, *args, **kwargs)
+
+    return refusing
+
+
+def check_same_in_all(handle: Handle, optimizer: Optimizer) -> None:
+    """Raise if processes train a table each by itself beside parameters that FSDP shares out."""
+    if handle.reducer is not None or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    others = (param for group in optimizer.param_groups for param in group["params"])
+    if any(type(param.data).__name__ == "DTensor" for param in others if find_handle(param) is None):
         raise OptimizerError(
-            f"the table {_replicated[handle]} was frozen when DistributedDataParallel took the model and trains now: its "
-            "rows would differ from process to process; keep weight.requires_grad False, or train in one process"
+            f"this optimizer trains parameters that fully_shard has shared out and {handle}, the weight of a table that every "
+            f"process has by itself: their rows would drift apart; {_REMEDY}"
         )

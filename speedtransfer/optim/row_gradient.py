@@ -86,7 +86,7 @@ class RowGradient(Tensor):
             args[0].make_dense().copy_(args[1])
             torch.autograd.graph.increment_version(args[0].rows)
             return None
-        if not all(kind in (RowGradient, Tensor, torch.nn.Parameter) for kind in types):
+        if not all(issubclass(kind, RowGradient) or kind in (Tensor, torch.nn.Parameter) for kind in types):
             # Torch asks the weight of a table next.
             return NotImplemented
         if func in _OF_SPARSE and isinstance(args[0], RowGradient) and args[0].sparse:
@@ -99,7 +99,7 @@ class RowGradient(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Compute on the active rows if the result is that of the dense gradient; else on dense values."""
-        result = _by_rows(func, args, kwargs or {})
+        result = by_rows(func, args, kwargs or {})
         return _densely(func, args, kwargs or {}) if result is NotImplemented else result
 
     def like(self, rows: Tensor) -> RowGradient:
@@ -109,7 +109,10 @@ class RowGradient(Tensor):
             # A copy does not know of padding.
             n = len(self.trim().ids)
             ids, rows = self.ids.to(rows.device), rows[:n]
-        return RowGradient(self.shape[0], ids, rows, sparse=self.sparse)
+        return self._made(ids, rows)
+
+    def _made(self, ids: Tensor, rows: Tensor, changed: Any = None) -> RowGradient:
+        return RowGradient(self.shape[0], ids, rows, changed, self.sparse)
 
     def trim(self) -> RowGradient:
         """Drop padding, for which the host waits, and return this gradient."""
@@ -208,18 +211,18 @@ if RowGradient not in _foreach_utils._foreach_supported_types:
     _foreach_utils._foreach_supported_types.append(RowGradient)  # type: ignore[arg-type]
 
 
-def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of `func` computed on the active rows; NotImplemented if it needs all rows."""
     name = func.overloadpacket
     if name in _LISTS:
         return _of_lists(func, args, kwargs)
-    if name is aten._foreach_norm and _order(args, kwargs) > 0:
+    if name is aten._foreach_norm and order_of(args, kwargs) > 0:
         return func(tree_map_only(RowGradient, lambda grad: grad.rows, args[0]), *args[1:], **kwargs)
     if not args or not isinstance(args[0], RowGradient):
         return _scaled(func, args) if name is aten.mul and len(args) == 2 else NotImplemented
     grad, rest = args[0], args[1:]
     if name in (aten.detach, aten.alias):
-        return RowGradient(grad.shape[0], grad.ids, grad.rows, grad._changed, grad.sparse)
+        return grad._made(grad.ids, grad.rows, grad._changed)
     if name is aten.zero_:
         return _wrapped(grad, _zeroed(grad.rows))
     if name in _ZERO_TO_ZERO or (name in _CLAMPED and _keeps_zero(*rest, **kwargs)):
@@ -232,7 +235,7 @@ def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _wrapped(grad, func(grad.rows, rest[0].rows, **kwargs))
         return NotImplemented
     over_all = len(rest) < 2 and kwargs.get("dim") is None
-    norm = name in (aten.linalg_vector_norm, aten.norm) and over_all and _order(args, kwargs) > 0
+    norm = name in (aten.linalg_vector_norm, aten.norm) and over_all and order_of(args, kwargs) > 0
     if norm or func in (aten.sum.default, aten.any.default, aten.count_nonzero.default):
         return func(grad.rows, *rest, **kwargs)
     if func in (aten.max.default, aten.min.default):
@@ -264,7 +267,8 @@ def _wrapped(grad: RowGradient, result: Any) -> Any:
     return grad
 
 
-def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def order_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Return the order of a norm from the arguments of its function."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     return 2.0 if order is None else float(order)
 

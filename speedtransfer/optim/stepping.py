@@ -84,6 +84,8 @@ class Stepping(TableParam):
             self._leave()
             if self.rows.lag is not None and self.rows.lag.is_long:
                 self.rows.catch_up()
+            if self.reducer is not None:
+                self.reducer.after_step()
 
     def abort_step(self, optimizer: Optimizer) -> None:
         """End a step that failed and restore the state in `optimizer`; nothing was written to the table."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import DeviceError
 from speedtransfer.optim.fused_step import FusedStep
+from speedtransfer.optim.reducers import Reducer
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.state import RowState
 from speedtransfer.rows import Rows
@@ -30,13 +31,15 @@ class TableParam:
         self.idle = idle
         self.requires_grad = requires_grad and self.rows.dtype.is_floating_point
 
-        # Of the module: its name, where known; `sparse`, with which optimizers may get sparse gradients; the row that sparse
-        # gradients leave out.
+        # Of the module: its name, where known; `sparse`, with which optimizers may get sparse gradients; whether lookups
+        # shorten rows; the row that sparse gradients leave out.
         self.name: str | None = None
-        self.sparse = False
+        self.sparse = self.renormalizes = False
         self.padding_idx: int | None = None
         # Whether rows have ever been read ahead.
         self.reads_ahead = False
+        # The other processes that train this table.
+        self.reducer: Reducer | None = None
 
         # The parameter; not a strong reference, as it holds this object: a cycle would keep the table until the next gc.
         self.param_ref: Callable[[], nn.Parameter | None] = lambda: None
@@ -90,10 +93,18 @@ class TableParam:
         self._aliases: list[weakref.ref[Tensor]] = []
         self._exposed = False
 
+    # Whether ``weight.grad`` may read as a sparse tensor.
+    shows_sparse: ClassVar[bool] = True
+
     @property
     def table(self) -> Table:
-        """The table with all the rows."""
+        """The table with all the rows; of several processes that own rows, with those of this process."""
         return self.rows.table
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of the weight."""
+        return self.rows.table.num_rows
 
     def __str__(self) -> str:
         return "weight" if self.name is None else f"{self.name}.weight" if self.name else "weight"
@@ -122,7 +133,7 @@ class TableParam:
                 return self.table.stored("weight").detach()
             dtype = self.rows.dtype
             one = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=self.table.device)
-            return one.expand(self.table.num_rows, self.table.dim)
+            return one.expand(self.num_rows, self.table.dim)
 
     def reset_param(self) -> None:
         """Make the parameter a placeholder for the whole table."""

@@ -1,0 +1,87 @@
+"""Make the part of a table that one process owns, in agreement with the others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedtransfer.encoding import check_dtypes
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.nn.options import TableOptions
+from speedtransfer.optim import Handle, Rows, ShardHandle
+from speedtransfer.ranks import Exchange, Partition, exchange_of
+from speedtransfer.tables import Table
+
+# What gradients may be sent as.
+COMM_DTYPES = (None, torch.bfloat16, torch.int8)
+
+
+def make_shard(
+    weight: Tensor | None,
+    shape: tuple[int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    options: TableOptions,
+) -> Handle:
+    """Make the rows that this process owns of a table of `shape`, and their handle; see `make_handle`.
+
+    Raises
+    ------
+    ProcessGroupError
+        The processes do not make the same table, or one of them could not.
+    """
+    exchange = exchange_of(options["process_group"])
+    partition = Partition(shape[0], exchange.ranks)
+    rows, error = None, None
+    try:
+        rows = _make_rows(shape, device, dtype, options, exchange, partition)
+    except Exception as raised:
+        error = raised
+    names = ("memory", "idle", "storage_dtype", "state_dtype", "comm_dtype")
+    about = f"{shape[0]} x {shape[1]} {dtype}, " + ", ".join(f"{name}={dict(options)[name]}" for name in names)
+    exchange.agree_on_error("makes a table", error, about)
+    assert rows is not None
+    # The seeds of processes may differ.
+    rows.load_state_dict({"seed": int(exchange.agree("makes a table", torch.tensor([rows.seed]))[0])})
+    handle = ShardHandle(rows, partition, exchange, requires_grad, options["idle"], options["comm_dtype"])
+    if weight is not None:
+        handle.load(weight)
+    return handle
+
+
+def _make_rows(
+    shape: tuple[int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    options: TableOptions,
+    exchange: Exchange,
+    partition: Partition,
+) -> Rows:
+    storage_dtype, comm_dtype = options["storage_dtype"], options["comm_dtype"]
+    dtype = torch.float32 if storage_dtype is not None and dtype.is_floating_point else dtype
+    check_dtypes(dtype, storage_dtype, options["state_dtype"])
+    if comm_dtype not in COMM_DTYPES or (comm_dtype is not None and dtype != torch.float32):
+        raise InvalidValueError(
+            f"comm_dtype is {comm_dtype} for rows of {dtype} but must be torch.bfloat16 or torch.int8, for rows of "
+            "torch.float32; leave it out to send gradients as they are"
+        )
+    if options["cache_counts"] is not None:
+        raise InvalidValueError(
+            "cache_counts is given for a table with process_group, whose rows lie in another order; pass cache_rows alone"
+        )
+    place: Any = {name: dict(options)[name] for name in ("memory", "layout", "cache_rows")}
+    path = None if options["path"] is None else _path_of(options["path"], exchange)
+    stored = dtype if storage_dtype is None else storage_dtype
+    table = Table(partition.size(exchange.rank), shape[1], stored, device=device, path=path, **place)
+    return Rows(table, storage_dtype, options["state_dtype"])
+
+
+def _path_of(path: str | os.PathLike[str], exchange: Exchange) -> Path:
+    """Return the file of this process."""
+    path = Path(path)
+    return path.with_name(f"{path.stem}-{exchange.rank}-of-{exchange.ranks}{path.suffix}")

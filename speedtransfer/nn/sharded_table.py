@@ -1,0 +1,150 @@
+"""The table of a module whose rows several processes own: rows by their ids, wherever they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.nn.active import activate
+from speedtransfer.optim import ShardHandle
+from speedtransfer.tables import Table, TableStats, as_index
+
+
+@dataclasses.dataclass
+class ShardedStats(TableStats):
+    """What this process has moved: in its shard as :class:`TableStats` says, and to other processes.
+
+    Attributes
+    ----------
+    asked_rows : int
+        Distinct rows that lookups here have asked owners for, this process among them.
+    served_rows : int
+        Distinct rows that lookups of all processes have asked this one for.
+    control_bytes, id_bytes, row_bytes, gradient_bytes : int
+        Sent to other processes for all tables of the process group.
+    calls : int
+        Collective calls for all tables of the process group.
+    """
+
+    asked_rows: int = 0
+    served_rows: int = 0
+    control_bytes: int = 0
+    id_bytes: int = 0
+    row_bytes: int = 0
+    gradient_bytes: int = 0
+    calls: int = 0
+
+
+class ShardedTable:
+    """All rows of a table that several processes own; made by ``st.Embedding(..., process_group=...)``.
+
+    `gather` and `scatter` are collective: every process must call them, with ids of its own.
+
+    Attributes
+    ----------
+    local : Table
+        The rows of this process, in the order of `local_ids`. Rows with ``idle="exact"`` catch up when read through it.
+    num_rows, dim : int
+        Of all processes.
+    """
+
+    def __init__(self, handle: ShardHandle) -> None:
+        self._handle = handle
+
+    @property
+    def local(self) -> Table:
+        """The rows of this process."""
+        return self._handle.table
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of all processes."""
+        return self._handle.num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def local_ids(self) -> Tensor:
+        """Return the ids of the rows of this process, ``(len(local),)`` int64."""
+        return self._handle.partition.ids_of(self._handle.reducer.exchange.rank)
+
+    def gather(self, index: Any) -> Tensor:
+        """Return the weights of rows of any process, ``(*index.shape, dim)`` on the compute device. Collective."""
+        with torch.no_grad():
+            active = activate(self._handle, index, training=False)
+            return active.rows[active.inverse]
+
+    @torch.no_grad()
+    def scatter(self, index: Any, rows: Tensor) -> None:
+        """Set rows of any process to `rows`, ``(*index.shape, dim)``. Collective.
+
+        Raises
+        ------
+        InvalidValueError
+            A row is given twice, by one process or by several; nothing has been written.
+        """
+        handle, shards = self._handle, self._handle.reducer
+        error: Exception | None = None
+        ids = torch.empty(0, dtype=torch.int64, device=handle.table.device)
+        values = torch.empty(0, self.dim, dtype=handle.rows.dtype, device=handle.table.device)
+        try:
+            ids, shape, _ = as_index(index, self.num_rows, handle.table.device)
+            values = torch.as_tensor(rows).to(values)
+            if tuple(values.shape) != (*shape, self.dim):
+                raise InvalidValueError(
+                    f"rows are {tuple(values.shape)} but index is {tuple(shape)} and the table has {self.dim} columns; pass "
+                    f"rows of shape {(*shape, self.dim)}"
+                )
+            values = values.reshape(len(ids), self.dim)
+        except Exception as raised:
+            error = raised
+        shards.exchange.agree_on_error("writes rows", error, str(handle))
+        local, values = shards.to_owners(ids, values)
+        twice = len(local) - len(local.unique())
+        error = (
+            InvalidValueError(f"{twice} rows are given more than once; give each to one process, once")
+            if twice
+            else None
+        )
+        shards.exchange.agree_on_error("writes rows", error)
+        if len(local):
+            handle.rows.catch_up(local)
+            handle.rows.put("weight", local, values)
+
+    def stats(self) -> ShardedStats:
+        """Return what this process has moved."""
+        shards, traffic = self._handle.reducer, self._handle.reducer.exchange.traffic
+        return ShardedStats(
+            **dataclasses.asdict(self.local.stats()),
+            asked_rows=shards.asked_rows,
+            served_rows=shards.served_rows,
+            control_bytes=traffic.control,
+            id_bytes=traffic.ids,
+            row_bytes=traffic.rows,
+            gradient_bytes=traffic.gradients,
+            calls=traffic.calls,
+        )
+
+    def torch(self) -> NoReturn:
+        """Raise: no process has all rows."""
+        raise InvalidTypeError(
+            f"{self._handle} is owned by {self._handle.reducer.exchange.ranks} processes, none of which has all rows; use "
+            ".local for those of this one, .gather(ids), or st.full_state_dict(model)"
+        )
+
+    numpy = cupy = torch
+
+    def __getattr__(self, name: str) -> Any:
+        # What is the same for all rows: dim, dtype, device, memory, layout, cache_rows, planes, path, version.
+        if name in ("dim", "dtype", "device", "memory", "layout", "cache_rows", "planes", "path", "version", "nbytes"):
+            return getattr(self.local, name)
+        raise AttributeError(f"a table of several processes has no {name!r}; .local is the table of this one", obj=self)
+
+    def __repr__(self) -> str:
+        exchange = self._handle.reducer.exchange
+        place = f"rank {exchange.rank} of {exchange.ranks}"
+        return f"ShardedTable({self.num_rows} x {self.dim} {self.dtype}, {place}: {self.local!r})"

@@ -1,0 +1,160 @@
+"""Bring gradients of rows together that several processes have: collect them in backward, exchange them when it has ended.
+
+At the end of backward and not in the step, because clipping, unscaling and hooks come between. One message for all tables of a
+group. The same on every process: which tables take part depends only on the calls that all have made.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedtransfer.ranks import Exchange, Segment
+
+
+class Reducer(ABC):
+    """The other processes, as the handle of a table sees them.
+
+    Parameters
+    ----------
+    handle : Handle
+    exchange : Exchange
+        To the other processes.
+    """
+
+    def __init__(self, handle: Any, exchange: Exchange) -> None:
+        self._handle, self.exchange = weakref.ref(handle), exchange
+        _reducers.append(weakref.ref(self))
+
+    @property
+    def handle(self) -> Any:
+        """The handle of the table."""
+        handle = self._handle()
+        assert handle is not None
+        return handle
+
+    def is_alive(self) -> bool:
+        """Tell whether the table still has this one."""
+        handle = self._handle()
+        return handle is not None and handle.reducer is self
+
+    @abstractmethod
+    def is_open(self) -> bool:
+        """Tell whether gradients may have come since the last exchange, on this process or another."""
+
+    @abstractmethod
+    def take(self, ids: Tensor, grad: Tensor, whole: bool, lookup: Any) -> None:
+        """Keep the gradient of the rows `ids` (n,), each ``(n, dim)``, for the next exchange."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Forget the gradients taken since the last exchange: backward has failed, or they were set to None."""
+
+    @abstractmethod
+    def announce(self) -> int:
+        """Return a number from which the others see what this process has."""
+
+    def requests(self, numbers: Sequence[int]) -> list[Tensor]:
+        """Return how many ids go to each rank, ``(ranks,)``, for each list of ids that has to be sent before gradients."""
+        return []
+
+    def send_ids(self, counts: Sequence[Sequence[int]]) -> list[Segment]:
+        """Return those ids; `counts` of them come from each rank."""
+        return []
+
+    def receive_ids(self, received: Sequence[Tensor]) -> None:
+        """Take the ids that others have sent."""
+        return None
+
+    @abstractmethod
+    def send(self, numbers: Sequence[int]) -> list[Segment]:
+        """Return the gradients to send, where the ranks have announced `numbers`."""
+
+    @abstractmethod
+    def receive(self, numbers: Sequence[int], received: Sequence[Tensor]) -> None:
+        """Deposit the gradients received for the next step."""
+
+    def before_step(self) -> None:
+        """Make ready for a step of the table, which all processes make."""
+        return None
+
+    def after_step(self) -> None:
+        """End a step of the table, which all processes have made."""
+        return None
+
+
+# In the order in which they were made, which is the same on every process.
+_reducers: list[weakref.ref[Reducer]] = []
+
+
+def any_reducers() -> bool:
+    """Tell whether there are tables of several processes."""
+    return bool(_reducers)
+
+
+def _alive() -> list[Reducer]:
+    found = [(reference, reference()) for reference in _reducers]
+    _reducers[:] = [reference for reference, reducer in found if reducer is not None and reducer.is_alive()]
+    return [reducer for _, reducer in found if reducer is not None and reducer.is_alive()]
+
+
+def forget() -> None:
+    """Forget the gradients of a backward that has failed."""
+    for reducer in _alive():
+        reducer.forget()
+
+
+@torch.no_grad()
+def exchange_gradients(only: Iterable[Reducer] | None = None) -> None:
+    """Exchange what backward has left, of all tables or some. Every process must call it at the same point."""
+    chosen = None if only is None else set(only)
+    groups: dict[Exchange, list[Reducer]] = {}
+    for reducer in _alive():
+        if (chosen is None or reducer in chosen) and reducer.is_open():
+            groups.setdefault(reducer.exchange, []).append(reducer)
+    for exchange, reducers in groups.items():
+        try:
+            _exchange(exchange, reducers)
+        except BaseException:
+            for reducer in reducers:
+                reducer.forget()
+            raise
+
+
+def _exchange(exchange: Exchange, reducers: list[Reducer]) -> None:
+    point = "brings gradients"
+    announced = torch.tensor([reducer.announce() for reducer in reducers])
+    about = ", ".join(described(reducer.handle) for reducer in reducers)
+    numbers = exchange.agree(point, announced, about).T.tolist()
+    requests = [reducer.requests(told) for reducer, told in zip(reducers, numbers, strict=True)]
+    if any(requests):
+        counts = iter(exchange.agree(point, torch.stack([n for some in requests for n in some], 1)).T.tolist())
+        ids = [r.send_ids([next(counts) for _ in some]) for r, some in zip(reducers, requests, strict=True)]
+        for reducer, parts in _moved(exchange, "ids", reducers, ids):
+            reducer.receive_ids(parts)
+    told_by = dict(zip(reducers, numbers, strict=True))
+    segments = [reducer.send(told_by[reducer]) for reducer in reducers]
+    for reducer, parts in _moved(exchange, "gradients", reducers, segments):
+        reducer.receive(told_by[reducer], parts)
+
+
+def _moved(
+    exchange: Exchange, kind: str, reducers: list[Reducer], segments: list[list[Segment]]
+) -> list[tuple[Reducer, list[Tensor]]]:
+    received = iter(exchange.move(kind, [segment for some in segments for segment in some]))
+    return [(reducer, [next(received) for _ in some]) for reducer, some in zip(reducers, segments, strict=True)]
+
+
+def described(handle: Any) -> str:
+    """Name the table, and what its optimizer makes of gradients: processes that differ in it would drift apart."""
+    optimizer = None if handle.state is None else handle.state.optimizer()
+    if optimizer is None:
+        return f"{handle}"
+    group: dict[str, Any] = next((g for g in optimizer.param_groups if any(p is handle.param for p in g["params"])), {})
+    numbers = {k: v for k, v in group.items() if isinstance(v, bool | int | float | str | tuple)}
+    return f"{handle} by {type(optimizer).__name__} {numbers}"

@@ -1,0 +1,170 @@
+"""The handle of a table that several processes own: its table has the rows of this process, its parameter stands for all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.optim.handle import Handle
+from speedtransfer.optim.row_gradient import RowGradient
+from speedtransfer.optim.shard_gradient import ShardGradient
+from speedtransfer.optim.shards import Shards
+from speedtransfer.ranks import Exchange, Partition
+from speedtransfer.rows import Rows
+from speedtransfer.tables import row_chunks
+
+
+class ShardHandle(Handle):
+    """Tie a parameter, which has the shape of the whole table, to the rows of it that this process owns.
+
+    Parameters
+    ----------
+    rows : Rows
+        Those of this process, in the order of `partition`.
+    partition : Partition
+    exchange : Exchange
+        To the other owners.
+    requires_grad : bool
+    idle : {"auto", "exact", "lazy"}
+    comm_dtype : torch.dtype, optional
+        What gradients are sent as.
+    """
+
+    shows_sparse: ClassVar[bool] = False
+    reducer: Shards
+
+    def __init__(
+        self,
+        rows: Rows,
+        partition: Partition,
+        exchange: Exchange,
+        requires_grad: bool = True,
+        idle: str = "lazy",
+        comm_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(rows.table, requires_grad, idle, rows)
+        self.partition = partition
+        self.reducer = Shards(self, exchange, partition, comm_dtype)
+        first = partition.start(exchange.rank)
+        # Rounding draws by row: by the number that it has in every process.
+        rows.name_rows = lambda ids: partition.ids(ids + first)
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of all processes."""
+        return self.partition.num_rows
+
+    @property
+    def aliased(self) -> bool:
+        """No tensor has the memory of all rows."""
+        return False
+
+    def looks_up_directly(self) -> bool:
+        """Tell that rows are read by those who own them."""
+        return False
+
+    def set_padding(self, padding_idx: int | None) -> None:
+        """Keep the row that sparse gradients leave out, if this process has it."""
+        local = None if padding_idx is None else self._owned(torch.tensor([padding_idx]))[1].tolist()
+        self.padding_idx = local[0] if local else None
+
+    def _shown_as(self, ids: Tensor, grad: Tensor, changed: Any = None, sparse: bool = False) -> RowGradient:
+        return ShardGradient.of(self.num_rows, ids, grad, changed, self.reducer.exchange)
+
+    def _owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where among `ids` (n,) those of this process are, and their rows here."""
+        rank = self.reducer.exchange.rank
+        local = self.partition.places(ids) - self.partition.start(rank)
+        at = ((local >= 0) & (local < self.partition.size(rank))).nonzero().flatten()
+        return at, local[at]
+
+    # --- all rows ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def draw(self, function: Callable[[Tensor], object], start: int = 0, stop: int | None = None) -> None:
+        """Have `function` fill the rows from `start` to `stop` of the whole table, and keep those of this process.
+
+        Every process draws the numbers of all, so that they are those of one process with the same seed.
+        """
+        stop = self.num_rows if stop is None else stop
+        dim, dtype = self.table.dim, self.rows.dtype
+        for part in row_chunks(stop - start, dim * dtype.itemsize):
+            values = torch.empty(part.stop - part.start, dim, dtype=dtype, device="cpu")
+            function(values)
+            self._keep(torch.arange(start + part.start, start + part.stop), values)
+
+    @torch.no_grad()
+    def change(self, function: Callable[[Tensor], object]) -> None:
+        """Have `function` change every value in place, each by itself."""
+        self.rows.catch_up()
+        for part in row_chunks(self.table.num_rows, self.table.dim * self.rows.dtype.itemsize):
+            values = self.rows.whole("weight", part.start, part.stop).clone()
+            function(values)
+            self.rows.load("weight", values, part.start)
+
+    def _keep(self, ids: Tensor, values: Tensor) -> None:
+        at, local = self._owned(ids.cpu())
+        self.rows.put("weight", local, values[at.to(values.device)])
+
+    def normal_(self, start: int = 0, stop: int | None = None) -> None:
+        """Draw weights from N(0, 1): the numbers of one process."""
+        self.draw(lambda values: values.normal_(), start, stop)
+
+    @torch.no_grad()
+    def load(self, values: Tensor, start: int = 0) -> None:
+        """Set rows of the whole table, from `start` on, to `values`, ``(n, dim)``, of which this process keeps its own."""
+        for part in row_chunks(len(values), values[:1].nbytes):
+            self._keep(torch.arange(start + part.start, start + part.stop), values[part])
+
+    def store(self, values: Tensor) -> None:
+        """Set all rows to `values`, ``(num_rows, dim)``, of which this process keeps its own."""
+        if tuple(values.shape) != (self.num_rows, self.table.dim):
+            raise InvalidValueError(
+                f"{self} is {(self.num_rows, self.table.dim)} but the values given are {tuple(values.shape)}; pass all rows "
+                "of the table, to every process"
+            )
+        self.rows.catch_up()
+        self.table.wait()
+        self.load(values.detach())
+
+    set_whole = store
+
+    def take_param(self, param: nn.Parameter, kind: type[nn.Parameter]) -> None:
+        """Raise: another weight would be that of one process."""
+        self._refuse("is given another weight", "set its rows by load_state_dict(), or weight.data = all rows")
+
+    def whole(self) -> Tensor:
+        """Raise: other processes have other rows."""
+        self._refuse(
+            "is used as a whole", "look up the rows that are needed (emb(ids)), or get all by st.full_state_dict(model)"
+        )
+
+    def whole_leaf(self) -> Tensor:
+        """Raise, as `whole`."""
+        return self.whole()
+
+    def __reduce__(self) -> Any:
+        self._refuse("is pickled", "use st.save_checkpoint, or st.full_state_dict(model)")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        self.rows.catch_up()
+        made = ShardHandle(
+            self.rows.copy(),
+            self.partition,
+            self.reducer.exchange,
+            self.requires_grad,
+            self.idle,
+            self.reducer.comm_dtype,
+        )
+        made.name, made.padding_idx = self.name, copy.copy(self.padding_idx)
+        memo[id(self)] = made
+        return made
+
+    def _refuse(self, what: str, remedy: str) -> NoReturn:
+        count = self.reducer.exchange.ranks
+        raise InvalidTypeError(f"{self} {what}, but its rows are owned by {count} processes; {remedy}")

@@ -1,0 +1,248 @@
+"""Messages between the processes of a group: agreeing on what comes next, then rows from each to each."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, ProcessGroupError
+
+# What ranks do when they meet. The number of one is part of each message, so that ranks out of step are told so.
+POINTS = (
+    "makes a table",
+    "makes replicas",
+    "looks up rows",
+    "brings gradients",
+    "reduces a gradient",
+    "makes a step",
+    "begins to train",
+    "writes rows",
+    "reads all rows",
+    "saves",
+    "loads",
+)
+# The first message of each meeting has this many numbers whatever is to be told: gloo ends a process that gets another size.
+_VALUES = 6
+
+
+@dataclass
+class Traffic:
+    """Bytes that this process has sent to others, by what they are, and the number of collective calls.
+
+    Attributes
+    ----------
+    control, ids, rows, gradients : int
+        Bytes.
+    calls : int
+    """
+
+    control: int = 0
+    ids: int = 0
+    rows: int = 0
+    gradients: int = 0
+    calls: int = 0
+
+
+class Segment(NamedTuple):
+    """Values on their way: ``(n, width)``, sorted by the rank they go to; how many each gets, and how many come from each."""
+
+    values: Tensor
+    sends: Sequence[int]
+    receives: Sequence[int]
+
+
+class Exchange:
+    """Moves values between the processes of a group. Every process must make the same calls in the same order.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.traffic = Traffic()
+        # gloo moves memory of the host alone, NCCL that of the device.
+        self.on_host = dist.get_backend(group) == "gloo"
+        self._number = 0
+
+    def _device(self) -> torch.device:
+        return torch.device("cpu") if self.on_host else torch.device("cuda", torch.cuda.current_device())
+
+    def agree(self, point: str, values: Tensor, about: str = "") -> Tensor:
+        """Send each rank its numbers and return theirs, on the host, which waits for them.
+
+        Parameters
+        ----------
+        point : str
+            Of `POINTS`: what this process is about to do.
+        values : Tensor
+            ``(ranks, n)`` int64, a row for each rank, or ``(n,)``, the same for all.
+        about : str
+            What must be the same in all processes.
+
+        Returns
+        -------
+        Tensor
+            ``(ranks, n)``, a row from each rank.
+
+        Raises
+        ------
+        ProcessGroupError
+            In all processes: they do not do the same thing, or `about` differs.
+        """
+        self._number += 1
+        values = values.expand(self.ranks, -1)
+        count = values.shape[1]
+        tag = (POINTS.index(point) << 56) | (min(count, (1 << 16) - 1) << 40) | self._number
+        first = torch.zeros(self.ranks, 2 + _VALUES, dtype=torch.int64)
+        first[:, 0], first[:, 1] = tag, zlib.crc32(about.encode())
+        first[:, 2 : 2 + count] = values[:, :_VALUES]
+        got = self._numbers(first)
+        if bool((got[:, 0] != tag).any()):
+            raise ProcessGroupError(
+                f"the processes are out of step: {self._told(f'{point} (meeting {self._number})')}; "
+                "each must make the same lookups, backwards and steps"
+            )
+        if bool((got[:, 1] != first[0, 1]).any()):
+            raise ProcessGroupError(f"the processes differ where one {point}: {self._told(about)}; give all the same")
+        if count <= _VALUES:
+            return got[:, 2 : 2 + count]
+        return torch.cat([got[:, 2:], self._numbers(values[:, _VALUES:].contiguous())], 1)
+
+    def _numbers(self, values: Tensor) -> Tensor:
+        sent = values.to(self._device())
+        got = torch.empty_like(sent)
+        dist.all_to_all_single(got, sent, group=self.group)
+        self.traffic.calls += 1
+        self.traffic.control += (self.ranks - 1) * values.shape[1] * 8
+        return got.cpu()
+
+    def _told(self, text: str) -> str:
+        texts: list[str] = [""] * self.ranks
+        dist.all_gather_object(texts, text, group=self.group)
+        return "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(texts))
+
+    def agree_on_error(self, point: str, error: BaseException | None, about: str = "") -> None:
+        """Raise `error` where there is one; if another rank has one, raise here too."""
+        failed = self.agree(point, torch.tensor([int(error is not None)]), "" if error is not None else about)[:, 0]
+        if error is not None:
+            raise error
+        if bool(failed.any()):
+            raise ProcessGroupError(
+                f"rank {int(failed.argmax())} failed where it {point} (its own message says why), so no other went on"
+            )
+
+    def move(self, kind: str, segments: Sequence[Segment]) -> list[Tensor]:
+        """Send the values of each segment and return those received, each ``(sum of receives, width)``, in rank order.
+
+        All go in one message. `kind` is that of :class:`Traffic` which counts them.
+        """
+        if not segments:
+            return []
+        device = segments[0].values.device
+        width = [s.values.shape[1] * s.values.element_size() for s in segments]
+        as_bytes = [
+            s.values.contiguous().view(torch.uint8).view(len(s.values), w) for s, w in zip(segments, width, strict=True)
+        ]
+        sizes = [
+            [sum(s.sends[r] * w for s, w in zip(segments, width, strict=True)) for r in range(self.ranks)],
+            [sum(s.receives[r] * w for s, w in zip(segments, width, strict=True)) for r in range(self.ranks)],
+        ]
+        if len(segments) == 1:
+            joined = as_bytes[0].flatten()
+        else:
+            parts = [values.split(list(s.sends)) for values, s in zip(as_bytes, segments, strict=True)]
+            joined = torch.cat([part[r].flatten() for r in range(self.ranks) for part in parts])
+        sent = joined.to(self._device())
+        got = sent.new_empty(sum(sizes[1]))
+        dist.all_to_all_single(got, sent, sizes[1], sizes[0], group=self.group)
+        self.traffic.calls += 1
+        sent_away = sum(sizes[0]) - sizes[0][self.rank]
+        setattr(self.traffic, kind, getattr(self.traffic, kind) + sent_away)
+        got = got.to(device)
+        if len(segments) == 1:
+            return [got.view(segments[0].values.dtype).view(-1, segments[0].values.shape[1])]
+        pieces: list[list[Tensor]] = [[] for _ in segments]
+        start = 0
+        for r in range(self.ranks):
+            for of, s, w in zip(pieces, segments, width, strict=True):
+                of.append(got[start : start + s.receives[r] * w])
+                start += s.receives[r] * w
+        return [
+            torch.cat(of).view(s.values.dtype).view(-1, s.values.shape[1])
+            for of, s in zip(pieces, segments, strict=True)
+        ]
+
+    def gather(self, kind: str, values: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the values of all ranks, ``(sum of counts, width)``, in rank order; those of rank r are ``counts[r]``."""
+        most = max(counts)
+        padded = values.new_zeros(most, *values.shape[1:])
+        padded[: len(values)] = values
+        sent = padded.contiguous().view(torch.uint8).to(self._device())
+        parts = [torch.empty_like(sent) for _ in range(self.ranks)]
+        dist.all_gather(parts, sent, group=self.group)
+        self.traffic.calls += 1
+        setattr(self.traffic, kind, getattr(self.traffic, kind) + (self.ranks - 1) * sent.numel())
+        kept = [part[:count] for part, count in zip(parts, counts, strict=True)]
+        return torch.cat(kept).to(values.device).view(values.dtype)
+
+    def reduce_(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        """Reduce `values` over all ranks, in place, and return them."""
+        moved = values.to(self._device())
+        dist.all_reduce(moved, op, group=self.group)
+        self.traffic.calls += 1
+        if moved is not values:
+            values.copy_(moved)
+        return values
+
+    def from_first(self, values: Tensor) -> Tensor:
+        """Return the values that rank 0 has, ``values`` there."""
+        moved = values.contiguous().view(torch.uint8).to(self._device())
+        dist.broadcast(moved, dist.get_global_rank(self.group, 0), group=self.group)
+        self.traffic.calls += 1
+        return moved.view(values.dtype).to(values.device)
+
+
+_exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange] = weakref.WeakKeyDictionary()
+
+
+def exchange_of(group: object) -> Exchange:
+    """Return the exchange of a process group, or of a device mesh of one dimension; all tables of the group have it.
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError, ProcessGroupError
+        It is neither; the mesh has several dimensions; this process is not in the group, or there are no groups yet.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ProcessGroupError(
+            "process_group is given but there are no process groups; call torch.distributed."
+            "init_process_group() first, in a script that torchrun starts"
+        )
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+        if group.ndim != 1:
+            raise InvalidValueError(
+                f"process_group is a device mesh of {group.ndim} dimensions but must have one; pass "
+                "one of its dimensions: mesh['name']"
+            )
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ProcessGroupError("this process is not in the process_group given; make the table in its processes alone")
+    if not isinstance(group, dist.ProcessGroup):
+        raise InvalidTypeError(
+            f"process_group is a {type(group).__name__} but must be a torch.distributed process group; "
+            "pass torch.distributed.group.WORLD"
+        )
+    found = _exchanges.get(group)
+    if found is None:
+        found = _exchanges[group] = Exchange(group)
+    return found

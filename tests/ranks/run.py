@@ -1,0 +1,292 @@
+"""Run functions of test modules on several ranks: processes with a gloo group, started once and used by many tests."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Each rank is a fork of one process that has imported these, which takes seconds. Nothing of this repository: that process may
+# find another copy of it than the tests do.
+PRELOAD = ["torch", "torch.distributed", "pytest"]
+# Seconds that the other ranks have left when one has failed: they may wait for it until the group's timeout.
+GRACE = 2.0
+
+
+class RankError(AssertionError):
+    """What went wrong on each rank, the first failure first, with tracebacks and what the rank printed."""
+
+
+class DeadRankError(RuntimeError):
+    """The process of a rank ended within the function."""
+
+
+class Pool:
+    """The ranks' processes, started when first needed; every group of W ranks uses the first W."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="speedtransfer-ranks-")
+        self.folder = Path(self._folder.name)
+        self.workers: list[Worker] = []
+
+    def of(self, world: int) -> Ranks:
+        return Ranks(self, world)
+
+    def take(self, world: int) -> list[Worker]:
+        while len(self.workers) < world:
+            self.workers.append(Worker(len(self.workers), self.folder))
+        return self.workers[:world]
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+        self.workers = []
+
+    def close(self) -> None:
+        self.stop()
+        self._folder.cleanup()
+
+
+class Ranks:
+    """Call a function on `world` ranks: ``two(function, *args)`` returns what each rank returned, in the order of ranks.
+
+    `function` is one of a module, for the processes import it. It runs with the default process group initialized (a new one
+    in each call), seed 0, one thread and warnings as errors. `limit`: seconds until a rank counts as hanging. `timeout`:
+    seconds that a collective waits for the other ranks.
+    """
+
+    def __init__(self, pool: Pool, world: int) -> None:
+        self.pool, self.world = pool, world
+
+    def __call__(self, function: Callable, *args: Any, limit: float = 60, timeout: float = 20) -> list:
+        """Raise :class:`RankError` if a rank raises, hangs or dies; the processes are then replaced."""
+        replies = self._run(function, args, limit, timeout, together=True)
+        if any(reply.failed for reply in replies):
+            self.pool.stop()
+            raise _error_of(replies)
+        return [reply.value() for reply in replies]
+
+    def fails(self, function: Callable, *args: Any, limit: float = 60, timeout: float = 20, fresh: bool = True) -> list:
+        """Return what each rank returned or the exception it raised (:class:`DeadRankError` if its process ended).
+
+        `fresh`: replace the processes afterwards if a rank raised. A rank that hangs is a :class:`RankError` here too.
+        """
+        replies = self._run(function, args, limit, timeout, together=False)
+        hang = any(reply.failed and not reply.answered for reply in replies)
+        values = [None if hang else reply.value() for reply in replies]
+        if (
+            hang
+            or any(isinstance(value, DeadRankError) for value in values)
+            or (fresh and any(r.failed for r in replies))
+        ):
+            self.pool.stop()
+        if hang:
+            raise _error_of(replies)
+        return values
+
+    def _run(self, function: Callable, args: tuple, limit: float, timeout: float, together: bool) -> list[Reply]:
+        call = pickle.dumps((function, args))
+        workers = self.pool.take(self.world)
+        store = self.pool.folder / uuid.uuid4().hex
+        for worker in workers:
+            worker.send((self.world, str(store), timeout, together, call))
+        waiting = {worker.pipe: worker for worker in workers}
+        replies = {}
+        deadline = time.monotonic() + limit
+        while waiting and (ready := wait(list(waiting), max(deadline - time.monotonic(), 0))):
+            for pipe in ready:
+                worker = waiting.pop(pipe)
+                reply = replies[worker.rank] = worker.receive()
+                if reply.failed and together:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        for worker in waiting.values():
+            worker.print_stacks()
+        time.sleep(0.5 if waiting else 0)
+        for worker in waiting.values():
+            error = TimeoutError(f"no answer in {limit:g} s, or {GRACE:g} s after another rank failed")
+            replies[worker.rank] = Reply(worker.rank, pickle.dumps(error), worker.output(), failed=True, answered=False)
+        store.unlink(missing_ok=True)
+        return [replies[worker.rank] for worker in workers]
+
+
+@dataclasses.dataclass
+class Reply:
+    """How a function ended on a rank: `data` is what it returned or raised, pickled."""
+
+    rank: int
+    data: bytes
+    details: str = ""
+    failed: bool = False
+    answered: bool = True
+    time: float = dataclasses.field(default_factory=time.monotonic)
+
+    def value(self) -> Any:
+        return pickle.loads(self.data)
+
+
+def _error_of(replies: list[Reply]) -> RankError:
+    failed = sorted((reply for reply in replies if reply.failed), key=lambda reply: reply.time)
+    parts = [f"--- rank {reply.rank}: {type(e := reply.value()).__name__}: {e}\n{reply.details}" for reply in failed]
+    return RankError("\n\n".join(parts))
+
+
+class Worker:
+    """The process of a rank, as the tests see it."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank, self._log, self._printed = rank, folder / uuid.uuid4().hex, 0
+        self._log.touch()
+        self.pipe, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._process = context.Process(target=_serve, args=(theirs, rank, str(self._log)))
+        self._process.start()
+        theirs.close()
+
+    def send(self, call: tuple) -> None:
+        self._printed = self._log.stat().st_size
+        # If it has died, receive() tells.
+        with contextlib.suppress(BrokenPipeError):
+            self.pipe.send(call)
+
+    def receive(self) -> Reply:
+        try:
+            reply = self.pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join(10)
+            code = self._process.exitcode or 0
+            cause = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+            reply = Reply(self.rank, pickle.dumps(DeadRankError(f"rank {self.rank} ended by {cause}")), failed=True)
+        reply.details += self.output()
+        return reply
+
+    def print_stacks(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGUSR1)
+
+    def output(self) -> str:
+        """Return what the process printed since the call began."""
+        return self._log.read_bytes()[self._printed :].decode(errors="replace")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self.pipe.close()
+
+
+def _serve(pipe: Connection, rank: int, log: str) -> None:
+    """Answer calls in the process of `rank`."""
+    # Ctrl-C is for pytest, which then ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        # The name of a machine need not resolve to an address that it has.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    calls: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+
+    def receive() -> None:
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                calls.put(pipe.recv())
+        # The tests have ended, by SIGKILL perhaps; what hangs here must not outlive them.
+        os._exit(0)
+
+    threading.Thread(target=receive, daemon=True).start()
+    while True:
+        pipe.send(_answer(rank, *calls.get()))
+
+
+def _answer(rank: int, world: int, store: str, timeout: float, together: bool, call: bytes) -> Reply:
+    ignored: list[BaseException | None] = []
+    sys.unraisablehook = lambda args: ignored.append(args.exc_value)
+    try:
+        _destroy_group()
+        limit = datetime.timedelta(seconds=timeout)
+        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            function, args = pickle.loads(call)
+            torch.manual_seed(0)
+            result = function(*args)
+            if together:
+                # Fails where a rank left out a collective of the others.
+                dist.barrier()
+        if ignored:
+            raise RuntimeError("Python ignored an exception, in a __del__ or a generator's close") from ignored[0]
+        # Not the pickle of multiprocessing: it sends tensors in shared memory, which ends with the process.
+        return Reply(rank, pickle.dumps(result))
+    # All: pytest's own, such as that of pytest.raises, are no Exceptions.
+    except BaseException as error:
+        reply = Reply(rank, _pickled(error), traceback.format_exc(), failed=True)
+        if together:
+            # Has those fail that wait for this rank. Ranks that may fail alone keep their group until all have answered.
+            _destroy_group()
+        return reply
+    finally:
+        sys.stdout.flush()
+
+
+def _destroy_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _pickled(error: BaseException) -> bytes:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+        return data
+    except Exception:
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def torchrun(
+    *args: str, world: int, timeout: float = 60, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess:
+    """Run a script by torchrun in `world` processes; `args` are options of torchrun, the script, its arguments.
+
+    Raises ``subprocess.TimeoutExpired``, whose `output` is what was printed until then.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *args]
+    # By default torch 2.13 gives restarted workers the store of those before, where gloo finds addresses of dead processes.
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(env or {})}
+    with subprocess.Popen(
+        command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as error:
+            # Not SIGKILL: it has to end its workers, which have sessions of their own.
+            process.terminate()
+            try:
+                error.output, _ = process.communicate(timeout=20)
+            finally:
+                process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output)

@@ -1,0 +1,52 @@
+"""Tables that several processes own, or have replicas of: the numbers of one process with the batches of all."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ranks.training import Run, compare
+
+RUNS = {
+    "adamw": Run(),
+    "adamw exact": Run(idle="exact"),
+    "sgd momentum exact": Run(optimizer="sgd-momentum", idle="exact"),
+    "adagrad": Run(optimizer="adagrad"),
+    "clip, schedule": Run(clip=0.05, schedule=True, idle="exact"),
+    "clip by the largest": Run(clip=0.01, norm=math.inf),
+    "uneven, empty ranks": Run(sizes=(6, 2, 9, 4), empty=True, clip=0.05, idle="exact"),
+    "three backwards": Run(accumulate=3),
+    "no_sync": Run(accumulate=3, no_sync=True),
+    "GradScaler": Run(overflow=4, clip=0.05, idle="exact"),
+    "two lookups": Run(lookups=2, idle="exact"),
+    "bag": Run(bag=True, module={"padding_idx": 0}),
+    "max_norm": Run(module={"max_norm": 1.5}),
+    "padding": Run(module={"padding_idx": 3}, idle="exact"),
+    "sparse": Run(optimizer="sparse-adam", module={"sparse": True}),
+    "foreach": Run(optimizer_options={"foreach": True}),
+    "fused": Run(optimizer_options={"fused": True}),
+    "unused parameters": Run(ddp={"find_unused_parameters": True}),
+    "static graph": Run(ddp={"static_graph": True}),
+}
+
+
+@pytest.mark.parametrize("kind", ["sharded", "replicas"])
+@pytest.mark.parametrize("name", RUNS)
+def test_numbers_of_one_process(ranks, kind, name):
+    import dataclasses
+
+    run = dataclasses.replace(RUNS[name], kind=kind)
+    if kind == "replicas" and "max_norm" in run.module:
+        pytest.skip("refused")
+    found = ranks(compare, run)
+    for each in found:
+        assert each["moved"] > 1e-3
+        assert each["error"] < 1e-10
+        assert each["dense"] < 1e-10
+        assert each["shared"][0] == each["shared"][1]
+        for ours, theirs in each["numbers"]:
+            assert ours == pytest.approx(theirs, rel=1e-9, nan_ok=True)
+        assert torch.equal(each["rows"], found[0]["rows"])
+        assert torch.equal(each["replica"], found[0]["replica"])
