@@ -37,6 +37,8 @@ class Rows(StoredPlanes):
     ) -> None:
         super().__init__(table, storage_dtype, state_dtype)
         self.lag: Lag | None = None
+        # Of a table that processes share: how many rows this one updates, which, and what waits for the others.
+        self.own: tuple[int, Callable[[int, int], Tensor], Callable[[], None]] | None = None
         # Other threads may read rows (evaluation) while this one trains them.
         self.lock = threading.RLock()
 
@@ -108,7 +110,7 @@ class Rows(StoredPlanes):
         # The record last: if the write fails there was no step.
         with self.lock:
             if step is not None:
-                self._mark_steps()
+                self.mark_steps()
             if LAST_STEP in self._codecs:
                 rows[LAST_STEP] = self.lag.last_steps(ids.shape[0], next(iter(rows.values())).device, step)
             self._write(ids, rows)
@@ -193,12 +195,15 @@ class Rows(StoredPlanes):
             row_bytes = max(table.nbytes // max(len(table), 1), 1)
             # One write, whatever the chunks: rounding must not depend on how many processes share the rows.
             count = self._count
-            with ByteProgress("idle rows take the steps they missed", table.nbytes) as bar:
-                for part in row_chunks(len(table), row_bytes):
+            size, numbers, meet = self.own or (len(table), torch.arange, None)
+            with ByteProgress("idle rows take the steps they missed", size * row_bytes) as bar:
+                for part in row_chunks(size, row_bytes):
                     self._count = count
-                    self.catch_up(torch.arange(part.start, part.stop, device=table.device))
+                    self.catch_up(numbers(part.start, part.stop).to(table.device))
                     bar.advance((part.stop - part.start) * row_bytes)
             self._count = count + 1
+            if meet is not None:
+                meet()
             # Last: if this is interrupted, each row still has its own last step.
             self.lag.forget()
 
@@ -206,11 +211,11 @@ class Rows(StoredPlanes):
         """Record a step that has updated all rows in place; none had missed any before."""
         if self.lag is not None and step is not None:
             with self.lock:
-                self._mark_steps()
+                self.mark_steps()
                 if self.lag.record_for_all(step):
                     self.table.stored(LAST_STEP).fill_(self.lag.now)
 
-    def _mark_steps(self) -> None:
+    def mark_steps(self) -> None:
         """Add the plane `LAST_STEP` at the first step that moves idle rows; plain SGD makes no such step."""
         if LAST_STEP not in self._codecs:
             self.add(LAST_STEP, (1,), torch.int32, 0)

@@ -6,7 +6,9 @@ from speedtransfer.nn.embedding import Embedding
 from speedtransfer.nn.export import to_dense
 from speedtransfer.nn.loader import PrefetchLoader, StatefulPrefetchLoader, prefetch
 from speedtransfer.nn.multi import MultiEmbedding
+from speedtransfer.nn.processes import clip_grad_norm_, full_state_dict, table_parameters
 from speedtransfer.nn.replace import replace_embeddings
+from speedtransfer.nn.sharded_table import ShardedTable
 from speedtransfer.nn.table_summary import Summary, TableSummary, summary
 from speedtransfer.nn.ticket import Ticket
 
@@ -16,12 +18,16 @@ __all__ = [
     "EmbeddingBag",
     "MultiEmbedding",
     "PrefetchLoader",
+    "ShardedTable",
     "StatefulPrefetchLoader",
     "Summary",
     "TableSummary",
     "Ticket",
+    "clip_grad_norm_",
+    "full_state_dict",
     "prefetch",
     "replace_embeddings",
     "summary",
+    "table_parameters",
     "to_dense",
 ]

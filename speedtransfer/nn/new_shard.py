@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedtransfer.cuda import resolve_device
 from speedtransfer.encoding import check_dtypes
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.options import TableOptions
-from speedtransfer.optim import Handle, Rows, ShardHandle
-from speedtransfer.ranks import Exchange, Partition, exchange_of
-from speedtransfer.tables import Table
+from speedtransfer.optim import Handle, Rows, ShardHandle, SharedHandle
+from speedtransfer.ranks import Exchange, Partition, SharedMemory, exchange_of
+from speedtransfer.tables import Table, check_layout
 
 # What gradients may be sent as.
 COMM_DTYPES = (None, torch.bfloat16, torch.int8)
@@ -48,7 +49,8 @@ def make_shard(
     assert rows is not None
     # The seeds of processes may differ.
     rows.load_state_dict({"seed": int(exchange.agree("makes a table", torch.tensor([rows.seed]))[0])})
-    handle = ShardHandle(rows, partition, exchange, requires_grad, options["idle"], options["comm_dtype"])
+    kind = SharedHandle if options["memory"] == "shared" else ShardHandle
+    handle = kind(rows, partition, exchange, requires_grad, options["idle"], options["comm_dtype"])
     if weight is not None:
         handle.load(weight)
     return handle
@@ -74,9 +76,18 @@ def _make_rows(
         raise InvalidValueError(
             "cache_counts is given for a table with process_group, whose rows lie in another order; pass cache_rows alone"
         )
+    stored = dtype if storage_dtype is None else storage_dtype
+    if options["memory"] == "shared":
+        if options["path"] is not None or options["cache_rows"] is not None:
+            raise InvalidValueError(
+                "memory='shared' takes no path and no cache_rows; leave them out, or use another memory"
+            )
+        memory = SharedMemory(resolve_device(device), exchange)
+        check_layout(options["layout"])
+        memory.layout = options["layout"]
+        return Rows(Table.over(memory, shape[0], shape[1], stored), storage_dtype, options["state_dtype"])
     place: Any = {name: dict(options)[name] for name in ("memory", "layout", "cache_rows")}
     path = None if options["path"] is None else _path_of(options["path"], exchange)
-    stored = dtype if storage_dtype is None else storage_dtype
     table = Table(partition.size(exchange.rank), shape[1], stored, device=device, path=path, **place)
     return Rows(table, storage_dtype, options["state_dtype"])
 

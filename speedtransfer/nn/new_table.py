@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from speedtransfer.encoding import check_dtypes
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.new_shard import make_shard
 from speedtransfer.nn.options import TableOptions
 from speedtransfer.optim import Handle, Rows, install
@@ -32,6 +33,11 @@ def make_handle(
     install()
     if options["process_group"] is not None:
         return make_shard(weight, shape, device, dtype, requires_grad, options)
+    if options["memory"] == "shared" or options["comm_dtype"] is not None:
+        raise InvalidValueError(
+            "memory='shared' and comm_dtype are for tables of several processes; pass process_group=dist.group.WORLD of "
+            "torch.distributed too, or leave them out"
+        )
     storage_dtype = options["storage_dtype"]
     if weight is not None and storage_dtype is not None and weight.is_floating_point():
         # Rows stored in another dtype are computed in float32, whatever `weight` is.

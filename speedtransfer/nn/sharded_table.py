@@ -114,6 +114,9 @@ class ShardedTable:
         if len(local):
             handle.rows.catch_up(local)
             handle.rows.put("weight", local, values)
+        if handle.rows.own is not None:
+            # Others may read them.
+            handle.rows.own[-1]()
 
     def stats(self) -> ShardedStats:
         """Return what this process has moved."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import init
 
 from speedtransfer import buffers
 from speedtransfer.cuda import check_not_capturing
@@ -15,7 +17,7 @@ from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, rowless, special
-from speedtransfer.optim import Handle
+from speedtransfer.optim import Handle, ShardHandle
 from speedtransfer.optim.table_param import as_tensor
 
 
@@ -105,6 +107,70 @@ def _refused(remedy: str) -> Callable[..., Any]:
 def in_transform() -> bool:
     """Tell whether a transform of torch.func is running: its tensors have no memory to read ids from."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# --- values of a weight whose rows several processes own --------------------------------------------------------------------
+
+
+def _drawn(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``weight.normal_`` or the like, which draws the numbers of one process."""
+
+    def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = handle_of(weight)
+        if not isinstance(handle, ShardHandle):
+            return NotImplemented
+        handle.draw(lambda values: func(values, *args, **kwargs))
+        return weight
+
+    return call
+
+
+def _changed(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``weight.mul_`` or the like, which changes every value by itself if its arguments are numbers."""
+
+    def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = handle_of(weight)
+        numbers = all(isinstance(value, bool | int | float) or value is None for value in (*args, *kwargs.values()))
+        if not isinstance(handle, ShardHandle) or not numbers:
+            return NotImplemented
+        handle.change(lambda values: func(values, *args, **kwargs))
+        return weight
+
+    return call
+
+
+def _copied(weight: Any, values: Tensor, non_blocking: bool = False) -> Any:
+    handle = handle_of(weight) if isinstance(weight, TableWeight | WeightData) else None
+    if not isinstance(handle, ShardHandle):
+        return NotImplemented
+    handle.store(torch.as_tensor(values).expand(handle.num_rows, handle.table.dim))
+    return weight
+
+
+def _initialized(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of ``torch.nn.init``, which is called with the data of the weight."""
+
+    def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = handle_of(weight) if isinstance(weight, TableWeight) else None
+        if not isinstance(handle, ShardHandle):
+            return NotImplemented
+        handle.draw(lambda values: func(values, *args, **kwargs))
+        return weight
+
+    return call
+
+
+def _kaiming_uniform(
+    weight: Any, a: float = 0, mode: Any = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
+) -> Any:
+    handle = handle_of(weight)
+    if not isinstance(handle, ShardHandle):
+        return NotImplemented
+    # The fans are those of all rows.
+    whole = torch.empty(handle.num_rows, handle.table.dim, device="meta")
+    bound = math.sqrt(3 / init._calculate_correct_fan(whole, mode)) * init.calculate_gain(nonlinearity, a)
+    handle.draw(lambda values: values.uniform_(-bound, bound, generator=generator))
+    return weight
 
 
 # --- lookups ----------------------------------------------------------------------------------------------------------------
@@ -257,6 +323,9 @@ _FUNCTIONS = """
     numel is_floating_point is_complex is_tensor is_signed is_inference is_same_size is_conj is_neg get_device zeros_like
     ones_like empty_like rand_like randn_like randint_like
 """
+# Whose numbers are the same if drawn in chunks.
+_DRAWS = "normal_ uniform_ random_"
+_CHANGES = "zero_ fill_ mul_ div_ add_ sub_ clamp_ clamp_min_ clamp_max_ erfinv_ neg_ abs_ sqrt_ exp_ tanh_ nan_to_num_"
 _LAYOUT = "stride storage_offset is_contiguous"
 _MOVES = "to cpu cuda float double half bfloat16 contiguous type_as"
 
@@ -269,6 +338,11 @@ rowless.update(getattr(torch, name) for name in _FUNCTIONS.split() if hasattr(to
 rowless.add(torch._has_compatible_shallow_copy_type)
 special.update({getattr(Tensor, name): _moved(getattr(Tensor, name)) for name in _MOVES.split()})
 special.update({getattr(Tensor, name): _of_layout(getattr(Tensor, name)) for name in _LAYOUT.split()})
+special.update({getattr(Tensor, name): _drawn(getattr(Tensor, name)) for name in _DRAWS.split()})
+special.update({getattr(Tensor, name): _changed(getattr(Tensor, name)) for name in _CHANGES.split()})
+# Those that torch gives to __torch_function__ as a whole.
+special.update({func: _initialized(func) for func in (init.uniform_, init.normal_, init.constant_)})
+special.update({init.kaiming_uniform_: _kaiming_uniform, Tensor.copy_: _copied})
 _resize = _refused("is resized by emb.weight.data = rows, of as many rows as it is to have")
 special.update(
     {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.handle import any_handles, find_handle
-from speedtransfer.optim.reducers import any_reducers, exchange_gradients, forget
+from speedtransfer.optim.reducers import exchange_gradients, forget, made
 
 
 def install() -> None:
@@ -28,7 +28,7 @@ def _with_leaves(backward: Callable[..., None]) -> Callable[..., None]:
         if kwargs.get("inputs") is not None and any_handles():
             kwargs["inputs"] = _leaves_of(kwargs["inputs"])
         # One within another (a checkpoint that runs a part of the model again) is a part of that.
-        if not any_reducers() or torch._C._current_graph_task_id() >= 0:
+        if not made or torch._C._current_graph_task_id() >= 0:
             return backward(*args, **kwargs)
         try:
             backward(*args, **kwargs)

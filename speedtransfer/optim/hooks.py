@@ -158,6 +158,9 @@ def _begin_to_train(handle: Handle, optimizer: Optimizer, group: dict[str, Any])
     error: BaseException | None = None
     try:
         give_state(handle, optimizer, group, probe_optimizer(optimizer, group, handle.param, handle.sparse))
+        if handle.rows.own is not None and handle.rows.lag is not None:
+            # Now, that no process fills it while another writes to it.
+            handle.rows.mark_steps()
     except Exception as raised:
         error = raised
     if handle.reducer is None:

@@ -41,6 +41,7 @@ class PendingGradient(Stepping):
         state_rows: dict[str, Tensor] | None = None,
         whole: bool = False,
         lookup: Any = None,
+        summed: bool = False,
     ) -> None:
         """Add the gradient of some rows to the pending gradient, which the next step applies.
 
@@ -60,24 +61,13 @@ class PendingGradient(Stepping):
             Whether it comes from a use of all rows, whose gradient is dense in torch.
         lookup : Lookup, optional
             What a table of several processes knows of the lookup.
+        summed : bool
+            Whether it is the gradient of all processes already.
         """
+        if self.reducer is not None and not summed:
+            self.reducer.take(ids, grad, whole, lookup)
+            return
         # Threads may run backward at the same time, as in torch.
-        with self.rows.lock:
-            if self.reducer is not None:
-                self.reducer.take(ids, grad, whole, lookup)
-            else:
-                self.deposit_sum(ids, grad, rows, version, state_rows, whole)
-
-    def deposit_sum(
-        self,
-        ids: Tensor,
-        grad: Tensor,
-        rows: Tensor | None = None,
-        version: int = -1,
-        state_rows: dict[str, Tensor] | None = None,
-        whole: bool = False,
-    ) -> None:
-        """Add a gradient that is the sum over all processes; see `deposit`."""
         with self.rows.lock:
             if self.state is not None and self.state.running:
                 self.recover()

@@ -29,7 +29,7 @@ class Reducer(ABC):
 
     def __init__(self, handle: Any, exchange: Exchange) -> None:
         self._handle, self.exchange = weakref.ref(handle), exchange
-        _reducers.append(weakref.ref(self))
+        made.append(weakref.ref(self))
 
     @property
     def handle(self) -> Any:
@@ -44,8 +44,11 @@ class Reducer(ABC):
         return handle is not None and handle.reducer is self
 
     @abstractmethod
-    def is_open(self) -> bool:
-        """Tell whether gradients may have come since the last exchange, on this process or another."""
+    def is_open(self, at_step: bool = False) -> bool:
+        """Tell whether gradients may have come since the last exchange, on this process or another.
+
+        `at_step`: by hand, and not in a backward.
+        """
 
     @abstractmethod
     def take(self, ids: Tensor, grad: Tensor, whole: bool, lookup: Any) -> None:
@@ -88,18 +91,13 @@ class Reducer(ABC):
         return None
 
 
-# In the order in which they were made, which is the same on every process.
-_reducers: list[weakref.ref[Reducer]] = []
-
-
-def any_reducers() -> bool:
-    """Tell whether there are tables of several processes."""
-    return bool(_reducers)
+# In the order in which they were made, which is the same on every process. Empty: no table has other processes.
+made: list[weakref.ref[Reducer]] = []
 
 
 def _alive() -> list[Reducer]:
-    found = [(reference, reference()) for reference in _reducers]
-    _reducers[:] = [reference for reference, reducer in found if reducer is not None and reducer.is_alive()]
+    found = [(reference, reference()) for reference in made]
+    made[:] = [reference for reference, reducer in found if reducer is not None and reducer.is_alive()]
     return [reducer for _, reducer in found if reducer is not None and reducer.is_alive()]
 
 
@@ -115,7 +113,7 @@ def exchange_gradients(only: Iterable[Reducer] | None = None) -> None:
     chosen = None if only is None else set(only)
     groups: dict[Exchange, list[Reducer]] = {}
     for reducer in _alive():
-        if (chosen is None or reducer in chosen) and reducer.is_open():
+        if (chosen is None or reducer in chosen) and reducer.is_open(chosen is not None):
             groups.setdefault(reducer.exchange, []).append(reducer)
     for exchange, reducers in groups.items():
         try:

@@ -49,7 +49,7 @@ class Replicas(Reducer):
         self.is_waiting = not model.require_backward_grad_sync
         self._is_open = not self.is_waiting
 
-    def is_open(self) -> bool:  # noqa: D102
+    def is_open(self, at_step: bool = False) -> bool:  # noqa: D102
         return self._is_open
 
     def take(self, ids: Tensor, grad: Tensor, whole: bool, lookup: Any) -> None:  # noqa: D102
@@ -89,7 +89,7 @@ class Replicas(Reducer):
         total, inverse = grads.new_zeros(len(rows.ids), table.dim), rows.inverse.view(-1)
         for place, grad in zip(inverse.split(counts), grads.split(counts), strict=True):
             total.index_add_(0, place, grad)
-        handle.deposit_sum(rows.ids, total, whole=any(number & 2 for number in numbers))
+        handle.deposit(rows.ids, total, whole=any(number & 2 for number in numbers), summed=True)
 
 
 # --- DistributedDataParallel ---------------------------------------------------------------------------------------------

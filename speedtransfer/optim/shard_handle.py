@@ -37,6 +37,7 @@ class ShardHandle(Handle):
 
     shows_sparse: ClassVar[bool] = False
     reducer: Shards
+    reducer_kind: ClassVar[type[Shards]] = Shards
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class ShardHandle(Handle):
     ) -> None:
         super().__init__(rows.table, requires_grad, idle, rows)
         self.partition = partition
-        self.reducer = Shards(self, exchange, partition, comm_dtype)
+        self.reducer = self.reducer_kind(self, exchange, partition, comm_dtype)
         first = partition.start(exchange.rank)
         # Rounding draws by row: by the number that it has in every process.
         rows.name_rows = lambda ids: partition.ids(ids + first)
@@ -102,10 +103,16 @@ class ShardHandle(Handle):
     def change(self, function: Callable[[Tensor], object]) -> None:
         """Have `function` change every value in place, each by itself."""
         self.rows.catch_up()
-        for part in row_chunks(self.table.num_rows, self.table.dim * self.rows.dtype.itemsize):
-            values = self.rows.whole("weight", part.start, part.stop).clone()
+        size = self.partition.size(self.reducer.exchange.rank)
+        for part in row_chunks(size, self.table.dim * self.rows.dtype.itemsize):
+            ids = self.own_rows(part.start, part.stop)
+            values = self.rows.read(ids.to(self.table.device))["weight"]
             function(values)
-            self.rows.load("weight", values, part.start)
+            self.rows.put("weight", ids, values)
+
+    def own_rows(self, start: int, stop: int) -> Tensor:
+        """Return some of the rows of the table that this process updates: all are, and are numbered from 0."""
+        return torch.arange(start, stop)
 
     def _keep(self, ids: Tensor, values: Tensor) -> None:
         at, local = self._owned(ids.cpu())
@@ -153,7 +160,7 @@ class ShardHandle(Handle):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         self.rows.catch_up()
-        made = ShardHandle(
+        made = type(self)(
             self.rows.copy(),
             self.partition,
             self.reducer.exchange,

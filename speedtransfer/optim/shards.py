@@ -65,8 +65,14 @@ class Shards(Reducer):
         # Rows that this process has asked for, and the distinct ones asked of it.
         self.asked_rows = self.served_rows = 0
 
-    def _start(self) -> int:
-        return self.partition.start(self.exchange.rank)
+    def _local(self, places: Tensor) -> Tensor:
+        """Return which rows of the table here are at `places`, of this process."""
+        return places - self.partition.start(self.exchange.rank)
+
+    def by_owner(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the places of `ids` (n,) in the order of their owners, this order, and how many each rank has."""
+        places, order = self.partition.places(ids).sort()
+        return places, order, torch.bincount(places // self.partition.per_rank, minlength=self.exchange.ranks).cpu()
 
     # --- lookups --------------------------------------------------------------------------------------------------------
 
@@ -124,16 +130,14 @@ class Shards(Reducer):
 
     def route(self, ids: Tensor, training: bool) -> Route:
         """Agree with the others who asks whom for what, and send the ids."""
-        places = self.partition.places(ids)
-        places, order = places.sort()
-        sends = torch.bincount(places // self.partition.per_rank, minlength=self.exchange.ranks).cpu()
+        places, order, sends = self.by_owner(ids)
         counts = self.exchange.agree("looks up rows", sends.unsqueeze(1), self._about(training))[:, 0].tolist()
         if min(counts) < 0:
             raise ProcessGroupError(
                 f"rank {counts.index(-1)} refused its ids (its own message says why), so no process looked any up"
             )
         (got,) = self.exchange.move("ids", [Segment(places.unsqueeze(1), sends.tolist(), counts)])
-        return self._routed(order, sends.tolist(), counts, got[:, 0] - self._start())
+        return self._routed(order, sends.tolist(), counts, self._local(got[:, 0]))
 
     def _routed(self, order: Tensor, sends: list[int], receives: list[int], local: Tensor) -> Route:
         if local.is_cuda and len(local):
@@ -146,16 +150,15 @@ class Shards(Reducer):
 
     def to_owners(self, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Send `values`, ``(n, dim)``, of the rows `ids` (n,) to their owners; return what this process gets, by local row."""
-        places, order = self.partition.places(ids).sort()
-        sends = torch.bincount(places // self.partition.per_rank, minlength=self.exchange.ranks).cpu()
+        places, order, sends = self.by_owner(ids)
         counts = self.exchange.agree("writes rows", sends.unsqueeze(1), str(self.handle))[:, 0].tolist()
         pair = Segment(places.unsqueeze(1), sends.tolist(), counts), Segment(values[order], sends.tolist(), counts)
         got, rows = self.exchange.move("rows", pair)
-        return got[:, 0] - self._start(), rows
+        return self._local(got[:, 0]), rows
 
     # --- gradients ------------------------------------------------------------------------------------------------------
 
-    def is_open(self) -> bool:  # noqa: D102
+    def is_open(self, at_step: bool = False) -> bool:  # noqa: D102
         return any(lookup.is_open for lookup in self._lookups.values())
 
     def take(self, ids: Tensor, grad: Tensor, whole: bool, lookup: Any) -> None:  # noqa: D102
@@ -239,7 +242,7 @@ class Shards(Reducer):
                 read = None if read is None else {name: values[kept] for name, values in read.items()}
             rest = {} if read is None else {name: values for name, values in read.items() if name != "weight"}
             rows = None if read is None else read["weight"]
-            handle.deposit_sum(owned, total, rows, -1 if read is None else lookup.version, rest)
+            handle.deposit(owned, total, rows, -1 if read is None else lookup.version, rest, summed=True)
             # The step updates these rows where they are.
             lookup.read = None
 

@@ -212,6 +212,11 @@ class Exchange:
         return moved.view(values.dtype).to(values.device)
 
 
+def is_first() -> bool:
+    """Tell whether this is the first process, or the only one."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
 _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange] = weakref.WeakKeyDictionary()
 
 

@@ -2,9 +2,11 @@
 
 from speedtransfer.tables.chunks import CHUNK_BYTES, copy_plane, plane_chunks, row_chunks
 from speedtransfer.tables.index import as_index
+from speedtransfer.tables.memories import Memory
 from speedtransfer.tables.padded import is_padded, kept, num_unique, padded_unique, sum_rows, trimmed
 from speedtransfer.tables.page_advice import read_ahead
 from speedtransfer.tables.planes import PathLike, check_dtype
+from speedtransfer.tables.records import check_layout
 from speedtransfer.tables.row_values import as_rows, overlap, tensor_of
 from speedtransfer.tables.stats import TableStats
 from speedtransfer.tables.table import MEMORIES, Table
@@ -15,6 +17,7 @@ from speedtransfer.tables.write_log import WriteLog
 __all__ = [
     "CHUNK_BYTES",
     "MEMORIES",
+    "Memory",
     "PathLike",
     "Table",
     "TableStats",
@@ -23,6 +26,7 @@ __all__ = [
     "as_index",
     "as_rows",
     "check_dtype",
+    "check_layout",
     "copy_plane",
     "is_padded",
     "kept",

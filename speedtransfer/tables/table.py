@@ -95,6 +95,12 @@ class Table(WholePlanes):
         place = _open_memory(memory, path, device, num_rows * dim * dtype.itemsize, layout)
         self._adopt(place, place.allocate("weight", num_rows, dim, dtype))._start_cache(cache)
 
+    @classmethod
+    def over(cls, place: Memory, num_rows: int, dim: int, dtype: DType) -> Self:
+        """Make a table in a memory that exists."""
+        check_dtype(dtype)
+        return cls.__new__(cls)._adopt(place, place.allocate("weight", num_rows, dim, dtype))
+
     # --- rows in and out ----------------------------------------------------------------------------------------------
 
     @overload

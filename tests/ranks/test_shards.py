@@ -32,13 +32,13 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["sharded", "replicas"])
+@pytest.mark.parametrize("kind", ["sharded", "shared", "replicas"])
 @pytest.mark.parametrize("name", RUNS)
 def test_numbers_of_one_process(ranks, kind, name):
     import dataclasses
 
     run = dataclasses.replace(RUNS[name], kind=kind)
-    if kind == "replicas" and "max_norm" in run.module:
+    if kind != "sharded" and "max_norm" in run.module:
         pytest.skip("refused")
     found = ranks(compare, run)
     for each in found:

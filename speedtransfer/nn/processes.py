@@ -1,0 +1,124 @@
+"""What models with tables need beside ``torch.distributed``: parameters to leave out, clipping, and whole state dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speedtransfer.nn.module_state import placeholder_rows
+from speedtransfer.optim import Handle, ShardHandle, find_handle
+from speedtransfer.ranks import Segment, is_first
+from speedtransfer.tables import row_chunks
+
+
+def table_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the weights of the tables in `model`.
+
+    FSDP2 must leave them out: ``fully_shard(model, ignored_params=st.table_parameters(model))``. Make the tables with
+    `process_group`, or the processes would train each its own. `DistributedDataParallel` leaves them out by itself.
+    """
+    return {param for param in model.parameters() if find_handle(param) is not None}
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``, which takes no model that is half FSDP2.
+
+    Parameters
+    ----------
+    parameters : iterable of Tensor
+        Ordinary ones, those that ``fully_shard`` has made DTensors, and weights of tables.
+    max_norm, norm_type, error_if_nonfinite
+        As there.
+
+    Returns
+    -------
+    Tensor
+        The norm before clipping, a scalar; the same in all processes.
+
+    Raises
+    ------
+    RuntimeError
+        With `error_if_nonfinite`, the norm is no number or infinite.
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [param.grad for param in params if param.grad is not None]
+    if not grads:
+        return torch.tensor(0.0)
+    groups: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault((_is_dtensor(grad), grad.device, grad.dtype), []).append(grad)
+    norms = []
+    for group in groups.values():
+        norm: Any = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(group, norm_type)), norm_type)
+        norms.append((norm.full_tensor() if _is_dtensor(norm) else norm).to(grads[0].device))
+    total = torch.linalg.vector_norm(
+        torch.stack([norm.to(torch.promote_types(norm.dtype, norms[0].dtype)) for norm in norms]), norm_type
+    )
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {float(total)}, so they cannot be clipped; to go on, "
+            "pass error_if_nonfinite=False"
+        )
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for (_, device, _), group in groups.items():
+        torch._foreach_mul_([_local(grad) for grad in group], factor.to(device))
+    return total
+
+
+def _is_dtensor(tensor: Any) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def _local(grad: Any) -> Tensor:
+    """Return the part of a gradient that this process has, over the same memory."""
+    return grad.to_local() if _is_dtensor(grad) else grad
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of `model` with all rows of its tables, as that of ``nn.Embedding`` modules, in rank 0.
+
+    Collective: every process of the tables' groups must call it. Others than rank 0 get an empty dict. Rows come in chunks of
+    16 MB; rank 0 needs memory for all of them.
+    """
+    with placeholder_rows() as met:
+        state = model.state_dict()
+    handles = {id(placeholder): handle for placeholder, handle in met}
+    result, whole = dict[str, Any](), dict[Handle, Tensor]()
+    for key, value in state.items():
+        handle = handles.get(id(value))
+        if handle is None:
+            result[key] = value.full_tensor() if _is_dtensor(value) else value
+            continue
+        if handle not in whole:
+            handle.recover()
+            whole[handle] = _all_rows(handle) if isinstance(handle, ShardHandle) else handle.rows.whole("weight")
+        result[key] = whole[handle]
+    return result if is_first() else {}
+
+
+def _all_rows(handle: ShardHandle) -> Tensor:
+    """Return all rows, ``(num_rows, dim)`` in the order of ids on the host, in rank 0; no rows in others."""
+    exchange, partition, rows = handle.reducer.exchange, handle.partition, handle.rows
+    rows.catch_up()
+    exchange.agree("reads all rows", torch.zeros(1, dtype=torch.int64), str(handle))
+    dim, none = handle.table.dim, [0] * exchange.ranks
+    whole = torch.empty(handle.num_rows if exchange.rank == 0 else 0, dim, dtype=rows.dtype, device="cpu")
+    for chunk in row_chunks(partition.per_rank, dim * rows.dtype.itemsize):
+        counts = [max(0, min(chunk.stop, partition.size(rank)) - chunk.start) for rank in range(exchange.ranks)]
+        count = counts[exchange.rank]
+        values = (
+            rows.whole("weight", chunk.start, chunk.start + count) if count else torch.empty(0, dim, dtype=rows.dtype)
+        )
+        sends = [count, *none[1:]]
+        (got,) = exchange.move("rows", [Segment(values.cpu(), sends, counts if exchange.rank == 0 else none)])
+        if exchange.rank == 0:
+            ids = [partition.ids_of(r, chunk.start, chunk.start + n) for r, n in enumerate(counts)]
+            whole[torch.cat(ids)] = got
+    return whole

@@ -1,0 +1,160 @@
+"""One table for all processes of a host: every process reads it, each row is updated by exactly one.
+
+A lookup sends nothing. At the end of backward gradients go to the processes that update their rows, which add them in the
+order of the ranks, as in shards; and after a step each waits for all others, so that nobody reads rows being written.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.optim.merge import merged
+from speedtransfer.optim.shard_handle import ShardHandle
+from speedtransfer.optim.shards import Lookup, Shards
+from speedtransfer.ranks import Exchange, Partition, Segment
+from speedtransfer.rows import Rows
+from speedtransfer.tables import num_unique
+
+
+class SharedRows(Shards):
+    """The other processes of a host, as the handle of a shared table sees them."""
+
+    def __init__(
+        self, handle: Any, exchange: Exchange, partition: Partition, comm_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(handle, exchange, partition, comm_dtype)
+        # The gradient of this process since the last exchange; whether there was an exchange since the last step.
+        self._merged: tuple[Tensor, Tensor] | None = None
+        self._has_met = False
+
+    def _local(self, places: Tensor) -> Tensor:
+        return self.partition.ids(places)
+
+    def refuse(self, error: Exception, training: bool) -> None:
+        """Raise `error`: the others need not know of a lookup here."""
+        raise error
+
+    def look_up(
+        self, ids: Tensor, training: bool, renormalize: Callable[[Tensor, Tensor], None] | None = None
+    ) -> tuple[Tensor, Lookup | None]:
+        """Return the rows `ids` (n,), ``(n, dim)``."""
+        if renormalize is not None:
+            raise InvalidValueError(
+                f"{self.handle} has memory='shared' and max_norm, with which every lookup writes rows that others may be "
+                "reading; leave max_norm out, or share the rows out: process_group with another memory"
+            )
+        return self.handle.rows.read(ids)["weight"], None
+
+    def is_open(self, at_step: bool = False) -> bool:
+        """Tell whether there is an exchange: at the end of each backward, and at a step that none went before."""
+        return self.handle.requires_grad and not (at_step and self._has_met and self._merged is None)
+
+    def take(self, ids: Tensor, grad: Tensor, whole: bool, lookup: Any) -> None:  # noqa: D102
+        count = num_unique(ids)
+        if count is not None:
+            ids, grad = ids[: int(count)], grad[: int(count)]
+        left = ids, grad.detach().clone()
+        self._merged = left if self._merged is None else merged(self.handle.table, self._merged, left)[:2]
+
+    def forget(self) -> None:  # noqa: D102
+        super().forget()
+        self._merged = None
+
+    def announce(self) -> int:  # noqa: D102
+        self._has_met = True
+        return int(self._merged is not None)
+
+    def requests(self, numbers: Sequence[int]) -> list[Tensor]:  # noqa: D102
+        self._lookups.clear()
+        if not any(numbers):
+            return []
+        table = self.handle.table
+        if self._merged is None:
+            empty = torch.empty(0, dtype=torch.int64, device=table.device)
+            ids, grad = empty, torch.empty(0, table.dim, dtype=self.handle.rows.dtype, device=table.device)
+        else:
+            ids, grad = self._merged
+        self._asked, self._order, self._sends = self.by_owner(ids)
+        self._count += 1
+        self._left = {self._count: grad}
+        return [self._sends]
+
+    def send_ids(self, counts: Sequence[Sequence[int]]) -> list[Segment]:  # noqa: D102
+        self._receives = list(counts[0])
+        return [Segment(self._asked.unsqueeze(1), self._sends.tolist(), self._receives)]
+
+    def receive_ids(self, received: Sequence[Tensor]) -> None:  # noqa: D102
+        route = self._routed(self._order, self._sends.tolist(), self._receives, self._local(received[0][:, 0]))
+        self._lookups[self._count] = Lookup(self._count, route, None, -1)
+
+    def send(self, numbers: Sequence[int]) -> list[Segment]:  # noqa: D102
+        # Those without a gradient send no rows, and all know.
+        return super().send([1] * len(numbers)) if self._lookups else []
+
+    def receive(self, numbers: Sequence[int], received: Sequence[Tensor]) -> None:  # noqa: D102
+        if self._lookups:
+            super().receive([1] * len(numbers), received)
+        self._merged = None
+        self._lookups.clear()
+
+    def after_step(self) -> None:
+        """Wait until all have written their rows."""
+        self._has_met = False
+        _meet(self.handle.rows, self.exchange)
+
+
+def _meet(rows: Rows, exchange: Exchange) -> None:
+    """Wait until all processes have written what they had to."""
+    rows.table.wait()
+    exchange.agree("makes a step", torch.zeros(1, dtype=torch.int64))
+
+
+class SharedHandle(ShardHandle):
+    """Tie a parameter to a table that the processes of a host share; its arguments are those of :class:`ShardHandle`."""
+
+    reducer_kind = SharedRows
+
+    def __init__(
+        self,
+        rows: Rows,
+        partition: Partition,
+        exchange: Exchange,
+        requires_grad: bool = True,
+        idle: str = "lazy",
+        comm_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(rows, partition, exchange, requires_grad, idle, comm_dtype)
+        rows.name_rows = None
+        # Not its methods: the rows would hold what holds them.
+        own = functools.partial(partition.ids_of, exchange.rank)
+        rows.own = partition.size(exchange.rank), own, functools.partial(_meet, rows, exchange)
+
+    def set_padding(self, padding_idx: int | None) -> None:
+        """Keep the row that sparse gradients leave out."""
+        self.padding_idx = padding_idx
+
+    def own_rows(self, start: int, stop: int) -> Tensor:
+        """Return some of the rows that this process updates."""
+        return self.partition.ids_of(self.reducer.exchange.rank, start, stop)
+
+    def _owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        at, _ = super()._owned(ids)
+        return at, ids[at]
+
+    def draw(self, function: Callable[[Tensor], object], start: int = 0, stop: int | None = None) -> None:  # noqa: D102
+        super().draw(function, start, stop)
+        _meet(self.rows, self.reducer.exchange)
+
+    def change(self, function: Callable[[Tensor], object]) -> None:  # noqa: D102
+        super().change(function)
+        _meet(self.rows, self.reducer.exchange)
+
+    def load(self, values: Tensor, start: int = 0) -> None:  # noqa: D102
+        super().load(values, start)
+        _meet(self.rows, self.reducer.exchange)
