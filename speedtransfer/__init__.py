@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from speedtransfer import errors
+from speedtransfer import errors, ranks
 from speedtransfer.checkpoint import load_checkpoint, save_checkpoint
 from speedtransfer.nn import (
     ActiveRows,
@@ -21,24 +21,31 @@ from speedtransfer.nn import (
     table_parameters,
     to_dense,
 )
+from speedtransfer.ranks import equal_steps
 from speedtransfer.tables import Table, TableStats
 from speedtransfer.version import __version__
 
 if TYPE_CHECKING:
     from speedtransfer import speedtorch, word2vec
+    from speedtransfer.ranks.averaging import BlockMomentumAverager
+    from speedtransfer.ranks.comm_hooks import OneBitState, one_bit_hook
 
 __all__ = [
     "ActiveRows",
+    "BlockMomentumAverager",
     "Embedding",
     "EmbeddingBag",
     "MultiEmbedding",
+    "OneBitState",
     "Table",
     "TableStats",
     "__version__",
     "clip_grad_norm_",
+    "equal_steps",
     "errors",
     "full_state_dict",
     "load_checkpoint",
+    "one_bit_hook",
     "prefetch",
     "replace_embeddings",
     "save_checkpoint",
@@ -53,6 +60,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("speedtorch", "word2vec"):  # larger than all the rest, and few programs use them
         return importlib.import_module(f"{__name__}.{name}")
+    if name in ("BlockMomentumAverager", "OneBitState", "one_bit_hook"):
+        return getattr(ranks, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 

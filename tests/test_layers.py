@@ -96,6 +96,18 @@ def test_cupy_is_imported_in_one_folder():
     assert {name.split("/")[0] for name in found} == {"cuda"}
 
 
+def test_torch_distributed_is_imported_in_few_places():
+    """The others call these, and know of one process."""
+    found = {
+        path.relative_to(PACKAGE)
+        for path in FILES
+        for name in imports_of(path)
+        if name.startswith(("torch.distributed", "torch.nn.parallel"))
+    }
+    assert {part_of(PACKAGE / path) for path in found} <= {"ranks", "checkpoint", "optim"}
+    assert {path.name for path in found if path.parts[0] == "optim"} == {"replicas.py"}
+
+
 @pytest.mark.parametrize("layer", ["engines", "tables"])
 def test_lower_layers_have_never_heard_of_training(layer):
     for path in (PACKAGE / layer).rglob("*.py"):

@@ -150,6 +150,14 @@ def _activate_shards(
 ) -> ActiveRows:
     """Read the unique rows of `ids` in a table of several processes, which all call this."""
     shards, device = handle.reducer, handle.table.device
+    ticket = find_ticket(handle, ids) if handle.reads_ahead or isinstance(ids, Ticket) else None
+    if ticket is not None:
+        taken = ticket.take(padding_idx)  # type: ignore[attr-defined]
+        if taken is not None:
+            groups, rows, read = taken
+            lookup = shards.remember(ticket.route, read) if training else None  # type: ignore[attr-defined]
+            return ActiveRows(handle, groups, ticket.shape, {"weight": rows}, training, padding_idx, lookup)
+        ids = ticket.ids.view(ticket.shape) if ticket is ids else ids
     check_not_capturing("a lookup in a table of several processes")
     try:
         if isinstance(ids, UniqueRows):

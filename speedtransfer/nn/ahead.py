@@ -49,6 +49,10 @@ class Ahead(NamedTuple):
             parts = [part for part in (*self.groups[:4], num_unique(self.groups.ids)) if part is not None]
             use([*parts, *self.fetched.values()], self.arrived)
 
+    def stored(self, rows: Rows) -> dict[str, Tensor]:
+        """Return the rows as they are stored, as `Rows.fetch` would."""
+        return rows.refetch(self.groups.ids, self.planes, self.fetched, self.log)
+
     def rows(self, rows: Rows) -> dict[str, Tensor]:
         """Return the rows as `Rows.read` would, ``(n, *tail)`` of each plane; once, as a step writes to their memory."""
         if self.planes is not None and rows.lag is not None:

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
+from speedtransfer.nn.fused_lookup import read_ahead_of
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import Ticket
 
@@ -33,6 +34,7 @@ def prefetch(loader: Iterable[Batch], ids_of: Callable[[Batch], Ids], depth: int
     ----------
     loader : iterable
         A ``DataLoader``, with workers or without, or any other iterable of batches.
+        Of tables with `process_group` every process must have as many: wrap the loader in `equal_steps` first.
     ids_of : callable
         Takes a batch and returns pairs of a module, one of ours, and ids that it will look up: a mapping or an iterable.
     depth : int
@@ -125,16 +127,15 @@ class PrefetchLoader(Generic[Batch]):
                 f"ids_of returned a {type(pairs).__name__} but must return pairs of a module and its ids; return for instance "
                 "{model.embedding: ids}"
             )
-        tickets = []
-        for module, ids in pairs:
+        pairs = list(pairs)
+        for module, _ in pairs:
             if not isinstance(module, TableModule):
                 kind = f"{type(module).__module__}.{type(module).__qualname__}"
                 raise InvalidTypeError(
                     f"ids_of returned ids for an object of {kind}, which has no rows to read ahead; return pairs of a "
                     "speedtransfer.Embedding or EmbeddingBag and its ids"
                 )
-            tickets.append(module.prefetch(ids))
-        return tickets
+        return read_ahead_of(pairs)
 
 
 class StatefulPrefetchLoader(PrefetchLoader[Batch]):

@@ -103,6 +103,7 @@ class ShardedTable:
         except Exception as raised:
             error = raised
         shards.exchange.agree_on_error("writes rows", error, str(handle))
+        shards.changes += 1
         local, values = shards.to_owners(ids, values)
         twice = len(local) - len(local.unique())
         error = (

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.active import ActiveRows, activate
+from speedtransfer.nn.fused_lookup import read_ahead_of
 from speedtransfer.nn.module_state import ModuleState
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, complete
@@ -165,7 +166,14 @@ class TableModule(ModuleState):
                 "no rows of the table to read ahead; leave prefetch out"
             )
         if isinstance(self._handle, ShardHandle):
-            raise InvalidTypeError("rows of a table with process_group are not read ahead; leave prefetch out")
+            if self._handle.rows.own is not None:
+                raise InvalidTypeError(
+                    f"{self._handle} has memory='shared', whose rows other processes write unseen, so none are read ahead; "
+                    "leave prefetch out"
+                )
+            if self.max_norm is not None:
+                raise InvalidTypeError(f"{self._handle} has max_norm and several processes; leave prefetch out")
+            return read_ahead_of([(self, ids)])[0]
         training = torch.is_grad_enabled() and self._handle.requires_grad
         return Ticket(self._handle, ids, self.padding_idx, training)
 

@@ -35,27 +35,31 @@ class Ticket:
         Of the ids.
     """
 
+    _future: concurrent.futures.Future[Ahead | None] | None
+
     def __init__(self, handle: Handle, ids: Any, padding_idx: int | None, training: bool) -> None:
         rows, table = handle.rows, handle.table
         flat, self.shape, _ = as_index(ids, table.num_rows, table.device, check=False)
         if table.device.type == "cuda":
             check_not_capturing("prefetch()", "read ahead before the capture, or leave it out")
+        self._note(handle, flat, ids, padding_idx)
+        if table.device.type == "cuda" and table.memory == "device":
+            return  # nothing has to cross the bus
+        planes = None if training or rows.lag is not None else ("weight",)
+        self._future = begin_to_read(rows, self._ids, self.shape, padding_idx, planes, self._asked)
+        begin_to_wait(self)
+
+    def _note(self, handle: Handle, flat: Tensor, ids: Any, padding_idx: int | None) -> None:
+        """Keep what a lookup finds it by."""
         # The caller may fill the memory of `ids` anew for the next batch.
         self._ids = flat.clone()
         # Ids on a CUDA device are known by their memory, which is kept so that nobody else gets it.
         self._place = _place(ids)
         self._given = ids
-        self._asked = current_stream(table.device).record_event() if self._ids.is_cuda else None
-        self._handle, self._rows, self._process = handle, rows, os.getpid()
+        self._asked = current_stream(handle.table.device).record_event() if self._ids.is_cuda else None
+        self._handle, self._rows, self._process = handle, handle.rows, os.getpid()
         self._padding_idx = padding_idx
-        self._future: concurrent.futures.Future[Ahead | None] | None = None
-        if table.device.type == "cuda" and table.memory == "device":
-            return  # nothing has to cross the bus
-        planes = None if training or rows.lag is not None else ("weight",)
-        self._future = begin_to_read(rows, self._ids, self.shape, padding_idx, planes, self._asked)
-        with _turn.lock:
-            _open.setdefault(handle, weakref.WeakSet()).add(self)
-        handle.reads_ahead = True
+        self._future = None
 
     def __del__(self) -> None:
         future = self.__dict__.get("_future")
@@ -78,8 +82,8 @@ class Ticket:
         """Tell whether the ids that it was made for have other values by now, as far as the host can see."""
         if self._ids.is_cuda:
             return self._place is not None and self._place != _place(self._given)
-        table = self._rows.table
-        return not torch.equal(self._ids, as_index(self._given, table.num_rows, table.device, check=False)[0])
+        given = as_index(self._given, self._handle.num_rows, self._rows.table.device, check=False)[0]
+        return not torch.equal(self._ids, given)
 
     def check(self, handle: Handle) -> None:
         """Raise `InvalidValueError` unless it was made for the table of `handle`."""
@@ -101,10 +105,7 @@ class Ticket:
             Of the module that looks up: several may have one table.
         """
         future, self._future = self._future, None
-        with _turn.lock:
-            tickets = _open.get(self._handle)
-            if tickets is not None:
-                tickets.discard(self)
+        self.forget()
         # A forked process has none of the threads.
         if future is None or self._handle.rows is not self._rows or self._process != os.getpid():
             return None
@@ -124,6 +125,13 @@ class Ticket:
             self._rows.table.check(torch.where(flat == self.ids, flat, CHANGED_ID))
         return ahead
 
+    def forget(self) -> None:
+        """Let no lookup find it any more."""
+        with _turn.lock:
+            tickets = _open.get(self._handle)
+            if tickets is not None:
+                tickets.discard(self)
+
     def is_for(self, ids: Tensor) -> bool:
         """Tell whether `ids` are those that it was made for."""
         if self.shape != tuple(ids.shape) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
@@ -132,6 +140,13 @@ class Ticket:
             return self._place is not None and self._place == _place(ids)
         # Rows that the host moves make it wait for the device anyway.
         return self._ids.device == ids.device and torch.equal(self.ids, ids.reshape(-1).to(torch.int64))
+
+
+def begin_to_wait(ticket: Ticket) -> None:
+    """Let lookups find a ticket by its ids."""
+    with _turn.lock:
+        _open.setdefault(ticket._handle, weakref.WeakSet()).add(ticket)
+    ticket._handle.reads_ahead = True
 
 
 def _place(ids: Any) -> tuple[Any, ...] | None:

@@ -103,6 +103,7 @@ class ShardHandle(Handle):
     def change(self, function: Callable[[Tensor], object]) -> None:
         """Have `function` change every value in place, each by itself."""
         self.rows.catch_up()
+        self.reducer.changes += 1
         size = self.partition.size(self.reducer.exchange.rank)
         for part in row_chunks(size, self.table.dim * self.rows.dtype.itemsize):
             ids = self.own_rows(part.start, part.stop)
@@ -115,6 +116,7 @@ class ShardHandle(Handle):
         return torch.arange(start, stop)
 
     def _keep(self, ids: Tensor, values: Tensor) -> None:
+        self.reducer.changes += 1
         at, local = self._owned(ids.cpu())
         self.rows.put("weight", local, values[at.to(values.device)])
 

@@ -62,6 +62,8 @@ class Shards(Reducer):
         self._lookups: dict[int, Lookup] = {}
         self._count = self._before_step = 0
         self._left: dict[int, Tensor] = {}
+        # Steps and other changes, which all processes make.
+        self.changes = 0
         # Rows that this process has asked for, and the distinct ones asked of it.
         self.asked_rows = self.served_rows = 0
 
@@ -91,33 +93,39 @@ class Shards(Reducer):
 
         `renormalize` shortens rows of a shard, given their numbers and values.
         """
-        route, handle = self.route(ids, training), self.handle
-        read, parts = self._read(route.owned, renormalize)
+        route = self._route(ids, training)
+        read, parts = self.read(route.owned, renormalize)
         segments = [Segment(part[route.inverse], route.receives, route.sends) for part in parts.values()]
-        got = dict(zip(parts, self.exchange.move("rows", segments), strict=True))
-        values = got.pop("values", None)
+        rows = self.arranged(route, dict(zip(parts, self.exchange.move("rows", segments), strict=True)))
+        return rows, self.remember(route, read) if training else None
+
+    def arranged(self, route: Route, received: dict[str, Tensor]) -> Tensor:
+        """Return the rows that owners have sent, ``(n, dim)``, in the order of the ids."""
+        values = received.pop("values", None)
         if values is None:
-            values = handle.rows.decode("weight", got)
+            values = self.handle.rows.decode("weight", received)
         rows = torch.empty_like(values)
         rows[route.order] = values
-        return rows, self._remember(route, read) if training else None
+        return rows
 
-    def _read(
-        self, owned: Tensor, renormalize: Callable[[Tensor, Tensor], None] | None
+    def read(
+        self, owned: Tensor, renormalize: Callable[[Tensor, Tensor], None] | None, ahead: Any = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the rows of this shard that were asked for, by plane, and what to send of them: "values", or as stored."""
         rows = self.handle.rows
         if not (rows.plain or rows.lag or renormalize):
-            fetched = rows.fetch(owned, ("weight",))
+            fetched = rows.fetch(owned, ("weight",)) if ahead is None else ahead.stored(rows)
+            fetched = {name: part for name, part in fetched.items() if name.partition(".")[0] == "weight"}
             return rows.finish(dict(fetched)), {name.removeprefix("weight"): part for name, part in fetched.items()}
         if renormalize is not None:
             rows.catch_up(owned)
-        read = rows.read(owned)
+        read = rows.read(owned) if ahead is None else ahead.rows(rows)
         if renormalize is not None:
             renormalize(owned, read["weight"])
         return read, {"values": read["weight"]}
 
-    def _remember(self, route: Route | None, read: dict[str, Tensor] | None) -> Lookup:
+    def remember(self, route: Route | None, read: dict[str, Tensor] | None) -> Lookup:
+        """Return what the gradient of a lookup needs, which all processes make."""
         self._count += 1
         made = Lookup(self._count, route, read, self.handle.table.version)
         self._lookups[made.number] = made
@@ -128,18 +136,17 @@ class Shards(Reducer):
         self._lookups.pop(made.number - _KEPT, None)
         return made
 
-    def route(self, ids: Tensor, training: bool) -> Route:
+    def _route(self, ids: Tensor, training: bool) -> Route:
         """Agree with the others who asks whom for what, and send the ids."""
         places, order, sends = self.by_owner(ids)
-        counts = self.exchange.agree("looks up rows", sends.unsqueeze(1), self._about(training))[:, 0].tolist()
-        if min(counts) < 0:
-            raise ProcessGroupError(
-                f"rank {counts.index(-1)} refused its ids (its own message says why), so no process looked any up"
-            )
+        told = check_counts(self.exchange.agree("looks up rows", sends.unsqueeze(1), self._about(training)))
+        counts = told[:, 0].tolist()
         (got,) = self.exchange.move("ids", [Segment(places.unsqueeze(1), sends.tolist(), counts)])
-        return self._routed(order, sends.tolist(), counts, self._local(got[:, 0]))
+        return self.routed(order, sends.tolist(), counts, got[:, 0])
 
-    def _routed(self, order: Tensor, sends: list[int], receives: list[int], local: Tensor) -> Route:
+    def routed(self, order: Tensor, sends: list[int], receives: list[int], places: Tensor) -> Route:
+        """Return the route of ids: of this process in `order`, of all at `places` here."""
+        local = self._local(places)
         if local.is_cuda and len(local):
             groups = trimmed(padded_unique(local, self.handle.table.num_rows))
         else:
@@ -251,8 +258,17 @@ class Shards(Reducer):
             lookup.is_open = False
 
     def after_step(self) -> None:  # noqa: D102
+        self.changes += 1
         self._lookups = {number: lookup for number, lookup in self._lookups.items() if number > self._before_step}
         self._before_step = self._count
+
+
+def check_counts(counts: Tensor) -> Tensor:
+    """Return `counts`, ``(ranks, n)``; raise if those of a rank are negative, which could not look its ids up."""
+    if bool((counts < 0).any()):
+        rank = int((counts < 0).any(1).int().argmax())
+        raise ProcessGroupError(f"rank {rank} refused its ids (its own message says why), so no process looked any up")
+    return counts
 
 
 def _summed(route: Route, has: Sequence[int], grads: Tensor) -> tuple[Tensor, Tensor]:

@@ -90,7 +90,7 @@ class SharedRows(Shards):
         return [Segment(self._asked.unsqueeze(1), self._sends.tolist(), self._receives)]
 
     def receive_ids(self, received: Sequence[Tensor]) -> None:  # noqa: D102
-        route = self._routed(self._order, self._sends.tolist(), self._receives, self._local(received[0][:, 0]))
+        route = self.routed(self._order, self._sends.tolist(), self._receives, received[0][:, 0])
         self._lookups[self._count] = Lookup(self._count, route, None, -1)
 
     def send(self, numbers: Sequence[int]) -> list[Segment]:  # noqa: D102

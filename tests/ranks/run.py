@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import datetime
-import faulthandler
 import multiprocessing
 import os
 import pickle
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 import uuid
-import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from ranks.worker import Reply, serve
 
 # Each rank is a fork of one process that has imported these, which takes seconds. Nothing of this repository: that process may
 # find another copy of it than the tests do.
@@ -93,16 +85,12 @@ class Ranks:
         `fresh`: replace the processes afterwards if a rank raised. A rank that hangs is a :class:`RankError` here too.
         """
         replies = self._run(function, args, limit, timeout, together=False)
-        hang = any(reply.failed and not reply.answered for reply in replies)
-        values = [None if hang else reply.value() for reply in replies]
-        if (
-            hang
-            or any(isinstance(value, DeadRankError) for value in values)
-            or (fresh and any(r.failed for r in replies))
-        ):
+        if not all(reply.answered for reply in replies):
             self.pool.stop()
-        if hang:
             raise _error_of(replies)
+        values = [reply.value() for reply in replies]
+        if any(reply.failed and (fresh or isinstance(reply.value(), DeadRankError)) for reply in replies):
+            self.pool.stop()
         return values
 
     def _run(self, function: Callable, args: tuple, limit: float, timeout: float, together: bool) -> list[Reply]:
@@ -130,21 +118,6 @@ class Ranks:
         return [replies[worker.rank] for worker in workers]
 
 
-@dataclasses.dataclass
-class Reply:
-    """How a function ended on a rank: `data` is what it returned or raised, pickled."""
-
-    rank: int
-    data: bytes
-    details: str = ""
-    failed: bool = False
-    answered: bool = True
-    time: float = dataclasses.field(default_factory=time.monotonic)
-
-    def value(self) -> Any:
-        return pickle.loads(self.data)
-
-
 def _error_of(replies: list[Reply]) -> RankError:
     failed = sorted((reply for reply in replies if reply.failed), key=lambda reply: reply.time)
     parts = [f"--- rank {reply.rank}: {type(e := reply.value()).__name__}: {e}\n{reply.details}" for reply in failed]
@@ -160,7 +133,7 @@ class Worker:
         self.pipe, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        self._process = context.Process(target=_serve, args=(theirs, rank, str(self._log)))
+        self._process = context.Process(target=serve, args=(theirs, rank, str(self._log)))
         self._process.start()
         theirs.close()
 
@@ -177,7 +150,9 @@ class Worker:
             self._process.join(10)
             code = self._process.exitcode or 0
             cause = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-            reply = Reply(self.rank, pickle.dumps(DeadRankError(f"rank {self.rank} ended by {cause}")), failed=True)
+            error = DeadRankError(f"rank {self.rank} ended by {cause}")
+            # Shown first: when it died is not known, and others fail by it.
+            reply = Reply(self.rank, pickle.dumps(error), failed=True, time=0.0)
         reply.details += self.output()
         return reply
 
@@ -193,77 +168,6 @@ class Worker:
         self._process.kill()
         self._process.join()
         self.pipe.close()
-
-
-def _serve(pipe: Connection, rank: int, log: str) -> None:
-    """Answer calls in the process of `rank`."""
-    # Ctrl-C is for pytest, which then ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        # The name of a machine need not resolve to an address that it has.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    calls: queue.SimpleQueue[tuple] = queue.SimpleQueue()
-
-    def receive() -> None:
-        with contextlib.suppress(EOFError, ConnectionError):
-            while True:
-                calls.put(pipe.recv())
-        # The tests have ended, by SIGKILL perhaps; what hangs here must not outlive them.
-        os._exit(0)
-
-    threading.Thread(target=receive, daemon=True).start()
-    while True:
-        pipe.send(_answer(rank, *calls.get()))
-
-
-def _answer(rank: int, world: int, store: str, timeout: float, together: bool, call: bytes) -> Reply:
-    ignored: list[BaseException | None] = []
-    sys.unraisablehook = lambda args: ignored.append(args.exc_value)
-    try:
-        _destroy_group()
-        limit = datetime.timedelta(seconds=timeout)
-        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            function, args = pickle.loads(call)
-            torch.manual_seed(0)
-            result = function(*args)
-            if together:
-                # Fails where a rank left out a collective of the others.
-                dist.barrier()
-        if ignored:
-            raise RuntimeError("Python ignored an exception, in a __del__ or a generator's close") from ignored[0]
-        # Not the pickle of multiprocessing: it sends tensors in shared memory, which ends with the process.
-        return Reply(rank, pickle.dumps(result))
-    # All: pytest's own, such as that of pytest.raises, are no Exceptions.
-    except BaseException as error:
-        reply = Reply(rank, _pickled(error), traceback.format_exc(), failed=True)
-        if together:
-            # Has those fail that wait for this rank. Ranks that may fail alone keep their group until all have answered.
-            _destroy_group()
-        return reply
-    finally:
-        sys.stdout.flush()
-
-
-def _destroy_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _pickled(error: BaseException) -> bytes:
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-        return data
-    except Exception:
-        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 def torchrun(

@@ -1,0 +1,112 @@
+"""Ways to send less than all gradients in every step: each trains to the loss of DDP's all-reduce."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+from speedtransfer.ranks import BlockMomentumAverager, OneBitState, one_bit_hook
+
+with warnings.catch_warnings():
+    # torch.jit.script, by torch itself.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+# bf16_compress_hook is not here: gloo has no all-reduce of bfloat16.
+
+NUM_IDS, STEPS, WARMUP, PERIOD = 200, 60, 10, 4
+
+
+def model() -> nn.Module:
+    """A regression whose target is the mean of numbers that the ids have."""
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1), nn.Flatten(0))
+    return nn.Sequential(nn.EmbeddingBag(NUM_IDS, 16), head)
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    """Each rank has ids of its own: what the others learn comes to it by their messages alone."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    values = torch.randn(NUM_IDS, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(2 + rank)
+    for _ in range(STEPS):
+        ids = torch.randint(NUM_IDS // world, (64, 4), generator=generator) * world + rank
+        yield ids, values[ids].mean(1)
+
+
+def train(way: Callable) -> tuple[float, list[Tensor]]:
+    """Return the loss on ids of all ranks, and the parameters of this rank."""
+    # In one bucket: on gloo, PowerSGD hangs with several.
+    ddp = DistributedDataParallel(model(), bucket_cap_mb=1000)
+    opt = torch.optim.Adam(ddp.parameters(), lr=1e-2)
+    opt = way(ddp, opt) or opt
+    for ids, target in batches():
+        opt.zero_grad()
+        (ddp(ids) - target).square().mean().backward()
+        opt.step()
+    values = torch.randn(NUM_IDS, generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(NUM_IDS, (1000, 4), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        loss = (ddp.module(ids) - values[ids].mean(1)).square().mean()
+    return loss.item(), [param.detach() for param in ddp.parameters()]
+
+
+def all_reduce(ddp, opt) -> None:
+    """DDP's own."""
+
+
+def fp16(ddp, opt) -> None:
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+def power_sgd(ddp, opt) -> None:
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=WARMUP)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def one_bit(ddp, opt) -> None:
+    ddp.register_comm_hook(OneBitState(start_step=WARMUP), one_bit_hook)
+
+
+def apart(ddp, opt, averager) -> PostLocalSGDOptimizer:
+    alone, _ = dist.new_subgroups(1)
+    state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=WARMUP)
+    ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    return PostLocalSGDOptimizer(opt, averager)
+
+
+def local_sgd(ddp, opt) -> PostLocalSGDOptimizer:
+    # One step later, so that the last step averages.
+    return apart(ddp, opt, PeriodicModelAverager(PERIOD, WARMUP + 1))
+
+
+def block_momentum(ddp, opt) -> PostLocalSGDOptimizer:
+    return apart(ddp, opt, BlockMomentumAverager(PERIOD, WARMUP + 1))
+
+
+# Times the loss of all-reduce. Measured on three ranks: 1.00, 1.09, 1.25, 2.6, 1.6; without an exchange after the warm-up 5.4.
+MARGINS = {fp16: 1.02, power_sgd: 1.2, one_bit: 1.4, local_sgd: 3, block_momentum: 1.9}
+
+
+def losses() -> dict[str, float]:
+    found = {}
+    for way in (all_reduce, *MARGINS):
+        found[way.__name__], params = train(way)
+        for param in params:
+            of_first = param.clone()
+            dist.broadcast(of_first, 0)
+            assert torch.equal(param, of_first), way.__name__
+    return found
+
+
+def test_trains_to_the_loss_of_all_reduce(three):
+    for found in three(losses):
+        for way, margin in MARGINS.items():
+            assert found[way.__name__] < margin * found["all_reduce"], way.__name__
