@@ -102,16 +102,19 @@ def activate(
     padding_idx: int | None = None,
     padded: bool = False,
     spare: bool = False,
+    by_hand: bool = False,
 ) -> ActiveRows:
     """Read the unique rows of `ids`, which may be `UniqueRows` on the CPU already.
 
     Rows longer than `max_norm` are rescaled first, in the table too. With `training` they are a leaf of autograd. `padded`
-    lets the ids be padded, so that the host does not wait for a CUDA device; the last is then padding if `spare`.
+    lets the ids be padded, so that the host does not wait for a CUDA device; the last is then padding if `spare`. `by_hand`:
+    a gradient may come without autograd.
     """
     if handle.state is not None and handle.state.running:
         handle.recover()
     if isinstance(handle, ShardHandle):
-        return _activate_shards(handle, ids, training, max_norm, norm_type, padding_idx)
+        by_hand = by_hand and handle.requires_grad
+        return _activate_shards(handle, ids, training, by_hand, max_norm, norm_type, padding_idx)
     table = handle.rows.table
     num_rows, device = table.num_rows, table.device
     if device.type == "cuda" and is_capturing():
@@ -146,7 +149,13 @@ def activate(
 
 
 def _activate_shards(
-    handle: ShardHandle, ids: Any, training: bool, max_norm: float | None, norm_type: float, padding_idx: int | None
+    handle: ShardHandle,
+    ids: Any,
+    training: bool,
+    by_hand: bool,
+    max_norm: float | None,
+    norm_type: float,
+    padding_idx: int | None,
 ) -> ActiveRows:
     """Read the unique rows of `ids` in a table of several processes, which all call this."""
     shards, device = handle.reducer, handle.table.device
@@ -155,7 +164,7 @@ def _activate_shards(
         taken = ticket.take(padding_idx)  # type: ignore[attr-defined]
         if taken is not None:
             groups, rows, read = taken
-            lookup = shards.remember(ticket.route, read) if training else None  # type: ignore[attr-defined]
+            lookup = shards.remember(ticket.route, read) if training or by_hand else None  # type: ignore[attr-defined]
             return ActiveRows(handle, groups, ticket.shape, {"weight": rows}, training, padding_idx, lookup)
         ids = ticket.ids.view(ticket.shape) if ticket is ids else ids
     check_not_capturing("a lookup in a table of several processes")
@@ -167,14 +176,14 @@ def _activate_shards(
             flat, shape, _ = as_index(ids, handle.num_rows, device, check=False)
             groups = unique_rows(flat, handle.num_rows, ids, padding_idx, grouped=device.type == "cuda")
     except Exception as error:
-        shards.refuse(error, training)
+        shards.refuse(error, training or by_hand)
         raise
     groups = groups.to(device)
     renormalize = None
     if max_norm is not None:
         renormalize = functools.partial(_renormalize, handle, max_norm=max_norm, norm_type=norm_type)
     with torch.no_grad():
-        rows, lookup = shards.look_up(groups.ids, training, renormalize)
+        rows, lookup = shards.look_up(groups.ids, training or by_hand, renormalize)
     return ActiveRows(handle, groups, shape, {"weight": rows}, training, padding_idx, lookup)
 
 

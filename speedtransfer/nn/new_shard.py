@@ -14,7 +14,7 @@ from speedtransfer.encoding import check_dtypes
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.options import TableOptions
 from speedtransfer.optim import Handle, Rows, ShardHandle, SharedHandle
-from speedtransfer.ranks import Exchange, Partition, SharedMemory, exchange_of
+from speedtransfer.ranks import Exchange, Partition, SharedMemory, as_int64, exchange_of
 from speedtransfer.tables import Table, check_layout
 
 # What gradients may be sent as.
@@ -48,7 +48,7 @@ def make_shard(
     exchange.agree_on_error("makes a table", error, about)
     assert rows is not None
     # The seeds of processes may differ.
-    rows.load_state_dict({"seed": int(exchange.agree("makes a table", torch.tensor([rows.seed]))[0])})
+    rows.load_state_dict({"seed": int(exchange.agree("makes a table", torch.tensor([as_int64(rows.seed)]))[0])})
     kind = SharedHandle if options["memory"] == "shared" else ShardHandle
     handle = kind(rows, partition, exchange, requires_grad, options["idle"], options["comm_dtype"])
     if weight is not None:

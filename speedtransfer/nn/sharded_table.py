@@ -133,6 +133,20 @@ class ShardedTable:
             calls=traffic.calls,
         )
 
+    def reset_stats(self) -> None:
+        """Count rows and bytes of the shard anew."""
+        self.local.reset_stats()
+
+    def uniform_(self, a: float = 0.0, b: float = 1.0, generator: Any = None) -> ShardedTable:
+        """Draw all weights from [a, b): the numbers of one process. Collective."""
+        self._handle.draw(lambda values: values.uniform_(a, b, generator=generator))
+        return self
+
+    def all_agree(self, value: bool) -> bool:
+        """Tell whether `value` is true in every process. Collective."""
+        exchange = self._handle.reducer.exchange
+        return bool(exchange.agree("reads all rows", torch.tensor([int(value)])).all())
+
     def torch(self) -> NoReturn:
         """Raise: no process has all rows."""
         raise InvalidTypeError(

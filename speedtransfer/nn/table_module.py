@@ -137,7 +137,7 @@ class TableModule(ModuleState):
                 "no rows of the table to activate; call the module instead, which computes with what was swapped in"
             )
         training = torch.is_grad_enabled() and self._handle.requires_grad
-        return activate(self._handle, ids, training, self.max_norm, self.norm_type, self.padding_idx)
+        return activate(self._handle, ids, training, self.max_norm, self.norm_type, self.padding_idx, by_hand=True)
 
     @unrecorded
     def prefetch(self, ids: Any) -> Ticket:

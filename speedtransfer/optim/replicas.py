@@ -23,7 +23,7 @@ from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.merge import merged
 from speedtransfer.optim.reducers import Reducer
 from speedtransfer.optim.shard_handle import ShardHandle
-from speedtransfer.ranks import Exchange, Segment, exchange_of
+from speedtransfer.ranks import Exchange, Segment, as_int64, exchange_of
 from speedtransfer.tables import row_chunks, unique_rows
 
 _REMEDY = (
@@ -194,7 +194,7 @@ def _replicate(tables: dict[str, Handle], exchange: Exchange, copy_rows: bool) -
 def _copy_from_first(handle: Handle, exchange: Exchange, copy_rows: bool) -> None:
     """Make rows and the seed of rounding those of rank 0."""
     rows = handle.rows
-    state = torch.tensor(list(rows.state_dict().values()))
+    state = torch.tensor([as_int64(word) for word in rows.state_dict().values()])
     rows.load_state_dict(dict(zip(rows.state_dict(), exchange.from_first(state).tolist(), strict=True)))
     if not copy_rows:
         return

@@ -4,9 +4,10 @@ import importlib
 from typing import Any
 
 from speedtransfer.ranks.equal_steps import EqualSteps, equal_steps
-from speedtransfer.ranks.exchange import Exchange, Segment, Traffic, exchange_of, is_first
+from speedtransfer.ranks.exchange import Exchange, Segment, Traffic, as_int64, exchange_of, is_first
 from speedtransfer.ranks.partition import Partition
 from speedtransfer.ranks.shared_memory import SharedMemory
+from speedtransfer.ranks.torchrun import joined, world
 
 # What few programs use, and what imports parts of torch that are slow to import.
 _LATER = {"BlockMomentumAverager": "averaging", "OneBitState": "comm_hooks", "one_bit_hook": "comm_hooks"}
@@ -18,9 +19,12 @@ __all__ = [
     "Segment",
     "SharedMemory",
     "Traffic",
+    "as_int64",
     "equal_steps",
     "exchange_of",
     "is_first",
+    "joined",
+    "world",
 ]
 
 

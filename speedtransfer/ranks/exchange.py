@@ -212,6 +212,12 @@ class Exchange:
         return moved.view(values.dtype).to(values.device)
 
 
+def as_int64(word: int) -> int:
+    """Return a word of 64 bits, such as a seed, as the int64 with the same bits."""
+    word &= (1 << 64) - 1
+    return word - (1 << 64) if word >> 63 else word
+
+
 def is_first() -> bool:
     """Tell whether this is the first process, or the only one."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -133,7 +134,7 @@ class Checkpoints:
             self._say(f"there is no checkpoint in {str(self.path)!r} yet: training begins at the first step")
 
     def after_step(self, trainer: Trainer) -> None:  # noqa: D102 (Watcher)
-        if trainer.step % (self.every or len(trainer.sampler)) == 0 and trainer.step < trainer.num_steps:
+        if trainer.step % (self.every or math.ceil(trainer.steps_an_epoch)) == 0 and trainer.step < trainer.num_steps:
             self._try_to_save(trainer)
 
     def finish(self, trainer: Trainer) -> None:  # noqa: D102 (Watcher)

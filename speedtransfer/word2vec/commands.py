@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, format_bytes
+from speedtransfer.ranks import is_first, joined
 from speedtransfer.word2vec import commands_vectors
 from speedtransfer.word2vec.config import read_config
 from speedtransfer.word2vec.demo import run_demo
@@ -135,16 +137,27 @@ def train(
     if corpus != "-":
         find_files(corpus)
     with folder, ExitStack() as saving:
+        others = saving.enter_context(joined(resolve_device(settings.device)))
+        if others is not None and (tensorboard is not None or settings.path is not None):
+            raise InvalidValueError("tensorboard and path are for one process; leave them out with torchrun")
         stop = StopOnSignal()
 
         def begin(trainer: Trainer) -> None:
             # From the first step until all is saved a signal ends nothing but training.
             saving.enter_context(stop)
-            warn_of_little_room(folder, trainer, suffix, progress.say)
+            if is_first():
+                warn_of_little_room(folder, trainer, suffix, progress.say)
 
-        with TrainingProgress(not quiet) as progress:
+        with TrainingProgress(not quiet and is_first()) as progress:
             trainer = run.train(corpus, progress, begin)
-        save_or_rescue(folder, trainer, corpus, suffix)
+        # All processes have some of the vectors, one writes them.
+        trainer.keep_vectors()
+        first = is_first()
+        if first:
+            save_or_rescue(folder, trainer, corpus, suffix)
+    if not first:
+        _exit_after(stop.requested)
+        return
     to_device, back = trainer.moved_bytes
     typer.echo(
         f"{len(trainer.corpus.vocabulary):,} words, {trainer.num_steps:,} steps of {trainer.block_words:,} words (epochs: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,8 @@ class Word2Vec(nn.Module):
         The compute device; default: a CUDA device if there is one, else the CPU.
     seed : int
         Of the first weights: `input` even in ±0.5 / dim as in word2vec.c, with n-grams ±1 / dim as in fastText; `output` zero.
+    process_group : ProcessGroup, optional
+        Of processes that share the rows out; as for :class:`~speedtransfer.Embedding`.
 
     Attributes
     ----------
@@ -88,6 +91,7 @@ class Word2Vec(nn.Module):
         path: str | os.PathLike[str] | None = None,
         device: torch.device | str | int | None = None,
         seed: int = 1,
+        process_group: Any = None,
     ) -> None:
         super().__init__()
         if not isinstance(model, str) or model not in MODELS:
@@ -108,6 +112,7 @@ class Word2Vec(nn.Module):
         if self._vocabulary is not None and buckets:
             self.subwords = Subwords(self._vocabulary.words, buckets, min_n, max_n)
         self._files = TableFiles(memory, path)
+        self._group = process_group
         try:
             self.input = self._make_table("input", self.num_words + buckets, memory, place)
             self.output = self._make_table("output", self.num_words, memory, place)
@@ -120,7 +125,14 @@ class Word2Vec(nn.Module):
     def _make_table(self, name: str, num_rows: int, memory: str, device: torch.device) -> Embedding:
         path = self._files.path_of(name)
         embedding = _ZeroEmbedding(
-            num_rows, self.dim, device=device, dtype=torch.float32, memory=memory, path=path, idle="lazy"
+            num_rows,
+            self.dim,
+            device=device,
+            dtype=torch.float32,
+            memory=memory,
+            path=path,
+            idle="lazy",
+            process_group=self._group,
         )
         self._files.made(path)
         return embedding
@@ -133,7 +145,9 @@ class Word2Vec(nn.Module):
         self._files.discard()
 
     @torch.no_grad()
-    def deposit_gradients(self, block: Block, with_loss: bool = True, rate: float | None = None) -> BlockGradients:
+    def deposit_gradients(
+        self, block: Block, with_loss: bool = True, rate: float | None = None, processes: int = 1
+    ) -> BlockGradients:
         """Train copies of the rows of `block`, and deposit how far they went as gradients for ``optimizer.step()``.
 
         The host does not wait for a CUDA device, unless tensors of `block` are there: they are brought to the host.
@@ -146,6 +160,8 @@ class Word2Vec(nn.Module):
             False leaves the loss out, which is faster.
         rate : float, optional
             The learning rate of that training, above 0 (`gradients.block_gradients`): that of SGD where this is the optimizer.
+        processes : int
+            How many train on blocks of their own: their movements are added, where gradients would be averaged.
 
         Returns
         -------
@@ -172,6 +188,9 @@ class Word2Vec(nn.Module):
         if self.clip is not None:
             for grad in (result.center, result.context):
                 grad.mul_((self.clip / grad.norm(dim=1, keepdim=True)).clamp_(max=1))
+        if processes > 1:
+            result.center.mul_(processes)
+            result.context.mul_(processes)
         active.add_grad(result.center)
         output.add_grad(result.context)
         return result
@@ -227,7 +246,7 @@ class Word2Vec(nn.Module):
         The table itself, without a copy, where it is in host memory and each word has one row.
         """
         count = self.num_words if num_words is None else min(num_words, self.num_words)
-        weight = self.input.table.torch()
+        weight = self._input_rows(count if self.subwords is None else None)
         if self.subwords is None:
             return weight[:count].cpu()
         vectors = torch.empty(count, self.dim)
@@ -239,9 +258,21 @@ class Word2Vec(nn.Module):
     @torch.no_grad()
     def is_finite(self) -> bool:
         """Tell whether all rows that vectors are made of are finite."""
-        weight = self.input.table.torch()
+        table: Any = self.input.table
+        weight = table.torch() if self._group is None else table.local.torch()
         chunks = row_chunks(len(weight), weight.element_size() * self.dim)
-        return all(bool(torch.isfinite(weight[rows]).all()) for rows in chunks)
+        found = all(bool(torch.isfinite(weight[rows]).all()) for rows in chunks)
+        return found if self._group is None else table.all_agree(found)
+
+    def _input_rows(self, count: int | None = None) -> Tensor:
+        """Return the first rows of `input`: the table itself, or what all processes have of it, on the host."""
+        table = self.input.table
+        if self._group is None:
+            return table.torch()
+        rows = torch.empty(table.num_rows if count is None else count, self.dim)
+        for part in row_chunks(len(rows), 4 * self.dim):
+            rows[part] = table.gather(torch.arange(part.start, part.stop)).cpu()
+        return rows
 
     @torch.no_grad()
     def vector(self, word: str) -> Tensor:
@@ -274,7 +305,7 @@ class Word2Vec(nn.Module):
         """
         if self.subwords is None:
             raise InvalidValueError("buckets is 0, so this model has no n-grams; pass buckets=2_000_000")
-        rows = self.input.table.torch()[self.num_words :].cpu().numpy()
+        rows = self._input_rows()[self.num_words :].cpu().numpy()
         return NgramVectors(rows, self.subwords.min_n, self.subwords.max_n)
 
 

@@ -56,7 +56,7 @@ class Evaluations:
             evaluate(vectors, words)
 
     def after_step(self, trainer: Trainer) -> None:  # noqa: D102 (Watcher)
-        steps = self._every * len(trainer.sampler)
+        steps = self._every * trainer.steps_an_epoch
         if int(trainer.step / steps) > int((trainer.step - 1) / steps):
             self._evaluate(trainer)
 
@@ -69,7 +69,7 @@ class Evaluations:
         self._progress.busy("evaluating")
         self._last_step = trainer.step
         vectors = trainer.vectors(WORDS)  # anew: it keeps lengths
-        epochs = round(trainer.step / len(trainer.sampler), 3)
+        epochs = round(trainer.step / trainer.steps_an_epoch, 3)
         found = []
         for path, words in self._sets:
             try:

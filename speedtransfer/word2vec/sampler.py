@@ -113,11 +113,21 @@ class Sampler:
         """Return the number of steps an epoch."""
         return -(-len(self.ids) // self.stretch)
 
-    def blocks(self, first: int, last: int, prepare: Callable[[Block], Block] | None = None) -> Iterator[Block]:
-        """Yield the blocks of steps `first` to below `last`; a thread draws the next one meanwhile, and prepares it."""
+    def blocks(
+        self,
+        first: int,
+        last: int,
+        prepare: Callable[[Block], Block] | None = None,
+        number_of: Callable[[int], int | None] = lambda step: step,
+    ) -> Iterator[Block]:
+        """Yield the blocks of steps `first` to below `last`; a thread draws the next one meanwhile, and prepares it.
+
+        `number_of` returns the number of the block of a step; None: it has one without words.
+        """
 
         def draw(step: int) -> Block:
-            block = self.block(step)
+            number = number_of(step)
+            block = self.empty_block() if number is None else self.block(number)
             return block if prepare is None else prepare(block)
 
         with concurrent.futures.ThreadPoolExecutor(1, "speedtransfer-sampler") as thread:
@@ -127,6 +137,11 @@ class Sampler:
                 if step + 1 < last:
                     drawn.append(thread.submit(draw, step + 1))
                 yield block
+
+    def empty_block(self) -> Block:
+        """Return a block without words."""
+        none = torch.empty(0, dtype=torch.int64)
+        return Block(none, none, none, none, 0)
 
     def block(self, step: int) -> Block:
         """Draw the block of `step`, counted from 0 over all epochs."""

@@ -135,7 +135,7 @@ class Settings:
         and 256 for CBOW, which takes fewer of them.
     seed : int
         Of first weights and every draw; on a CPU the same seed, threads and versions give the same bits.
-    memory : {"auto", "pinned", "pageable", "mmap", "device"}
+    memory : {"auto", "pinned", "pageable", "mmap", "device", "shared"}
         Where the rows live.
     path : path-like, optional
         Folder for the table files of memory "mmap".
@@ -173,7 +173,7 @@ class Settings:
     block_words: int | None = _size(None, minimum=2)
     shared_negatives: int | None = _size(None, minimum=1)
     seed: int = _size(1, minimum=0)
-    memory: str = _choice("auto", *MEMORIES)
+    memory: str = _choice("auto", *MEMORIES, "shared")
     path: str | os.PathLike[str] | None = field(default=None, metadata={"check": check_path})
     device: Any = None
 

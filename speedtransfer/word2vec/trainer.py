@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.ranks import exchange_of, world
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.model import Word2Vec
 from speedtransfer.word2vec.optimizers import block_rate, make_optimizer, set_lr
@@ -86,6 +87,12 @@ class Trainer:
 
     def __init__(self, corpus: Corpus, settings: Settings) -> None:
         self.epochs, self.block_words = schedule_for(settings, corpus)
+        self._group = world()
+        exchange = None if self._group is None else exchange_of(self._group)
+        self._exchange, self._rank, self._ranks = (
+            exchange,
+            *((0, 1) if exchange is None else (exchange.rank, exchange.ranks)),
+        )
         self.corpus = corpus
         self.settings = settings = dataclasses.replace(settings, epochs=self.epochs, block_words=self.block_words)
         self.sampler = Sampler(
@@ -95,7 +102,8 @@ class Trainer:
             seed=settings.seed,
             window=settings.window,
             sample=settings.sample,
-            block_words=self.block_words,
+            # Of all processes together they are the words of a step.
+            block_words=max(self.block_words // self._ranks, 2),
             shared_negatives=settings.pool,
         )
         self.model = Word2Vec(
@@ -111,16 +119,19 @@ class Trainer:
             path=settings.path,
             device=settings.device,
             seed=settings.seed,
+            process_group=self._group,
         )
         self.optimizer = make_optimizer(
             settings.optimizer, self.model.parameters(), settings.first_lr, settings.options
         )
         self.step = 0
-        self.num_steps = self.epochs * len(self.sampler)
+        self._num_blocks = self.epochs * len(self.sampler)
+        self.num_steps = -(-self._num_blocks // self._ranks)
         self.elapsed_s, self.interrupted = 0.0, False
         self.stop_signal: int | None = None
         self.evaluation: list[dict[str, Any]] = []
         self._blocks: Iterator[Block] | None = None
+        self._kept: Vectors | None = None
         self._corpus_words, self._has_learned = 0, False
         self._loss_sum = self._pair_sum = 0.0
         self._losses = Losses()
@@ -133,7 +144,12 @@ class Trainer:
     @property
     def epoch(self) -> int:
         """The epoch that the next step belongs to, counted from 1."""
-        return min(self.step // len(self.sampler) + 1, self.epochs)
+        return min(self.step * self._ranks // len(self.sampler) + 1, self.epochs)
+
+    @property
+    def steps_an_epoch(self) -> float:
+        """Steps in which all processes together pass over the corpus once."""
+        return len(self.sampler) / self._ranks
 
     @property
     def words_done(self) -> float:
@@ -173,19 +189,27 @@ class Trainer:
         if self.step >= self.num_steps:
             raise InvalidValueError(f"all {self.num_steps} steps are done; make a Trainer with more epochs")
         if self._blocks is None:
-            self._blocks = self.sampler.blocks(self.step, self.num_steps, self.model.prepare)
+            self._blocks = self.sampler.blocks(self.step, self.num_steps, self.model.prepare, self._block_of)
         block = next(self._blocks)
         set_lr(self.optimizer, self.settings.first_lr, self.step / self.num_steps)
-        if len(block.words) > 1:  # fewer make no pair
+        # Fewer make no pair; with other processes all make the lookups.
+        if len(block.words) > 1 or self._ranks > 1:
             rate = block_rate(self.settings.optimizer, self.settings.model, self.lr, self.settings.first_lr)
-            result = self.model.deposit_gradients(block, with_loss=self.step % LOSS_EVERY == 0, rate=rate)
+            result = self.model.deposit_gradients(
+                block, with_loss=self.step % LOSS_EVERY == 0, rate=rate, processes=self._ranks
+            )
             self.optimizer.step()
             self.optimizer.zero_grad()
             self._has_learned = self._has_learned or int(result.num_pairs) > 0
             if result.loss is not None:  # the host waits for a CUDA device
                 self._note_loss(float(result.loss), int(result.num_pairs))
-        self._corpus_words += block.num_corpus_words
+        self._corpus_words += block.num_corpus_words * self._ranks
         self.step += 1
+
+    def _block_of(self, step: int) -> int | None:
+        """Return the number of the block that this process trains on in a step: they take turns."""
+        number = step * self._ranks + self._rank
+        return number if number < self._num_blocks else None
 
     def _note_loss(self, loss: float, num_pairs: int) -> None:
         if not math.isfinite(loss):
@@ -229,7 +253,7 @@ class Trainer:
         _warn(warning_of_few_steps(self.num_steps, self.epochs, self.block_words))
         _warn(warning_of_rate(self.settings, self.optimizer))
         with StopOnSignal() as stop, _leave_a_core(self.model.input.table.device):
-            while self.step < self.num_steps and stop.requested is None:
+            while self.step < self.num_steps and not self._is_stopped(stop):
                 started = time.perf_counter()
                 self.train_step()
                 self.elapsed_s += time.perf_counter() - started
@@ -247,7 +271,7 @@ class Trainer:
                     f"stopped{by} at {self.step / self.num_steps:.0%} (epoch {self.epoch} of {self.epochs}): "
                     f"the vectors so far are kept; Ctrl-C{'' if by else ' again'} aborts"
                 )
-            elif not self._has_learned:
+            elif not self._has_learned and self._ranks == 1:
                 raise InvalidValueError(self._why_no_pair())
             else:
                 _warn(warning_of_loss(self._losses, self.settings, self.epochs))
@@ -255,6 +279,14 @@ class Trainer:
             for watcher in watchers:
                 watcher.finish(self)
             self.stop_signal = stop.requested
+
+    def _is_stopped(self, stop: StopOnSignal) -> bool:
+        """Tell whether a signal to stop has come, to any process."""
+        if self._exchange is None:
+            return stop.requested is not None
+        signals = self._exchange.agree("makes a step", torch.tensor([stop.requested or 0]))
+        stop.requested = int(signals.max()) or None
+        return stop.requested is not None
 
     def _why_no_pair(self) -> str:
         starts, num_words = self.corpus.starts, len(self.corpus)
@@ -298,11 +330,18 @@ class Trainer:
         """Remove the table files of memory "mmap", so that they do not stop the next run."""
         self.model.discard()
 
+    def keep_vectors(self) -> None:
+        """Let `vectors` return those of now from here on; of several processes, which have them together, all call this."""
+        if self._ranks > 1:
+            self._kept = self.vectors()
+
     def vectors(self, num_words: int | None = None) -> Vectors:
         """Return the vectors as they are now, or those of the `num_words` most frequent words.
 
         They are the input table itself, without a copy, where it is in host memory.
         """
+        if self._kept is not None:
+            return self._kept
         vocabulary, some = self.corpus.vocabulary, slice(num_words)
         return Vectors(vocabulary.words[some], self.model.word_vectors(num_words), vocabulary.counts[some])
 
