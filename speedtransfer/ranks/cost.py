@@ -1,0 +1,155 @@
+"""What a training step of tables of several processes sends and moves: bytes, calls, and seconds at given rates.
+
+Bytes sent are those that one process sends to others, without the headers of the network, as :class:`Traffic` counts them;
+given the counted numbers of rows they are exact. What `DistributedDataParallel` sends for the dense part comes on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.ranks.row_counts import ReplicaCounts, RowCounts
+
+# Numbers of 8 bytes in the first message of a meeting, two of which name it; the others are what is told.
+_MESSAGE, _NAMES = 8, 2
+_ID_BYTES = 8
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one process sends to others in a step, and moves between host memory and its compute device.
+
+    Attributes
+    ----------
+    control, ids, rows, gradients : float
+        Bytes sent, as in :class:`Traffic`.
+    calls : int
+        Collective calls, which wait for one another.
+    bus_up, bus_down : float
+        Bytes of rows and state read from host memory, and written to it. With the tables on the CPU there is no bus, and
+        these are memory traffic.
+    """
+
+    control: float = 0.0
+    ids: float = 0.0
+    rows: float = 0.0
+    gradients: float = 0.0
+    calls: int = 0
+    bus_up: float = 0.0
+    bus_down: float = 0.0
+
+    @property
+    def sent(self) -> float:
+        """Bytes sent, of all kinds."""
+        return self.control + self.ids + self.rows + self.gradients
+
+
+def sharded_step(
+    lookups: Sequence[RowCounts], ranks: int, *, tables: int | None = None, clips: int = 0, training: bool = True
+) -> StepCost:
+    """Return the cost of a step of tables made with ``process_group=...``, one backward for all lookups.
+
+    Each lookup is a meeting of the processes, a message of ids and one of rows; the end of backward is a meeting and a message
+    of gradients for all tables. Left out: the first step (one meeting more for each table) and steps without any gradient.
+
+    Parameters
+    ----------
+    lookups : sequence of RowCounts
+        One for each lookup of each table.
+    ranks : int
+    tables : int, optional
+        By default each lookup is of a table of its own.
+    clips : int
+        Calls of ``clip_grad_norm_`` with all tables, a meeting each.
+    training : bool
+        Whether a backward follows; without one it is a step of evaluation.
+    """
+    tables = len(lookups) if tables is None else tables
+    meetings = [_meeting(1, ranks) for _ in lookups]
+    if training and lookups:
+        meetings += [_meeting(tables, ranks)] * (1 + clips)
+    away = [(each, each.asked_of_others) for each in lookups]
+    owned = [(each, each.served) for each in lookups]
+    state = [each.form.state if training else 0 for each in lookups]
+    return StepCost(
+        control=sum(sent for sent, _ in meetings),
+        ids=sum(_ID_BYTES * count for _, count in away),
+        rows=sum(each.form.sent * each.served_to_others for each in lookups),
+        gradients=sum(each.form.gradient * count for each, count in away) if training else 0.0,
+        calls=sum(calls for _, calls in meetings) + 2 * len(lookups) + int(training and bool(lookups)),
+        bus_up=sum((each.form.stored + more) * count for (each, count), more in zip(owned, state, strict=True)),
+        bus_down=sum((each.form.stored + each.form.state) * count for each, count in owned) if training else 0.0,
+    )
+
+
+def _meeting(numbers: int, ranks: int) -> tuple[int, int]:
+    """Return bytes sent and calls of a meeting at which each process tells each other so many numbers."""
+    more = max(0, numbers - (_MESSAGE - _NAMES))
+    return (ranks - 1) * 8 * (_MESSAGE + more), 1 + (more > 0)
+
+
+def replicas_step(tables: Sequence[ReplicaCounts], ranks: int) -> StepCost:
+    """Return the cost of a step of ordinary tables under `DistributedDataParallel`: every process has all rows.
+
+    The processes meet at the end of backward; then all get ids and gradients of each table from all, in messages padded to the
+    longest. Rows need no network, but each process updates all rows that any of them has looked up.
+
+    Parameters
+    ----------
+    tables : sequence of ReplicaCounts
+    ranks : int
+    """
+    control, calls = _meeting(len(tables), ranks)
+    changed = sum((each.form.stored + each.form.state) * each.distinct for each in tables)
+    return StepCost(
+        control=control,
+        ids=sum((ranks - 1) * _ID_BYTES * each.largest for each in tables),
+        gradients=sum((ranks - 1) * each.form.gradient * each.largest for each in tables),
+        calls=calls + 2 * len(tables),
+        bus_up=sum(each.form.stored * each.asked for each in tables) + changed,
+        bus_down=changed,
+    )
+
+
+def ddp_sparse_step(unique: float, gradient_bytes: int, ranks: int) -> StepCost:
+    """Return the cost of `DistributedDataParallel` with an ``nn.Embedding(sparse=True)``, by gloo: computed, not counted.
+
+    Every process gets ids and gradients of all, by three calls (sizes, ids, values); the sizes are left out.
+    """
+    return StepCost(ids=(ranks - 1) * _ID_BYTES * unique, gradients=(ranks - 1) * gradient_bytes * unique, calls=3)
+
+
+def ddp_dense_step(num_rows: int, row_bytes: int, ranks: int) -> StepCost:
+    """Return the cost of `DistributedDataParallel` with an ``nn.Embedding``: computed, not counted.
+
+    A ring all-reduce of the gradient of all rows, in one call: a parameter is in one bucket, however large.
+    """
+    return StepCost(gradients=2 * (1 - 1 / ranks) * num_rows * row_bytes, calls=1)
+
+
+def expected_seconds(
+    cost: StepCost, call_seconds: float, network_bytes_per_s: float, bus_bytes_per_s: float = float("inf")
+) -> float:
+    """Return the time of the traffic of a step if nothing overlaps: calls, network and bus one after the other.
+
+    Computation is not in it. The rates are those of one process at full load: measure them on the machine in question.
+
+    Parameters
+    ----------
+    cost : StepCost
+    call_seconds : float
+        Latency of one collective call.
+    network_bytes_per_s : float
+        That a process can send while all do.
+    bus_bytes_per_s : float
+        Between host memory and the compute device, in each direction.
+    """
+    rates = {"network_bytes_per_s": network_bytes_per_s, "bus_bytes_per_s": bus_bytes_per_s}
+    for name, rate in rates.items():
+        if not rate > 0:
+            raise InvalidValueError(f"{name} is {rate} but must be above 0; pass bytes a second, such as 10e9")
+    if not call_seconds >= 0:
+        raise InvalidValueError(f"call_seconds is {call_seconds} but must be at least 0; pass seconds, such as 50e-6")
+    return cost.calls * call_seconds + cost.sent / network_bytes_per_s + (cost.bus_up + cost.bus_down) / bus_bytes_per_s

@@ -1,0 +1,293 @@
+"""The cost model against what is sent and moved: equal to the byte, given the numbers of rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.ranks import Partition, exchange_of
+from speedtransfer.ranks.cost import (
+    StepCost,
+    ddp_dense_step,
+    ddp_sparse_step,
+    expected_seconds,
+    replicas_step,
+    sharded_step,
+)
+from speedtransfer.ranks.row_counts import ReplicaCounts, RowCounts, expected_counts, row_form
+from speedtransfer.ranks.zipf import expected_distinct_share, expected_imbalance, expected_unique
+
+ROWS = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """Tables of a model: how many, how each is made, and what a step does with them."""
+
+    dim: int
+    count: int = 1
+    lookups: int = 1
+    clips: int = 0
+    idle: str = "lazy"
+    module: tuple = ()
+    dtype: torch.dtype = torch.float32
+    storage_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype | None = None
+    comm_dtype: torch.dtype | None = None
+
+    def options(self) -> dict:
+        names = ("idle", "dtype", "storage_dtype", "state_dtype")
+        return {**{name: getattr(self, name) for name in names}, **dict(self.module)}
+
+    def form(self):
+        options = {"state_planes": 2, "idle": self.idle, "max_norm": bool(self.module)}
+        return row_form(self.dim, self.dtype, self.storage_dtype, self.state_dtype, self.comm_dtype, **options)
+
+
+CASES = {
+    "float32": Tables(16),
+    "float32, dim 1": Tables(1),
+    "float64": Tables(8, dtype=torch.float64),
+    "exact": Tables(24, idle="exact"),
+    "rows and gradients in bfloat16": Tables(24, storage_dtype=torch.bfloat16, comm_dtype=torch.bfloat16),
+    "rows in int8, state in blocks": Tables(130, storage_dtype=torch.int8, state_dtype=torch.uint8),
+    "gradients in int8": Tables(32, comm_dtype=torch.int8),
+    "exact rows in int8 cross decoded": Tables(32, storage_dtype=torch.int8, idle="exact"),
+    "max_norm: rows in bfloat16 cross decoded": Tables(12, storage_dtype=torch.bfloat16, module=(("max_norm", 1.0),)),
+    "two tables": Tables(16, count=2),
+    "seven tables: a second message": Tables(4, count=7, clips=1),
+    "two lookups a table": Tables(16, count=2, lookups=2),
+    "clipping": Tables(16, count=2, clips=2),
+}
+
+
+def ids_of(step: int, rank: int, number: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(10_000 * step + 100 * rank + number)
+    return (torch.rand(40 + 7 * rank, generator=draw) ** 3 * ROWS).long()
+
+
+def counted(tables: Tables, world: int, rank: int, step: int) -> list[RowCounts]:
+    """The numbers of rows, from the ids of all ranks and the partition alone."""
+    partition, found = Partition(ROWS, world), []
+    for number in range(tables.count * tables.lookups):
+        asked = [ids_of(step, each, number).unique() for each in range(world)]
+        owners = [partition.places(ids) // partition.per_rank for ids in asked]
+        mine = [ids[owner == rank] for ids, owner in zip(asked, owners, strict=True)]
+        others = [ids for each, ids in enumerate(mine) if each != rank]
+        found.append(
+            RowCounts(
+                tables.form(),
+                len(asked[rank]),
+                int((owners[rank] != rank).sum()),
+                len(torch.cat(mine).unique()),
+                sum(map(len, others)),
+            )
+        )
+    return found
+
+
+def sent(traffic) -> StepCost:
+    return StepCost(**dataclasses.asdict(traffic))
+
+
+def since(before: StepCost, after: StepCost) -> StepCost:
+    return StepCost(*(b - a for a, b in zip(dataclasses.astuple(before), dataclasses.astuple(after), strict=True)))
+
+
+def moved(embs) -> tuple[int, int]:
+    stats = [(emb.table.local if hasattr(emb.table, "local") else emb.table).stats() for emb in embs]
+    return sum(s.gathered_bytes for s in stats), sum(s.scattered_bytes for s in stats)
+
+
+def watch(embs, step_of, steps: int = 4) -> list[StepCost]:
+    """What each step after the first sends and moves."""
+    traffic = exchange_of(dist.group.WORLD).traffic
+    found, before = [], (sent(traffic), moved(embs))
+    for step in range(steps):
+        step_of(step)
+        after = sent(traffic), moved(embs)
+        up, down = (b - a for a, b in zip(before[1], after[1], strict=True))
+        found.append(dataclasses.replace(since(before[0], after[0]), bus_up=up, bus_down=down))
+        before = after
+    return found[1:]
+
+
+def run_sharded(tables: Tables) -> tuple[list[StepCost], StepCost]:
+    """What steps cost, and a step of evaluation."""
+    rank = dist.get_rank()
+    place = {"process_group": dist.group.WORLD, "comm_dtype": tables.comm_dtype}
+    embs = [st.Embedding(ROWS, tables.dim, **tables.options(), **place) for _ in range(tables.count)]
+    opt = torch.optim.AdamW([emb.weight for emb in embs])
+
+    def lookups(step: int) -> torch.Tensor:
+        numbers = range(tables.count * tables.lookups)
+        return sum(embs[n % tables.count](ids_of(step, rank, n)).square().sum() for n in numbers)
+
+    def step_of(step: int) -> None:
+        opt.zero_grad()
+        lookups(step).backward()
+        for _ in range(tables.clips):
+            torch.nn.utils.clip_grad_norm_([emb.weight for emb in embs], 0.1)
+        opt.step()
+
+    steps = watch(embs, step_of)
+
+    @torch.no_grad()
+    def evaluate(step: int) -> None:
+        lookups(9)
+
+    return steps, watch(embs, evaluate, 2)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sharded(two, three, name):
+    tables = CASES[name]
+    for ranks in (two, three):
+        world = ranks.world
+        for rank, (steps, evaluation) in enumerate(ranks(run_sharded, tables)):
+            for number, found in enumerate(steps, 1):
+                rows = counted(tables, world, rank, number)
+                wanted = sharded_step(rows, world, tables=tables.count, clips=tables.clips)
+                if tables.module or tables.lookups > 1:
+                    # max_norm reads and writes rows once more; rows of two lookups may be the same.
+                    found = dataclasses.replace(found, bus_up=wanted.bus_up, bus_down=wanted.bus_down)
+                assert found == wanted
+                assert wanted.sent > 0
+            wanted = sharded_step(counted(tables, world, rank, 9), world, tables=tables.count, training=False)
+            if not tables.module and tables.idle == "lazy":
+                assert evaluation == wanted
+            assert sent_of(evaluation) == sent_of(wanted)
+
+
+def sent_of(cost: StepCost) -> StepCost:
+    return dataclasses.replace(cost, bus_up=0, bus_down=0)
+
+
+def run_replicas(tables: Tables) -> list[StepCost]:
+    rank = dist.get_rank()
+    model = torch.nn.ModuleList(st.Embedding(ROWS, tables.dim, **tables.options()) for _ in range(tables.count))
+    model.append(torch.nn.Linear(1, 1))
+
+    class Sum(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = model
+
+        def forward(self, step: int) -> torch.Tensor:
+            *embs, dense = self.parts
+            found = sum(emb(ids_of(step, rank, n)).square().sum() for n, emb in enumerate(embs))
+            return found * dense(torch.ones(1, 1)).sum().to(found)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
+        ddp = DistributedDataParallel(Sum())
+    opt = torch.optim.AdamW(ddp.parameters())
+
+    def step_of(step: int) -> None:
+        opt.zero_grad()
+        ddp(step).backward()
+        opt.step()
+
+    return watch(list(model)[:-1], step_of)
+
+
+@pytest.mark.parametrize("name", ["float32", "rows in int8, state in blocks", "two tables", "exact"])
+def test_replicas(three, name):
+    tables = CASES[name]
+    for rank, steps in enumerate(three(run_replicas, tables)):
+        for number, found in enumerate(steps, 1):
+            counts = []
+            for table in range(tables.count):
+                asked = [ids_of(number, each, table).unique() for each in range(3)]
+                sizes = [len(ids) for ids in asked]
+                counts.append(ReplicaCounts(tables.form(), sizes[rank], max(sizes), len(torch.cat(asked).unique())))
+            wanted = replicas_step(counts, 3)
+            if tables.idle == "exact":
+                found = dataclasses.replace(found, bus_up=wanted.bus_up, bus_down=wanted.bus_down)
+            assert found == wanted
+
+
+def test_expected_counts_are_the_formulas_of_even_owners():
+    form = row_form(128, storage_dtype=torch.int8, comm_dtype=torch.bfloat16)
+    assert (form.stored, form.state, form.sent, form.gradient) == (132, 1024, 132, 256)
+    cost = sharded_step([expected_counts(form, 1000, 0.7, 4)], 4)
+    assert cost.sent == 750 * (8 + 132 + 256) + 2 * 3 * 64
+    assert cost.bus_up == cost.bus_down == 700 * (132 + 1024)
+    assert cost.calls == 5
+    assert ddp_sparse_step(1000, 512, 4).sent == 3 * 1000 * 520
+    assert ddp_dense_step(10_000, 512, 4).sent == 1.5 * 10_000 * 512
+    assert sharded_step([], 4) == StepCost()
+
+
+def test_seconds():
+    cost = StepCost(control=100, ids=200, rows=300, gradients=400, calls=5, bus_up=2000, bus_down=1000)
+    assert expected_seconds(cost, 0.01, 1000, 500) == pytest.approx(0.05 + 1 + 6)
+    assert expected_seconds(cost, 0, 1000) == pytest.approx(1)
+    with pytest.raises(InvalidValueError, match="network_bytes_per_s is 0"):
+        expected_seconds(cost, 0.01, 0)
+    with pytest.raises(InvalidValueError, match="call_seconds is -1"):
+        expected_seconds(cost, -1, 1)
+
+
+# --- ids of a Zipf law ------------------------------------------------------------------------------------------------
+
+
+def draw(rng, rows: int, exponent: float, lookups: int) -> np.ndarray:
+    below = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -exponent)
+    return np.unique(np.searchsorted(below / below[-1], rng.random(lookups)))
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.8, 1.0, 1.2])
+def test_expected_numbers_are_the_means_of_drawn_ones(exponent):
+    rng, rows, lookups = np.random.default_rng(1), 3000, 2000
+    drawn = [[draw(rng, rows, exponent, lookups) for _ in range(4)] for _ in range(60)]
+    assert np.mean([len(ids) for ranks in drawn for ids in ranks]) == pytest.approx(
+        expected_unique(rows, exponent, lookups), rel=0.01
+    )
+    shares = [len(np.unique(np.concatenate(ranks))) / sum(map(len, ranks)) for ranks in drawn]
+    assert np.mean(shares) == pytest.approx(expected_distinct_share(rows, exponent, lookups, 4), rel=0.01)
+    partition = Partition(rows, 4)
+    asked = torch.from_numpy(np.concatenate([ids for ranks in drawn for ids in ranks]))
+    owners = torch.bincount(partition.places(asked) // partition.per_rank, minlength=4).double()
+    assert float(owners.max() / owners.mean()) == pytest.approx(
+        expected_imbalance(partition, exponent, lookups), abs=0.01
+    )
+
+
+def test_blocks_of_rare_ids_change_nothing(monkeypatch):
+    from speedtransfer.ranks import zipf
+
+    for exponent in (0.0, 1.0, 1.05, 2.0):
+        wanted = expected_unique(1_000_000, exponent, 30_000)
+        monkeypatch.setattr(zipf, "_EXACT", 1000)
+        assert expected_unique(1_000_000, exponent, 30_000) == pytest.approx(wanted, rel=1e-4)
+        monkeypatch.undo()
+
+
+def test_large_tables():
+    # Drawn once with 10M rows and 65,536 lookups by each of 8 processes: 26,073 unique rows, 0.72 of them distinct.
+    assert expected_unique(10_000_000, 1.05, 65_536) == pytest.approx(26_070, rel=0.005)
+    assert expected_distinct_share(10_000_000, 1.05, 65_536, 8) == pytest.approx(0.72, abs=0.005)
+    assert expected_distinct_share(10_000_000, 1.05, 65_536, 64) == pytest.approx(0.47, abs=0.005)
+    assert 1 <= expected_imbalance(Partition(10_000_000, 64), 1.2, 65_536) < 1.03
+    assert expected_unique(10**12, 0.0, 1000) == pytest.approx(1000)
+
+
+def test_edges():
+    assert expected_unique(1, 1.0, 5) == 1
+    assert expected_unique(10, 1.0, 0) == 0
+    assert expected_distinct_share(10, 1.0, 0, 4) == 1
+    assert expected_imbalance(Partition(10, 4), 1.0, 0) == 1
+    assert expected_distinct_share(1, 1.0, 5, 4) == 0.25
+    with pytest.raises(InvalidValueError, match="exponent is -1"):
+        expected_unique(10, -1, 5)
+    with pytest.raises(InvalidTypeError, match=r"lookups is 1\.5"):
+        expected_unique(10, 1, 1.5)
