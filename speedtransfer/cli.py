@@ -1,4 +1,4 @@
-"""The command line: ``speedtransfer info | calibrate | bench | word2vec ...``, also as ``python -m speedtransfer``.
+"""The command line: ``speedtransfer info | calibrate | bench | plan | word2vec ...``, also as ``python -m speedtransfer``.
 
 An error that this package raises on purpose is one line on the standard error and exit code 2, without a traceback.
 """
@@ -20,6 +20,7 @@ from rich.table import Table as TextTable
 
 from speedtransfer import jit
 from speedtransfer.benchmark.commands import bench
+from speedtransfer.benchmark.plan import plan
 from speedtransfer.cuda import cuda_status, resolve_device
 from speedtransfer.engines import calibrate_device
 from speedtransfer.engines.calibration import file_of, load
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.add_typer(word2vec_app, name="word2vec")
 app.command()(bench)
+app.command()(plan)
 
 
 def _print_version(wanted: bool) -> None:

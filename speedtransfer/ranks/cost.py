@@ -90,6 +90,35 @@ def _meeting(numbers: int, ranks: int) -> tuple[int, int]:
     return (ranks - 1) * 8 * (_MESSAGE + more), 1 + (more > 0)
 
 
+def shared_step(tables: Sequence[RowCounts], ranks: int, *, clips: int = 0) -> StepCost:
+    """Return the cost of a step of tables made with ``memory="shared"``, which all processes of a host read by themselves.
+
+    A lookup sends nothing. At the end of backward the processes meet twice (who has a gradient, and how many rows of whom),
+    send ids and gradients of all tables in a message each, and meet once more for each table after the step. The owner reads
+    the rows that it updates again; with ``idle="exact"`` a lookup reads their state too, which is left out.
+
+    Parameters
+    ----------
+    tables : sequence of RowCounts
+        One for each table: the rows of all its lookups together.
+    ranks : int
+    clips : int
+        Calls of ``clip_grad_norm_`` with all tables, a meeting each.
+    """
+    if not tables:
+        return StepCost()
+    meetings = [_meeting(len(tables), ranks)] * (2 + clips) + [_meeting(1, ranks)] * len(tables)
+    changed = sum((each.form.stored + each.form.state) * each.served for each in tables)
+    return StepCost(
+        control=sum(sent for sent, _ in meetings),
+        ids=sum(_ID_BYTES * each.asked_of_others for each in tables),
+        gradients=sum(each.form.gradient * each.asked_of_others for each in tables),
+        calls=sum(calls for _, calls in meetings) + 2,
+        bus_up=sum(each.form.stored * each.asked for each in tables) + changed,
+        bus_down=changed,
+    )
+
+
 def replicas_step(tables: Sequence[ReplicaCounts], ranks: int) -> StepCost:
     """Return the cost of a step of ordinary tables under `DistributedDataParallel`: every process has all rows.
 
