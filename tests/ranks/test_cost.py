@@ -21,6 +21,7 @@ from speedtransfer.ranks.cost import (
     expected_seconds,
     replicas_step,
     sharded_step,
+    shared_step,
 )
 from speedtransfer.ranks.row_counts import ReplicaCounts, RowCounts, expected_counts, row_form
 from speedtransfer.ranks.zipf import expected_distinct_share, expected_imbalance, expected_unique
@@ -42,6 +43,7 @@ class Tables:
     storage_dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None
     comm_dtype: torch.dtype | None = None
+    shared: bool = False
 
     def options(self) -> dict:
         names = ("idle", "dtype", "storage_dtype", "state_dtype")
@@ -75,10 +77,13 @@ def ids_of(step: int, rank: int, number: int) -> torch.Tensor:
 
 
 def counted(tables: Tables, world: int, rank: int, step: int) -> list[RowCounts]:
-    """The numbers of rows, from the ids of all ranks and the partition alone."""
+    """The numbers of rows of each lookup (of a shared table: of all), from the ids of all ranks and the partition alone."""
     partition, found = Partition(ROWS, world), []
-    for number in range(tables.count * tables.lookups):
-        asked = [ids_of(step, each, number).unique() for each in range(world)]
+    lookups = [[n] for n in range(tables.count * tables.lookups)]
+    if tables.shared:
+        lookups = [[n for (n,) in lookups if n % tables.count == table] for table in range(tables.count)]
+    for numbers in lookups:
+        asked = [torch.cat([ids_of(step, each, n) for n in numbers]).unique() for each in range(world)]
         owners = [partition.places(ids) // partition.per_rank for ids in asked]
         mine = [ids[owner == rank] for ids, owner in zip(asked, owners, strict=True)]
         others = [ids for each, ids in enumerate(mine) if each != rank]
@@ -124,6 +129,8 @@ def run_sharded(tables: Tables) -> tuple[list[StepCost], StepCost]:
     """What steps cost, and a step of evaluation."""
     rank = dist.get_rank()
     place = {"process_group": dist.group.WORLD, "comm_dtype": tables.comm_dtype}
+    if tables.shared:
+        place["memory"] = "shared"
     embs = [st.Embedding(ROWS, tables.dim, **tables.options(), **place) for _ in range(tables.count)]
     opt = torch.optim.AdamW([emb.weight for emb in embs])
 
@@ -165,6 +172,21 @@ def test_sharded(two, three, name):
             if not tables.module and tables.idle == "lazy":
                 assert evaluation == wanted
             assert sent_of(evaluation) == sent_of(wanted)
+
+
+@pytest.mark.parametrize("name", [name for name, tables in CASES.items() if not tables.module])
+def test_shared(two, three, name):
+    tables = dataclasses.replace(CASES[name], shared=True)
+    for ranks in (two, three) if name in ("float32", "two tables") else (three,):
+        for rank, (steps, evaluation) in enumerate(ranks(run_sharded, tables)):
+            for number, found in enumerate(steps, 1):
+                wanted = shared_step(counted(tables, ranks.world, rank, number), ranks.world, clips=tables.clips)
+                if tables.idle == "exact" or tables.lookups > 1:
+                    # A lookup reads state too; rows of two lookups may be the same.
+                    found = dataclasses.replace(found, bus_up=wanted.bus_up)
+                assert found == wanted
+                assert wanted.sent > 0
+            assert sent_of(evaluation) == StepCost()
 
 
 def sent_of(cost: StepCost) -> StepCost:
