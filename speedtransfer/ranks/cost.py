@@ -47,12 +47,20 @@ class StepCost:
 
 
 def sharded_step(
-    lookups: Sequence[RowCounts], ranks: int, *, tables: int | None = None, clips: int = 0, training: bool = True
+    lookups: Sequence[RowCounts],
+    ranks: int,
+    *,
+    tables: int | None = None,
+    clips: int = 0,
+    training: bool = True,
+    ahead: bool = False,
 ) -> StepCost:
     """Return the cost of a step of tables made with ``process_group=...``, one backward for all lookups.
 
-    Each lookup is a meeting of the processes, a message of ids and one of rows; the end of backward is a meeting and a message
-    of gradients for all tables. Left out: the first step (one meeting more for each table) and steps without any gradient.
+    Each lookup is a meeting of the processes, a message of ids and one of rows; with :func:`speedtransfer.prefetch` all
+    lookups of a batch together are two meetings and two messages. The end of backward is a meeting and a message of
+    gradients for all tables. Left out: the first step (one meeting more for each table), steps without any gradient, and rows
+    that were read ahead and again after a step that changed them.
 
     Parameters
     ----------
@@ -65,22 +73,26 @@ def sharded_step(
         Calls of ``clip_grad_norm_`` with all tables, a meeting each.
     training : bool
         Whether a backward follows; without one it is a step of evaluation.
+    ahead : bool
+        Whether ids are sent ahead, by :func:`speedtransfer.prefetch`.
     """
+    if not lookups:
+        return StepCost()
     tables = len(lookups) if tables is None else tables
-    meetings = [_meeting(1, ranks) for _ in lookups]
-    if training and lookups:
+    meetings = [_meeting(len(lookups), ranks), _meeting(1, ranks)] if ahead else [_meeting(1, ranks)] * len(lookups)
+    messages = 2 if ahead else 2 * len(lookups)
+    if training:
         meetings += [_meeting(tables, ranks)] * (1 + clips)
-    away = [(each, each.asked_of_others) for each in lookups]
-    owned = [(each, each.served) for each in lookups]
+        messages += 1
     state = [each.form.state if training else 0 for each in lookups]
     return StepCost(
         control=sum(sent for sent, _ in meetings),
-        ids=sum(_ID_BYTES * count for _, count in away),
+        ids=sum(_ID_BYTES * each.asked_of_others for each in lookups),
         rows=sum(each.form.sent * each.served_to_others for each in lookups),
-        gradients=sum(each.form.gradient * count for each, count in away) if training else 0.0,
-        calls=sum(calls for _, calls in meetings) + 2 * len(lookups) + int(training and bool(lookups)),
-        bus_up=sum((each.form.stored + more) * count for (each, count), more in zip(owned, state, strict=True)),
-        bus_down=sum((each.form.stored + each.form.state) * count for each, count in owned) if training else 0.0,
+        gradients=sum(each.form.gradient * each.asked_of_others for each in lookups) if training else 0.0,
+        calls=sum(calls for _, calls in meetings) + messages,
+        bus_up=sum((each.form.stored + more) * each.served for each, more in zip(lookups, state, strict=True)),
+        bus_down=sum((each.form.stored + each.form.state) * each.served for each in lookups) if training else 0.0,
     )
 
 

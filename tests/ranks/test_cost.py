@@ -174,6 +174,36 @@ def test_sharded(two, three, name):
             assert sent_of(evaluation) == sent_of(wanted)
 
 
+def run_ahead(tables: Tables, steps: int) -> StepCost:
+    """What `steps` steps cost whose ids are sent ahead."""
+    rank = dist.get_rank()
+    embs = [
+        st.Embedding(ROWS, tables.dim, **tables.options(), process_group=dist.group.WORLD) for _ in range(tables.count)
+    ]
+    opt = torch.optim.AdamW([emb.weight for emb in embs])
+    traffic = exchange_of(dist.group.WORLD).traffic
+    before = sent(traffic)
+    ids = lambda step: [(emb, ids_of(step, rank, n)) for n, emb in enumerate(embs)]  # noqa: E731
+    for step in st.prefetch(range(steps), ids):
+        opt.zero_grad()
+        sum(emb(some).square().sum() for emb, some in ids(step)).backward()
+        opt.step()
+    return since(before, sent(traffic))
+
+
+@pytest.mark.parametrize("name", ["float32", "two tables", "seven tables: a second message"])
+def test_ids_sent_ahead(two, three, name):
+    tables, steps = CASES[name], 4
+    for ranks in (two, three):
+        world = ranks.world
+        for rank, found in enumerate(ranks(run_ahead, tables, steps)):
+            each = [sharded_step(counted(tables, world, rank, n), world, ahead=True) for n in range(steps)]
+            # At the first step each table meets once more.
+            first = StepCost(control=tables.count * (world - 1) * 64, calls=tables.count)
+            wanted = [sent_of(cost) for cost in (first, *each)]
+            assert found == StepCost(*map(sum, zip(*map(dataclasses.astuple, wanted), strict=True)))
+
+
 @pytest.mark.parametrize("name", [name for name, tables in CASES.items() if not tables.module])
 def test_shared(two, three, name):
     tables = dataclasses.replace(CASES[name], shared=True)
