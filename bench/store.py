@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SUITES = ("transfer", "speedtorch", "tax", "step", "precision", "memory", "prefetch", "cache")
+SUITES = ("transfer", "speedtorch", "tax", "step", "precision", "memory", "prefetch", "cache", "ranks")
 CHECKS = ("tests", "sanitizer")  # need a GPU
 PARTS = (*CHECKS, *SUITES)
 IDLE = "idle"  # of bench/idle.py, which needs data that are not here
@@ -62,7 +62,20 @@ _NO_TRAINING = (
     ),
 )
 # What only shows figures is no part of what was measured.
-_SHOWING = ("commands", "drawing", "headlines", "html", "output", "plots", "report", "run", "shown", "suites", "units")
+_SHOWING = (
+    "commands",
+    "drawing",
+    "headlines",
+    "html",
+    "output",
+    "plan",
+    "plots",
+    "report",
+    "run",
+    "shown",
+    "suites",
+    "units",
+)
 _TESTS = (
     "tests/gpu/**/*.py",
     "tests/table_cases/**/*.py",

@@ -153,6 +153,17 @@ def cache():
     return [GroupResult("step", {"rows": 1000, "dim": 64, "lookups": 100}, cases)]
 
 
+def ranks():
+    found = []
+    for count in (1, 2):
+        cases = [case("speedtransfer, one process", "ours", 10e-3)]
+        cases.append(case("speedtransfer, sharded", "ours", 20e-3, figures={"sent_bytes": 3e6} if count > 1 else {}))
+        figures = {"computed_sent_bytes": 256e6} if count > 1 else {}
+        cases.append(case("nn.Embedding + AdamW", "other", 90e-3, figures=figures))
+        found.append(GroupResult(f"AdamW step, {count} processes", {"ranks": count, "rows": 1000}, cases))
+    return found
+
+
 SUITES = {
     "transfer": transfer,
     "speedtorch": speedtorch,
@@ -162,6 +173,7 @@ SUITES = {
     "memory": memory,
     "prefetch": prefetch,
     "cache": cache,
+    "ranks": ranks,
 }
 
 
@@ -207,6 +219,19 @@ def test_summaries_put_groups_side_by_side():
     assert steps.rows[1] == ["nn.Embedding + AdamW", "1.00 ms", "10.0 ms", ""]
     assert limit.title == "5 GB of GPU memory"
     assert [table.title.split(",")[0] for table in summary_tables(recorded("tax"))] == ["matmul", "mlp"]
+
+
+def test_what_processes_send_is_counted_or_computed():
+    times, sent = summary_tables(recorded("ranks"))
+    assert times.header == ["", "1", "2"]
+    assert ["speedtransfer, sharded", "", "3 MB"] in sent.rows
+    assert ["nn.Embedding + AdamW", "", "256 MB (computed)"] in sent.rows
+    assert group_table(ranks()[1]).header[-1] == "sent a step"
+    assert lines("ranks") == [
+        "2 processes, speedtransfer, sharded: 20.0 ms a step, 2.00x the 10.0 ms of one process; a process sends 3 MB",
+        "2 processes, nn.Embedding + AdamW: 90.0 ms a step, 9.00x the 10.0 ms of one process; a process sends 256 MB "
+        "(computed)",
+    ]
 
 
 def lines(suite):

@@ -786,7 +786,19 @@ def test_options(record, monkeypatch, capsys):
     assert asked == [
         (["step", "tax"], True, 60.0, 90.0, None),
         (
-            ["tests", "sanitizer", "transfer", "speedtorch", "tax", "step", "precision", "memory", "prefetch", "cache"],
+            [
+                "tests",
+                "sanitizer",
+                "transfer",
+                "speedtorch",
+                "tax",
+                "step",
+                "precision",
+                "memory",
+                "prefetch",
+                "cache",
+                "ranks",
+            ],
             False,
             300.0,
             float("inf"),

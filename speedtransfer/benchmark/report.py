@@ -52,6 +52,7 @@ def group_table(group: GroupResult) -> TextTable:
         ("device", lambda case: format_seconds(case.device_s) if overhead and case.device_s else ""),
         ("moved", lambda case: format_bytes(case.figures["moved_bytes"]) if "moved_bytes" in case.figures else ""),
         ("loss", lambda case: f"{case.figures['loss']:.4f}" if "loss" in case.figures else ""),
+        ("sent a step", sent),
         *_memory_columns(),
     ]
     cases = sorted(group.ran, key=lambda case: case.median_s)
@@ -68,6 +69,14 @@ def group_table(group: GroupResult) -> TextTable:
     header = ["", *(label for label, _ in columns)]
     ours = frozenset(case.name for case in cases if case.role == "ours")
     return TextTable(group.title, [header[i] for i in kept], [[row[i] for i in kept] for row in rows], ours)
+
+
+def sent(case: CaseResult) -> str:
+    """Return the bytes that a process sends to others, and whether they are computed; nothing where none are known."""
+    if "sent_bytes" in case.figures:
+        return format_bytes(case.figures["sent_bytes"])
+    computed = case.figures.get("computed_sent_bytes")
+    return "" if computed is None else f"{format_bytes(computed)} (computed)"
 
 
 def _memory_columns() -> list[tuple[str, Callable[[CaseResult], str]]]:
@@ -109,6 +118,12 @@ def summary_tables(result: dict[str, Any]) -> list[TextTable]:
         return [
             _pivot(f"{title}, by examples of a batch", groups, lambda group: f"{group.params['batch']:,}", show)
             for title, show in shown.items()
+        ]
+    if suite == "ranks":
+        columns = {"a step": _time, "sent a step by a process": lambda group, case: sent(case)}
+        return [
+            _pivot(f"{title}, by processes", groups, lambda group: f"{group.params['ranks']}", show)
+            for title, show in columns.items()
         ]
     return [group_table(group) for group in groups]
 

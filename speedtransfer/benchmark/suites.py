@@ -56,5 +56,6 @@ SUITES = {
         Suite("memory", "Memory that a table takes", frozenset({"rows"})),
         Suite("prefetch", "Waiting for rows of a file, and how much of it is hidden", frozenset({"rows"})),
         Suite("cache", "Rows that a cache of hot rows serves", frozenset({"rows"})),
+        Suite("ranks", "The same steps in several processes", frozenset({"rows"})),
     )
 }

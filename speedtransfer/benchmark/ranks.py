@@ -1,0 +1,172 @@
+"""Suite `ranks`: the same training steps in one process and in several of this machine. What do they cost, and what is sent?
+
+All cases of a group take the same batches, each process its part; the model but the table is under `DistributedDataParallel`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedtransfer.benchmark.measure import Case, Group, Role
+from speedtransfer.benchmark.ranks_worker import (
+    BY_HAND,
+    DENSE,
+    ORDINARY,
+    SHARDED,
+    SHARED,
+    SPARSE,
+    Sizes,
+    batches_of,
+    part_of,
+)
+from speedtransfer.benchmark.ranks_world import World
+from speedtransfer.errors import HostMemoryError, check_size, format_bytes
+from speedtransfer.ranks.cost import ddp_dense_step, ddp_sparse_step
+from speedtransfer.system import physical_bytes
+
+NOTE = (
+    "Processes of one machine with gloo, and the threads of torch divided among them: on one CPU several processes are not "
+    "faster, and this shows what their messages cost, not what several machines or GPUs gain. The batch of all processes "
+    "together is the same in every case. Bytes are those that one process sends for the table in a step: of this library "
+    "counted, of torch.nn computed; the gradients of the other parameters come on top, alike in all. Tables are on the CPU, "
+    "whatever the device. After the first steps each case is compared with one process: ours with lazy AdamW written by hand, "
+    "torch.nn with itself."
+)
+ONE = "speedtransfer, one process"
+SENT, COMPUTED = "sent_bytes", "computed_sent_bytes"
+TOLERANCE = 2e-3  # of the largest move is the most that a value may be off: float32 sums in another order
+
+_FULL = {"rows": 1_000_000, "dim": 64, "examples": 4096, "fields": 16}
+_QUICK = {"rows": 20_000, "dim": 16, "examples": 256, "fields": 8}
+_EXPONENT = 1.05
+_RANKS, _QUICK_RANKS = (1, 2, 4), (1, 2)
+_STEPS, _QUICK_STEPS = 4, 2
+_SHARE = 0.6  # of the memory of this machine, that all tables of a group may take
+# Planes that a process has of a table: weights, AdamW's state, a gradient, and DistributedDataParallel's copy of it.
+_PLANES = {SPARSE: 3, DENSE: 5}
+
+
+def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
+    """Return what the suite compares.
+
+    Parameters
+    ----------
+    device : torch.device
+        Not used: tables are on the CPU.
+    quick : bool
+        A small table, and no more than two processes.
+    rows : int, optional
+        Of the table.
+    seed : int, optional
+    """
+    base = _QUICK if quick else _FULL
+    rows = check_size(options.get("rows") or base["rows"], "rows", 1)
+    sizes = Sizes(rows, base["dim"], base["examples"], base["fields"], _EXPONENT, options.get("seed") or 0)
+    steps = _QUICK_STEPS if quick else _STEPS
+    effort = {"turns": 2, "samples": 2, "budget_s": 6.0} if quick else {"turns": 4, "samples": 3, "budget_s": 60.0}
+    lookups = f"{sizes.examples:,} x {sizes.fields} lookups by Zipf's law in {rows:,} x {sizes.dim} float32"
+    return [
+        Group(
+            f"AdamW step, {lookups}, {ranks} process{'es' * (ranks > 1)}",
+            functools.partial(_cases, sizes, ranks, steps),
+            {**sizes._asdict(), "ranks": ranks},
+            effort=effort,
+        )
+        for ranks in (_QUICK_RANKS if quick else _RANKS)
+    ]
+
+
+def _cases(sizes: Sizes, ranks: int, steps: int) -> list[Case]:
+    one = World(1)
+    world = one if ranks == 1 else World(ranks)
+    chosen: list[tuple[str, str, Role, World]] = [(ONE, ORDINARY, "ours", one)]
+    for method in (SHARDED, SHARED, ORDINARY) if ranks > 1 else (SHARDED,):
+        chosen.append((f"speedtransfer, {method}", method, "ours", world))
+    chosen += [(method, method, "other", world) for method in (SPARSE, DENSE)]
+    left, found = _SHARE * (physical_bytes() or 8e9), []
+    for name, method, role, where in chosen:
+        way = _Way(method, where, one, sizes, steps)
+        if way.held_bytes <= left:
+            left -= way.held_bytes
+        else:
+            way.error = HostMemoryError(
+                f"takes {format_bytes(way.held_bytes)} in {where.ranks} processes but the tables beside it leave "
+                f"{format_bytes(left)}"
+            )
+        found.append(Case(name, way.run, way.check, role=role, figures=way.figures, parts=steps))
+    return found
+
+
+class _Way:
+    """Training steps by one method in the processes of `world`, held against one process."""
+
+    def __init__(self, method: str, world: World, one: World, sizes: Sizes, steps: int) -> None:
+        self.method, self.world, self.one, self.sizes, self.steps = method, world, one, sizes, steps
+        self.error: Exception | None = None
+        self.figures = dict[str, float]()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the table and what belongs to it, in all processes."""
+        copies = 1 if self.method in (SHARDED, SHARED) else self.world.ranks
+        return copies * _PLANES.get(self.method, 3) * self.sizes.rows * self.sizes.dim * 4
+
+    def run(self) -> None:
+        """Take the steps of a sample."""
+        if self.error is not None:
+            raise self.error
+        self.world.call("steps", self.method, self.sizes, self.steps)
+
+    def check(self) -> None:
+        """Raise AssertionError unless rows and parameters are those of one process; then note what a step sends."""
+        ids = torch.cat([ids.flatten() for ids, _ in batches_of(self.sizes)]).unique()
+        answers = self.world.call("state", self.method, ids)
+        assert len({number for _, number in answers}) == 1, "the processes have different rows or parameters"
+        if self.world.ranks > 1 or self.method not in (SPARSE, DENSE):
+            reference = self.method if self.method in (SPARSE, DENSE) else BY_HAND
+            self.one.call("steps", reference, self.sizes, self.steps)
+            wanted = self.one.call("state", reference, ids)[0][0]
+            self.one.call("forget", reference)
+            for what, values, right, start in zip(
+                ("rows", "other parameters"), answers[0][0], wanted, self._start(reference, ids), strict=True
+            ):
+                check_close(what, *(torch.from_numpy(array) for array in (values, right, start)))
+        self._note_bytes()
+
+    def _start(self, reference: str, ids: Tensor) -> Any:
+        """Return the values before the first step."""
+        self.one.call("steps", reference, self.sizes, 0)
+        start = self.one.call("state", reference, ids)[0][0]
+        self.one.call("forget", reference)
+        return start
+
+    def _note_bytes(self) -> None:
+        ranks, row_bytes = self.world.ranks, self.sizes.dim * 4
+        if ranks == 1:
+            return
+        if self.method == SPARSE:
+            self.figures[COMPUTED] = ddp_sparse_step(self._unique(), row_bytes, ranks).sent
+        elif self.method == DENSE:
+            self.figures[COMPUTED] = ddp_dense_step(self.sizes.rows, row_bytes, ranks).sent
+        else:
+            before = sum(self.world.call("sent"))
+            self.run()
+            self.figures[SENT] = (sum(self.world.call("sent")) - before) / ranks / self.steps
+
+    def _unique(self) -> float:
+        """Return the distinct rows that a process looks up in a step, on average."""
+        ranks = self.world.ranks
+        parts = [part_of(ids, rank, ranks) for ids, _ in batches_of(self.sizes) for rank in range(ranks)]
+        return sum(len(part.unique()) for part in parts) / len(parts)
+
+
+def check_close(what: str, values: Tensor, right: Tensor, start: Tensor) -> None:
+    """Raise AssertionError unless `values` are `right`, within `TOLERANCE` of the largest move from `start`."""
+    largest = float((right - start).abs().max())
+    assert largest > 0, f"no {what} have moved in one process"
+    error = float((values - right).abs().max()) / largest
+    assert error <= TOLERANCE, f"{what} are off by {error:.2g} of the largest move in one process"
