@@ -301,7 +301,10 @@ def vast(folder: Path) -> None:
         (a_pickle, "has a header of"),
         (bomb, "tensors of the objects file are not those that the manifest refers to"),
         (vast, "a shape that no tensor has"),
-        (lambda f: resign(f, lambda c: c.update(format_version=2)), "format version 2 but this speedtransfer reads 1"),
+        (
+            lambda f: resign(f, lambda c: c.update(format_version=3)),
+            "format version 3 but this speedtransfer reads 1 to 2",
+        ),
         (lambda f: resign(f, lambda c: c.update(format="x")), "is no manifest of a checkpoint"),
         (lambda f: (f / "manifest.json").write_text("{}"), "is no manifest of a checkpoint"),
         (lambda f: (f / "manifest.json").write_text('{"a": NaN}'), "NaN is no JSON"),

@@ -11,13 +11,13 @@ import functools
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.tensors import open_plain
-from speedtransfer.errors import InvalidValueError, StorageError, format_bytes
+from speedtransfer.errors import InvalidValueError, ProcessGroupError, StorageError, format_bytes
 
 try:
     import fcntl
@@ -62,15 +62,36 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-@contextlib.contextmanager
-def new_files(path: Path, roles: Iterable[str], need_bytes: int) -> Iterator[dict[str, BinaryIO]]:
-    """Make a file for each role in the folder `path`, which is made too; remove all of it again where the block raises.
+def check_room(path: Path, need_bytes: int) -> None:
+    """Raise `StorageError` where the disk of `path` has less than `need_bytes` free."""
+    free = free_bytes(path)
+    if need_bytes > free:
+        raise StorageError(
+            f"a checkpoint at {str(path)!r} needs {format_bytes(need_bytes)} but {format_bytes(free)} are free; free some "
+            "space or choose another path (an older checkpoint stays until the new one is whole)"
+        )
 
-    An OSError, of the block too, becomes a StorageError that says that the checkpoint needs `need_bytes`.
+
+class NewFiles(dict[str, BinaryIO]):
+    """The files of `new_files` by role.
+
+    Attributes
+    ----------
+    reported : bool
+        Whether rank 0 may by now have made them part of a checkpoint: they stay, unless it says that it has not.
     """
-    made = not path.exists()
-    names = {role: f"{role}-{_unique()}.safetensors" for role in roles}
-    files: dict[str, BinaryIO] = {}
+
+    reported = False
+
+
+@contextlib.contextmanager
+def new_files(path: Path, names: dict[str, str], need_bytes: int, made: bool) -> Iterator[NewFiles]:
+    """Make a file for each role in the folder `path`; remove all of it again where the block raises.
+
+    The folder too, if it is `made` by this save. An OSError, of the block too, becomes a StorageError that says that the
+    checkpoint needs `need_bytes`.
+    """
+    files = NewFiles()
     with contextlib.ExitStack() as stack:
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -83,9 +104,10 @@ def new_files(path: Path, roles: Iterable[str], need_bytes: int) -> Iterator[dic
                     _lock(files[role].fileno())
             yield files
         except BaseException as error:
+            removed = not files.reported or isinstance(error, ProcessGroupError)
             with contextlib.suppress(OSError), _exclusive(path):
                 current = manifest.names_in(path)  # names our files where the interruption came after the commit
-                for name in () if current is None else set(names.values()) - current:
+                for name in set(names.values()) - current if removed and current is not None else ():
                     (path / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # what a buffer still holds may find no room either
                 stack.close()
@@ -102,7 +124,7 @@ def new_files(path: Path, roles: Iterable[str], need_bytes: int) -> Iterator[dic
 
 def commit(path: Path, text: bytes) -> None:
     """Put the manifest `text` in place: from here on this is the checkpoint. Then remove what no manifest names."""
-    temporary = path / f".manifest-{_unique()}.json"
+    temporary = path / f".manifest-{os.urandom(16).hex()}.json"
     with _exclusive(path) as sync:
         previous = manifest.names_in(path) or set()
         try:
@@ -120,10 +142,6 @@ def commit(path: Path, text: bytes) -> None:
                 if name in previous or _abandoned(path / name):
                     with contextlib.suppress(OSError):
                         (path / name).unlink()
-
-
-def _unique() -> str:
-    return os.urandom(16).hex()
 
 
 @contextlib.contextmanager

@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.model import SavedModel
-from speedtransfer.checkpoint.objects import check_rng_states, set_rng_states, states_set
+from speedtransfer.checkpoint.objects import check_rng_states, decode_generators, set_rng_states, states_set
 from speedtransfer.checkpoint.optimizer import SavedOptimizer
 from speedtransfer.checkpoint.plain_data import decode
 from speedtransfer.checkpoint.save import check_arguments
+from speedtransfer.checkpoint.table_rows import Readers
 from speedtransfer.checkpoint.tensors import TensorReader
+from speedtransfer.checkpoint.together import Processes, ShardReader, files_to_check, processes_of
 from speedtransfer.errors import InvalidValueError, StorageError, suggest
-from speedtransfer.progress import ByteProgress
 
 _TRIES = 20
 
@@ -36,6 +37,10 @@ def load_checkpoint(
     All is checked before anything changes: every byte by its checksum, the model's keys, shapes and dtypes, the optimizer's
     class, groups and state. Rows are then streamed in chunks of 16 MB. Tables may live in another memory than when saved, or
     be ``torch.nn`` modules, and the reverse. The states of the random number generators are set as well.
+
+    With tables that several processes own (``process_group=``) all of them must call it. The checkpoint may be of one process
+    or of any number, and a model without such tables takes either. Processes beyond those that have saved get the generators
+    of rank 0.
 
     Parameters
     ----------
@@ -61,34 +66,65 @@ def load_checkpoint(
         The checkpoint does not fit what it is loaded into.
     StorageError
         There is none, or it is damaged or not to be trusted.
+    ProcessGroupError
+        Another process failed (its own message says why), or the processes do not load the same. Nothing has changed.
     """
-    path, optimizers, others = check_arguments(path, model, optimizer, objects)
+    processes = processes_of("loads", [model, optimizer, *objects.values()])
     with ExitStack() as stack:
-        content, readers = open_checkpoint(path, stack)
-        _check_names(content, {*optimizers, *others}, set(objects))
-        size = sum(reader.facts["bytes"] for reader in readers.values())
-        bar = stack.enter_context(ByteProgress(f"loading {path.name}", 2 * size, progress))
-        for reader in readers.values():
-            reader.check(bar.advance)
-        with manifest.damage_told(path / manifest.NAME):
-            saved_model = SavedModel(content["model"], model, readers["model"])
+        with processes.together():
+            path, optimizers, others = check_arguments(path, model, optimizer, objects)
+        content, readers = _open_alike(path, processes, stack)
+        with processes.together():
+            _check_names(content, {*optimizers, *others}, set(objects))
+            for reader in readers.values():
+                reader.check_size()
+        checked = files_to_check(processes, readers)
+        size = sum(reader.facts["bytes"] for reader in [*checked, *readers.values()])
+        bar = stack.enter_context(processes.progress(f"loading {path.name}", size, progress))
+        with processes.together():
+            for reader in checked:
+                reader.check(bar.advance)
+        with processes.together(), manifest.damage_told(path / manifest.NAME):
+            files = content["files"]
+            shards = ShardReader(files, readers) if manifest.rows_roles(files) else None
+            saved_model = SavedModel(content["model"], model, Readers(readers["model"], shards))
             saved_optimizers = [
-                SavedOptimizer(content["optimizers"][name], value, name, readers["optimizer"])
+                SavedOptimizer(content["optimizers"][name], value, name, Readers(readers["optimizer"], shards))
                 for name, value in optimizers.items()
             ]
             read = readers["objects"].read
             states = {name: decode(content["objects"][name], read) for name in others}
             extra, rng = decode(content["extra"], read), decode(content["rng"], read)
+            own = files.get(f"rows-{processes.rank}", {}).get("generators")
+            if own is not None:
+                rng, generators = decode_generators(own, readers[f"rows-{processes.rank}"].read)
+                states.update({name: state for name, state in generators.items() if name in others})
             check_rng_states(rng)
 
-        with states_set(others, states):
+        with ExitStack() as changed, processes.together():
+            changed.enter_context(states_set(others, states))
             for saved in saved_optimizers:
                 saved.allocate()
-        saved_model.load(bar.advance)
-        for saved in saved_optimizers:
-            saved.load(bar.advance)
-        set_rng_states(rng)
+        with processes.together():
+            saved_model.load(bar.advance)
+            for saved in saved_optimizers:
+                saved.load(bar.advance)
+            set_rng_states(rng)
     return extra
+
+
+def _open_alike(path: Path, processes: Processes, stack: ExitStack) -> tuple[dict[str, Any], dict[str, TensorReader]]:
+    """Open the same checkpoint in all processes, until `stack` ends."""
+    for left in reversed(range(_TRIES)):
+        with ExitStack() as opened:
+            with processes.together():
+                content, readers = open_checkpoint(path, opened)
+            if len(processes.numbers(int(content["sha256"][:12], 16)).unique()) == 1:
+                stack.push(opened.pop_all())
+                break
+        if not left:
+            processes.check_same(f"the checkpoint {str(path.absolute())!r} of SHA-256 {content['sha256'][:12]}")
+    return content, readers
 
 
 def open_checkpoint(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, TensorReader]]:

@@ -18,16 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from speedtransfer.checkpoint.plain_data import find_tensors
+from speedtransfer.checkpoint.plain_data import find_shards, find_tensors
 from speedtransfer.checkpoint.tensors import open_plain
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError, format_bytes
 from speedtransfer.version import __version__
 
 NAME = "manifest.json"
 FORMAT = "speedtransfer checkpoint"
-FORMAT_VERSION = 1
+# 2: with files of the rows of several processes.
+FORMAT_VERSIONS = (1, 2)
 ROLES = ("model", "optimizer", "objects")
-FILE_NAME = re.compile(rf"(?:{'|'.join(ROLES)})-[0-9a-f]{{32}}\.safetensors")
+FILE_NAME = re.compile(rf"(?:{'|'.join(ROLES)}|rows-[0-9]{{1,9}})-[0-9a-f]{{32}}\.safetensors")
 MAX_BYTES = 1 << 28
 _HEAD = '{{"sha256":"{}",\n'
 _HEAD_BYTES = len(_HEAD.format("0" * 64))
@@ -43,7 +44,8 @@ VERSIONS = {
 
 def to_bytes(content: dict[str, Any]) -> bytes:
     """Return the text of the manifest with `content`. InvalidValueError: it is too long."""
-    text = json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, **content}, separators=(",", ":"))
+    version = FORMAT_VERSIONS[bool(rows_roles(content.get("files", {})))]
+    text = json.dumps({"format": FORMAT, "format_version": version, **content}, separators=(",", ":"))
     body = text[1:].encode()
     if len(body) > MAX_BYTES - _HEAD_BYTES:
         raise InvalidValueError(
@@ -112,10 +114,11 @@ def parse(raw: bytes, path: Path) -> dict[str, Any]:
         content = json.loads(raw, parse_constant=_no_constant)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise StorageError(f"{str(path)!r} is no manifest of a checkpoint; check the path")
-        if content.get("format_version") != FORMAT_VERSION:
+        if content.get("format_version") not in FORMAT_VERSIONS:
             raise StorageError(
                 f"{str(path)!r} has format version {str(content.get('format_version'))[:20]} but this speedtransfer reads "
-                f"{FORMAT_VERSION}; use the version that saved it: {str(content.get('versions'))[:200]}"
+                f"{FORMAT_VERSIONS[0]} to {FORMAT_VERSIONS[-1]}; use the version that saved it: "
+                f"{str(content.get('versions'))[:200]}"
             )
         if raw[:_HEAD_BYTES] != _head_of(raw[_HEAD_BYTES:]):
             raise ValueError("its checksum does not match")
@@ -131,16 +134,50 @@ def _check(content: dict[str, Any]) -> None:
     for section in _SECTIONS:
         if type(content[section]) is not dict:
             raise TypeError(f"{section} is no dict")
-    if set(content["files"]) != set(ROLES):
-        raise ValueError(f"files are {sorted(content['files'])}")
-    sections = {"model": content["model"], "optimizer": content["optimizers"]}
+    files, sections = content["files"], {"model": content["model"], "optimizer": content["optimizers"]}
     sections["objects"] = [content["rng"], content["objects"], content["extra"]]
-    for role, facts in content["files"].items():
+    shards = find_shards([content["model"], content["optimizers"]])
+    for role in rows_roles(files):
+        sections[role] = files[role].get("generators")
+    if set(files) != set(sections) or (len(files) == len(ROLES)) != (content["format_version"] == 1):
+        raise ValueError(f"files are {sorted(files)}")
+    for role, facts in files.items():
         _check_file(role, facts)
         used = find_tensors(sections[role])
+        if role not in ROLES:
+            used += [name for name, _ in shards]
         # Each once: what is read twice could fill the memory, and what nobody reads is not ours.
         if len(used) != len(set(used)) or set(used) != set(facts["tensors"]):
             raise ValueError(f"the tensors of the {role} file are not those that the manifest refers to")
+    _check_ranges(files, shards)
+
+
+def rows_roles(files: dict[str, Any]) -> list[str]:
+    """Return the roles of the files of the processes that own rows, in the order of ranks."""
+    return [f"rows-{rank}" for rank in range(len(files) - len(ROLES))]
+
+
+def _check_ranges(files: dict[str, Any], shards: list[tuple[str, int]]) -> None:
+    """Raise unless the parts of each table make up all its rows."""
+    roles = rows_roles(files)
+    if shards and not roles:
+        raise ValueError("rows of several processes without their files")
+    for name, num_rows in shards:
+        end = 0
+        for role in roles:
+            start, stop = files[role]["rows"][name]
+            if (
+                type(start) is not int
+                or type(stop) is not int
+                or start != end
+                or stop - start != files[role]["tensors"][name]["shape"][0]
+            ):
+                raise ValueError(
+                    f"the rows {start} to {stop} of {name[:60]!r} in the {role} file are not those that follow"
+                )
+            end = stop
+        if end != num_rows:
+            raise ValueError(f"{name[:60]!r} has {num_rows} rows but the files have {end}")
 
 
 def _check_file(role: str, facts: dict[str, Any]) -> None:

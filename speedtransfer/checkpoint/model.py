@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from speedtransfer.checkpoint.plain_data import Keep, decode, encode
-from speedtransfer.checkpoint.table_rows import SavedRows, encode_rows
-from speedtransfer.checkpoint.tensors import TensorReader
+from speedtransfer.checkpoint.plain_data import decode, encode
+from speedtransfer.checkpoint.table_rows import Keeps, Readers, SavedRows, encode_rows
 from speedtransfer.errors import InvalidValueError, suggest
 from speedtransfer.nn.module_state import placeholder_rows
 from speedtransfer.optim import Handle
@@ -24,21 +23,21 @@ def _state(model: nn.Module) -> tuple[dict[str, Any], dict[str, Handle]]:
     return state, {key: handles[id(value)] for key, value in state.items() if id(value) in handles}
 
 
-def encode_model(model: nn.Module, keep: Keep) -> dict[str, Any]:
+def encode_model(model: nn.Module, keeps: Keeps) -> dict[str, Any]:
     """Return the model as the manifest knows it, and have its tensors kept."""
     state, tables = _state(model)
     entries, counters, first = {}, {}, dict[int, str]()
     for key, value in state.items():
         handle = tables.get(key)
         if handle is None:
-            entries[key] = encode(value, key, keep)
+            entries[key] = encode(value, key, keeps.whole)
         elif first.setdefault(id(handle), key) != key:  # a module in two places
             entries[key] = {"$": "same", "v": first[id(handle)]}
         else:
             handle.recover()
-            entries[key] = encode_rows(handle.rows, "weight", key, keep, tuple(value.shape), value.dtype)
+            entries[key] = encode_rows(handle, "weight", key, keeps, tuple(value.shape[1:]), value.dtype)
             counters[key] = handle.rows.state_dict()  # after rows that lagged have been written
-    metadata = encode(getattr(state, "_metadata", None), "metadata of the model's state_dict", keep)
+    metadata = encode(getattr(state, "_metadata", None), "metadata of the model's state_dict", keeps.whole)
     return {"entries": entries, "counters": counters, "metadata": metadata}
 
 
@@ -48,8 +47,8 @@ class SavedModel:
     InvalidValueError: the two differ in keys, shapes or dtypes. ValueError, TypeError or KeyError: `node` is malformed.
     """
 
-    def __init__(self, node: dict[str, Any], model: nn.Module, reader: TensorReader) -> None:
-        self.model, entries = model, node["entries"]
+    def __init__(self, node: dict[str, Any], model: nn.Module, readers: Readers) -> None:
+        self.model, entries, reader = model, node["entries"], readers.whole
         state, self._tables = _state(model)
         _check_keys(set(entries), set(state))
         self._rows: dict[str, SavedRows] = {}
@@ -61,7 +60,7 @@ class SavedModel:
             if not isinstance(current, Tensor):
                 self._state[key] = decode(entry, reader.read)  # extra state
                 continue
-            saved: Any = decode(entry, reader.mapped) if "complex" in entry else SavedRows(entry, reader)
+            saved: Any = decode(entry, reader.mapped) if "complex" in entry else SavedRows(entry, readers)
             shape, dtype = tuple(saved.shape), saved.dtype
             if shape != tuple(current.shape) or dtype != current.dtype:
                 raise InvalidValueError(
@@ -97,7 +96,7 @@ class SavedModel:
             if handle not in done:
                 done.add(handle)
                 rows = self._rows[key]
-                rows.copy_into(handle.rows, "weight", advance)
+                rows.copy_into(handle, "weight", advance)
                 handle.rows.load_state_dict(self._counters[key] if rows.stored_as(handle.rows, "weight") else {})
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from speedtransfer.checkpoint.plain_data import Fetch, Keep, decode, encode
 from speedtransfer.errors import InvalidValueError
 
 _CUDA_BYTES = 16  # seed and offset of Philox
@@ -60,6 +61,20 @@ def rng_states() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if used else [],
     }
+
+
+def encode_generators(objects: dict[str, Any], keep: Keep) -> dict[str, Any]:
+    """Return, as the manifest knows them, the states of `rng_states` and those of the generators among `objects`."""
+    own = {n: state_methods(v)[0]() for n, v in objects.items() if isinstance(v, torch.Generator | np.random.Generator)}
+    return {
+        "rng": encode(rng_states(), "rng", keep),
+        "objects": {n: encode(state, n, keep) for n, state in own.items()},
+    }
+
+
+def decode_generators(node: dict[str, Any], fetch: Fetch) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return both parts of `encode_generators`."""
+    return decode(node["rng"], fetch), {name: decode(state, fetch) for name, state in node["objects"].items()}
 
 
 def check_rng_states(states: Any) -> None:

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtransfer.checkpoint.plain_data import Keep, decode, encode
-from speedtransfer.checkpoint.table_rows import SavedRows, encode_rows
-from speedtransfer.checkpoint.tensors import TensorReader
+from speedtransfer.checkpoint.plain_data import decode, encode
+from speedtransfer.checkpoint.table_rows import Keeps, Readers, SavedRows, encode_rows
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim import Handle, find_handle, probe_optimizer
 from speedtransfer.optim.hooks import give_state, way_to_step
 from speedtransfer.optim.probe import Findings, PlaneSpec
-from speedtransfer.optim.state_dicts import handles_of, has_other_hooks, load_plainly
+from speedtransfer.optim.state_dicts import handles_of, has_other_hooks, load_plainly, without_rows
 
 
 def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
@@ -25,7 +24,7 @@ def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
 
     def shape(param: Tensor) -> list[int]:
         handle = find_handle(param)
-        return list(param.shape if handle is None else (handle.table.num_rows, handle.table.dim))
+        return list(param.shape if handle is None else (handle.num_rows, handle.table.dim))
 
     return [[shape(param) for param in group["params"]] for group in optimizer.param_groups]
 
@@ -41,7 +40,7 @@ def _owned(optimizer: Optimizer) -> dict[int, Handle]:
 
 
 @torch.no_grad()
-def encode_optimizer(optimizer: Optimizer, name: str, keep: Keep) -> dict[str, Any]:
+def encode_optimizer(optimizer: Optimizer, name: str, keeps: Keeps) -> dict[str, Any]:
     """Return the optimizer as the manifest knows it, and have its tensors kept."""
     _make_first_state(optimizer)
     owned, planes, taken = _owned(optimizer), {}, []
@@ -55,7 +54,8 @@ def encode_optimizer(optimizer: Optimizer, name: str, keep: Keep) -> dict[str, A
             taken.append((state, dict(state)))
             for key in planes[number]:
                 del state[key]
-        content = dict(optimizer.state_dict())
+        with without_rows():
+            content = dict(optimizer.state_dict())
         content["state"] = {n: dict(v) if isinstance(v, dict) else v for n, v in content["state"].items()}
     finally:
         for state, entries in taken:
@@ -65,11 +65,9 @@ def encode_optimizer(optimizer: Optimizer, name: str, keep: Keep) -> dict[str, A
     for number, entries in content.pop("state").items():
         path, rows = f"{name}.state[{number!r}]", {}
         for key, (plane, spec) in planes.get(number, {}).items():
-            store = owned[number].rows
-            shape = (store.table.num_rows, *spec.tail)
-            rows[key] = encode_rows(store, plane, f"{path}[{key!r}]", keep, shape, spec.dtype)
-        states.append([number, {"entries": encode(entries, path, keep), "rows": rows}])
-    rest = encode(content, name, keep)
+            rows[key] = encode_rows(owned[number], plane, f"{path}[{key!r}]", keeps, spec.tail, spec.dtype)
+        states.append([number, {"entries": encode(entries, path, keeps.whole), "rows": rows}])
+    rest = encode(content, name, keeps.whole)
     return {"class": type(optimizer).__name__, "params": _shapes(optimizer), "state": states, "rest": rest}
 
 
@@ -80,7 +78,7 @@ def _make_first_state(optimizer: Optimizer) -> None:
             continue  # its own planes, or those of another, which only a step may replace
         entries = dict(optimizer.state.get(handle.param, {}))
         names = [k for k, v in entries.items() if isinstance(v, Tensor) and v.dim() > 0 and len(v) == 0]
-        if names and handle.table.num_rows and optimizer not in handle.lost:
+        if names and handle.num_rows and optimizer not in handle.lost:
             specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)
             state = give_state(handle, optimizer, group, specs)
             optimizer.state[handle.param].update(entries)
@@ -110,9 +108,10 @@ class SavedOptimizer:
     a table. ValueError, TypeError or KeyError: `node` is malformed.
     """
 
-    def __init__(self, node: dict[str, Any], optimizer: Optimizer, name: str, reader: TensorReader) -> None:
+    def __init__(self, node: dict[str, Any], optimizer: Optimizer, name: str, readers: Readers) -> None:
         self.optimizer = optimizer
         self._check_structure(node, name)
+        reader = readers.whole
         self._content = decode(node["rest"], reader.read)
         groups = self._content["param_groups"]
         counts = [len(group["params"]) for group in groups]
@@ -134,7 +133,7 @@ class SavedOptimizer:
             if handle is not None and (rows or entries):
                 # With the hyperparameters that come with it.
                 specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)
-                planes = _planes_of(handle, specs, entries, rows, f"{name}.state[{number}]", reader)
+                planes = _planes_of(handle, specs, entries, rows, f"{name}.state[{number}]", readers)
                 if planes:
                     way_to_step(handle, optimizer, group, specs)  # which may refuse
                     self._planes.append((handle, group, specs, planes))
@@ -143,7 +142,7 @@ class SavedOptimizer:
             state[number] = decode(entries, reader.read)
             if param is not None and type(state[number]) is not dict:
                 raise TypeError(f"the state of {name} has a parameter without names of state")
-            state[number].update({k: SavedRows(v, reader).values() for k, v in rows.items() if k not in planes})
+            state[number].update({k: SavedRows(v, readers).values() for k, v in rows.items() if k not in planes})
         self._ready = _tried(optimizer, self._content)
 
     def _check_structure(self, node: dict[str, Any], name: str) -> None:
@@ -178,7 +177,8 @@ class SavedOptimizer:
         for owned in _owned(optimizer).values():
             owned.abort_step(optimizer)
         if self._ready is None:
-            optimizer.load_state_dict(self._content)
+            with without_rows():
+                optimizer.load_state_dict(self._content)
         else:
             optimizer.__setstate__(self._ready)
         for handle, _ in handles_of(optimizer):
@@ -187,11 +187,11 @@ class SavedOptimizer:
             assert handle.state is not None
             handle.state.adopt(optimizer, planes)
             for key, (plane, _) in handle.state.stored(optimizer.state[handle.param]).items():
-                planes[key].copy_into(handle.rows, plane, advance)
+                planes[key].copy_into(handle, plane, advance)
 
 
 def _planes_of(
-    handle: Handle, specs: Findings, entries: dict[str, Any], rows: dict[str, Any], path: str, reader: TensorReader
+    handle: Handle, specs: Findings, entries: dict[str, Any], rows: dict[str, Any], path: str, readers: Readers
 ) -> dict[str, SavedRows]:
     """Return the rows of each plane of state that is saved."""
     planes = {}
@@ -199,12 +199,12 @@ def _planes_of(
         node = rows.get(key, entries.get(key))
         if node is None:
             continue
-        saved = SavedRows(node, reader)
+        saved = SavedRows(node, readers)
         # Not among them where it is left from other hyperparameters (amsgrad was switched off).
         spec = specs.setdefault(key, PlaneSpec(saved.shape[1:], saved.dtype, 0.0))
-        if saved.shape[:1] == (0,) and handle.table.num_rows:
+        if saved.shape[:1] == (0,) and handle.num_rows:
             continue  # made in a constructor, for no rows: there is nothing to copy
-        shape = (handle.table.num_rows, *spec.tail)
+        shape = (handle.num_rows, *spec.tail)
         if saved.shape != shape or saved.dtype.is_floating_point != spec.dtype.is_floating_point:
             raise InvalidValueError(
                 f"{path}[{key!r}] in the checkpoint is {saved.shape} {saved.dtype} but the table needs {shape} "

@@ -155,8 +155,16 @@ def decode(node: Any, fetch: Fetch) -> Any:
     raise ValueError(f"{str(value)[:40]!r} of kind {str(tag)[:40]!r} is no value that is saved")
 
 
+def find_shards(node: Any) -> list[tuple[str, int]]:
+    """Return the names of the tensors of which each process has saved a part, with the number of rows of all parts."""
+    if isinstance(node, dict) and node.get("$") == "rows":
+        return [(name, node["shape"][0]) for name in node["parts"].values()] if "layout" in node else []
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return [found for item in inner for found in find_shards(item)]
+
+
 def find_tensors(node: Any) -> list[str]:
-    """Return the names of the tensors that `node` refers to."""
+    """Return the names of the tensors that `node` refers to, without those of `find_shards`."""
     if isinstance(node, list):
         return [name for item in node for name in find_tensors(item)]
     if not isinstance(node, dict):
@@ -164,5 +172,5 @@ def find_tensors(node: Any) -> list[str]:
     if node.get("$") in ("tensor", "ndarray"):
         return [node["v"]]
     if node.get("$") == "rows":
-        return list(node["parts"].values())
+        return list(node["parts"].values()) if "layout" not in node else []
     return find_tensors(list(node.values()))

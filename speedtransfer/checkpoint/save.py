@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
-from speedtransfer.checkpoint.folder import check_target, commit, free_bytes, new_files
+from speedtransfer.checkpoint.folder import check_room, check_target, commit, new_files
 from speedtransfer.checkpoint.model import encode_model
-from speedtransfer.checkpoint.objects import rng_states, state_methods
+from speedtransfer.checkpoint.objects import encode_generators, rng_states, state_methods
 from speedtransfer.checkpoint.optimizer import encode_optimizer
-from speedtransfer.checkpoint.plain_data import encode
+from speedtransfer.checkpoint.plain_data import encode, find_shards
+from speedtransfer.checkpoint.table_rows import Keeps
 from speedtransfer.checkpoint.tensors import TensorPlan
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, format_bytes
-from speedtransfer.progress import ByteProgress
+from speedtransfer.checkpoint.together import Processes, check_sees, processes_of
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.ranks import Partition
 
 
 def save_checkpoint(
@@ -30,6 +34,10 @@ def save_checkpoint(
     **objects: Any,
 ) -> None:
     """Save all that training needs to go on as if it had never stopped, in place of what `path` held before.
+
+    With tables that several processes own (``process_group=``) all of them must call it, with the same path, on a file system
+    that they share: each writes its rows, rank 0 all else (`extra` and `objects` are its own) and, last, the manifest. If one
+    fails all raise. Generators, those among `objects` too, are saved of each process.
 
     Tables are streamed in chunks of 16 MB. The checkpoint at `path` is replaced in one go at the end: whatever happens
     before, the old one stays whole, so the disk must have room for both. No pickle: tensors go to safetensors files, the
@@ -60,30 +68,65 @@ def save_checkpoint(
         been written.
     StorageError
         No room, or no permission. What was there before is as it was.
+    ProcessGroupError
+        Another process failed (its own message says why), or the processes do not save the same.
     """
-    path, optimizers, others = check_arguments(path, model, optimizer, objects)
-    check_target(path)
-    plans = {role: TensorPlan() for role in manifest.ROLES}
-    keep = plans["objects"].keep
-    content = {
-        "versions": manifest.VERSIONS,
-        "model": encode_model(model, plans["model"].keep),
-        "optimizers": {n: encode_optimizer(o, n, plans["optimizer"].keep) for n, o in optimizers.items()},
-        "rng": encode(rng_states(), "rng", keep),
-        "objects": {n: encode(state_methods(v)[0](), n, keep) for n, v in others.items()},
-        "extra": encode(extra, "extra", keep),
-    }
-    need = sum(plan.num_bytes for plan in plans.values())
-    need += len(manifest.to_bytes(content)) + sum(200 * len(plan.tensors) + 1000 for plan in plans.values())
-    free = free_bytes(path)
-    if need > free:
-        raise StorageError(
-            f"a checkpoint at {str(path)!r} needs {format_bytes(need)} but {format_bytes(free)} are free; free some space or "
-            "choose another path (an older checkpoint stays until the new one is whole)"
-        )
-    with new_files(path, plans, need) as made, ByteProgress(f"saving {path.name}", need, progress) as bar:
-        files = {r: {"name": Path(made[r].name).name, **plan.write(made[r], bar.advance)} for r, plan in plans.items()}
-        commit(path, manifest.to_bytes({"files": files, **content}))
+    processes = processes_of("saves", [model, optimizer, *objects.values()])
+    with processes.together():
+        path, optimizers, others = check_arguments(path, model, optimizer, objects)
+        check_target(path)
+        is_new = not path.exists()
+        shards, plans = TensorPlan(), {role: TensorPlan() for role in manifest.ROLES}
+        keeps = {role: Keeps(plan.keep, shards.keep) for role, plan in plans.items()}
+        content: dict[str, Any] = {
+            "versions": manifest.VERSIONS,
+            "model": encode_model(model, keeps["model"]),
+            "optimizers": {n: encode_optimizer(o, n, keeps["optimizer"]) for n, o in optimizers.items()},
+        }
+        about = [(name, str(plane.dtype), *plane.shape[1:]) for name, plane in shards.tensors.items()]
+        facts: dict[str, dict[str, Any]] = {}
+        if not processes.is_alone:
+            # Besides the rows of a process its generators, which are those of rank 0 elsewhere.
+            facts[f"rows-{processes.rank}"] = {"rows": _ranges(content, processes)}
+        if processes.is_first:
+            keep = plans["objects"].keep
+            content["rng"] = encode(rng_states(), "rng", keep)
+            content["objects"] = {n: encode(state_methods(v)[0](), n, keep) for n, v in others.items()}
+            content["extra"] = encode(extra, "extra", keep)
+        else:
+            plans = {}
+            facts[f"rows-{processes.rank}"]["generators"] = encode_generators(others, shards.keep)
+        plans |= dict.fromkeys(facts, shards)
+        need = sum(plan.num_bytes for plan in plans.values())
+        need += len(manifest.to_bytes(content)) + sum(200 * len(plan.tensors) + 1000 for plan in plans.values())
+    processes.check_same(f"the rows {about}")
+    need = int(processes.numbers(need).sum())
+    unique = processes.unique()
+    names = {role: f"{role}-{unique}.safetensors" for role in plans}
+    with contextlib.ExitStack() as stack:
+        for turn_of_first in (True, False):
+            with processes.together():
+                if processes.is_first == turn_of_first:
+                    check_room(path, need) if turn_of_first else check_sees(path, f"rows-0-{unique}.safetensors")
+                    made = stack.enter_context(new_files(path, names, need, is_new))
+        with processes.together(), processes.progress(f"saving {path.name}", need, progress) as bar:
+            for role, plan in plans.items():
+                facts[role] = {"name": names[role], **plan.write(made[role], bar.advance), **facts.get(role, {})}
+        made.reported = not processes.is_first
+        told = processes.texts(json.dumps(facts))
+        with processes.together():
+            if processes.is_first:
+                files = {role: fact for text in told for role, fact in json.loads(text).items()}
+                commit(path, manifest.to_bytes({"files": files, **content}))
+
+
+def _ranges(content: dict[str, Any], processes: Processes) -> dict[str, list[int]]:
+    """Return the places that the rows in the file of this process have in their table, by tensor."""
+    found = {}
+    for name, num_rows in find_shards([content["model"], content["optimizers"]]):
+        partition = Partition(num_rows, processes.ranks)
+        found[name] = [partition.start(processes.rank), partition.start(processes.rank + 1)]
+    return found
 
 
 def check_arguments(

@@ -4,27 +4,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedtransfer.checkpoint.plain_data import Keep
 from speedtransfer.checkpoint.tensors import TensorReader
+from speedtransfer.checkpoint.together import ShardReader
 from speedtransfer.cuda import wait_until_filled
 from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.encoding import Part, codec_named, decode_rows
+from speedtransfer.optim import Handle, ShardHandle
+from speedtransfer.ranks import Partition
+from speedtransfer.ranks.partition import BUCKETS
 from speedtransfer.rows import Rows
 from speedtransfer.tables import row_chunks
 
+# Of the rows of a table that several processes have saved: in the order of `Partition`.
+_LAYOUT = {"kind": "interleaved", "buckets": BUCKETS}
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*TABLE_DTYPES, torch.bool)}  # bool is stored as uint8
 
 
-def encode_rows(rows: Rows, plane: str, path: str, keep: Keep, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Return what the manifest says of a plane of values `shape` and `dtype`, and have its raw parts kept."""
+class Keeps(NamedTuple):
+    """What takes tensors into files: those of the checkpoint, and those of which each process has a part."""
+
+    whole: Keep
+    shard: Keep
+
+
+class Readers(NamedTuple):
+    """The same, to read them again; None: no process has saved parts."""
+
+    whole: TensorReader
+    shard: ShardReader | None
+
+
+def encode_rows(handle: Handle, plane: str, path: str, keeps: Keeps, tail: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Return what the manifest says of a plane of ``(*tail)`` values of `dtype` a row, and have its raw parts kept."""
+    rows, sharded = handle.rows, isinstance(handle, ShardHandle)
+    keep = keeps.shard if sharded else keeps.whole
     parts = {part: keep(f"{path}:{part}" if part else path, raw) for part, raw in rows.parts(plane).items()}
-    name = str(dtype).removeprefix("torch.")
-    return {"$": "rows", "encoding": rows.encoding(plane), "dtype": name, "shape": list(shape), "parts": parts}
+    name, shape = str(dtype).removeprefix("torch."), [handle.num_rows, *tail]
+    node = {"$": "rows", "encoding": rows.encoding(plane), "dtype": name, "shape": shape, "parts": parts}
+    return {**node, "layout": _LAYOUT} if sharded else node
 
 
 class SavedRows:
@@ -34,16 +57,22 @@ class SavedRows:
     version does not know.
     """
 
-    def __init__(self, node: dict[str, Any], reader: TensorReader) -> None:
-        self._reader, self.encoding = reader, "plain"
+    def __init__(self, node: dict[str, Any], readers: Readers) -> None:
+        reader: Any = readers.whole
+        self.encoding, self._places = "plain", None
         if node["$"] == "tensor" and "complex" not in node:
             self._names = {"": node["v"]}
             self.dtype, self.shape = reader.spec(node["v"])
         elif node["$"] == "rows":
             self.encoding, self._names = node["encoding"], dict(node["parts"])
             self.dtype, self.shape = _DTYPES[node["dtype"]], tuple(node["shape"])
+            if "layout" in node:
+                if node["layout"] != _LAYOUT:
+                    raise ValueError(f"rows in the layout {str(node['layout'])[:80]}")
+                reader, self._places = readers.shard, Partition(self.shape[0], 1)
         else:
             raise TypeError("a value where rows belong")
+        self._reader = reader
         self._width = math.prod(self.shape[1:])
         self._specs = {part: reader.spec(name) for part, name in self._names.items()}
         self.row_bytes = sum(math.prod(shape[1:]) * dtype.itemsize for dtype, shape in self._specs.values())
@@ -74,35 +103,53 @@ class SavedRows:
             values = decode_rows(codec_named(self.encoding, self._width), parts)
         return values.view(len(values), *self.shape[1:]).to(self.dtype)
 
+    def _ids(self, rows: slice) -> Any:
+        """Return the ids of some rows, an index."""
+        return rows if self._places is None else self._places.ids(torch.arange(rows.start, rows.stop))
+
     def values(self) -> Tensor:
         """Return all rows, for a dense parameter or its state."""
         with torch.inference_mode(False):
             whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         buffers: dict[str, Tensor] = {}
         for rows in row_chunks(self.shape[0], self.row_bytes):
-            whole[rows] = self._decoded(self._read(rows, buffers))
+            whole[self._ids(rows)] = self._decoded(self._read(rows, buffers))
         return whole
 
     def mapped(self) -> Tensor:
         """Return all rows to be copied from at once, without memory of their own if they are stored plainly."""
-        return self._reader.mapped(self._names[""]) if self.encoding == "plain" else self.values()
+        as_they_are = self.encoding == "plain" and self._places is None
+        return self._reader.mapped(self._names[""]) if as_they_are else self.values()
 
     def stored_as(self, rows: Rows, plane: str) -> bool:
         """Tell whether a plane is stored just as these rows, so that the bits can be copied."""
-        specs = {part: (raw.dtype, tuple(raw.shape)) for part, raw in rows.parts(plane).items()}
-        return self.encoding == rows.encoding(plane) and self._specs == specs
+        specs = {part: (raw.dtype, raw.shape[1]) for part, raw in rows.parts(plane).items()}
+        ours = {part: (dtype, math.prod(shape[1:])) for part, (dtype, shape) in self._specs.items()}
+        return self.encoding == rows.encoding(plane) and ours == specs
 
     @torch.no_grad()
-    def copy_into(self, rows: Rows, plane: str, advance: Callable[[int], None]) -> None:
-        """Write all rows into a plane of as many."""
+    def copy_into(self, handle: Handle, plane: str, advance: Callable[[int], None]) -> None:
+        """Write the rows into a plane of a table of as many; of a table of several processes those of this one."""
+        rows = handle.rows
         targets, alike = rows.parts(plane), self.stored_as(rows, plane)
+        first, count = 0, self.shape[0]
+        if isinstance(handle, ShardHandle) and self._places is not None:
+            first, count = handle.partition.start(handle.reducer.exchange.rank), rows.table.num_rows
         buffers: dict[str, Tensor] = {}  # the allocator would not always give the memory of a chunk to the next
-        for chunk in row_chunks(self.shape[0], self.row_bytes):
-            parts = self._read(chunk, buffers)
+        for chunk in row_chunks(count, self.row_bytes):
+            parts = self._read(slice(first + chunk.start, first + chunk.stop), buffers)
+            place: Any = chunk
+            if not isinstance(handle, ShardHandle):
+                place = self._ids(chunk)
+            elif self._places is None:
+                ids = torch.arange(chunk.start, chunk.stop)
+                at, place = handle.partition.owned(handle.reducer.exchange.rank, ids)
+                parts = {part: values[at] for part, values in parts.items()}
             if not alike:
                 parts = rows.encode(plane, self._decoded(parts))
             for part, target in targets.items():
-                target[chunk].copy_(parts[part].view(target[chunk].shape))
+                values = parts[part].view(len(parts[part]), *target.shape[1:])
+                target[place] = values.to(target.device)
             advance((chunk.stop - chunk.start) * self.row_bytes)
         for target in targets.values():
             wait_until_filled(target)

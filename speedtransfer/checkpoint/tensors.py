@@ -120,19 +120,29 @@ class TensorReader:
             raise StorageError(
                 f"cannot open {path.name!r} of checkpoint {str(path.parent)!r} ({error.strerror}); use another checkpoint"
             ) from error
+        # `check` finds out whether this is so.
+        self._begin = facts["bytes"] - self._end
+
+    def fileno(self) -> int:
+        """Return the descriptor of the file."""
+        return self._file.fileno()
 
     def close(self) -> None:
         """Close the file. Tensors of `mapped` live on."""
         self._file.close()
 
-    def check(self, advance: Callable[[int], None]) -> None:
-        """Raise `StorageError` unless the file is, to the bit, the one that the manifest speaks of."""
+    def check_size(self) -> int:
+        """Return the size of the file. StorageError: it is not the one that was written."""
         size = os.fstat(self._file.fileno()).st_size
         if size != self.facts["bytes"]:
             raise self._damaged(f"has {size} bytes but {self.facts['bytes']} were written")
+        return size
+
+    def check(self, advance: Callable[[int], None]) -> None:
+        """Raise `StorageError` unless the file is, to the bit, the one that the manifest speaks of."""
+        size = self.check_size()
         length = int.from_bytes(self._read(0, bytearray(min(8, size))), "little")
-        self._begin = 8 + length
-        if size < 8 or self._begin + self._end != size:
+        if size < 8 or 8 + length != self._begin:
             raise self._damaged(f"has a header of {length} bytes and {self._end} of tensors in a file of {size}")
         digest, buffer = hashlib.sha256(), bytearray(min(CHUNK_BYTES, size))
         for start in range(0, size, len(buffer)):

@@ -79,10 +79,7 @@ class ShardHandle(Handle):
 
     def _owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return where among `ids` (n,) those of this process are, and their rows here."""
-        rank = self.reducer.exchange.rank
-        local = self.partition.places(ids) - self.partition.start(rank)
-        at = ((local >= 0) & (local < self.partition.size(rank))).nonzero().flatten()
-        return at, local[at]
+        return self.partition.owned(self.reducer.exchange.rank, ids)
 
     # --- all rows ---------------------------------------------------------------------------------------------------------
 

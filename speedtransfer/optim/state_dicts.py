@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,10 +22,13 @@ from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.optim.probe import PlaneSpec, probe_optimizer
+from speedtransfer.optim.shard_handle import ShardHandle
 from speedtransfer.optim.state_planes import check_shape
 
 # Planes between the two hooks of a load: torch must not copy them to the device of the parameter, nor cast them to its dtype.
 _held: weakref.WeakKeyDictionary[Optimizer, list[tuple[nn.Parameter, dict[str, Tensor]]]] = weakref.WeakKeyDictionary()
+
+_without_rows: ContextVar[bool] = ContextVar("without_rows", default=False)
 
 # The method of torch, which does not look for tables.
 load_plainly = Optimizer.load_state_dict
@@ -31,8 +36,8 @@ load_plainly = Optimizer.load_state_dict
 
 def install() -> None:
     """Make every optimizer look for tables before its state is saved, copied or loaded."""
-    Optimizer.state_dict = _prepared(watch, Optimizer.state_dict)  # type: ignore[method-assign]
-    Optimizer.load_state_dict = _prepared(watch, Optimizer.load_state_dict)  # type: ignore[method-assign]
+    Optimizer.state_dict = _prepared(_begin, Optimizer.state_dict)  # type: ignore[method-assign]
+    Optimizer.load_state_dict = _prepared(_begin, Optimizer.load_state_dict)  # type: ignore[method-assign]
     Optimizer.__getstate__ = _prepared(_before_save, Optimizer.__getstate__)  # type: ignore[method-assign]
 
 
@@ -46,6 +51,27 @@ def _prepared(prepare: Callable[[Optimizer], None], method: Callable[..., Any]) 
         return method(self, *args, **kwargs)
 
     return called
+
+
+@contextmanager
+def without_rows() -> Iterator[None]:
+    """Let optimizers of tables that several processes own save and load state dicts, without the state of rows."""
+    token = _without_rows.set(True)
+    try:
+        yield
+    finally:
+        _without_rows.reset(token)
+
+
+def _begin(optimizer: Optimizer) -> None:
+    for handle, _ in () if _without_rows.get() else handles_of(optimizer):
+        if isinstance(handle, ShardHandle):
+            raise OptimizerError(
+                f"a state dict of {type(optimizer).__name__} is saved or loaded, but the rows of {handle} and their state are "
+                f"owned by {handle.reducer.exchange.ranks} processes; call st.save_checkpoint(path, model, optimizer) and "
+                "st.load_checkpoint in all of them"
+            )
+    watch(optimizer)
 
 
 def watch(optimizer: Optimizer) -> None:

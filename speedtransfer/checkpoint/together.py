@@ -1,0 +1,153 @@
+"""The processes that save or load a checkpoint together: what they agree on, and which of the files is whose."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedtransfer.checkpoint import manifest
+from speedtransfer.checkpoint.tensors import TensorReader
+from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.optim import ShardHandle, find_handle
+from speedtransfer.progress import ByteProgress
+from speedtransfer.ranks import Exchange
+
+
+class Processes:
+    """Those that own the rows of a model's tables, or this one alone. All must call the same methods in the same order.
+
+    Parameters
+    ----------
+    point : {"saves", "loads"}
+    exchange : Exchange, optional
+        To the others.
+    """
+
+    def __init__(self, point: str, exchange: Exchange | None) -> None:
+        self._point, self._exchange = point, exchange
+        self.rank, self.ranks = (0, 1) if exchange is None else (exchange.rank, exchange.ranks)
+        self.is_first, self.is_alone = self.rank == 0, exchange is None
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Run the block, which must not call the others, in all processes; if it raises in one, raise in all."""
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+        if self._exchange is not None:
+            self._exchange.agree_on_error(self._point, error)
+        elif error is not None:
+            raise error
+
+    def check_same(self, text: str) -> None:
+        """Raise `ProcessGroupError` in all processes if `text` is not the same in all."""
+        if self._exchange is not None:
+            self._exchange.agree(self._point, torch.zeros(1, dtype=torch.int64), text)
+
+    def numbers(self, *numbers: int) -> Tensor:
+        """Return the numbers of all processes, ``(ranks, n)``."""
+        own = torch.tensor(numbers)
+        return own.unsqueeze(0) if self._exchange is None else self._exchange.agree(self._point, own)
+
+    def texts(self, text: str) -> list[str]:
+        """Return the texts of all processes, in the order of ranks."""
+        texts = [text]
+        if self._exchange is not None:
+            texts = [""] * self.ranks
+            dist.all_gather_object(texts, text, group=self._exchange.group)
+        return texts
+
+    def progress(self, text: str, num_bytes: int, show: bool | None) -> ByteProgress:
+        """Return a bar, which rank 0 alone shows."""
+        return ByteProgress(text, num_bytes, show if self.is_first else False)
+
+    def unique(self) -> str:
+        """Return 32 random hexadecimal digits, the same in all processes."""
+        drawn = torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.uint8)
+        if self._exchange is not None:
+            drawn = self._exchange.from_first(drawn)
+        return bytes(drawn.tolist()).hex()
+
+
+def processes_of(point: str, values: Iterable[object]) -> Processes:
+    """Return the processes that own tables of the models and optimizers among `values`.
+
+    InvalidValueError: tables of several process groups.
+    """
+    found: dict[Exchange, ShardHandle] = {}
+    for value in values:
+        params: Iterable[Tensor] = ()
+        if isinstance(value, nn.Module):
+            params = value.parameters()
+        elif isinstance(value, Optimizer):
+            params = (param for group in value.param_groups for param in group["params"])
+        for handle in map(find_handle, params):
+            if isinstance(handle, ShardHandle):
+                found.setdefault(handle.reducer.exchange, handle)
+    if len(found) > 1:
+        groups = [f"{handle}: {dist.get_process_group_ranks(exchange.group)}" for exchange, handle in found.items()]
+        raise InvalidValueError(
+            f"the tables belong to {len(found)} process groups ({'; '.join(groups)}) but those of a checkpoint must belong to "
+            "one; give all tables the same process_group, or save each model by itself"
+        )
+    return Processes(point, next(iter(found), None))
+
+
+def check_sees(path: Path, name: str) -> None:
+    """Raise `StorageError` unless the file that rank 0 has made in the folder `path` is there in this process too."""
+    if not os.path.lexists(path / name):
+        raise StorageError(
+            f"rank 0 has made {name!r} in its folder, which is not in {str(path.absolute())!r} here; give all processes the "
+            "same path, on a file system that they share"
+        )
+
+
+def files_to_check(processes: Processes, readers: dict[str, TensorReader]) -> list[TensorReader]:
+    """Return the files whose bytes this process checks: its share, or all where others may have copies of their own."""
+    stats = [os.fstat(reader.fileno()) for reader in readers.values()]
+    seen = zlib.crc32(json.dumps([(stat.st_ino, stat.st_ctime_ns) for stat in stats]).encode())
+    alike = len(processes.numbers(seen).unique()) == 1
+    return list(readers.values())[processes.rank :: processes.ranks] if alike else list(readers.values())
+
+
+class ShardReader:
+    """Rows of the tables that several processes have saved, each a part: by their places, as if in one file.
+
+    Parameters
+    ----------
+    files : dict of str to dict
+        Those of the manifest.
+    readers : dict of str to TensorReader
+    """
+
+    def __init__(self, files: dict[str, dict], readers: dict[str, TensorReader]) -> None:
+        self._parts = [(files[role]["rows"], readers[role]) for role in manifest.rows_roles(files)]
+
+    def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Return dtype and shape of a tensor of all rows."""
+        dtype, shape = self._parts[0][1].spec(name)
+        return dtype, (self._parts[-1][0][name][1], *shape[1:])
+
+    def read(self, name: str, rows: slice, buffers: dict[str, Tensor] | None = None) -> Tensor:
+        """Return some rows, as :meth:`TensorReader.read`."""
+        pieces = []
+        for ranges, reader in self._parts:
+            start, stop = ranges[name]
+            part = slice(max(rows.start, start) - start, min(rows.stop, stop) - start)
+            if part.start < part.stop:
+                whole = part.stop - part.start == rows.stop - rows.start
+                pieces.append(reader.read(name, part, buffers if whole else None))
+        if not pieces:
+            return self._parts[0][1].read(name, slice(0, 0))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
