@@ -101,10 +101,12 @@ def load_checkpoint(
                 states.update({name: state for name, state in generators.items() if name in others})
             check_rng_states(rng)
 
-        with ExitStack() as changed, processes.together():
-            changed.enter_context(states_set(others, states))
-            for saved in saved_optimizers:
-                saved.allocate()
+        with ExitStack() as changed:
+            with processes.together():
+                changed.enter_context(states_set(others, states))
+            with processes.together():
+                for saved in saved_optimizers:
+                    saved.allocate()
         with processes.together():
             saved_model.load(bar.advance)
             for saved in saved_optimizers:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
-Keep = Callable[[str, Tensor], str]  # (path, tensor) -> the name under which the file will hold it
+Keep = Callable[[str, Any], str]  # (path, tensor) -> the name under which the file will hold it
 Fetch = Callable[[Any], Tensor]  # that name -> the tensor
 
 _MAX_DEPTH = 100

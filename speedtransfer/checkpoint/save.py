@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
-from speedtransfer.checkpoint.folder import check_room, check_target, commit, new_files
+from speedtransfer.checkpoint.folder import NewFiles, check_room, check_target, commit, new_files
 from speedtransfer.checkpoint.model import encode_model
 from speedtransfer.checkpoint.objects import encode_generators, rng_states, state_methods
 from speedtransfer.checkpoint.optimizer import encode_optimizer
@@ -76,18 +76,17 @@ def save_checkpoint(
         path, optimizers, others = check_arguments(path, model, optimizer, objects)
         check_target(path)
         is_new = not path.exists()
-        shards, plans = TensorPlan(), {role: TensorPlan() for role in manifest.ROLES}
+    processes.catch_up()
+    with processes.together():
+        plans, shards = {role: TensorPlan() for role in manifest.ROLES}, TensorPlan()
         keeps = {role: Keeps(plan.keep, shards.keep) for role, plan in plans.items()}
         content: dict[str, Any] = {
             "versions": manifest.VERSIONS,
             "model": encode_model(model, keeps["model"]),
             "optimizers": {n: encode_optimizer(o, n, keeps["optimizer"]) for n, o in optimizers.items()},
         }
-        about = [(name, str(plane.dtype), *plane.shape[1:]) for name, plane in shards.tensors.items()]
-        facts: dict[str, dict[str, Any]] = {}
-        if not processes.is_alone:
-            # Besides the rows of a process its generators, which are those of rank 0 elsewhere.
-            facts[f"rows-{processes.rank}"] = {"rows": _ranges(content, processes)}
+        # What the manifest says of the file of this process, if it has one of its own.
+        own = {} if processes.is_alone else {f"rows-{processes.rank}": {"rows": _ranges(content, processes)}}
         if processes.is_first:
             keep = plans["objects"].keep
             content["rng"] = encode(rng_states(), "rng", keep)
@@ -95,29 +94,44 @@ def save_checkpoint(
             content["extra"] = encode(extra, "extra", keep)
         else:
             plans = {}
-            facts[f"rows-{processes.rank}"]["generators"] = encode_generators(others, shards.keep)
-        plans |= dict.fromkeys(facts, shards)
+            own[f"rows-{processes.rank}"]["generators"] = encode_generators(others, shards.keep)
+        plans |= dict.fromkeys(own, shards)
         need = sum(plan.num_bytes for plan in plans.values())
         need += len(manifest.to_bytes(content)) + sum(200 * len(plan.tensors) + 1000 for plan in plans.values())
-    processes.check_same(f"the rows {about}")
+    processes.check_same(f"rows of {find_shards([content['model'], content['optimizers']])}")
     need = int(processes.numbers(need).sum())
-    unique = processes.unique()
-    names = {role: f"{role}-{unique}.safetensors" for role in plans}
     with contextlib.ExitStack() as stack:
-        for turn_of_first in (True, False):
-            with processes.together():
-                if processes.is_first == turn_of_first:
-                    check_room(path, need) if turn_of_first else check_sees(path, f"rows-0-{unique}.safetensors")
-                    made = stack.enter_context(new_files(path, names, need, is_new))
+        files = _new_files(path, processes, list(plans), need, is_new, stack)
         with processes.together(), processes.progress(f"saving {path.name}", need, progress) as bar:
-            for role, plan in plans.items():
-                facts[role] = {"name": names[role], **plan.write(made[role], bar.advance), **facts.get(role, {})}
-        made.reported = not processes.is_first
+            facts = {
+                role: {**plan.write(files[role], bar.advance), **own.get(role, {})} for role, plan in plans.items()
+            }
+            for role, file in files.items():
+                facts[role]["name"] = Path(file.name).name
+        files.reported = not processes.is_first
         told = processes.texts(json.dumps(facts))
         with processes.together():
             if processes.is_first:
-                files = {role: fact for text in told for role, fact in json.loads(text).items()}
-                commit(path, manifest.to_bytes({"files": files, **content}))
+                content["files"] = {role: fact for text in told for role, fact in json.loads(text).items()}
+                commit(path, manifest.to_bytes(content))
+
+
+def _new_files(
+    path: Path, processes: Processes, roles: list[str], need: int, is_new: bool, stack: contextlib.ExitStack
+) -> NewFiles:
+    """Make files for `roles` until `stack` ends: first those of rank 0, which the others must see."""
+    unique = processes.unique()
+    names = {role: f"{role}-{unique}.safetensors" for role in roles}
+    files = NewFiles()
+    with processes.together():
+        if processes.is_first:
+            check_room(path, need)
+            files = stack.enter_context(new_files(path, names, need, is_new))
+    with processes.together():
+        if not processes.is_first:
+            check_sees(path, f"rows-0-{unique}.safetensors")
+            files = stack.enter_context(new_files(path, names, need, is_new))
+    return files
 
 
 def _ranges(content: dict[str, Any], processes: Processes) -> dict[str, list[int]]:

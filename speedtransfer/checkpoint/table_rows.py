@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.checkpoint.plain_data import Keep
-from speedtransfer.checkpoint.tensors import TensorReader
+from speedtransfer.checkpoint.tensors import PickedRows, TensorReader
 from speedtransfer.checkpoint.together import ShardReader
 from speedtransfer.cuda import wait_until_filled
 from speedtransfer.dtypes import TABLE_DTYPES
@@ -42,12 +42,23 @@ class Readers(NamedTuple):
 
 def encode_rows(handle: Handle, plane: str, path: str, keeps: Keeps, tail: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Return what the manifest says of a plane of ``(*tail)`` values of `dtype` a row, and have its raw parts kept."""
-    rows, sharded = handle.rows, isinstance(handle, ShardHandle)
-    keep = keeps.shard if sharded else keeps.whole
-    parts = {part: keep(f"{path}:{part}" if part else path, raw) for part, raw in rows.parts(plane).items()}
+    raw: dict[str, Any] = dict(handle.rows.parts(plane))
+    keep, layout = keeps.whole, {}
+    if isinstance(handle, ShardHandle):
+        keep, layout = keeps.shard, {"layout": _LAYOUT}
+        size = handle.partition.size(handle.reducer.exchange.rank)
+        if handle.table.num_rows != size:  # this process has rows that others update
+            raw = {part: PickedRows(whole, size, handle.own_rows) for part, whole in raw.items()}
+    parts = {part: keep(f"{path}:{part}" if part else path, values) for part, values in raw.items()}
     name, shape = str(dtype).removeprefix("torch."), [handle.num_rows, *tail]
-    node = {"$": "rows", "encoding": rows.encoding(plane), "dtype": name, "shape": shape, "parts": parts}
-    return {**node, "layout": _LAYOUT} if sharded else node
+    return {
+        "$": "rows",
+        "encoding": handle.rows.encoding(plane),
+        "dtype": name,
+        "shape": shape,
+        "parts": parts,
+        **layout,
+    }
 
 
 class SavedRows:
@@ -134,16 +145,17 @@ class SavedRows:
         targets, alike = rows.parts(plane), self.stored_as(rows, plane)
         first, count = 0, self.shape[0]
         if isinstance(handle, ShardHandle) and self._places is not None:
-            first, count = handle.partition.start(handle.reducer.exchange.rank), rows.table.num_rows
+            rank = handle.reducer.exchange.rank
+            first, count = handle.partition.start(rank), handle.partition.size(rank)
         buffers: dict[str, Tensor] = {}  # the allocator would not always give the memory of a chunk to the next
         for chunk in row_chunks(count, self.row_bytes):
             parts = self._read(slice(first + chunk.start, first + chunk.stop), buffers)
-            place: Any = chunk
             if not isinstance(handle, ShardHandle):
                 place = self._ids(chunk)
-            elif self._places is None:
-                ids = torch.arange(chunk.start, chunk.stop)
-                at, place = handle.partition.owned(handle.reducer.exchange.rank, ids)
+            elif self._places is not None:
+                place = handle.own_rows(chunk.start, chunk.stop)
+            else:
+                at, place = handle.owned(torch.arange(chunk.start, chunk.stop))
                 parts = {part: values[at] for part, values in parts.items()}
             if not alike:
                 parts = rows.encode(plane, self._decoded(parts))

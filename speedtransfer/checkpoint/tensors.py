@@ -22,13 +22,45 @@ from speedtransfer.safetensors_io import METADATA, Entry, check_entry, header_by
 from speedtransfer.tables import CHUNK_BYTES, read_ahead, row_chunks
 
 
+class PickedRows:
+    """Some rows of a tensor, gathered in chunks when they are written; a part of a tensor's interface.
+
+    Parameters
+    ----------
+    tensor : Tensor
+    count : int
+        How many rows.
+    numbers : callable
+        Takes start and stop within `count` and returns the numbers of those rows.
+    """
+
+    def __init__(self, tensor: Tensor, count: int, numbers: Callable[[int, int], Tensor]) -> None:
+        self._tensor, self._numbers = tensor, numbers
+        self.dtype, self.shape = tensor.dtype, torch.Size((count, *tensor.shape[1:]))
+        self.nbytes = count * math.prod(tensor.shape[1:]) * tensor.element_size()
+
+    def element_size(self) -> int:
+        """Return the bytes of a value."""
+        return self.dtype.itemsize
+
+    def detach(self) -> PickedRows:
+        """Return these rows."""
+        return self
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Yield the values in order, about 16 MB at a time, 1-D and on the host."""
+        for rows in row_chunks(self.shape[0], self.nbytes // max(self.shape[0], 1)):
+            numbers = self._numbers(rows.start, rows.stop).to(self._tensor.device)
+            yield self._tensor[numbers].cpu().reshape(-1)
+
+
 class TensorPlan:
     """The tensors that a file will hold. They are read when it is written, so they must not change until then."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Any] = {}
 
-    def keep(self, path: str, tensor: Tensor) -> str:
+    def keep(self, path: str, tensor: Any) -> str:
         """Take `tensor` into the file and return its name there: `path`, or one like it."""
         if tensor.dtype not in SAFETENSORS_NAMES:
             raise InvalidTypeError(
@@ -65,8 +97,11 @@ class TensorPlan:
         return {"bytes": size, "sha256": digest.hexdigest(), "tensors": header}
 
 
-def read_chunks(tensor: Tensor) -> Iterator[Tensor]:
+def read_chunks(tensor: Any) -> Iterator[Tensor]:
     """Yield the values in order, about 16 MB at a time, 1-D and on the host."""
+    if isinstance(tensor, PickedRows):
+        yield from tensor.chunks()
+        return
     if tensor.is_contiguous():
         tensor = tensor.reshape(-1)
     row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()

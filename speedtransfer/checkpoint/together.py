@@ -30,10 +30,12 @@ class Processes:
     point : {"saves", "loads"}
     exchange : Exchange, optional
         To the others.
+    handles : list of ShardHandle
+        The tables that they own.
     """
 
-    def __init__(self, point: str, exchange: Exchange | None) -> None:
-        self._point, self._exchange = point, exchange
+    def __init__(self, point: str, exchange: Exchange | None, handles: Iterable[ShardHandle] = ()) -> None:
+        self._point, self._exchange, self._handles = point, exchange, handles
         self.rank, self.ranks = (0, 1) if exchange is None else (exchange.rank, exchange.ranks)
         self.is_first, self.is_alone = self.rank == 0, exchange is None
 
@@ -49,6 +51,12 @@ class Processes:
             self._exchange.agree_on_error(self._point, error)
         elif error is not None:
             raise error
+
+    def catch_up(self) -> None:
+        """Have all rows take the steps that they have missed: in a shared table, processes wait for each other."""
+        for handle in self._handles:
+            handle.recover()
+            handle.rows.catch_up()
 
     def check_same(self, text: str) -> None:
         """Raise `ProcessGroupError` in all processes if `text` is not the same in all."""
@@ -85,7 +93,7 @@ def processes_of(point: str, values: Iterable[object]) -> Processes:
 
     InvalidValueError: tables of several process groups.
     """
-    found: dict[Exchange, ShardHandle] = {}
+    found: dict[Exchange, list[ShardHandle]] = {}
     for value in values:
         params: Iterable[Tensor] = ()
         if isinstance(value, nn.Module):
@@ -94,14 +102,15 @@ def processes_of(point: str, values: Iterable[object]) -> Processes:
             params = (param for group in value.param_groups for param in group["params"])
         for handle in map(find_handle, params):
             if isinstance(handle, ShardHandle):
-                found.setdefault(handle.reducer.exchange, handle)
+                found.setdefault(handle.reducer.exchange, []).append(handle)
     if len(found) > 1:
-        groups = [f"{handle}: {dist.get_process_group_ranks(exchange.group)}" for exchange, handle in found.items()]
+        groups = [f"{handles[0]}: {dist.get_process_group_ranks(each.group)}" for each, handles in found.items()]
         raise InvalidValueError(
             f"the tables belong to {len(found)} process groups ({'; '.join(groups)}) but those of a checkpoint must belong to "
             "one; give all tables the same process_group, or save each model by itself"
         )
-    return Processes(point, next(iter(found), None))
+    exchange, handles = next(iter(found.items()), (None, []))
+    return Processes(point, exchange, handles)
 
 
 def check_sees(path: Path, name: str) -> None:

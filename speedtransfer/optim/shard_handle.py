@@ -71,15 +71,18 @@ class ShardHandle(Handle):
 
     def set_padding(self, padding_idx: int | None) -> None:
         """Keep the row that sparse gradients leave out, if this process has it."""
-        local = None if padding_idx is None else self._owned(torch.tensor([padding_idx]))[1].tolist()
+        local = None if padding_idx is None else self.owned(torch.tensor([padding_idx]))[1].tolist()
         self.padding_idx = local[0] if local else None
 
     def _shown_as(self, ids: Tensor, grad: Tensor, changed: Any = None, sparse: bool = False) -> RowGradient:
         return ShardGradient.of(self.num_rows, ids, grad, changed, self.reducer.exchange)
 
-    def _owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where among `ids` (n,) those of this process are, and their rows here."""
-        return self.partition.owned(self.reducer.exchange.rank, ids)
+    def owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where among `ids` (n,) those that this process updates are, and their rows in the table here."""
+        rank = self.reducer.exchange.rank
+        local = self.partition.places(ids) - self.partition.start(rank)
+        at = ((local >= 0) & (local < self.partition.size(rank))).nonzero().flatten()
+        return at, local[at]
 
     # --- all rows ---------------------------------------------------------------------------------------------------------
 
@@ -114,7 +117,7 @@ class ShardHandle(Handle):
 
     def _keep(self, ids: Tensor, values: Tensor) -> None:
         self.reducer.changes += 1
-        at, local = self._owned(ids.cpu())
+        at, local = self.owned(ids.cpu())
         self.rows.put("weight", local, values[at.to(values.device)])
 
     def normal_(self, start: int = 0, stop: int | None = None) -> None:

@@ -143,8 +143,8 @@ class SharedHandle(ShardHandle):
         """Return some of the rows that this process updates."""
         return self.partition.ids_of(self.reducer.exchange.rank, start, stop)
 
-    def _owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        at, _ = super()._owned(ids)
+    def owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+        at, _ = super().owned(ids)
         return at, ids[at]
 
     def draw(self, function: Callable[[Tensor], object], start: int = 0, stop: int | None = None) -> None:  # noqa: D102

@@ -51,12 +51,6 @@ class Partition:
         bucket = torch.searchsorted(starts, places, right=True) - 1
         return residue_of[bucket] + (places - starts[bucket]) * len(residue_of)
 
-    def owned(self, rank: int, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where among `ids` (n,) those that `rank` owns are, and their rows in its shard."""
-        local = self.places(ids) - self.start(rank)
-        at = ((local >= 0) & (local < self.size(rank))).nonzero().flatten()
-        return at, local[at]
-
     def ids_of(self, rank: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the ids of the rows that `rank` owns, in the order of its shard; or those from `start` to `stop`."""
         first, stop = self.start(rank), self.size(rank) if stop is None else stop
