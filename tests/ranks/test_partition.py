@@ -110,7 +110,7 @@ def test_frequent_rows_spread(by_frequency, ranks):
     assert load(by_frequency, ranks) <= 1.06
     # Hashed ids: the frequent ones are anywhere.
     shuffled = [ids * 7_368_787 % ROWS for ids in by_frequency]
-    assert load(shuffled, ranks) <= (1.06 if ranks < 64 else 1.12)
+    assert load(shuffled, ranks) <= 1.06
 
 
 @pytest.mark.parametrize("stride", [2, 8, 10, 64, 100, 1024, 4096])
