@@ -86,10 +86,14 @@ class SharedRows(Shards):
         return [self._sends]
 
     def send_ids(self, counts: Sequence[Sequence[int]]) -> list[Segment]:  # noqa: D102
+        if not counts:
+            return []
         self._receives = list(counts[0])
         return [Segment(self._asked.unsqueeze(1), self._sends.tolist(), self._receives)]
 
     def receive_ids(self, received: Sequence[Tensor]) -> None:  # noqa: D102
+        if not received:
+            return
         route = self.routed(self._order, self._sends.tolist(), self._receives, received[0][:, 0])
         self._lookups[self._count] = Lookup(self._count, route, None, -1)
 
