@@ -102,9 +102,10 @@ class SharedRows(Shards):
         return super().send([1] * len(numbers)) if self._lookups else []
 
     def receive(self, numbers: Sequence[int], received: Sequence[Tensor]) -> None:  # noqa: D102
+        # Before the deposit, whose hooks may step.
+        self._merged = None
         if self._lookups:
             super().receive([1] * len(numbers), received)
-        self._merged = None
         self._lookups.clear()
 
     def after_step(self) -> None:
