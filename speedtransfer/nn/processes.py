@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.nn.module_state import placeholder_rows
-from speedtransfer.optim import Handle, ShardHandle, find_handle
+from speedtransfer.optim import Handle, ShardHandle, SharedHandle, find_handle
 from speedtransfer.ranks import Segment, is_first
 from speedtransfer.tables import row_chunks
 
@@ -109,6 +109,9 @@ def _all_rows(handle: ShardHandle) -> Tensor:
     rows.catch_up()
     exchange.agree("reads all rows", torch.zeros(1, dtype=torch.int64), str(handle))
     dim, none = handle.table.dim, [0] * exchange.ranks
+    if isinstance(handle, SharedHandle):
+        # It has all of them, in this order.
+        return rows.whole("weight") if exchange.rank == 0 else torch.empty(0, dim, dtype=rows.dtype)
     whole = torch.empty(handle.num_rows if exchange.rank == 0 else 0, dim, dtype=rows.dtype, device="cpu")
     for chunk in row_chunks(partition.per_rank, dim * rows.dtype.itemsize):
         counts = [max(0, min(chunk.stop, partition.size(rank)) - chunk.start) for rank in range(exchange.ranks)]
