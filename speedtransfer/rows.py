@@ -196,6 +196,9 @@ class Rows(StoredPlanes):
             # One write, whatever the chunks: rounding must not depend on how many processes share the rows.
             count = self._count
             size, numbers, meet = self.own or (len(table), torch.arange, None)
+            if meet is not None:
+                # Others may be reading.
+                meet()
             with ByteProgress("idle rows take the steps they missed", size * row_bytes) as bar:
                 for part in row_chunks(size, row_bytes):
                     self._count = count

@@ -108,6 +108,11 @@ class SharedRows(Shards):
             super().receive([1] * len(numbers), received)
         self._lookups.clear()
 
+    def before_step(self) -> None:
+        """Wait until all have read what they want of the rows before this step."""
+        super().before_step()
+        _meet(self.handle.rows, self.exchange)
+
     def after_step(self) -> None:
         """Wait until all have written their rows."""
         self._has_met = False
