@@ -6,7 +6,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -113,7 +113,7 @@ class Exchange:
                 "each must make the same lookups, backwards and steps"
             )
         if bool((got[:, 1] != first[0, 1]).any()):
-            raise ProcessGroupError(f"the processes differ where one {point}: {self._told(about)}; give all the same")
+            self._differ(point, about)
         if count <= _VALUES:
             return got[:, 2 : 2 + count]
         return torch.cat([got[:, 2:], self._numbers(values[:, _VALUES:].contiguous())], 1)
@@ -126,6 +126,9 @@ class Exchange:
         self.traffic.control += (self.ranks - 1) * values.shape[1] * 8
         return got.cpu()
 
+    def _differ(self, point: str, about: str) -> NoReturn:
+        raise ProcessGroupError(f"the processes differ where one {point}: {self._told(about)}; give all the same")
+
     def _told(self, text: str) -> str:
         texts: list[str] = [""] * self.ranks
         dist.all_gather_object(texts, text, group=self.group)
@@ -133,13 +136,16 @@ class Exchange:
 
     def agree_on_error(self, point: str, error: BaseException | None, about: str = "") -> None:
         """Raise `error` where there is one; if another rank has one, raise here too."""
-        failed = self.agree(point, torch.tensor([int(error is not None)]), "" if error is not None else about)[:, 0]
+        # Where one failed, what it is about may differ.
+        told = self.agree(point, torch.tensor([int(error is not None), zlib.crc32(about.encode())]))
         if error is not None:
             raise error
-        if bool(failed.any()):
+        if bool(told[:, 0].any()):
             raise ProcessGroupError(
-                f"rank {int(failed.argmax())} failed where it {point} (its own message says why), so no other went on"
+                f"rank {int(told[:, 0].argmax())} failed where it {point} (its own message says why), so no other went on"
             )
+        if bool((told[:, 1] != told[0, 1]).any()):
+            self._differ(point, about)
 
     def move(self, kind: str, segments: Sequence[Segment]) -> list[Tensor]:
         """Send the values of each segment and return those received, each ``(sum of receives, width)``, in rank order.
