@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn import init
 
 from speedtransfer import buffers
 from speedtransfer.cuda import check_not_capturing
-from speedtransfer.errors import InvalidTypeError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, rowless, special
@@ -150,27 +151,45 @@ def _copied(weight: Any, values: Tensor, non_blocking: bool = False) -> Any:
 def _initialized(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of ``torch.nn.init``, which is called with the data of the weight."""
 
-    def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = handle_of(weight) if isinstance(weight, TableWeight) else None
+    # Torch calls it with all arguments by name.
+    def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = handle_of(tensor) if isinstance(tensor, TableWeight | WeightData) else None
         if not isinstance(handle, ShardHandle):
             return NotImplemented
         handle.draw(lambda values: func(values, *args, **kwargs))
-        return weight
+        return tensor
 
     return call
 
 
 def _kaiming_uniform(
-    weight: Any, a: float = 0, mode: Any = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
+    tensor: Any, a: float = 0, mode: Any = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
 ) -> Any:
-    handle = handle_of(weight)
+    handle = handle_of(tensor)
     if not isinstance(handle, ShardHandle):
         return NotImplemented
     # The fans are those of all rows.
     whole = torch.empty(handle.num_rows, handle.table.dim, device="meta")
     bound = math.sqrt(3 / init._calculate_correct_fan(whole, mode)) * init.calculate_gain(nonlinearity, a)
     handle.draw(lambda values: values.uniform_(-bound, bound, generator=generator))
-    return weight
+    return tensor
+
+
+def _of_whole(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of ``torch.nn.init`` that raises before it writes if it would have to see all rows at once."""
+
+    @functools.wraps(func)
+    def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = handle_of(tensor) if isinstance(tensor, TableWeight | WeightData) else None
+        if isinstance(handle, ShardHandle):
+            raise InvalidValueError(
+                f"{handle} has rows in {handle.reducer.exchange.ranks} processes, and {func.__name__.removeprefix('_no_grad_')}() "
+                "draws anew where values of any row ask for it; draw all rows in every process, with the same seed, and set "
+                "them: weight.data = torch.nn.init....(torch.empty(num_rows, dim)); or use normal_(), uniform_()"
+            )
+        return func(tensor, *args, **kwargs)
+
+    return call
 
 
 # --- lookups ----------------------------------------------------------------------------------------------------------------
@@ -368,3 +387,7 @@ special.update(
         Tensor.resize_as_: _resize,
     }
 )
+# These write, then ask for all values. Others may have imported trunc_normal_ already, which looks this up.
+if "erfinv_" not in init._no_grad_trunc_normal_.__code__.co_names:
+    init._no_grad_trunc_normal_ = _of_whole(init._no_grad_trunc_normal_)
+init.sparse_ = _of_whole(init.sparse_)
