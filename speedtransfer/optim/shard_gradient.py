@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_map_only
 
-from speedtransfer.errors import InvalidTypeError
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.row_gradient import RowGradient, by_rows, order_of
 from speedtransfer.ranks import Exchange
 
@@ -96,7 +96,7 @@ _foreach_utils._foreach_supported_types.append(ShardGradient)  # type: ignore[ar
 
 def _refuse(func: Any) -> NoReturn:
     what = "as a whole" if func is None else f"by {func.overloadpacket.__name__}()"
-    raise InvalidTypeError(
+    raise InvalidValueError(
         f"the gradient of a table of several processes is used {what}, which needs the gradient of rows that "
         "other processes have; use norms, sums, or functions of each value (scaling, clipping), or the gradient of this "
         "process's rows: weight.grad.rows"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.handle import Handle
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.shard_gradient import ShardGradient
@@ -176,4 +176,4 @@ class ShardHandle(Handle):
 
     def _refuse(self, what: str, remedy: str) -> NoReturn:
         count = self.reducer.exchange.ranks
-        raise InvalidTypeError(f"{self} {what}, but its rows are owned by {count} processes; {remedy}")
+        raise InvalidValueError(f"{self} {what}, but its rows are owned by {count} processes; {remedy}")
