@@ -77,7 +77,7 @@ class TableWeight(nn.Parameter):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         with torch.no_grad():
-            return f"Parameter containing:\n{handle_of(self).whole()!r}"
+            return f"Parameter containing:\n{handle_of(self).shown()}"
 
 
 class WeightData(Tensor):
@@ -132,7 +132,7 @@ class WeightData(Tensor):
         return self.handle.whole().__reduce_ex__(protocol)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return repr(self.handle.whole())
+        return self.handle.shown()
 
 
 # Functions whose result depends on shape, dtype and device only.

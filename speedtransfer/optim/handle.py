@@ -91,6 +91,10 @@ class Handle(Binding):
                 "rows that are needed (emb(ids)), or emb.table.torch(), where the rows live"
             ) from error
 
+    def shown(self) -> str:
+        """Return all rows as text."""
+        return repr(self.whole())
+
     def whole_leaf(self) -> Tensor:
         """Return all rows, ``(num_rows, dim)``, as a leaf of autograd; backward deposits the gradient of all of them."""
         if self.table.device.type == "cuda":

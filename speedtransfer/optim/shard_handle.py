@@ -153,6 +153,11 @@ class ShardHandle(Handle):
             "is used as a whole", "look up the rows that are needed (emb(ids)), or get all by st.full_state_dict(model)"
         )
 
+    def shown(self) -> str:
+        """Return what there is of rows: those of others are elsewhere."""
+        exchange = self.reducer.exchange
+        return f"rows of rank {exchange.rank} of {exchange.ranks}, of {self.num_rows} x {self.table.dim} {self.rows.dtype}"
+
     def whole_leaf(self) -> Tensor:
         """Raise, as `whole`."""
         return self.whole()
