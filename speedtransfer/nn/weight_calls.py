@@ -183,7 +183,7 @@ def _of_whole(func: Callable[..., Any]) -> Callable[..., Any]:
         handle = handle_of(tensor) if isinstance(tensor, TableWeight | WeightData) else None
         if isinstance(handle, ShardHandle):
             raise InvalidValueError(
-                f"{handle} has rows in {handle.reducer.exchange.ranks} processes, and {func.__name__.removeprefix('_no_grad_')}() "
+                f"{handle} has rows in several processes, and {func.__name__.removeprefix('_no_grad_')}() "
                 "draws anew where values of any row ask for it; draw all rows in every process, with the same seed, and set "
                 "them: weight.data = torch.nn.init....(torch.empty(num_rows, dim)); or use normal_(), uniform_()"
             )

@@ -156,7 +156,9 @@ class ShardHandle(Handle):
     def shown(self) -> str:
         """Return what there is of rows: those of others are elsewhere."""
         exchange = self.reducer.exchange
-        return f"rows of rank {exchange.rank} of {exchange.ranks}, of {self.num_rows} x {self.table.dim} {self.rows.dtype}"
+        return (
+            f"rows of rank {exchange.rank} of {exchange.ranks}, of {self.num_rows} x {self.table.dim} {self.rows.dtype}"
+        )
 
     def whole_leaf(self) -> Tensor:
         """Raise, as `whole`."""

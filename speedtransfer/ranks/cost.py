@@ -106,7 +106,7 @@ def shared_step(tables: Sequence[RowCounts], ranks: int, *, clips: int = 0) -> S
     """Return the cost of a step of tables made with ``memory="shared"``, which all processes of a host read by themselves.
 
     A lookup sends nothing. At the end of backward the processes meet twice (who has a gradient, and how many rows of whom),
-    send ids and gradients of all tables in a message each, and meet once more for each table after the step. The owner reads
+    send ids and gradients of all tables in a message each, and meet for each table before and after the step. The owner reads
     the rows that it updates again; with ``idle="exact"`` a lookup reads their state too, which is left out.
 
     Parameters
@@ -119,7 +119,7 @@ def shared_step(tables: Sequence[RowCounts], ranks: int, *, clips: int = 0) -> S
     """
     if not tables:
         return StepCost()
-    meetings = [_meeting(len(tables), ranks)] * (2 + clips) + [_meeting(1, ranks)] * len(tables)
+    meetings = [_meeting(len(tables), ranks)] * (2 + clips) + [_meeting(1, ranks)] * 2 * len(tables)
     changed = sum((each.form.stored + each.form.state) * each.served for each in tables)
     return StepCost(
         control=sum(sent for sent, _ in meetings),
