@@ -84,7 +84,8 @@ class FusedLookups:
             ticket.fused = self
             ticket.route = reducer.routed(place[1], segment.sends, segment.receives, got[:, 0])
             planes = None if ticket.training or rows.lag is not None else ("weight",)
-            owned = ticket.route.owned
+            # From the host: those of a device would be padded.
+            owned = ticket.route.owned.cpu()
             ticket.ahead = begin_to_read(rows, owned, tuple(owned.shape), None, planes, None)
         self._work = [(t.route, t.ahead) for t in tickets]
 
@@ -94,7 +95,9 @@ class FusedLookups:
         self._exchange.agree("looks up rows", torch.zeros(1, dtype=torch.int64), self._about.replace("ids", "rows", 1))
         reads, segments, kinds = [], list[Segment](), list[list[str]]()
         for handle, (route, ahead) in zip(self._handles, self._work, strict=True):
-            read, parts = handle.reducer.read(route.owned, None, ahead.result())
+            found = ahead.result()
+            found.take()
+            read, parts = handle.reducer.read(route.owned, None, found)
             reads.append(read)
             kinds.append(list(parts))
             segments += [Segment(part[route.inverse], route.receives, route.sends) for part in parts.values()]

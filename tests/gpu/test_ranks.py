@@ -1,0 +1,93 @@
+"""Tables of several processes on a device: alone in a group the bits of an ordinary table, and two processes over gloo.
+
+gloo moves memory of the host, so that several processes may share one device. What only several devices show (NCCL between
+them, its order beside that of DistributedDataParallel) is listed in docs/processes.md.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import speedtransfer as st
+
+ROWS, DIM = 300, 16
+FORMS = {
+    "lazy": {"idle": "lazy"},
+    "exact": {"idle": "exact"},
+    "int8": {"idle": "lazy", "storage_dtype": torch.int8, "state_dtype": torch.uint8},
+    "max_norm": {"idle": "lazy", "max_norm": 1.0},
+    "padding": {"idle": "exact", "padding_idx": 3},
+}
+
+
+@pytest.fixture(scope="module", params=["gloo", "nccl"])
+def group(request, tmp_path_factory):
+    if request.param == "nccl" and (not dist.is_nccl_available() or "FAKE_KERNELS" in os.environ):
+        pytest.skip("no NCCL here")
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group(request.param, store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def trained(device, group, memory, folder, ahead=False, **options):
+    if memory == "mmap":
+        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.npy"
+    torch.manual_seed(3)
+    emb = st.Embedding(ROWS, DIM, device=device, memory=memory, process_group=group, **options)
+    opt = torch.optim.AdamW(emb.parameters(), lr=0.05)
+    draw = torch.Generator().manual_seed(5)
+    batches = [torch.randint(0, ROWS, (40,), generator=draw).to(device) for _ in range(6)]
+    if ahead:
+        batches = st.prefetch(batches, lambda ids: {emb: ids})
+    for ids in batches:
+        opt.zero_grad()
+        (emb(ids) * torch.arange(DIM, device=device)).square().sum().backward()
+        opt.step()
+    with torch.no_grad():
+        return emb(torch.arange(ROWS, device=device))
+
+
+@pytest.mark.parametrize("memory", ["pinned", "pageable", "device", "mmap"])
+@pytest.mark.parametrize("form", FORMS)
+def test_alone_in_a_group_the_bits_of_an_ordinary_table(device, group, memory, form, tmp_path):
+    ours = trained(device, group, memory, tmp_path, **FORMS[form])
+    assert torch.equal(ours, trained(device, None, memory, tmp_path, **FORMS[form]))
+
+
+@pytest.mark.parametrize("memory", ["pinned", "pageable"])
+@pytest.mark.parametrize("form", ["lazy", "exact", "int8"])
+def test_ids_sent_ahead_change_no_bit(device, group, memory, form, tmp_path):
+    ours = trained(device, group, memory, tmp_path, ahead=True, **FORMS[form])
+    assert torch.equal(ours, trained(device, group, memory, tmp_path, **FORMS[form]))
+
+
+def test_ids_out_of_range_are_told_at_the_lookup(device, group):
+    emb = st.Embedding(ROWS, DIM, device=device, process_group=group)
+    with pytest.raises(st.errors.RowIndexError, match="300"):
+        emb(torch.tensor([ROWS], device=device))
+    assert emb(torch.tensor([1], device=device)).shape == (1, DIM)
+
+
+def test_two_processes_have_the_numbers_of_one(tmp_path):
+    forms = {
+        "pinned": {"memory": "pinned", "idle": "lazy"},
+        "pageable exact": {"memory": "pageable", "idle": "exact"},
+        "device": {"memory": "device", "idle": "exact"},
+        "shared": {"memory": "shared", "idle": "exact"},
+    }
+    (tmp_path / "options.json").write_text(json.dumps(forms))
+    script = Path(__file__).with_name("rank_script.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        for name, (error, largest, norm, wanted) in json.loads((tmp_path / f"{rank}.json").read_text()).items():
+            assert error < 1e-4 * largest, name
+            assert norm == pytest.approx(wanted, rel=1e-4), name
