@@ -101,7 +101,10 @@ def test_moved_script_gives_the_same_numbers(tmp_path, monkeypatch, capsys):
             exec(compile(code, "move-your-model.md", "exec"), {"__name__": "__main__"})
         printed.append(capsys.readouterr().out.splitlines())
     assert printed[1][:-2] == ["users: a table", "items: a table", "bias: a table"]
-    assert printed[1][-2:] == printed[0]
+    ours, theirs = (re.split(r"(\d+\.\d+)", "\n".join(lines[-2:])) for lines in printed[::-1])
+    assert ours[::2] == theirs[::2]
+    # Rounding, which differs from CPU to CPU, may reach the last digit printed.
+    assert [float(x) for x in ours[1::2]] == pytest.approx([float(x) for x in theirs[1::2]], rel=1e-3)
 
 
 def test_word2vec_commands_run(tmp_path, monkeypatch):

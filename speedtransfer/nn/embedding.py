@@ -33,8 +33,9 @@ class Embedding(TableModule, nn.Embedding):
         an optimizer refuses sparse ones. Outside of a step ``weight.grad`` reads as a sparse gradient, coalesced.
     device : torch.device, optional
         The compute device, as for any module; ``.to()`` moves it.
-    memory : {"auto", "pinned", "pageable", "mmap", "device"}
-        Where the rows live.
+    memory : {"auto", "pinned", "pageable", "mmap", "device", "shared"}
+        Where the rows live. "shared", with `process_group`: once for all processes of a host, which must be those of the group;
+        each row is updated by one of them.
     path : path-like, optional
         The new file of a "mmap" table.
     idle : {"auto", "exact", "lazy"}
@@ -61,11 +62,20 @@ class Embedding(TableModule, nn.Embedding):
     cache_counts : Tensor, optional
         ``(num_embeddings,)``, how often each row is used, as far as is known: the cache has the rows with the largest for
         good. By default it has those that were used most of late.
+    process_group : ProcessGroup or DeviceMesh, optional
+        The processes that share the rows out, ``torch.distributed.group.WORLD`` for all. Every process makes the module, the
+        same lookups, backwards and steps; gradients are averaged over the processes, as `DistributedDataParallel` does. The
+        weight has the shape of the whole table, and what needs values of all rows of it raises; `table` is a
+        :class:`~speedtransfer.nn.ShardedTable`. A `path` gets the number of the process.
+    comm_dtype : {None, torch.bfloat16, torch.int8}
+        What gradients are sent to other processes as, rounded stochastically.
 
     Raises
     ------
     InvalidValueError, InvalidTypeError, DeviceError, HostMemoryError, StorageError
         As :class:`~speedtransfer.Table`.
+    ProcessGroupError
+        With `process_group`: the processes do not make the same table, or one of them could not.
     """
 
     @takes_options
