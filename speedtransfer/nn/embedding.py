@@ -34,7 +34,7 @@ class Embedding(TableModule, nn.Embedding):
     device : torch.device, optional
         The compute device, as for any module; ``.to()`` moves it.
     memory : {"auto", "pinned", "pageable", "mmap", "device", "shared"}
-        Where the rows live. "shared", with `process_group`: once for all processes of a host, which must be those of the group;
+        Where the rows live. "shared", with `process_group`: once for all processes, which must be on one host;
         each row is updated by one of them.
     path : path-like, optional
         The new file of a "mmap" table.
