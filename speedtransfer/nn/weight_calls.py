@@ -170,7 +170,9 @@ def _kaiming_uniform(
         return NotImplemented
     # The fans are those of all rows.
     whole = torch.empty(handle.num_rows, handle.table.dim, device="meta")
-    bound = math.sqrt(3 / init._calculate_correct_fan(whole, mode)) * init.calculate_gain(nonlinearity, a)
+    # In the order of torch, for the same bits.
+    std = init.calculate_gain(nonlinearity, a) / math.sqrt(init._calculate_correct_fan(whole, mode))
+    bound = math.sqrt(3.0) * std
     handle.draw(lambda values: values.uniform_(-bound, bound, generator=generator))
     return tensor
 
