@@ -288,6 +288,14 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         "as no optimizer would see it",
     )
     wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    for weight in wanted:
+        handle = handle_of(weight) if isinstance(weight, TableWeight) else None
+        if isinstance(handle, ShardHandle):
+            raise InvalidValueError(
+                f"torch.autograd.grad was asked for the gradient of {handle}, but its rows are owned by "
+                f"{handle.reducer.exchange.ranks} processes, which bring their gradients together at the end of backward(); call "
+                "backward() and use weight.grad, or give the rows: active = emb.activate(ids), ..., grad(loss, active.rows)"
+            )
     followed = [handle_of(w).leaves() if isinstance(w, TableWeight) else [(w, None)] for w in wanted]
     flat = [leaf for leaves in followed for leaf, _ in leaves]
     allowed = kwargs.get("allow_unused") or kwargs.get("materialize_grads", False)
