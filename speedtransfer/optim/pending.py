@@ -79,7 +79,7 @@ class PendingGradient(Stepping):
                     self._reused = reused
             self.used_whole = self.used_whole or whole
             grad = grad.detach()
-            if self._has_hooks():
+            if self.has_hooks():
                 self._arrive(ids, grad)
             else:
                 self._accumulate(ids, grad, rows, version, state_rows)
@@ -129,7 +129,8 @@ class PendingGradient(Stepping):
         shown = None if self._shown is None else self._shown()
         return shown if shown is not None and (self._reused or shown.rows is self.grad) else None
 
-    def _has_hooks(self) -> bool:
+    def has_hooks(self) -> bool:
+        """Tell whether the parameter has hooks for its gradient."""
         param = self.param_ref()
         if param is None:
             return False

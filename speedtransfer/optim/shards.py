@@ -7,6 +7,7 @@ and deposits the sum as that of one process: optimizers, idle rows and codecs kn
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from speedtransfer.encoding import Codec, Keys, codec_for, decode_rows, encode_rows, write_key
 from speedtransfer.errors import InvalidTypeError, ProcessGroupError
+from speedtransfer.optim.merge import merged
 from speedtransfer.optim.reducers import Reducer
 from speedtransfer.ranks import Exchange, Partition, Segment
 from speedtransfer.tables import padded_unique, trimmed, unique_rows
@@ -237,6 +239,7 @@ class Shards(Reducer):
         names = list(codec.parts) if self.comm_dtype is not None and codec is not None else [""]
         touched = self._touched(numbers)
         self._left.clear()
+        found: list[Any] = []
         for lookup, has in touched:
             got = {name: next(parts) for name in names}
             assert lookup.route is not None
@@ -249,9 +252,15 @@ class Shards(Reducer):
                 read = None if read is None else {name: values[kept] for name, values in read.items()}
             rest = {} if read is None else {name: values for name, values in read.items() if name != "weight"}
             rows = None if read is None else read["weight"]
-            handle.deposit(owned, total, rows, -1 if read is None else lookup.version, rest, summed=True)
+            found.append((owned, total, rows, -1 if read is None else lookup.version, rest))
             # The step updates these rows where they are.
             lookup.read = None
+        if len(found) > 1 and handle.has_hooks():
+            # They see all of the gradient, once.
+            pair = functools.reduce(lambda a, b: merged(handle.table, a[:2], b[:2])[:2], found)
+            found = [(*pair, None, -1, {})]
+        for each in found:
+            handle.deposit(*each, summed=True)
 
     def before_step(self) -> None:  # noqa: D102
         for lookup in self._lookups.values():
