@@ -67,12 +67,23 @@ class Exchange:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        # Else no group would ever be freed.
+        self._group = weakref.ref(group)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.traffic = Traffic()
         # gloo moves memory of the host alone, NCCL that of the device.
         self.on_host = dist.get_backend(group) == "gloo"
         self._number = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group."""
+        group = self._group()
+        if group is None:
+            raise ProcessGroupError(
+                "the process group of these tables was destroyed; call destroy_process_group() when they are no longer used"
+            )
+        return group
 
     def _device(self) -> torch.device:
         return torch.device("cpu") if self.on_host else torch.device("cuda", torch.cuda.current_device())
