@@ -6,6 +6,7 @@ group. The same on every process: which tables take part depends only on the cal
 
 from __future__ import annotations
 
+import gc
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtransfer.ranks import Exchange, Segment
+from speedtransfer.ranks import DifferenceError, Exchange, Segment
 
 
 class Reducer(ABC):
@@ -117,18 +118,30 @@ def exchange_gradients(only: Iterable[Reducer] | None = None) -> None:
             groups.setdefault(reducer.exchange, []).append(reducer)
     for exchange, reducers in groups.items():
         try:
-            _exchange(exchange, reducers)
+            try:
+                numbers = _announced(exchange, reducers)
+            except DifferenceError:
+                # In all processes. Some may not have collected the tables of a model that is gone.
+                gc.collect()
+                reducers = [reducer for reducer in reducers if reducer.is_alive()]
+                numbers = _announced(exchange, reducers)
+            _exchange(exchange, reducers, numbers)
         except BaseException:
             for reducer in reducers:
                 reducer.forget()
             raise
 
 
-def _exchange(exchange: Exchange, reducers: list[Reducer]) -> None:
-    point = "brings gradients"
-    announced = torch.tensor([reducer.announce() for reducer in reducers])
+def _announced(exchange: Exchange, reducers: list[Reducer]) -> list[list[int]]:
+    """Return what each process announces, for each table."""
+    announced = torch.tensor([reducer.announce() for reducer in reducers], dtype=torch.int64)
     about = ", ".join(described(reducer.handle) for reducer in reducers)
-    numbers = exchange.agree(point, announced, about).T.tolist()
+    told: list[list[int]] = exchange.agree("brings gradients", announced, about).T.tolist()
+    return told
+
+
+def _exchange(exchange: Exchange, reducers: list[Reducer], numbers: list[list[int]]) -> None:
+    point = "brings gradients"
     requests = [reducer.requests(told) for reducer, told in zip(reducers, numbers, strict=True)]
     if any(requests):
         counts = iter(exchange.agree(point, torch.stack([n for some in requests for n in some], 1)).T.tolist())

@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 from speedtransfer.ranks.equal_steps import EqualSteps, equal_steps
-from speedtransfer.ranks.exchange import Exchange, Segment, Traffic, as_int64, exchange_of, is_first
+from speedtransfer.ranks.exchange import DifferenceError, Exchange, Segment, Traffic, as_int64, exchange_of, is_first
 from speedtransfer.ranks.partition import Partition
 from speedtransfer.ranks.shared_memory import SharedMemory
 from speedtransfer.ranks.torchrun import joined, world
@@ -13,6 +13,7 @@ from speedtransfer.ranks.torchrun import joined, world
 _LATER = {"BlockMomentumAverager": "averaging", "OneBitState": "comm_hooks", "one_bit_hook": "comm_hooks"}
 
 __all__ = [
+    "DifferenceError",
     "EqualSteps",
     "Exchange",
     "Partition",

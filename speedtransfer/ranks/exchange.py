@@ -50,6 +50,10 @@ class Traffic:
     calls: int = 0
 
 
+class DifferenceError(ProcessGroupError):
+    """The processes do the same, but to different tables."""
+
+
 class Segment(NamedTuple):
     """Values on their way: ``(n, width)``, sorted by the rank they go to; how many each gets, and how many come from each."""
 
@@ -119,9 +123,10 @@ class Exchange:
         first[:, 2 : 2 + count] = values[:, :_VALUES]
         got = self._numbers(first)
         if bool((got[:, 0] != tag).any()):
-            raise ProcessGroupError(
-                f"the processes are out of step: {self._told(f'{point} (meeting {self._number})')}; "
-                "each must make the same lookups, backwards and steps"
+            where = f"{point} (meeting {self._number}" + (f": {about})" if about else ")")
+            kind = DifferenceError if bool((got[:, 0] >> 56 == tag >> 56).all()) else ProcessGroupError
+            raise kind(
+                f"the processes are out of step: {self._told(where)}; each must make the same lookups, backwards and steps"
             )
         if bool((got[:, 1] != first[0, 1]).any()):
             self._differ(point, about)
@@ -138,7 +143,7 @@ class Exchange:
         return got.cpu()
 
     def _differ(self, point: str, about: str) -> NoReturn:
-        raise ProcessGroupError(f"the processes differ where one {point}: {self._told(about)}; give all the same")
+        raise DifferenceError(f"the processes differ where one {point}: {self._told(about)}; give all the same")
 
     def _told(self, text: str) -> str:
         texts: list[str] = [""] * self.ranks
