@@ -30,6 +30,8 @@ class Reducer(ABC):
 
     def __init__(self, handle: Any, exchange: Exchange) -> None:
         self._handle, self.exchange = weakref.ref(handle), exchange
+        # Steps made, and backwards that failed: those of all processes.
+        self.steps = self.failures = 0
         made.append(weakref.ref(self))
 
     @property
@@ -105,6 +107,8 @@ def _alive() -> list[Reducer]:
 def forget() -> None:
     """Forget the gradients of a backward that has failed."""
     for reducer in _alive():
+        # Who catches this error and goes on is told by the others.
+        reducer.failures += reducer.is_open()
         reducer.forget()
 
 
@@ -163,9 +167,15 @@ def _moved(
 
 def described(handle: Any) -> str:
     """Name the table, and what its optimizer makes of gradients: processes that differ in it would drift apart."""
-    optimizer = None if handle.state is None else handle.state.optimizer()
+    reducer, optimizer = handle.reducer, None if handle.state is None else handle.state.optimizer()
+    text = f"{handle} after {reducer.steps} steps"
+    if handle.grad is not None:
+        text += " with a gradient"
+    if reducer.failures:
+        text += f", {reducer.failures} failed backwards"
     if optimizer is None:
-        return f"{handle}"
+        return text
     group: dict[str, Any] = next((g for g in optimizer.param_groups if any(p is handle.param for p in g["params"])), {})
+    group = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 and v.is_cpu else v for k, v in group.items()}
     numbers = {k: v for k, v in group.items() if isinstance(v, bool | int | float | str | tuple)}
-    return f"{handle} by {type(optimizer).__name__} {numbers}"
+    return f"{text} by {type(optimizer).__name__} {numbers}"

@@ -85,6 +85,7 @@ class Stepping(TableParam):
             if self.rows.lag is not None and self.rows.lag.is_long:
                 self.rows.catch_up()
             if self.reducer is not None:
+                self.reducer.steps += 1
                 self.reducer.after_step()
 
     def abort_step(self, optimizer: Optimizer) -> None:
