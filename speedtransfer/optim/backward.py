@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.handle import any_handles, find_handle
-from speedtransfer.optim.reducers import exchange_gradients, forget, made
+from speedtransfer.optim.reducers import exchange_gradients, forget, made, turn
 
 
 def install() -> None:
@@ -30,12 +30,13 @@ def _with_leaves(backward: Callable[..., None]) -> Callable[..., None]:
         # One within another (a checkpoint that runs a part of the model again) is a part of that.
         if not made or torch._C._current_graph_task_id() >= 0:
             return backward(*args, **kwargs)
-        try:
-            backward(*args, **kwargs)
-        except BaseException:
-            forget()
-            raise
-        exchange_gradients()
+        with turn:
+            try:
+                backward(*args, **kwargs)
+            except BaseException:
+                forget()
+                raise
+            exchange_gradients()
 
     return called
 

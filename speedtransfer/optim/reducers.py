@@ -7,6 +7,7 @@ group. The same on every process: which tables take part depends only on the cal
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -96,6 +97,9 @@ class Reducer(ABC):
 
 # In the order in which they were made, which is the same on every process. Empty: no table has other processes.
 made: list[weakref.ref[Reducer]] = []
+# Threads run backward one after the other: messages of two exchanges at once would be mixed up.
+turn = threading.RLock()
+_running = False
 
 
 def _alive() -> list[Reducer]:
@@ -115,6 +119,19 @@ def forget() -> None:
 @torch.no_grad()
 def exchange_gradients(only: Iterable[Reducer] | None = None) -> None:
     """Exchange what backward has left, of all tables or some. Every process must call it at the same point."""
+    global _running
+    with turn:
+        # Within an exchange hooks may step: those gradients are on their way.
+        if _running:
+            return
+        _running = True
+        try:
+            _exchange_all(only)
+        finally:
+            _running = False
+
+
+def _exchange_all(only: Iterable[Reducer] | None) -> None:
     chosen = None if only is None else set(only)
     groups: dict[Exchange, list[Reducer]] = {}
     for reducer in _alive():
