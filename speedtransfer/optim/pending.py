@@ -13,6 +13,7 @@ from torch import Tensor
 from speedtransfer.cuda import capture_number, check_not_capturing
 from speedtransfer.errors import DeviceError, InvalidTypeError, InvalidValueError
 from speedtransfer.optim.merge import merged
+from speedtransfer.optim.reducers import exchange_gradients
 from speedtransfer.optim.row_gradient import RowGradient, is_zeroed
 from speedtransfer.optim.stepping import Stepping
 from speedtransfer.optim.table_param import as_tensor
@@ -233,6 +234,9 @@ class PendingGradient(Stepping):
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of the whole table, or None."""
+        if self.reducer is not None and self.reducer.has_left() and torch._C._current_graph_task_id() < 0:
+            # Given by hand (add_grad): as backward does at its end, before it is clipped.
+            exchange_gradients([self.reducer])
         if self.grad is None:
             return None
         assert self.ids is not None

@@ -59,6 +59,10 @@ class Reducer(ABC):
         """Keep the gradient of the rows `ids` (n,), each ``(n, dim)``, for the next exchange."""
 
     @abstractmethod
+    def has_left(self) -> bool:
+        """Tell whether this process has a gradient for the next exchange."""
+
+    @abstractmethod
     def forget(self) -> None:
         """Forget the gradients taken since the last exchange: backward has failed, or they were set to None."""
 

@@ -63,6 +63,9 @@ class Replicas(Reducer):
         # A backward without a forward of the wrapper, as all processes make it.
         self._is_open |= not self.is_waiting
 
+    def has_left(self) -> bool:  # noqa: D102
+        return self._left is not None and not self.is_waiting
+
     def forget(self) -> None:  # noqa: D102
         self._left, self._whole = None, False
 

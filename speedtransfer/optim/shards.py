@@ -186,6 +186,9 @@ class Shards(Reducer):
         before = self._left.get(lookup.number)
         self._left[lookup.number] = grad if before is None else before + grad
 
+    def has_left(self) -> bool:  # noqa: D102
+        return bool(self._left)
+
     def forget(self) -> None:  # noqa: D102
         self._left.clear()
 

@@ -62,6 +62,9 @@ class SharedRows(Shards):
         left = ids, grad.detach().clone()
         self._merged = left if self._merged is None else merged(self.handle.table, self._merged, left)[:2]
 
+    def has_left(self) -> bool:  # noqa: D102
+        return self._merged is not None
+
     def forget(self) -> None:  # noqa: D102
         super().forget()
         self._merged = None
