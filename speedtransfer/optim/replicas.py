@@ -78,9 +78,11 @@ class Replicas(Reducer):
     def receive(self, numbers: Sequence[int], received: Sequence[Tensor]) -> None:
         """Average the gradients of all processes, in the order of the ranks: the same bits in each."""
         handle, exchange = self.handle, self.exchange
-        left, self._left, self._whole, self._is_open = self._left, None, False, False
+        left, self._left, self._whole = self._left, None, False
         if not any(numbers):
+            # Of another loss: that of this forward may come.
             return
+        self._is_open = False
         table = handle.table
         if left is None:
             ids = torch.empty(0, dtype=torch.int64, device=table.device)
@@ -93,6 +95,9 @@ class Replicas(Reducer):
         for place, grad in zip(inverse.split(counts), grads.split(counts), strict=True):
             total.index_add_(0, place, grad)
         handle.deposit(rows.ids, total, whole=any(number & 2 for number in numbers), summed=True)
+
+    def before_step(self) -> None:  # noqa: D102
+        self._is_open = False
 
 
 # --- DistributedDataParallel ---------------------------------------------------------------------------------------------
