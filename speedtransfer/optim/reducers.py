@@ -139,7 +139,9 @@ def _exchange_all(only: Iterable[Reducer] | None) -> None:
     chosen = None if only is None else set(only)
     groups: dict[Exchange, list[Reducer]] = {}
     for reducer in _alive():
-        if (chosen is None or reducer in chosen) and reducer.is_open(chosen is not None):
+        # A model of a group that was destroyed may still be there, but is not trained.
+        is_past = reducer.exchange.is_destroyed() and not reducer.has_left()
+        if not is_past and (chosen is None or reducer in chosen) and reducer.is_open(chosen is not None):
             groups.setdefault(reducer.exchange, []).append(reducer)
     for exchange, reducers in groups.items():
         try:

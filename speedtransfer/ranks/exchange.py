@@ -89,6 +89,10 @@ class Exchange:
             )
         return group
 
+    def is_destroyed(self) -> bool:
+        """Tell whether there is no process group any more."""
+        return self._group() is None
+
     def _device(self) -> torch.device:
         return torch.device("cpu") if self.on_host else torch.device("cuda", torch.cuda.current_device())
 
