@@ -15,7 +15,7 @@ from speedtransfer.checkpoint.together import ShardReader
 from speedtransfer.cuda import wait_until_filled
 from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.encoding import Part, codec_named, decode_rows
-from speedtransfer.optim import Handle, ShardHandle
+from speedtransfer.optim import Handle, ShardHandle, SharedHandle
 from speedtransfer.ranks import Partition
 from speedtransfer.ranks.partition import BUCKETS
 from speedtransfer.rows import Rows
@@ -46,8 +46,8 @@ def encode_rows(handle: Handle, plane: str, path: str, keeps: Keeps, tail: tuple
     keep, layout = keeps.whole, {}
     if isinstance(handle, ShardHandle):
         keep, layout = keeps.shard, {"layout": _LAYOUT}
-        size = handle.partition.size(handle.reducer.exchange.rank)
-        if handle.table.num_rows != size:  # this process has rows that others update
+        if isinstance(handle, SharedHandle):
+            size = handle.partition.size(handle.reducer.exchange.rank)
             raw = {part: PickedRows(whole, size, handle.own_rows) for part, whole in raw.items()}
     parts = {part: keep(f"{path}:{part}" if part else path, values) for part, values in raw.items()}
     name, shape = str(dtype).removeprefix("torch."), [handle.num_rows, *tail]

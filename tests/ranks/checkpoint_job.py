@@ -1,0 +1,199 @@
+"""A training job of several processes that saves and resumes; imported by the tests of checkpoints, and a script of torchrun.
+
+`python checkpoint_job.py FOLDER STEPS [RANK STEP WHERE]`: resume from FOLDER, save every second step; the rank kills itself at
+the step in "forward", "backward", "step" or "save", in its first life alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from optimizer_cases import case_named
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import speedtransfer as st
+from speedtransfer.optim import ShardHandle, find_handle
+
+ROWS, DIM, GLOBAL = 300, 8, 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """`kind`: "sharded", "shared", "one" (an ordinary table), "torch" (``nn.Embedding``), "mixed" (both, in DDP)."""
+
+    kind: str = "sharded"
+    optimizer: str = "adamw"
+    dtype: torch.dtype = torch.float64
+    options: tuple[tuple[str, Any], ...] = (("idle", "exact"),)
+    rows: int = ROWS
+    # Rows that all processes together train alike at any number of them, or draws of each process's own generators.
+    noise: bool = False
+
+    def of(self, kind: str, **more: Any) -> Setup:
+        return dataclasses.replace(self, kind=kind, **more)
+
+
+EXACT = Setup()
+SMALL = Setup(
+    dtype=torch.float32,
+    options=(("idle", "lazy"), ("storage_dtype", torch.int8), ("state_dtype", torch.uint8)),
+)
+
+
+class Net(nn.Module):
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        library: Any = nn if setup.kind == "torch" else st
+        options = {} if setup.kind == "torch" else dict(setup.options)
+        if setup.kind in ("sharded", "shared", "mixed"):
+            options["process_group"] = dist.group.WORLD
+        if setup.kind == "shared":
+            options["memory"] = "shared"
+        self.emb = library.Embedding(setup.rows, DIM, dtype=setup.dtype, **options)
+        if setup.kind == "mixed":
+            options.pop("process_group")
+        # Fewer rows than processes.
+        self.bag = library.EmbeddingBag(2, DIM, mode="sum", dtype=setup.dtype, **options)
+        self.twice = self.emb
+        self.dense = nn.Sequential(nn.Linear(DIM, 5, dtype=setup.dtype), nn.Tanh(), nn.Linear(5, 1, dtype=setup.dtype))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.dense(self.emb(ids).mean(1) + self.twice(ids[:, 0] // 2) + self.bag(ids % 2))
+
+
+class Job:
+    def __init__(self, setup: Setup, seed: int = 7) -> None:
+        self.setup = setup
+        self.alone = setup.kind in ("one", "torch")
+        self.rank, self.ranks = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
+        torch.manual_seed(seed)
+        self.net = Net(setup)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
+            self.model = self.net if self.alone else DistributedDataParallel(self.net)
+        self.optimizer = case_named(setup.optimizer).make(self.net.parameters())
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        # Of each process its own.
+        self.generator = torch.Generator().manual_seed(100 * seed + self.rank)
+        for each in (random.seed, np.random.seed, torch.manual_seed):
+            each(1000 * seed + self.rank)
+        self.done = 0
+        self.hook = lambda where: None
+
+    def train(self, steps: int) -> Job:
+        for _ in range(steps):
+            draw = torch.Generator().manual_seed(self.done)
+            ids = (torch.rand(GLOBAL, 4, generator=draw) ** 2 * self.setup.rows).long()[self.rank :: self.ranks]
+            wanted = torch.randn(GLOBAL, 1, generator=draw, dtype=torch.float64)[self.rank :: self.ranks]
+            if self.setup.noise:
+                wanted = wanted + torch.rand(1) + random.random() + np.random.rand()
+                wanted = wanted + torch.rand(1, generator=self.generator)
+            self.optimizer.zero_grad()
+            self.hook("forward")
+            loss = (self.model(ids) - wanted.to(self.setup.dtype)).square().sum() * (self.ranks / GLOBAL)
+            self.hook("backward")
+            loss.backward()
+            self.hook("step")
+            self.optimizer.step()
+            self.scheduler.step()
+            self.done += 1
+        return self
+
+    def save(self, path: Path, **more: Any) -> Job:
+        objects = {"scheduler": self.scheduler, "generator": self.generator}
+        st.save_checkpoint(path, self.net, self.optimizer, extra={"done": self.done}, **objects, **more)
+        return self
+
+    def load(self, path: Path) -> Job:
+        objects = {"scheduler": self.scheduler, "generator": self.generator}
+        self.done = st.load_checkpoint(path, self.net, self.optimizer, **objects)["done"]
+        return self
+
+    def planes(self) -> dict[str, Tensor]:
+        """All rows, and their state, as they are stored; what is not of rows. In the order of ids; collective."""
+        found = {f"dense {name}": value.detach().clone() for name, value in self.net.dense.state_dict().items()}
+        for name, module in (("emb", self.net.emb), ("bag", self.net.bag)):
+            param = module.weight
+            state = self.optimizer.state.get(param, {})
+            found |= {f"{name} {key}": torch.as_tensor(v) for key, v in state.items() if getattr(v, "ndim", 1) == 0}
+            handle = find_handle(param)
+            if handle is None:
+                parts = {"weight": param.detach()} | {k: v for k, v in state.items() if v.dim()}
+                found |= {f"{name} {key}": value.clone() for key, value in parts.items()}
+                continue
+            handle.rows.catch_up()
+            stored = [plane for plane in handle.table.planes if plane != "idle.last_step"]
+            parts = {key: handle.table.plane(key).clone() for key in stored}
+            if isinstance(handle, ShardHandle) and self.setup.kind != "shared":
+                each: list[Any] = [None] * self.ranks
+                dist.all_gather_object(each, (handle.partition.ids_of(self.rank), parts))
+                order = torch.cat([ids for ids, _ in each]).argsort()
+                parts = {key: torch.cat([part[key] for _, part in each])[order] for key in parts}
+            found |= {f"{name} {key}": value for key, value in parts.items()}
+        return found
+
+
+def main(folder: Path, steps: int, *kill: str) -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    job = Job(EXACT.of("sharded", noise=True))
+    if (folder / "manifest.json").exists():
+        job.load(folder)
+        print(f"rank {job.rank} goes on at step {job.done}", flush=True)
+
+    def killed(where: str) -> None:
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if first and kill and (job.rank, job.done, where) == (int(kill[0]), int(kill[1]), kill[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    job.hook = killed
+    while job.done < steps:
+        job.train(1)
+        if job.done % 2 == 0:
+            with dying_in_save(kill) if kill and kill[2].startswith("save") else contextlib.nullcontext():
+                job.save(folder)
+    planes = job.planes()
+    if job.rank == 0:
+        torch.save(planes, folder.with_suffix(".pt"))
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def dying_in_save(kill: tuple[str, ...]) -> Any:
+    """Kill the process of a rank at a line of the code that saves; "save 150": the 150th, counted in all saves."""
+    lines = int(kill[2].split()[1])
+    files = ("checkpoint/folder.py", "checkpoint/tensors.py", "checkpoint/save.py", "checkpoint/together.py")
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        counted[0] += event == "line"
+        if counted[0] == lines:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and dist.get_rank() == int(kill[0]):
+        sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+counted = [0]
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
