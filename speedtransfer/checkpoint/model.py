@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from speedtransfer.checkpoint.plain_data import decode, encode
 from speedtransfer.checkpoint.table_rows import Keeps, Readers, SavedRows, encode_rows
+from speedtransfer.checkpoint.together import like
 from speedtransfer.errors import InvalidValueError, suggest
 from speedtransfer.nn.module_state import placeholder_rows
 from speedtransfer.optim import Handle
@@ -70,7 +71,7 @@ class SavedModel:
             if key in self._tables:
                 self._rows[key], self._state[key] = saved, current  # the placeholder
             else:
-                self._state[key] = saved if isinstance(saved, Tensor) else saved.mapped()
+                self._state[key] = like(saved if isinstance(saved, Tensor) else saved.mapped(), current)
         metadata = decode(node["metadata"], reader.read)
         if metadata is not None:
             for inner in metadata.values():  # that modules can read it: in the middle of loading would be too late

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from speedtransfer.checkpoint.plain_data import decode, encode
 from speedtransfer.checkpoint.table_rows import Keeps, Readers, SavedRows, encode_rows
+from speedtransfer.checkpoint.together import like
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim import Handle, find_handle, probe_optimizer
 from speedtransfer.optim.hooks import give_state, way_to_step
@@ -143,6 +144,7 @@ class SavedOptimizer:
             if param is not None and type(state[number]) is not dict:
                 raise TypeError(f"the state of {name} has a parameter without names of state")
             state[number].update({k: SavedRows(v, readers).values() for k, v in rows.items() if k not in planes})
+            state[number] = {k: like(v, param) if isinstance(v, Tensor) else v for k, v in state[number].items()}
         self._ready = _tried(optimizer, self._content)
 
     def _check_structure(self, node: dict[str, Any], name: str) -> None:

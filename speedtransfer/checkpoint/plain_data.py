@@ -104,6 +104,9 @@ def _encode_tensor(value: Tensor, path: str, keep: Keep) -> dict[str, Any]:
         raise InvalidTypeError(
             f"{path} is a {value.layout} tensor on {value.device} without plain values; pass it .to_dense() and materialised"
         )
+    if hasattr(value, "full_tensor"):
+        # A DTensor (fully_shard): all processes bring their parts together here.
+        value = value.full_tensor().cpu()
     value = value.detach().resolve_conj().resolve_neg()
     if not value.is_complex():
         return {"$": "tensor", "v": keep(path, value)}

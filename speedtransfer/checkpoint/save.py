@@ -79,7 +79,7 @@ def save_checkpoint(
     processes.catch_up()
     with processes.together():
         plans, shards = {role: TensorPlan() for role in manifest.ROLES}, TensorPlan()
-        keeps = {role: Keeps(plan.keep, shards.keep) for role, plan in plans.items()}
+        keeps = {role: Keeps(plan.keep if processes.is_first else _drop, shards.keep) for role, plan in plans.items()}
         content: dict[str, Any] = {
             "versions": manifest.VERSIONS,
             "model": encode_model(model, keeps["model"]),
@@ -132,6 +132,11 @@ def _new_files(
             check_sees(path, f"rows-0-{unique}.safetensors")
             files = stack.enter_context(new_files(path, names, need, is_new))
     return files
+
+
+def _drop(path: str, tensor: Any) -> str:
+    """Take a tensor that rank 0 saves."""
+    return path
 
 
 def _ranges(content: dict[str, Any], processes: Processes) -> dict[str, list[int]]:

@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -128,6 +129,16 @@ def files_to_check(processes: Processes, readers: dict[str, TensorReader]) -> li
     seen = zlib.crc32(json.dumps([(stat.st_ino, stat.st_ctime_ns) for stat in stats]).encode())
     alike = len(processes.numbers(seen).unique()) == 1
     return list(readers.values())[processes.rank :: processes.ranks] if alike else list(readers.values())
+
+
+def like(value: Tensor, current: Any) -> Tensor:
+    """Return `value`, a whole tensor; or the part of it that this process has of `current`, if that is a DTensor."""
+    if not hasattr(current, "full_tensor") or value.shape != current.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    moved = value.to(current.device, current.dtype if value.is_floating_point() else value.dtype)
+    return distribute_tensor(moved, current.device_mesh, current.placements, src_data_rank=None)
 
 
 class ShardReader:

@@ -1,12 +1,11 @@
 """A training job of several processes that saves and resumes; imported by the tests of checkpoints, and a script of torchrun.
 
-`python checkpoint_job.py FOLDER STEPS [RANK STEP WHERE]`: resume from FOLDER, save every second step; the rank kills itself at
-the step in "forward", "backward", "step" or "save", in its first life alone.
+`checkpoint_job.py FOLDER STEPS [KILL ...]`: resume from FOLDER and save every second step. KILL, one for each life: the rank,
+and "forward", "backward" or "step" and its number, or "save" and a number of lines.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import random
@@ -145,55 +144,54 @@ class Job:
         return found
 
 
-def main(folder: Path, steps: int, *kill: str) -> None:
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
+def run(folder: Path, steps: int, *kills: str) -> dict[str, Tensor]:
+    """Train to the end, saving every second step; killed in life k as ``kills[k]`` says."""
     job = Job(EXACT.of("sharded", noise=True))
     if (folder / "manifest.json").exists():
         job.load(folder)
         print(f"rank {job.rank} goes on at step {job.done}", flush=True)
+    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    rank, where, count = kills[life].split() if life < len(kills) else ("-1", "", "0")
 
-    def killed(where: str) -> None:
-        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if first and kill and (job.rank, job.done, where) == (int(kill[0]), int(kill[1]), kill[2]):
+    def kill(reached: str) -> None:
+        if (job.rank, job.done, reached) == (int(rank), int(count), where):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    job.hook = killed
+    job.hook = kill
+    tracing = tracing_saves(int(count)) if where == "save" and job.rank == int(rank) else None
     while job.done < steps:
         job.train(1)
         if job.done % 2 == 0:
-            with dying_in_save(kill) if kill and kill[2].startswith("save") else contextlib.nullcontext():
-                job.save(folder)
-    planes = job.planes()
-    if job.rank == 0:
-        torch.save(planes, folder.with_suffix(".pt"))
-    dist.destroy_process_group()
+            sys.settrace(tracing)
+            job.save(folder)
+            sys.settrace(None)
+    return job.planes()
 
 
-@contextlib.contextmanager
-def dying_in_save(kill: tuple[str, ...]) -> Any:
-    """Kill the process of a rank at a line of the code that saves; "save 150": the 150th, counted in all saves."""
-    lines = int(kill[2].split()[1])
+def tracing_saves(lines: int) -> Any:
+    """Return what kills the process at a line, counted over all saves, of the code that saves."""
     files = ("checkpoint/folder.py", "checkpoint/tensors.py", "checkpoint/save.py", "checkpoint/together.py")
+    left = [lines]
 
     def trace(frame: Any, event: str, arg: Any) -> Any:
         if not frame.f_code.co_filename.endswith(files):
             return None
-        counted[0] += event == "line"
-        if counted[0] == lines:
+        left[0] -= event == "line"
+        if left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return trace
 
-    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    if first and dist.get_rank() == int(kill[0]):
-        sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(None)
+    return trace
 
 
-counted = [0]
+def main(folder: Path, steps: int, *kills: str) -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    planes = run(folder, steps, *kills)
+    if dist.get_rank() == 0:
+        torch.save(planes, folder.with_suffix(".pt"))
+    dist.destroy_process_group()
+
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
