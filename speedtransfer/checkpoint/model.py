@@ -103,6 +103,11 @@ class SavedModel:
 
 def _check_keys(saved: set[str], ours: set[str]) -> None:
     missing, extra = sorted(ours - saved), sorted(saved - ours)
+    if missing and {key.removeprefix("module.") for key in saved} == {key.removeprefix("module.") for key in ours}:
+        raise InvalidValueError(
+            f"the checkpoint has {extra[0]!r} and the model {missing[0]!r}: one is wrapped (DistributedDataParallel) and the "
+            "other is not; pass the model as it was saved: wrapped, or wrapped.module"
+        )
     more = f" and {len(missing or extra) - 1} more" if len(missing or extra) > 1 else ""
     if missing:
         near = suggest(missing[0], extra or sorted(saved) or ["nothing"])

@@ -23,7 +23,7 @@ from speedtransfer.tables import CHUNK_BYTES, read_ahead, row_chunks
 
 
 class PickedRows:
-    """Some rows of a tensor, gathered in chunks when they are written; a part of a tensor's interface.
+    """Some rows of a tensor, gathered in chunks when they are written.
 
     Parameters
     ----------
@@ -39,14 +39,6 @@ class PickedRows:
         self.dtype, self.shape = tensor.dtype, torch.Size((count, *tensor.shape[1:]))
         self.nbytes = count * math.prod(tensor.shape[1:]) * tensor.element_size()
 
-    def element_size(self) -> int:
-        """Return the bytes of a value."""
-        return self.dtype.itemsize
-
-    def detach(self) -> PickedRows:
-        """Return these rows."""
-        return self
-
     def chunks(self) -> Iterator[Tensor]:
         """Yield the values in order, about 16 MB at a time, 1-D and on the host."""
         for rows in row_chunks(self.shape[0], self.nbytes // max(self.shape[0], 1)):
@@ -58,9 +50,9 @@ class TensorPlan:
     """The tensors that a file will hold. They are read when it is written, so they must not change until then."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Any] = {}
+        self.tensors: dict[str, Tensor | PickedRows] = {}
 
-    def keep(self, path: str, tensor: Any) -> str:
+    def keep(self, path: str, tensor: Tensor | PickedRows) -> str:
         """Take `tensor` into the file and return its name there: `path`, or one like it."""
         if tensor.dtype not in SAFETENSORS_NAMES:
             raise InvalidTypeError(
@@ -69,12 +61,12 @@ class TensorPlan:
         name, count = path, 2
         while name in self.tensors or name == METADATA:
             name, count = f"{path}#{count}", count + 1
-        self.tensors[name] = tensor.detach()
+        self.tensors[name] = tensor.detach() if isinstance(tensor, Tensor) else tensor
         return name
 
     def header(self) -> dict[str, Any]:
         """Return the header of the file. Wide dtypes come first, so that all are aligned."""
-        widest_first = sorted(self.tensors.items(), key=lambda item: -item[1].element_size())
+        widest_first = sorted(self.tensors.items(), key=lambda item: -item[1].dtype.itemsize)
         return make_header((name, tensor.dtype, tensor.shape) for name, tensor in widest_first)
 
     @property
@@ -97,7 +89,7 @@ class TensorPlan:
         return {"bytes": size, "sha256": digest.hexdigest(), "tensors": header}
 
 
-def read_chunks(tensor: Any) -> Iterator[Tensor]:
+def read_chunks(tensor: Tensor | PickedRows) -> Iterator[Tensor]:
     """Yield the values in order, about 16 MB at a time, 1-D and on the host."""
     if isinstance(tensor, PickedRows):
         yield from tensor.chunks()

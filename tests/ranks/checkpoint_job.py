@@ -88,7 +88,7 @@ class Job:
         self.generator = torch.Generator().manual_seed(100 * seed + self.rank)
         for each in (random.seed, np.random.seed, torch.manual_seed):
             each(1000 * seed + self.rank)
-        self.done = 0
+        self.done, self.note = 0, ""
         self.hook = lambda where: None
 
     def train(self, steps: int) -> Job:
@@ -110,9 +110,9 @@ class Job:
             self.done += 1
         return self
 
-    def save(self, path: Path, **more: Any) -> Job:
+    def save(self, path: Path) -> Job:
         objects = {"scheduler": self.scheduler, "generator": self.generator}
-        st.save_checkpoint(path, self.net, self.optimizer, extra={"done": self.done}, **objects, **more)
+        st.save_checkpoint(path, self.net, self.optimizer, extra={"done": self.done, "note": self.note}, **objects)
         return self
 
     def load(self, path: Path) -> Job:

@@ -242,6 +242,7 @@ def listing(path: Path) -> dict[str, bytes]:
 
 def save_where_one_cannot(path: Path, old: bool, rank: int, size: int) -> list:
     job = Job(EXACT).train(2)
+    job.note = "x" * 40_000
     if old:
         job.save(path)
     dist.barrier()
@@ -265,9 +266,9 @@ def save_where_one_cannot(path: Path, old: bool, rank: int, size: int) -> list:
 
 
 @pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize(("rank", "size"), [(1, 4096), (0, 22_000), pytest.param(0, 4096, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("rank", "size"), [(1, 4096), (0, 50_000), pytest.param(0, 4096, marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_in_one_process(old, rank, size, two, tmp_path):
-    """22 kB: the files of rows are written, the manifest is not."""
+    """50 kB: all files are written, but not the manifest."""
     found = two(save_where_one_cannot, tmp_path / "point", old, rank, size)
     for each, (unchanged, there, words, done) in enumerate(found):
         assert unchanged
@@ -372,6 +373,21 @@ def test_what_does_not_fit(two, three, tmp_path):
     first, second = two(refuse_other_optimizer, tmp_path / "point")
     assert "rank 1 failed where it loads" in first
     assert "optimizer is Adagrad but the checkpoint holds that of AdamW" in second
+
+
+def load_wrapped(path: Path) -> str:
+    job = Job(EXACT)
+    with pytest.raises(InvalidValueError) as raised:
+        st.load_checkpoint(path, job.model)
+    st.save_checkpoint(path, job.model)
+    st.load_checkpoint(path, job.model)
+    return str(raised.value)
+
+
+def test_a_wrapped_model_is_told_from_a_bare_one(two, tmp_path):
+    two(save_then_draw, tmp_path)
+    for message in two(load_wrapped, tmp_path):
+        assert "the checkpoint has 'bag.weight' and the model 'module.bag.weight': one is wrapped" in message
 
 
 def save_elsewhere(path: Path) -> str:
