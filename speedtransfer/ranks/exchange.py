@@ -75,8 +75,8 @@ class Exchange:
         self._group = weakref.ref(group)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.traffic = Traffic()
-        # gloo moves memory of the host alone, NCCL that of the device.
-        self.on_host = dist.get_backend(group) == "gloo"
+        # gloo moves memory of the host alone, NCCL that of the device. A group made without a backend may have both.
+        self.on_host = not torch.cuda.is_available() or "cuda:nccl" not in dist.get_backend_config(group)
         self._number = 0
 
     @property
