@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import subprocess
@@ -128,7 +129,8 @@ def test_word2vec_commands_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("page", "argv"), ALL_COMMANDS, ids=[" ".join(argv)[:60] for _, argv in ALL_COMMANDS])
 def test_commands_exist(page, argv):
-    program, *arguments = argv
+    # Variables of the environment may come first.
+    program, *arguments = itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), argv)
     if program == "speedtransfer":
         command = typer.main.get_command(app)
         while hasattr(command, "commands"):
@@ -138,6 +140,9 @@ def test_commands_exist(page, argv):
         check_target(arguments)
     elif program == "python":
         check_flags(arguments[0], arguments[1:])
+    elif program == "torchrun":
+        # tests/ranks/test_docs_processes.py runs them.
+        assert f":caption: {arguments[-1]}\n" in PAGES[page]
     elif argv[:3] == ["pip", "install", "torch"]:
         assert argv[3:] == ["--index-url", "https://download.pytorch.org/whl/cpu"]
     else:
