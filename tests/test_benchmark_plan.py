@@ -37,7 +37,7 @@ def test_bytes_and_times(run):
     found = {name: [cell.strip() for cell in cells] for name, cells in lines(out).items()}
     # 750 rows of others: 8 bytes of id, 256 of row, 256 of gradient; 500 rows owned, with two planes of state.
     assert found["sharded"] == ["192 MB", "384 bytes", "6 kB", "192 kB", "192 kB", "5", "384 kB", "384 kB", "1.21 ms"]
-    assert found['memory="shared"'] == ["192 MB", "576 bytes", "6 kB", "192 kB", "5", "640 kB", "384 kB", "1.27 ms"]
+    assert found['memory="shared"'] == ["192 MB", "768 bytes", "6 kB", "192 kB", "6", "640 kB", "384 kB", "1.28 ms"]
     assert found["nn.Embedding, DDP"] == ["1.02 GB", "384 MB", "1", "384 ms"]
 
 

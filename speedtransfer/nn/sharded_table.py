@@ -16,7 +16,7 @@ from speedtransfer.tables import Table, TableStats, as_index
 
 @dataclasses.dataclass
 class ShardedStats(TableStats):
-    """What this process has moved: in its shard as :class:`TableStats` says, and to other processes.
+    """What this process has moved: in its shard as :class:`~speedtransfer.TableStats` says, and to other processes.
 
     Attributes
     ----------
