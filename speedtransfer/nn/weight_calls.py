@@ -293,7 +293,7 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(handle, ShardHandle):
             raise InvalidValueError(
                 f"torch.autograd.grad was asked for the gradient of {handle}, but its rows are owned by "
-                f"{handle.reducer.exchange.ranks} processes, which bring their gradients together at the end of backward(); call "
+                "several processes, which bring their gradients together at the end of backward(); call "
                 "backward() and use weight.grad, or give the rows: active = emb.activate(ids), ..., grad(loss, active.rows)"
             )
     followed = [handle_of(w).leaves() if isinstance(w, TableWeight) else [(w, None)] for w in wanted]

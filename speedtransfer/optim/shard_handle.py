@@ -167,7 +167,10 @@ class ShardHandle(Handle):
     def assign_gradient(self, grad: Tensor | None) -> None:
         """Set the gradient to None, or to one made of that of the weight; raise for another, whose rows are those of all."""
         if grad is not None and not isinstance(grad, ShardGradient):
-            self._refuse("is assigned a gradient", "change weight.grad in place, or give gradients of rows: activate(ids).add_grad")
+            self._refuse(
+                "is assigned a gradient",
+                "change weight.grad in place, or give gradients of rows: activate(ids).add_grad",
+            )
         super().assign_gradient(grad)
 
     def __reduce__(self) -> Any:

@@ -27,6 +27,10 @@ def test_without_cuda_messages_are_on_the_host(two):
     assert torch.equal(rows, same)
 
 
+class Group:
+    """What has a backend."""
+
+
 @pytest.mark.parametrize(
     ("config", "cuda", "on_host"),
     [
@@ -41,4 +45,5 @@ def test_where_messages_are(monkeypatch, config, cuda, on_host):
     for name, value in (("get_rank", 0), ("get_world_size", 1), ("get_backend_config", config)):
         monkeypatch.setattr(dist, name, lambda group, value=value: value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    assert Exchange(None).on_host is on_host
+    group = Group()
+    assert Exchange(group).on_host is on_host

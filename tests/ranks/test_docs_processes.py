@@ -40,7 +40,7 @@ def test_script(name, tmp_path):
     assert result.returncode == 0, result.stdout
     for line in PRINTED[name]:
         assert line in result.stdout
-    norms = set(re.findall(r"norm (\S+)", result.stdout))
+    norms = set(re.findall(r"norm (\d+\.\d{6})", result.stdout))
     assert len(norms) <= 1, "the same in all processes"
 
 
