@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
+import speedtransfer as st
 from speedtransfer.ranks import BlockMomentumAverager, OneBitState, one_bit_hook
 
 with warnings.catch_warnings():
@@ -24,10 +26,13 @@ with warnings.catch_warnings():
 NUM_IDS, STEPS, WARMUP, PERIOD = 200, 60, 10, 4
 
 
-def model() -> nn.Module:
+def model(has_table: bool) -> nn.Module:
     """A regression whose target is the mean of numbers that the ids have."""
     torch.manual_seed(0)
     head = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1), nn.Flatten(0))
+    torch.manual_seed(1)
+    if has_table:
+        return nn.Sequential(st.EmbeddingBag(NUM_IDS, 16, process_group=dist.group.WORLD), head)
     return nn.Sequential(nn.EmbeddingBag(NUM_IDS, 16), head)
 
 
@@ -41,10 +46,10 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield ids, values[ids].mean(1)
 
 
-def train(way: Callable) -> tuple[float, list[Tensor]]:
+def train(way: Callable, has_table: bool) -> tuple[float, list[Tensor]]:
     """Return the loss on ids of all ranks, and the parameters of this rank."""
     # In one bucket: on gloo, PowerSGD hangs with several.
-    ddp = DistributedDataParallel(model(), bucket_cap_mb=1000)
+    ddp = DistributedDataParallel(model(has_table), bucket_cap_mb=1000)
     opt = torch.optim.Adam(ddp.parameters(), lr=1e-2)
     opt = way(ddp, opt) or opt
     for ids, target in batches():
@@ -55,7 +60,8 @@ def train(way: Callable) -> tuple[float, list[Tensor]]:
     ids = torch.randint(NUM_IDS, (1000, 4), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         loss = (ddp.module(ids) - values[ids].mean(1)).square().mean()
-    return loss.item(), [param.detach() for param in ddp.parameters()]
+    tables = st.table_parameters(ddp)
+    return loss.item(), [param.detach() for param in ddp.parameters() if param not in tables]
 
 
 def all_reduce(ddp, opt) -> None:
@@ -84,6 +90,9 @@ def apart(ddp, opt, averager) -> PostLocalSGDOptimizer:
 
 def local_sgd(ddp, opt) -> PostLocalSGDOptimizer:
     # One step later, so that the last step averages.
+    # That of torch takes no table.
+    if st.table_parameters(ddp):
+        return apart(ddp, opt, BlockMomentumAverager(PERIOD, WARMUP + 1, momentum=0.0))
     return apart(ddp, opt, PeriodicModelAverager(PERIOD, WARMUP + 1))
 
 
@@ -95,10 +104,10 @@ def block_momentum(ddp, opt) -> PostLocalSGDOptimizer:
 MARGINS = {fp16: 1.02, power_sgd: 1.2, one_bit: 1.4, local_sgd: 3, block_momentum: 1.9}
 
 
-def losses() -> dict[str, float]:
+def losses(has_table: bool) -> dict[str, float]:
     found = {}
     for way in (all_reduce, *MARGINS):
-        found[way.__name__], params = train(way)
+        found[way.__name__], params = train(way, has_table)
         for param in params:
             of_first = param.clone()
             dist.broadcast(of_first, 0)
@@ -106,7 +115,8 @@ def losses() -> dict[str, float]:
     return found
 
 
-def test_trains_to_the_loss_of_all_reduce(three):
-    for found in three(losses):
+@pytest.mark.parametrize("has_table", [False, True], ids=["dense", "sharded table"])
+def test_trains_to_the_loss_of_all_reduce(three, has_table):
+    for found in three(losses, has_table):
         for way, margin in MARGINS.items():
             assert found[way.__name__] < margin * found["all_reduce"], way.__name__
