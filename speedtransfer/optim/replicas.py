@@ -122,6 +122,7 @@ def _replicating(method: Callable[..., None]) -> Callable[..., None]:
             module, mesh, group = (given.arguments[name] for name in ("module", "device_mesh", "process_group"))
             tables = _tables_of(module)
             if tables:
+                _check_others(module, tables)
                 group = mesh.get_group(0) if mesh is not None else group if group is not None else dist.group.WORLD
                 _leave_out(module, tables)
                 _replicate(tables, exchange_of(group), given.arguments["init_sync"])
@@ -133,7 +134,23 @@ def _replicating(method: Callable[..., None]) -> Callable[..., None]:
     return replicating
 
 
+def _check_others(module: nn.Module, tables: dict[str, Handle]) -> None:
+    """Raise, before anything is written, for a model that has tables alone: torch's message is that none is trained."""
+    if not any(param.requires_grad for param in module.parameters() if find_handle(param) is None):
+        raise InvalidValueError(
+            f"DistributedDataParallel was given a model of which only the table {_name_of_module(next(iter(tables)))} is trained, "
+            "and leaves tables out; make the tables with process_group=... and train the model as it is: they exchange "
+            "gradients by themselves"
+        )
+
+
 def _begin(replicas: list[Replicas], model: Any, args: Any) -> None:
+    # A copy of the wrapper has copies of these.
+    if not all(each.is_alive() for each in replicas):
+        raise InvalidValueError(
+            "this DistributedDataParallel is a copy of another, and the tables in it are those of each process alone; make it "
+            "anew, of a copy of the model: DistributedDataParallel(copy.deepcopy(model.module))"
+        )
     if torch.is_grad_enabled():
         for each in replicas:
             each.begin(model)
