@@ -150,7 +150,9 @@ class ShardHandle(Handle):
     def whole(self) -> Tensor:
         """Raise: other processes have other rows."""
         self._refuse(
-            "is used as a whole", "look up the rows that are needed (emb(ids)), or get all by st.full_state_dict(model)"
+            "is used as a whole",
+            "look up the rows that are needed (emb(ids)), set rows by emb.table.scatter, get all by st.full_state_dict(model); "
+            "leave it out of fully_shard: ignored_params=st.table_parameters(model)",
         )
 
     def shown(self) -> str:
