@@ -161,13 +161,16 @@ class SharedHandle(ShardHandle):
         return at, ids[at]
 
     def draw(self, function: Callable[[Tensor], object], start: int = 0, stop: int | None = None) -> None:  # noqa: D102
+        _meet(self.rows, self.reducer.exchange)
         super().draw(function, start, stop)
         _meet(self.rows, self.reducer.exchange)
 
     def change(self, function: Callable[[Tensor], object]) -> None:  # noqa: D102
+        _meet(self.rows, self.reducer.exchange)
         super().change(function)
         _meet(self.rows, self.reducer.exchange)
 
     def load(self, values: Tensor, start: int = 0) -> None:  # noqa: D102
+        _meet(self.rows, self.reducer.exchange)
         super().load(values, start)
         _meet(self.rows, self.reducer.exchange)
