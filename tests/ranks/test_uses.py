@@ -458,9 +458,8 @@ def replaced(kind: str) -> None:
     model = nn.Sequential(nn.Embedding(ROWS, DIM), nn.EmbeddingBag(ROWS, DIM))
     wanted = [each.weight.detach().clone() for each in model]
     options = {"memory": "shared"} if kind == "shared" else {}
-    made = st.replace_embeddings(model, process_group=dist.group.WORLD, **options)
-    found = made if isinstance(made, nn.Module) else model
-    for each, weight in zip(found, wanted, strict=True):
+    assert st.replace_embeddings(model, min_rows=1, process_group=dist.group.WORLD, **options) == ["0", "1"]
+    for each, weight in zip(model, wanted, strict=True):
         assert isinstance(each.table, st.nn.ShardedTable)
         assert torch.equal(each.table.gather(torch.arange(ROWS)), weight)
 
@@ -574,7 +573,8 @@ def made_and_dropped(kind: str, times: int) -> tuple[int, ...]:
 
 def test_nothing_is_left_of_tables(two, kind):
     for left in two(made_and_dropped, kind, 100 if kind == "shared" else 20):
-        assert left == (0, 0, 0, 0)
+        # What tests before have left may have gone.
+        assert max(left) <= 0
 
 
 def test_kinds_of_errors(kind):
