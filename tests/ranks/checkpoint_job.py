@@ -63,6 +63,7 @@ class Net(nn.Module):
         self.emb = library.Embedding(setup.rows, DIM, dtype=setup.dtype, **options)
         if setup.kind == "mixed":
             options.pop("process_group")
+        options |= {name: options[name].with_name("bag.safetensors") for name in ("path",) if name in options}
         # Fewer rows than processes.
         self.bag = library.EmbeddingBag(2, DIM, mode="sum", dtype=setup.dtype, **options)
         self.twice = self.emb
@@ -126,7 +127,9 @@ class Job:
         for name, module in (("emb", self.net.emb), ("bag", self.net.bag)):
             param = module.weight
             state = self.optimizer.state.get(param, {})
-            found |= {f"{name} {key}": torch.as_tensor(v) for key, v in state.items() if getattr(v, "ndim", 1) == 0}
+            found |= {
+                f"{name} {key}": torch.as_tensor(v).clone() for key, v in state.items() if getattr(v, "ndim", 1) == 0
+            }
             handle = find_handle(param)
             if handle is None:
                 parts = {"weight": param.detach()} | {k: v for k, v in state.items() if v.dim()}

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 import speedtransfer as st
 from ranks.checkpoint_job import EXACT, ROWS, SMALL, Job, Net, Setup, run
 from ranks.run import torchrun
-from speedtransfer.checkpoint import together
+from speedtransfer.checkpoint import load, together
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, ProcessGroupError, StorageError
 
 SETUPS = {"exact": EXACT, "int8": SMALL}
@@ -106,6 +106,20 @@ def test_into_one_process_and_out_of_it(kind, name, two, tmp_path):
         assert_alike(planes, saved)
         if name == "exact":
             assert_alike(went_on, later, saved)
+
+
+@pytest.mark.parametrize("options", [{"layout": "rows"}, {"cache_rows": 20}, {"memory": "mmap"}], ids=str)
+def test_other_memories(options, two, three, tmp_path):
+    if options.get("memory") == "mmap":
+        options = {**options, "path": tmp_path / "rows.safetensors"}
+    setup = dataclasses.replace(EXACT, options=(*EXACT.options, *options.items()))
+    plain, went_on = two(save_and_go_on, EXACT, tmp_path / "plain")[0]
+    saved, later = two(save_and_go_on, setup, tmp_path / "point")[0]
+    assert_alike(saved, plain)
+    assert_alike(later, went_on)
+    for planes, went_on in three(load_and_go_on, setup, tmp_path / "plain"):
+        assert_alike(planes, plain)
+        assert_alike(went_on, later, saved)
 
 
 def sharded_beside(path: Path | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -220,7 +234,8 @@ def test_generators_of_all_processes(two, three, tmp_path):
     assert draws(Job(EXACT.of("one"), seed=8).load(tmp_path)) == first
 
 
-def test_manifest_of_format_2(two, tmp_path):
+def test_files_of_format_2(two, three, tmp_path):
+    three(save_then_draw, tmp_path)
     two(save_then_draw, tmp_path)
     content = json.loads((tmp_path / "manifest.json").read_text())
     assert content["format_version"] == 2
@@ -231,6 +246,10 @@ def test_manifest_of_format_2(two, tmp_path):
     assert set(os.listdir(tmp_path)) == {"manifest.json", *(facts["name"] for facts in content["files"].values())}
     for facts in content["files"].values():
         load_file(tmp_path / facts["name"])
+    Job(EXACT.of("one")).save(tmp_path)
+    content = json.loads((tmp_path / "manifest.json").read_text())
+    assert content["format_version"] == 1
+    assert set(os.listdir(tmp_path)) == {"manifest.json", *(facts["name"] for facts in content["files"].values())}
 
 
 # --- what fails in one process fails in all, and changes nothing ------------------------------------------------------------
@@ -337,6 +356,29 @@ def test_other_folders(two, tmp_path):
     assert_refused(
         two(refuse, EXACT, tmp_path, ["a", "none"]), ["rank 1 failed where it loads", "no checkpoint folder"]
     )
+
+
+def load_while_saved(path: Path) -> list:
+    """Rank 1 still opens the checkpoint before."""
+    found, opened = [], load.open_checkpoint
+
+    def slow(point, stack):
+        found.append(point)
+        return opened(path / "before" if len(found) == 1 and dist.get_rank() == 1 else point, stack)
+
+    load.open_checkpoint = slow
+    try:
+        return [Job(EXACT).load(path / "after").planes(), len(found)]
+    finally:
+        load.open_checkpoint = opened
+
+
+def test_loaded_while_another_saves(two, tmp_path):
+    two(save_then_draw, tmp_path / "before")
+    saved, _ = two(save_and_go_on, EXACT, tmp_path / "after")[0]
+    for planes, opened in two(load_while_saved, tmp_path):
+        assert_alike(planes, saved)
+        assert opened == 2
 
 
 def load_a_copy(path: Path) -> int:
