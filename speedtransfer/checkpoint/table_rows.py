@@ -144,9 +144,12 @@ class SavedRows:
         rows = handle.rows
         targets, alike = rows.parts(plane), self.stored_as(rows, plane)
         first, count = 0, self.shape[0]
-        if isinstance(handle, ShardHandle) and self._places is not None:
-            rank = handle.reducer.exchange.rank
-            first, count = handle.partition.start(rank), handle.partition.size(rank)
+        if isinstance(handle, ShardHandle):
+            # Rows that have been read ahead are old.
+            handle.reducer.changes += 1
+            if self._places is not None:
+                rank = handle.reducer.exchange.rank
+                first, count = handle.partition.start(rank), handle.partition.size(rank)
         buffers: dict[str, Tensor] = {}  # the allocator would not always give the memory of a chunk to the next
         for chunk in row_chunks(count, self.row_bytes):
             parts = self._read(slice(first + chunk.start, first + chunk.stop), buffers)

@@ -43,15 +43,14 @@ class Processes:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Run the block, which must not call the others, in all processes; if it raises in one, raise in all."""
-        error: BaseException | None = None
         try:
             yield
-        except BaseException as raised:
-            error = raised
+        except BaseException as error:
+            if self._exchange is not None:
+                self._exchange.agree_on_error(self._point, error)
+            raise
         if self._exchange is not None:
-            self._exchange.agree_on_error(self._point, error)
-        elif error is not None:
-            raise error
+            self._exchange.agree_on_error(self._point, None)
 
     def catch_up(self) -> None:
         """Have all rows take the steps that they have missed: in a shared table, processes wait for each other."""

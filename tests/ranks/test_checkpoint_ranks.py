@@ -27,6 +27,7 @@ from ranks.checkpoint_job import EXACT, ROWS, SMALL, Job, Net, Setup, run
 from ranks.run import torchrun
 from speedtransfer.checkpoint import load, together
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, ProcessGroupError, StorageError
+from speedtransfer.nn.fused_lookup import read_ahead_of
 
 SETUPS = {"exact": EXACT, "int8": SMALL}
 SOME = [("exact", 2, 3), ("exact", 3, 1), ("int8", 3, 2), ("int8", 2, 2), ("exact", 2, 2), ("int8", 1, 2)]
@@ -171,6 +172,22 @@ def load_in_another_form(path: Path) -> list:
 def test_rows_stored_otherwise_are_decoded(two, three, tmp_path):
     two(save_and_go_on, SMALL, tmp_path)
     assert three(load_in_another_form, tmp_path) == [[True, 7]] * 3
+
+
+def load_with_ids_ahead(path: Path) -> bool:
+    net = Job(EXACT, seed=8).net
+    ids, few = torch.arange(6).view(3, 2), torch.tensor([[0, 1], [1, 1]])
+    tickets = read_ahead_of([(net.emb, ids), (net.bag, few)])
+    # The rows of both come.
+    net.emb(ids)
+    st.load_checkpoint(path, net)
+    found = torch.equal(net.bag(few), net.bag.table.gather(few).sum(1))
+    return found and len(tickets) == 2
+
+
+def test_rows_read_ahead_are_read_again(two, tmp_path):
+    two(save_and_go_on, EXACT, tmp_path)
+    assert all(two(load_with_ids_ahead, tmp_path))
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "sgd-momentum", "sgd", "rmsprop-centered"])
