@@ -138,9 +138,9 @@ def _check_others(module: nn.Module, tables: dict[str, Handle]) -> None:
     """Raise, before anything is written, for a model that has tables alone: torch's message is that none is trained."""
     if not any(param.requires_grad for param in module.parameters() if find_handle(param) is None):
         raise InvalidValueError(
-            f"DistributedDataParallel was given a model of which only the table {_name_of_module(next(iter(tables)))} is trained, "
-            "and leaves tables out; make the tables with process_group=... and train the model as it is: they exchange "
-            "gradients by themselves"
+            f"DistributedDataParallel was given a model of which only the table {_name_of_module(next(iter(tables)))} is "
+            "trained, and leaves tables out; make the tables with process_group=... and train the model as it is: they "
+            "exchange gradients by themselves"
         )
 
 

@@ -151,7 +151,7 @@ class ShardHandle(Handle):
         """Raise: other processes have other rows."""
         self._refuse(
             "is used as a whole",
-            "look up the rows that are needed (emb(ids)), set rows by emb.table.scatter, get all by st.full_state_dict(model); "
+            "look up the rows needed (emb(ids)), set rows by emb.table.scatter, get all by st.full_state_dict(model), "
             "leave it out of fully_shard: ignored_params=st.table_parameters(model)",
         )
 

@@ -46,7 +46,9 @@ def distance(emb: Any, other: Any) -> float:
 class Pair:
     """An embedding of a kind, and one of one process, each with an optimizer."""
 
-    def __init__(self, kind: str, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD, **options: Any) -> None:
+    def __init__(
+        self, kind: str, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD, **options: Any
+    ) -> None:
         self.emb, self.one = table(kind, **options), table("one", **options)
         self.opt, self.one_opt = (optimizer(each.parameters(), lr=0.1) for each in (self.emb, self.one))
 
