@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,14 +147,21 @@ class ShardedTable:
         exchange = self._handle.reducer.exchange
         return bool(exchange.agree("reads all rows", torch.tensor([int(value)])).all())
 
-    def torch(self) -> NoReturn:
-        """Raise: no process has all rows."""
+    def torch(self) -> Tensor:
+        """Return all rows of a table with memory "shared", over its memory, to be read; of others raise.
+
+        With ``idle="exact"`` it is collective: every process catches its rows up.
+        """
+        if self._handle.rows.own is not None:
+            return self.local.torch()
         raise InvalidTypeError(
             f"{self._handle} is owned by {self._handle.reducer.exchange.ranks} processes, none of which has all rows; use "
             ".local for those of this one, .gather(ids), or st.full_state_dict(model)"
         )
 
-    numpy = cupy = torch
+    def numpy(self) -> Any:
+        """Return all rows as an array, as `torch` does."""
+        return self.torch().numpy()
 
     def __getattr__(self, name: str) -> Any:
         # What is the same for all rows: dim, dtype, device, memory, layout, cache_rows, planes, path, version.
