@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import resolve_device
 from speedtransfer.encoding import check_dtypes
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidValueError, ProcessGroupError
 from speedtransfer.nn.options import TableOptions
 from speedtransfer.optim import Handle, Rows, ShardHandle, SharedHandle
 from speedtransfer.ranks import Exchange, Partition, SharedMemory, as_int64, exchange_of
@@ -38,14 +38,19 @@ def make_shard(
     """
     exchange = exchange_of(options["process_group"])
     partition = Partition(shape[0], exchange.ranks)
-    rows, error = None, None
-    try:
-        rows = _make_rows(shape, device, dtype, options, exchange, partition)
-    except Exception as raised:
-        error = raised
     names = ("memory", "idle", "storage_dtype", "state_dtype", "comm_dtype")
     about = f"{shape[0]} x {shape[1]} {dtype}, " + ", ".join(f"{name}={dict(options)[name]}" for name in names)
-    exchange.agree_on_error("makes a table", error, about)
+    rows, error = None, None
+    # Before the memory, which processes of one host make together.
+    for make in (False, True):
+        try:
+            rows = _make_rows(shape, device, dtype, options, exchange, partition) if make else _check(dtype, options)
+        except ProcessGroupError:
+            # Raised in all.
+            raise
+        except Exception as raised:
+            error = raised
+        exchange.agree_on_error("makes a table", error, about)
     assert rows is not None
     # The seeds of processes may differ.
     rows.load_state_dict({"seed": int(exchange.agree("makes a table", torch.tensor([as_int64(rows.seed)]))[0])})
@@ -56,14 +61,8 @@ def make_shard(
     return handle
 
 
-def _make_rows(
-    shape: tuple[int, int],
-    device: torch.device,
-    dtype: torch.dtype,
-    options: TableOptions,
-    exchange: Exchange,
-    partition: Partition,
-) -> Rows:
+def _check(dtype: torch.dtype, options: TableOptions) -> None:
+    """Raise where options do not fit."""
     storage_dtype, comm_dtype = options["storage_dtype"], options["comm_dtype"]
     dtype = torch.float32 if storage_dtype is not None and dtype.is_floating_point else dtype
     check_dtypes(dtype, storage_dtype, options["state_dtype"])
@@ -76,14 +75,27 @@ def _make_rows(
         raise InvalidValueError(
             "cache_counts is given for a table with process_group, whose rows lie in another order; pass cache_rows alone"
         )
-    stored = dtype if storage_dtype is None else storage_dtype
     if options["memory"] == "shared":
         if options["path"] is not None or options["cache_rows"] is not None:
             raise InvalidValueError(
                 "memory='shared' takes no path and no cache_rows; leave them out, or use another memory"
             )
-        memory = SharedMemory(resolve_device(device), exchange)
         check_layout(options["layout"])
+
+
+def _make_rows(
+    shape: tuple[int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    options: TableOptions,
+    exchange: Exchange,
+    partition: Partition,
+) -> Rows:
+    storage_dtype = options["storage_dtype"]
+    dtype = torch.float32 if storage_dtype is not None and dtype.is_floating_point else dtype
+    stored = dtype if storage_dtype is None else storage_dtype
+    if options["memory"] == "shared":
+        memory = SharedMemory(resolve_device(device), exchange)
         memory.layout = options["layout"]
         return Rows(Table.over(memory, shape[0], shape[1], stored), storage_dtype, options["state_dtype"])
     place: Any = {name: dict(options)[name] for name in ("memory", "layout", "cache_rows")}
