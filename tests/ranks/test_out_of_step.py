@@ -1,0 +1,202 @@
+"""Processes that do not do the same are told so, by name and in all, and never hang for longer than the group's timeout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import speedtransfer as st
+from ranks.run import DeadRankError
+from ranks.small import DIM, ROWS, Pair, ids, rows_of, table, told
+from ranks.test_uses import Raising
+
+STEPS = 5
+
+
+def train(kind: str, what: str) -> None:
+    """Train; in the third step rank 1 does something else."""
+    emb = table("one" if kind == "replicas" else kind)
+    model: nn.Module = nn.Sequential(emb, nn.Linear(DIM, 1, dtype=torch.float64))
+    if kind == "replicas":
+        model = DistributedDataParallel(model)
+    params = list(emb.parameters())
+    rate = torch.tensor(0.1) if what == "rate in a tensor" else 0.1
+    opt: torch.optim.Optimizer = torch.optim.AdamW(params, lr=rate)
+    if what == "optimizer" and dist.get_rank():
+        opt = torch.optim.Adam(params, lr=rate)
+    for step in range(STEPS):
+        odd = step == 2 and dist.get_rank() == 1
+        if odd and what == "lookup":
+            continue
+        if odd and what == "rate":
+            opt.param_groups[0]["lr"] = 0.2
+        if odd and what == "rate in a tensor":
+            opt.param_groups[0]["lr"].fill_(0.2)
+        if odd and what == "frozen":
+            emb.weight.requires_grad_(False)
+        if not (odd and what == "zero_grad"):
+            opt.zero_grad()
+        loss = model(ids(step)).square().sum()
+        if odd and what == "one lookup more":
+            emb(ids(step))
+        if odd and what == "backward that raises":
+            assert "no gradient" in told(Raising.apply(loss).backward)
+            continue
+        loss.backward()
+        if not (odd and what == "step"):
+            opt.step()
+
+
+def quietly(function, *args) -> None:
+    import warnings
+
+    warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
+    function(*args)
+
+
+# What is said by all; "" where it may also end by the group's timeout: other messages of the group were under way.
+TOLD = {
+    ("sharded", "lookup"): "out of step",
+    ("sharded", "one lookup more"): "out of step|differ where one looks up",
+    ("sharded", "frozen"): "without gradients",
+    ("sharded", "backward that raises"): "out of step: rank 0: brings gradients .* rank 1: looks up rows",
+    ("shared", "backward that raises"): "1 failed backwards",
+    ("shared", "frozen"): "out of step|differ",
+    ("shared", "step"): "out of step: rank 0: makes a step .* rank 1: brings gradients|out of step",
+    ("sharded", "step"): "after 3 steps .* after 2 steps",
+    ("replicas", "step"): "after 3 steps .* after 2 steps",
+    **{(kind, "zero_grad"): "with a gradient" for kind in ("sharded", "shared", "replicas")},
+    **{(kind, "rate"): "'lr': 0.1,.*'lr': 0.2," for kind in ("sharded", "shared", "replicas")},
+    **{(kind, "rate in a tensor"): "'lr': 0.1.*'lr': 0.2" for kind in ("sharded", "shared", "replicas")},
+    **{(kind, "optimizer"): "by AdamW .* by Adam " for kind in ("sharded", "shared", "replicas")},
+}
+
+
+@pytest.mark.parametrize(("kind", "what"), TOLD)
+def test_told_in_all(two, kind, what):
+    import re
+
+    found = two.fails(quietly, train, kind, what, timeout=2 if what == "lookup" else 5, limit=30, fresh=False)
+    if what == "lookup":
+        # The one that goes on alone at the end waits.
+        assert any("Error" in type(each).__name__ for each in found)
+        return
+    for each in found:
+        assert type(each).__name__ in ("ProcessGroupError", "DifferenceError"), found
+        assert re.search(TOLD[kind, what], str(each)), each
+        assert re.search(r"; (give all the same|each must make the same)", str(each))
+        assert "rank 0" in str(each)
+        assert "rank 1" in str(each)
+
+
+def bad_ids(kind: str) -> tuple[list[str], float]:
+    pair = Pair(kind)
+    pair.train(0)
+    messages = []
+    for bad in (torch.tensor([ROWS]), torch.tensor([-1]), torch.tensor([0.5]), [ROWS]):
+        for alone in (True, False):
+            use = bad if dist.get_rank() == 1 or not alone else ids()
+            messages.append(told(lambda use=use: pair.emb(torch.as_tensor(use))))
+    pair.train(1, 2)
+    return messages, pair.distance()
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+def test_bad_ids_on_one_rank_or_all_then_good_steps(two, kind):
+    (first, error), (second, other) = two(bad_ids, kind)
+    assert max(error, other) < 1e-12
+    assert all(("RowIndexError" in said or "InvalidTypeError" in said) and ";" in said for said in second)
+    # A lookup in a shared table sends nothing.
+    alone = ["rank 1 refused its ids (its own message says why)" if kind == "sharded" else ""] * 4
+    assert all(wanted in said for wanted, said in zip(alone, first[::2], strict=True))
+    assert all("RowIndexError" in said or "InvalidTypeError" in said for said in first[1::2])
+
+
+def bad_bags(kind: str) -> list[str]:
+    options = {"memory": "shared"} if kind == "shared" else {}
+    emb = st.EmbeddingBag(ROWS, DIM, process_group=dist.group.WORLD, **options)
+    good, flat = (torch.arange(6), torch.tensor([0, 3])), torch.arange(6)
+    cases = [(flat, torch.tensor([0, 9])), (flat, torch.tensor([1, 2])), (flat.view(2, 3), torch.tensor([0])), (flat, None)]
+    found = []
+    for case in cases:
+        found.append(told(lambda case=case: emb(*(case if dist.get_rank() == 1 else good))))
+    emb(*good).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+def test_bad_offsets_are_found_by_the_rank_that_has_them(two, kind):
+    first, second = two(bad_bags, kind)
+    assert first == [""] * 4
+    assert all(second)
+
+
+def different_tables(kind: str, what: str) -> None:
+    rank = dist.get_rank()
+    options = {"process_group": dist.group.WORLD, **({"memory": "shared"} if kind == "shared" else {})}
+    if what == "rows":
+        st.Embedding(ROWS + rank, DIM, **options)
+    elif what == "dim":
+        st.Embedding(ROWS, DIM + rank, **options)
+    elif what == "dtype":
+        st.Embedding(ROWS, DIM, dtype=torch.float64 if rank else torch.float32, **options)
+    elif what == "idle":
+        st.Embedding(ROWS, DIM, idle="exact" if rank else "lazy", **options)
+    elif what == "storage":
+        st.Embedding(ROWS, DIM, storage_dtype=torch.int8 if rank else None, **options)
+    elif what == "comm":
+        st.Embedding(ROWS, DIM, comm_dtype=torch.int8 if rank else None, **options)
+    elif what == "bad option":
+        st.Embedding(ROWS, DIM, comm_dtype=torch.float16 if rank else None, **options)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+@pytest.mark.parametrize("what", ["rows", "dim", "dtype", "idle", "storage", "comm", "bad option"])
+def test_different_tables_are_refused_where_they_are_made(two, kind, what):
+    found = two.fails(different_tables, kind, what, timeout=10, fresh=False)
+    if what == "bad option":
+        assert "rank 1 failed where it makes a table" in str(found[0])
+        assert "comm_dtype is torch.float16" in str(found[1])
+        return
+    for each in found:
+        assert type(each).__name__ in ("ProcessGroupError", "DifferenceError"), found
+        assert "makes a table" in str(each)
+
+
+def dies(kind: str, where: str) -> float:
+    emb = table(kind)
+    opt = torch.optim.Adam(emb.parameters())
+    for step in range(3):
+        last = step == 2 and dist.get_rank() == 1
+        if last and where == "lookup":
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = emb(ids(step)).sum()
+        if last and where == "backward":
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        try:
+            loss.backward()
+            if last and where == "step":
+                os.kill(os.getpid(), signal.SIGKILL)
+            opt.step()
+            rows_of(emb)
+            if kind == "shared":
+                dist.barrier()
+        except RuntimeError:
+            return time.monotonic() - start
+    return -1.0
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+@pytest.mark.parametrize("where", ["backward", "step"])
+def test_a_rank_that_dies_has_the_others_raise_soon(two, kind, where):
+    alive, died = two.fails(dies, kind, where, timeout=20)
+    assert isinstance(died, DeadRankError)
+    assert isinstance(alive, Exception) or 0 <= alive < 10
