@@ -44,7 +44,10 @@ def make_shard(
     # Before the memory, which processes of one host make together.
     for make in (False, True):
         try:
-            rows = _make_rows(shape, device, dtype, options, exchange, partition) if make else _check(dtype, options)
+            if make:
+                rows = _make_rows(shape, device, dtype, options, exchange, partition)
+            else:
+                _check(dtype, options)
         except ProcessGroupError:
             # Raised in all.
             raise

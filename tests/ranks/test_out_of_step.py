@@ -123,7 +123,12 @@ def bad_bags(kind: str) -> list[str]:
     options = {"memory": "shared"} if kind == "shared" else {}
     emb = st.EmbeddingBag(ROWS, DIM, process_group=dist.group.WORLD, **options)
     good, flat = (torch.arange(6), torch.tensor([0, 3])), torch.arange(6)
-    cases = [(flat, torch.tensor([0, 9])), (flat, torch.tensor([1, 2])), (flat.view(2, 3), torch.tensor([0])), (flat, None)]
+    cases = [
+        (flat, torch.tensor([0, 9])),
+        (flat, torch.tensor([1, 2])),
+        (flat.view(2, 3), torch.tensor([0])),
+        (flat, None),
+    ]
     found = []
     for case in cases:
         found.append(told(lambda case=case: emb(*(case if dist.get_rank() == 1 else good))))

@@ -55,7 +55,9 @@ def compare(model: Model, wrapped: nn.Module, one: Model, uses=lambda step, rank
         (sum(parts) / ranks).backward()
         opt.step()
         one_opt.step()
-    dense = max(float((a - b).detach().abs().max()) for a, b in zip(*(m.outer.parameters() for m in (model, one)), strict=True))
+    dense = max(
+        float((a - b).detach().abs().max()) for a, b in zip(*(m.outer.parameters() for m in (model, one)), strict=True)
+    )
     return max(distance(model.emb, one.emb), dense)
 
 

@@ -1,0 +1,224 @@
+"""Small forms of rows, state and messages; overflows seen by one owner; plain gradients would drive replicas apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import speedtransfer as st
+from ranks.small import DIM, ROWS, all_ids, ids, rows_of, table
+from ranks.training import Run, compare, train
+from speedtransfer import rows as rows_module
+
+FORMS = {
+    "int8": {"storage_dtype": torch.int8},
+    "bfloat16": {"storage_dtype": torch.bfloat16},
+    "float16": {"storage_dtype": torch.float16},
+    "state bfloat16": {"state_dtype": torch.bfloat16},
+    "state uint8": {"state_dtype": torch.uint8},
+    "both": {"storage_dtype": torch.int8, "state_dtype": torch.uint8},
+}
+
+
+@torch.no_grad()
+def looked_up(emb: Any) -> torch.Tensor:
+    """All rows; the table of one process would give them as they are stored."""
+    return emb(torch.arange(ROWS)).clone()
+
+
+def bits(kind: str, options: dict[str, Any], idle: str, small_chunks: bool) -> tuple[bool, float]:
+    """Whether a step of the same gradient (exact in any order) makes the bits of one process."""
+    if small_chunks:
+        rows_module.row_chunks = lambda count, size: (slice(i, min(i + 7, count)) for i in range(0, count, 7))
+    emb, one = (table(each, dtype=torch.float32, idle=idle, **options) for each in (kind, "one"))
+    opts = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (emb, one)]
+    start = looked_up(one)
+    for step in range(6):
+        # Rows that one rank looks up alone, so that sums need no rounding.
+        batch = ids(step) // dist.get_world_size() * dist.get_world_size() + dist.get_rank()
+        parts = [
+            ids(step, r) // dist.get_world_size() * dist.get_world_size() + r for r in range(dist.get_world_size())
+        ]
+        whole = torch.cat(parts).clamp(max=ROWS - 1)
+        for each, opt, chosen, scale in zip((emb, one), opts, (batch.clamp(max=ROWS - 1), whole), (2, 1), strict=True):
+            opt.zero_grad()
+            (each(chosen).sum() * scale / 2 * dist.get_world_size() / 2).backward()
+            opt.step()
+        if step == 3 and idle == "exact":
+            for each in (emb, one):
+                each._handle.rows.catch_up()
+    for each in (emb, one):
+        # Reading a row of one process writes it as caught up, which rounds it.
+        each._handle.rows.catch_up()
+    found, wanted = looked_up(emb), looked_up(one)
+    return torch.equal(found, wanted), float((wanted - start).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+@pytest.mark.parametrize("name", FORMS)
+def test_small_forms_have_the_bits_of_one_process(two, kind, name, idle):
+    for same, moved in two(bits, kind, FORMS[name], idle, False):
+        assert same
+        assert moved > 0.01
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+def test_the_same_bits_if_idle_rows_catch_up_in_several_chunks(two, kind):
+    try:
+        for same, _ in two(bits, kind, FORMS["both"], "exact", True):
+            assert same
+    finally:
+        # They have other chunks now.
+        two.pool.stop()
+
+
+def final_loss(run: Run) -> float:
+    net, _, _ = train(run, dist.get_world_size(), [dist.get_rank()], alone=False)
+    return float(rows_of_run(net.emb).square().mean())
+
+
+def rows_of_run(emb: Any) -> torch.Tensor:
+    return emb.table.gather(torch.arange(emb.num_embeddings)).clone()
+
+
+def rounded(kind: str, comm_dtype: torch.dtype) -> tuple[float, float, float]:
+    """The mean of many rounded gradients, and one; their distance from the gradient."""
+    emb = table(kind, dtype=torch.float32, comm_dtype=comm_dtype)
+    one = table("one", dtype=torch.float32)
+    weights = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
+    total, first = None, None
+    for _ in range(300):
+        emb.weight.grad = None
+        (emb(ids()) * weights[ids()]).sum().backward()
+        active = emb.weight.grad
+        first = active.rows.clone() if first is None else first
+        total = active.rows.double() if total is None else total + active.rows.double()
+    (one(all_ids()) * weights[all_ids()]).sum().backward()
+    owned = emb._handle.reducer.partition.ids_of(dist.get_rank()) if kind == "sharded" else torch.arange(ROWS)
+    wanted = one.weight.grad.to_dense()[owned[emb.weight.grad.ids]].double() / dist.get_world_size()
+    scale = float(wanted.abs().max()) if wanted.numel() else 1.0
+    if not wanted.numel():
+        return 0.0, 0.0, 1.0
+    return float((total / 300 - wanted).abs().max()) / scale, float((first - wanted).abs().max()) / scale, scale
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+@pytest.mark.parametrize(("comm_dtype", "step"), [(torch.bfloat16, 2**-7), (torch.int8, 1 / 100)])
+def test_rounded_gradients_are_unbiased(two, kind, comm_dtype, step):
+    for mean, once, _ in two(rounded, kind, comm_dtype):
+        assert once <= step
+        assert mean <= step / 6
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+@pytest.mark.parametrize("comm_dtype", [torch.bfloat16, torch.int8])
+def test_rounded_gradients_train_as_exact_ones(two, kind, comm_dtype):
+    run = Run(kind=kind, dtype=torch.float32, steps=30)
+    exact = two(final_loss, run)
+    for found in two(final_loss, dataclasses.replace(run, options={"comm_dtype": comm_dtype})):
+        assert found == pytest.approx(exact[0], rel=0.02)
+
+
+# --- what all must see ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared", "replicas"])
+@pytest.mark.parametrize("options", [{}, {"fused": True}])
+def test_an_overflow_is_seen_by_all(two, kind, options):
+    # Rows of one batch overflow: one owner has them.
+    run = Run(kind=kind, overflow=3, optimizer_options=options, clip=0.05)
+    for found in two(compare, run):
+        assert found["error"] < 1e-10
+        assert found["dense"] < 1e-10
+
+
+def one_row_overflows(kind: str, fused: bool) -> tuple[float, bool]:
+    emb = table(kind, dtype=torch.float32)
+    lin = nn.Linear(2, 1)
+    before = rows_of(emb)
+    opt = torch.optim.AdamW([*emb.parameters(), *lin.parameters()], lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    # Of rank 1 alone, and a row that one of the two owns.
+    scale = float("inf") if dist.get_rank() == 1 else 1.0
+    loss = emb(torch.tensor([7])).sum() * scale + lin(torch.ones(2)).sum()
+    scaler.scale(loss).backward()
+    scaler.step(opt)
+    scaler.update()
+    return scaler.get_scale(), torch.equal(rows_of(emb), before)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_of_one_row_skips_the_step_of_all(two, kind, fused):
+    assert two(one_row_overflows, kind, fused) == [(512.0, True)] * 2
+
+
+def clipped(kind: str, norm: float, foreach: bool | None, plain: bool) -> tuple[list[float], torch.Tensor]:
+    from speedtransfer.optim import shard_gradient
+
+    of_ranks = shard_gradient._of_ranks
+    if plain:
+        # What each process has is the whole to it.
+        shard_gradient._of_ranks = lambda exchange, values: values[None]
+    try:
+        emb = table(kind)
+        torch.manual_seed(2)
+        lin = nn.Linear(DIM, 1, dtype=torch.float64)
+        params = [*emb.parameters(), *lin.parameters()]
+        opt = torch.optim.SGD(params, lr=0.1)
+        norms = []
+        for step in range(4):
+            opt.zero_grad()
+            lin(emb(ids(step))).square().sum().backward()
+            for param in lin.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+            norms.append(float(nn.utils.clip_grad_norm_(params, 0.1, norm, foreach=foreach)))
+            opt.step()
+    finally:
+        shard_gradient._of_ranks = of_ranks
+    return norms, lin.weight.detach().clone()
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+@pytest.mark.parametrize("norm", [1.0, 2.0, float("inf")])
+def test_norms_are_those_of_all_whatever_way_torch_takes(two, kind, norm):
+    found = [result for foreach in (None, True, False) for result in two(clipped, kind, norm, foreach, False)]
+    for norms, weight in found:
+        assert norms == pytest.approx(found[0][0], rel=1e-12)
+        assert torch.equal(weight, found[0][1]) or foreach_differs(weight, found[0][1])
+
+
+def foreach_differs(weight: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((weight - other).abs().max() < 1e-12)
+
+
+def test_plain_gradients_would_drive_replicas_apart(two):
+    """A check of the check."""
+    (norms, weight), (other_norms, other) = two(clipped, "sharded", 2.0, None, True)
+    assert norms != other_norms
+    assert float((weight - other).abs().max()) > 1e-4
+
+
+def nonfinite(kind: str) -> str:
+    emb = table(kind)
+    (emb(torch.tensor([7])).sum() * (float("nan") if dist.get_rank() else 1.0)).backward()
+    messages = []
+    for clip in (nn.utils.clip_grad_norm_, st.clip_grad_norm_):
+        with pytest.raises(RuntimeError) as raised:
+            clip(emb.parameters(), 1.0, error_if_nonfinite=True)
+        messages.append(str(raised.value))
+    return " ".join(messages)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+def test_all_raise_for_a_norm_that_is_not_finite(two, kind):
+    first, second = two(nonfinite, kind)
+    assert first == second
+    assert "non-finite" in first
