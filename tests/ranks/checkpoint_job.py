@@ -1,7 +1,7 @@
 """A training job of several processes that saves and resumes; imported by the tests of checkpoints, and a script of torchrun.
 
 `checkpoint_job.py FOLDER STEPS [KILL ...]`: resume from FOLDER and save every second step. KILL, one for each life: the rank,
-and "forward", "backward" or "step" and its number, or "save" and a number of lines.
+and "forward", "backward" or "step" and its number, "save" and a number of lines, or "commit" and 0 or 1.
 """
 
 from __future__ import annotations
@@ -161,6 +161,8 @@ def run(folder: Path, steps: int, *kills: str) -> dict[str, Tensor]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     job.hook = kill
+    if where == "commit" and job.rank == int(rank):
+        die_in_commit(bool(int(count)))
     tracing = tracing_saves(int(count)) if where == "save" and job.rank == int(rank) else None
     while job.done < steps:
         job.train(1)
@@ -169,6 +171,18 @@ def run(folder: Path, steps: int, *kills: str) -> dict[str, Tensor]:
             job.save(folder)
             sys.settrace(None)
     return job.planes()
+
+
+def die_in_commit(after: bool) -> None:
+    """Kill the process before or after it puts a manifest in place."""
+    replace = os.replace
+
+    def dying(*args: Any) -> None:
+        if after:
+            replace(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.replace = dying
 
 
 def tracing_saves(lines: int) -> Any:
