@@ -19,6 +19,7 @@ CHECKS = ("tests", "sanitizer")  # need a GPU
 PARTS = (*CHECKS, *SUITES)
 IDLE = "idle"  # of bench/idle.py, which needs data that are not here
 NODE2VEC = "node2vec"  # of bench/node2vec.py
+GOWALLA = "gowalla"  # of bench/gowalla.py
 WORD2VEC = "word2vec"  # of bench/word2vec.py, which needs such data, too
 SCALE = "word2vec_scale"  # of bench/word2vec_scale.py
 LOOP = "speedtorch_loop"  # of bench/speedtorch_loop.py
@@ -101,6 +102,9 @@ def _sources(part: str) -> tuple[str, ...]:
     if part == NODE2VEC:
         own = (f"bench/node2vec{name}.py" for name in ("", "_data", "_scores"))
         return (*_PACKAGE, *_NO_TRAINING, *own)
+    if part == GOWALLA:
+        own = (f"bench/{name}.py" for name in ("gowalla", "gowalla_training", "idle_data"))
+        return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "!speedtransfer/benchmark/**/*.py", *own)
     if part == LAYOUT:
         return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "!speedtransfer/benchmark/**/*.py", "bench/layout.py")
     if part == LOOP:
