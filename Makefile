@@ -98,7 +98,7 @@ word2vec: $(ENV)
 node2vec: $(ENV)
 	$(PY) bench/node2vec.py --data "$(DATA)" $(ARGS)
 
-# ARGS="--quick": one epoch. ARGS="--processes 4 --kinds sharded shared": these alone, beside one process.
+# ARGS="--quick": one epoch. ARGS="--processes 4 --kind sharded shared": these alone, beside one process.
 gowalla: $(ENV)
 	$(PY) bench/gowalla.py --data "$(DATA)" $(ARGS)
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     args = _parser().parse_args(arguments)
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
-    if args.quick:
-        settings = Settings(**{**asdict(settings), "epochs": 1})
+    settings = replace(settings, epochs=1) if args.quick else settings
     try:
         data = read_data(args.data)
-        return train_one(data, settings, args) if args.command == "train" else compare_all(data, settings, args)
+        return train_here(data, settings, args) if args.command == "train" else compare_all(data, settings, args)
     except (DataError, SpeedtransferError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -72,30 +71,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench/gowalla.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "command",
-        nargs="?",
-        choices=["compare", "train"],
-        default="compare",
-        help="compare all kinds (default), or train one of them in this process, or in those that torchrun has started",
-    )
+    does = "compare kinds (default), or only train them, in this process or in those that torchrun has started"
+    parser.add_argument("command", nargs="?", choices=["compare", "train"], default="compare", help=does)
     parser.add_argument("--data", type=Path, required=True, help="the folder of train.txt and test.txt")
-    parser.add_argument("--kind", choices=KINDS, help="with train: how the tables are kept")
-    parser.add_argument(
-        "--kinds",
-        nargs="+",
-        choices=KINDS,
-        default=KINDS,
-        metavar="KIND",
-        help=f"of {', '.join(KINDS)}; all by default",
-    )
-    parser.add_argument(
-        "--processes", type=_count, default=2, metavar="N", help="of the last three kinds; by default 2"
-    )
+    only = f"only these of {', '.join(KINDS)}; all that fit by default"
+    parser.add_argument("--kind", nargs="+", choices=KINDS, metavar="KIND", help=only)
+    parser.add_argument("--processes", type=_count, default=2, metavar="N", help="to start; by default 2")
     for field in fields(Settings):
         kind: Any = type(field.default)
-        choices = ["float32", "float64"] if kind is str else None
         kind = _count if kind is int and field.name != "seed" else kind
+        choices = ["float32", "float64"] if field.name == "dtype" else None
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=kind, default=field.default, choices=choices, help=f"by default {field.default}")
     parser.add_argument("--quick", action="store_true", help="one epoch, to see that it runs")
@@ -114,23 +99,21 @@ def _count(text: str) -> int:
 _count.__name__ = "positive int"  # for argparse, in the line that refuses another
 
 
-def train_one(data: Data, settings: Settings, args: argparse.Namespace) -> int:
+def train_here(data: Data, settings: Settings, args: argparse.Namespace) -> int:
     """Train in this process, or with those that torchrun has started beside it; return the exit code."""
     with joined(torch.device("cpu")) as group:
-        kind = args.kind or (ALONE if group is None else SHARDED)
-        if (group is None) != (kind in IN_ONE_PROCESS):
-            how = "one process" if kind in IN_ONE_PROCESS else "several processes"
-            hint = (
-                ""
-                if kind in IN_ONE_PROCESS
-                else "; start it by: torchrun --nproc-per-node 2 bench/gowalla.py train ..."
-            )
-            raise DataError(f"--kind {kind} is for {how}{hint}")
-        found = train(data, settings, kind, group)
-    if found and args.state is None:
-        print(f"{kind}: {words(found)}")
-    elif found:
-        torch.save(found, args.state)
+        fitting = [kind for kind in KINDS if (kind in IN_ONE_PROCESS) == (group is None)]
+        for kind in args.kind or fitting:
+            if kind not in fitting:
+                how = "one process, and torchrun has started several"
+                if group is None:
+                    how = "several processes; start it by: torchrun --nproc-per-node 2 bench/gowalla.py train ..."
+                raise DataError(f"--kind {kind} is for {how}")
+            found = train(data, settings, kind, group)
+            if found and args.state is None:
+                print(f"{kind}: {words(found)}", flush=True)
+            elif found:
+                torch.save(found, args.state)
     return 0
 
 
@@ -147,7 +130,7 @@ def compare_all(data: Data, settings: Settings, args: argparse.Namespace) -> int
     reference: dict[str, Any] = {}
     runs = []
     with tempfile.TemporaryDirectory(prefix="speedtransfer-") as folder:
-        for kind in (ALONE, *(kind for kind in KINDS if kind in args.kinds and kind != ALONE)):
+        for kind in dict.fromkeys((ALONE, *(args.kind or KINDS))):
             alone = kind in IN_ONE_PROCESS
             run = train(data, settings, kind) if alone else run_processes(kind, settings, args, Path(folder, kind))
             state = run.pop("state")

@@ -1,7 +1,7 @@
 """Train a recommender in one process or several, with its tables kept in one of five ways, and score it.
 
-Matrix factorization with BPR's loss (Rendle et al., 2009). The dot product of the rows of a user and an item is weighted (He et
-al., 2017): the weights are an ordinary parameter, without which `DistributedDataParallel` would refuse the model.
+Matrix factorization with BPR's loss (Rendle et al., 2009). The dot product of the rows of a user and an item is weighted (He
+et al., 2017): the weights are an ordinary parameter, without which `DistributedDataParallel` would refuse the model.
 """
 
 from __future__ import annotations
@@ -155,9 +155,10 @@ def _traffic(model: Model, kind: str, group: Any) -> dict[str, int]:
     """Return the rows read from all tables, and the bytes that all processes together have sent to each other for them."""
     if kind == DENSE:
         return {}
-    rows, sent = sum(emb.table.stats().gathered_rows for emb in (model.users, model.items)), 0
+    tables: list[Any] = [model.users.table, model.items.table]
+    rows, sent = sum(table.stats().gathered_rows for table in tables), 0
     if group is not None:
-        # As `emb.table.stats()` of sharded and shared tables says; this also knows of replicas.
+        # What `emb.table.stats()` of sharded and shared tables has too; this also knows of replicas.
         traffic = exchange_of(group).traffic
         sent = traffic.control + traffic.ids + traffic.rows + traffic.gradients
         counts = torch.tensor([rows, sent])

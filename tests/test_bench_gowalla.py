@@ -40,7 +40,7 @@ def folder(tmp_path):
 
 def test_two_processes_train_what_one_does(bench, folder, capfd):
     out = folder / "result.json"
-    command = ["--data", str(folder), "--kinds", "table", "sharded", "--dtype", "float64", "--out", str(out), *SIZES]
+    command = ["--data", str(folder), "--kind", "table", "sharded", "--dtype", "float64", "--out", str(out), *SIZES]
     assert bench().main(command) == 0
     result = json.loads(out.read_text())
     one, two = result["runs"]
@@ -84,7 +84,7 @@ def test_a_kind_needs_its_processes(bench, folder, capsys):
 
 def test_a_training_that_fails_is_told(bench, folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", "false")
-    command = ["--data", str(folder), "--kinds", "shared", "--quick", "--out", str(folder / "result.json")]
+    command = ["--data", str(folder), "--kind", "shared", "--quick", "--out", str(folder / "result.json")]
     assert bench().main(command) == 1
     assert "the training of 'st.Embedding, memory=\"shared\"' ended with exit code 1" in capsys.readouterr().err
     assert not (folder / "result.json").exists()
