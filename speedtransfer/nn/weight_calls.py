@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import init
 
 from speedtransfer import buffers
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.nn import weight_shards  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, rowless, special
@@ -108,90 +106,6 @@ def _refused(remedy: str) -> Callable[..., Any]:
 def in_transform() -> bool:
     """Tell whether a transform of torch.func is running: its tensors have no memory to read ids from."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-# --- values of a weight whose rows several processes own --------------------------------------------------------------------
-
-
-def _drawn(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``weight.normal_`` or the like, which draws the numbers of one process."""
-
-    def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = handle_of(weight)
-        if not isinstance(handle, ShardHandle):
-            return NotImplemented
-        handle.draw(lambda values: func(values, *args, **kwargs))
-        return weight
-
-    return call
-
-
-def _changed(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``weight.mul_`` or the like, which changes every value by itself if its arguments are numbers."""
-
-    def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = handle_of(weight)
-        numbers = all(isinstance(value, bool | int | float) or value is None for value in (*args, *kwargs.values()))
-        if not isinstance(handle, ShardHandle) or not numbers:
-            return NotImplemented
-        handle.change(lambda values: func(values, *args, **kwargs))
-        return weight
-
-    return call
-
-
-def _copied(weight: Any, values: Tensor, non_blocking: bool = False) -> Any:
-    handle = handle_of(weight) if isinstance(weight, TableWeight | WeightData) else None
-    if not isinstance(handle, ShardHandle):
-        return NotImplemented
-    handle.store(torch.as_tensor(values).expand(handle.num_rows, handle.table.dim))
-    return weight
-
-
-def _initialized(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of ``torch.nn.init``, which is called with the data of the weight."""
-
-    # Torch calls it with all arguments by name.
-    def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = handle_of(tensor) if isinstance(tensor, TableWeight | WeightData) else None
-        if not isinstance(handle, ShardHandle):
-            return NotImplemented
-        handle.draw(lambda values: func(values, *args, **kwargs))
-        return tensor
-
-    return call
-
-
-def _kaiming_uniform(
-    tensor: Any, a: float = 0, mode: Any = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
-) -> Any:
-    handle = handle_of(tensor)
-    if not isinstance(handle, ShardHandle):
-        return NotImplemented
-    # The fans are those of all rows.
-    whole = torch.empty(handle.num_rows, handle.table.dim, device="meta")
-    # In the order of torch, for the same bits.
-    std = init.calculate_gain(nonlinearity, a) / math.sqrt(init._calculate_correct_fan(whole, mode))
-    bound = math.sqrt(3.0) * std
-    handle.draw(lambda values: values.uniform_(-bound, bound, generator=generator))
-    return tensor
-
-
-def _of_whole(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of ``torch.nn.init`` that raises before it writes if it would have to see all rows at once."""
-
-    @functools.wraps(func)
-    def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = handle_of(tensor) if isinstance(tensor, TableWeight | WeightData) else None
-        if isinstance(handle, ShardHandle):
-            raise InvalidValueError(
-                f"{handle} has rows in several processes, and {func.__name__.removeprefix('_no_grad_')}() "
-                "draws anew where values of any row ask for it; draw all rows in every process, with the same seed, and set "
-                "them: weight.data = torch.nn.init....(torch.empty(num_rows, dim)); or use normal_(), uniform_()"
-            )
-        return func(tensor, *args, **kwargs)
-
-    return call
 
 
 # --- lookups ----------------------------------------------------------------------------------------------------------------
@@ -352,9 +266,6 @@ _FUNCTIONS = """
     numel is_floating_point is_complex is_tensor is_signed is_inference is_same_size is_conj is_neg get_device zeros_like
     ones_like empty_like rand_like randn_like randint_like
 """
-# Whose numbers are the same if drawn in chunks.
-_DRAWS = "normal_ uniform_ random_"
-_CHANGES = "zero_ fill_ mul_ div_ add_ sub_ clamp_ clamp_min_ clamp_max_ erfinv_ neg_ abs_ sqrt_ exp_ tanh_ nan_to_num_"
 _LAYOUT = "stride storage_offset is_contiguous"
 _MOVES = "to cpu cuda float double half bfloat16 contiguous type_as"
 
@@ -367,11 +278,6 @@ rowless.update(getattr(torch, name) for name in _FUNCTIONS.split() if hasattr(to
 rowless.add(torch._has_compatible_shallow_copy_type)
 special.update({getattr(Tensor, name): _moved(getattr(Tensor, name)) for name in _MOVES.split()})
 special.update({getattr(Tensor, name): _of_layout(getattr(Tensor, name)) for name in _LAYOUT.split()})
-special.update({getattr(Tensor, name): _drawn(getattr(Tensor, name)) for name in _DRAWS.split()})
-special.update({getattr(Tensor, name): _changed(getattr(Tensor, name)) for name in _CHANGES.split()})
-# Those that torch gives to __torch_function__ as a whole.
-special.update({func: _initialized(func) for func in (init.uniform_, init.normal_, init.constant_)})
-special.update({init.kaiming_uniform_: _kaiming_uniform, Tensor.copy_: _copied})
 _resize = _refused("is resized by emb.weight.data = rows, of as many rows as it is to have")
 special.update(
     {
@@ -397,7 +303,3 @@ special.update(
         Tensor.resize_as_: _resize,
     }
 )
-# These write, then ask for all values. Others may have imported trunc_normal_ already, which looks this up.
-if "erfinv_" not in init._no_grad_trunc_normal_.__code__.co_names:
-    init._no_grad_trunc_normal_ = _of_whole(init._no_grad_trunc_normal_)
-init.sparse_ = _of_whole(init.sparse_)
