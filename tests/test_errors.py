@@ -19,6 +19,7 @@ STANDARD = {
     "HostMemoryError": MemoryError,
     "StorageError": OSError,
     "OptimizerError": RuntimeError,
+    "ProcessGroupError": RuntimeError,
 }
 
 
