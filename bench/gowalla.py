@@ -125,10 +125,10 @@ def words(found: dict[str, Any]) -> str:
 def compare_all(data: Data, settings: Settings, args: argparse.Namespace) -> int:
     """Train in all ways, compare them with one process of tables, and write the result; return the exit code."""
     about = header(ROOT, GOWALLA)  # before: the sources as they are when it starts
-    out = args.out or path_of(ROOT, about["environment"]["device"], GOWALLA, QUICK if args.quick else "")
-    start = {name: value.detach() for name, value in Model(data.sizes, settings, DENSE).state_dict().items()}
-    reference: dict[str, Any] = {}
-    runs = []
+    whole = not args.quick and args.kind is None
+    out = args.out or path_of(ROOT, about["environment"]["device"], GOWALLA, "" if whole else QUICK)
+    start = Model(data.sizes, settings, DENSE).state_dict()
+    reference, runs = dict[str, Any](), []
     with tempfile.TemporaryDirectory(prefix="speedtransfer-") as folder:
         for kind in dict.fromkeys((ALONE, *(args.kind or KINDS))):
             alone = kind in IN_ONE_PROCESS
@@ -144,7 +144,7 @@ def compare_all(data: Data, settings: Settings, args: argparse.Namespace) -> int
         "data": {"name": args.data.resolve().name, **sizes, "train": len(data.train), "test": len(data.test)},
         "settings": asdict(settings),
         "runs": sorted(runs, key=lambda run: KINDS.index(run["kind"])),
-        "complete": not args.quick,
+        "complete": whole,
     }
     write(out, result)
     print("", table(result), "", *sentences(result), f"wrote {out}", sep="\n")

@@ -45,6 +45,7 @@ def test_two_processes_train_what_one_does(bench, folder, capfd):
     result = json.loads(out.read_text())
     one, two = result["runs"]
     assert (one["kind"], one["processes"], two["kind"], two["processes"]) == ("table", 1, "sharded", 2)
+    assert result["complete"] is False  # not all kinds
     assert one["distance"] == 0
     assert two["distance"] < 1e-8
     # By chance 20 of the 70 items that a user does not have.
