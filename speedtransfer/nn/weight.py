@@ -22,7 +22,8 @@ from speedtransfer.optim import Handle, find_handle
 from speedtransfer.optim.table_param import as_tensor
 from speedtransfer.tables import Table
 
-# Both are filled by `weight_calls` and `weight_shards`. Functions that need no rows (shape, dtype, hooks): called with the placeholder itself.
+# Both are filled by `weight_calls` and `weight_shards`.
+# Functions that need no rows (shape, dtype, hooks): called with the placeholder itself.
 rowless: set[Any] = set()
 # Called in place of a function. If it returns NotImplemented, the function itself is called with the whole table.
 special: dict[Any, Callable[..., Any]] = {}
