@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from speedtransfer.errors import InvalidTypeError, format_bytes
 from speedtransfer.nn.export import is_table
 from speedtransfer.nn.table_module import TableModule
-from speedtransfer.optim import Handle
+from speedtransfer.optim import Handle, ShardHandle
 
 _COLUMNS = ("table", "rows", "dim", "dtype", "idle", "memory", "planes", "size", "optimizer")
 
@@ -127,11 +127,11 @@ def summary(model: nn.Module, opt: Optimizer | Iterable[Optimizer] | None = None
     tables = tuple(
         TableSummary(
             names=tuple(names[handle]),
-            rows=(table := handle.table).num_rows,
-            dim=table.dim,
+            rows=handle.num_rows,
+            dim=(table := handle.table).dim,
             dtype=table.dtype,
             idle=modules[handle].idle,
-            memory=table.memory if table.path is None else f"{table.memory} ({table.path})",
+            memory=_memory(handle),
             planes=table.planes,
             num_bytes=table.nbytes,
             optimizer=_owner(handle, optimizers),
@@ -146,6 +146,15 @@ def summary(model: nn.Module, opt: Optimizer | Iterable[Optimizer] | None = None
         sum(param.numel() for param in others),
         sum(param.numel() * param.element_size() for param in others),
     )
+
+
+def _memory(handle: Handle) -> str:
+    """Return where the rows live: the memory, its file, and which part of the table this process has."""
+    table, text = handle.table, handle.table.memory
+    if isinstance(handle, ShardHandle):
+        exchange = handle.reducer.exchange
+        text += f", rank {exchange.rank} of {exchange.ranks}"
+    return text if table.path is None else f"{text} ({table.path})"
 
 
 def _optimizers(opt: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
