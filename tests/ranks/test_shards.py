@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -32,15 +33,22 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["sharded", "shared", "replicas"])
-@pytest.mark.parametrize("name", RUNS)
-def test_numbers_of_one_process(ranks, kind, name):
-    import dataclasses
+# By three processes too, in every run of the tests; others behind `slow`.
+CORE = {"adamw", "adamw exact", "uneven, empty ranks", "GradScaler", "two lookups"}
+CASES = [
+    pytest.param(world, kind, name, marks=[pytest.mark.slow] if world == 4 or (world == 3 and name not in CORE) else [])
+    for world in (2, 3, 4)
+    for name in RUNS
+    for kind in ("sharded", "shared", "replicas")
+    # Others refuse it.
+    if kind == "sharded" or "max_norm" not in RUNS[name].module
+]
 
+
+@pytest.mark.parametrize(("world", "kind", "name"), CASES)
+def test_numbers_of_one_process(pool, world, kind, name):
     run = dataclasses.replace(RUNS[name], kind=kind)
-    if kind != "sharded" and "max_norm" in run.module:
-        pytest.skip("refused")
-    found = ranks(compare, run)
+    found = pool.of(world)(compare, run)
     for each in found:
         assert each["moved"] > 1e-3
         assert each["error"] < 1e-10
