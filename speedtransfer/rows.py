@@ -7,6 +7,7 @@ Rows are encoded and decoded on the compute device, so that encoded rows cross t
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -195,7 +196,7 @@ class Rows(StoredPlanes):
             row_bytes = max(table.nbytes // max(len(table), 1), 1)
             # One write, whatever the chunks: rounding must not depend on how many processes share the rows.
             count = self._count
-            size, numbers, meet = self.own or (len(table), torch.arange, None)
+            size, numbers, meet = self.own or (len(table), functools.partial(torch.arange, device=table.device), None)
             if meet is not None:
                 # Others may be reading.
                 meet()

@@ -61,11 +61,11 @@ class Processes:
     def check_same(self, text: str) -> None:
         """Raise `ProcessGroupError` in all processes if `text` is not the same in all."""
         if self._exchange is not None:
-            self._exchange.agree(self._point, torch.zeros(1, dtype=torch.int64), text)
+            self._exchange.agree(self._point, [0], text)
 
     def numbers(self, *numbers: int) -> Tensor:
         """Return the numbers of all processes, ``(ranks, n)``."""
-        own = torch.tensor(numbers)
+        own = torch.tensor(numbers, device="cpu")
         return own.unsqueeze(0) if self._exchange is None else self._exchange.agree(self._point, own)
 
     def texts(self, text: str) -> list[str]:

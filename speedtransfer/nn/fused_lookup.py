@@ -69,7 +69,7 @@ class FusedLookups:
         self._exchange, self._handles, self._tickets = exchange, handles, [weakref.ref(ticket) for ticket in tickets]
         self._about = "ids ahead, of " + ", ".join(map(str, handles))
         if error is not None:
-            exchange.agree("looks up rows", torch.full((len(handles),), -1), self._about)
+            exchange.agree("looks up rows", [-1] * len(handles), self._about)
             raise error
         placed = [h.reducer.by_owner(t.groups.ids) for h, t in zip(self._handles, tickets, strict=True)]
         sends = torch.stack([count for _, _, count in placed], 1)
@@ -92,7 +92,7 @@ class FusedLookups:
     @torch.no_grad()
     def pull(self) -> None:
         """Let the rows of all tables come."""
-        self._exchange.agree("looks up rows", torch.zeros(1, dtype=torch.int64), self._about.replace("ids", "rows", 1))
+        self._exchange.agree("looks up rows", [0], self._about.replace("ids", "rows", 1))
         reads, segments, kinds = [], list[Segment](), list[list[str]]()
         for handle, (route, ahead) in zip(self._handles, self._work, strict=True):
             found = ahead.result()

@@ -56,7 +56,7 @@ def make_shard(
         exchange.agree_on_error("makes a table", error, about)
     assert rows is not None
     # The seeds of processes may differ.
-    rows.load_state_dict({"seed": int(exchange.agree("makes a table", torch.tensor([as_int64(rows.seed)]))[0])})
+    rows.load_state_dict({"seed": int(exchange.agree("makes a table", [as_int64(rows.seed)])[0])})
     kind = SharedHandle if options["memory"] == "shared" else ShardHandle
     handle = kind(rows, partition, exchange, requires_grad, options["idle"], options["comm_dtype"])
     if weight is not None:

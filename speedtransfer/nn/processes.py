@@ -49,7 +49,7 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [param.grad for param in params if param.grad is not None]
     if not grads:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     groups: dict[Any, list[Tensor]] = {}
     for grad in grads:
         groups.setdefault((_is_dtensor(grad), grad.device, grad.dtype), []).append(grad)
@@ -107,17 +107,19 @@ def _all_rows(handle: ShardHandle) -> Tensor:
     """Return all rows, ``(num_rows, dim)`` in the order of ids on the host, in rank 0; no rows in others."""
     exchange, partition, rows = handle.reducer.exchange, handle.partition, handle.rows
     rows.catch_up()
-    exchange.agree("reads all rows", torch.zeros(1, dtype=torch.int64), str(handle))
+    exchange.agree("reads all rows", [0], str(handle))
     dim, none = handle.table.dim, [0] * exchange.ranks
     if isinstance(handle, SharedHandle):
         # It has all of them, in this order.
-        return rows.whole("weight") if exchange.rank == 0 else torch.empty(0, dim, dtype=rows.dtype)
+        return rows.whole("weight") if exchange.rank == 0 else torch.empty(0, dim, dtype=rows.dtype, device="cpu")
     whole = torch.empty(handle.num_rows if exchange.rank == 0 else 0, dim, dtype=rows.dtype, device="cpu")
     for chunk in row_chunks(partition.per_rank, dim * rows.dtype.itemsize):
         counts = [max(0, min(chunk.stop, partition.size(rank)) - chunk.start) for rank in range(exchange.ranks)]
         count = counts[exchange.rank]
         values = (
-            rows.whole("weight", chunk.start, chunk.start + count) if count else torch.empty(0, dim, dtype=rows.dtype)
+            rows.whole("weight", chunk.start, chunk.start + count)
+            if count
+            else torch.empty(0, dim, dtype=rows.dtype, device="cpu")
         )
         sends = [count, *none[1:]]
         (got,) = exchange.move("rows", [Segment(values.cpu(), sends, counts if exchange.rank == 0 else none)])

@@ -145,7 +145,7 @@ class ShardedTable:
     def all_agree(self, value: bool) -> bool:
         """Tell whether `value` is true in every process. Collective."""
         exchange = self._handle.reducer.exchange
-        return bool(exchange.agree("reads all rows", torch.tensor([int(value)])).all())
+        return bool(exchange.agree("reads all rows", [int(value)]).all())
 
     def torch(self) -> Tensor:
         """Return all rows of a table with memory "shared", over its memory, to be read; of others raise.

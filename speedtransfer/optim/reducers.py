@@ -161,7 +161,7 @@ def _exchange_all(only: Iterable[Reducer] | None) -> None:
 
 def _announced(exchange: Exchange, reducers: list[Reducer]) -> list[list[int]]:
     """Return what each process announces, for each table."""
-    announced = torch.tensor([reducer.announce() for reducer in reducers], dtype=torch.int64)
+    announced = [reducer.announce() for reducer in reducers]
     about = ", ".join(described(reducer.handle) for reducer in reducers)
     told: list[list[int]] = exchange.agree("brings gradients", announced, about).T.tolist()
     return told

@@ -219,7 +219,7 @@ def _replicate(tables: dict[str, Handle], exchange: Exchange, copy_rows: bool) -
 def _copy_from_first(handle: Handle, exchange: Exchange, copy_rows: bool) -> None:
     """Make rows and the seed of rounding those of rank 0."""
     rows = handle.rows
-    state = torch.tensor([as_int64(word) for word in rows.state_dict().values()])
+    state = torch.tensor([as_int64(word) for word in rows.state_dict().values()], device="cpu")
     rows.load_state_dict(dict(zip(rows.state_dict(), exchange.from_first(state).tolist(), strict=True)))
     if not copy_rows:
         return

@@ -71,7 +71,7 @@ class ShardHandle(Handle):
 
     def set_padding(self, padding_idx: int | None) -> None:
         """Keep the row that sparse gradients leave out, if this process has it."""
-        local = None if padding_idx is None else self.owned(torch.tensor([padding_idx]))[1].tolist()
+        local = None if padding_idx is None else self.owned(torch.tensor([padding_idx], device="cpu"))[1].tolist()
         self.padding_idx = local[0] if local else None
 
     def _shown_as(self, ids: Tensor, grad: Tensor, changed: Any = None, sparse: bool = False) -> RowGradient:
@@ -97,7 +97,7 @@ class ShardHandle(Handle):
         for part in row_chunks(stop - start, dim * dtype.itemsize):
             values = torch.empty(part.stop - part.start, dim, dtype=dtype, device="cpu")
             function(values)
-            self._keep(torch.arange(start + part.start, start + part.stop), values)
+            self._keep(torch.arange(start + part.start, start + part.stop, device="cpu"), values)
 
     @torch.no_grad()
     def change(self, function: Callable[[Tensor], object]) -> None:
@@ -113,7 +113,7 @@ class ShardHandle(Handle):
 
     def own_rows(self, start: int, stop: int) -> Tensor:
         """Return some of the rows of the table that this process updates: all are, and are numbered from 0."""
-        return torch.arange(start, stop)
+        return torch.arange(start, stop, device="cpu")
 
     def _keep(self, ids: Tensor, values: Tensor) -> None:
         self.reducer.changes += 1
@@ -128,7 +128,7 @@ class ShardHandle(Handle):
     def load(self, values: Tensor, start: int = 0) -> None:
         """Set rows of the whole table, from `start` on, to `values`, ``(n, dim)``, of which this process keeps its own."""
         for part in row_chunks(len(values), values[:1].nbytes):
-            self._keep(torch.arange(start + part.start, start + part.stop), values[part])
+            self._keep(torch.arange(start + part.start, start + part.stop, device="cpu"), values[part])
 
     def store(self, values: Tensor) -> None:
         """Set all rows to `values`, ``(num_rows, dim)``, of which this process keeps its own."""

@@ -82,7 +82,7 @@ class Shards(Reducer):
 
     def refuse(self, error: Exception, training: bool) -> None:
         """Tell the others that this process cannot look its ids up, and raise `error`."""
-        self.exchange.agree("looks up rows", torch.full((1,), -1), self._about(training))
+        self.exchange.agree("looks up rows", [-1], self._about(training))
         raise error
 
     def _about(self, training: bool) -> str:

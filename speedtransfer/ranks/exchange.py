@@ -96,14 +96,14 @@ class Exchange:
     def _device(self) -> torch.device:
         return torch.device("cpu") if self.on_host else torch.device("cuda", torch.cuda.current_device())
 
-    def agree(self, point: str, values: Tensor, about: str = "") -> Tensor:
+    def agree(self, point: str, values: Tensor | Sequence[int], about: str = "") -> Tensor:
         """Send each rank its numbers and return theirs, on the host, which waits for them.
 
         Parameters
         ----------
         point : str
             Of `POINTS`: what this process is about to do.
-        values : Tensor
+        values : Tensor or sequence of int
             ``(ranks, n)`` int64, a row for each rank, or ``(n,)``, the same for all.
         about : str
             What must be the same in all processes.
@@ -119,10 +119,11 @@ class Exchange:
             In all processes: they do not do the same thing, or `about` differs.
         """
         self._number += 1
-        values = values.expand(self.ranks, -1)
+        # Not on the default device of torch, which may be another.
+        values = torch.as_tensor(values, dtype=torch.int64, device="cpu").expand(self.ranks, -1)
         count = values.shape[1]
         tag = (POINTS.index(point) << 56) | (min(count, (1 << 16) - 1) << 40) | self._number
-        first = torch.zeros(self.ranks, 2 + _VALUES, dtype=torch.int64)
+        first = torch.zeros(self.ranks, 2 + _VALUES, dtype=torch.int64, device="cpu")
         first[:, 0], first[:, 1] = tag, zlib.crc32(about.encode())
         first[:, 2 : 2 + count] = values[:, :_VALUES]
         got = self._numbers(first)
@@ -157,7 +158,7 @@ class Exchange:
     def agree_on_error(self, point: str, error: BaseException | None, about: str = "") -> None:
         """Raise `error` where there is one; if another rank has one, raise here too."""
         # Where one failed, what it is about may differ.
-        told = self.agree(point, torch.tensor([int(error is not None), zlib.crc32(about.encode())]))
+        told = self.agree(point, [int(error is not None), zlib.crc32(about.encode())])
         if error is not None:
             raise error
         if bool(told[:, 0].any()):

@@ -54,7 +54,7 @@ class Partition:
     def ids_of(self, rank: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the ids of the rows that `rank` owns, in the order of its shard; or those from `start` to `stop`."""
         first, stop = self.start(rank), self.size(rank) if stop is None else stop
-        return self.ids(torch.arange(first + start, first + stop))
+        return self.ids(torch.arange(first + start, first + stop, device="cpu"))
 
 
 @functools.lru_cache(maxsize=64)
@@ -65,7 +65,7 @@ def _buckets(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tenso
     while math.gcd(turn, count) != 1:
         turn += 1
     with torch.inference_mode(False):
-        residues = torch.arange(count)
+        residues = torch.arange(count, device="cpu")
         bucket_of = residues * turn % count
         residue_of = torch.empty_like(residues)
         residue_of[bucket_of] = residues

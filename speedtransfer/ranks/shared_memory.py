@@ -50,7 +50,7 @@ class SharedMemory(Memory):
             error = raised
         try:
             # The process and number of the file, and bytes by which others tell that it is the one.
-            told = exchange.agree("makes a table", torch.tensor([os.getpid(), handle, num_bytes]), about)[0].tolist()
+            told = exchange.agree("makes a table", [os.getpid(), handle, num_bytes], about)[0].tolist()
             if error is None and told[1] >= 0:
                 try:
                     block = _mapped(*told)
