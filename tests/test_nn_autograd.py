@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -51,12 +51,12 @@ def test_a_penalty_on_the_gradient_equals_torch() -> None:
     torch.testing.assert_close(dense_grad(ours), dense.weight.grad, rtol=1e-14, atol=0)
 
 
-def test_backward_with_create_graph() -> None:
+def test_backward_with_create_graph(request: pytest.FixtureRequest) -> None:
     ours, dense = both(dtype=torch.float64)
     # Torch warns of it once a process, and another test may have been the first.
+    request.addfinalizer(functools.partial(torch.set_warn_always, False))
     torch.set_warn_always(True)
-    with contextlib.ExitStack() as stack, pytest.warns(UserWarning, match="create_graph=True"):
-        stack.callback(torch.set_warn_always, False)
+    with pytest.warns(UserWarning, match="create_graph=True"):
         ours(IDS).pow(3).sum().backward(create_graph=True)
     dense(IDS).pow(3).sum().backward()
     assert torch.equal(dense_grad(ours), dense.weight.grad)
