@@ -11,7 +11,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,24 @@ from speedtransfer.tables import Table, WriteLog, kept, on_host, overlay, row_ch
 LAST_STEP = "idle.last_step"
 
 
+class OwnRows(NamedTuple):
+    """The rows that a process updates of a table in memory that several share.
+
+    Attributes
+    ----------
+    size : int
+        How many.
+    numbers : callable
+        Takes start and stop, and returns some of them, (n,) int64.
+    meet : callable
+        Waits for the other processes, which all call it.
+    """
+
+    size: int
+    numbers: Callable[[int, int], Tensor]
+    meet: Callable[[], None]
+
+
 class Rows(StoredPlanes):
     """Read and write rows of the planes of a table; its parameters are those of :class:`StoredPlanes`.
 
@@ -38,8 +56,8 @@ class Rows(StoredPlanes):
     ) -> None:
         super().__init__(table, storage_dtype, state_dtype)
         self.lag: Lag | None = None
-        # Of a table that processes share: how many rows this one updates, which, and what waits for the others.
-        self.own: tuple[int, Callable[[int, int], Tensor], Callable[[], None]] | None = None
+        # Of a table in memory that processes share.
+        self.own: OwnRows | None = None
         # Other threads may read rows (evaluation) while this one trains them.
         self.lock = threading.RLock()
 
@@ -196,18 +214,16 @@ class Rows(StoredPlanes):
             row_bytes = max(table.nbytes // max(len(table), 1), 1)
             # One write, whatever the chunks: rounding must not depend on how many processes share the rows.
             count = self._count
-            size, numbers, meet = self.own or (len(table), functools.partial(torch.arange, device=table.device), None)
-            if meet is not None:
-                # Others may be reading.
-                meet()
-            with ByteProgress("idle rows take the steps they missed", size * row_bytes) as bar:
-                for part in row_chunks(size, row_bytes):
+            own = self.own or OwnRows(len(table), functools.partial(torch.arange, device=table.device), lambda: None)
+            # Others may be reading.
+            own.meet()
+            with ByteProgress("idle rows take the steps they missed", own.size * row_bytes) as bar:
+                for part in row_chunks(own.size, row_bytes):
                     self._count = count
-                    self.catch_up(numbers(part.start, part.stop).to(table.device))
+                    self.catch_up(own.numbers(part.start, part.stop).to(table.device))
                     bar.advance((part.stop - part.start) * row_bytes)
             self._count = count + 1
-            if meet is not None:
-                meet()
+            own.meet()
             # Last: if this is interrupted, each row still has its own last step.
             self.lag.forget()
 

@@ -147,12 +147,13 @@ class StoredPlanes:
 
     @torch.no_grad()
     def put(self, name: str, ids: Tensor, values: Tensor) -> None:
-        """Set the rows `ids` (n,) of a plane to ``(n, *tail)`` values of any dtype and device, rounded to nearest."""
-        planes = self.parts(name)
-        for suffix, part in self.encode(name, values).items():
-            plane = planes[suffix]
-            plane[ids.to(plane.device)] = part.to(plane.device)
-        wait_until_filled(planes[""])
+        """Set the rows `ids` (n,), unique, of a plane to ``(n, *tail)`` values of any dtype and device, rounded to nearest.
+
+        They must have missed no steps.
+        """
+        device = self.table.device
+        parts = {name + suffix: part.to(device) for suffix, part in self.encode(name, values).items()}
+        self.table.write(ids.to(device), parts, unsorted=True)
 
     @torch.no_grad()
     def normal_(self, start: int = 0, stop: int | None = None) -> None:

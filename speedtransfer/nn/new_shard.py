@@ -66,9 +66,8 @@ def make_shard(
 
 def _check(dtype: torch.dtype, options: TableOptions) -> None:
     """Raise where options do not fit."""
-    storage_dtype, comm_dtype = options["storage_dtype"], options["comm_dtype"]
-    dtype = torch.float32 if storage_dtype is not None and dtype.is_floating_point else dtype
-    check_dtypes(dtype, storage_dtype, options["state_dtype"])
+    comm_dtype = options["comm_dtype"]
+    check_dtypes(dtype, options["storage_dtype"], options["state_dtype"])
     if comm_dtype not in COMM_DTYPES or (comm_dtype is not None and dtype != torch.float32):
         raise InvalidValueError(
             f"comm_dtype is {comm_dtype} for rows of {dtype} but must be torch.bfloat16 or torch.int8, for rows of "
@@ -95,7 +94,6 @@ def _make_rows(
     partition: Partition,
 ) -> Rows:
     storage_dtype = options["storage_dtype"]
-    dtype = torch.float32 if storage_dtype is not None and dtype.is_floating_point else dtype
     stored = dtype if storage_dtype is None else storage_dtype
     if options["memory"] == "shared":
         memory = SharedMemory(resolve_device(device), exchange)

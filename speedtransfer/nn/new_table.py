@@ -31,9 +31,7 @@ def make_handle(
     """
     _follow_names()
     install()
-    if options["process_group"] is not None:
-        return make_shard(weight, shape, device, dtype, requires_grad, options)
-    if options["memory"] == "shared" or options["comm_dtype"] is not None:
+    if options["process_group"] is None and (options["memory"] == "shared" or options["comm_dtype"] is not None):
         raise InvalidValueError(
             "memory='shared' and comm_dtype are for tables of several processes; pass process_group=dist.group.WORLD of "
             "torch.distributed too, or leave them out"
@@ -42,6 +40,8 @@ def make_handle(
     if weight is not None and storage_dtype is not None and weight.is_floating_point():
         # Rows stored in another dtype are computed in float32, whatever `weight` is.
         dtype = torch.float32
+    if options["process_group"] is not None:
+        return make_shard(weight, shape, device, dtype, requires_grad, options)
     check_dtypes(dtype, storage_dtype, options["state_dtype"])
     stored = dtype if storage_dtype is None else storage_dtype
     about: Any = options

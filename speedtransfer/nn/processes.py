@@ -84,8 +84,8 @@ def _local(grad: Any) -> Tensor:
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of `model` with all rows of its tables, as that of ``nn.Embedding`` modules, in rank 0.
 
-    Collective: every process of the tables' groups must call it. Others than rank 0 get an empty dict. Rows come in chunks of
-    16 MB; rank 0 needs memory for all of them.
+    Collective: every process of the tables' group must call it. Others than its rank 0 get an empty dict. Rows come in chunks
+    of 16 MB; rank 0 needs memory for all of them.
     """
     with placeholder_rows() as met:
         state = model.state_dict()
@@ -100,7 +100,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             handle.recover()
             whole[handle] = _all_rows(handle) if isinstance(handle, ShardHandle) else handle.rows.whole("weight")
         result[key] = whole[handle]
-    return result if is_first() else {}
+    exchanges = [handle.reducer.exchange for handle in whole if isinstance(handle, ShardHandle)]
+    first = all(exchange.rank == 0 for exchange in exchanges) if exchanges else is_first()
+    return result if first else {}
 
 
 def _all_rows(handle: ShardHandle) -> Tensor:

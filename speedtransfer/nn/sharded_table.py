@@ -117,7 +117,7 @@ class ShardedTable:
             handle.rows.put("weight", local, values)
         if handle.rows.own is not None:
             # Others may read them.
-            handle.rows.own[-1]()
+            handle.rows.own.meet()
 
     def stats(self) -> ShardedStats:
         """Return what this process has moved."""
@@ -141,11 +141,6 @@ class ShardedTable:
         """Draw all weights from [a, b): the numbers of one process. Collective."""
         self._handle.draw(lambda values: values.uniform_(a, b, generator=generator))
         return self
-
-    def all_agree(self, value: bool) -> bool:
-        """Tell whether `value` is true in every process. Collective."""
-        exchange = self._handle.reducer.exchange
-        return bool(exchange.agree("reads all rows", [int(value)]).all())
 
     def torch(self) -> Tensor:
         """Return all rows of a table with memory "shared", over its memory, to be read; of others raise.

@@ -51,9 +51,13 @@ class ShardHandle(Handle):
         super().__init__(rows.table, requires_grad, idle, rows)
         self.partition = partition
         self.reducer = self.reducer_kind(self, exchange, partition, comm_dtype)
-        first = partition.start(exchange.rank)
+        self._share_rows()
+
+    def _share_rows(self) -> None:
+        """Tell the rows how they are shared out."""
+        partition, first = self.partition, self.partition.start(self.reducer.exchange.rank)
         # Rounding draws by row: by the number that it has in every process.
-        rows.name_rows = lambda ids: partition.ids(ids + first)
+        self.rows.name_rows = lambda ids: partition.ids(ids + first)
 
     @property
     def num_rows(self) -> int:
@@ -92,6 +96,7 @@ class ShardHandle(Handle):
 
         Every process draws the numbers of all, so that they are those of one process with the same seed.
         """
+        self.rows.catch_up()
         stop = self.num_rows if stop is None else stop
         dim, dtype = self.table.dim, self.rows.dtype
         for part in row_chunks(stop - start, dim * dtype.itemsize):
@@ -127,6 +132,7 @@ class ShardHandle(Handle):
     @torch.no_grad()
     def load(self, values: Tensor, start: int = 0) -> None:
         """Set rows of the whole table, from `start` on, to `values`, ``(n, dim)``, of which this process keeps its own."""
+        self.rows.catch_up()
         for part in row_chunks(len(values), values[:1].nbytes):
             self._keep(torch.arange(start + part.start, start + part.stop, device="cpu"), values[part])
 
@@ -137,8 +143,6 @@ class ShardHandle(Handle):
                 f"{self} is {(self.num_rows, self.table.dim)} but the values given are {tuple(values.shape)}; pass all rows "
                 "of the table, to every process"
             )
-        self.rows.catch_up()
-        self.table.wait()
         self.load(values.detach())
 
     set_whole = store

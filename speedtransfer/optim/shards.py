@@ -41,13 +41,12 @@ class Route(NamedTuple):
 class Lookup:
     """A lookup in training, to whose rows a gradient may come; all processes have made it.
 
-    `route` is None in a shared table until the gradient is sent; `read` are the rows as the owner has read them, by plane, at
+    `read` are the rows as the owner has read them, by plane, at
     version `version` of the table.
     """
 
-    def __init__(self, number: int, route: Route | None, read: dict[str, Tensor] | None, version: int) -> None:
+    def __init__(self, number: int, route: Route, read: dict[str, Tensor] | None, version: int) -> None:
         self.number, self.route, self.read, self.version = number, route, read, version
-        self.ids: Tensor | None = None
         # Whether no gradient has come yet, on any process.
         self.is_open = True
 
@@ -126,7 +125,7 @@ class Shards(Reducer):
             renormalize(owned, read["weight"])
         return read, {"values": read["weight"]}
 
-    def remember(self, route: Route | None, read: dict[str, Tensor] | None) -> Lookup:
+    def remember(self, route: Route, read: dict[str, Tensor] | None) -> Lookup:
         """Return what the gradient of a lookup needs, which all processes make."""
         self._count += 1
         made = Lookup(self._count, route, read, self.handle.table.version)
@@ -209,7 +208,6 @@ class Shards(Reducer):
         segments: list[Segment] = []
         for lookup, has in self._touched(numbers):
             route, grad = lookup.route, self._left.get(lookup.number)
-            assert route is not None
             sends = route.sends if grad is not None else [0] * self.exchange.ranks
             receives = [count * some for count, some in zip(route.receives, has, strict=True)]
             if grad is None:
@@ -225,28 +223,30 @@ class Shards(Reducer):
         return segments
 
     def _codec(self) -> Codec | None:
-        rows = self.handle.rows
-        dtype = rows.dtype if self.comm_dtype is None else self.comm_dtype
-        return codec_for(self.handle.table.dim, rows.dtype, dtype)
+        """Return what gradients are encoded by, or None."""
+        return (
+            None
+            if self.comm_dtype is None
+            else codec_for(self.handle.table.dim, self.handle.rows.dtype, self.comm_dtype)
+        )
 
     def _encoded(self, values: Tensor, number: int) -> dict[str, Tensor]:
         """Encode gradients as `comm_dtype`, rounded stochastically: their mean over steps is that of the gradients."""
         codec = self._codec()
-        if self.comm_dtype is None or codec is None:
+        if codec is None:
             return {"": values}
         key = write_key(self.handle.rows.seed, number, f"gradient from rank {self.exchange.rank}")
         return encode_rows(codec, values, Keys(key, torch.arange(len(values), device=values.device)))
 
     def receive(self, numbers: Sequence[int], received: Sequence[Tensor]) -> None:  # noqa: D102
         parts, handle, codec = iter(received), self.handle, self._codec()
-        names = list(codec.parts) if self.comm_dtype is not None and codec is not None else [""]
+        names = [""] if codec is None else list(codec.parts)
         touched = self._touched(numbers)
         self._left.clear()
         found: list[Any] = []
         for lookup, has in touched:
             got = {name: next(parts) for name in names}
-            assert lookup.route is not None
-            grads = got[""] if self.comm_dtype is None or codec is None else decode_rows(codec, got)
+            grads = got[""] if codec is None else decode_rows(codec, got)
             kept, total = _summed(lookup.route, has, grads)
             read, owned = lookup.read, lookup.route.owned
             lookup.is_open = False

@@ -18,7 +18,7 @@ from speedtransfer.optim.merge import merged
 from speedtransfer.optim.shard_handle import ShardHandle
 from speedtransfer.optim.shards import Lookup, Shards
 from speedtransfer.ranks import Exchange, Partition, Segment
-from speedtransfer.rows import Rows
+from speedtransfer.rows import OwnRows, Rows
 from speedtransfer.tables import num_unique
 
 
@@ -133,20 +133,11 @@ class SharedHandle(ShardHandle):
 
     reducer_kind = SharedRows
 
-    def __init__(
-        self,
-        rows: Rows,
-        partition: Partition,
-        exchange: Exchange,
-        requires_grad: bool = True,
-        idle: str = "lazy",
-        comm_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(rows, partition, exchange, requires_grad, idle, comm_dtype)
-        rows.name_rows = None
-        # Not its methods: the rows would hold what holds them.
-        own = functools.partial(partition.ids_of, exchange.rank)
-        rows.own = partition.size(exchange.rank), own, functools.partial(_meet, rows, exchange)
+    def _share_rows(self) -> None:
+        rows, partition, exchange = self.rows, self.partition, self.reducer.exchange
+        # Not methods of this object: the rows would hold what holds them.
+        numbers, meet = functools.partial(partition.ids_of, exchange.rank), functools.partial(_meet, rows, exchange)
+        rows.own = OwnRows(partition.size(exchange.rank), numbers, meet)
 
     def set_padding(self, padding_idx: int | None) -> None:
         """Keep the row that sparse gradients leave out."""

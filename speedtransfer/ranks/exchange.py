@@ -222,15 +222,6 @@ class Exchange:
         kept = [part[:count] for part, count in zip(parts, counts, strict=True)]
         return torch.cat(kept).to(values.device).view(values.dtype)
 
-    def reduce_(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        """Reduce `values` over all ranks, in place, and return them."""
-        moved = values.to(self._device())
-        dist.all_reduce(moved, op, group=self.group)
-        self.traffic.calls += 1
-        if moved is not values:
-            values.copy_(moved)
-        return values
-
     def from_first(self, values: Tensor) -> Tensor:
         """Return the values that rank 0 has, ``values`` there."""
         moved = values.contiguous().view(torch.uint8).to(self._device())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn import Embedding
+from speedtransfer.ranks import exchange_of
 from speedtransfer.tables import row_chunks, unique_rows
 from speedtransfer.word2vec.gradients import MODELS, BlockGradients, block_gradients, draws_of
 from speedtransfer.word2vec.ngram_vectors import NgramVectors
@@ -262,16 +263,16 @@ class Word2Vec(nn.Module):
         weight = table.torch() if self._group is None else table.local.torch()
         chunks = row_chunks(len(weight), weight.element_size() * self.dim)
         found = all(bool(torch.isfinite(weight[rows]).all()) for rows in chunks)
-        return found if self._group is None else table.all_agree(found)
+        return found if self._group is None else bool(exchange_of(self._group).agree("reads all rows", [found]).all())
 
     def _input_rows(self, count: int | None = None) -> Tensor:
         """Return the first rows of `input`: the table itself, or what all processes have of it, on the host."""
         table = self.input.table
         if self._group is None:
             return table.torch()
-        rows = torch.empty(table.num_rows if count is None else count, self.dim)
+        rows = torch.empty(table.num_rows if count is None else count, self.dim, device="cpu")
         for part in row_chunks(len(rows), 4 * self.dim):
-            rows[part] = table.gather(torch.arange(part.start, part.stop)).cpu()
+            rows[part] = table.gather(torch.arange(part.start, part.stop, device="cpu")).cpu()
         return rows
 
     @torch.no_grad()

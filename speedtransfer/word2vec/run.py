@@ -173,6 +173,7 @@ def train(
 ) -> Vectors:
     """Train word vectors: skip-gram or CBOW with negative sampling, by any optimizer that works row by row.
 
+    Where torch.distributed has several processes all of them must call it: they share the vocabulary out and train together.
     Ctrl-C ends training early and returns the vectors so far; a second one raises KeyboardInterrupt. SIGTERM ends it early
     too: `checkpoint` is saved, then SystemExit with code 143 raised.
 

@@ -140,7 +140,7 @@ class Sampler:
 
     def empty_block(self) -> Block:
         """Return a block without words."""
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         return Block(none, none, none, none, 0)
 
     def block(self, step: int) -> Block:

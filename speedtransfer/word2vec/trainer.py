@@ -88,11 +88,8 @@ class Trainer:
     def __init__(self, corpus: Corpus, settings: Settings) -> None:
         self.epochs, self.block_words = schedule_for(settings, corpus)
         self._group = world()
-        exchange = None if self._group is None else exchange_of(self._group)
-        self._exchange, self._rank, self._ranks = (
-            exchange,
-            *((0, 1) if exchange is None else (exchange.rank, exchange.ranks)),
-        )
+        self._exchange = None if self._group is None else exchange_of(self._group)
+        self._rank, self._ranks = (0, 1) if self._exchange is None else (self._exchange.rank, self._exchange.ranks)
         self.corpus = corpus
         self.settings = settings = dataclasses.replace(settings, epochs=self.epochs, block_words=self.block_words)
         self.sampler = Sampler(
@@ -284,7 +281,7 @@ class Trainer:
         """Tell whether a signal to stop has come, to any process."""
         if self._exchange is None:
             return stop.requested is not None
-        signals = self._exchange.agree("makes a step", torch.tensor([stop.requested or 0]))
+        signals = self._exchange.agree("makes a step", [stop.requested or 0])
         stop.requested = int(signals.max()) or None
         return stop.requested is not None
 

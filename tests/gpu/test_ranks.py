@@ -15,15 +15,9 @@ import torch
 import torch.distributed as dist
 
 import speedtransfer as st
+from gpu.tools import FORMS
 
 ROWS, DIM = 300, 16
-FORMS = {
-    "lazy": {"idle": "lazy"},
-    "exact": {"idle": "exact"},
-    "int8": {"idle": "lazy", "storage_dtype": torch.int8, "state_dtype": torch.uint8},
-    "max_norm": {"idle": "lazy", "max_norm": 1.0},
-    "padding": {"idle": "exact", "padding_idx": 3},
-}
 
 
 @pytest.fixture(scope="module", params=["gloo", "nccl"])

@@ -6,19 +6,12 @@ import pytest
 import torch
 
 import speedtransfer as st
-from gpu.tools import synchronizing
+from gpu.tools import FORMS, synchronizing
 from speedtransfer.errors import DeviceError, RowIndexError
 from speedtransfer.rows import Rows
 
 MEMORIES = ["pinned", "pageable", "mmap"]
 ROWS, DIM, BATCH = 400, 16, 96
-FORMS = {
-    "lazy": {"idle": "lazy"},
-    "exact": {"idle": "exact"},
-    "int8": {"idle": "lazy", "storage_dtype": torch.int8, "state_dtype": torch.uint8},
-    "max_norm": {"idle": "lazy", "max_norm": 1.0},
-    "padding": {"idle": "exact", "padding_idx": 3},
-}
 
 
 @pytest.fixture(autouse=True)

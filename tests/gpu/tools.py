@@ -31,6 +31,15 @@ PINNED_ENGINES: dict[str, Callable[[torch.device], Any]] = {
 }
 DEVICE_ENGINES: dict[str, Callable[[torch.device], Any]] = {"mapped": MappedEngine, "reference": ReferenceEngine}
 
+# Tables of every kind whose rows are read ahead, or shared out.
+FORMS: dict[str, dict[str, Any]] = {
+    "lazy": {"idle": "lazy"},
+    "exact": {"idle": "exact"},
+    "int8": {"idle": "lazy", "storage_dtype": torch.int8, "state_dtype": torch.uint8},
+    "max_norm": {"idle": "lazy", "max_norm": 1.0},
+    "padding": {"idle": "exact", "padding_idx": 3},
+}
+
 
 def pinned(tensor: Tensor) -> Tensor:
     """Return a copy of a CPU tensor in page-locked memory."""
