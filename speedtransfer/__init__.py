@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from speedtransfer import errors, ranks
 from speedtransfer.checkpoint import load_checkpoint, save_checkpoint
+from speedtransfer.ngrams import NgramEmbedding, NgramHash, NgramStatistics, PerLayerEmbedding
 from speedtransfer.nn import (
     ActiveRows,
     Embedding,
@@ -36,7 +37,11 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "MultiEmbedding",
+    "NgramEmbedding",
+    "NgramHash",
+    "NgramStatistics",
     "OneBitState",
+    "PerLayerEmbedding",
     "Table",
     "TableStats",
     "__version__",

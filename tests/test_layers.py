@@ -25,6 +25,7 @@ LAYERS = [
     {"ranks"},
     {"optim"},
     {"nn"},
+    {"ngrams"},
     {"checkpoint", "word2vec", "speedtorch", "benchmark"},
     {"cli"},
     {"__init__", "__main__"},

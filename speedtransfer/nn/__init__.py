@@ -2,10 +2,11 @@
 
 from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.bag import EmbeddingBag
-from speedtransfer.nn.embedding import Embedding
+from speedtransfer.nn.embedding import Embedding, check_pretrained
 from speedtransfer.nn.export import to_dense
 from speedtransfer.nn.loader import PrefetchLoader, StatefulPrefetchLoader, prefetch
 from speedtransfer.nn.multi import MultiEmbedding
+from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.processes import clip_grad_norm_, full_state_dict, table_parameters
 from speedtransfer.nn.replace import replace_embeddings
 from speedtransfer.nn.sharded_table import ShardedTable
@@ -21,13 +22,16 @@ __all__ = [
     "ShardedTable",
     "StatefulPrefetchLoader",
     "Summary",
+    "TableOptions",
     "TableSummary",
     "Ticket",
+    "check_pretrained",
     "clip_grad_norm_",
     "full_state_dict",
     "prefetch",
     "replace_embeddings",
     "summary",
     "table_parameters",
+    "takes_options",
     "to_dense",
 ]

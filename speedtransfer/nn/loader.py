@@ -127,7 +127,8 @@ class PrefetchLoader(Generic[Batch]):
                 f"ids_of returned a {type(pairs).__name__} but must return pairs of a module and its ids; return for instance "
                 "{model.embedding: ids}"
             )
-        pairs = list(pairs)
+        # Of a module round a table it is the table that reads rows ahead, by row numbers that the module computes.
+        pairs = [m.lookup_ahead(ids) if hasattr(m, "lookup_ahead") else (m, ids) for m, ids in pairs]
         for module, _ in pairs:
             if not isinstance(module, TableModule):
                 kind = f"{type(module).__module__}.{type(module).__qualname__}"

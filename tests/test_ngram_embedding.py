@@ -1,0 +1,251 @@
+"""Embeddings of n-grams and of layers: against the same written out with ``torch.nn``."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
+
+VOCAB = 50
+
+
+def make_hash(**options):
+    return st.NgramHash(**{"orders": (2, 3), "heads": 2, "rows": 200, "vocab_size": VOCAB, "eos": 0, **options})
+
+
+def tokens_of(*shape, seed=0):
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weight_of(module):
+    return module.embedding.weight.detach().clone()
+
+
+@pytest.mark.parametrize("combine", ["concat", "sum", "mean"])
+@pytest.mark.parametrize("head_scale", [False, True])
+@pytest.mark.parametrize("out_dim", [None, 7])
+def test_combines_the_rows_of_the_heads(combine, head_scale, out_dim):
+    torch.manual_seed(0)
+    module = st.NgramEmbedding(make_hash(), 5, out_dim, combine, head_scale, std=0.5)
+    tokens = tokens_of(3, 6)
+    rows = F.embedding(module.ngrams(tokens), weight_of(module))
+    if head_scale:
+        with torch.no_grad():
+            module.head_scale.normal_()
+        rows = rows * module.head_scale.detach()
+    expected = {"concat": rows.flatten(2), "sum": rows.sum(2), "mean": rows.mean(2)}[combine]
+    if out_dim:
+        expected = expected @ module.value.weight.detach().T
+    torch.testing.assert_close(module(tokens), expected)
+    assert module(tokens).shape[-1] == module.out_dim
+
+
+def test_gate_and_convolution_are_those_of_the_paper():
+    torch.manual_seed(0)
+    module = st.NgramEmbedding(make_hash(), 5, 8, gate=True, conv=3, std=0.5).double()
+    with torch.no_grad():
+        for part in module.gate.parameters():
+            part.normal_()
+    tokens, hidden = tokens_of(2, 20), torch.randn(2, 20, 8, dtype=torch.float64)
+    x = F.embedding(module.ngrams(tokens), weight_of(module)).flatten(2)
+
+    def norm(values, weight):
+        return values / (values.square().mean(-1, keepdim=True) + torch.finfo(torch.float64).eps).sqrt() * weight
+
+    gate = module.gate
+    fit = (norm(x @ gate.key.weight.T, gate.key_norm.weight) * norm(hidden, gate.hidden_norm.weight)).sum(
+        -1
+    ) / math.sqrt(8)
+    y = torch.sigmoid(fit.sign() * fit.abs().clamp(min=1e-6).sqrt())[..., None] * (x @ module.value.weight.T)
+    normed, mixed = norm(y, gate.conv_norm.weight), torch.zeros_like(y)
+    for back in range(3):
+        moved = F.pad(normed, (0, 0, 3 * back, 0))[:, :20]
+        mixed = mixed + moved * gate.conv.weight[:, 0, 2 - back]
+    torch.testing.assert_close(module(tokens, hidden), y + F.silu(mixed))
+    # One series is as good as a batch of one.
+    torch.testing.assert_close(module(tokens[0], hidden[0]), module(tokens, hidden)[0])
+
+
+def test_nothing_is_added_at_first():
+    module = st.NgramEmbedding(make_hash(), 5, 8, gate=True, conv=3)
+    assert not module(tokens_of(2, 6), torch.randn(2, 6, 8)).any()
+    assert not module.embedding.weight.any()
+    module(tokens_of(2, 6), torch.randn(2, 6, 8)).sum().backward()
+    assert module.embedding.weight.grad.any()
+
+
+def test_layers_share_a_lookup():
+    torch.manual_seed(0)
+    module = st.NgramEmbedding(make_hash(), 5, layers=3, combine="sum", head_scale=True, std=1.0)
+    with torch.no_grad():
+        module.head_scale.normal_()
+    tokens = tokens_of(2, 6)
+    rows = F.embedding(module.ngrams(tokens), weight_of(module)) * module.head_scale.detach()
+    expected = rows.sum(2).view(2, 6, 3, 5)
+    torch.testing.assert_close(module(tokens), expected)
+    module = st.NgramEmbedding(make_hash(), 5, layers=3, std=1.0)
+    rows = F.embedding(module.ngrams(tokens), weight_of(module)).view(2, 6, 4, 3, 5)
+    assert torch.equal(module(tokens), rows.transpose(2, 3).flatten(3))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adamax, torch.optim.SGD])
+def test_trains_as_a_dense_embedding_does(optimizer):
+    torch.manual_seed(0)
+    module = st.NgramEmbedding(make_hash(pad=49), 6, 8, gate=True, conv=2, head_scale=True, std=0.1).double()
+    dense = st.to_dense(module)
+    assert type(dense.embedding).__mro__[1] is not st.Embedding
+    opts = [optimizer(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (module, dense)]
+    for step in range(6):
+        tokens, hidden = tokens_of(2, 9, seed=step), torch.randn(2, 9, 8, dtype=torch.float64)
+        for m, opt in zip((module, dense), opts, strict=True):
+            opt.zero_grad()
+            (m(tokens, hidden) - 1).square().mean().backward()
+            opt.step()
+    torch.testing.assert_close(
+        module.embedding.weight.detach(), dense.embedding.weight.detach(), rtol=1e-12, atol=1e-14
+    )
+    torch.testing.assert_close(module.value.weight, dense.value.weight, rtol=1e-12, atol=1e-14)
+
+
+def test_padding_reads_zeros_and_is_not_trained():
+    module = st.NgramEmbedding(make_hash(pad=49), 4, combine="sum", std=1.0)
+    tokens = torch.tensor([[49, 49, 3, 4], [3, 4, 5, 49]])
+    out = module(tokens)
+    assert not out[0, :2].any()
+    assert not out[1, 3].any()
+    assert out[0, 2:].any()
+    out.sum().backward()
+    torch.optim.SGD(module.parameters(), lr=1.0).step()
+    assert not module.embedding.weight[module.ngrams.padding_row].any()
+
+
+def test_context_goes_on_where_a_prompt_ended():
+    module = st.NgramEmbedding(make_hash(), 4, 8, std=1.0)
+    tokens = tokens_of(2, 10)
+    whole = module(tokens)
+    for cut in range(1, 10):
+        torch.testing.assert_close(module(tokens[:, cut:], context=tokens[:, :cut]), whole[:, cut:])
+
+
+def test_the_lookup_finds_what_was_read_ahead():
+    module = st.NgramEmbedding(make_hash(), 4, 8, std=1.0)
+    tokens, context = tokens_of(2, 6), tokens_of(2, 2, seed=1)
+    for given in (None, context):
+        expected = module(tokens, context=given)
+        ticket = module.prefetch(tokens, given)
+        assert ticket.is_waiting
+        assert torch.equal(module(tokens.clone(), context=given), expected)
+        assert not ticket.is_waiting
+    batches = [tokens_of(2, 6, seed=seed) for seed in range(4)]
+    for batch in st.prefetch(batches, lambda batch: {module: batch}):
+        assert module.embedding._handle.reads_ahead
+        module(batch)
+    with pytest.raises(InvalidTypeError, match="which has no rows to read ahead"):
+        next(iter(st.prefetch(batches, lambda batch: {nn.Linear(1, 1): batch})))
+
+
+def test_a_table_that_exists():
+    ngrams = make_hash(pad=49)
+    table = st.Embedding(ngrams.num_rows, 5, padding_idx=ngrams.padding_row)
+    module = st.NgramEmbedding(ngrams, 5, embedding=table)
+    assert module.embedding is table
+    for wrong, message in (
+        (st.Embedding(ngrams.num_rows + 1, 5), "but the hash has"),
+        (st.Embedding(ngrams.num_rows, 6), "make 5 values"),
+        (st.Embedding(ngrams.num_rows, 5), "padding_idx of embedding is None"),
+    ):
+        with pytest.raises(InvalidValueError, match=message):
+            st.NgramEmbedding(ngrams, 5, embedding=wrong)
+    with pytest.raises(InvalidValueError, match=r"so are \['memory'\]"):
+        st.NgramEmbedding(ngrams, 5, embedding=table, memory="pageable")
+
+
+def test_copies_pickles_checkpoints_and_dtypes(tmp_path):
+    torch.manual_seed(0)
+    module = st.NgramEmbedding(make_hash(), 6, 8, gate=True, std=0.1, storage_dtype=torch.bfloat16)
+    tokens, hidden = tokens_of(2, 6), torch.randn(2, 6, 8)
+    expected = module(tokens, hidden)
+    assert torch.equal(copy.deepcopy(module)(tokens, hidden), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(module))(tokens, hidden), expected)
+    optimizer = torch.optim.AdamW(module.parameters())
+    st.save_checkpoint(tmp_path / "c", module, optimizer)
+    other = st.NgramEmbedding(make_hash(), 6, 8, gate=True, storage_dtype=torch.bfloat16)
+    st.load_checkpoint(tmp_path / "c", other, torch.optim.AdamW(other.parameters()))
+    assert torch.equal(other(tokens, hidden), expected)
+    other = st.NgramEmbedding(make_hash(seed=1), 6, 8, gate=True)
+    with pytest.raises(InvalidValueError, match="another hash"):
+        other.load_state_dict(module.state_dict())
+    assert not other.embedding.weight.any()
+    half = st.NgramEmbedding(make_hash(), 6, 8, gate=True, dtype=torch.bfloat16, std=0.1)
+    assert half(tokens, hidden.bfloat16()).dtype == torch.bfloat16
+
+
+WRONG = {
+    "ngrams is a int but must be an NgramHash": {"ngrams": 3},
+    "did you mean 'concat'": {"combine": "concatenate"},
+    "gate needs out_dim": {"gate": True},
+    "conv is 3 but follows the gate": {"conv": 3},
+    "each layer projects its own part": {"layers": 2, "out_dim": 8},
+    "dim is 0": {"dim": 0},
+    "layers is 0": {"layers": 0},
+    "unexpected keyword argument 'memori'": {"memori": "pinned"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments(message):
+    with pytest.raises((InvalidValueError, InvalidTypeError)) as caught:
+        st.NgramEmbedding(**{"ngrams": make_hash(), "dim": 4, **WRONG[message]})
+    assert message in str(caught.value)
+
+
+def test_wrong_calls():
+    gated, plain = st.NgramEmbedding(make_hash(), 4, 8, gate=True), st.NgramEmbedding(make_hash(), 4, 8)
+    with pytest.raises(InvalidValueError, match="pass hidden"):
+        gated(tokens_of(2, 3))
+    with pytest.raises(InvalidValueError, match="no gate"):
+        plain(tokens_of(2, 3), torch.zeros(2, 3, 8))
+    with pytest.raises(RowIndexError, match="vocab_size is 50"):
+        plain(tokens_of(2, 3) + 40)
+
+
+# --- per-layer embeddings ---------------------------------------------------------------------------------------------
+
+
+def test_per_layer_embedding_is_slices_of_one_table():
+    torch.manual_seed(0)
+    module = st.PerLayerEmbedding(VOCAB, 3, 4, padding_idx=2)
+    torch.manual_seed(0)
+    dense = nn.Embedding(VOCAB, 12, padding_idx=2)
+    ids = tokens_of(2, 5)
+    assert torch.equal(module(ids), dense(ids).view(2, 5, 3, 4))
+    dense.load_state_dict(module.state_dict())
+    opts = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (module, dense)]
+    for step in range(4):
+        ids = tokens_of(2, 5, seed=step)
+        for m, opt in zip((module, dense), opts, strict=True):
+            opt.zero_grad()
+            (m(ids).view(2, 5, 3, 4)[..., step % 3, :] - 1).square().sum().backward()
+            opt.step()
+    torch.testing.assert_close(module.weight.detach(), dense.weight.detach())
+
+
+def test_per_layer_embedding_of_pretrained_rows():
+    rows = torch.randn(VOCAB, 12)
+    module = st.PerLayerEmbedding.from_pretrained(rows, layers=3)
+    assert torch.equal(module(torch.tensor([4]))[0], rows[4].view(3, 4))
+    assert not module.weight.requires_grad
+    assert torch.equal(copy.deepcopy(module)(torch.tensor(4)), rows[4].view(3, 4))
+    assert torch.equal(st.to_dense(module)(torch.tensor([4])), rows[4].view(1, 3, 4))
+    with pytest.raises(InvalidValueError, match="12 columns, which 5 layers cannot share"):
+        st.PerLayerEmbedding.from_pretrained(rows, layers=5)
+    ticket = module.prefetch(torch.tensor([4, 5]))
+    assert torch.equal(module(ticket), rows[[4, 5]].view(2, 3, 4))
