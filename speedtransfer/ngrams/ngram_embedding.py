@@ -35,8 +35,8 @@ class NgramEmbedding(nn.Module):
     """Embed the n-grams that end at each token, by rows of one table in host memory.
 
     Each head has a row of `dim` values. Their sum, mean or concatenation is the output, to be added to a hidden state; or a
-    projection of it; or, with `gate`, as much of that as fits the hidden state (:class:`~speedtransfer.ngrams.gate.EngramGate`). It starts as zeros, as
-    the table does, unless `std` is given.
+    projection of it; or, with `gate`, as much of that as fits the hidden state, by an
+    :class:`~speedtransfer.ngrams.gate.EngramGate`. It starts as zeros, as the table does, unless `std` is given.
 
     Parameters
     ----------
