@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -246,11 +247,9 @@ class NgramHash(nn.Module):
 
     def _mixed(self, places: list[Tensor]) -> Tensor:
         """Return the hash of the n-grams of each order, ``(..., time, orders, 1)``."""
-        mixed, found = torch.zeros_like(places[0]), []
-        for order, (place, multiplier) in enumerate(zip(places, self.constants.numbers, strict=True), 1):
-            mixed = mixed ^ place * multiplier
-            if order in self.orders:
-                found.append(mixed)
+        parts = [place * multiplier for place, multiplier in zip(places, self.constants.numbers, strict=True)]
+        mixed = list(itertools.accumulate(parts, torch.bitwise_xor))
+        found = [mixed[order - 1] for order in self.orders]
         return torch.stack(found, -1).unsqueeze(-1)
 
     # --- nn.Module ---------------------------------------------------------------------------------------------------

@@ -31,9 +31,14 @@ def test_a_token_out_of_range_is_no_row():
     assert (rows[1:3] == -1).all()
     assert (rows[[0, 3]] >= 0).all()
     module = st.NgramEmbedding(ngrams, 4, std=1.0, device="cuda")
-    with pytest.raises(st.errors.RowIndexError, match="-1"):
-        module(torch.tensor([[1, VOCAB, 2]], device="cuda"))
+    wrong = torch.tensor([[1, VOCAB, 2]], device="cuda")
+
+    def look_up() -> None:
+        module(wrong)
         module.embedding.table.wait()
+
+    with pytest.raises(st.errors.RowIndexError, match="-1"):
+        look_up()
 
 
 @pytest.mark.parametrize("memory", ["pinned", "pageable"])
