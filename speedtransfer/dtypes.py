@@ -8,6 +8,11 @@ import torch
 # unsigned integers, but not for these.
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+# One byte a number, of which torch computes with few: rows are decoded first.
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Powers of two, for scales alone (torch 2.7).
+FLOAT8_SCALE: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)
+
 # By the name in a safetensors file. First those that a table holds, then those that only checkpoints do.
 _OF_TABLES = {
     "F64": torch.float64,
@@ -19,6 +24,8 @@ _OF_TABLES = {
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
 SAFETENSORS_DTYPES = {
     **_OF_TABLES,
@@ -26,12 +33,20 @@ SAFETENSORS_DTYPES = {
     "U16": torch.uint16,
     "U32": torch.uint32,
     "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    **({} if FLOAT8_SCALE is None else {"F8_E8M0": FLOAT8_SCALE}),
 }
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 TABLE_DTYPES = frozenset(_OF_TABLES.values())
+# Of a plane beside the weights: also of scales.
+PLANE_DTYPES = TABLE_DTYPES | (set() if FLOAT8_SCALE is None else {FLOAT8_SCALE})
 
 # Of a table's dtypes, those that NumPy has.
-TORCH_OF_NUMPY = {torch.empty(0, dtype=d).numpy().dtype: d for d in _OF_TABLES.values() if d != torch.bfloat16}
+TORCH_OF_NUMPY = {
+    torch.empty(0, dtype=d).numpy().dtype: d for d in _OF_TABLES.values() if d not in (torch.bfloat16, *FLOAT8_DTYPES)
+}
 NUMPY_OF_TORCH = {dtype: name for name, dtype in TORCH_OF_NUMPY.items()}
+
+
+def picklable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or its bits: torch does not pickle float8."""
+    return tensor.view(torch.uint8) if tensor.dtype in (*FLOAT8_DTYPES, FLOAT8_SCALE) else tensor

@@ -52,9 +52,13 @@ class Rows(StoredPlanes):
     """
 
     def __init__(
-        self, table: Table, storage_dtype: torch.dtype | None = None, state_dtype: torch.dtype | None = None
+        self,
+        table: Table,
+        storage_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
+        scale_block: int | None = None,
     ) -> None:
-        super().__init__(table, storage_dtype, state_dtype)
+        super().__init__(table, storage_dtype, state_dtype, scale_block)
         self.lag: Lag | None = None
         # Of a table in memory that processes share.
         self.own: OwnRows | None = None

@@ -11,7 +11,18 @@ from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer.cuda import wait_until_filled
-from speedtransfer.encoding import Codec, Keys, codec_for, decode_rows, encode_rows, write_key
+from speedtransfer.dtypes import FLOAT8_DTYPES, picklable
+from speedtransfer.encoding import (
+    SCALE,
+    BlocksFloat8,
+    Codec,
+    Keys,
+    codec_for,
+    codec_of_planes,
+    decode_rows,
+    encode_rows,
+    write_key,
+)
 from speedtransfer.tables import Table, read_ahead, row_chunks
 
 
@@ -23,23 +34,29 @@ class StoredPlanes:
     table : Table
         Its dtype is the one stored.
     storage_dtype : torch.dtype, optional
-        The dtype of `table`; rows are computed in float32, and for int8 a plane of scales is added. None: rows are computed in
-        the dtype of the table.
+        The dtype of `table`; rows are computed in float32, and for int8 and float8 a plane of scales is added, unless the
+        table has one. None: rows are computed in the dtype of the table.
     state_dtype : torch.dtype, optional
         The dtype that optimizer state of the width and dtype of the weights is stored in: float32, bfloat16, or uint8 for
         8-bit blocks. None: as the optimizer makes it.
+    scale_block : int, optional
+        How many columns, at most, of float8 rows share a scale; None: 128, or as the table has it.
     """
 
     def __init__(
-        self, table: Table, storage_dtype: torch.dtype | None = None, state_dtype: torch.dtype | None = None
+        self,
+        table: Table,
+        storage_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
+        scale_block: int | None = None,
     ) -> None:
         self.table = table
-        self.storage_dtype, self.state_dtype = storage_dtype, state_dtype
+        self.storage_dtype, self.state_dtype, self.scale_block = storage_dtype, state_dtype, scale_block
         # The dtype that the weights are computed in.
         self.dtype = table.dtype if storage_dtype is None else torch.float32
         self._tails: dict[str, tuple[int, ...]] = {}
         self._codecs: dict[str, Codec] = {}
-        self._keep_layout("weight", codec_for(table.dim, self.dtype, table.dtype), (table.dim,))
+        self._keep_layout("weight", self._codec_of_weights(), (table.dim,))
         for suffix, part in self._codecs["weight"].parts.items():
             if suffix and "weight" + suffix not in table.planes:
                 table.add_plane("weight" + suffix, part.width, part.dtype)
@@ -47,6 +64,18 @@ class StoredPlanes:
         self._seed, self._count = torch.initial_seed(), 0
         # What rows are called where they draw random numbers, if not by their number here.
         self.name_rows: Callable[[Tensor], Tensor] | None = None
+
+    def _codec_of_weights(self) -> Codec:
+        """Return the codec that `scale_block` asks for, or the one of the scales that the table has."""
+        table = self.table
+        codec, scales = codec_for(table.dim, self.dtype, table.dtype, self.scale_block), "weight" + SCALE
+        if self.storage_dtype in FLOAT8_DTYPES and scales in table.planes:
+            plane = table.stored(scales)
+            if (plane.shape[1], plane.dtype) != codec.parts[SCALE]:
+                codec = codec_of_planes(table.dim, table.dtype, plane.shape[1], plane.dtype)
+                # For what is made of this table.
+                self.scale_block = max(table.dim // plane.shape[1], 1)
+        return codec
 
     def _keep_layout(self, name: str, codec: Codec | None, tail: tuple[int, ...] = ()) -> None:
         """Set the codec of a plane; None: the plane was dropped."""
@@ -190,8 +219,11 @@ class StoredPlanes:
         """Encode ``(n, *tail)`` values, each part ``(n, width)``.
 
         Rounded to nearest, so that loading a state dict again gives the same; with `ids` (n,), as in a step, stochastically.
+        Values in the float8 that rows are stored in become codes as they are.
         """
         codec, width = self._codecs[name], math.prod(self._tails[name])
+        if ids is None and isinstance(codec, BlocksFloat8) and values.dtype == codec.parts[""].dtype:
+            return codec.adopt(values.reshape(len(values), width).contiguous())
         if ids is None:
             values = values.to(codec.parts[""].dtype if codec.name == "plain" else self.dtype)
         flat = values.reshape(len(values), width).contiguous()
@@ -246,10 +278,9 @@ class StoredPlanes:
 
     def copy(self) -> Self:
         """Return rows of a copy of the table with the same codecs, without state."""
-        made = type(self)(self.table.astype(self.table.dtype), self.storage_dtype, self.state_dtype)
-        for suffix, plane in self.parts("weight").items():
-            if suffix:
-                made.table.plane("weight" + suffix).copy_(plane)
+        table = self.table.astype(self.table.dtype)
+        _add_parts(table, self.parts("weight"))
+        made = type(self)(table, self.storage_dtype, self.state_dtype, self.scale_block)
         made.load_state_dict(self.state_dict())
         return made
 
@@ -257,8 +288,10 @@ class StoredPlanes:
         """Return what `unpickled` needs besides a table with the weight plane."""
         beside = {suffix: plane for suffix, plane in self.parts("weight").items() if suffix}
         return {
-            "dtypes": (self.storage_dtype, self.state_dtype),
-            "beside": beside,
+            "stored": self.table.dtype,
+            "beside_dtypes": {suffix: plane.dtype for suffix, plane in beside.items()},
+            "dtypes": (self.storage_dtype, self.state_dtype, self.scale_block),
+            "beside": {suffix: picklable(plane) for suffix, plane in beside.items()},
             "rounding": self.state_dict(),
             "layout": self.table.layout,
             "cache": self.table._cache_options,
@@ -267,11 +300,19 @@ class StoredPlanes:
     @classmethod
     def unpickled(cls, table: Table, pickled: dict[str, Any]) -> Self:
         """Return the rows that `pickled` describes."""
+        # An older version named no dtypes.
+        dtypes = pickled.get("beside_dtypes", {})
+        _add_parts(table, {s: plane.view(dtypes.get(s, plane.dtype)) for s, plane in pickled["beside"].items()})
         made = cls(table, *pickled["dtypes"])
-        for suffix, plane in pickled["beside"].items():
-            made.table.plane("weight" + suffix).copy_(plane)
         made.load_state_dict(pickled["rounding"])
         # An older version had none.
         table.layout = pickled.get("layout", table.layout)
         table._start_cache(pickled.get("cache"))
         return made
+
+
+def _add_parts(table: Table, parts: Mapping[str, Tensor]) -> None:
+    """Add copies of the planes beside the weights to a table that has none."""
+    for suffix, plane in parts.items():
+        if suffix:
+            table.add_plane("weight" + suffix, plane.shape[1], plane.dtype, plane)

@@ -16,16 +16,20 @@ from test_kernels import interesting_floats
 from torch import Tensor
 
 from speedtransfer.encoding import convert, cuda_codecs
-from speedtransfer.encoding.codecs import BLOCK, SCALE, Blocks8, Cast, Codec, RowInt8, meanings
+from speedtransfer.encoding.choice import codec_for
+from speedtransfer.encoding.codecs import BLOCK, SCALE, Blocks8, Cast, Codec, RowInt8
 from speedtransfer.encoding.convert import decode_rows, encode_rows
 from speedtransfer.encoding.rounding import Keys, column_keys, random_bits, write_key
 
-KINDS = ("bfloat16", "float16", "int8", "float8")
+FLOAT8 = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+KINDS = ("bfloat16", "float16", "int8", "float8", *FLOAT8)
 
 
 def codec_of(kind: str, width: int) -> Codec:
     if kind in ("bfloat16", "float16"):
         return Cast(width, getattr(torch, kind))
+    if kind in FLOAT8:
+        return codec_for(width, torch.float32, FLOAT8[kind])
     return RowInt8(width) if kind == "int8" else Blocks8(width)
 
 
@@ -155,7 +159,7 @@ def test_8_bit_blocks_are_within_a_step_of_their_float(width: int, sign: str) ->
 
 
 def test_8_bit_codes_are_all_different_and_in_order() -> None:
-    known = meanings(CPU)
+    known = Blocks8(1).meanings(CPU)
     assert (known[:256].diff() > 0).all()
     assert (known[256:384].diff() > 0).all()
     assert torch.equal(known[384:], -known[256:384])
@@ -237,6 +241,8 @@ def awkward(width: int) -> Tensor:
 
 def assert_same_bits(found: Tensor, expected: Tensor) -> None:
     """Compare bit by bit, except that every NaN is as good as another."""
+    if expected.dtype in FLOAT8.values():  # codes: a NaN is none of them
+        found, expected = found.view(torch.uint8), expected.contiguous().view(torch.uint8)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     if expected.is_floating_point():
         raw = torch.int32 if expected.element_size() == 4 else torch.int16
@@ -409,4 +415,11 @@ def test_layouts() -> None:
     assert Blocks8(128).parts == {"": (128, torch.uint8), SCALE: (1, torch.float32)}
     assert Blocks8(300).parts == {"": (300, torch.uint8), SCALE: (3, torch.float32)}
     assert RowInt8(300).parts == {"": (300, torch.int8), SCALE: (1, torch.float32)}
-    assert [codec_of(kind, 300).name for kind in KINDS] == ["bfloat16", "float16", "int8-row", "float8-block100"]
+    assert [codec_of(kind, 300).name for kind in KINDS] == [
+        "bfloat16",
+        "float16",
+        "int8-row",
+        "float8-block100",
+        "float8_e4m3fn-block100",
+        "float8_e5m2-block100",
+    ]

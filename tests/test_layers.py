@@ -31,7 +31,7 @@ LAYERS = [
     {"__init__", "__main__"},
 ]
 # Parts that must not see more of the package.
-KNOWS_ONLY = {"idle": {"errors", "jit", "cuda"}, "encoding": {"errors", "buffers", "jit", "cuda"}}
+KNOWS_ONLY = {"idle": {"errors", "jit", "cuda"}, "encoding": {"errors", "dtypes", "buffers", "jit", "cuda"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

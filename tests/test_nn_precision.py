@@ -16,7 +16,8 @@ import speedtransfer
 from speedtransfer.errors import InvalidTypeError
 from speedtransfer.optim import find_handle
 
-SMALL = (torch.bfloat16, torch.float16, torch.int8)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SMALL = (torch.bfloat16, torch.float16, torch.int8, *FLOAT8)
 IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
 
 
@@ -32,6 +33,11 @@ def dense(rows: int = 12, dim: int = 6, seed: int = 2, **options) -> nn.Embeddin
 
 def quantised(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """What a table of `dtype` holds of float32 rows, to the nearest."""
+    if dtype in FLOAT8:
+        top = torch.finfo(dtype).max
+        scale = weight.abs().amax(1, keepdim=True) / top
+        scale = (scale.view(torch.int32) & (-16 if top == 448 else -8)).view(torch.float32)
+        return (weight / scale).clamp(-top, top).to(dtype).float() * scale
     if dtype != torch.int8:
         return weight.to(dtype).float()
     scale = weight.abs().amax(1, keepdim=True) / 127
@@ -146,7 +152,7 @@ def test_float32_named_is_as_ever() -> None:
         ({"storage_dtype": torch.float64}, r"storage_dtype is torch.float64 but must be None or one of torch.float32"),
         (
             {"storage_dtype": "int8"},
-            r"storage_dtype is 'int8' but must be None or one of .*torch.int8; pass one of them",
+            r"storage_dtype is 'int8' but must be None or one of .*torch.int8, .*torch.float8_e5m2; pass one of them",
         ),
         ({"storage_dtype": torch.uint8}, "storage_dtype is torch.uint8"),
         ({"state_dtype": torch.int8}, r"state_dtype is torch.int8 .*torch.uint8 \(uint8: blocks of 8-bit floats\)"),
@@ -195,8 +201,9 @@ def test_state_dicts_cross_over(dtype: torch.dtype) -> None:
     ours, theirs = made(dtype), dense(seed=3)
     state = ours.state_dict()
     assert list(state) == ["weight"]
-    assert state["weight"].dtype == (torch.float32 if dtype == torch.int8 else dtype)
-    assert (state["weight"].data_ptr() == ours.table.torch().data_ptr()) == (dtype != torch.int8)
+    scaled = dtype in (torch.int8, *FLOAT8)
+    assert state["weight"].dtype == (torch.float32 if scaled else dtype)
+    assert (state["weight"].data_ptr() == ours.table.torch().data_ptr()) == (not scaled)
     theirs.load_state_dict(state)
     assert torch.equal(theirs.weight, values(ours))
     version = ours.table.version

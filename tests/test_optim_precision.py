@@ -31,6 +31,8 @@ FORMS = (
     (torch.float32, torch.uint8),
     (torch.bfloat16, torch.bfloat16),
     (torch.int8, torch.uint8),
+    (torch.float8_e4m3fn, torch.uint8),
+    (torch.float8_e5m2, torch.bfloat16),
 )
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
@@ -91,7 +93,9 @@ def test_training_ends_near_float32(
     start = factorise(modules, torch.optim.SGD([m.weight for m in modules], lr=0.0), 0)
     loss = factorise(modules, OPTIMIZERS[name]([m.weight for m in modules]))
     assert reached(name) < 0.6 * start
-    assert loss < reached(name) * 1.05 + 0.005 * start
+    # Two bits of significand: each write moves a value by up to a quarter of it.
+    lost = 0.3 if storage == torch.float8_e5m2 else 0.05
+    assert loss < reached(name) * (1 + lost) + 0.005 * start
 
 
 # --- what rounding to the nearest cannot do ---------------------------------------------------------------------------

@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidTypeError
-
-STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
-STATE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
-BLOCK = 128  # columns, at most, that share a scale of 8-bit state
+BLOCK = 128  # columns, at most, that share a scale, unless somebody says otherwise
 SCALE = ".scale"
 
 
@@ -51,6 +47,13 @@ class Plain:
     def decode(self, parts: dict[str, Tensor], out: Tensor) -> Tensor:
         """Fill `out` (n, width) with the values of encoded rows, and return it."""
         return out.copy_(parts[""])
+
+    def meanings(self, device: torch.device) -> Tensor | None:
+        """Return the numbers, without their scale, that the 256 codes stand for, and those under a negative scale: (512,).
+
+        None: `decode` is one pass, and needs no compiled one.
+        """
+        return None
 
 
 class Cast(Plain):
@@ -97,7 +100,7 @@ class RowInt8(Plain):
         self.name = "int8-row"
 
     def encode(self, values: Tensor, bits: Tensor | None) -> dict[str, Tensor]:  # noqa: D102
-        scale = _scales(values.abs().amax(1, keepdim=True), values.new_full((), 127.0), 7, 2.0**-126)
+        scale = scales_of(values.abs().amax(1, keepdim=True), values.new_full((), 127.0), 7, 2.0**-126)
         codes = values / scale  # a tensor by a tensor: the same rounding on every device
         if bits is None:
             codes.round_()
@@ -110,7 +113,28 @@ class RowInt8(Plain):
         return torch.mul(parts[""], parts[SCALE], out=out)
 
 
-class Blocks8(Plain):
+class Blocks(Plain):
+    """The base class of codecs with a scale for each of `blocks` blocks of a row's columns, as even as can be."""
+
+    viewable = False
+
+    def __init__(self, width: int, dtype: torch.dtype, blocks: int, scale_dtype: torch.dtype = torch.float32) -> None:
+        self.blocks, self.size = blocks, math.ceil(width / blocks)
+        self.parts = {"": Part(width, dtype), SCALE: Part(blocks, scale_dtype)}
+
+    def split(self, values: Tensor) -> Tensor:
+        """Return ``(n, width)`` as ``(n, blocks, size)``, zeros at the end."""
+        missing = self.blocks * self.size - values.shape[1]
+        if missing:
+            values = torch.nn.functional.pad(values, (0, missing))
+        return values.view(len(values), self.blocks, self.size)
+
+    def joined(self, values: Tensor) -> Tensor:
+        """Return what `split` was given: ``(n, width)``."""
+        return values.view(len(values), self.blocks * self.size)[:, : self.parts[""].width]
+
+
+class Blocks8(Blocks):
     """8-bit floating point with a float32 scale for each block of up to `BLOCK` columns of a row, for optimizer state.
 
     As in block-wise dynamic quantization (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022) steps
@@ -123,29 +147,18 @@ class Blocks8(Plain):
     infinity or a NaN becomes NaN as a whole.
     """
 
-    viewable = False
     kernel = "encode_blocks"
     # 1.0, cut to three bits of significand.
     _ONE = 0x3F800000 >> 20
 
     def __init__(self, width: int) -> None:
-        self.blocks = max(1, math.ceil(width / BLOCK))
-        self.size = math.ceil(width / self.blocks)  # of blocks as even as can be
-        self.parts = {"": Part(width, torch.uint8), SCALE: Part(self.blocks, torch.float32)}
+        super().__init__(width, torch.uint8, blocks_of(width, BLOCK))
         self.name = f"float8-block{self.size}"
 
-    def _split(self, values: Tensor) -> Tensor:
-        """Return ``(n, width)`` as ``(n, blocks, size)``, zeros at the end."""
-        missing = self.blocks * self.size - values.shape[1]
-        if missing:
-            values = torch.nn.functional.pad(values, (0, missing))
-        return values.view(len(values), self.blocks, self.size)
-
     def encode(self, values: Tensor, bits: Tensor | None) -> dict[str, Tensor]:  # noqa: D102
-        width = values.shape[1]
-        values = self._split(values)
+        values = self.split(values)
         sizes = values.abs()
-        scale = _scales(sizes.amax(2, keepdim=True), values.new_full((), 1.0), 4, 2.0**-94)
+        scale = scales_of(sizes.amax(2, keepdim=True), values.new_full((), 1.0), 4, 2.0**-94)
         sizes /= scale
         sizes.nan_to_num_(0.0).clamp_(max=1.0)
         signed = values.amin(2, keepdim=True) < 0  # false for NaN
@@ -155,7 +168,7 @@ class Blocks8(Plain):
             added = sizes.new_full((), 1 << 19, dtype=torch.int32)
             chance = sizes.new_full((), 0.5)
         else:
-            added = (self._split(bits) >> 12).bitwise_and_((1 << 20) - 1)
+            added = (self.split(bits) >> 12).bitwise_and_((1 << 20) - 1)
             chance = added.to(torch.float32).mul_(2.0**-20)
         codes = (sizes.view(torch.int32) + added >> 20).add_(top - self._ONE)
         below = torch.where(signed, sizes > chance * least, values > 0).to(torch.int32)
@@ -163,21 +176,29 @@ class Blocks8(Plain):
         codes += (values < 0).to(torch.int32).mul_(128)
         codes *= scale.isfinite()
         return {
-            "": codes.to(torch.uint8).view(len(values), self.blocks * self.size)[:, :width],
+            "": self.joined(codes.to(torch.uint8)),
             SCALE: torch.where(signed, -scale, scale)[:, :, 0],
         }
 
     def decode(self, parts: dict[str, Tensor], out: Tensor) -> Tensor:  # noqa: D102
-        codes, scale = self._split(parts[""].to(torch.int32)), parts[SCALE][:, :, None]
+        codes, scale = self.split(parts[""].to(torch.int32)), parts[SCALE][:, :, None]
         codes += (scale < 0).to(torch.int32).mul_(256)
-        values = meanings(codes.device).index_select(0, codes.view(-1)).view(codes.shape)
-        return out.copy_(values.mul_(scale.abs()).view(len(codes), self.blocks * self.size)[:, : out.shape[1]])
+        values = self.meanings(codes.device).index_select(0, codes.view(-1)).view(codes.shape)
+        return out.copy_(self.joined(values.mul_(scale.abs())))
+
+    def meanings(self, device: torch.device) -> Tensor:  # noqa: D102
+        return _meanings(device)
 
 
 Codec = Plain
 
 
-def _scales(largest: Tensor, parts: Tensor, dropped: int, least: float) -> Tensor:
+def blocks_of(width: int, block: int) -> int:
+    """Return how many blocks of up to `block` columns a row has, at least one."""
+    return max(1, -(-width // block))
+
+
+def scales_of(largest: Tensor, parts: Tensor, dropped: int, least: float) -> Tensor:
     """Return ``largest / parts`` without its last `dropped` bits, `least` or more; NaN where it is not finite.
 
     Rounded down, so that the largest value still gets the largest code, and the same scale the next time.
@@ -187,7 +208,7 @@ def _scales(largest: Tensor, parts: Tensor, dropped: int, least: float) -> Tenso
 
 
 @functools.lru_cache(maxsize=16)
-def meanings(device: torch.device) -> Tensor:
+def _meanings(device: torch.device) -> Tensor:
     """Return what the codes of `Blocks8` mean: 256 without a sign and 256 with one."""
     with torch.inference_mode(False):
         codes = torch.arange(256, dtype=torch.int32, device="cpu")
@@ -196,52 +217,3 @@ def meanings(device: torch.device) -> Tensor:
         values[384:] *= -1
         values[[0, 256, 384]] = 0
         return values.to(device)
-
-
-def codec_for(width: int, computed: torch.dtype, stored: torch.dtype) -> Codec:
-    """Return the codec of rows that are computed in one dtype and stored in another: uint8 is `Blocks8`."""
-    if computed == stored:
-        return Plain(width, stored)
-    if stored == torch.int8:
-        return RowInt8(width)
-    return Blocks8(width) if stored == torch.uint8 else Cast(width, stored)
-
-
-def codec_named(name: str, width: int) -> Codec:
-    """Return the codec of that `Codec.name` for rows of `width` values that are not stored plainly.
-
-    Raises
-    ------
-    ValueError
-        There is none.
-    """
-    made = (
-        codec_for(width, torch.float32, stored) for stored in (torch.bfloat16, torch.float16, torch.int8, torch.uint8)
-    )
-    for codec in made:
-        if codec.name == name:
-            return codec
-    raise ValueError(f"rows are encoded as {name[:40]!r}; a later speedtransfer may read them")
-
-
-def check_dtypes(dtype: torch.dtype, storage_dtype: Any, state_dtype: Any) -> None:
-    """Raise unless rows computed in `dtype` can be stored in `storage_dtype`, and their state in `state_dtype`.
-
-    Raises
-    ------
-    InvalidTypeError
-    """
-    for name, value, choices, hint in (
-        ("storage_dtype", storage_dtype, STORAGE_DTYPES, ""),
-        ("state_dtype", state_dtype, STATE_DTYPES, " (uint8: blocks of 8-bit floats)"),
-    ):
-        if value is None:
-            continue
-        if value not in choices:
-            known = ", ".join(str(choice) for choice in choices)
-            raise InvalidTypeError(f"{name} is {value!r} but must be None or one of {known}{hint}; pass one of them")
-        if dtype != torch.float32:
-            raise InvalidTypeError(
-                f"{name} is {value} but the rows are {dtype}, and only float32 ones are stored in another form; "
-                f"leave dtype out, or {name}"
-            )

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from speedtransfer import buffers
+from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.encoding import cuda_codecs
-from speedtransfer.encoding.codecs import Blocks8, Codec, meanings
+from speedtransfer.encoding.codecs import SCALE, Codec
 from speedtransfer.encoding.rounding import Keys, column_keys
 from speedtransfer.jit import compiled_module, run_on_threads
 
@@ -27,7 +28,7 @@ def encode_rows(codec: Codec, values: Tensor, keys: Keys | None) -> dict[str, Te
     """Return the encoded rows of `values` (n, width), contiguous: rounded stochastically with `keys`, else to the nearest."""
     if values.shape[1] == 0:
         return {s: values.new_zeros(len(values), p.width, dtype=p.dtype) for s, p in codec.parts.items()}
-    encode = None if keys is None else _encoder(values)
+    encode = None if keys is None or not codec.kernel else _encoder(values)
     if encode is None and len(values) <= _chunk_rows(values):
         encoded = codec.encode(values, _bits(keys, slice(0, len(values)), values))
         return {suffix: part.contiguous() for suffix, part in encoded.items()}
@@ -45,11 +46,13 @@ def decode_rows(codec: Codec, parts: dict[str, Tensor]) -> Tensor:
     """Return the values of encoded rows, ``(n, width)`` float32 and contiguous."""
     codes = parts[""]
     values = buffers.empty(tuple(codes.shape), torch.float32, codes.device)
-    if not isinstance(codec, Blocks8):  # one pass
+    known = codec.meanings(codes.device)
+    if known is None:  # one pass
         return codec.decode(parts, values)
     compiled = _compiled(codes)
     if compiled is not None:
-        _run(compiled.decode_blocks, [*parts.values(), meanings(codes.device)], values)
+        scales = parts[SCALE].to(torch.float32)
+        _run(compiled.decode_blocks, [codes, scales, known], values)
         return values
     if cuda_codecs.is_usable(codes):
         cuda_codecs.decode(parts, values)
@@ -68,10 +71,8 @@ def _encoder(values: Tensor) -> Callable[..., None] | None:
 
 
 def _encode_compiled(compiled: Any, codec: Codec, values: Tensor, keys: Keys, made: dict[str, Tensor]) -> None:
-    # NumPy has no bfloat16.
-    outputs = [part.view(torch.int16) if part.element_size() == 2 else part for part in made.values()]
     rows = keys.rows(slice(0, len(values))).view(-1)
-    _run(getattr(compiled, codec.kernel), [rows, column_keys(values.shape[1], values.device), *outputs], values)
+    _run(getattr(compiled, codec.kernel), [rows, column_keys(values.shape[1], values.device), *made.values()], values)
 
 
 def _bits(keys: Keys | None, rows: slice, values: Tensor) -> Tensor | None:
@@ -87,8 +88,15 @@ def _compiled(values: Tensor) -> Any:
 
 def _run(function: Any, others: list[Tensor], values: Tensor) -> None:
     memory = values, *others
-    part = function, tuple(tensor.numpy() for tensor in memory)
+    part = function, tuple(_array(tensor) for tensor in memory)
     run_on_threads([part], len(values), _WORK * values.nbytes, memory)
+
+
+def _array(tensor: Tensor) -> Any:
+    """Return the bits of a tensor of any dtype; NumPy has neither bfloat16 nor float8."""
+    if tensor.element_size() == 2:
+        tensor = tensor.view(torch.int16)
+    return (tensor.view(torch.uint8) if tensor.dtype in FLOAT8_DTYPES else tensor).numpy()
 
 
 def _chunk_rows(values: Tensor) -> int:

@@ -93,6 +93,67 @@ def encode_int8(values: Any, rows: Any, columns: Any, out: Any, scales: Any, sta
 
 
 @compile_function
+def encode_float8_e4m3fn(values: Any, rows: Any, columns: Any, out: Any, scales: Any, start: int, stop: int) -> None:
+    """Fill `out` (n, width) uint8 with the bits of float8_e4m3fn, and `scales` (n, blocks) float32."""
+    _encode_float8(values, rows, columns, out, scales, start, stop, 3, 448.0, -6)
+
+
+@compile_function
+def encode_float8_e5m2(values: Any, rows: Any, columns: Any, out: Any, scales: Any, start: int, stop: int) -> None:
+    """Fill `out` (n, width) uint8 with the bits of float8_e5m2, and `scales` (n, blocks) float32."""
+    _encode_float8(values, rows, columns, out, scales, start, stop, 2, 57344.0, -14)
+
+
+@njit(error_model="numpy", inline="always")
+def _encode_float8(
+    values: Any,
+    rows: Any,
+    columns: Any,
+    out: Any,
+    scales: Any,
+    start: int,
+    stop: int,
+    digits: Any,
+    top: Any,
+    least: Any,
+) -> None:
+    """Encode in a float8 of `digits` bits of significand, largest `top` and smallest ordinary number ``2**least``."""
+    size = -(-values.shape[1] // scales.shape[1])
+    words, row_keys, column_keys = values.view(np.uint32), rows.view(np.uint32), columns.view(np.uint32)
+    shares, sums = np.empty(size, np.float32), np.empty(size, np.float32)
+    sum_words, known = sums.view(np.uint32), (np.float32(top), np.float32(2.0**least))
+    kept = np.uint32(0xFFFFFFFF << (digits + 1) & 0xFFFFFFFF)
+    least_scale, first = np.float32(2.0 ** (digits - least - 126)), (126 + least) << digits
+    lost, unused = np.uint32(23 - digits), np.uint32(9 + digits)
+    for i in range(start, stop):
+        for block in range(scales.shape[1]):
+            low = block * size
+            high = min(low + size, values.shape[1])
+            largest: Any = np.uint32(0)  # as in encode_int8
+            for j in range(low, high):
+                largest = max(largest, np.uint32(words[i, j] & np.uint32(0x7FFFFFFF)))
+            if largest >= _INFINITY:
+                scales[i, block] = np.nan
+                for j in range(low, high):
+                    out[i, j] = 0
+                continue
+            sum_words[0] = largest
+            sums[0] /= known[0]
+            sum_words[0] &= kept
+            scales[i, block] = scale = max(sums[0], least_scale)
+            for j in range(low, high):
+                share = np.float32(abs(values[i, j])) / scale
+                shares[j - low] = share = share if share < known[0] else known[0]
+                sums[j - low] = share + known[1] if share < known[1] else share
+            for j in range(low, high):
+                bits = np.uint32(_random(row_keys[i], column_keys[j]) >> unused)
+                code = np.uint32(np.uint32(sum_words[j - low] + bits) >> lost)
+                before = np.uint32(first + (1 << digits)) if shares[j - low] < known[1] else np.uint32(first)
+                sign = np.uint32((words[i, j] >> np.uint32(24)) & np.uint32(128))
+                out[i, j] = np.uint8(np.uint32(code - before) | sign)
+
+
+@compile_function
 def encode_blocks(values: Any, rows: Any, columns: Any, out: Any, scales: Any, start: int, stop: int) -> None:
     """Fill `out` (n, width) uint8 and `scales` (n, blocks) float32."""
     size = -(-values.shape[1] // scales.shape[1])

@@ -1,7 +1,7 @@
-// Encode float32 rows with stochastic rounding, and decode blocks of 8-bit floats: the bits of encoding/codecs.py. Random bits
-// are made here of the ids of the rows, as encoding/rounding.py makes them.
+// Encode float32 rows with stochastic rounding, and decode blocks of 8-bit floats: the bits of encoding/codecs.py and
+// encoding/float8.py. Random bits are made here of the ids of the rows, as encoding/rounding.py makes them.
 //
-// A scale belongs to a row or to a block of up to 128 of its columns. One thread takes all of that, 16 bytes at a time where
+// A scale belongs to a row or to a block of its columns. One thread takes all of that, 16 bytes at a time where
 // the address allows it. No value depends on whether a product and a sum are rounded once or twice: products are exact.
 
 #include "move.cuh"
@@ -9,7 +9,8 @@
 
 namespace {
 
-enum Form : long long { kToBFloat16, kToFloat16, kToInt8, kToFloat8 };
+// Named after dtypes of torch, but kBlocks, whose codes are `codecs.Blocks8`.
+enum Form : long long { kToBFloat16, kToFloat16, kToInt8, kBlocks, kFloat8E4M3, kFloat8E5M2 };
 
 struct Encoding {
     const float* values;   // (count, width)
@@ -30,6 +31,21 @@ struct Decoding {
     long long count;
     long long width;
     long long blocks;
+    Form form;                   // one of the last three
+};
+
+// The two dtypes of torch: a bit of sign, an exponent, `kDigits` of significand.
+struct E4M3 {
+    static constexpr unsigned int kDigits = 3, kBias = 7;
+    static constexpr float kLargest = 448.0f, kSmallest = 0x1p-6f, kLeastScale = 0x1p-117f;
+    // Exponents go on where others have infinities; all bits set is a NaN.
+    __device__ static bool is_special(unsigned int size) { return size == 0x7fu; }
+};
+
+struct E5M2 {
+    static constexpr unsigned int kDigits = 2, kBias = 15;
+    static constexpr float kLargest = 57344.0f, kSmallest = 0x1p-14f, kLeastScale = 0x1p-110f;
+    __device__ static bool is_special(unsigned int size) { return size >= 0x7cu; }
 };
 
 constexpr unsigned int kSign = 0x80000000u, kSize = 0x7fffffffu, kInfinity = 0x7f800000u, kNaN = 0x7fc00000u;
@@ -89,10 +105,10 @@ struct Int8Scale {
     }
 };
 
-struct Float8Scale {
+struct BlockScale {
     float scale;
     bool negative;
-    __device__ Float8Scale(const Range& range) : negative(range.negative) {
+    __device__ BlockScale(const Range& range) : negative(range.negative) {
         const float scaled = as_float(range.largest & 0xfffffff0u);
         scale = scaled > 0x1p-94f ? scaled : 0x1p-94f;
     }
@@ -105,6 +121,24 @@ struct Float8Scale {
         unsigned int code = ((as_bits(share) + added) >> 20) - (negative ? 889u : 761u);
         if (share < least) code = negative ? share > static_cast<float>(added) * 0x1p-20f * least : size > 0;
         return (code | (negative && word > kSign ? 128u : 0u)) & 0xffu;
+    }
+};
+
+template <typename Kind>
+struct Float8Scale {
+    float scale;
+    __device__ Float8Scale(const Range& range) {
+        const float scaled = as_float(as_bits(as_float(range.largest) / Kind::kLargest) & ~0u << (Kind::kDigits + 1));
+        scale = scaled > Kind::kLeastScale ? scaled : Kind::kLeastScale;
+    }
+    __device__ float stored() const { return scale; }
+    __device__ unsigned int code(unsigned int word, unsigned int random) const {
+        float share = as_float(word & kSize) / scale;
+        share = share < Kind::kLargest ? share : Kind::kLargest;
+        const bool below = share < Kind::kSmallest;  // as in to_float16
+        const unsigned int sum = as_bits(below ? share + Kind::kSmallest : share) + (random >> (9 + Kind::kDigits));
+        const unsigned int first = (below ? 128u : 127u) - Kind::kBias;
+        return ((sum >> (23 - Kind::kDigits)) - (first << Kind::kDigits)) | ((word >> 24) & 128u);
     }
 };
 
@@ -172,6 +206,33 @@ __device__ inline void encode_values(const Encoding& given, Cast cast) {
     }
 }
 
+// The sign of a scale tells which codes its block has.
+__device__ inline float block_value(unsigned int code, float scale) {
+    const bool negative = scale < 0;
+    const unsigned int step = negative ? code & 127u : code;
+    const unsigned int word = step == 0 ? 0 : ((step + (negative ? 889u : 761u)) << 20) | (negative ? (code >> 7) << 31 : 0);
+    return as_float(word) * (negative ? -scale : scale);
+}
+
+template <typename Kind>
+__device__ inline float float8_value(unsigned int code, float scale) {
+    const unsigned int size = code & 127u, shifted = size << (23 - Kind::kDigits), sign = (code & 128u) << 24;
+    // Infinity and NaN have the exponent of all ones in float32; the bits below it are those here.
+    const unsigned int special = kInfinity | (shifted & 0x7fffffu), ordinary = shifted + ((127u - Kind::kBias) << 23);
+    const float below = static_cast<float>(size) * Kind::kSmallest / (1u << Kind::kDigits);
+    const unsigned int word = Kind::is_special(size) ? special : size >> Kind::kDigits ? ordinary : as_bits(below);
+    return as_float(word | sign) * scale;
+}
+
+template <typename Value>
+__device__ inline void decode_values(const Decoding& given, Value value) {
+    const long long size = (given.width + given.blocks - 1) / given.blocks;
+    for (long long item = this_thread(); item < given.count * given.width; item += all_threads()) {
+        const float scale = given.scales[item / given.width * given.blocks + item % given.width / size];
+        given.values[item] = value(given.codes[item], scale);
+    }
+}
+
 }  // namespace
 
 extern "C" __global__ void encode_rows(const __grid_constant__ Encoding given) {
@@ -179,18 +240,16 @@ extern "C" __global__ void encode_rows(const __grid_constant__ Encoding given) {
         case kToBFloat16: encode_values(given, to_bfloat16); break;
         case kToFloat16: encode_values(given, to_float16); break;
         case kToInt8: encode_blocks<Int8Scale>(given); break;
-        default: encode_blocks<Float8Scale>(given); break;
+        case kBlocks: encode_blocks<BlockScale>(given); break;
+        case kFloat8E4M3: encode_blocks<Float8Scale<E4M3>>(given); break;
+        default: encode_blocks<Float8Scale<E5M2>>(given); break;
     }
 }
 
-// The sign of a scale tells which codes its block has.
 extern "C" __global__ void decode_blocks(const __grid_constant__ Decoding given) {
-    const long long size = (given.width + given.blocks - 1) / given.blocks;
-    for (long long item = this_thread(); item < given.count * given.width; item += all_threads()) {
-        const float scale = given.scales[item / given.width * given.blocks + item % given.width / size];
-        const bool negative = scale < 0;
-        const unsigned int code = given.codes[item], step = negative ? code & 127u : code;
-        const unsigned int word = step == 0 ? 0 : ((step + (negative ? 889u : 761u)) << 20) | (negative ? (code >> 7) << 31 : 0);
-        given.values[item] = as_float(word) * (negative ? -scale : scale);
+    switch (given.form) {
+        case kBlocks: decode_values(given, block_value); break;
+        case kFloat8E4M3: decode_values(given, float8_value<E4M3>); break;
+        default: decode_values(given, float8_value<E5M2>); break;
     }
 }

@@ -38,7 +38,7 @@ def make_shard(
     """
     exchange = exchange_of(options["process_group"])
     partition = Partition(shape[0], exchange.ranks)
-    names = ("memory", "idle", "storage_dtype", "state_dtype", "comm_dtype")
+    names = ("memory", "idle", "storage_dtype", "state_dtype", "scale_block", "comm_dtype")
     about = f"{shape[0]} x {shape[1]} {dtype}, " + ", ".join(f"{name}={dict(options)[name]}" for name in names)
     rows, error = None, None
     # Before the memory, which processes of one host make together.
@@ -67,7 +67,7 @@ def make_shard(
 def _check(dtype: torch.dtype, options: TableOptions) -> None:
     """Raise where options do not fit."""
     comm_dtype = options["comm_dtype"]
-    check_dtypes(dtype, options["storage_dtype"], options["state_dtype"])
+    check_dtypes(dtype, options["storage_dtype"], options["state_dtype"], options["scale_block"])
     if comm_dtype not in COMM_DTYPES or (comm_dtype is not None and dtype != torch.float32):
         raise InvalidValueError(
             f"comm_dtype is {comm_dtype} for rows of {dtype} but must be torch.bfloat16 or torch.int8, for rows of "
@@ -98,11 +98,12 @@ def _make_rows(
     if options["memory"] == "shared":
         memory = SharedMemory(resolve_device(device), exchange)
         memory.layout = options["layout"]
-        return Rows(Table.over(memory, shape[0], shape[1], stored), storage_dtype, options["state_dtype"])
+        table = Table.over(memory, shape[0], shape[1], stored)
+        return Rows(table, storage_dtype, options["state_dtype"], options["scale_block"])
     place: Any = {name: dict(options)[name] for name in ("memory", "layout", "cache_rows")}
     path = None if options["path"] is None else _path_of(options["path"], exchange)
     table = Table(partition.size(exchange.rank), shape[1], stored, device=device, path=path, **place)
-    return Rows(table, storage_dtype, options["state_dtype"])
+    return Rows(table, storage_dtype, options["state_dtype"], options["scale_block"])
 
 
 def _path_of(path: str | os.PathLike[str], exchange: Exchange) -> Path:

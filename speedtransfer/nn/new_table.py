@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.encoding import check_dtypes
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.new_shard import make_shard
@@ -42,16 +43,17 @@ def make_handle(
         dtype = torch.float32
     if options["process_group"] is not None:
         return make_shard(weight, shape, device, dtype, requires_grad, options)
-    check_dtypes(dtype, storage_dtype, options["state_dtype"])
+    check_dtypes(dtype, storage_dtype, options["state_dtype"], options["scale_block"])
     stored = dtype if storage_dtype is None else storage_dtype
     about: Any = options
     place = {name: about[name] for name in ("memory", "path", "layout", "cache_rows", "cache_counts")}
-    in_place = weight is not None and weight.dtype == stored
+    # Codes of float8 would change their meaning with their scales.
+    in_place = weight is not None and weight.dtype == stored and storage_dtype not in FLOAT8_DTYPES
     if weight is not None and in_place:
         table = Table.from_array(weight, device=device, copy=False, **place)
     else:
         table = Table(shape[0], shape[1], stored, device=device, **place)
-    rows = Rows(table, storage_dtype, options["state_dtype"])
+    rows = Rows(table, storage_dtype, options["state_dtype"], options["scale_block"])
     if weight is not None and not in_place:
         rows.load("weight", weight)
     return Handle(table, requires_grad, options["idle"], rows)

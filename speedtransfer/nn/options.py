@@ -25,6 +25,7 @@ class TableOptions(TypedDict, total=False):
     idle: str
     storage_dtype: torch.dtype | None
     state_dtype: torch.dtype | None
+    scale_block: int | None
     layout: str
     cache_rows: int | str | None
     cache_counts: Any
@@ -38,6 +39,7 @@ DEFAULTS = TableOptions(
     idle="auto",
     storage_dtype=None,
     state_dtype=None,
+    scale_block=None,
     layout="planes",
     cache_rows=None,
     cache_counts=None,

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.cuda import check_not_capturing
+from speedtransfer.dtypes import picklable
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.binding import KEY, Binding
@@ -201,7 +202,7 @@ class Handle(Binding):
             made = Table(len(values), table.dim, dtype, table.memory, device=table.device, layout=table.layout)
             made._start_cache(table._options_of_cache(len(values)))
             reason = f"the table got {len(values)} rows" if resized else f"the table became {values.dtype}"
-            self.replace(Rows(made, rows.storage_dtype, rows.state_dtype), reason)
+            self.replace(Rows(made, rows.storage_dtype, rows.state_dtype, rows.scale_block), reason)
         self.store(values)
 
     def _can_take(self, values: Tensor) -> bool:
@@ -227,7 +228,8 @@ class Handle(Binding):
         """Pickle the rows without their state, which is the optimizer's, and without a gradient, as torch does."""
         # The copy uses no file, and may be unpickled where memory cannot be pinned.
         memory, device = "device" if self.table.memory == "device" else "auto", str(self.table.device)
-        return _unpickle, (self.table.torch(), memory, device, self.requires_grad, self.idle, self.rows.pickled())
+        weight = picklable(self.table.torch())
+        return _unpickle, (weight, memory, device, self.requires_grad, self.idle, self.rows.pickled())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         # Without the planes of state, which a copy of the optimizer has.
@@ -249,6 +251,8 @@ def _shares(values: Tensor, plane: Tensor) -> bool:
 def _unpickle(
     weight: Tensor, memory: str, device: str, param: nn.Parameter | bool, idle: str, rows: dict[str, Any]
 ) -> Handle:
+    # An older version named no dtype.
+    weight = weight.view(rows.get("stored", weight.dtype))
     table = Table.from_array(weight, memory, device=device, copy=False)
     trained = param if isinstance(param, bool) else param.requires_grad
     return Handle(table, trained, idle, Rows.unpickled(table, rows))

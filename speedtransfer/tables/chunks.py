@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from speedtransfer.dtypes import FLOAT8_DTYPES, FLOAT8_SCALE
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables.page_advice import read_ahead
 
@@ -78,9 +80,16 @@ def check_fill(fill: object, shape: tuple[int, int], dtype: torch.dtype) -> None
         raise InvalidTypeError(f"fill is a {type(fill).__name__} but must be a number or a tensor; pass one of them")
     elif not dtype.is_floating_point and not float(fill).is_integer():
         raise InvalidValueError(f"fill is {fill} but the plane holds {dtype}; pass a whole number or a floating dtype")
+    elif dtype == FLOAT8_SCALE and math.frexp(float(fill))[0] != 0.5:
+        raise InvalidValueError(f"fill is {fill} but the plane holds {dtype}, powers of two alone; pass 1.0, say")
 
 
 def check_floating(dtype: torch.dtype, what: str) -> None:
-    """Raise `InvalidTypeError` where random numbers are asked of an integer table."""
+    """Raise `InvalidTypeError` where random numbers are asked of a table of integers or float8, which torch draws none of."""
     if not dtype.is_floating_point:
         raise InvalidTypeError(f"{what} needs a floating dtype but the table holds {dtype}; use init_(fn) for integers")
+    if dtype in FLOAT8_DTYPES:
+        raise InvalidTypeError(
+            f"{what} draws no {dtype}; use init_(fn) with a function that returns float32, or make a module with "
+            f"storage_dtype={dtype} in place of dtype"
+        )

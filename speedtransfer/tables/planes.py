@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ from speedtransfer.cuda import (
     num_replays,
     wait_until_filled,
 )
-from speedtransfer.dtypes import TABLE_DTYPES
+from speedtransfer.dtypes import PLANE_DTYPES, TABLE_DTYPES
 from speedtransfer.engines import CachedEngine, Engine, engine_names, make_engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.tables import stats
@@ -277,7 +277,7 @@ class Planes:
             if name in self._planes:
                 raise InvalidValueError(f"plane {name!r} exists; drop it first with drop_plane, or choose another name")
             width = self.dim if width is None else check_size(width, "width")
-            specs[name] = width, check_dtype(self.dtype if dtype is None else dtype)
+            specs[name] = width, check_dtype(self.dtype if dtype is None else dtype, PLANE_DTYPES)
             check_fill(fill, (self.num_rows, width), specs[name][1])
         added = self._place.allocate_together(self.num_rows, specs)
         for name, plane in added.items():
@@ -348,9 +348,9 @@ def _filler(value: float) -> Callable[[Tensor], Tensor]:
     return lambda chunk: chunk.fill_(value)
 
 
-def check_dtype(dtype: Any) -> DType:
+def check_dtype(dtype: Any, known: Collection[DType] = TABLE_DTYPES) -> DType:
     """Return `dtype`, or raise `InvalidTypeError` where no table can hold it."""
-    if not isinstance(dtype, torch.dtype) or dtype not in TABLE_DTYPES:
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in TABLE_DTYPES))
+    if not isinstance(dtype, torch.dtype) or dtype not in known:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in known))
         raise InvalidTypeError(f"dtype is {dtype!r} but a table holds one of torch's {names}; pass one of them")
     return dtype

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer.cuda import mapped_view, require_cuda, resolve_device, to_cupy, wait_until_filled
+from speedtransfer.dtypes import INTEGER_OF_SIZE, NUMPY_OF_TORCH
 from speedtransfer.engines import engine_names, make_engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables.chunks import check_floating, fill_plane
@@ -27,16 +27,17 @@ class WholePlanes(Planes):
         return self.plane("weight")
 
     def numpy(self) -> np.ndarray:
-        """Return the weight plane as an array over the same memory (host memories; NumPy has no bfloat16).
+        """Return the weight plane as an array over the same memory (host memories; NumPy has no bfloat16 and no float8).
 
         A write to it between backward and step is not noticed, and the step overwrites it; one to `torch()` is.
         """
         weight = self.plane("weight")
         if weight.device.type != "cpu":
             raise InvalidValueError(f"the rows live on {weight.device}, not on the host; use .cupy() or .torch().cpu()")
+        if weight.dtype not in NUMPY_OF_TORCH:
+            name, bits = str(weight.dtype).removeprefix("torch."), INTEGER_OF_SIZE[weight.element_size()]
+            raise InvalidTypeError(f"NumPy has no {name}; use .torch(), or .torch().view({bits}).numpy()")
         self._hand_out()
-        if weight.dtype == torch.bfloat16:
-            raise InvalidTypeError("NumPy has no bfloat16; use .torch(), or .torch().view(torch.int16).numpy()")
         return weight.numpy()
 
     def cupy(self) -> Any:

@@ -1,0 +1,284 @@
+"""Rows in float8 with scales for blocks of columns: encoded and decoded as torch's own casts do."""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import pytest
+import torch
+from cpu_kernels import cpu_kernels
+from torch import Tensor
+
+from speedtransfer.encoding import convert, cuda_codecs
+from speedtransfer.encoding.choice import codec_for, codec_named
+from speedtransfer.encoding.codecs import SCALE
+from speedtransfer.encoding.convert import decode_rows, encode_rows
+from speedtransfer.encoding.float8 import SCALE_DTYPES, BlocksFloat8, codec_of_planes
+from speedtransfer.encoding.rounding import Keys, write_key
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+SMALLEST = {torch.float8_e4m3fn: 2.0**-9, torch.float8_e5m2: 2.0**-16}
+
+
+def keys_for(count: int, writes: int = 0) -> Keys:
+    return Keys(write_key(0, writes, "weight"), torch.arange(count))
+
+
+def normal(rows: int, width: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def codes_of(parts: dict[str, Tensor]) -> Tensor:
+    return parts[""].view(torch.uint8)
+
+
+def every_number(dtype: torch.dtype) -> Tensor:
+    """Return the finite numbers that a code stands for, sorted, float64."""
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float64)
+    return values[values.isfinite()].unique()
+
+
+def by_hand(codes: Tensor, scales: Tensor, blocks: int) -> Tensor:
+    """Return ``codes * scale`` as one would write it, whatever the dtypes."""
+    wide = scales.to(torch.float32).repeat_interleave(codes.shape[1] // blocks, 1)
+    return codes.to(torch.float32) * wide
+
+
+# --- decode -----------------------------------------------------------------------------------------------------------
+
+
+def stored_rows(dtype: torch.dtype, blocks: int, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return rows with every code, under scales of every size."""
+    codes = torch.stack([torch.arange(256).roll(shift) for shift in range(40)]).to(torch.uint8)
+    scales = (2.0 ** torch.arange(-100, 100, 5, dtype=torch.float64))[:, None] * torch.arange(1, blocks + 1)
+    scales = (2.0 ** scales.log2().floor() if scale_dtype.itemsize == 1 else scales).float().to(scale_dtype)
+    return {"": codes.view(dtype), SCALE: scales.contiguous()}
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES, ids=str)
+@pytest.mark.parametrize("blocks", [1, 2, 8, 256])
+def test_every_code_under_every_scale(dtype: torch.dtype, scale_dtype: torch.dtype, blocks: int) -> None:
+    """By torch, by numba and by the kernel."""
+    pytest.importorskip("numba")
+    parts = stored_rows(dtype, blocks, scale_dtype)
+    codec = codec_of_planes(256, dtype, blocks, scale_dtype)
+    expected = by_hand(parts[""], parts[SCALE], blocks).view(torch.int32)
+    known = ~expected.view(torch.float32).isnan()
+    assert 0.9 < float(known.double().mean()) < 1
+    from_kernel = torch.empty(40, 256)
+    wide = {**parts, SCALE: parts[SCALE].float()}
+    cpu_kernels().launch("decode_blocks", 2, 32, cuda_codecs.pack_decoding(wide, from_kernel))
+    for found in (codec.decode(parts, torch.empty(40, 256)), decode_rows(codec, parts), from_kernel):
+        assert torch.equal(found.isnan(), ~known)
+        assert torch.equal(found.view(torch.int32)[known], expected[known])
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_a_scale_that_is_lost_makes_its_block_nan(dtype: torch.dtype) -> None:
+    for scale_dtype in SCALE_DTYPES:
+        parts = {"": torch.zeros(1, 6).to(dtype), SCALE: torch.tensor([[1.0, math.nan, 2.0]]).to(scale_dtype)}
+        found = codec_of_planes(6, dtype, 3, scale_dtype).decode(parts, torch.empty(1, 6))
+        assert found.isnan().tolist() == [[False, False, True, True, False, False]]
+
+
+# --- encode -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+@pytest.mark.parametrize(("width", "block"), [(1, None), (7, 3), (96, None), (131, None), (300, 300), (256, 32)])
+def test_to_the_nearest_is_the_cast_of_torch(dtype: torch.dtype, width: int, block: int | None) -> None:
+    values = normal(90, width) * torch.logspace(-30, 30, 90)[:, None]
+    values[::4] *= torch.logspace(0, -7, width)  # as far as below the smallest code
+    values[3] = 0.0
+    codec = codec_for(width, torch.float32, dtype, block)
+    parts = encode_rows(codec, values, None)
+    size = codec.size
+    scales = parts[SCALE].repeat_interleave(size, 1)[:, :width]
+    top = LARGEST[dtype]
+    assert torch.equal(codes_of(parts), (values / scales).clamp(-top, top).to(dtype).view(torch.uint8))
+    for block_number, columns in enumerate(values.split(size, 1)):
+        largest, scale = columns.abs().amax(1).double(), parts[SCALE][:, block_number].double()
+        share = largest / (scale * top)
+        some = largest > 2.0**-90
+        assert some.double().mean() > 0.7
+        assert (share[some] >= 1 - 2.0**-23).all()
+        assert (share[some] < 1 + 2.0**-19).all()
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_products_of_scales_and_codes_are_exact(dtype: torch.dtype) -> None:
+    """Also of the smallest: else a stored row would not survive."""
+    values = normal(400, 8) * torch.logspace(-45, 38, 400)[:, None]
+    scale = encode_rows(codec_for(8, torch.float32, dtype), values, None)[SCALE]
+    number = every_number(dtype)
+    exact = scale.double() * number
+    assert torch.equal((scale * number.float()).double(), exact)
+    assert float(exact[exact > 0].min()) >= 2.0**-126  # no processor flushes it to zero
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES, ids=str)
+def test_what_was_stored_stays(dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    """Powers of two, too: where their largest code is half of the largest, codes double and the scale halves."""
+    codec = BlocksFloat8(96, dtype, 3, scale_dtype)
+    values = normal(300, 96) * torch.logspace(-30, 30, 300)[:, None]
+    for first in (None, 0):
+        stored = encode_rows(codec, values, None if first is None else keys_for(300, first))
+        decoded = decode_rows(codec, stored)
+        assert decoded.isfinite().all()
+        for writes in (None, *range(10)):
+            again = encode_rows(codec, decoded, None if writes is None else keys_for(300, writes))
+            assert torch.equal(decode_rows(codec, again).view(torch.int32), decoded.view(torch.int32))
+            if scale_dtype == torch.float32:
+                assert torch.equal(codes_of(again), codes_of(stored))
+                assert torch.equal(again[SCALE], stored[SCALE])
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_rows_published_with_scales_that_are_powers_of_two_survive(dtype: torch.dtype) -> None:
+    """As the OCP Microscaling specification makes them: the exponent of the largest magnitude less that of the code."""
+    if len(SCALE_DTYPES) < 3:
+        pytest.skip("this torch has no float8_e8m0fnu")
+    blocks = (normal(50, 256) * torch.logspace(-20, 20, 50)[:, None]).view(50, 8, 32)
+    exponent = blocks.abs().amax(2, keepdim=True).log2().floor() - math.floor(math.log2(LARGEST[dtype]))
+    codes = (blocks / 2.0**exponent).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+    parts = {"": codes.view(50, 256), SCALE: (2.0 ** exponent[:, :, 0]).to(torch.float8_e8m0fnu)}
+    codec = codec_of_planes(256, dtype, 8, torch.float8_e8m0fnu)
+    decoded = decode_rows(codec, parts)
+    for writes in (None, 0, 1):
+        again = encode_rows(codec, decoded, None if writes is None else keys_for(50, writes))
+        assert torch.equal(codes_of(again), codes_of(parts))
+        assert torch.equal(again[SCALE].view(torch.uint8), parts[SCALE].view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_scales_in_fewer_bits_are_powers_of_two_that_clip_nothing(dtype: torch.dtype) -> None:
+    values = normal(100, 64) * torch.logspace(-20, 20, 100)[:, None]
+    for scale_dtype in SCALE_DTYPES[1:]:
+        codec = BlocksFloat8(64, dtype, 2, scale_dtype)
+        parts = encode_rows(codec, values, None)
+        scale = parts[SCALE].double()
+        assert torch.equal(scale.log2(), scale.log2().round())
+        share = values.view(100, 2, 32).abs().amax(2) / scale
+        assert (share <= LARGEST[dtype]).all()
+        assert (share > LARGEST[dtype] / 2).all()
+
+
+def neighbours(dtype: torch.dtype, shares: Tensor) -> tuple[Tensor, Tensor]:
+    number = every_number(dtype)
+    above = torch.searchsorted(number, shares.clamp(number[0], number[-1]))
+    exact = number[above] == shares
+    return number[torch.where(exact, above, above - 1).clamp(min=0)], number[above]
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES[:2], ids=str)
+def test_rounds_to_one_of_two_neighbours_with_the_right_mean(dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    """Down to a hundredth of the smallest code."""
+    repeats, width = 4000, 80
+    values = torch.logspace(0, math.log10(SMALLEST[dtype] / LARGEST[dtype]) - 2, width)
+    values[1::2] *= -1
+    codec = BlocksFloat8(width, dtype, 1, scale_dtype)
+    parts = encode_rows(
+        codec, values.expand(repeats, width).contiguous(), Keys(write_key(5, 1, "w"), torch.arange(repeats))
+    )
+    scale = parts[SCALE].double()
+    assert (scale == scale[0]).all()
+    shares = (values / scale[0].float()).clamp(-LARGEST[dtype], LARGEST[dtype]).double()
+    low, high = neighbours(dtype, shares)
+    found = parts[""].double()
+    assert ((found == low) | (found == high)).all()
+    spread = (high - low) / 2 / math.sqrt(repeats)
+    assert ((found.mean(0) - shares).abs() <= 5 * spread + 1e-12).all()
+    ups = (found == high).double().mean(0)[high > low]
+    assert 0.3 < float(ups.mean()) < 0.7
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+@pytest.mark.parametrize("writes", [None, 0])
+def test_zeros_keep_their_sign_and_nothing_is_beyond_the_largest(dtype: torch.dtype, writes: int | None) -> None:
+    keys = None if writes is None else keys_for(1, writes)
+    codec = codec_for(4, torch.float32, dtype)
+    parts = encode_rows(codec, torch.tensor([[0.0, -0.0, 0.0, -0.0]]), keys)
+    assert codes_of(parts).tolist() == [[0, 128, 0, 128]]
+    decoded = decode_rows(codec, parts)
+    assert decoded.signbit().tolist() == [[False, True, False, True]]
+    top = torch.finfo(torch.float32).max
+    for row in ([top, -top, 1.0, 0.0], [2.0**-149, -(2.0**-149), 0.0, 0.0], [2.0**-126, 2.0**-127, 0.0, -1e-40]):
+        decoded = decode_rows(codec, encode_rows(codec, torch.tensor([row]), keys))
+        assert decoded.isfinite().all()
+        assert (decoded.abs().amax() <= max(row)).all()
+    numbers = torch.tensor([[3.0, math.inf, 1.0, 2.0], [1.0, math.nan, 5.0, 1.0], [1.0, 2.0, -math.inf, 4.0]])
+    codec = codec_for(4, torch.float32, dtype, 2)
+    parts = encode_rows(codec, numbers, None if writes is None else keys_for(3, writes))
+    lost = [[True, True, False, False], [True, True, False, False], [False, False, True, True]]
+    assert decode_rows(codec, parts).isnan().tolist() == lost
+    assert (codes_of(parts)[torch.tensor(lost)] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+@pytest.mark.parametrize(("width", "block"), [(1, 1), (130, 128), (131, 128), (96, 32), (100, 7), (64, 1)])
+def test_compiled_passes_and_kernels_with_blocks_of_any_size(dtype: torch.dtype, width: int, block: int) -> None:
+    pytest.importorskip("numba")
+    compiled = importlib.import_module("speedtransfer.encoding.numba_codecs")
+    values = normal(200, width) * torch.logspace(-44, 38, 200)[:, None]
+    values[5], values[6, 0], values[7, -1] = -0.0, math.inf, math.nan
+    codec = codec_for(width, torch.float32, dtype, block)
+    for writes in range(3):
+        keys = keys_for(200, writes)
+        expected = codec.encode(values, keys.bits(slice(None), width))
+        from_numba, from_kernel = ({s: torch.empty_like(p.contiguous()) for s, p in expected.items()} for _ in range(2))
+        convert._encode_compiled(compiled, codec, values, keys, from_numba)
+        cpu_kernels().launch("encode_rows", 3, 32, cuda_codecs.pack_encoding(codec, values, keys, from_kernel))
+        for found in (from_numba, from_kernel):
+            assert torch.equal(codes_of(found), codes_of(expected))
+            torch.testing.assert_close(found[SCALE], expected[SCALE], rtol=0, atol=0, equal_nan=True)
+    decoded, expected_values = torch.empty(200, width), codec.decode(expected, torch.empty(200, width))
+    cpu_kernels().launch("decode_blocks", 3, 32, cuda_codecs.pack_decoding(from_kernel, decoded))
+    for found in (decoded, decode_rows(codec, from_numba)):
+        torch.testing.assert_close(found, expected_values, rtol=0, atol=0, equal_nan=True)
+
+
+# --- which codec ------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_as_even_as_can_be() -> None:
+    parts = {
+        (width, block): codec_for(width, torch.float32, torch.float8_e5m2, block).parts[SCALE].width
+        for width, block in ((0, None), (1, None), (128, None), (129, None), (300, None), (300, 2**62), (10, 3), (5, 1))
+    }
+    assert list(parts.values()) == [1, 1, 1, 2, 3, 1, 4, 5]
+
+
+def test_names_say_all_that_a_checkpoint_must_know() -> None:
+    for width in (0, 1, 7, 96, 300):
+        for dtype in FLOAT8:
+            for scale_dtype in SCALE_DTYPES:
+                for blocks in {1, max(width, 1)}:
+                    codec = BlocksFloat8(width, dtype, blocks, scale_dtype)
+                    found = codec_named(codec.name, width)
+                    assert (found.name, found.parts) == (codec.name, codec.parts)
+    assert codec_for(300, torch.float32, torch.float8_e4m3fn, 128).name == "float8_e4m3fn-block100"
+    for name in ("float8_e4m3fn-block128", "float8_e4m3fn-block0", "float8_e4m3fn-block", "float8_e3m4-block100"):
+        with pytest.raises(ValueError, match="rows are encoded as 'float8_e"):
+            codec_named(name, 300)
+
+
+def test_codecs_of_planes_that_exist() -> None:
+    codec = codec_of_planes(256, torch.float8_e4m3fn, 8, torch.bfloat16)
+    assert codec.parts == {"": (256, torch.float8_e4m3fn), SCALE: (8, torch.bfloat16)}
+    assert codec.name == "float8_e4m3fn-block32-bfloat16"
+    with pytest.raises(InvalidValueError, match=r"rows of 300 columns have 7 scales each, but .* evenly"):
+        codec_of_planes(300, torch.float8_e4m3fn, 7, torch.float32)
+    with pytest.raises(InvalidValueError, match="0 scales"):
+        codec_of_planes(300, torch.float8_e4m3fn, 0, torch.float32)
+    with pytest.raises(
+        InvalidTypeError, match=r"codes of rows are torch.int8 but must be one of torch.float8_e4m3fn, "
+    ):
+        codec_of_planes(300, torch.int8, 1, torch.float32)
+    with pytest.raises(InvalidTypeError, match=r"scales of rows are torch.float16 but must be one of torch.float32, "):
+        codec_of_planes(300, torch.float8_e5m2, 1, torch.float16)
