@@ -1,4 +1,4 @@
-"""The command that computes what tables cost several processes."""
+"""The command that computes what tables take, in one process and in several."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lines(text: str) -> dict[str, list[str]]:
 
 def test_bytes_and_times(run):
     given = ["--unique", "1000", "--distinct-share", "0.5", "--call-us", "10", "--network-gbps", "1", "--bus-gbps", "1"]
-    code, out, _ = run(*SIZES, *given)
+    code, out, _ = run(*SIZES, "--idle", "lazy", *given)
     assert code == 0
     assert "each looks up 1,000 distinct rows a step, 0.50 of these are distinct over all" in out
     assert "10 us a call, 1 GB/s of network, 1 GB/s of host bus" in out
@@ -59,9 +59,84 @@ def test_small_dtypes_are_small(run):
         (["--rows", "inf"], "--rows is inf"),
         (["--zipf", "-1"], "exponent is -1"),
         (["--ranks", "0"], "--ranks is 0 but must be at least 1"),
+        (["--tokens", "4"], "--lookups is given, and --tokens or --rows-per-token too; pass one or the others"),
+        (["--optimizer", "none"], "--ranks shows training steps but --optimizer is none"),
+        (["--optimizer", "AdmW"], "--optimizer is 'AdmW'; did you mean 'AdamW'"),
+        (["--optimizer", "SGD(momentm=0.9)"], "unexpected keyword argument 'momentm'"),
+        (["--optimizer", "SGD(lr=-1.0)"], "--optimizer is 'SGD(lr=-1.0)' but Invalid learning rate"),
+        (["--optimizer", "SGD(0.1)"], "must be a name with keyword arguments or without"),
+        (["--optimizer", "SGD(**{})"], "must be a name with keyword arguments or without"),
+        (["--optimizer", "SGD(lr=open('x'))"], "must be a name with keyword arguments or without"),
+        (["--optimizer", "AdamW +"], "must be a name with keyword arguments or without"),
+        (["--optimizer", "no_such_package.Lion"], "No module named 'no_such_package'; install it"),
+        (["--optimizer", "torch.optim.Optimizer"], "--optimizer is 'torch.optim.Optimizer'; "),
+        (["--optimizer", "LBFGS"], "LBFGS cannot train rows of a table"),
+        (["--optimizer", "ASGD", "--idle", "exat"], "--idle is 'exat'; did you mean 'exact'?"),
     ],
 )
 def test_what_makes_no_sense_is_refused(run, arguments, words):
     code, _, err = run(*SIZES, *arguments)
+    assert code == 2
+    assert words in err
+
+
+TABLE = ["--rows", "1000", "--dim", "160"]
+
+
+def test_one_process(run):
+    asked = ["--tokens", "50", "--rows-per-token", "16", "--unique", "500", "--bus-gbps", "1"]
+    code, out, _ = run(*TABLE, "--storage", "bfloat16", "--state", "uint8", *asked)
+    assert code == 0
+    assert "1,000 x 160, AdamW, idle rows exact" in out
+    found = {name: [cell.strip() for cell in cells] for name, cells in lines(out).items()}
+    assert found["weight"] == ["bfloat16", "320", "320,000", "320 kB"]
+    assert found["exp_avg.scale"] == ["float32", "8", "8,000", "8 kB"]
+    assert found["idle.last_step"] == ["int32", "4", "4,000", "4 kB"]
+    assert found["in all"] == ["660", "660,000", "660 kB"]
+    told = " ".join(out.split())
+    assert "a step of 800 rows, 500 of them distinct: 330 kB from host memory, 330 kB back; 660 us at 1 GB/s" in told
+
+
+def test_names_of_optimizers(run):
+    for name, planes in (
+        ("SGD", {"weight"}),
+        ("SGD(momentum=0.9, nesterov=True)", {"weight", "momentum_buffer", "idle.last_step"}),
+        ("torch.optim.Adagrad", {"weight", "sum"}),
+        ("SparseAdam()", {"weight", "exp_avg", "exp_avg_sq"}),
+        ("none", {"weight"}),
+    ):
+        code, out, _ = run(*TABLE, "--optimizer", name)
+        assert code == 0
+        assert set(lines(out)) - {"in all"} - {cell for cell in lines(out) if "stored" in cell or not cell} == planes
+
+
+def test_a_frozen_table_is_read_alone(run):
+    code, out, _ = run(*TABLE, "--optimizer", "none", "--lookups", "10", "--zipf", "0")
+    assert code == 0
+    assert "1,000 x 160, frozen\n" in out
+    told = " ".join(out.split())
+    assert "a lookup of 10 rows, 10 of them distinct: 6.37 kB from host memory, 0 bytes back" in told
+
+
+def test_memory_alone_needs_no_lookups(run):
+    code, out, _ = run(*TABLE)
+    assert code == 0
+    assert "distinct" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ranks", "2"], "--ranks is given without the lookups of a step"),
+        (["--unique", "2"], "--unique is 2.0 without the lookups of a step"),
+        (["--rows-per-token", "2"], "--rows-per-token is given without --tokens"),
+        (["--tokens", "0"], "--tokens is 0 but must be at least 1"),
+        (["--scale-block", "64"], "only float8 rows have blocks"),
+        (["--storage", "int9"], "--storage-dtype is 'int9'; did you mean 'int8'?"),
+        (["--lookups", "10", "--bus-gbps", "0"], "bus_bytes_per_s is 0"),
+    ],
+)
+def test_what_makes_no_sense_of_one_process_is_refused(run, arguments, words):
+    code, _, err = run(*TABLE, *arguments)
     assert code == 2
     assert words in err

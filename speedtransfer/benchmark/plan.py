@@ -1,35 +1,26 @@
-"""The command ``speedtransfer plan``: what a table costs several processes, computed and not measured."""
+"""The command ``speedtransfer plan``: what a table takes, in one process or in several, computed and not measured."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table as TextTable
-from rich.text import Text
 
-from speedtransfer.benchmark.units import format_seconds
-from speedtransfer.errors import InvalidValueError, check_size, format_bytes, suggest
-from speedtransfer.ranks import Partition
-from speedtransfer.ranks.cost import (
-    StepCost,
-    ddp_dense_step,
-    ddp_sparse_step,
-    expected_seconds,
-    replicas_step,
-    sharded_step,
-    shared_step,
-)
-from speedtransfer.ranks.row_counts import ReplicaCounts, RowForm, expected_counts, row_form
-from speedtransfer.ranks.zipf import expected_distinct_share, expected_imbalance, expected_unique
+from speedtransfer.benchmark.plan_one import show_size
+from speedtransfer.benchmark.plan_optimizer import NONE, optimizer_named
+from speedtransfer.benchmark.plan_ranks import Rates, show_ranks
+from speedtransfer.encoding import STATE_DTYPES, STORAGE_DTYPES
+from speedtransfer.errors import InvalidValueError, check_size, suggest
+from speedtransfer.nn.sizing import table_size
+from speedtransfer.ranks.zipf import expected_unique
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
-_STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORAGE_DTYPES}
+_STATE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STATE_DTYPES}
 _COMM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
+_IDLE = {name: name for name in ("auto", "exact", "lazy")}
 # Rates where none is given. Round numbers, not those of a machine.
 ASSUMED_CALL_US, ASSUMED_NETWORK_GBPS, ASSUMED_BUS_GBPS = 50.0, 10.0, 20.0
 
@@ -37,8 +28,28 @@ ASSUMED_CALL_US, ASSUMED_NETWORK_GBPS, ASSUMED_BUS_GBPS = 50.0, 10.0, 20.0
 def plan(
     rows: Annotated[float, typer.Option(help="Rows of the table, for instance 1e9.")],
     dim: Annotated[int, typer.Option(help="Columns.")],
-    ranks: Annotated[int, typer.Option(help="Processes.")],
-    lookups: Annotated[int, typer.Option(help="Lookups of one process in a step.")],
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes; without it the memory of one is shown.", show_default="one")
+    ] = None,
+    lookups: Annotated[
+        int | None, typer.Option(help="Lookups of one process in a step.", show_default="tokens x rows a token")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of a step, in place of --lookups.")] = None,
+    rows_per_token: Annotated[int | None, typer.Option(help="Lookups of a token.", show_default="1")] = None,
+    optimizer: Annotated[
+        str,
+        typer.Option(help="Of torch.optim, such as SGD(momentum=0.9), or package.Class; none: the table is frozen."),
+    ] = "AdamW",
+    storage_dtype: Annotated[
+        str, typer.Option("--storage-dtype", "--storage", help=f"Of rows in the table: {', '.join(_DTYPES)}.")
+    ] = "float32",
+    state_dtype: Annotated[
+        str, typer.Option("--state-dtype", "--state", help=f"Of state in the table: {', '.join(_STATE_DTYPES)}.")
+    ] = "float32",
+    scale_block: Annotated[
+        int | None, typer.Option(help="Columns that share a scale of float8 rows.", show_default="128")
+    ] = None,
+    idle: Annotated[str, typer.Option(help="auto, exact or lazy.")] = "auto",
     zipf: Annotated[float, typer.Option(help="Exponent of the distribution of ids; 0: uniform.")] = 1.05,
     unique: Annotated[
         float | None, typer.Option(help="Distinct rows that one process looks up in a step.", show_default="by --zipf")
@@ -47,13 +58,7 @@ def plan(
         float | None,
         typer.Option(help="Distinct rows of all processes over the sum of those of each.", show_default="by --zipf"),
     ] = None,
-    state_planes: Annotated[
-        int, typer.Option(help="State of the optimizer: 2 for AdamW, 1 for SGD with momentum, 0 for SGD.")
-    ] = 2,
-    storage_dtype: Annotated[str, typer.Option(help=f"Of rows in the table: {', '.join(_DTYPES)}.")] = "float32",
-    state_dtype: Annotated[str, typer.Option(help=f"Of state in the table: {', '.join(_STATE_DTYPES)}.")] = "float32",
     comm_dtype: Annotated[str, typer.Option(help=f"Of gradients sent: {', '.join(_COMM_DTYPES)}.")] = "float32",
-    idle: Annotated[str, typer.Option(help="lazy or exact.")] = "lazy",
     call_us: Annotated[float, typer.Option(help="Latency of a collective call, microseconds.")] = ASSUMED_CALL_US,
     network_gbps: Annotated[
         float, typer.Option(help="What one process can send to others, 1e9 bytes a second.")
@@ -62,66 +67,59 @@ def plan(
         float, typer.Option(help="Between host memory and the device of one process, 1e9 bytes a second.")
     ] = ASSUMED_BUS_GBPS,
 ) -> None:
-    """Compute what a table costs several processes: bytes held and sent by each, and the time of that at given rates.
+    """Compute the host memory of a table with its optimizer's state, what a step moves, and what several processes send.
 
     Nothing is measured. The rates have defaults that are round numbers and no machine's: give those of yours.
     """
     if not math.isfinite(rows):
         raise InvalidValueError(f"--rows is {rows} but must be a number of rows; pass for instance 1e9")
     count = check_size(int(rows), "--rows", 1)
-    check_size(dim, "--dim", 1), check_size(ranks, "--ranks", 1), check_size(state_planes, "--state-planes")
-    check_size(lookups, "--lookups", 1)
-    form = row_form(
+    check_size(dim, "--dim", 1)
+    asked = _lookups(lookups, tokens, rows_per_token)
+    size = table_size(
+        count,
         dim,
-        torch.float32,
-        _chosen("--storage-dtype", storage_dtype, _DTYPES),
-        _chosen("--state-dtype", state_dtype, _STATE_DTYPES),
-        _chosen("--comm-dtype", comm_dtype, _COMM_DTYPES),
-        state_planes=state_planes,
-        idle=_chosen("--idle", idle, {"lazy": "lazy", "exact": "exact"}),
+        optimizer_named(optimizer),
+        storage_dtype=_form("--storage-dtype", storage_dtype, _DTYPES),
+        state_dtype=_form("--state-dtype", state_dtype, _STATE_DTYPES),
+        scale_block=scale_block,
+        idle=_chosen("--idle", idle, _IDLE),
     )
-    if unique is None:
-        unique = expected_unique(count, zipf, lookups)
-    if distinct_share is None:
-        distinct_share = expected_distinct_share(count, zipf, lookups, ranks)
-    if not 0 < unique <= min(lookups, count):
+    rates = Rates(call_us, network_gbps, bus_gbps)
+    comm = _chosen("--comm-dtype", comm_dtype, _COMM_DTYPES)
+    if asked is not None and unique is None:
+        unique = expected_unique(count, zipf, asked)
+    if asked is None and unique is not None:
+        raise InvalidValueError(f"--unique is {unique} without the lookups of a step; pass --lookups as well")
+    if asked is not None and unique is not None and not 0 < unique <= min(asked, count):
         raise InvalidValueError(
-            f"--unique is {unique} but must be above 0 and at most --lookups and --rows, {min(lookups, count)}"
+            f"--unique is {unique} but must be above 0 and at most --lookups and --rows, {min(asked, count)}"
         )
-    if not 1 / ranks <= distinct_share <= 1:
-        raise InvalidValueError(f"--distinct-share is {distinct_share} but must be from 1 / --ranks to 1")
     console = Console(highlight=False, width=None if Console().is_terminal else 120)
-    balance = expected_imbalance(Partition(count, ranks), zipf, lookups)
-    console.print(
-        Text(
-            f"{count:,} x {dim} in {ranks} processes; each looks up {unique:,.0f} distinct rows a step, {distinct_share:.2f} "
-            f"of these are distinct over all; the busiest owner has {balance:.2f} times the mean\n"
-            f"assumed: {call_us:g} us a call, {network_gbps:g} GB/s of network, {bus_gbps:g} GB/s of host bus, no overlap\n"
-        )
-    )
-    table = TextTable("", box=None, pad_edge=False)
-    for label in ("held", "control", "ids", "rows", "gradients", "calls", "bus up", "bus down", "time"):
-        table.add_column(label, justify="right", no_wrap=True)
-    for name, held, cost in _kinds(form, count, dim, ranks, unique, distinct_share):
-        seconds = expected_seconds(cost, 1e-6 * call_us, 1e9 * network_gbps, 1e9 * bus_gbps)
-        sent = (cost.control, cost.ids, cost.rows, cost.gradients)
-        moved = (cost.bus_up, cost.bus_down)
-        table.add_row(
-            name,
-            format_bytes(held),
-            *map(_shown, sent),
-            str(cost.calls),
-            *map(_shown, moved),
-            format_seconds(seconds),
-        )
-    console.print(table)
-    console.print(
-        Text(
-            "\nheld: weights and state of one process (of a shared table, which a host has once, its share). Bytes are those "
-            "that one process sends, and moves over its bus, in a training step; the time is that of these alone.\n"
-            "Rows of torch.nn.Embedding are in device memory, so that there is no bus; sparse ones are trained by SparseAdam."
-        )
-    )
+    trained = "frozen" if optimizer.lower() == NONE else optimizer
+    if ranks is None:
+        show_size(console, size, trained, asked, unique, rates)
+        return
+    check_size(ranks, "--ranks", 1)
+    if asked is None or unique is None:
+        raise InvalidValueError("--ranks is given without the lookups of a step; pass --lookups as well")
+    if optimizer.lower() == NONE:
+        raise InvalidValueError("--ranks shows training steps but --optimizer is none; leave out one of them")
+    show_ranks(console, size, ranks, asked, unique, zipf, distinct_share, comm, rates)
+
+
+def _lookups(lookups: int | None, tokens: int | None, rows_per_token: int | None) -> int | None:
+    """Return the lookups of a step, given as they are or by tokens; None where nothing is given."""
+    if lookups is not None:
+        if tokens is not None or rows_per_token is not None:
+            raise InvalidValueError("--lookups is given, and --tokens or --rows-per-token too; pass one or the others")
+        return check_size(lookups, "--lookups", 1)
+    if tokens is None:
+        if rows_per_token is not None:
+            raise InvalidValueError("--rows-per-token is given without --tokens; pass both")
+        return None
+    per_token = 1 if rows_per_token is None else check_size(rows_per_token, "--rows-per-token", 1)
+    return check_size(tokens, "--tokens", 1) * per_token
 
 
 def _chosen(option: str, name: str, choices: dict[str, Any]) -> Any:
@@ -130,28 +128,7 @@ def _chosen(option: str, name: str, choices: dict[str, Any]) -> Any:
     return choices[name]
 
 
-def _shown(count: float) -> str:
-    return format_bytes(count) if count else ""
-
-
-def _kinds(
-    form: RowForm, rows: int, dim: int, ranks: int, unique: float, share: float
-) -> list[tuple[str, float, StepCost]]:
-    """Return the name, the bytes that one process holds, and the cost of a step, of each kind of table."""
-    counts, whole = expected_counts(form, unique, share, ranks), rows * (form.stored + form.state)
-    replica = ReplicaCounts(form, unique, unique, share * unique * ranks)
-    plain = row_form(dim, state_planes=2)
-    makers: dict[str, tuple[float, Callable[[], StepCost]]] = {
-        "sharded": (whole / ranks, lambda: sharded_step([counts], ranks)),
-        'memory="shared"': (whole / ranks, lambda: shared_step([counts], ranks)),
-        "ordinary table in DDP": (whole, lambda: replicas_step([replica], ranks)),
-        "nn.Embedding, sparse, DDP": (
-            rows * (plain.stored + plain.state),
-            lambda: ddp_sparse_step(unique, plain.gradient, ranks),
-        ),
-        "nn.Embedding, DDP": (
-            rows * (2 * plain.stored + plain.state),
-            lambda: ddp_dense_step(rows, plain.stored, ranks),
-        ),
-    }
-    return [(name, held, make()) for name, (held, make) in makers.items()]
+def _form(option: str, name: str, choices: dict[str, torch.dtype]) -> torch.dtype | None:
+    """Return a dtype to store values in; None: as they are."""
+    chosen: torch.dtype = _chosen(option, name, choices)
+    return None if chosen == torch.float32 else chosen
