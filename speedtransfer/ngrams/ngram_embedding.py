@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from speedtransfer.ngrams.hashing import NgramHash
 from speedtransfer.nn import Embedding, TableOptions, Ticket, takes_options
 
 COMBINE = ("concat", "sum", "mean")
+# Tickets of `prefetch`, which are forgotten where nobody has them; not in the module, which is copied and pickled.
+_kept: weakref.WeakKeyDictionary[nn.Module, list[Ticket]] = weakref.WeakKeyDictionary()
+_MOST_KEPT = 8
 
 
 class NgramRows(Embedding):
@@ -185,9 +189,12 @@ class NgramEmbedding(nn.Module):
     def prefetch(self, tokens: Tensor, context: Tensor | None = None) -> Ticket:
         """Begin to read the rows of `tokens`; the forward with the same tokens finds them.
 
-        See :meth:`speedtransfer.Embedding.prefetch`. On a CUDA device the tokens must be the same tensor.
+        See :meth:`speedtransfer.Embedding.prefetch`. On a CUDA device the tokens must be the same tensor. The ticket need not
+        be kept: the module keeps the last eight whose rows no lookup has used.
         """
-        return self.embedding.prefetch(self.ngrams(tokens, context))
+        ticket = self.embedding.prefetch(self.ngrams(tokens, context))
+        _kept[self] = [*(one for one in _kept.get(self, ()) if one.is_waiting), ticket][-_MOST_KEPT:]
+        return ticket
 
     def lookup_ahead(self, tokens: Any) -> tuple[Embedding, Tensor]:
         """Return the table and the row numbers of `tokens`, which :func:`speedtransfer.prefetch` reads ahead."""
