@@ -1,0 +1,364 @@
+"""A small GPT with n-gram tables trains as one with ``nn.Embedding`` does: in float64, to the bit wherever that can be.
+
+Rows that no step leaves idle, and all rows with an optimizer that leaves idle rows alone, are equal to the bit. Idle rows that
+AdamW moves catch up by a sum of the steps that they missed, where dense training rounds after each step: losses of these runs
+differ by two units in the last place, and a weight by 5e-13 of the largest (both are asserted).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import itertools
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lazy_oracle import (
+    LazyOracle,
+    one_thread,  # noqa: F401 - a fixture
+    tensors_in,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import speedtransfer as st
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+
+from ngram_lm.model import GPT
+
+VOCAB, WIDTH, TIME = 60, 16, 12
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+STILL = {
+    "sgd": functools.partial(torch.optim.SGD, lr=1.0),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.05),
+}
+MOVING = {
+    "adamw": ADAMW,
+    "adamw-fused": functools.partial(ADAMW, fused=True),
+    "adamw-loop": functools.partial(ADAMW, foreach=False),
+    "adam-coupled": functools.partial(torch.optim.Adam, lr=1e-2, weight_decay=1e-3),
+    "sgd-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamax": functools.partial(torch.optim.Adamax, lr=1e-2),
+}
+# Rows of a head. 16 heads have the next 16 primes: 438 rows in all, which a large batch touches every one of, and 7,150.
+FEW, MANY = 3, 400
+ALL_TOUCHED, SOME_IDLE = 96, 4  # windows of a batch
+
+
+class CheckpointedGPT(GPT):
+    """Computes the tables and the blocks once more in backward."""
+
+    reentrant = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        def rest(hidden: torch.Tensor) -> torch.Tensor:
+            hidden = self.blocks[0](hidden)
+            return self.blocks[1](hidden + self.ngrams(tokens))
+
+        hidden = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+        return self.head(self.norm(checkpoint(rest, hidden, use_reentrant=self.reentrant)))
+
+
+class Reentrant(CheckpointedGPT):
+    reentrant = True
+
+
+def make_model(rows: int = MANY, kind: type[GPT] = GPT, **options) -> GPT:
+    """A model whose numbers depend on `rows` alone; ours with `options`, without any that of ``nn.Embedding``."""
+    torch.manual_seed(0)
+    model = kind(VOCAB, WIDTH, 2, 2, TIME)
+    hashes = st.NgramHash((2, 3), 8, rows, vocab_size=VOCAB, eos=1)
+    model.ngrams = st.NgramEmbedding(hashes, 4, WIDTH, std=0.1, device="cpu", **(options or {"idle": "lazy"}))
+    model.double()
+    if not options:
+        weight = model.ngrams.embedding.weight.detach().clone()
+        model.ngrams.embedding = nn.Embedding.from_pretrained(weight, freeze=False)
+    assert hashes.num_columns == 16
+    return model
+
+
+def batches_of(windows: int, steps: int = 20, seed: int = 1) -> list[torch.Tensor]:
+    """Tokens, the first ones more often than others."""
+    draw = torch.Generator().manual_seed(seed)
+    power = 1 if windows == ALL_TOUCHED else 2
+    return list((torch.rand(steps, windows, TIME + 1, generator=draw) ** power * VOCAB).long())
+
+
+def train(model, optimizer, batches, step=None, forward=None) -> list[float]:
+    """Train and return the losses."""
+    opt = optimizer(model.parameters())
+    losses = []
+    for batch in batches:
+        opt.zero_grad()
+        loss = (forward or model.loss)(batch)
+        loss.backward()
+        (step or opt.step)()
+        losses.append(loss.item())
+    model.opt = opt
+    return losses
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    """All values, and of the table the state; what `state_dict` shows has caught up."""
+    found = {name: value.clone() for name, value in model.state_dict().items() if "extra_state" not in name}
+    state = model.opt.state_dict()
+    number = next(n for n, p in enumerate(model.parameters()) if p is model.ngrams.embedding.weight)
+    return {**found, **{f"state {name}": value for name, value in tensors_in(state["state"].get(number, {})).items()}}
+
+
+def idle_rows(model, batches) -> int:
+    """The most rows that a step leaves idle."""
+    hashes = model.ngrams.ngrams
+    return max(hashes.num_rows - len(hashes(batch[:, :-1]).unique()) for batch in batches)
+
+
+def assert_equal(ours, dense, our_losses, losses) -> None:
+    assert our_losses == losses
+    found, expected = weights(ours), weights(dense)
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    start = make_model(FEW if dense.ngrams.ngrams.num_rows < 1000 else MANY).ngrams.embedding.weight
+    assert (dense.ngrams.embedding.weight - start).abs().max() > 1e-3
+
+
+def assert_close(ours, dense, our_losses, losses, loss=1e-14, table=2e-12) -> None:
+    assert our_losses == pytest.approx(losses, rel=0, abs=loss)
+    found, expected = weights(ours), weights(dense)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        scale = float(value.abs().max())
+        torch.testing.assert_close(
+            found[name], value, rtol=0, atol=table * scale, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+# --- against nn.Embedding -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*STILL, *MOVING])
+def test_rows_that_are_never_idle_are_those_of_dense_training_to_the_bit(name):
+    batches = batches_of(ALL_TOUCHED)
+    ours, dense = make_model(FEW, idle="exact"), make_model(FEW)
+    assert idle_rows(ours, batches) == 0
+    optimizer = {**STILL, **MOVING}[name]
+    assert_equal(ours, dense, train(ours, optimizer, batches), train(dense, optimizer, batches))
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_rows_that_the_optimizer_leaves_alone_are_those_of_dense_training_to_the_bit(name):
+    batches = batches_of(SOME_IDLE)
+    ours, dense = make_model(idle="exact"), make_model()
+    assert idle_rows(ours, batches) > 6000
+    assert_equal(ours, dense, train(ours, STILL[name], batches), train(dense, STILL[name], batches))
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_idle_rows_are_those_of_dense_training_to_rounding(name):
+    batches = batches_of(SOME_IDLE, 40)
+    ours, dense, lazy = make_model(idle="exact"), make_model(), make_model(idle="lazy")
+    optimizer = MOVING[name]
+    losses = train(dense, optimizer, batches)
+    assert_close(ours, dense, train(ours, optimizer, batches), losses)
+    # Which says something: rows that stay put are far away.
+    assert train(lazy, optimizer, batches)[-1] != pytest.approx(losses[-1], rel=0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_lazy_rows_are_those_of_an_oracle_to_the_bit(name):
+    batches = batches_of(SOME_IDLE)
+    ours, dense = make_model(idle="lazy"), make_model()
+    losses = train(ours, MOVING[name], batches)
+    opt = dense.opt = MOVING[name](dense.parameters())
+    oracle, expected = LazyOracle(opt, dense.ngrams.embedding), []
+    for batch in batches:
+        oracle.zero_grad()
+        loss = dense.loss(batch)
+        loss.backward()
+        oracle.step()
+        expected.append(loss.item())
+    assert_equal(ours, dense, losses, expected)
+
+
+# --- what language models are trained with ------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*autocast.*:FutureWarning")  # torch 2.4 of its own checkpoint
+@pytest.mark.parametrize("kind", [CheckpointedGPT, Reentrant])
+@pytest.mark.parametrize("idle", ["exact", "lazy"])
+def test_activation_checkpointing_changes_nothing(kind, idle):
+    batches = batches_of(SOME_IDLE)
+    plain, ours = make_model(idle=idle), make_model(idle=idle, kind=kind)
+    assert_equal(ours, plain, train(ours, ADAMW, batches), train(plain, ADAMW, batches))
+    batches = batches_of(ALL_TOUCHED, 5)
+    ours, dense = make_model(FEW, idle=idle, kind=kind), make_model(FEW, kind)
+    assert_equal(ours, dense, train(ours, ADAMW, batches), train(dense, ADAMW, batches))
+
+
+def accumulate(model, optimizer, batches, parts=3, ahead=False) -> list[float]:
+    """Train on each batch in `parts`, one step for all of them."""
+    opt = model.opt = optimizer(model.parameters())
+    losses = []
+    for batch in batches:
+        for part in batch.chunk(parts):
+            if ahead:
+                model.ngrams.prefetch(part[:, :-1])
+            loss = model.loss(part) / parts
+            loss.backward()
+            losses.append(loss.item())
+        opt.step()
+        opt.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_accumulation_over_micro_batches(ahead):
+    batches = batches_of(ALL_TOUCHED, 8)
+    ours, dense = make_model(FEW, idle="exact"), make_model(FEW)
+    assert idle_rows(ours, batches) == 0
+    # A part leaves rows out, of which others bring gradients.
+    assert idle_rows(ours, [batch[:24] for batch in batches]) > 0
+    assert_equal(ours, dense, accumulate(ours, ADAMW, batches, 4, ahead), accumulate(dense, ADAMW, batches, 4))
+    batches = batches_of(SOME_IDLE)
+    ours, dense = make_model(idle="exact"), make_model()
+    assert_close(ours, dense, accumulate(ours, ADAMW, batches, 2, ahead), accumulate(dense, ADAMW, batches, 2))
+
+
+def clipped(model, batches) -> tuple[list[float], list[float]]:
+    """Train with gradients of a norm of 0.1; return losses and the norms before."""
+    opt = model.opt = ADAMW(model.parameters())
+    losses, norms = [], []
+    for batch in batches:
+        loss = model.loss(batch)
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+@pytest.mark.parametrize("windows", [ALL_TOUCHED, SOME_IDLE])
+def test_clipping_by_the_norm_of_all_gradients(windows):
+    rows = FEW if windows == ALL_TOUCHED else MANY
+    batches = batches_of(windows, 10)
+    ours, dense = make_model(rows, idle="exact"), make_model(rows)
+    (losses, norms), (expected, right) = clipped(ours, batches), clipped(dense, batches)
+    assert min(norms) > 0.1
+    assert norms == pytest.approx(right, rel=1e-14)
+    if windows == ALL_TOUCHED:
+        # Of the same rows in the same order.
+        assert_equal(ours, dense, losses, expected)
+    else:
+        # A sum over the rows of the batch alone rounds otherwise than one with the zeros of all others.
+        assert_close(ours, dense, losses, expected)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("windows", [ALL_TOUCHED, SOME_IDLE])
+def test_grad_scaler_with_skipped_steps(windows, fused):
+    rows = FEW if windows == ALL_TOUCHED else MANY
+    batches = batches_of(windows, 10)
+    models = make_model(rows, idle="exact"), make_model(rows)
+    losses = []
+    for model in models:
+        opt = model.opt = ADAMW(model.parameters(), fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        found = []
+        for step, batch in enumerate(batches):
+            loss = model.loss(batch)
+            factor = float("inf") if step in (2, 6, 7) else 1.0
+            scaler.scale(loss * factor).backward()
+            scaler.unscale_(opt)
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+            found.append(loss.item())
+        assert int(next(iter(opt.state.values()))["step"]) == len(batches) - 3
+        losses.append(found)
+    (assert_equal if windows == ALL_TOUCHED else assert_close)(*models, *losses)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # dynamo looks at it
+def test_a_compiled_model_trains_the_same():
+    batches = batches_of(SOME_IDLE, 6)
+    plain, ours = make_model(idle="exact"), make_model(idle="exact")
+    try:
+        compiled = torch.compile(ours, backend="aot_eager")
+
+        def loss(batch):
+            return F.cross_entropy(compiled(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+        assert_equal(ours, plain, train(ours, ADAMW, batches, forward=loss), train(plain, ADAMW, batches))
+    finally:
+        torch.compiler.reset()
+
+
+# --- rows read ahead ----------------------------------------------------------------------------------------------------
+
+FORMS = {
+    "lazy": {"idle": "lazy"},
+    "exact": {"idle": "exact"},
+    "small": {"idle": "exact", "storage_dtype": torch.bfloat16, "state_dtype": torch.uint8},
+}
+
+
+def make_form(**options) -> GPT:
+    """Rows in fewer bits are computed in float32."""
+    model = make_model(**options)
+    return model.float() if "storage_dtype" in options else model
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("when", ["at the begin of the step", "a batch ahead", "by the loader"])
+def test_reading_ahead_changes_nothing(form, when, monkeypatch):
+    batches, waits = batches_of(SOME_IDLE), []
+    wait = st.nn.Ticket.wait
+    monkeypatch.setattr(st.nn.Ticket, "wait", lambda *args: waits.append(wait(*args)) or waits[-1])
+    plain, ours = make_form(**FORMS[form]), make_form(**FORMS[form])
+    expected = train(plain, ADAMW, batches)
+    assert not waits
+    if when == "by the loader":
+        stream = st.prefetch(batches, lambda batch: {ours.ngrams: batch[:, :-1]}, depth=3)
+        losses = train(ours, ADAMW, stream)
+    else:
+        following = itertools.chain(batches[1:], [batches[-1]])
+
+        def loss(batch):
+            tokens = batch if when == "at the begin of the step" else next(following)
+            if when == "at the begin of the step" or batch is batches[0]:
+                ours.ngrams.prefetch(batch[:, :-1])
+            found = ours.loss(batch)
+            if when == "a batch ahead":
+                # Before the step, which changes some of these rows.
+                ours.ngrams.prefetch(tokens[:, :-1])
+            return found
+
+        losses = train(ours, ADAMW, batches, forward=loss)
+    # What was read ahead is what lookups have taken.
+    assert sum(ahead is not None for ahead in waits) == len(batches)
+    assert_equal(ours, plain, losses, expected)
+
+
+def test_a_ticket_that_nobody_keeps_is_kept_by_the_module():
+    model = make_model(idle="exact")
+    tokens = [batch[:, :-1] for batch in batches_of(SOME_IDLE, 12)]
+    tickets = weakref.WeakSet()
+    for part in tokens:
+        tickets.add(model.ngrams.prefetch(part))
+    gc.collect()
+    assert len(tickets) == 8
+    expected = copy.deepcopy(model)(tokens[-1])
+    assert torch.equal(model(tokens[-1]), expected)
+    assert sum(ticket.is_waiting for ticket in tickets) == 7
+    del model
+    gc.collect()
+    assert not tickets
