@@ -12,6 +12,7 @@ INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Powers of two, for scales alone (torch 2.7).
 FLOAT8_SCALE: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)
+_NAMED_FLOAT8 = {*FLOAT8_DTYPES, FLOAT8_SCALE}
 
 # By the name in a safetensors file. First those that a table holds, then those that only checkpoints do.
 _OF_TABLES = {
@@ -47,6 +48,11 @@ TORCH_OF_NUMPY = {
 NUMPY_OF_TORCH = {dtype: name for name, dtype in TORCH_OF_NUMPY.items()}
 
 
-def picklable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, or its bits: torch does not pickle float8."""
-    return tensor.view(torch.uint8) if tensor.dtype in (*FLOAT8_DTYPES, FLOAT8_SCALE) else tensor
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or its bits if it is float8, which no torch pickles, and not every torch picks rows of."""
+    return tensor.view(torch.uint8) if tensor.dtype in _NAMED_FLOAT8 else tensor
+
+
+def rows_at(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor[index]`` for a tensor of any dtype."""
+    return bits_of(tensor)[index].view(tensor.dtype)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import check_not_capturing
+from speedtransfer.dtypes import bits_of
 from speedtransfer.idle import Lag
 from speedtransfer.progress import ByteProgress
 from speedtransfer.stored_planes import StoredPlanes
@@ -103,12 +104,13 @@ class Rows(StoredPlanes):
             return fetched
         if ids.is_cuda and self.table.takes_padding:
             for name, part in self.fetch(kept(ids, again, self.table.num_rows), planes).items():
-                torch.where(again.unsqueeze(1), part, fetched[name], out=fetched[name])
+                target = bits_of(fetched[name])
+                torch.where(again.unsqueeze(1), bits_of(part), target, out=target)
             return fetched
         at = again.nonzero().flatten()
         if len(at):
             for name, part in self.fetch(ids[at], planes).items():
-                fetched[name][at.to(part.device)] = part
+                bits_of(fetched[name])[at.to(part.device)] = bits_of(part)
         return fetched
 
     def finish(self, fetched: dict[str, Tensor]) -> dict[str, Tensor]:

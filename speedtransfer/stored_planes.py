@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer.cuda import wait_until_filled
-from speedtransfer.dtypes import FLOAT8_DTYPES, picklable
+from speedtransfer.dtypes import FLOAT8_DTYPES, bits_of
 from speedtransfer.encoding import (
     SCALE,
     BlocksFloat8,
@@ -291,7 +291,7 @@ class StoredPlanes:
             "stored": self.table.dtype,
             "beside_dtypes": {suffix: plane.dtype for suffix, plane in beside.items()},
             "dtypes": (self.storage_dtype, self.state_dtype, self.scale_block),
-            "beside": {suffix: picklable(plane) for suffix, plane in beside.items()},
+            "beside": {suffix: bits_of(plane) for suffix, plane in beside.items()},
             "rounding": self.state_dict(),
             "layout": self.table.layout,
             "cache": self.table._cache_options,

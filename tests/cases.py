@@ -7,8 +7,10 @@ import torch
 
 FLOAT_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 INTEGER_DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-TABLE_DTYPES = FLOAT_DTYPES + INTEGER_DTYPES
-NPY_DTYPES = [dtype for dtype in TABLE_DTYPES if dtype != torch.bfloat16]
+FLOAT8_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
+TABLE_DTYPES = FLOAT_DTYPES + FLOAT8_DTYPES + INTEGER_DTYPES
+NO_NUMPY_DTYPES = [torch.bfloat16, *FLOAT8_DTYPES]
+NPY_DTYPES = [dtype for dtype in TABLE_DTYPES if dtype not in NO_NUMPY_DTYPES]
 
 # Every memory that works without a GPU, with the suffix of its file.
 HOST_MEMORIES = [("pageable", None), ("mmap", ".npy"), ("mmap", ".safetensors"), ("device", None)]

@@ -16,6 +16,7 @@ DTYPES = [
     torch.float16,
     torch.bfloat16,
     torch.float8_e4m3fn,
+    torch.float8_e5m2,
     torch.int8,
     torch.uint8,
     torch.uint16,

@@ -24,6 +24,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "float16": {"storage_dtype": torch.float16},
     "int8": INT8,
     "exact int8": {"idle": "exact", **INT8},
+    "float8_e4m3fn": {"storage_dtype": torch.float8_e4m3fn, "scale_block": 3},
+    "exact float8_e5m2": {"idle": "exact", "storage_dtype": torch.float8_e5m2, "state_dtype": torch.bfloat16},
 }
 
 

@@ -41,7 +41,9 @@ def trained(steps: int = 3, **options) -> Model:
     return model
 
 
-@pytest.mark.parametrize("options", [{"idle": "exact"}, {"idle": "lazy"}, {"storage_dtype": torch.int8}])
+@pytest.mark.parametrize(
+    "options", [{"idle": "exact"}, {"idle": "lazy"}, *({"storage_dtype": d} for d in (torch.int8, torch.float8_e5m2))]
+)
 def test_modules_and_rows(options) -> None:
     model = trained(**options).eval()
     dense = to_dense(model)

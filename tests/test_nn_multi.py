@@ -331,10 +331,10 @@ class TestContainer:
         with pytest.raises(ValueError, match="is \\(21, 8\\) but the values assigned are \\(2, 8\\)"):
             weight.data = torch.ones(2, DIM)
 
-    @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float8_e4m3fn])
     def test_rows_that_no_tensor_can_alias(self, dtype):
         ours, theirs = multi(storage_dtype=dtype), dense()
-        torch.testing.assert_close(ours[0].weight.detach(), theirs[0].weight.detach(), rtol=0, atol=0.02)
+        torch.testing.assert_close(ours[0].weight.detach(), theirs[0].weight.detach(), rtol=0.07, atol=0.02)
         nn.init.constant_(ours[2].weight, 0.5)
         ours[1].weight.data[3] = 0.25
         torch.testing.assert_close(ours[2].weight.detach(), torch.full((3, DIM), 0.5))

@@ -335,6 +335,8 @@ def test_a_file_keeps_its_dtype(tmp_path: Path) -> None:
         (torch.float16, torch.bfloat16, 256, 512),
         (torch.int8, torch.bfloat16, 132, 512),
         (torch.int8, torch.uint8, 132, 264),
+        (torch.float8_e4m3fn, torch.uint8, 132, 264),
+        (torch.float8_e5m2, torch.bfloat16, 132, 512),
     ],
 )
 def test_bytes_held_and_moved_are_those_of_the_small_form(

@@ -19,6 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bfloat16": {"storage_dtype": torch.bfloat16, "state_dtype": torch.bfloat16},
     "8 bits": {"storage_dtype": torch.int8, "state_dtype": torch.uint8},
+    "float8": {"storage_dtype": torch.float8_e4m3fn, "state_dtype": torch.uint8, "scale_block": 4},
 }
 IDS = torch.tensor([2, 3, 11, 17])
 

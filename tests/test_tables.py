@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import NPY_DTYPES, assert_same_bits, numbers, one_line
+from cases import NO_NUMPY_DTYPES, NPY_DTYPES, assert_same_bits, dtype_name, numbers, one_line
 from table_cases.base import TableOfRecords
 from table_contract import TableContract
 
@@ -258,11 +258,10 @@ class OpenWithoutRoom:
 class TestMmapNpy(OnDisk):
     suffix, dtypes = ".npy", NPY_DTYPES
 
-    def test_bfloat16_has_no_npy_form(self):
-        with pytest.raises(
-            TypeError, match=r"torch.bfloat16 has no .npy form .*; use a path that ends in .safe"
-        ) as error:
-            self.make(4, 4, dtype=torch.bfloat16)
+    @pytest.mark.parametrize("missing", NO_NUMPY_DTYPES, ids=dtype_name)
+    def test_what_numpy_lacks_has_no_npy_form(self, missing):
+        with pytest.raises(TypeError, match=rf"{missing} has no .npy form .*; use a path that ends in .safe") as error:
+            self.make(4, 4, dtype=missing)
         assert isinstance(error.value, InvalidTypeError)
         one_line(error)
         assert list(self.folder.iterdir()) == []

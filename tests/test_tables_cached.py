@@ -215,6 +215,8 @@ OPTIONS = {
     "records in a file": {"memory": "mmap", "idle": "exact", "layout": "rows"},
     "bfloat16": {"idle": "exact", "storage_dtype": torch.bfloat16},
     "int8": {"idle": "lazy", "storage_dtype": torch.int8, "state_dtype": torch.uint8},
+    "float8": {"idle": "exact", "storage_dtype": torch.float8_e4m3fn, "state_dtype": torch.uint8, "scale_block": 3},
+    "float8 records": {"idle": "lazy", "storage_dtype": torch.float8_e5m2, "layout": "rows", "scale_block": 2},
     "float16 records": {
         "idle": "exact",
         "storage_dtype": torch.float16,

@@ -350,6 +350,7 @@ OPTIONS = [
     {"memory": "mmap", "idle": "lazy", "layout": "rows"},
     {"memory": "pageable", "idle": "exact", "storage_dtype": torch.bfloat16},
     {"memory": "pageable", "idle": "lazy", "storage_dtype": torch.bfloat16, "state_dtype": torch.uint8},
+    {"memory": "pageable", "idle": "exact", "storage_dtype": torch.float8_e4m3fn, "scale_block": 3},
 ]
 
 
@@ -425,6 +426,7 @@ def random_run(seed: int, steps: int, ahead: bool, options: dict) -> list[torch.
 
 
 RANDOM = [{"idle": "lazy"}, {"idle": "exact"}, {"idle": "exact", "storage_dtype": torch.bfloat16}]
+RANDOM += [{"idle": "lazy", "storage_dtype": torch.float8_e5m2}]
 
 
 @pytest.mark.parametrize("options", RANDOM, ids=str)

@@ -13,7 +13,7 @@ from speedtransfer.checkpoint.plain_data import Keep
 from speedtransfer.checkpoint.tensors import PickedRows, TensorReader
 from speedtransfer.checkpoint.together import ShardReader
 from speedtransfer.cuda import wait_until_filled
-from speedtransfer.dtypes import TABLE_DTYPES
+from speedtransfer.dtypes import TABLE_DTYPES, bits_of, rows_at
 from speedtransfer.encoding import Part, codec_named, decode_rows
 from speedtransfer.optim import Handle, ShardHandle, SharedHandle
 from speedtransfer.ranks import Partition
@@ -159,12 +159,12 @@ class SavedRows:
                 place = handle.own_rows(chunk.start, chunk.stop)
             else:
                 at, place = handle.owned(torch.arange(chunk.start, chunk.stop))
-                parts = {part: values[at] for part, values in parts.items()}
+                parts = {part: rows_at(values, at) for part, values in parts.items()}
             if not alike:
                 parts = rows.encode(plane, self._decoded(parts))
             for part, target in targets.items():
                 values = parts[part].view(len(parts[part]), *target.shape[1:])
-                target[place] = values.to(target.device)
+                bits_of(target)[place] = bits_of(values.to(target.device))
             advance((chunk.stop - chunk.start) * self.row_bytes)
         for target in targets.values():
             wait_until_filled(target)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.dtypes import SAFETENSORS_NAMES
+from speedtransfer.dtypes import SAFETENSORS_NAMES, bits_of
 from speedtransfer.errors import InvalidTypeError, StorageError
 from speedtransfer.safetensors_io import METADATA, Entry, check_entry, header_bytes, make_header
 from speedtransfer.tables import CHUNK_BYTES, read_ahead, row_chunks
@@ -43,7 +43,7 @@ class PickedRows:
         """Yield the values in order, about 16 MB at a time, 1-D and on the host."""
         for rows in row_chunks(self.shape[0], self.nbytes // max(self.shape[0], 1)):
             numbers = self._numbers(rows.start, rows.stop).to(self._tensor.device)
-            yield self._tensor[numbers].cpu().reshape(-1)
+            yield bits_of(self._tensor)[numbers].cpu().reshape(-1)
 
 
 class TensorPlan:

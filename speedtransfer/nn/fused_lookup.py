@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import check_not_capturing
+from speedtransfer.dtypes import rows_at
 from speedtransfer.nn.ahead import begin_to_read
 from speedtransfer.nn.ticket import Ticket, begin_to_wait
 from speedtransfer.optim import ShardHandle
@@ -100,7 +101,7 @@ class FusedLookups:
             read, parts = handle.reducer.read(route.owned, None, found)
             reads.append(read)
             kinds.append(list(parts))
-            segments += [Segment(part[route.inverse], route.receives, route.sends) for part in parts.values()]
+            segments += [Segment(rows_at(part, route.inverse), route.receives, route.sends) for part in parts.values()]
         received = iter(self._exchange.move("rows", segments))
         for handle, reference, (route, _), read, names in zip(
             self._handles, self._tickets, self._work, reads, kinds, strict=True

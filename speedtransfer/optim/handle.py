@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.cuda import check_not_capturing
-from speedtransfer.dtypes import picklable
+from speedtransfer.dtypes import bits_of
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.binding import KEY, Binding
@@ -228,7 +228,7 @@ class Handle(Binding):
         """Pickle the rows without their state, which is the optimizer's, and without a gradient, as torch does."""
         # The copy uses no file, and may be unpickled where memory cannot be pinned.
         memory, device = "device" if self.table.memory == "device" else "auto", str(self.table.device)
-        weight = picklable(self.table.torch())
+        weight = bits_of(self.table.torch())
         return _unpickle, (weight, memory, device, self.requires_grad, self.idle, self.rows.pickled())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from speedtransfer.dtypes import rows_at
 from speedtransfer.encoding import Codec, Keys, codec_for, decode_rows, encode_rows, write_key
 from speedtransfer.errors import InvalidTypeError, ProcessGroupError
 from speedtransfer.optim.merge import merged
@@ -96,7 +97,7 @@ class Shards(Reducer):
         """
         route = self._route(ids, training)
         read, parts = self.read(route.owned, renormalize)
-        segments = [Segment(part[route.inverse], route.receives, route.sends) for part in parts.values()]
+        segments = [Segment(rows_at(part, route.inverse), route.receives, route.sends) for part in parts.values()]
         rows = self.arranged(route, dict(zip(parts, self.exchange.move("rows", segments), strict=True)))
         return rows, self.remember(route, read) if training else None
 

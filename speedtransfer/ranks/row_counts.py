@@ -41,6 +41,7 @@ def row_form(
     state_planes: int = 2,
     idle: str = "lazy",
     max_norm: bool = False,
+    scale_block: int | None = None,
 ) -> RowForm:
     """Return the bytes of a row of a table made with these arguments of :class:`speedtransfer.Embedding`.
 
@@ -55,18 +56,20 @@ def row_form(
     idle : {"lazy", "exact"}
     max_norm : bool
         Whether the module has `max_norm`.
+    scale_block : int, optional
     """
     computed = dtype if storage_dtype is None else torch.float32
     plain = _bytes_of(dim, computed, computed)
-    stored = _bytes_of(dim, computed, storage_dtype or computed)
+    stored = _bytes_of(dim, computed, storage_dtype or computed, scale_block)
     # Exact rows also keep the step that they were last touched at, an int32.
     state = state_planes * _bytes_of(dim, computed, state_dtype or computed) + 4 * (idle == "exact")
     sent = plain if idle == "exact" or max_norm else stored
     return RowForm(stored, state, sent, _bytes_of(dim, computed, comm_dtype or computed))
 
 
-def _bytes_of(dim: int, computed: torch.dtype, stored: torch.dtype) -> int:
-    return sum(part.width * part.dtype.itemsize for part in codec_for(dim, computed, stored).parts.values())
+def _bytes_of(dim: int, computed: torch.dtype, stored: torch.dtype, scale_block: int | None = None) -> int:
+    codec = codec_for(dim, computed, stored, scale_block)
+    return sum(part.width * part.dtype.itemsize for part in codec.parts.values())
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,9 @@ class WholePlanes(Planes):
             if self.memory != "pinned":
                 raise InvalidValueError(f"CUDA cannot address memory={self.memory!r}; use 'pinned' or 'device'")
             weight = mapped_view(weight, self.device)
+        array = to_cupy(weight)
         self._hand_out()
-        return to_cupy(weight)
+        return array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.numpy(), dtype=dtype, copy=copy)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import is_capturing, side_stream, to_device
+from speedtransfer.dtypes import bits_of
 from speedtransfer.tables.write_log import Write
 
 
@@ -61,10 +62,11 @@ def overlay(fetched: dict[str, Tensor], ids: Tensor, writes: Sequence[Write], nu
         for name, part in write.rows.items():
             if name not in fetched:
                 continue
+            target, part = bits_of(fetched[name]), bits_of(part)
             if ids.is_cuda:
-                torch.where(found.unsqueeze(1), part[places], fetched[name], out=fetched[name])
+                torch.where(found.unsqueeze(1), part[places], target, out=target)
             elif len(at):
-                fetched[name][at] = part[places]
+                target[at] = part[places]
     return _places(ids, torch.cat([to_device(part, ids.device) for part in again]), num_rows)[1] if again else None
 
 

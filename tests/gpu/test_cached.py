@@ -102,6 +102,7 @@ OPTIONS = {
     "lazy": {"idle": "lazy"},
     "exact": {"idle": "exact"},
     "int8": {"idle": "lazy", "storage_dtype": torch.int8, "state_dtype": torch.uint8},
+    "float8": {"idle": "exact", "storage_dtype": torch.float8_e4m3fn, "scale_block": 4},
     "records": {"idle": "exact", "storage_dtype": torch.bfloat16, "layout": "rows"},
     "max-norm": {"idle": "lazy", "max_norm": 1.0},
 }

@@ -252,7 +252,16 @@ class TestReplays:
         graphed.steps(batches(), graphed.graph.replay)
         check_close(graphed.result(), plain.result())
 
-    @pytest.mark.parametrize("options", [{}, {"memory": "device"}, {"storage_dtype": torch.int8}, {"idle": "exact"}])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"memory": "device"},
+            {"storage_dtype": torch.int8},
+            {"storage_dtype": torch.float8_e4m3fn},
+            {"idle": "exact"},
+        ],
+    )
     def test_an_evaluation(self, device, options):
         emb, ids = Training(device, **options).emb, torch.zeros(IDS, dtype=torch.int64, device=device)
         graph = torch.cuda.CUDAGraph()
@@ -439,6 +448,10 @@ def host_ids(emb, ids):
 REFUSED = {
     "exact": ({"idle": "exact"}, r"idle='exact'.*use idle='lazy'"),
     "storage": ({"storage_dtype": torch.int8}, "with storage_dtype or state_dtype .* same random numbers"),
+    "storage-float8": (
+        {"storage_dtype": torch.float8_e5m2},
+        "with storage_dtype or state_dtype .* same random numbers",
+    ),
     "storage-bf16": ({"storage_dtype": torch.bfloat16}, "with storage_dtype or state_dtype"),
     "state": ({"state_dtype": torch.uint8}, "with storage_dtype or state_dtype"),
     "pageable": (

@@ -200,6 +200,7 @@ FORMS = {
     "double": (torch.optim.Adam, {"weight_decay": 0.1}, {"dtype": torch.float64}),
     "bfloat16": (torch.optim.AdamW, {}, {"storage_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}),
     "int8": (torch.optim.AdamW, {"fused": True}, {"storage_dtype": torch.int8, "state_dtype": torch.uint8}),
+    "float8": (torch.optim.AdamW, {}, {"storage_dtype": torch.float8_e4m3fn, "state_dtype": torch.uint8}),
 }
 
 

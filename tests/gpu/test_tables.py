@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases import NPY_DTYPES, assert_same_bits, numbers, one_line
+from cases import NO_NUMPY_DTYPES, NPY_DTYPES, assert_same_bits, numbers, one_line
 from table_cases.base import TableOfRecords
 from table_cases.convert import ConvertCases
 from table_cases.copies import CopyCases
@@ -131,7 +131,7 @@ class CupyViews:
 
     def test_cupy_view(self, dtype):
         table = self.filled(numbers((30, 3), dtype))
-        if dtype == torch.bfloat16:
+        if dtype in NO_NUMPY_DTYPES:
             with pytest.raises(InvalidTypeError) as error:
                 table.cupy()
             one_line(error)

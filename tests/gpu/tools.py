@@ -36,6 +36,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "lazy": {"idle": "lazy"},
     "exact": {"idle": "exact"},
     "int8": {"idle": "lazy", "storage_dtype": torch.int8, "state_dtype": torch.uint8},
+    "float8": {"idle": "lazy", "storage_dtype": torch.float8_e4m3fn, "scale_block": 5},
     "max_norm": {"idle": "lazy", "max_norm": 1.0},
     "padding": {"idle": "exact", "padding_idx": 3},
 }

@@ -10,7 +10,11 @@ ROWS, DIM = 50, 8
 MEMORIES = ["pinned", "pageable", "mmap", "device"]
 STORED = [
     *((memory, None) for memory in MEMORIES),
-    *((memory, dtype) for dtype in (torch.bfloat16, torch.int8) for memory in ("pinned", "device")),
+    *(
+        (memory, dtype)
+        for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+        for memory in ("pinned", "device")
+    ),
 ]
 
 
@@ -38,7 +42,7 @@ def rows_of(emb):
 def tolerance(emb, update=0.0):
     """Return how far a value may be off once `update` at most was added to it and it was stored."""
     dtype = emb._handle.rows.storage_dtype if isinstance(emb, st.Embedding) else None
-    steps = {None: 1e-6, torch.bfloat16: 2.0**-7, torch.int8: 2.0 / 127}
+    steps = {None: 1e-6, torch.bfloat16: 2.0**-7, torch.int8: 2.0 / 127, torch.float8_e4m3fn: 2.0**-3}
     return steps[dtype] * (float(rows_of(emb).abs().max()) + update)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import speedtransfer as st
+from speedtransfer.dtypes import bits_of
 from speedtransfer.optim import ShardHandle, find_handle
 
 ROWS, DIM, GLOBAL = 300, 8, 24
@@ -48,6 +49,9 @@ EXACT = Setup()
 SMALL = Setup(
     dtype=torch.float32,
     options=(("idle", "lazy"), ("storage_dtype", torch.int8), ("state_dtype", torch.uint8)),
+)
+FLOAT8 = Setup(
+    dtype=torch.float32, options=(("idle", "lazy"), ("storage_dtype", torch.float8_e4m3fn), ("scale_block", 3))
 )
 
 
@@ -137,7 +141,8 @@ class Job:
                 continue
             handle.rows.catch_up()
             stored = [plane for plane in handle.table.planes if plane != "idle.last_step"]
-            parts = {key: handle.table.plane(key).clone() for key in stored}
+            # Processes send no float8 to each other.
+            parts = {key: bits_of(handle.table.plane(key)).clone() for key in stored}
             if isinstance(handle, ShardHandle) and self.setup.kind != "shared":
                 each: list[Any] = [None] * self.ranks
                 dist.all_gather_object(each, (handle.partition.ids_of(self.rank), parts))

@@ -23,14 +23,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import speedtransfer as st
-from ranks.checkpoint_job import EXACT, ROWS, SMALL, Job, Net, Setup, run
+from ranks.checkpoint_job import EXACT, FLOAT8, ROWS, SMALL, Job, Net, Setup, run
 from ranks.run import torchrun
 from speedtransfer.checkpoint import load, together
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, ProcessGroupError, StorageError
 from speedtransfer.nn.fused_lookup import read_ahead_of
 
-SETUPS = {"exact": EXACT, "int8": SMALL}
+SETUPS = {"exact": EXACT, "int8": SMALL, "float8": FLOAT8}
 SOME = [("exact", 2, 3), ("exact", 3, 1), ("int8", 3, 2), ("int8", 2, 2), ("exact", 2, 2), ("int8", 1, 2)]
+SOME += [("float8", 2, 3), ("float8", 2, 1)]
 EVERY = [
     pytest.param(*case, marks=() if case in SOME else pytest.mark.slow)
     for case in itertools.product(SETUPS, (1, 2, 3), (1, 2, 3))

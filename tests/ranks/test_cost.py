@@ -42,15 +42,16 @@ class Tables:
     dtype: torch.dtype = torch.float32
     storage_dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None
+    scale_block: int | None = None
     comm_dtype: torch.dtype | None = None
     shared: bool = False
 
     def options(self) -> dict:
-        names = ("idle", "dtype", "storage_dtype", "state_dtype")
+        names = ("idle", "dtype", "storage_dtype", "state_dtype", "scale_block")
         return {**{name: getattr(self, name) for name in names}, **dict(self.module)}
 
     def form(self):
-        options = {"state_planes": 2, "idle": self.idle, "max_norm": bool(self.module)}
+        options = {"state_planes": 2, "idle": self.idle, "max_norm": bool(self.module), "scale_block": self.scale_block}
         return row_form(self.dim, self.dtype, self.storage_dtype, self.state_dtype, self.comm_dtype, **options)
 
 
@@ -61,6 +62,8 @@ CASES = {
     "exact": Tables(24, idle="exact"),
     "rows and gradients in bfloat16": Tables(24, storage_dtype=torch.bfloat16, comm_dtype=torch.bfloat16),
     "rows in int8, state in blocks": Tables(130, storage_dtype=torch.int8, state_dtype=torch.uint8),
+    "rows in float8": Tables(130, storage_dtype=torch.float8_e4m3fn, state_dtype=torch.uint8),
+    "rows in float8, scales for 32 columns": Tables(130, storage_dtype=torch.float8_e5m2, scale_block=32),
     "gradients in int8": Tables(32, comm_dtype=torch.int8),
     "exact rows in int8 cross decoded": Tables(32, storage_dtype=torch.int8, idle="exact"),
     "max_norm: rows in bfloat16 cross decoded": Tables(12, storage_dtype=torch.bfloat16, module=(("max_norm", 1.0),)),

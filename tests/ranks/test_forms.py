@@ -17,6 +17,8 @@ from speedtransfer import rows as rows_module
 
 FORMS = {
     "int8": {"storage_dtype": torch.int8},
+    "float8_e4m3fn": {"storage_dtype": torch.float8_e4m3fn, "scale_block": 3},
+    "float8_e5m2": {"storage_dtype": torch.float8_e5m2, "state_dtype": torch.bfloat16},
     "bfloat16": {"storage_dtype": torch.bfloat16},
     "float16": {"storage_dtype": torch.float16},
     "state bfloat16": {"state_dtype": torch.bfloat16},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import numbers, one_line
+from cases import NO_NUMPY_DTYPES, numbers, one_line
 
 from speedtransfer.errors import (
     InvalidTypeError,
@@ -21,10 +21,8 @@ class FileCases(TableCases):
         monkeypatch.setattr(fill, "CHUNK_BYTES", 1)  # many chunks
         values = numbers((50, 3), dtype)
         table, path = self.filled(values), self.folder / f"saved{suffix}"
-        if suffix == ".npy" and dtype == torch.bfloat16:
-            with pytest.raises(
-                InvalidTypeError, match=r"torch.bfloat16 has no .npy form .*; use .*.safetensors"
-            ) as error:
+        if suffix == ".npy" and dtype in NO_NUMPY_DTYPES:
+            with pytest.raises(InvalidTypeError, match=rf"{dtype} has no .npy form .*; use .*.safetensors") as error:
                 table.save(path)
             one_line(error)
             assert not path.exists()

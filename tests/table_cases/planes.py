@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
-from cases import assert_same_bits, numbers, one_line
+from cases import NO_NUMPY_DTYPES, assert_same_bits, dtype_name, numbers, one_line
 
 from speedtransfer.errors import (
     InvalidTypeError,
@@ -101,6 +103,29 @@ class PlaneCases(TableCases):
             assert_same_bits(table.gather(unique, name), new[name])
             assert_same_bits(table.gather(unique, names)[name], new[name])
         assert table.gather([4], "last_step").tolist() == [[-1]]
+
+    def test_a_plane_of_scales_that_are_powers_of_two(self):
+        scale = getattr(torch, "float8_e8m0fnu", None)
+        if scale is None:
+            pytest.skip("this torch has no float8_e8m0fnu")
+        table = self.numbered(20, 4)
+        table.add_plane("scale", 2, scale, fill=0.25)
+        values = (2.0 ** torch.arange(-20.0, 20.0)).view(20, 2)
+        table.add_plane("other", 2, scale, fill=values)
+        rows = table.gather([3, 19, 3], ["weight", "scale", "other"])
+        assert rows["scale"].float().tolist() == [[0.25, 0.25]] * 3
+        assert torch.equal(rows["other"].float().cpu(), values[[3, 19, 3]])
+        table.scatter([4, 5], {"other": torch.full((2, 2), 8.0).to(scale).to(table.device)})
+        assert table.gather([3, 4], "other").float().tolist() == [values[3].tolist(), [8.0, 8.0]]
+        for fill in (0, 3.0, -1.0, math.inf, math.nan):
+            with pytest.raises(
+                InvalidValueError, match=rf"fill is {fill} but the plane holds {scale}, powers"
+            ) as error:
+                table.add_plane("more", 2, scale, fill=fill)
+            one_line(error)
+        with pytest.raises(InvalidTypeError, match=rf"dtype is {scale} but a table holds one of torch's"):
+            self.make(4, 4, dtype=scale)
+        assert table.planes == ("weight", "scale", "other")
 
     def test_one_plane_leaves_the_others(self):
         table = self.numbered()
@@ -221,10 +246,11 @@ class PlaneCases(TableCases):
             with pytest.raises(InvalidValueError, match=r"the rows live on .*; use .cupy\(\)"):
                 table.numpy()
             return
-        if dtype == torch.bfloat16:
-            with pytest.raises(InvalidTypeError, match=r"NumPy has no bfloat16; use .torch\(\)") as error:
+        if dtype in NO_NUMPY_DTYPES:
+            with pytest.raises(InvalidTypeError, match=rf"NumPy has no {dtype_name(dtype)}; use .torch\(\)") as error:
                 table.numpy()
-            one_line(error)
+            bits = one_line(error).partition(".torch().view(torch.")[2].partition(")")[0]
+            assert table.torch().view(getattr(torch, bits)).numpy().shape == (30, 3)
             return
         view = table.numpy()
         assert view.flags.writeable
@@ -245,7 +271,7 @@ class PlaneCases(TableCases):
 
     def test_dlpack_to_numpy(self, dtype):
         table = self.filled(numbers((30, 3), dtype))
-        if not self.host or dtype == torch.bfloat16:
+        if not self.host or dtype in NO_NUMPY_DTYPES:
             with pytest.raises((BufferError, RuntimeError)):
                 np.from_dlpack(table)
             return

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from cases import numbers, one_line
+from cases import FLOAT8_DTYPES, dtype_name, numbers, one_line
 
 from speedtransfer.errors import (
     InvalidTypeError,
@@ -48,6 +48,22 @@ class ValueCases(TableCases):
         assert self.rows_of(table).tolist() == [[3, 3, 3]] * 50
         table.zero_()
         assert self.rows_of(table).tolist() == [[0, 0, 0]] * 50
+
+    @pytest.mark.parametrize("float8", FLOAT8_DTYPES, ids=dtype_name)
+    def test_random_numbers_for_a_float8_table(self, float8):
+        if float8 not in self.dtypes:
+            return
+        table = self.numbered(dtype=float8)
+        before = self.rows_of(table)
+        for name in ("normal_", "uniform_"):
+            with pytest.raises(InvalidTypeError, match=rf"{name} draws no {float8}; use init_") as error:
+                getattr(table, name)()
+            one_line(error)
+        self.assert_unchanged(table, before)
+        torch.manual_seed(3)
+        table.init_(lambda chunk: torch.randn(chunk.shape))
+        torch.manual_seed(3)
+        self.assert_unchanged(table, torch.randn(before.shape).to(float8))
 
     def test_random_numbers_for_an_integer_table(self, int_dtype):
         table = self.numbered(dtype=int_dtype)
