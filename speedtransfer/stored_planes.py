@@ -144,8 +144,8 @@ class StoredPlanes:
     def whole(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return a whole plane, ``(num_rows, *tail)``, as a state dict shows it, on the device of the memory.
 
-        A view of the table if `is_viewable`; else (int8, 8-bit planes) a float32 copy, decoded in chunks. Or its rows from
-        `start` to `stop`.
+        A view of the table if `is_viewable`; else (int8, float8, 8-bit planes) a float32 copy, decoded in chunks. Or its rows
+        from `start` to `stop`.
         """
         stop = self.table.num_rows if stop is None else stop
         shape = (stop - start, *self._tails[name])

@@ -13,7 +13,7 @@ from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import speedtransfer
-from speedtransfer.errors import InvalidTypeError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import find_handle
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -173,6 +173,121 @@ def test_wrong_dtypes(options: dict, words: str) -> None:
     if "dtype" not in options:
         with pytest.raises(InvalidTypeError, match=words):
             speedtransfer.Embedding.from_pretrained(torch.zeros(4, 2), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"scale_block": 32}, InvalidValueError, "scale_block is 32 but storage_dtype is None, and only float8 rows"),
+        ({"scale_block": 32, "storage_dtype": torch.int8}, InvalidValueError, "storage_dtype is torch.int8, and only"),
+        ({"scale_block": 0, "storage_dtype": FLOAT8[0]}, InvalidValueError, "scale_block is 0 but must be at least 1"),
+        (
+            {"scale_block": -5, "storage_dtype": FLOAT8[1]},
+            InvalidValueError,
+            "scale_block is -5 but must be at least 1",
+        ),
+        (
+            {"scale_block": 2.0, "storage_dtype": FLOAT8[0]},
+            InvalidTypeError,
+            "scale_block is 2.0 .float. but must be an",
+        ),
+        ({"scale_block": True, "storage_dtype": FLOAT8[0]}, InvalidTypeError, "scale_block is True"),
+        (
+            {"dtype": FLOAT8[0]},
+            InvalidTypeError,
+            "dtype is torch.float8_e4m3fn, .* pass storage_dtype=torch.float8_e4m3fn",
+        ),
+    ],
+)
+def test_blocks_that_make_no_sense(options: dict, kind: type, words: str) -> None:
+    for make in (speedtransfer.Embedding, speedtransfer.EmbeddingBag):
+        with pytest.raises(kind, match=words) as caught:
+            make(4, 2, **options)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(kind, match=words):
+        speedtransfer.MultiEmbedding([4, 3], 2, **options)
+    if "dtype" not in options:
+        model = nn.Sequential(nn.Embedding(4, 2))
+        with pytest.raises(kind, match=words):
+            speedtransfer.replace_embeddings(model, min_rows=0, **options)
+        assert type(model[0]) is nn.Embedding
+
+
+# --- float8 -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_scales_for_blocks_of_columns(dtype: torch.dtype) -> None:
+    for block, scales in ((None, 2), (3, 67), (100, 2), (200, 1), (10**6, 1), (1, 200)):
+        emb = made(dtype, 30, 200, scale_block=block, state_dtype=torch.uint8)
+        assert emb.table.plane("weight.scale").shape == (30, scales)
+        assert (f"scale_block={block}" in repr(emb)) == (block is not None)
+        size = -(-200 // scales)
+        blocks = [quantised(part, dtype) for part in dense(30, 200).weight.detach().split(size, 1)]
+        assert torch.equal(values(emb), torch.cat(blocks, 1))
+        train(emb)
+        emb.table.reset_stats()
+        with torch.no_grad():
+            emb(torch.tensor([1, 5, 1, 7]))
+        assert emb.table.stats().gathered_bytes == 4 * (200 + 4 * scales)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_blocks_stay_in_copies_and_with_other_rows(dtype: torch.dtype, tmp_path: Path) -> None:
+    emb = made(dtype, scale_block=2)
+    copies = [copy.deepcopy(emb), pickle.loads(pickle.dumps(emb))]
+    for other in copies:
+        assert other.table.plane("weight.scale").shape == (12, 3)
+        assert "scale_block=2" in repr(other)
+        assert torch.equal(values(other), values(emb))
+    emb.weight = nn.Parameter(dense(20).weight.detach())
+    assert emb.table.plane("weight.scale").shape == (20, 3)
+    coarse = made(dtype, seed=4)
+    speedtransfer.save_checkpoint(tmp_path / "fine", copies[0])
+    speedtransfer.load_checkpoint(tmp_path / "fine", coarse)
+    assert coarse.table.plane("weight.scale").shape == (12, 1)
+    assert torch.equal(values(coarse), quantised(values(copies[0]), dtype))
+    speedtransfer.load_checkpoint(tmp_path / "fine", copies[1])
+    assert torch.equal(copies[1].table.torch().view(torch.uint8), copies[0].table.torch().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_codes_without_a_scale_are_stored_as_they_are(dtype: torch.dtype) -> None:
+    codes = torch.arange(252).view(42, 6).to(torch.uint8).view(dtype)
+    codes = codes[codes.float().isfinite().all(1)]
+    emb = speedtransfer.Embedding.from_pretrained(codes, storage_dtype=dtype, scale_block=3)
+    assert torch.equal(values(emb), codes.float())
+    assert torch.equal(emb.table.torch().view(torch.uint8), codes.view(torch.uint8))
+    assert (emb.table.plane("weight.scale") == 1).all()
+    assert emb.table.torch().data_ptr() != codes.data_ptr()
+    other = made(dtype, len(codes), scale_block=1)
+    other.load_state_dict({"weight": codes})
+    assert torch.equal(values(other), codes.float())
+    bits = codes.view(torch.uint8).clone()
+    trained = speedtransfer.Embedding.from_pretrained(codes, freeze=False, storage_dtype=dtype, idle="lazy")
+    opt = torch.optim.SGD(trained.parameters(), lr=0.5)
+    trained(torch.tensor([2])).sum().backward()
+    opt.step()
+    assert torch.equal(codes.view(torch.uint8), bits)
+    rest = torch.arange(len(codes)) != 2
+    assert torch.equal(values(trained)[rest], codes.float()[rest])
+    assert not torch.equal(values(trained)[2], codes.float()[2])
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_float8_weights_without_a_storage_dtype_are_those_of_torch(dtype: torch.dtype) -> None:
+    codes = torch.randn(12, 6).to(dtype)
+    ours, theirs = (library.Embedding.from_pretrained(codes.clone()) for library in (speedtransfer, nn))
+    assert ours(IDS).dtype == theirs(IDS).dtype == dtype
+    assert torch.equal(ours(IDS).float(), theirs(IDS).float())
+    assert ours.weight.dtype == ours.state_dict()["weight"].dtype == dtype
+    again = pickle.loads(pickle.dumps(ours))
+    assert torch.equal(again(IDS).float(), theirs(IDS).float())
+    cast = made(None).to(dtype)
+    assert torch.equal(cast(IDS).float(), dense().to(dtype)(IDS).float())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_pretrained_integers_have_no_values_to_store() -> None:

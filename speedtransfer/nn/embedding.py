@@ -44,13 +44,18 @@ class Embedding(TableModule, nn.Embedding):
         before it is read next. For the optimizers of ``torch.optim`` that are row by row; others raise at their first step.
         "lazy": nothing, as with ``torch.optim.SparseAdam``. "auto": "exact" with those optimizers; with others "lazy" and a
         warning.
-    storage_dtype : {torch.float32, torch.bfloat16, torch.float16, torch.int8}, optional
-        The dtype that rows are stored in; lookups, gradients and steps compute in float32. int8 rows have a float32 scale
-        each; those of a "mmap" table are kept in memory, so that its file alone is no copy of the rows.
+    storage_dtype : torch.dtype, optional
+        The dtype that rows are stored in: float32, bfloat16, float16, int8, float8_e4m3fn or float8_e5m2. Lookups, gradients
+        and steps compute in float32. int8 rows have a float32 scale each, float8 rows one for each block of columns; those of
+        a "mmap" table are kept in memory, so that its file alone is no copy of the rows.
         A step rounds stochastically, with ``torch.initial_seed()`` as it was when the module was made. Values beyond the range
-        of float16 are stored as its largest; if one value of an int8 row is inf or NaN, the whole row becomes NaN.
+        of float16 are stored as its largest; if one of the values that share a scale is inf or NaN, all become NaN. A step of
+        float8_e4m3fn, which has three bits of significand, is up to an eighth of a value, one of float8_e5m2 up to a quarter.
     state_dtype : {torch.float32, torch.bfloat16, torch.uint8}, optional
         The same for optimizer state as wide as the rows. uint8: 8-bit floats with a float32 scale for up to 128 columns.
+    scale_block : int, optional
+        The columns, at most, that share a scale of float8 rows, in blocks as even as can be; by default 128.
+        `embedding_dim` or more: one scale a row.
     layout : {"planes", "rows"}
         How the planes of optimizer state lie: each in an array of its own, or side by side in one record a row, which makes
         fewer pages of a "mmap" table to read and write. Results do not depend on it. With "rows" ``optimizer.state`` holds

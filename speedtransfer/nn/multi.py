@@ -39,7 +39,8 @@ class MultiEmbedding(FeatureModules, TableModule):
         The padding row of every feature, or of each (None: it has none), counted within the feature.
     max_norm, norm_type, scale_grad_by_freq, sparse, device, dtype
         As in :class:`~speedtransfer.Embedding`, for all features.
-    memory, path, idle, storage_dtype, state_dtype, layout, cache_rows, cache_counts, process_group, comm_dtype
+    memory, path, idle, storage_dtype, state_dtype, scale_block, layout, cache_rows, cache_counts, process_group,
+    comm_dtype
         As in :class:`~speedtransfer.Embedding`, for the one table.
 
     Notes
@@ -94,7 +95,7 @@ class MultiEmbedding(FeatureModules, TableModule):
         ----------
         modules : nn.ModuleList, nn.ModuleDict, sequence or mapping of nn.Embedding
             Alike but for their rows and `padding_idx`.
-        memory, path, idle, storage_dtype, state_dtype, layout, cache_rows, cache_counts
+        memory, path, idle, storage_dtype, state_dtype, scale_block, layout, cache_rows, cache_counts
             As in :class:`~speedtransfer.Embedding`.
 
         Raises

@@ -72,7 +72,8 @@ def replace_embeddings(
         module that says whether to replace it. By default all.
     strict : bool
         Raise where an embedding that was asked for cannot be replaced, instead of leaving it as it is.
-    memory, path, idle, storage_dtype, state_dtype, layout, cache_rows, cache_counts, process_group, comm_dtype
+    memory, path, idle, storage_dtype, state_dtype, scale_block, layout, cache_rows, cache_counts, process_group,
+    comm_dtype
         As in :class:`~speedtransfer.Embedding`; a `path` is the file of one table.
 
     Returns

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.fused_lookup import read_ahead_of
@@ -66,6 +67,11 @@ class TableModule(ModuleState):
         if device.type == "meta":
             self._wait(nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=not freeze), options)
             return
+        if weight is None and dtype in FLOAT8_DTYPES:
+            raise InvalidTypeError(
+                f"dtype is {dtype}, of which torch draws no random numbers and in which nothing is trained; pass "
+                f"storage_dtype={dtype} in place of dtype, or weights (from_pretrained)"
+            )
         self._use(make_handle(weight, shape, device, dtype, not freeze, options))
         self.register_parameter("weight", self._handle.new_param(TableWeight))
         registered = self._parameters["weight"]
@@ -99,7 +105,7 @@ class TableModule(ModuleState):
 
     @property
     def table(self) -> Table:
-        """The table with all rows as they are stored: int8 rows as codes, in plane "weight", and their scales.
+        """The table with all rows as they are stored: int8 and float8 rows as codes, in plane "weight", and their scales.
 
         With `process_group` a :class:`~speedtransfer.nn.ShardedTable`.
         """
@@ -181,7 +187,7 @@ class TableModule(ModuleState):
         """Describe the module as torch.nn does, and where its rows live."""
         text = super().extra_repr()
         memory, rows = f"memory={self.table.memory!r}", self._handle.rows
-        for name in ("storage_dtype", "state_dtype"):
+        for name in ("storage_dtype", "state_dtype", "scale_block"):
             memory += f", {name}={getattr(rows, name)}" if getattr(rows, name) is not None else ""
         memory += f", layout={self.table.layout!r}" if self.table.layout != "planes" else ""
         memory += f", cache_rows={self.table.cache_rows}" if self.table.cache_rows is not None else ""

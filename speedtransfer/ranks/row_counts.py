@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from speedtransfer.encoding import codec_for
+from speedtransfer.encoding import check_dtypes, codec_for
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ def row_form(
         Whether the module has `max_norm`.
     scale_block : int, optional
     """
+    check_dtypes(dtype, storage_dtype, state_dtype, scale_block)
     computed = dtype if storage_dtype is None else torch.float32
     plain = _bytes_of(dim, computed, computed)
     stored = _bytes_of(dim, computed, storage_dtype or computed, scale_block)

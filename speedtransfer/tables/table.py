@@ -45,7 +45,7 @@ class Table(WholePlanes):
     num_rows, dim : int
         Shape of the weight plane, zeroed at first.
     dtype : torch.dtype
-        float16, bfloat16, float32, float64, uint8, int8, int16, int32 or int64.
+        float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2, uint8, int8, int16, int32 or int64.
     memory : {"auto", "pinned", "pageable", "mmap", "device"}
         Where the rows live. "auto" is "pinned" where a CUDA device works and the table fits, else "pageable".
     path : path-like, optional

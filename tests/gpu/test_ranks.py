@@ -32,7 +32,7 @@ def group(request, tmp_path_factory):
 
 def trained(device, group, memory, folder, ahead=False, **options):
     if memory == "mmap":
-        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.npy"
+        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.safetensors"
     torch.manual_seed(3)
     emb = st.Embedding(ROWS, DIM, device=device, memory=memory, process_group=group, **options)
     opt = torch.optim.AdamW(emb.parameters(), lr=0.05)

@@ -24,7 +24,7 @@ def _no_garbage():
 
 def module(device, memory, folder, kind=st.Embedding, **options):
     if memory == "mmap":
-        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.npy"
+        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.safetensors"
     torch.manual_seed(3)
     return kind(ROWS, DIM, device=device, memory=memory, **options)
 

@@ -20,7 +20,7 @@ STORED = [
 
 def embedding(memory, dtype, device, folder, rows=ROWS, dim=DIM, **options):
     if memory == "mmap":
-        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.npy"
+        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.safetensors"
     torch.manual_seed(3)
     return st.Embedding(rows, dim, memory=memory, storage_dtype=dtype, device=device, **options)
 
