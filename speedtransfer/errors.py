@@ -10,6 +10,8 @@ import difflib
 import operator
 from collections.abc import Iterable
 
+_MOST_LISTED = 30
+
 
 class SpeedtransferError(Exception):
     """Base of every error raised on purpose by this package."""
@@ -48,13 +50,14 @@ class ProcessGroupError(SpeedtransferError, RuntimeError):
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the nearest of `choices`, or all of them where none is near."""
+    """Return ``"; did you mean 'x'?"`` for the nearest of `choices`, or lists them where none is near."""
     choices = list(choices)
     by_lower = {choice.lower(): choice for choice in choices}
     near = difflib.get_close_matches(str(name).lower(), list(by_lower), n=2, cutoff=0.6)
     if near:
         return "; did you mean " + " or ".join(repr(by_lower[n]) for n in near) + "?"
-    return "; choose from " + ", ".join(repr(c) for c in choices)
+    more = f" and {len(choices) - _MOST_LISTED} more" if len(choices) > _MOST_LISTED else ""
+    return "; choose from " + ", ".join(repr(c) for c in choices[:_MOST_LISTED]) + more
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -74,6 +74,9 @@ class OnDisk(OnCpu):
     def from_array(self, array, **kwargs):
         return super().from_array(array, **{"path": self.new_path(self.suffix), **kwargs})
 
+    def load(self, path, **kwargs):
+        return super().load(path, **{"writable": True, **kwargs})
+
     def test_an_existing_path_is_not_overwritten(self):
         path = self.new_path(self.suffix)
         path.write_bytes(b"precious")

@@ -127,7 +127,7 @@ def test_key_names_the_tensor(several, key, memory):
 
 def test_a_table_inside_a_file_leaves_the_others(several):
     path, tensors = several
-    table = load(path, "mmap", key="items")
+    table = load(path, "mmap", key="items", writable=True)
     table.scatter([1], torch.zeros(1, 2, dtype=torch.bfloat16))
     table.flush()
     tensors["items"][1] = 0
@@ -314,7 +314,7 @@ def test_file_that_cannot_be_mapped(tmp_path, suffix, monkeypatch):
 
     monkeypatch.setattr(np, "memmap", refuses)
     with pytest.raises(StorageError, match=r"cannot map .* \(Permission denied\); ") as error:
-        load(path, "mmap")
+        load(path, "mmap", writable=True)
     one_line(error)
 
 
@@ -362,7 +362,7 @@ def check_damaged(tmp_path, seed):
     loaded = 0
     for memory in MEMORIES:
         try:
-            table = load(path, memory)
+            table = load(path, memory, writable=memory == "mmap")
         except SpeedtransferError as error:
             message = str(error)
             assert "\n" not in message

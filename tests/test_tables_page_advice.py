@@ -45,7 +45,7 @@ def evicted(path, values):
     handle = os.open(path, os.O_RDONLY)
     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(handle)
-    return st.Table.load(path, "mmap", "cpu")
+    return st.Table.load(path, "mmap", "cpu", writable=True)
 
 
 def disk_faults(run):

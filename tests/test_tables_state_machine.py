@@ -91,7 +91,9 @@ class TableMachine(RuleBasedStateMachine):
         if table.path is None:
             return multiple()
         table.flush()
-        opened = Table.load(table.path, "mmap", "cpu")  # the same rows: from now on both see what either writes
+        opened = Table.load(
+            table.path, "mmap", "cpu", writable=True
+        )  # the same rows: from now on both see what either writes
         return self.known(opened, {"weight": self.planes(table)["weight"]})
 
     # --- planes -------------------------------------------------------------------------------------------------------

@@ -77,11 +77,12 @@ class TableFiles:
         for name in self.names:
             plane = table.stored(name)
             found = page_advice.map_of(plane)
-            if found is None:
+            block, start = found if found is not None else (None, 0)
+            if not isinstance(block, mmap.mmap):
                 raise PagesStayError(f"plane {name!r} lies in no file that is read page by page; this needs Linux")
-            self._maps[name] = found
-            self._places[name] = plane.data_ptr() - found[1], plane.stride(0) * plane.element_size()
-            self.descriptors[name] = _opened_again(found[1])
+            self._maps[name] = block, start
+            self._places[name] = plane.data_ptr() - start, plane.stride(0) * plane.element_size()
+            self.descriptors[name] = _opened_again(start)
 
     def drop(self) -> None:
         """Write every page to the disk and let go of it.

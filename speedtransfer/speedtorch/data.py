@@ -113,7 +113,7 @@ class MappedGadgets(Gadgets):
         column, plane = _as_plane(tensor_from(array, "the file"))
         device = self._place().device
         if array.ndim == 2 and plane.dtype == column.dtype and array.size:
-            table = Table.load(loadFileName, "mmap", device)
+            table = Table.load(loadFileName, "mmap", device, writable=True)
         else:
             table = Table.from_array(plane, "pageable", device=device, copy=False)
         self._held = Rows(table, {"weight": column}, Path(loadFileName))

@@ -2,7 +2,7 @@
 
 from speedtransfer.tables.chunks import CHUNK_BYTES, copy_plane, plane_chunks, row_chunks
 from speedtransfer.tables.index import as_index
-from speedtransfer.tables.memories import Memory
+from speedtransfer.tables.memories import Memory, check_room
 from speedtransfer.tables.padded import is_padded, kept, num_unique, padded_unique, sum_rows, trimmed
 from speedtransfer.tables.page_advice import read_ahead
 from speedtransfer.tables.planes import PathLike, check_dtype
@@ -27,6 +27,7 @@ __all__ = [
     "as_rows",
     "check_dtype",
     "check_layout",
+    "check_room",
     "copy_plane",
     "is_padded",
     "kept",

@@ -5,12 +5,13 @@ The rows stream after a header. They begin at a multiple of 64 bytes, so that a 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -56,14 +57,51 @@ def create(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> None:
             raise
 
 
-def write(path: Path, rows: Iterator[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Write CPU `rows` (chunks of a ``shape`` table, in order) to `path`: the old file stays whole until the new one is."""
-    header = _header(path, shape, dtype)
+# Name, dtype and shape of a tensor, and its rows in chunks on the CPU.
+Written = tuple[str, torch.dtype, tuple[int, ...], Iterator[Tensor]]
+
+
+def write(path: Path, tensors: list[Written]) -> None:
+    """Write tensors to `path`, only the first to a .npy file: the old file stays whole until the new one is."""
+    (_, dtype, shape, _), *others = tensors
+    header = _header(path, (shape[0], shape[1]), dtype)
+    if others:
+        header = safetensors_io.header_bytes(safetensors_io.make_header([written[:3] for written in tensors]))
     with replace_file(path) as file:
         file.write(header)
-        for chunk in rows:
-            if chunk.numel():
-                file.write(chunk.contiguous().view(torch.uint8).numpy().data.cast("B"))
+        for *_, chunks in tensors:
+            for chunk in chunks:
+                if chunk.numel():
+                    file.write(chunk.contiguous().view(torch.uint8).numpy().data.cast("B"))
+
+
+class Header(NamedTuple):
+    """What a file says of its tensors.
+
+    Attributes
+    ----------
+    size : int
+        Bytes of the file.
+    offset : int
+        Where the values begin.
+    tensors : dict
+        The entries of a safetensors header by name.
+    array : tuple, optional
+        Dtype and shape of the array of a .npy file.
+    """
+
+    size: int
+    offset: int
+    tensors: dict[str, Any]
+    array: tuple[torch.dtype, tuple[int, ...]] | None = None
+
+
+class Stored(NamedTuple):
+    """A tensor in a file: its values begin at byte `offset`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
 
 
 def read_header(path: Path, key: str | None = None) -> tuple[torch.dtype, tuple[int, int], int]:
@@ -76,15 +114,46 @@ def read_header(path: Path, key: str | None = None) -> tuple[torch.dtype, tuple[
     InvalidValueError
         It holds no 2-D array, or several tensors and `key` names none of them.
     """
+    dtype, shape, offset = find_tensor(path, open_header(path), key)
+    if len(shape) != 2:
+        raise InvalidValueError(f"{str(path)!r} holds an array of shape {shape} but a table is 2-D; reshape it first")
+    return dtype, (shape[0], shape[1]), offset
+
+
+def open_header(path: Path) -> Header:
+    """Return the header of the file at `path`; raise `StorageError` where there is none."""
+    with _as_storage_error(path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if path.suffix == ".npy":
+            dtype, shape, offset = _read_npy(file)
+            return Header(size, offset, {}, (dtype, shape))
+        if path.suffix != ".safetensors":
+            check_suffix(path, torch.float32)
+        entries, offset = safetensors_io.read_header(file, path)
+        return Header(size, offset, {name: entry for name, entry in entries.items() if name != safetensors_io.METADATA})
+
+
+def find_tensor(
+    path: Path, header: Header, key: str | None = None, dtypes: Collection[torch.dtype] = TABLE_DTYPES
+) -> Stored:
+    """Return where the file at `path` has the tensor `key` (by default the only one, or "weight"), of one of `dtypes`."""
+    with _as_storage_error(path):
+        found = _find(path, header, key, dtypes)
+    if any(n < 0 for n in found.shape) or max(found.shape, default=0) > _MAX_SIZE:
+        raise StorageError(f"{str(path)!r} has a header of shape {found.shape}, which no array has; write it again")
+    need = found.offset + math.prod(found.shape) * found.dtype.itemsize
+    if need > header.size:
+        raise StorageError(
+            f"{str(path)!r} is truncated: {header.size} bytes, but its header promises {need}; write it again"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _as_storage_error(path: Path) -> Iterator[None]:
+    """Raise `StorageError` for whatever goes wrong with the file at `path`."""
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if path.suffix == ".npy":
-                dtype, shape, offset = _read_npy(file)
-            elif path.suffix == ".safetensors":
-                dtype, shape, offset = _read_safetensors(file, path, key)
-            else:
-                check_suffix(path, torch.float32)
+        yield
     except SpeedtransferError:  # first: some are an OSError as well
         raise
     except OSError as error:
@@ -92,14 +161,6 @@ def read_header(path: Path, key: str | None = None) -> tuple[torch.dtype, tuple[
     except Exception as error:  # whatever the parsers of JSON and of Python literals throw at rubbish
         what = " ".join(str(error).split()) or type(error).__name__
         raise StorageError(f"{str(path)!r} is no valid {path.suffix} file ({what}); write it again") from error
-    if len(shape) != 2:
-        raise InvalidValueError(f"{str(path)!r} holds an array of shape {shape} but a table is 2-D; reshape it first")
-    if min(shape) < 0 or max(shape) > _MAX_SIZE:
-        raise StorageError(f"{str(path)!r} has a header of shape {shape}, which no array has; write it again")
-    need = offset + math.prod(shape) * dtype.itemsize
-    if need > size:
-        raise StorageError(f"{str(path)!r} is truncated: {size} bytes, but its header promises {need}; write it again")
-    return dtype, (shape[0], shape[1]), offset
 
 
 def _read_npy(file: BinaryIO) -> tuple[torch.dtype, tuple[int, ...], int]:
@@ -115,18 +176,33 @@ def _read_npy(file: BinaryIO) -> tuple[torch.dtype, tuple[int, ...], int]:
     return TORCH_OF_NUMPY[dtype], shape, file.tell()
 
 
-def _read_safetensors(file: BinaryIO, path: Path, key: str | None) -> tuple[torch.dtype, tuple[int, ...], int]:
-    header, offset = safetensors_io.read_header(file, path)
-    names = [name for name in header if name != safetensors_io.METADATA]
+def _find(path: Path, header: Header, key: str | None, dtypes: Collection[torch.dtype]) -> Stored:
+    if header.array is not None:
+        if key is not None:
+            raise InvalidValueError(f"{str(path)!r} holds one array and no tensor {key!r}; leave key out")
+        dtype, shape = header.array
+        if dtype not in dtypes:
+            raise InvalidTypeError(
+                f"{str(path)!r} holds {dtype} but must hold one of {_listed(dtypes)}; convert it first"
+            )
+        return Stored(dtype, shape, header.offset)
+    names = list(header.tensors)
     if key is None:
         key = names[0] if len(names) == 1 else "weight"
-    if key not in names:
+    if key not in header.tensors:
         raise InvalidValueError(f"{str(path)!r} has no tensor {key!r}{suggest(key, names or ['none'])} (argument key)")
-    kind = header[key]["dtype"]
-    if SAFETENSORS_DTYPES.get(kind) not in TABLE_DTYPES:
-        raise InvalidTypeError(f"tensor {key!r} of {str(path)!r} is {kind}; a table holds floats or integers")
-    dtype, shape, begin, _ = safetensors_io.check_entry(header[key])
-    return dtype, shape, offset + begin
+    kind = header.tensors[key]["dtype"]
+    if SAFETENSORS_DTYPES.get(kind) not in dtypes:
+        wanted = (
+            "a table holds floats or integers" if dtypes is TABLE_DTYPES else f"it must be one of {_listed(dtypes)}"
+        )
+        raise InvalidTypeError(f"tensor {key!r} of {str(path)!r} is {kind}; {wanted}")
+    dtype, shape, begin, _ = safetensors_io.check_entry(header.tensors[key])
+    return Stored(dtype, shape, header.offset + begin)
+
+
+def _listed(dtypes: Collection[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def open_mapped(path: Path, writable: bool, key: str | None = None) -> tuple[Tensor, np.memmap | None]:

@@ -44,7 +44,7 @@ class MmapMemory(Memory):
             if path.exists():
                 raise StorageError(
                     f"path {str(path)!r} exists and would be overwritten; open it with "
-                    "Table.load(path, memory='mmap'), delete it, or choose another path"
+                    "Table.load(path, memory='mmap', writable=True), delete it, or choose another path"
                 )
         num_bytes = shape[0] * shape[1] * dtype.itemsize
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, NoReturn
 
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from speedtransfer import buffers
 from speedtransfer.cuda import pinned_empty, require_cuda, resolve_device
+from speedtransfer.engines import Engine
 from speedtransfer.errors import DeviceError, HostMemoryError, InvalidValueError, format_bytes
 from speedtransfer.system import physical_bytes
+from speedtransfer.tables.parts import Parts
 from speedtransfer.tables.records import Specs, record_bytes, views_of
 
 
@@ -34,8 +37,13 @@ class Memory(ABC):
     path: Path | None = None
     # Of planes that are added together: see `Table`.
     layout: str = "planes"
-    # Whether this process was forked and shares the memory of such tables with its parent: a write would change the parent's.
-    of_parent: ClassVar[bool] = False
+    # Whether a write raises: of a process that was forked and shares the memory of such tables with its parent, whose rows it
+    # would change; and of files opened to be read.
+    refuses_writes: ClassVar[bool] = False
+    # Whether the rows are those of files that are never changed.
+    read_only: ClassVar[bool] = False
+    # All files with rows, for memories of several.
+    files: Sequence[Path] = ()
 
     def __init__(self, device: torch.device, path: str | os.PathLike[str] | None = None) -> None:
         if path is not None:
@@ -43,6 +51,8 @@ class Memory(ABC):
                 f"path is {str(path)!r} but memory={self.name!r} has no file; drop path or pass memory='mmap'"
             )
         self.device = device
+        # Planes whose rows lie in several places, by name; the table has placeholders of them, without memory.
+        self.in_parts: dict[str, Parts] = {}
 
     def allocate(self, plane: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed contiguous ``(num_rows, width)`` tensor.
@@ -67,7 +77,7 @@ class Memory(ABC):
             return views_of(self.allocate(", ".join(specs), num_rows, stride, torch.uint8), specs, offsets)
 
     def refuse_write(self) -> NoReturn:
-        """Raise for a write to memory `of_parent`."""
+        """Raise for a write to memory that `refuses_writes`."""
         raise DeviceError(
             f"the rows of this table are memory={self.name!r} of the process that this one was forked from, and a write here "
             "would change them there; write in that process, start workers by 'spawn', or use memory='pageable' or 'mmap'"
@@ -80,6 +90,10 @@ class Memory(ABC):
         """Make `device` the compute device and return the planes, which stay where they are unless they live on it."""
         self.device = device
         return planes
+
+    def wrap(self, engine: Engine) -> Engine:
+        """Return the engine of the table for one that moves rows of this memory."""
+        return engine
 
     def flush(self) -> None:
         """Write what is only in memory to the disk, for memories that live in files."""
@@ -131,7 +145,7 @@ class PinnedMemory(Memory):
 def _watch_forks() -> None:
     # A child of fork cannot use CUDA, so all the page-locked memory that it will ever see is that of its parent.
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lambda: setattr(PinnedMemory, "of_parent", True))
+        os.register_at_fork(after_in_child=lambda: setattr(PinnedMemory, "refuses_writes", True))
 
 
 class DeviceMemory(Memory):
@@ -153,6 +167,16 @@ class DeviceMemory(Memory):
     def move_to(self, device: torch.device, planes: dict[str, Tensor]) -> dict[str, Tensor]:  # noqa: D102
         self.device = device
         return {name: plane.to(device) for name, plane in planes.items()}
+
+
+def check_room(num_bytes: int, what: str) -> None:
+    """Raise `HostMemoryError` where a copy of rows of files would exceed the memory of the machine."""
+    have = physical_bytes()
+    if have and num_bytes > have:
+        raise HostMemoryError(
+            f"{what} take {format_bytes(num_bytes)} as one tensor but this machine has {format_bytes(have)} of memory; gather "
+            "the rows that are needed, or copy them to a file, which streams: table.save(path), st.save_checkpoint"
+        )
 
 
 def _check_fits(plane: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, str]:

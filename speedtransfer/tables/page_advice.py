@@ -20,6 +20,7 @@ from torch import Tensor
 from speedtransfer.jit import compiled_module
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables.records import span_bytes
+from speedtransfer.tables.spans import Span
 
 # From this part of the memory on. Smaller planes stay in memory, even the six of two tables that Adam trains, and are soonest
 # there when megabytes are read at once. Six of this size fill three eighths of it: more dirty pages than Linux lets pile up
@@ -32,15 +33,22 @@ _AHEAD_PART = 1 / 8  # of the memory that one call fills ahead
 _CALLS = "speedtransfer.tables.page_calls"
 _CAN_ADVISE = all(hasattr(mmap, name) for name in ("MADV_RANDOM", "MADV_WILLNEED"))
 
-_at_random: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # where each begins
+_Map = mmap.mmap | Span
+_at_random: weakref.WeakKeyDictionary[_Map, int] = weakref.WeakKeyDictionary()  # where each begins
 
 
 def expect_random_rows(data: np.memmap | None) -> None:
     """Tell the system that the rows of a map are touched at random, where it is large beside the memory."""
     block = None if data is None else data.base
-    if _CAN_ADVISE and isinstance(block, mmap.mmap) and 0 < LARGE_PART * physical_bytes() <= len(block):
+    if isinstance(block, mmap.mmap):
+        expect_random_rows_of(block, np.frombuffer(block, dtype=np.uint8, count=1).ctypes.data)
+
+
+def expect_random_rows_of(block: _Map, address: int) -> None:
+    """Do so for a map at `address`."""
+    if _CAN_ADVISE and 0 < LARGE_PART * physical_bytes() <= len(block):
         block.madvise(mmap.MADV_RANDOM)
-        _at_random[block] = np.frombuffer(block, dtype=np.uint8, count=1).ctypes.data
+        _at_random[block] = address
 
 
 def read_ahead(rows: Tensor) -> None:
@@ -73,7 +81,7 @@ def read_ahead_of_rows(planes: Sequence[Tensor], index: Tensor) -> None:
             _read_pages(block, start, (steps + begin) // mmap.PAGESIZE, (steps + (end - 1)) // mmap.PAGESIZE)
 
 
-def _read_pages(block: mmap.mmap, start: int, first: np.ndarray, last: np.ndarray) -> None:
+def _read_pages(block: _Map, start: int, first: np.ndarray, last: np.ndarray) -> None:
     """Have the system read pages `first` to `last`, both (n,), of a map that begins at address `start`."""
     sample = first[:: -(-len(first) // _SAMPLE)].tolist()
     # An index may be checked later.
@@ -103,7 +111,7 @@ def _in_memory(start: int, pages: list[int]) -> bool:
     )
 
 
-def map_of(rows: Tensor) -> tuple[mmap.mmap, int] | None:
+def map_of(rows: Tensor) -> tuple[_Map, int] | None:
     """Return the map that `rows` lie in and its address, if it is read page by page."""
     if not _at_random or rows.device.type != "cpu":
         return None
@@ -116,12 +124,12 @@ def map_of(rows: Tensor) -> tuple[mmap.mmap, int] | None:
     return None
 
 
-def _advise(block: mmap.mmap, begin: int, end: int) -> None:
+def _advise(block: _Map, begin: int, end: int) -> None:
     for first in range(begin, end, _PIECE_BYTES):
         block.madvise(mmap.MADV_WILLNEED, first, min(_PIECE_BYTES, end - first))
 
 
-def _advise_all(block: mmap.mmap, start: int, begins: np.ndarray, ends: np.ndarray) -> None:
+def _advise_all(block: _Map, start: int, begins: np.ndarray, ends: np.ndarray) -> None:
     """Have the system read the bytes `begins` to `ends`, both (n,), of a map at address `start`."""
     compiled = compiled_module(_CALLS)
     if compiled is not None:

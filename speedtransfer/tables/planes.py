@@ -23,7 +23,8 @@ from speedtransfer.engines import CachedEngine, Engine, engine_names, make_engin
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.tables import stats
 from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane
-from speedtransfer.tables.memories import Memory
+from speedtransfer.tables.memories import Memory, check_room
+from speedtransfer.tables.page_advice import read_ahead
 from speedtransfer.tables.records import check_layout
 from speedtransfer.tables.row_cache import CacheOptions, cached_engine
 from speedtransfer.tables.stats import PaddedStats, TableStats
@@ -71,6 +72,7 @@ class Planes:
         if self.moves_on_host:
             # It may be about to write rows, to a file that somebody opens next.
             weakref.finalize(self, engine.wait).atexit = False
+        engine = self._place.wrap(engine)
         if self._cache is not None:
             self._cache.inner = engine
             engine = self._cache
@@ -117,8 +119,18 @@ class Planes:
 
     @property
     def path(self) -> Path | None:
-        """File of the weight plane, for a "mmap" table."""
+        """File of the weight plane, for a "mmap" table in one."""
         return self._place.path
+
+    @property
+    def writable(self) -> bool:
+        """Whether rows can be changed: not those of files that are read in place (`open`)."""
+        return not self._place.read_only
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the weights lie in several tensors of files (`open`), so that no tensor is a view of all of them."""
+        return "weight" in self._place.in_parts
 
     @property
     def engine(self) -> str:
@@ -236,6 +248,10 @@ class Planes:
 
     def __repr__(self) -> str:
         extra = f", path={str(self.path)!r}" if self.path else ""
+        if len(self._place.files) > 1:
+            extra += f", path={str(self._place.files[0])!r} and {len(self._place.files) - 1} more"
+        if not self.writable:
+            extra += ", writable=False"
         if self.cache_rows is not None:
             extra += f", cache_rows={self.cache_rows}"
         return (
@@ -297,6 +313,8 @@ class Planes:
         if name == "weight":
             raise InvalidValueError("plane 'weight' is the table itself; delete the table instead")
         self._check_plane(name)
+        if self._place.read_only:
+            self._place.refuse_write()
         self._engine.wait()
         dropped = self._planes.pop(name)
         self._release(dropped)
@@ -304,18 +322,44 @@ class Planes:
         self._outlive(dropped)
 
     def plane(self, name: str) -> Tensor:
-        """Return the whole of a plane, ``(num_rows, width)``, without a copy; it lives where the memory is."""
+        """Return the whole of a plane, ``(num_rows, width)``, without a copy; it lives where the memory is.
+
+        Of rows that lie in several tensors of files (`open`) it is a copy. HostMemoryError: that does not fit.
+        """
         if self._catch_up is not None:
             self._catch_up(None)
         self.wait()
-        return self._planes[self._check_plane(name)]
+        plane = self._planes[self._check_plane(name)]
+        if name not in self._place.in_parts:
+            return plane
+        check_room(plane.nbytes, f"all rows of plane {name!r}")
+        return self._place.in_parts[name].rows(0, len(plane))
 
     def stored(self, name: str) -> Tensor:
-        """Return the whole of a plane as it is stored, whatever steps its rows have missed."""
+        """Return the whole of a plane as it is stored, whatever steps its rows have missed.
+
+        Of rows that lie in several tensors of files it is a placeholder, on the meta device.
+        """
         return self._planes[self._check_plane(name)]
+
+    def chunk(self, name: str, rows: slice) -> Tensor:
+        """Return the rows ``rows.start`` to ``rows.stop`` of a plane: a view, or a copy as by `plane`, which always fits."""
+        parts = self._place.in_parts.get(name)
+        if parts is not None:
+            return parts.rows(rows.start, min(rows.stop, self.num_rows))
+        chunk = self.plane(name)[rows]
+        read_ahead(chunk)
+        return chunk
+
+    def check_writable(self) -> None:
+        """Raise `StorageError` where rows are read in place from files, so that nothing can change them."""
+        if self._place.read_only:
+            self._place.refuse_write()
 
     def take(self, name: str, values: Tensor) -> None:
         """Make the memory of `values`, of the plane's shape, dtype and device, that of the plane from now on."""
+        if self._place.read_only:
+            self._place.refuse_write()
         self._engine.wait()
         before = self.version
         old = self._planes[self._check_plane(name)]

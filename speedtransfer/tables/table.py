@@ -14,30 +14,32 @@ from typing_extensions import Self
 
 from speedtransfer import buffers
 from speedtransfer.cuda import count_graphs, cuda_status, is_capturing, resolve_device
+from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.engines import KernelEngine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size, suggest
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import files, stats
-from speedtransfer.tables.chunks import plane_chunks
+from speedtransfer.tables.chunks import plane_chunks, row_chunks
 from speedtransfer.tables.index import as_index, check_distinct
 from speedtransfer.tables.mapped_file import MmapMemory
 from speedtransfer.tables.memories import DeviceMemory, Memory, PageableMemory, PinnedMemory
+from speedtransfer.tables.opening import SCALES, Opening, saved_planes
 from speedtransfer.tables.padded import is_padded, padded_unique
 from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
 from speedtransfer.tables.planes import Device, DType, PathLike, check_dtype
 from speedtransfer.tables.records import check_layout
 from speedtransfer.tables.row_cache import check_cache
 from speedtransfer.tables.row_values import as_rows, check_conversion, check_rows, overlap, tensor_of
+from speedtransfer.tables.shared_caches import check_writable
 from speedtransfer.tables.stats import PaddedStats, TableStats
 from speedtransfer.tables.unique import on_host, unique_rows
-from speedtransfer.tables.whole_planes import WholePlanes
 from speedtransfer.tables.write_back import beside, copied
 from speedtransfer.tables.write_log import Write
 
 MEMORIES: dict[str, type[Memory]] = {m.name: m for m in (PinnedMemory, PageableMemory, MmapMemory, DeviceMemory)}
 
 
-class Table(WholePlanes):
+class Table(Opening):
     """Rows of one embedding: a weight plane and, once training needs them, planes of optimizer state beside it.
 
     Parameters
@@ -223,7 +225,7 @@ class Table(WholePlanes):
 
     def write(self, ids: Tensor, rows: dict[str, Tensor], unsorted: bool = False) -> None:
         """Scatter contiguous rows, by plane, as they are stored: `ids` (n,) are as for `read`, and none is there twice."""
-        if self._place.of_parent:
+        if self._place.refuses_writes:
             self._place.refuse_write()
         values = list(rows.values())
         if self.moves_on_host:
@@ -268,7 +270,7 @@ class Table(WholePlanes):
         queue : callable
             Takes the planes `written`, queues the kernels on the current stream, and returns the tensors that they use.
         """
-        if self._place.of_parent:
+        if self._place.refuses_writes:
             self._place.refuse_write()
         came, stored = ([self._planes[name] for name in names] for names in (read, written))
         engine = cast(KernelEngine, self._engine)
@@ -401,37 +403,80 @@ class Table(WholePlanes):
         device: Device = None,
         *,
         key: str | None = None,
+        writable: bool | str = False,
         layout: str = "planes",
         cache_rows: int | str | None = None,
         cache_counts: Any = None,
     ) -> Self:
         """Read a table from a ``.npy`` or ``.safetensors`` file (`key` names the tensor of a file with several).
 
-        With ``memory="mmap"`` the file itself becomes the table: opening is instant and changes go to the file.
+        With ``memory="mmap"`` the file itself is the table, and opening is instant. It is never changed, and what would change
+        it raises (see `open`), unless `writable`.
+
+        Parameters
+        ----------
+        path : path-like
+        memory : {"auto", "pinned", "pageable", "mmap", "device"}
+        device : torch.device, optional
+        key : str, optional
+        writable : bool or "shared"
+            With ``memory="mmap"``: changes go to the file, for example to go on training it. True is refused for files that
+            others use: those in caches of downloads (of Hugging Face, torch, ModelScope, ``~/.cache``; symbolic links are
+            followed) and files with several hard links. "shared" opens those too.
+        layout, cache_rows, cache_counts : optional
+            As in :class:`~speedtransfer.Table`.
 
         Raises
         ------
         StorageError, InvalidValueError, InvalidTypeError
-            The file is missing, truncated or foreign; it holds no 2-D array; its dtype has no table.
+            The file is missing, truncated or foreign, or may not be changed; it holds no 2-D array; its dtype has no table.
         """
         path = Path(path)
+        check_writable(writable)
         if memory != "mmap":
+            if writable:
+                raise InvalidValueError(
+                    f"writable is {writable!r} but memory={memory!r} has a copy of the rows, whose changes stay there; pass "
+                    "memory='mmap', or leave writable out"
+                )
             values = files.open_mapped(path, writable=False, key=key)[0]
             options: Any = {"layout": layout, "cache_rows": cache_rows, "cache_counts": cache_counts}
-            return cls.from_array(values, memory, device=device, **options)
-        place = MmapMemory(resolve_device(device), path)
-        place.layout = check_layout(layout)
-        table = cls.__new__(cls)._adopt(place, place.open(key))
-        return table._start_cache(check_cache(cache_rows, cache_counts, memory, len(table)))
+            table = cls.from_array(values, memory, device=device, **options)
+            for name, (source,) in saved_planes(path, key).items():
+                if name != "weight":
+                    scales = files.map_tensor(path, source.offset, source.shape, source.dtype, "c")[0]
+                    table.add_plane(name, source.shape[1], source.dtype, scales)
+            return table
+        check_layout(layout)
+        table = cls._open(saved_planes(path, key), writable, device, cache_rows, cache_counts)
+        table.layout = layout
+        return table
 
     def save(self, path: PathLike) -> None:
-        """Write the weights to a ``.npy`` or ``.safetensors`` file, streamed; an old file stays whole until the end."""
+        """Write the weights to a ``.npy`` or ``.safetensors`` file, streamed; an old file stays whole until the end.
+
+        float8 rows that have scales ("weight.scale") are written with them, which `load` and `open` find again.
+        """
         path = Path(path)
-        if self.path is not None and path.exists() and path.samefile(self.path):
-            raise StorageError(f"{str(path)!r} is the table's own file, which has every change; use flush()")
-        weight = self.plane("weight")
-        chunks = (weight[rows].cpu() for rows in plane_chunks(weight))
-        files.write(path, chunks, (self.num_rows, self.dim), self.dtype)
+        for own in [*self._place.files, self.path]:
+            if own is not None and path.exists() and path.samefile(own):
+                remedy = (
+                    "which has every change; use flush()" if self.writable else "which is read in place; choose another"
+                )
+                raise StorageError(f"{str(path)!r} is the table's own file, {remedy}")
+        if self.in_parts:
+            rows = row_chunks(self.num_rows, self.dim * self.dtype.itemsize)
+            chunks = (self.chunk("weight", part) for part in rows)
+        else:
+            weight = self.plane("weight")
+            chunks = (weight[rows].cpu() for rows in plane_chunks(weight))
+        tensors: list[files.Written] = [("weight", self.dtype, (self.num_rows, self.dim), chunks)]
+        if self.dtype in FLOAT8_DTYPES and SCALES in self.planes:
+            scales = self.stored(SCALES)
+            rows = row_chunks(self.num_rows, scales.shape[1] * scales.element_size())
+            chunks = (self.chunk(SCALES, part).cpu() for part in rows)
+            tensors.append((SCALES, scales.dtype, tuple(scales.shape), chunks))
+        files.write(path, tensors)
 
     def stats(self) -> TableStats:
         """Return what has been moved so far (a copy)."""

@@ -13,7 +13,7 @@ from speedtransfer.cuda import mapped_view, require_cuda, resolve_device, to_cup
 from speedtransfer.dtypes import INTEGER_OF_SIZE, NUMPY_OF_TORCH
 from speedtransfer.engines import engine_names, make_engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.tables.chunks import check_floating, fill_plane
+from speedtransfer.tables.chunks import check_floating, fill_plane, plane_chunks
 from speedtransfer.tables.planes import Device, DType, Generator, Planes, check_dtype
 
 
@@ -23,13 +23,18 @@ class WholePlanes(Planes):
     # --- zero-copy views of the whole weight plane --------------------------------------------------------------------
 
     def torch(self) -> Tensor:
-        """Return the weight plane as a tensor over the same memory, on the host unless `memory` is "device"."""
+        """Return the weight plane as a tensor over the same memory, on the host unless `memory` is "device".
+
+        Of a table that is read in place (`open`), a write to it changes what this process reads, and never the file; if its
+        rows are in several tensors, it is a copy.
+        """
         return self.plane("weight")
 
     def numpy(self) -> np.ndarray:
         """Return the weight plane as an array over the same memory (host memories; NumPy has no bfloat16 and no float8).
 
-        A write to it between backward and step is not noticed, and the step overwrites it; one to `torch()` is.
+        That of a table which is read in place is read-only. A write to it between backward and step is not noticed, and the
+        step overwrites it; one to `torch()` is.
         """
         weight = self.plane("weight")
         if weight.device.type != "cpu":
@@ -38,7 +43,10 @@ class WholePlanes(Planes):
             name, bits = str(weight.dtype).removeprefix("torch."), INTEGER_OF_SIZE[weight.element_size()]
             raise InvalidTypeError(f"NumPy has no {name}; use .torch(), or .torch().view({bits}).numpy()")
         self._hand_out()
-        return weight.numpy()
+        array = weight.numpy()
+        if not self.writable:
+            array.flags.writeable = False
+        return array
 
     def cupy(self) -> Any:
         """Return the weight plane as a CuPy array over the same memory (memory "pinned" or "device", with CUDA)."""
@@ -76,7 +84,7 @@ class WholePlanes(Planes):
         It fills the ``(rows, dim)`` chunk in place or returns the values. It must treat rows alike: `xavier_uniform_` and
         others that look at the number of rows would see that of the chunk.
         """
-        if self._place.of_parent:
+        if self._place.refuses_writes:
             self._place.refuse_write()
         weight = self.plane("weight")
         fill_plane(weight, function)
@@ -130,13 +138,25 @@ class WholePlanes(Planes):
         return self
 
     def astype(self, dtype: DType) -> Self:
-        """Return a table of the same kind with the weights converted to `dtype` (a "mmap" one in a nameless file)."""
-        made = self._copied(self._place.anonymous_copy(), self.plane("weight"), check_dtype(dtype))
-        return made._start_cache(self._cache_options)
+        """Return a table of the same kind with the weights converted to `dtype` (a "mmap" one in a nameless file).
+
+        Of one that is read in place the copy is in ordinary memory.
+        """
+        check_dtype(dtype)
+        if not self.in_parts:
+            return self._copied(self._place.anonymous_copy(), self.plane("weight"), dtype)._start_cache(
+                self._cache_options
+            )
+        place = self._place.anonymous_copy()
+        weight = place.allocate("weight", self.num_rows, self.dim, dtype)
+        for rows in plane_chunks(weight):
+            weight[rows].copy_(self.chunk("weight", rows))
+        return type(self).__new__(type(self))._adopt(place, weight)._start_cache(self._cache_options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         duplicate = self.astype(self.dtype)
         memo[id(self)] = duplicate
-        others = {name: plane for name, plane in self._planes.items() if name != "weight"}
+        others = {name: self._planes[name] for name in self.planes if name != "weight"}
+        others.update({name: self.plane(name) for name in self._place.in_parts if name != "weight"})
         duplicate.add_planes({name: (plane.shape[1], plane.dtype, plane) for name, plane in others.items()})
         return duplicate

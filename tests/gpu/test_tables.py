@@ -40,7 +40,8 @@ class Made:
         return self.kind.from_array(array, self.memory, device=self.device, **self._with_path(kwargs))
 
     def load(self, path, **kwargs):
-        return self.kind.load(path, self.memory, device=self.device, **kwargs)
+        writable = {"writable": True} if self.memory == "mmap" else {}
+        return self.kind.load(path, self.memory, device=self.device, **writable, **kwargs)
 
     def _with_path(self, kwargs):
         return {"path": self.new_path(self.suffix), **kwargs} if self.memory == "mmap" else kwargs

@@ -1,0 +1,201 @@
+"""Open tables in files that exist, to be read in place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from speedtransfer.cuda import resolve_device
+from speedtransfer.dtypes import FLOAT8_DTYPES, FLOAT8_SCALE, TABLE_DTYPES
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.tables import files
+from speedtransfer.tables.mapped_file import MmapMemory
+from speedtransfer.tables.opened_files import OpenedMemory
+from speedtransfer.tables.planes import Device, PathLike
+from speedtransfer.tables.row_cache import check_cache
+from speedtransfer.tables.shared_caches import check_not_shared, check_writable
+from speedtransfer.tables.sources import Catalog, Source
+from speedtransfer.tables.whole_planes import WholePlanes
+
+SCALES = "weight.scale"
+SCALE_DTYPES = (torch.float32, torch.bfloat16, *(() if FLOAT8_SCALE is None else (FLOAT8_SCALE,)))
+
+
+class Opening(WholePlanes):
+    """The part of a :class:`~speedtransfer.Table` that opens files in place."""
+
+    @classmethod
+    def open(
+        cls,
+        parts: PathLike | Sequence[PathLike | tuple[PathLike, str]],
+        key: str | None = None,
+        *,
+        scales: PathLike | Sequence[PathLike | tuple[PathLike, str]] | None = None,
+        scale_key: str | None = None,
+        writable: bool | str = False,
+        device: Device = None,
+        cache_rows: int | str | None = None,
+        cache_counts: Any = None,
+    ) -> Self:
+        """Open a table in the files that it was published in: its rows are read where they are, and never changed.
+
+        Headers are read and checked, and no rows: opening takes milliseconds and no memory, whatever the size. Rows are read
+        from the disk when they are gathered, and stay in the system's cache of files, which all processes share. Files that
+        are changed, or made shorter, while a table reads them give other rows, or end the process.
+
+        Whatever writes to the rows raises: `scatter`, `fill_`, training. What shows all rows of a table in one tensor of one
+        file (`torch`, `numpy`) is a view of it, and of others a copy, where that fits into memory; `save` streams.
+
+        Parameters
+        ----------
+        parts : path-like, or sequence of path-like and of (path-like, str)
+            A ``.safetensors`` or ``.npy`` file; several, whose rows follow one another; pairs of a file and the name of a
+            tensor in it; a ``model.safetensors.index.json``; or a folder with an index or with ``.safetensors`` files.
+        key : str, optional
+            The name of the tensor, where `parts` has none. With ``{}`` in the place of a number it names several, in the order
+            of their numbers: ``"model.layers.1.ngram.shard_{}.weight"``. By default the only tensor of a file, or "weight".
+        scales, scale_key : optional
+            The same for the scales of float8 rows, by which their values are multiplied: ``(rows,)``, one for each row;
+            ``(rows, blocks)``, one for each of as many blocks of columns; or one value for all rows of a part, or for all. In
+            `parts`, if only `scale_key` is given. They become the plane "weight.scale", and `Embedding.from_pretrained`
+            decodes with them; `gather` returns rows as they are stored.
+        writable : bool or "shared"
+            True: changes go to the file, as in ``load(path, memory="mmap", writable=True)``. For one tensor without scales.
+        device : torch.device, optional
+            The compute device that rows are gathered to: a CUDA device if there is one, else the CPU.
+        cache_rows, cache_counts : optional
+            A cache of the rows used most on the compute device, as in :class:`~speedtransfer.Table`.
+
+        Raises
+        ------
+        StorageError
+            A file is missing, truncated or no such file; with `writable`, it lies in a cache that other programs use.
+        InvalidValueError, InvalidTypeError
+            Tensors that are missing, or do not make up one table; an argument that breaks a rule.
+        """
+        check_writable(writable)
+        catalog = Catalog()
+        weights = catalog.find(parts, key, "parts", TABLE_DTYPES)
+        _check_alike(weights)
+        sources = {"weight": weights}
+        if scales is not None or scale_key is not None:
+            found = catalog.find(parts if scales is None else scales, scale_key, "scales", SCALE_DTYPES)
+            _check_scales(found, weights)
+            sources[SCALES] = found
+        return cls._open(sources, writable, device, cache_rows, cache_counts)
+
+    @classmethod
+    def _open(
+        cls, sources: dict[str, list[Source]], writable: bool | str, device: Device, cache_rows: Any, cache_counts: Any
+    ) -> Self:
+        """Open tensors that fit together."""
+        weights = sources["weight"]
+        cache = check_cache(cache_rows, cache_counts, "mmap", sum(source.shape[0] for source in weights))
+        target = resolve_device(device)
+        if not writable:
+            return cls._opened(OpenedMemory(target, sources))._start_cache(cache)
+        if len(weights) > 1 or SCALES in sources:
+            what = f"{len(weights)} tensors" if len(weights) > 1 else "scales"
+            raise InvalidValueError(
+                f"writable is {writable!r} but rows in {what} are only read; copy them into one file first: "
+                "Table.open(parts).save(path)"
+            )
+        (only,) = weights
+        check_not_shared(only.path, writable)
+        place = MmapMemory(target, only.path)
+        return cls.__new__(cls)._adopt(place, place.open(only.key))._start_cache(cache)
+
+    @classmethod
+    def _opened(cls, place: OpenedMemory) -> Self:
+        planes = place.open()
+        table = cls.__new__(cls)._adopt(place, planes["weight"])
+        table._planes.update(planes)
+        table._unchanged = table.version
+        return table
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        place = self._place
+        # A view of the rows may have been written to, which the files do not show.
+        if isinstance(place, OpenedMemory) and self.version == self._unchanged:
+            with contextlib.suppress(StorageError):
+                duplicate = self._opened(place.reopened())._start_cache(self._cache_options)
+                memo[id(self)] = duplicate
+                return duplicate
+        return super().__deepcopy__(memo)
+
+    # Of a table that is read in place: its version when it was opened.
+    _unchanged = -1
+
+
+def saved_planes(path: Path, key: str | None) -> dict[str, list[Source]]:
+    """Return the tensor of a table in a file, and the scales that `Table.save` writes beside float8 rows, by plane."""
+    header = files.open_header(path)
+    weight = Source(path, key, *files.find_tensor(path, header, key))
+    _check_alike([weight])
+    beside = f"{key or 'weight'}{SCALES.removeprefix('weight')}"
+    if weight.dtype not in FLOAT8_DTYPES or beside not in header.tensors:
+        return {"weight": [weight]}
+    scales = Source(path, beside, *files.find_tensor(path, header, beside, SCALE_DTYPES))
+    _check_scales([scales], [weight])
+    return {"weight": [weight], SCALES: [scales]}
+
+
+def _check_alike(sources: Sequence[Source]) -> None:
+    """Raise unless tensors are 2-D, of one dtype, and as wide."""
+    first = sources[0]
+    for source in sources:
+        if len(source.shape) != 2:
+            raise InvalidValueError(
+                f"{source} holds an array of shape {source.shape} but a table is 2-D; reshape it first, or pass other tensors"
+            )
+        if source.dtype != first.dtype:
+            raise InvalidTypeError(
+                f"{source} holds {source.dtype} but {first} holds {first.dtype}; pass tensors of one table"
+            )
+        if source.shape[1] != first.shape[1]:
+            raise InvalidValueError(
+                f"{source} has rows of {source.shape[1]} values but {first} of {first.shape[1]}; pass tensors of one table"
+            )
+
+
+def _check_scales(scales: Sequence[Source], weights: Sequence[Source]) -> None:
+    """Raise unless scales fit the weights."""
+    dtype, dim, num_rows = weights[0].dtype, weights[0].shape[1], sum(source.shape[0] for source in weights)
+    if dtype not in FLOAT8_DTYPES:
+        raise InvalidTypeError(
+            f"{weights[0]} holds {dtype} but scales are for rows of float8_e4m3fn or float8_e5m2; leave scales out"
+        )
+    first = scales[0]
+    for source in scales:
+        if source.dtype != first.dtype:
+            raise InvalidTypeError(
+                f"{source} holds {source.dtype} but {first} holds {first.dtype}; pass tensors of one table"
+            )
+    if num_rows != 1 and all(torch.Size(source.shape).numel() == 1 for source in scales):
+        if len(scales) not in (1, len(weights)):
+            raise InvalidValueError(
+                f"there are {len(scales)} scales of one value for {len(weights)} tensors of rows; pass one for each, or one"
+            )
+        return
+    for source in scales:
+        if len(source.shape) not in (1, 2) or source.shape[1:] != first.shape[1:]:
+            raise InvalidValueError(
+                f"{source} has shape {source.shape} and {first} {first.shape} but scales are all (rows,) or (rows, blocks); "
+                "pass tensors of one table"
+            )
+    rows, blocks = sum(source.shape[0] for source in scales), first.shape[1] if len(first.shape) == 2 else 1
+    if rows != num_rows:
+        raise InvalidValueError(
+            f"there are scales for {rows} rows but {num_rows} rows of weights ({first}, {weights[0]}); a row has a scale, or "
+            "one for each block of its columns"
+        )
+    if blocks < 1 or dim % blocks:
+        raise InvalidValueError(
+            f"{first} has {blocks} scales a row but rows of {dim} values are not as many blocks of one size; decode the rows "
+            "and pass the result"
+        )

@@ -1,0 +1,179 @@
+"""Find the tensors that make up a table in files that somebody published, and check them; no rows are read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, suggest
+from speedtransfer.tables import files
+
+NUMBER = "{}"  # in the name of a tensor: any number
+INDEX = ".safetensors.index.json"
+_Pair = tuple[Path, str | None]
+
+
+class Source(NamedTuple):
+    """A tensor in a file: its values begin at byte `offset`."""
+
+    path: Path
+    key: str | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    def __str__(self) -> str:
+        return repr(str(self.path)) if self.key is None else f"tensor {self.key!r} of {str(self.path)!r}"
+
+
+class Catalog:
+    """Finds tensors in files, each of whose headers is read once."""
+
+    def __init__(self) -> None:
+        self._headers: dict[Path, files.Header] = {}
+
+    def find(self, parts: Any, key: str | None, what: str, dtypes: Collection[torch.dtype]) -> list[Source]:
+        """Return the tensors that `parts` and `key` of `Table.open` name, in the order of their rows.
+
+        Parameters
+        ----------
+        parts, key
+        what : str
+            What messages call `parts`.
+        dtypes : collection of torch.dtype
+            One of which the tensors must have.
+
+        Raises
+        ------
+        InvalidValueError, InvalidTypeError
+            They name no tensors, or one of another dtype.
+        StorageError
+            A file is missing, truncated or no such file.
+        """
+        found = []
+        for path, name in self._pairs(_listed(parts, what), key, what):
+            stored = files.find_tensor(path, self._header(path), name, dtypes)
+            found.append(Source(path, name, *stored))
+        return found
+
+    def _header(self, path: Path) -> files.Header:
+        if path not in self._headers:
+            self._headers[path] = files.open_header(path)
+        return self._headers[path]
+
+    def _pairs(self, given: list[_Pair], key: str | None, what: str) -> list[_Pair]:
+        """Return files and names of tensors in them, where `key` names those that have none yet."""
+        of_key = "scale_key" if what == "scales" else "key"
+        if key is not None and not isinstance(key, str):
+            raise InvalidTypeError(f"{of_key} is a {type(key).__name__} but must be the name of a tensor; pass a str")
+        if key is not None and any(name is not None for _, name in given):
+            raise InvalidValueError(f"{of_key} is {key!r} but {what} has (file, key) pairs; pass one of the two")
+        many = [path for path, _ in given if path.is_dir() or path.name.endswith(INDEX)]
+        if many and key is None:
+            raise InvalidValueError(
+                f"{str(many[0])!r} has many tensors; pass {of_key}, the name of one, or with {NUMBER} in the place of a "
+                "number that of several: 'shard_{}.weight'"
+            )
+        if key is None or not (many or NUMBER in key):
+            return [(path, name or key) for path, name in given]
+        places: dict[str, Path] = {}
+        for path, _ in given:
+            for name, place in self._tensors(path):
+                if places.setdefault(name, place) != place and _matches(key, name) is not None:
+                    raise InvalidValueError(
+                        f"tensor {name!r} is in {str(places[name])!r} and in {str(place)!r}; pass a list of (file, key) pairs"
+                    )
+        return [(places[name], name) for name in _chosen(key, places, of_key)]
+
+    def _tensors(self, path: Path) -> Iterable[tuple[str, Path]]:
+        """Yield the tensors of a file, or those that a folder or an index names, with their files."""
+        if path.is_dir():
+            found = sorted(path.glob(f"*{INDEX}")) or sorted(path.glob("*.safetensors"))
+            if not found:
+                raise StorageError(f"folder {str(path)!r} has no .safetensors files; check the path")
+            for one in found:
+                yield from self._tensors(one)
+        elif path.name.endswith(INDEX):
+            for name, file in _weight_map(path).items():
+                yield name, path.parent / file
+        else:
+            for name in self._header(path).tensors:
+                yield name, path
+
+
+def _listed(parts: Any, what: str) -> list[_Pair]:
+    """Return `parts` as a list of files and keys."""
+    if isinstance(parts, str | os.PathLike):
+        return [(Path(parts), None)]
+    if not isinstance(parts, Iterable) or isinstance(parts, bytes | Mapping | Tensor):
+        raise InvalidTypeError(
+            f"{what} is a {type(parts).__name__} but must be a path, or a list of paths and of (file, key) pairs; pass one"
+        )
+    found = list[_Pair]()
+    for part in parts:
+        if isinstance(part, str | os.PathLike):
+            found.append((Path(part), None))
+        elif (
+            isinstance(part, tuple | list)
+            and len(part) == 2
+            and isinstance(part[0], str | os.PathLike)
+            and isinstance(part[1], str)
+        ):
+            found.append((Path(part[0]), part[1]))
+        else:
+            raise InvalidTypeError(f"{what} has {part!r}, which is no path and no pair (file, key); pass one of them")
+    if not found:
+        raise InvalidValueError(f"{what} is empty but a table is in one file or more; pass their paths")
+    return found
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        found = json.loads(path.read_bytes())["weight_map"]
+        if not all(isinstance(text, str) for item in found.items() for text in item):
+            raise TypeError("its weight_map names no files")
+    except OSError as error:
+        raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); check the path") from error
+    except Exception as error:  # whatever the parser of JSON throws at rubbish
+        what = " ".join(str(error).split()) or type(error).__name__
+        raise StorageError(f"{str(path)!r} is no index of safetensors files ({what}); download it again") from error
+    return dict(found)
+
+
+def _matches(key: str, name: str) -> int | None:
+    """Return the number that `name` has in the place of NUMBER in `key`, 0 where the key has none; None: another name."""
+    before, number, after = key.partition(NUMBER)
+    found = re.fullmatch(re.escape(before) + ("([0-9]+)" if number else "") + re.escape(after), name)
+    return None if found is None else int(found[1]) if number else 0
+
+
+def _chosen(key: str, names: Iterable[str], of_key: str) -> list[str]:
+    """Return those of `names` that `key` matches, by their numbers."""
+    if key.count(NUMBER) > 1:
+        raise InvalidValueError(f"{of_key} is {key!r} with {NUMBER} more than once; pass a list of (file, key) pairs")
+    names = list(names)
+    by_number: dict[int, str] = {}
+    for name in names:
+        number = _matches(key, name)
+        if number is not None and by_number.setdefault(number, name) != name:
+            raise InvalidValueError(
+                f"{of_key} {key!r} matches {by_number[number]!r} and {name!r}; pass (file, key) pairs"
+            )
+    if not by_number:
+        raise InvalidValueError(f"no tensor is called {key!r}{suggest(key, names or ['none'])} (argument {of_key})")
+    numbers = sorted(by_number)
+    expected = range(min(numbers[0], 1), numbers[-1] + 1)
+    if NUMBER in key and len(numbers) < len(expected):
+        missing = next(number for number in expected if number not in by_number)
+        raise InvalidValueError(
+            f"{of_key} {key!r} matches {len(numbers)} tensors up to number {numbers[-1]} but none with number {missing}; "
+            "download the file that has it, or pass a list of (file, key) pairs"
+        )
+    return [by_number[number] for number in numbers]

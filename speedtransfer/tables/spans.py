@@ -1,0 +1,143 @@
+"""Map parts of files side by side into one range of addresses, so that one strided tensor reaches the rows of all."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.errors import StorageError
+
+# The mmap module has no MAP_FIXED, and MAP_NORESERVE of Python 3.13 on; the numbers are those of <sys/mman.h>.
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", {"linux": 0x4000, "darwin": 0x40}.get(sys.platform, 0))
+_NO_ACCESS = 0
+_FAILED = ctypes.c_void_p(-1).value
+# Where the system can map files at addresses that are given.
+AVAILABLE = sys.platform != "win32"
+
+
+class Piece(NamedTuple):
+    """Some bytes of a file."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+
+
+class Span:
+    """A range of addresses with pieces of files in it, mapped privately: what is written there never reaches the files.
+
+    Pages are those of the system's cache of files, which all processes share. No file stays open. The range lives as long as
+    a tensor over it.
+
+    Parameters
+    ----------
+    pieces : sequence of Piece
+        None of them empty.
+    writable : bool
+        Whether a write makes a copy of the page for this process. Else it ends the process, and the system promises no memory
+        for such copies.
+
+    Attributes
+    ----------
+    address : int
+        Where the range begins.
+    addresses : list of int
+        Where each piece begins.
+
+    Raises
+    ------
+    StorageError
+        A file cannot be opened or has become shorter, or the system refuses so many addresses.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], writable: bool) -> None:
+        starts = [piece.offset // mmap.PAGESIZE * mmap.PAGESIZE for piece in pieces]
+        lengths = [_whole_pages(p.offset + p.num_bytes - start) for p, start in zip(pieces, starts, strict=True)]
+        self._size = sum(lengths)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        # Without MAP_NORESERVE Linux refuses a private map that may be written to where it exceeds the memory.
+        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+        self.address = _map(None, self._size, _NO_ACCESS, flags | mmap.MAP_ANONYMOUS, -1, 0, pieces[0].path)
+        # At exit threads may still read.
+        weakref.finalize(self, _system().munmap, self.address, self._size).atexit = False
+        self.addresses = list[int]()
+        at = self.address
+        for piece, start, length in zip(pieces, starts, lengths, strict=True):
+            with _opened(piece.path) as file:
+                if os.fstat(file.fileno()).st_size < piece.offset + piece.num_bytes:
+                    raise StorageError(f"{str(piece.path)!r} has become shorter while it was opened; open it again")
+                _map(
+                    at,
+                    piece.offset + piece.num_bytes - start,
+                    access,
+                    flags | _MAP_FIXED,
+                    file.fileno(),
+                    start,
+                    piece.path,
+                )
+            self.addresses.append(at + piece.offset - start)
+            at += length
+
+    def __len__(self) -> int:
+        return self._size
+
+    def madvise(self, advice: int, start: int = 0, length: int | None = None) -> None:
+        """Advise the system on `length` bytes from `start` on, as `mmap.mmap.madvise`; what it says to that is ignored."""
+        _system().madvise(self.address + start, self._size - start if length is None else length, advice)
+
+    def tensor(self, address: int, num_bytes: int) -> Tensor:
+        """Return a uint8 tensor over the bytes from `address` on, which keeps the range."""
+        with torch.inference_mode(False):  # an inference tensor would be of no use outside of it
+            return torch.from_numpy(np.asarray(_Bytes(self, address, num_bytes)))
+
+
+class _Bytes:
+    """What NumPy makes an array over; the array keeps it."""
+
+    def __init__(self, span: Span, address: int, num_bytes: int) -> None:
+        self._span = span
+        # Not marked read-only: torch would warn of it.
+        self.__array_interface__ = {"data": (address, False), "shape": (num_bytes,), "typestr": "|u1", "version": 3}
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); check the path") from error
+
+
+@functools.cache
+def _system() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    size, number, address = ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+    library.mmap.argtypes, library.mmap.restype = (address, size, number, number, number, ctypes.c_int64), address
+    library.munmap.argtypes, library.madvise.argtypes = (address, size), (address, size, number)
+    return library
+
+
+def _map(at: int | None, size: int, access: int, flags: int, file: int, offset: int, path: Path) -> int:
+    found = _system().mmap(at, size, access, flags, file, offset)
+    if found is None or found == _FAILED:
+        reason = os.strerror(ctypes.get_errno())
+        raise StorageError(
+            f"cannot map {str(path)!r} ({reason}, {size} bytes of addresses); raise the limits of this process (ulimit -v, "
+            "vm.overcommit_memory, vm.max_map_count)"
+        )
+    return int(found)

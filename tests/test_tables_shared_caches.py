@@ -1,0 +1,148 @@
+"""A table that can write to a file refuses those that others use: caches of downloads, hard links."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from cases import one_line
+from safetensors.torch import save_file
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.tables import shared_caches
+
+VARIABLES = [name for name in shared_caches._FOLDERS if name]
+
+
+@pytest.fixture(autouse=True)
+def _no_caches(monkeypatch, tmp_path):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def saved(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"weight": torch.arange(12.0).view(4, 3)}, path)
+    return path
+
+
+def assert_refused(path, message):
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    for call in (
+        lambda: st.Table.load(path, "mmap", "cpu", writable=True),
+        lambda: st.Table.open(path, writable=True, device="cpu"),
+    ):
+        with pytest.raises(StorageError, match=message) as error:
+            call()
+        assert "pass writable='shared' to change it all the same" in one_line(error)
+    reading = st.Table.load(path, "mmap", "cpu")
+    assert reading[[1]].tolist() == [[3, 4, 5]]
+    with pytest.raises(StorageError, match="read in place"):
+        reading.fill_(1)
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+    writing = st.Table.load(path, "mmap", "cpu", writable="shared")
+    writing[[0]] = torch.full((1, 3), 7.0)
+    assert st.Table.load(path, "mmap", "cpu")[[0]].eq(7).all()
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("inside", ["a.safetensors", "one/two/a.safetensors"])
+def test_folders_that_the_environment_names(tmp_path, monkeypatch, name, inside):
+    monkeypatch.setenv(name, str(tmp_path / "place"))
+    assert_refused(saved(tmp_path / "place" / inside), r"is in a cache of files that other programs use \('.*place'\)")
+
+
+@pytest.mark.parametrize(
+    "folder", [".cache/huggingface/hub", ".cache/torch", ".cache/modelscope", ".cache/anything", "Library/Caches/x"]
+)
+def test_folders_of_the_user(tmp_path, folder):
+    assert_refused(
+        saved(tmp_path / "home" / folder / "a.safetensors"), "is in a cache of files that other programs use"
+    )
+
+
+@pytest.mark.parametrize("kind", ["models", "datasets", "spaces"])
+@pytest.mark.parametrize("inside", ["snapshots/1234", "blobs"])
+def test_a_hub_cache_anywhere(tmp_path, kind, inside):
+    path = tmp_path / "elsewhere" / f"{kind}--some--name" / inside / "a.safetensors"
+    assert_refused(saved(path), rf"\('.*elsewhere/{kind}--some--name/{inside.split('/')[0]}'\)")
+
+
+def test_links_are_followed(tmp_path):
+    """A snapshot of the hub is a folder of links to blobs without a suffix, and people link to those."""
+    blob = saved(tmp_path / "models--a--b" / "blobs" / "a.safetensors").rename(
+        tmp_path / "models--a--b" / "blobs" / "12ab"
+    )
+    link = tmp_path / "mine.safetensors"
+    link.symlink_to(blob)
+    assert_refused(link, "blobs'")
+    folder = tmp_path / "linked"
+    folder.symlink_to(tmp_path / "cache", target_is_directory=True)
+    os.environ["HF_HOME"] = str(folder)
+    try:
+        assert_refused(saved(tmp_path / "cache" / "b.safetensors"), "cache of files")
+    finally:
+        del os.environ["HF_HOME"]
+
+
+def test_hard_links(tmp_path):
+    path = saved(tmp_path / "a.safetensors")
+    os.link(path, tmp_path / "b.safetensors")
+    assert_refused(path, "is one of 2 names of a file")
+
+
+def test_other_files_are_opened(tmp_path):
+    for inside in (
+        "a.safetensors",
+        "models--a--b/a.safetensors",
+        "snapshots/a.safetensors",
+        "home/cache/a.safetensors",
+    ):
+        path = saved(tmp_path / inside)
+        table = st.Table.load(path, "mmap", "cpu", writable=True)
+        assert table.writable
+        table.fill_(2)
+        table.add_plane("m")
+        assert st.Table.load(path, "pageable", "cpu").torch().eq(2).all()
+        assert not st.Table.load(path, "mmap", "cpu").writable
+
+
+def test_a_plain_load_never_writes(tmp_path):
+    for path in (tmp_path / "a.npy", tmp_path / "a.safetensors"):
+        st.Table.from_array(torch.ones(5, 2), "pageable", device="cpu").save(path)
+        before = path.read_bytes()
+        table = st.Table.load(path, memory="mmap", device="cpu")
+        for write in (lambda table=table: table.fill_(0), lambda table=table: table.scatter([0], torch.zeros(1, 2))):
+            with pytest.raises(StorageError, match=r"; open the file with writable=True, or copy"):
+                write()
+        with pytest.raises(StorageError, match="read in place"):
+            st.Embedding.from_pretrained(table, freeze=False)
+        emb = st.Embedding.from_pretrained(st.Table.load(path, "mmap", "cpu", writable=True), freeze=False)
+        assert path.read_bytes() == before
+        emb(torch.tensor([2])).sum().backward()
+        torch.optim.SGD(emb.parameters(), lr=1.0).step()
+        assert st.Table.load(path, "mmap", "cpu").torch()[:, 0].tolist() == [1, 1, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("writable", "error", "message"),
+    [
+        ("Shared", InvalidValueError, "writable is 'Shared' but must be False, True or 'shared'; pass one of them"),
+        (None, InvalidTypeError, "writable is None but must be False, True or 'shared'; pass one of them"),
+    ],
+)
+@pytest.mark.parametrize("memory", ["mmap", "pageable"])
+def test_wrong_arguments(tmp_path, memory, writable, error, message):
+    with pytest.raises(error, match=message) as found:
+        st.Table.load(saved(tmp_path / "a.safetensors"), memory, "cpu", writable=writable)
+    one_line(found)
+
+
+@pytest.mark.parametrize("memory", ["auto", "pageable", "device"])
+def test_a_copy_is_not_writable(tmp_path, memory):
+    with pytest.raises(InvalidValueError, match=r"but memory=.* has a copy of the rows") as error:
+        st.Table.load(saved(tmp_path / "a.safetensors"), memory, "cpu", writable=True)
+    one_line(error)
