@@ -51,11 +51,14 @@ def by_hand(codes: Tensor, scales: Tensor, blocks: int) -> Tensor:
 
 
 def stored_rows(dtype: torch.dtype, blocks: int, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return rows with every code, under scales of every size."""
+    """Return rows with every code, under scales of every size and sign."""
     codes = torch.stack([torch.arange(256).roll(shift) for shift in range(40)]).to(torch.uint8)
     scales = (2.0 ** torch.arange(-100, 100, 5, dtype=torch.float64))[:, None] * torch.arange(1, blocks + 1)
-    scales = (2.0 ** scales.log2().floor() if scale_dtype.itemsize == 1 else scales).float().to(scale_dtype)
-    return {"": codes.view(dtype), SCALE: scales.contiguous()}
+    if scale_dtype.itemsize == 1:
+        scales = 2.0 ** scales.log2().floor()
+    else:
+        scales[::3] *= -1
+    return {"": codes.view(dtype), SCALE: scales.float().to(scale_dtype).contiguous()}
 
 
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)

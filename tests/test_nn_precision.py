@@ -234,15 +234,15 @@ def test_scales_for_blocks_of_columns(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_blocks_stay_in_copies_and_with_other_rows(dtype: torch.dtype, tmp_path: Path) -> None:
-    emb = made(dtype, scale_block=2)
+    emb = made(dtype, dim=7, scale_block=3)
     copies = [copy.deepcopy(emb), pickle.loads(pickle.dumps(emb))]
     for other in copies:
         assert other.table.plane("weight.scale").shape == (12, 3)
-        assert "scale_block=2" in repr(other)
+        assert "scale_block=3" in repr(other)
         assert torch.equal(values(other), values(emb))
-    emb.weight = nn.Parameter(dense(20).weight.detach())
+    emb.weight = nn.Parameter(dense(20, 7).weight.detach())
     assert emb.table.plane("weight.scale").shape == (20, 3)
-    coarse = made(dtype, seed=4)
+    coarse = made(dtype, dim=7, seed=4)
     speedtransfer.save_checkpoint(tmp_path / "fine", copies[0])
     speedtransfer.load_checkpoint(tmp_path / "fine", coarse)
     assert coarse.table.plane("weight.scale").shape == (12, 1)

@@ -66,7 +66,8 @@ class NgramEmbedding(nn.Module):
         A table that exists, ``(ngrams.num_rows, dim * layers)``, for instance one opened in place; without `dim`'s options.
     device, dtype
         Of the parameters, as for any module; rows are computed in `dtype`.
-    memory, path, idle, storage_dtype, state_dtype, layout, cache_rows, cache_counts, process_group, comm_dtype
+    memory, path, idle, storage_dtype, state_dtype, scale_block, layout, cache_rows, cache_counts, process_group,
+    comm_dtype
         As in :class:`~speedtransfer.Embedding`.
 
     Attributes

@@ -142,8 +142,8 @@ class Embedding(TableModule, nn.Embedding):
     ) -> Embedding:
         """Make an embedding of the rows of a 2-D tensor.
 
-        As in ``torch.nn`` a CPU tensor is used in place if `memory` is pageable, `storage_dtype` is None or its dtype, and
-        there are no `cache_rows`; otherwise it is copied.
+        As in ``torch.nn`` a CPU tensor is used in place if `memory` is pageable, `storage_dtype` is None or its dtype (but not
+        float8), and there are no `cache_rows`; otherwise it is copied.
         """
         rows, dim = check_pretrained(embeddings)
         given: Any = {"_weight": embeddings, "_freeze": freeze, "device": embeddings.device, **options}
