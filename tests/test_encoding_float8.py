@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -285,3 +287,20 @@ def test_codecs_of_planes_that_exist() -> None:
         codec_of_planes(300, torch.int8, 1, torch.float32)
     with pytest.raises(InvalidTypeError, match=r"scales of rows are torch.float16 but must be one of torch.float32, "):
         codec_of_planes(300, torch.float8_e5m2, 1, torch.float16)
+
+
+def test_a_torch_without_scales_of_8_bits() -> None:
+    """They came with torch 2.7."""
+    code = (
+        "import torch\n"
+        "if hasattr(torch, 'float8_e8m0fnu'):\n"
+        "    del torch.float8_e8m0fnu\n"
+        "import speedtransfer as st\n"
+        "from speedtransfer.encoding.float8 import SCALE_DTYPES, codec_of_planes\n"
+        "emb = st.Embedding(5, 4, storage_dtype=torch.float8_e4m3fn)\n"
+        "emb(torch.tensor([1])).sum().backward()\n"
+        "emb.table.add_plane('beside', 2, torch.float8_e5m2, 0.5)\n"
+        "print(SCALE_DTYPES, codec_of_planes(4, torch.float8_e4m3fn, 2, torch.bfloat16).name)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split("\n")[0] == "(torch.float32, torch.bfloat16) float8_e4m3fn-block2-bfloat16"

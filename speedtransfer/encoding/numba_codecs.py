@@ -118,39 +118,48 @@ def _encode_float8(
     least: Any,
 ) -> None:
     """Encode in a float8 of `digits` bits of significand, largest `top` and smallest ordinary number ``2**least``."""
-    size = -(-values.shape[1] // scales.shape[1])
     words, row_keys, column_keys = values.view(np.uint32), rows.view(np.uint32), columns.view(np.uint32)
-    shares, sums = np.empty(size, np.float32), np.empty(size, np.float32)
-    sum_words, known = sums.view(np.uint32), (np.float32(top), np.float32(2.0**least))
-    kept = np.uint32(0xFFFFFFFF << (digits + 1) & 0xFFFFFFFF)
-    least_scale, first = np.float32(2.0 ** (digits - least - 126)), (126 + least) << digits
-    lost, unused = np.uint32(23 - digits), np.uint32(9 + digits)
+    sums = np.empty(values.shape[1], np.float32)
     for i in range(start, stop):
-        for block in range(scales.shape[1]):
-            low = block * size
-            high = min(low + size, values.shape[1])
-            largest: Any = np.uint32(0)  # as in encode_int8
-            for j in range(low, high):
-                largest = max(largest, np.uint32(words[i, j] & np.uint32(0x7FFFFFFF)))
-            if largest >= _INFINITY:
-                scales[i, block] = np.nan
-                for j in range(low, high):
-                    out[i, j] = 0
-                continue
-            sum_words[0] = largest
-            sums[0] /= known[0]
-            sum_words[0] &= kept
-            scales[i, block] = scale = max(sums[0], least_scale)
-            for j in range(low, high):
-                share = np.float32(abs(values[i, j])) / scale
-                shares[j - low] = share = share if share < known[0] else known[0]
-                sums[j - low] = share + known[1] if share < known[1] else share
-            for j in range(low, high):
-                bits = np.uint32(_random(row_keys[i], column_keys[j]) >> unused)
-                code = np.uint32(np.uint32(sum_words[j - low] + bits) >> lost)
-                before = np.uint32(first + (1 << digits)) if shares[j - low] < known[1] else np.uint32(first)
-                sign = np.uint32((words[i, j] >> np.uint32(24)) & np.uint32(128))
-                out[i, j] = np.uint8(np.uint32(code - before) | sign)
+        _encode_float8_row(
+            values[i], words[i], row_keys[i], column_keys, sums, out[i], scales[i], digits, np.float32(top), least
+        )
+
+
+@njit(error_model="numpy", inline="always")
+def _encode_float8_row(
+    values: Any, words: Any, row: Any, columns: Any, sums: Any, out: Any, scales: Any, digits: Any, top: Any, least: Any
+) -> None:
+    """Fill `out` (width,) and `scales` (blocks,). Loops over columns are such that the compiler makes vectors of."""
+    width, blocks = values.shape[0], scales.shape[0]
+    size, sum_words, smallest = -(-width // blocks), sums.view(np.uint32), np.float32(2.0**least)
+    kept, least_scale = np.uint32(0xFFFFFFFF << (digits + 1) & 0xFFFFFFFF), np.float32(2.0 ** (digits - least - 126))
+    for block in range(blocks):
+        low, high = block * size, min((block + 1) * size, width)
+        largest = np.uint32(0)
+        for j in range(low, high):
+            largest = max(largest, np.uint32(words[j] & np.uint32(0x7FFFFFFF)))  # as in encode_int8
+        sum_words[low] = largest
+        sums[low] /= top
+        sum_words[low] &= kept
+        scales[block] = scale = max(sums[low], least_scale) if largest < _INFINITY else np.float32(np.nan)
+        for j in range(low, high):
+            share = np.float32(abs(values[j])) / scale
+            share = share if share < top else top
+            # Minus where the smallest was added, which the sum no longer tells.
+            sums[j] = -(share + smallest) if share < smallest else share
+    lost, unused = np.uint32(23 - digits), np.uint32(9 + digits)
+    first, next_one = np.uint32((126 + least) << digits), np.uint32(1 << digits)
+    for j in range(width):
+        bits = np.uint32(_random(row, columns[j]) >> unused)
+        added = np.uint32(sum_words[j] >> np.uint32(31))
+        code = np.uint32(np.uint32(np.uint32(sum_words[j] & np.uint32(0x7FFFFFFF)) + bits) >> lost)
+        code = np.uint32(code - first - np.uint32(added * next_one))
+        out[j] = np.uint8(code | np.uint32((words[j] >> np.uint32(24)) & np.uint32(128)))
+    for block in range(blocks):
+        if scales[block] != scales[block]:
+            for j in range(block * size, min((block + 1) * size, width)):
+                out[j] = 0
 
 
 @compile_function
