@@ -41,10 +41,9 @@ TABLE_DTYPES = frozenset(_OF_TABLES.values())
 # Of a plane beside the weights: also of scales.
 PLANE_DTYPES = TABLE_DTYPES | (set() if FLOAT8_SCALE is None else {FLOAT8_SCALE})
 
-# Of a table's dtypes, those that NumPy has.
-TORCH_OF_NUMPY = {
-    torch.empty(0, dtype=d).numpy().dtype: d for d in _OF_TABLES.values() if d not in (torch.bfloat16, *FLOAT8_DTYPES)
-}
+# Of a table's dtypes, those that NumPy lacks and has.
+NO_NUMPY_DTYPES = {torch.bfloat16, *FLOAT8_DTYPES}
+TORCH_OF_NUMPY = {torch.empty(0, dtype=d).numpy().dtype: d for d in _OF_TABLES.values() if d not in NO_NUMPY_DTYPES}
 NUMPY_OF_TORCH = {dtype: name for name, dtype in TORCH_OF_NUMPY.items()}
 
 

@@ -11,6 +11,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from cases import NO_NUMPY_DTYPES
 from optimizer_cases import BASE
 from refused_styles import Factored
 from speedtorch_cases import KINDS, WORDS, SkipGram, train
@@ -426,14 +427,19 @@ def test_custom_init_sees_all_rows():
     assert torch.equal(switcher.getTorchVar(), torch.nn.init.xavier_uniform_(torch.empty(300, 16)))
 
 
-def test_datatypes():
+def test_datatypes(tmp_path):
     for datatype in ("float64", np.float64, torch.float64):
         weights, variable = made(datatype=datatype)
         weights.beforeForwardPass([1])
         assert variable.weight.dtype == torch.float64
-    weights, _ = made("torch-pageable", datatype=torch.bfloat16)
-    with pytest.raises(InvalidTypeError, match="bfloat16"):
-        weights.getNumpyVersion()
+    for datatype in NO_NUMPY_DTYPES:
+        weights, _ = made("torch-pageable", datatype=datatype)
+        words = f"NumPy has no {str(datatype).removeprefix('torch.')}"
+        with pytest.raises(InvalidTypeError, match=words):
+            weights.getNumpyVersion()
+        with pytest.raises(InvalidTypeError, match=f"{words} and so no .npy file"):
+            weights.saveCupy(tmp_path / "rows.npy")
+        assert not list(tmp_path.iterdir())
     for datatype in ("complex64", "words", object, 3):
         with pytest.raises(InvalidTypeError):
             made(datatype=datatype)

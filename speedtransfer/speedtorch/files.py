@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.dtypes import NO_NUMPY_DTYPES
 from speedtransfer.errors import InvalidTypeError, StorageError
 from speedtransfer.system import replace_file
 from speedtransfer.tables import PathLike, plane_chunks
@@ -39,9 +40,10 @@ def write_npy(path: Path, tensors: list[Tensor], stacked: bool) -> None:
             f"one .npy file holds arrays of one shape and dtype but there are {len(kinds)} kinds; use saveTorch"
         )
     (shape, dtype) = kinds.pop()
-    if dtype == torch.bfloat16:
-        raise InvalidTypeError("NumPy has no bfloat16 and so no .npy file of it; use saveTorch, or another datatype")
-    kind = np.dtype(str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    if dtype in NO_NUMPY_DTYPES:
+        raise InvalidTypeError(f"NumPy has no {name} and so no .npy file of it; use saveTorch, or another datatype")
+    kind = np.dtype(name)
     fields = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False}
     with replace_file(path) as file:
         np.lib.format.write_array_header_1_0(file, {**fields, "shape": (len(tensors), *shape) if stacked else shape})

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.dtypes import NO_NUMPY_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables import check_dtype, tensor_of
 
@@ -122,7 +123,8 @@ def wait_for(array: Any) -> None:
 
 
 def host_array(plane: Tensor) -> np.ndarray:
-    """Return an array over the memory of a tensor on the host; InvalidTypeError for bfloat16."""
-    if plane.dtype == torch.bfloat16:
-        raise InvalidTypeError("NumPy has no bfloat16; use getTorchVar(), or another datatype")
+    """Return an array over the memory of a tensor on the host; InvalidTypeError for bfloat16 and float8."""
+    if plane.dtype in NO_NUMPY_DTYPES:
+        name = str(plane.dtype).removeprefix("torch.")
+        raise InvalidTypeError(f"NumPy has no {name}; use getTorchVar(), or another datatype")
     return plane.numpy()
