@@ -58,8 +58,9 @@ class Rows(StoredPlanes):
         storage_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
         scale_block: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(table, storage_dtype, state_dtype, scale_block)
+        super().__init__(table, storage_dtype, state_dtype, scale_block, dtype)
         self.lag: Lag | None = None
         # Of a table in memory that processes share.
         self.own: OwnRows | None = None

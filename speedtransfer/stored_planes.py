@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,13 +18,14 @@ from speedtransfer.encoding import (
     BlocksFloat8,
     Codec,
     Keys,
+    Part,
     codec_for,
     codec_of_planes,
     decode_rows,
     encode_rows,
     write_key,
 )
-from speedtransfer.tables import Table, read_ahead, row_chunks
+from speedtransfer.tables import Table, check_room, row_chunks
 
 
 class StoredPlanes:
@@ -41,6 +43,8 @@ class StoredPlanes:
         8-bit blocks. None: as the optimizer makes it.
     scale_block : int, optional
         How many columns, at most, of float8 rows share a scale; None: 128, or as the table has it.
+    dtype : torch.dtype, optional
+        What encoded rows of a table that is only read become; None: float32.
     """
 
     def __init__(
@@ -49,11 +53,12 @@ class StoredPlanes:
         storage_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
         scale_block: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.table = table
         self.storage_dtype, self.state_dtype, self.scale_block = storage_dtype, state_dtype, scale_block
         # The dtype that the weights are computed in.
-        self.dtype = table.dtype if storage_dtype is None else torch.float32
+        self.dtype = table.dtype if storage_dtype is None else dtype or torch.float32
         self._tails: dict[str, tuple[int, ...]] = {}
         self._codecs: dict[str, Codec] = {}
         self._keep_layout("weight", self._codec_of_weights(), (table.dim,))
@@ -145,13 +150,19 @@ class StoredPlanes:
         """Return a whole plane, ``(num_rows, *tail)``, as a state dict shows it, on the device of the memory.
 
         A view of the table if `is_viewable`; else (int8, float8, 8-bit planes) a float32 copy, decoded in chunks. Or its rows
-        from `start` to `stop`.
+        from `start` to `stop`. HostMemoryError: a copy of a table in files does not fit into memory.
         """
         stop = self.table.num_rows if stop is None else stop
         shape = (stop - start, *self._tails[name])
         if self.is_viewable(name):
             return self.table.plane(name)[start:stop].view(shape)
-        values = torch.empty(shape, dtype=torch.float32, device=self.table.plane(name).device)
+        stored = self.table.stored(name)
+        dtype = (
+            stored.dtype if self._codecs[name].name == "plain" else self.dtype if name == "weight" else torch.float32
+        )
+        if not self.table.writable:
+            check_room(math.prod(shape) * dtype.itemsize, f"{stop - start} rows")
+        values = torch.empty(shape, dtype=dtype, device="cpu" if stored.is_meta else stored.device)
         for rows in self._chunks(name, start, stop):
             values[rows.start - start : rows.stop - start] = self._chunk(name, rows)
         return values
@@ -161,8 +172,23 @@ class StoredPlanes:
         return self.table.num_rows, *self._tails[name]
 
     def is_viewable(self, name: str) -> bool:
-        """Tell whether a whole plane can be a view of the table: its codec stores one number for each value."""
-        return self._codecs[name].viewable
+        """Tell whether a whole plane can be a view of the table: its codec stores one number for each value, in one tensor."""
+        return self._codecs[name].viewable and not self.table.stored(name).is_meta
+
+    @torch.no_grad()
+    def first_difference(self, name: str, values: Callable[[slice], Tensor]) -> int | None:
+        """Return the first row of a plane that is not what `values` returns for a slice of rows; None: they are equal."""
+        for rows in self._chunks(name):
+            ours = self._chunk(name, rows)
+            theirs = values(rows).to(ours.device, ours.dtype)
+            wide = torch.float32 if ours.dtype in FLOAT8_DTYPES else ours.dtype
+            ours, theirs = ours.to(wide), theirs.to(wide)
+            equal = ours == theirs
+            if wide.is_floating_point:
+                equal |= ours.isnan() & theirs.isnan()
+            if not equal.all():
+                return rows.start + int((~equal.flatten(1).all(1)).int().argmax())
+        return None
 
     def load(self, name: str, values: Tensor, start: int = 0) -> None:
         """Set a whole plane, or its rows from `start` on, to ``(n, *tail)`` values of any dtype and device.
@@ -173,6 +199,10 @@ class StoredPlanes:
         if values.layout != torch.strided:
             values = values.to_dense()
         self._fill(name, lambda rows: values[rows.start - start : rows.stop - start], start, start + len(values))
+
+    def take(self, name: str, source: StoredPlanes) -> None:
+        """Set a whole plane to the values of the same plane of `source`, of as many rows."""
+        self._fill(name, lambda rows: source._chunk(name, rows))
 
     @torch.no_grad()
     def put(self, name: str, ids: Tensor, values: Tensor) -> None:
@@ -204,6 +234,10 @@ class StoredPlanes:
         """Return the name of a plane's codec: "plain", or a name with its dtype and block."""
         return self._codecs[name].name
 
+    def part_specs(self, name: str) -> dict[str, Part]:
+        """Return width and dtype of the planes that store a plane, by the suffix of their names."""
+        return self._codecs[name].parts
+
     def parts(self, name: str) -> dict[str, Tensor]:
         """Return the planes of the table that store a plane, by the suffix of their names: "" and ".scale"."""
         return {suffix: self.table.plane(name + suffix) for suffix in self._codecs[name].parts}
@@ -212,6 +246,8 @@ class StoredPlanes:
         """Decode rows, each part ``(n, width)``, to ``(n, *tail)`` values."""
         codec, tail = self._codecs[name], self._tails[name]
         rows = parts[""] if codec.name == "plain" else decode_rows(codec, parts)
+        if name == "weight" and rows.dtype != self.dtype:
+            rows = rows.to(self.dtype)
         # No view where none is needed: see `buffers.empty`.
         return rows if rows.shape[1:] == tail else rows.view(len(rows), *tail)
 
@@ -225,12 +261,14 @@ class StoredPlanes:
         if ids is None and isinstance(codec, BlocksFloat8) and values.dtype == codec.parts[""].dtype:
             return codec.adopt(values.reshape(len(values), width).contiguous())
         if ids is None:
-            values = values.to(codec.parts[""].dtype if codec.name == "plain" else self.dtype)
+            values = values.to(codec.parts[""].dtype if codec.name == "plain" else torch.float32)
         flat = values.reshape(len(values), width).contiguous()
         if codec.name == "plain":
             return {"": flat}
         if ids is None:
             return encode_rows(codec, flat, None)
+        # A copy of rows that were read as another dtype.
+        flat = flat if flat.dtype == torch.float32 else flat.float()
         ids = ids if self.name_rows is None else self.name_rows(ids)
         return encode_rows(codec, flat, Keys(write_key(self._seed, self._count, name), ids.to(flat.device)))
 
@@ -244,6 +282,7 @@ class StoredPlanes:
 
     @torch.no_grad()
     def _fill(self, name: str, values: Callable[[slice], Tensor], start: int = 0, stop: int | None = None) -> None:
+        self.table.check_writable()
         planes = self.parts(name)
         for rows in self._chunks(name, start, stop):
             for suffix, part in self.encode(name, values(rows)).items():
@@ -251,9 +290,7 @@ class StoredPlanes:
         wait_until_filled(planes[""])
 
     def _chunk(self, name: str, rows: slice) -> Tensor:
-        parts = {suffix: plane[rows] for suffix, plane in self.parts(name).items()}
-        for part in parts.values():
-            read_ahead(part)
+        parts = {suffix: self.table.chunk(name + suffix, rows) for suffix in self._codecs[name].parts}
         return self.decode(name, {suffix: part.contiguous() for suffix, part in parts.items()})
 
     def _chunks(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[slice]:
@@ -270,17 +307,29 @@ class StoredPlanes:
     # --- copies -------------------------------------------------------------------------------------------------------
 
     def astype(self, dtype: torch.dtype) -> Self:
-        """Return rows of a new table of the same kind, with the weights in `dtype` without a codec, and without state."""
+        """Return rows of a new table of the same kind, with the weights in `dtype` without a codec, and without state.
+
+        Encoded rows that are only read become `dtype` when they are read.
+        """
+        if self.reads_as(dtype):
+            return type(self)(self.table, self.storage_dtype, self.state_dtype, self.scale_block, dtype)
         made = type(self)(self.table.astype(dtype))
         if not self._codecs["weight"].viewable:
             made._fill("weight", lambda rows: self._chunk("weight", rows))
         return made
 
+    def reads_as(self, dtype: torch.dtype) -> bool:
+        """Tell whether rows can become `dtype` when they are read, as they are encoded and never written."""
+        return not self.table.writable and not self.plain and dtype.is_floating_point
+
     def copy(self) -> Self:
         """Return rows of a copy of the table with the same codecs, without state."""
-        table = self.table.astype(self.table.dtype)
-        _add_parts(table, self.parts("weight"))
-        made = type(self)(table, self.storage_dtype, self.state_dtype, self.scale_block)
+        if self.table.writable:
+            table = self.table.astype(self.table.dtype)
+            _add_parts(table, self.parts("weight"))
+        else:
+            table = copy.deepcopy(self.table)
+        made = type(self)(table, self.storage_dtype, self.state_dtype, self.scale_block, self.dtype)
         made.load_state_dict(self.state_dict())
         return made
 
@@ -291,6 +340,7 @@ class StoredPlanes:
             "stored": self.table.dtype,
             "beside_dtypes": {suffix: plane.dtype for suffix, plane in beside.items()},
             "dtypes": (self.storage_dtype, self.state_dtype, self.scale_block),
+            "dtype": self.dtype,
             "beside": {suffix: bits_of(plane) for suffix, plane in beside.items()},
             "rounding": self.state_dict(),
             "layout": self.table.layout,
@@ -303,7 +353,8 @@ class StoredPlanes:
         # An older version named no dtypes.
         dtypes = pickled.get("beside_dtypes", {})
         _add_parts(table, {s: plane.view(dtypes.get(s, plane.dtype)) for s, plane in pickled["beside"].items()})
-        made = cls(table, *pickled["dtypes"])
+        storage_dtype, state_dtype, *block = pickled["dtypes"]
+        made = cls(table, storage_dtype, state_dtype, block[0] if block else None, pickled.get("dtype"))
         made.load_state_dict(pickled["rounding"])
         # An older version had none.
         table.layout = pickled.get("layout", table.layout)

@@ -70,6 +70,9 @@ class SavedModel:
                 )
             if key in self._tables:
                 self._rows[key], self._state[key] = saved, current  # the placeholder
+                handle = self._tables[key]
+                if not handle.table.writable:
+                    saved.check_equal(handle)
             else:
                 self._state[key] = like(saved if isinstance(saved, Tensor) else saved.mapped(), current)
         metadata = decode(node["metadata"], reader.read)
@@ -97,6 +100,10 @@ class SavedModel:
             if handle not in done:
                 done.add(handle)
                 rows = self._rows[key]
+                if not handle.table.writable:
+                    # Equal, as was checked.
+                    advance(handle.num_rows * rows.row_bytes)
+                    continue
                 rows.copy_into(handle, "weight", advance)
                 handle.rows.load_state_dict(self._counters[key] if rows.stored_as(handle.rows, "weight") else {})
 

@@ -15,6 +15,7 @@ from speedtransfer.checkpoint.together import ShardReader
 from speedtransfer.cuda import wait_until_filled
 from speedtransfer.dtypes import TABLE_DTYPES, bits_of, rows_at
 from speedtransfer.encoding import Part, codec_named, decode_rows
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim import Handle, ShardHandle, SharedHandle
 from speedtransfer.ranks import Partition
 from speedtransfer.ranks.partition import BUCKETS
@@ -42,7 +43,7 @@ class Readers(NamedTuple):
 
 def encode_rows(handle: Handle, plane: str, path: str, keeps: Keeps, tail: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Return what the manifest says of a plane of ``(*tail)`` values of `dtype` a row, and have its raw parts kept."""
-    raw: dict[str, Any] = dict(handle.rows.parts(plane))
+    raw: dict[str, Any] = {part: _kept(handle.rows, plane + part) for part in handle.rows.part_specs(plane)}
     keep, layout = keeps.whole, {}
     if isinstance(handle, ShardHandle):
         keep, layout = keeps.shard, {"layout": _LAYOUT}
@@ -59,6 +60,16 @@ def encode_rows(handle: Handle, plane: str, path: str, keeps: Keeps, tail: tuple
         "parts": parts,
         **layout,
     }
+
+
+def _kept(rows: Rows, plane: str) -> Any:
+    """Return a plane of a table for a checkpoint to keep: of rows in several tensors of files, what reads them in chunks."""
+    table, stored = rows.table, rows.table.stored(plane)
+    if not stored.is_meta:
+        return table.plane(plane)
+    return PickedRows(
+        stored, len(stored), lambda start, stop: slice(start, stop), lambda rows: table.chunk(plane, rows)
+    )
 
 
 class SavedRows:
@@ -134,9 +145,23 @@ class SavedRows:
 
     def stored_as(self, rows: Rows, plane: str) -> bool:
         """Tell whether a plane is stored just as these rows, so that the bits can be copied."""
-        specs = {part: (raw.dtype, raw.shape[1]) for part, raw in rows.parts(plane).items()}
+        specs = {part: (spec.dtype, spec.width) for part, spec in rows.part_specs(plane).items()}
         ours = {part: (dtype, math.prod(shape[1:])) for part, (dtype, shape) in self._specs.items()}
         return self.encoding == rows.encoding(plane) and ours == specs
+
+    def check_equal(self, handle: Handle) -> None:
+        """Raise `InvalidValueError` unless the rows are those of a table that is only read."""
+        buffers: dict[str, Tensor] = {}
+        if self._places is not None:
+            values = self.values()
+            differs = handle.rows.first_difference("weight", lambda rows: values[rows])
+        else:
+            differs = handle.rows.first_difference("weight", lambda rows: self._decoded(self._read(rows, buffers)))
+        if differs is not None:
+            raise InvalidValueError(
+                f"{handle} is read in place and cannot be loaded, and row {differs} in the checkpoint is another one; open "
+                "the files that the checkpoint was saved with, or copy the table (from_pretrained(table, memory='pageable'))"
+            )
 
     @torch.no_grad()
     def copy_into(self, handle: Handle, plane: str, advance: Callable[[int], None]) -> None:

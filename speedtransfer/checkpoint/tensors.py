@@ -32,18 +32,26 @@ class PickedRows:
         How many rows.
     numbers : callable
         Takes start and stop within `count` and returns the numbers of those rows.
+    read : callable, optional
+        Takes such numbers and returns the rows, where `tensor` is a placeholder.
     """
 
-    def __init__(self, tensor: Tensor, count: int, numbers: Callable[[int, int], Tensor]) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        count: int,
+        numbers: Callable[[int, int], Any],
+        read: Callable[[Any], Tensor] | None = None,
+    ) -> None:
         self._tensor, self._numbers = tensor, numbers
+        self._read = read or (lambda at: bits_of(tensor)[at.to(tensor.device)])
         self.dtype, self.shape = tensor.dtype, torch.Size((count, *tensor.shape[1:]))
         self.nbytes = count * math.prod(tensor.shape[1:]) * tensor.element_size()
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield the values in order, about 16 MB at a time, 1-D and on the host."""
         for rows in row_chunks(self.shape[0], self.nbytes // max(self.shape[0], 1)):
-            numbers = self._numbers(rows.start, rows.stop).to(self._tensor.device)
-            yield bits_of(self._tensor)[numbers].cpu().reshape(-1)
+            yield self._read(self._numbers(rows.start, rows.stop)).cpu().reshape(-1)
 
 
 class TensorPlan:

@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.nn import Embedding, TableOptions, check_pretrained, takes_options
+from speedtransfer.tables import Table
 
 
 class PerLayerEmbedding(Embedding):
@@ -44,7 +45,7 @@ class PerLayerEmbedding(Embedding):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
-        _weight: Tensor | None = None,
+        _weight: Tensor | Table | None = None,
         _freeze: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -69,7 +70,7 @@ class PerLayerEmbedding(Embedding):
     @takes_options
     def from_pretrained(  # type: ignore[override]
         cls,
-        embeddings: Tensor,
+        embeddings: Tensor | Table,
         layers: int,
         freeze: bool = True,
         padding_idx: int | None = None,
@@ -77,13 +78,15 @@ class PerLayerEmbedding(Embedding):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
         **options: Unpack[TableOptions],
     ) -> PerLayerEmbedding:
-        """Make one of the rows of a 2-D tensor, ``(num_embeddings, layers * dim)``; see `Embedding.from_pretrained`."""
-        rows, width = check_pretrained(embeddings)
+        """Make one of the rows of a tensor or table, ``(num_embeddings, layers * dim)``; see `Embedding.from_pretrained`."""
+        rows, width = check_pretrained(embeddings, dtype)
         if width % check_size(layers, "layers", 1):
             raise InvalidValueError(
                 f"embeddings has {width} columns, which {layers} layers cannot share; pass their number"
             )
-        given: Any = {"_weight": embeddings, "_freeze": freeze, "device": embeddings.device, **options}
+        given: Any = {"_weight": embeddings, "_freeze": freeze, "device": embeddings.device, "dtype": dtype, **options}
         return cls(rows, layers, width // layers, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, **given)

@@ -16,6 +16,7 @@ from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import unrecorded
 from speedtransfer.nn.weight_calls import in_transform
+from speedtransfer.tables import Table
 
 
 class EmbeddingBag(TableModule, nn.EmbeddingBag):
@@ -35,7 +36,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         scale_grad_by_freq: bool = False,
         mode: str = "mean",
         sparse: bool = False,
-        _weight: Tensor | None = None,
+        _weight: Tensor | Table | None = None,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
         device: torch.device | str | int | None = None,
@@ -47,7 +48,8 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
         self.scale_grad_by_freq, self.mode, self.sparse = scale_grad_by_freq, mode, sparse
         self.include_last_offset = include_last_offset
-        self._set_up(_weight, False, device, dtype, options)
+        # That of a table may be only read; `from_pretrained` says whether it is trained.
+        self._set_up(_weight, isinstance(_weight, Table), device, dtype, options)
 
     @unrecorded
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
@@ -76,7 +78,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
     @takes_options
     def from_pretrained(
         cls,
-        embeddings: Tensor,
+        embeddings: Tensor | Table,
         freeze: bool = True,
         max_norm: float | None = None,
         norm_type: float = 2.0,
@@ -85,12 +87,15 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         sparse: bool = False,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
         **options: Unpack[TableOptions],
     ) -> EmbeddingBag:
-        """Make a bag of the rows of a 2-D tensor, used in place as in :meth:`Embedding.from_pretrained`."""
-        rows, dim = check_pretrained(embeddings)
-        given: Any = {"_weight": embeddings, "device": embeddings.device, **options}
+        """Make a bag of the rows of a 2-D tensor or of a table, used in place as in :meth:`Embedding.from_pretrained`."""
+        rows, dim = check_pretrained(embeddings, dtype)
+        given: Any = {"_weight": embeddings, "device": embeddings.device, "dtype": dtype, **options}
         given |= {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
         bag = cls(rows, dim, max_norm, norm_type, scale_grad_by_freq, mode, sparse, **given)
-        bag.weight.requires_grad_(bag.weight.requires_grad and not freeze)
+        trainable = bag.weight.requires_grad or (isinstance(embeddings, Table) and bag.weight.is_floating_point())
+        bag.weight.requires_grad_(trainable and not freeze)
         return bag

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.active import activate
 from speedtransfer.nn.lookup import lookup
 from speedtransfer.nn.options import TableOptions, takes_options
-from speedtransfer.nn.table_module import TableModule
+from speedtransfer.nn.table_module import TableModule, shape_of
 from speedtransfer.nn.ticket import Ticket, find_ticket
 from speedtransfer.nn.tracing import unrecorded
 from speedtransfer.nn.weight_calls import in_transform
+from speedtransfer.tables import Table
 
 
 class Embedding(TableModule, nn.Embedding):
@@ -93,7 +95,7 @@ class Embedding(TableModule, nn.Embedding):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
-        _weight: Tensor | None = None,
+        _weight: Tensor | Table | None = None,
         _freeze: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -131,29 +133,52 @@ class Embedding(TableModule, nn.Embedding):
     @takes_options
     def from_pretrained(
         cls,
-        embeddings: Tensor,
+        embeddings: Tensor | Table,
         freeze: bool = True,
         padding_idx: int | None = None,
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
         **options: Unpack[TableOptions],
     ) -> Embedding:
-        """Make an embedding of the rows of a 2-D tensor.
+        """Make an embedding of the rows of a 2-D tensor or of a table.
 
         As in ``torch.nn`` a CPU tensor is used in place if `memory` is pageable, `storage_dtype` is None or its dtype (but not
         float8), and there are no `cache_rows`; otherwise it is copied.
+
+        A :class:`~speedtransfer.Table` is used in place if `memory` is "auto" or its own, without `path`, and `storage_dtype`
+        is None or its dtype; otherwise its rows are copied in chunks, decoded if they have scales. Rows that are read in place
+        from files (``Table.open``) cannot be trained (``freeze=False``), loaded or shortened (`max_norm`): that raises, and a
+        copy (``memory="pageable"``) can. ``load_state_dict`` and ``load_checkpoint`` compare them with what is to be loaded.
+
+        Parameters
+        ----------
+        embeddings : Tensor or Table
+        freeze, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+            As in ``torch.nn``.
+        dtype : torch.dtype, optional
+            What lookups give where rows of a table have scales; float32 by default. ``module.to(dtype)`` changes it.
         """
-        rows, dim = check_pretrained(embeddings)
-        given: Any = {"_weight": embeddings, "_freeze": freeze, "device": embeddings.device, **options}
+        rows, dim = check_pretrained(embeddings, dtype)
+        given: Any = {"_weight": embeddings, "_freeze": freeze, "device": embeddings.device, "dtype": dtype, **options}
         return cls(rows, dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, **given)
 
 
-def check_pretrained(embeddings: Tensor) -> tuple[int, int]:
-    """Return the shape ``(rows, dim)`` of the tensor given to ``from_pretrained``; raise unless it is 2-D."""
-    if embeddings.dim() != 2:
-        raise InvalidValueError(
-            f"embeddings has shape {tuple(embeddings.shape)} but must be 2-D; reshape it to (rows, dim)"
+def check_pretrained(embeddings: Tensor | Table, dtype: torch.dtype | None = None) -> tuple[int, int]:
+    """Return the shape ``(rows, dim)`` of what is given to ``from_pretrained``; raise unless it is 2-D, and of `dtype`."""
+    if isinstance(embeddings, str | os.PathLike):
+        raise InvalidTypeError(
+            f"embeddings is the path {os.fspath(embeddings)!r} but must be a tensor or a table; pass "
+            f"st.Table.open({os.fspath(embeddings)!r})"
         )
-    return embeddings.shape[0], embeddings.shape[1]
+    if not isinstance(embeddings, Tensor | Table):
+        raise InvalidTypeError(f"embeddings is a {type(embeddings).__name__} but must be a tensor or a table; pass one")
+    if isinstance(embeddings, Tensor) and dtype not in (None, embeddings.dtype):
+        raise InvalidTypeError(f"dtype is {dtype} but embeddings are {embeddings.dtype}; pass embeddings.to({dtype})")
+    shape = shape_of(embeddings)
+    if len(shape) != 2:
+        raise InvalidValueError(f"embeddings has shape {shape} but must be 2-D; reshape it to (rows, dim)")
+    return shape[0], shape[1]

@@ -80,20 +80,23 @@ class ModuleState(nn.Module):
         destination[prefix + "weight"] = whole
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        """Load all rows as ``torch.nn`` loads a weight; ``assign=True`` copies too: the table keeps its memory."""
+        """Load all rows as ``torch.nn`` loads a weight; ``assign=True`` copies too: the table keeps its memory.
+
+        Rows that are read in place are compared: to load others raises.
+        """
         if not self._has_rows():
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
             return
         used, rows = _placeholders.get(), self._handle.rows
         self._handle.recover()
-        sharded = isinstance(self._handle, ShardHandle)
+        sharded, writable = isinstance(self._handle, ShardHandle), self._handle.table.writable
         whole: Any = self._placeholder()
         if used is None:
-            whole = self._handle.placeholder() if sharded else self._handle.table.torch()
+            whole = self._handle.table.torch() if writable and not sharded else self._handle.placeholder()
         whole = nn.Parameter(whole, requires_grad=False)
-        if used is None and (sharded or not rows.plain):
+        if used is None and (sharded or not rows.plain or not writable):
             # torch.nn calls this once it has checked names and shapes.
-            vars(whole)["copy_"] = self._handle.store
+            vars(whole)["copy_"] = self._handle.store if writable else self._handle.check_equal
         with self._replacing_weight(whole):
             super()._load_from_state_dict(
                 state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *rest

@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.encoding import check_dtypes
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.nn.given_table import handle_of_table
 from speedtransfer.nn.new_shard import make_shard
 from speedtransfer.nn.options import TableOptions
 from speedtransfer.optim import Handle, Rows, install
@@ -19,16 +20,16 @@ from speedtransfer.tables import Table
 
 
 def make_handle(
-    weight: Tensor | None,
+    weight: Tensor | Table | None,
     shape: tuple[int, int],
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     requires_grad: bool,
     options: TableOptions,
 ) -> Handle:
     """Make a table of `shape` and its handle: with the values of `weight`, ``(num_rows, dim)``, or zeros.
 
-    `options` are complete; `dtype` is that of `weight`, if given.
+    `options` are complete; `dtype` is that of `weight`, if it is a tensor; of a table it is what lookups give, if not None.
     """
     _follow_names()
     install()
@@ -37,6 +38,9 @@ def make_handle(
             "memory='shared' and comm_dtype are for tables of several processes; pass process_group=dist.group.WORLD of "
             "torch.distributed too, or leave them out"
         )
+    if isinstance(weight, Table):
+        return handle_of_table(weight, dtype, requires_grad, options)
+    assert dtype is not None
     storage_dtype = options["storage_dtype"]
     if weight is not None and storage_dtype is not None and weight.is_floating_point():
         # Rows stored in another dtype are computed in float32, whatever `weight` is.

@@ -37,13 +37,16 @@ class TableModule(ModuleState):
 
     def _set_up(
         self,
-        weight: Tensor | None,
+        weight: Tensor | Table | None,
         freeze: bool,
         device: torch.device | str | int | None,
         dtype: torch.dtype | None,
         options: TableOptions,
     ) -> None:
-        """Make the table, with the values of `weight` or random ones, and the weight of this module."""
+        """Make the table, with the values of `weight` or random ones, and the weight of this module.
+
+        A table as `weight` is used itself unless `options` ask for a copy; then `dtype` is that of lookups.
+        """
         options = complete(options)
         shape = (check_size(self.num_embeddings, "num_embeddings"), check_size(self.embedding_dim, "embedding_dim"))
         if self.padding_idx is not None:
@@ -55,14 +58,15 @@ class TableModule(ModuleState):
             self.padding_idx %= rows
         self.idle = options["idle"]
         device = torch.get_default_device() if device is None else torch.device(device)
-        if weight is not None and tuple(weight.shape) != shape:
+        given = shape if weight is None else shape_of(weight)
+        if given != shape:
             raise InvalidValueError(
-                f"the weight given has shape {tuple(weight.shape)} but num_embeddings and embedding_dim say {shape}; "
+                f"the weight given has shape {given} but num_embeddings and embedding_dim say {shape}; "
                 "pass a weight of that shape"
             )
-        if weight is not None:
+        if isinstance(weight, Tensor):
             dtype = weight.dtype
-        elif dtype is None:
+        elif dtype is None and weight is None:
             dtype = torch.get_default_dtype()
         if device.type == "meta":
             self._wait(nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=not freeze), options)
@@ -84,6 +88,11 @@ class TableModule(ModuleState):
     def _use(self, handle: Handle) -> None:
         """Make `handle` that of this module, and tell it what a step must know of the module."""
         self._handle = handle
+        if self.max_norm is not None and not handle.table.writable:
+            raise InvalidValueError(
+                f"max_norm is {self.max_norm}, which shortens rows where they are stored, but these are read in place and "
+                "cannot be changed; leave it out, or copy the table (memory='pageable')"
+            )
         handle.sparse, handle.renormalizes = bool(self.sparse), self.max_norm is not None
         handle.set_padding(self.padding_idx)
 
@@ -230,11 +239,15 @@ class TableModule(ModuleState):
 
     def _check_conversion(self, sample: Tensor) -> None:
         """Raise unless the table can get the dtype and the memory of `sample`."""
-        path, dtype = self.table.path, self._handle.rows.dtype
-        if path is not None and sample.dtype != dtype:
+        table, dtype = self._handle.table, self._handle.rows.dtype
+        fixed = table.path is not None or not table.writable
+        if fixed and sample.dtype != dtype and not self._handle.rows.reads_as(sample.dtype):
+            remedy = "save the table, or make a new module with dtype= and another path"
+            if not table.writable:
+                remedy = "leave the module out, or copy the table (from_pretrained(table, memory='pageable'))"
+            where = f"the file {str(table.path)!r} holds" if table.path is not None else "the files of the table hold"
             raise InvalidValueError(
-                f"the file {str(path)!r} holds {dtype} and cannot change its dtype; save the table, or make a new module with "
-                "dtype= and another path"
+                f"{where} {dtype} and cannot change {'its' if table.path else 'their'} dtype; {remedy}"
             )
         if sample.is_shared() and sample.device.type == "cpu":
             raise InvalidTypeError(
@@ -281,3 +294,8 @@ class TableModule(ModuleState):
         if self._parameters.get("weight") is not None and find_handle(self._parameters["weight"]) is None:
             # Pickled by an older version.
             self._parameters["weight"] = self._handle.new_param(TableWeight)
+
+
+def shape_of(weight: Tensor | Table) -> tuple[int, ...]:
+    """Return the shape of the rows that a module is given."""
+    return (weight.num_rows, weight.dim) if isinstance(weight, Table) else tuple(weight.shape)

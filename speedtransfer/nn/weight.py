@@ -145,27 +145,36 @@ _LIKE = {getattr(torch.ops.aten, name) for name in _NAMES.split()}
 
 
 class CopiedRows(Tensor):
-    """A view of a copy of all rows of a table that no tensor can alias. What is written to it is written back."""
+    """A view of a copy of all rows of a table that no tensor can alias. What is written to it is written back.
+
+    Or of the rows themselves, where they are only read: to write raises.
+    """
 
     # The handle, the copy that this is a view of, and the version of the table when it was made.
     source: tuple[Handle, Tensor, int]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        copies: list[tuple[CopiedRows, int]] = []
+        copies: list[tuple[CopiedRows, int, Tensor]] = []
 
         def plain(tensor: CopiedRows) -> Tensor:
             with as_tensor():
-                copies.append((tensor, tensor._version))
-                return tensor.as_subclass(Tensor)
+                copies.append((tensor, tensor._version, tensor.as_subclass(Tensor)))
+                return copies[-1][2]
 
         args, kwargs = tree_map_only(CopiedRows, plain, (args, kwargs or {}))
+        for tensor, _, values in copies:
+            table = tensor.source[0].table
+            if not table.writable and _writes_to(values, func, args, kwargs):
+                table.check_writable()
         result = func(*args, **kwargs)
         with as_tensor():
-            for tensor, version in copies:
+            for tensor, version, _ in copies:
                 if tensor._version != version:
                     tensor.write_back()
-        return tree_map_only(Tensor, lambda view: _writing_back(view, [c.source for c, _ in copies]), result)
+        if isinstance(result, np.ndarray):
+            result.flags.writeable = False
+        return tree_map_only(Tensor, lambda view: _writing_back(view, [c.source for c, _, _ in copies]), result)
 
     def write_back(self) -> None:
         """Write the copy to the table, unless the table has changed since it was made."""
@@ -180,10 +189,11 @@ class CopiedRows(Tensor):
 
 
 def _writing_back(tensor: Tensor, sources: list[tuple[Handle, Tensor, int]]) -> Tensor:
-    """Return `tensor`, as `CopiedRows` if it is a view of the copy of a table."""
+    """Return `tensor`, as `CopiedRows` if it is a view of the copy of a table, or of rows that are only read."""
     if type(tensor) is Tensor and not tensor.requires_grad and tensor._is_view():
         for handle, values, version in sources:
-            if tensor._base is values and not handle.aliased:
+            aliased = handle.aliased and handle.table.writable
+            if not aliased and tensor._base is (values._base if values._is_view() else values):
                 view = tensor.as_subclass(CopiedRows)
                 view.source = handle, values, version
                 return view
@@ -222,6 +232,33 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _with_whole(func, args, kwargs)
 
 
+def _writes_to(values: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether `func` writes to `values`, by its name: as a method in place, an operator in place, or with ``out``."""
+    given: list[Any] = []
+    if isinstance(func, torch._ops.OpOverload):
+        named = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
+        given = [
+            named.get(arg.name)
+            for arg in func._schema.arguments
+            if arg.alias_info is not None and arg.alias_info.is_write
+        ]
+    else:
+        name = getattr(func, "__name__", "")
+        in_place = name.endswith("_") and not name.endswith("__") and not name.startswith("_")
+        if in_place or name in _IN_PLACE:
+            # The functions of torch.nn.init name their tensor.
+            given = [args[0]] if args else list(kwargs.values())
+        given.append(kwargs.get("out"))
+    found: list[bool] = []
+    tree_map_only(Tensor, lambda tensor: found.append(tensor is values), given)
+    return any(found)
+
+
+# Operators, besides methods that end in an underscore.
+_NAMES_IN_PLACE = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"
+_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _NAMES_IN_PLACE.split())}
+
+
 def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # By id of the whole: the weight, the whole, its handle, the version of the whole before the call.
     given: dict[int, tuple[Any, Tensor, Handle, int]] = {}
@@ -235,6 +272,9 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
     weights = TableWeight, WeightData
     new_args, new_kwargs = tree_map_only(weights, whole, (args, kwargs))
+    for _, values, handle, _ in given.values():
+        if not handle.table.writable and _writes_to(values, func, new_args, new_kwargs):
+            handle.table.check_writable()
     result = func(*new_args, **new_kwargs)
     for _, values, handle, version in given.values():
         if values.shape != (handle.num_rows, handle.table.dim) or not values.is_contiguous():
@@ -244,8 +284,9 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             )
         if values._version != version and not handle.aliased:
             handle.store(values)
-    if isinstance(result, np.ndarray) and not all(handle.aliased for _, _, handle, _ in given.values()):
-        # An array over a copy: writes to it would not reach the table.
+    writable = all(handle.aliased and handle.table.writable for _, _, handle, _ in given.values())
+    if isinstance(result, np.ndarray) and not writable:
+        # An array over a copy: writes to it would not reach the table. Or over rows that are only read.
         result.flags.writeable = False
     sources = [(handle, values, handle.table.version) for _, values, handle, _ in given.values()]
 

@@ -40,7 +40,9 @@ def _moved(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _data(weight: Any) -> Tensor:
     handle = handle_of(weight)
-    return handle.whole() if handle.aliased else handle.track_alias(WeightData(handle))
+    # A write to the memory itself of rows that are only read would not be refused.
+    writable = handle.aliased and handle.table.writable
+    return handle.whole() if writable else handle.track_alias(WeightData(handle))
 
 
 def _set_data(weight: Any, values: Tensor) -> None:
@@ -74,6 +76,8 @@ def _of_layout(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _require_grad(weight: Any, requires_grad: bool = True) -> Any:
+    if requires_grad:
+        handle_of(weight).table.check_writable()
     with as_tensor():
         weight.requires_grad = requires_grad
     handle_of(weight).requires_grad = requires_grad

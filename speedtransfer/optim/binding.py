@@ -56,7 +56,7 @@ class Binding(PendingGradient):
     def move(self, device: torch.device) -> None:
         """Make `device` the compute device."""
         # Planes of state on the device would move, but not the optimizer's views of them.
-        if self.table.memory == "device" and len(self.table.planes) > len(self.rows.parts("weight")):
+        if self.table.memory == "device" and len(self.table.planes) > len(self.rows.part_specs("weight")):
             self.drop_state(f"the table moved to {device}")
         if device != self.table.device:
             # Padding is known only where the ids are.

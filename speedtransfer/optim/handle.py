@@ -46,6 +46,11 @@ def find_handle(param: Any) -> Handle | None:
     return handle if handle is not None and handle.param_ref() is param else None
 
 
+def handles_over(table: Table) -> list[Handle]:
+    """Return the handles whose rows are those of `table`."""
+    return [handle for handle in _handles if handle.rows.table is table]
+
+
 def any_handles() -> bool:
     """Tell whether there is any handle: without one the hooks do nothing."""
     return len(_handles) > 0
@@ -76,6 +81,7 @@ class Handle(Binding):
     def whole(self) -> Tensor:
         """Return all rows, caught up, ``(num_rows, dim)`` on the compute device; if `aliased` over the table's memory."""
         self.recover()
+        copied = not self.rows.is_viewable("weight")
         values = self.rows.whole("weight").detach()
         # Writes to this memory may go unnoticed (NumPy), so that the next step must read its rows again.
         self._exposed = True
@@ -85,7 +91,7 @@ class Handle(Binding):
             # An inference tensor has no version, which shows writes.
             with torch.inference_mode(False):
                 moved = values.to(self.table.device, self.rows.dtype)
-                return moved.clone() if moved is values else moved
+                return moved.clone() if moved is values and not copied else moved
         except torch.OutOfMemoryError as error:
             raise InvalidValueError(
                 f"{self} is used as a whole, but its {self.table.num_rows} rows do not fit on {self.table.device}; use the "
@@ -123,6 +129,7 @@ class Handle(Binding):
 
     def normal_(self, start: int = 0, stop: int | None = None) -> None:
         """Draw the weights of the rows from `start` to `stop` from N(0, 1): the numbers of ``torch.nn`` with the same seed."""
+        self.table.check_writable()
         self.rows.normal_(start, stop)
 
     def load(self, values: Tensor, start: int = 0) -> None:
@@ -135,15 +142,26 @@ class Handle(Binding):
 
     def store(self, values: Tensor) -> None:
         """Set all rows to `values`, ``(num_rows, dim)``, and keep the state of the optimizer."""
+        self.table.check_writable()
         self.rows.catch_up()
         self.table.wait()
         self.rows.load("weight", values.detach())
+
+    def check_equal(self, values: Tensor) -> None:
+        """Raise unless the rows, which are only read, are `values`, ``(num_rows, dim)``: what is loaded there."""
+        differs = self.rows.first_difference("weight", lambda rows: values[rows])
+        if differs is not None:
+            raise InvalidValueError(
+                f"{self} is read in place and cannot be loaded, and row {differs} of what is to be loaded is another one; "
+                "leave its key out (strict=False), or copy the table (from_pretrained(table, memory='pageable'))"
+            )
 
     def take_param(self, param: nn.Parameter, kind: type[nn.Parameter]) -> None:
         """Make an ordinary parameter, with its values, the weight.
 
         If the table takes over its memory, the weight so far becomes an ordinary parameter; else it can no longer be used.
         """
+        self.table.check_writable()
         values, grad = param.detach(), self.gradient()
         self.drop_state("another weight was assigned to the module")
         self.clear()
@@ -168,6 +186,7 @@ class Handle(Binding):
         The device of the rows becomes that of `values`, as in torch, and without `storage_dtype` their dtype too.
         """
         table, rows = self.table, self.rows
+        table.check_writable()
         if values.dim() != 2 or values.shape[1] != table.dim:
             raise InvalidValueError(
                 f"{self} is {(table.num_rows, table.dim)} but the values assigned are {tuple(values.shape)}; pass rows of "

@@ -187,7 +187,9 @@ def _replicate(tables: dict[str, Handle], exchange: Exchange, copy_rows: bool) -
                     f"DistributedDataParallel runs in the processes {theirs} but the table {_name_of_module(name)} belongs to "
                     f"the processes {ours}, so that its replicas would drift apart; give both the same process group"
                 )
-        if not isinstance(handle, ShardHandle) and not isinstance(reducer, Replicas) and handle not in whole.values():
+        # Rows that are read in place are the same in all.
+        alone = not isinstance(handle, ShardHandle) and not isinstance(reducer, Replicas) and handle.table.writable
+        if alone and handle not in whole.values():
             whole[name] = handle
     if not whole or exchange.ranks == 1:
         return

@@ -120,7 +120,7 @@ class TableParam:
     def aliased(self) -> bool:
         """Whether a tensor on the compute device can alias the memory of the table, which then has every row."""
         near = self.table.memory == "device" or self.table.device.type == "cpu"
-        return near and self.rows.plain and self.table.cache_rows is None
+        return near and self.rows.plain and self.table.cache_rows is None and not self.table.in_parts
 
     def placeholder(self) -> Tensor:
         """Return the data of the parameter between steps, ``(num_rows, dim)``: the memory of the table, or NaN expanded.

@@ -1,0 +1,87 @@
+"""Make the handle of a module whose rows are those of a table that exists: in place, or of a copy of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from speedtransfer.encoding import SCALE, check_dtypes
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.nn.options import DEFAULTS, TableOptions
+from speedtransfer.optim import Handle, Rows, handles_over
+from speedtransfer.tables import Table
+
+
+def handle_of_table(table: Table, dtype: torch.dtype | None, requires_grad: bool, options: TableOptions) -> Handle:
+    """Return a handle of the rows of `table`, or of a copy where complete `options` ask for another memory or form.
+
+    Parameters
+    ----------
+    table : Table
+    dtype : torch.dtype, optional
+        Of lookups. None: float32 for rows with scales, else that of the table.
+    requires_grad : bool
+    options : TableOptions
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError
+        Another `dtype` than rows can be read as; options of a table that is to be made, for one that exists; a table that
+        another module trains.
+    StorageError
+        Rows that are read in place are to be trained.
+    """
+    if options["process_group"] is not None:
+        raise InvalidTypeError(
+            "process_group shares the rows of a new table out, but a table was given; pass a tensor, or leave it out"
+        )
+    coded = "weight" + SCALE in table.planes
+    source = Rows(table, table.dtype if coded else None)
+    storage_dtype = options["storage_dtype"]
+    place = options["memory"] in ("auto", table.memory) and options["path"] is None
+    if place and (storage_dtype is None or storage_dtype == table.dtype):
+        return _in_place(source, dtype, requires_grad, options)
+    computed = torch.float32 if storage_dtype is not None else dtype or source.dtype
+    if dtype not in (None, computed):
+        raise InvalidTypeError(
+            f"dtype is {dtype} but rows of storage_dtype={storage_dtype} are computed in {computed}; leave one of the two out"
+        )
+    check_dtypes(computed, storage_dtype, options["state_dtype"], options["scale_block"])
+    about: Any = options
+    given = {name: about[name] for name in ("memory", "path", "layout", "cache_rows", "cache_counts")}
+    stored = computed if storage_dtype is None else storage_dtype
+    made = Table(table.num_rows, table.dim, stored, device=table.device, **given)
+    rows = Rows(made, storage_dtype, options["state_dtype"], options["scale_block"])
+    rows.take("weight", source)
+    return Handle(made, requires_grad, options["idle"], rows)
+
+
+def _in_place(source: Rows, dtype: torch.dtype | None, requires_grad: bool, options: TableOptions) -> Handle:
+    table, plain = source.table, source.plain and options["storage_dtype"] is None
+    for name in ("layout", "cache_rows", "cache_counts", "scale_block"):
+        if dict(options)[name] != dict(DEFAULTS)[name]:
+            raise InvalidValueError(
+                f"{name} is {dict(options)[name]!r} but the rows are those of a table that exists; pass it where the table is "
+                "made (Table.open), or memory= to copy the rows"
+            )
+    if requires_grad:
+        table.check_writable()
+    check_dtypes(source.dtype if plain else torch.float32, options["storage_dtype"], options["state_dtype"])
+    form = None if plain else table.dtype
+    if plain and dtype not in (None, table.dtype):
+        raise InvalidTypeError(
+            f"dtype is {dtype} but the table holds {table.dtype}; convert what is looked up (emb(ids).to({dtype})), or copy "
+            "the rows by memory="
+        )
+    if not plain and dtype not in (None, torch.float32) and not source.reads_as(dtype):
+        raise InvalidTypeError(
+            f"dtype is {dtype} but rows of {table.dtype} are computed in torch.float32; leave dtype out"
+        )
+    if table.writable and any(True for _ in handles_over(table)):
+        raise InvalidValueError(
+            "the table is that of another module, which would not know what this one does to the rows; share its weight "
+            "(other.weight = module.weight), or copy the rows (module.weight.detach().clone())"
+        )
+    rows = Rows(table, form, options["state_dtype"], dtype=dtype)
+    return Handle(table, requires_grad, options["idle"], rows)

@@ -1,0 +1,824 @@
+"""Rows read in place from files that somebody published: one tensor or many, mapped and never written."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import assert_same_bits, numbers, one_line
+from opened_cases import cuts_of, write_file, write_parts
+from safetensors import safe_open
+from safetensors.torch import save_file
+from table_cases.convert import ConvertCases
+from table_cases.gather import GatherCases
+
+import speedtransfer as st
+from speedtransfer import safetensors_io
+from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.tables import page_advice
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def device():
+    return CPU
+
+
+# --- what every table does, as far as reading goes -------------------------------------------------------------------------
+
+
+class ReadOnly(GatherCases, ConvertCases):
+    """The table contract of tables that cannot be written: their rows come from files."""
+
+    pads: tuple[int, ...] = (0,)
+    parts = 4
+    options: dict = {}
+
+    def filled(self, values, **kwargs):
+        folder = self.new_path("")
+        folder.mkdir()
+        return st.Table.open(
+            write_parts(folder, values, self.parts, pads=self.pads), device=self.device, **self.options
+        )
+
+    def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
+        return self.filled(torch.zeros(num_rows, dim, dtype=dtype))
+
+    def from_array(self, array, **kwargs):
+        return self.filled(torch.as_tensor(array))
+
+    def load(self, path, **kwargs):
+        return st.Table.load(path, "mmap", device=self.device, **kwargs)
+
+    # These write.
+    test_every_integer_dtype_is_an_index = test_no_rows = test_result_is_a_copy = test_index_is_not_changed = None
+    test_index_out_of_range = test_table_without_rows = test_table_without_columns = None
+    test_out_inside_the_table = test_scatter_converts_as_torch_does = test_several_planes = None
+
+    @pytest.mark.parametrize("index", [[], torch.zeros(0, 3, dtype=torch.int32), np.zeros((2, 0), np.int8)], ids=str)
+    def test_no_index(self, index):
+        assert self.numbered().gather(index).shape == (*np.shape(index), 4)
+
+    @pytest.mark.parametrize("shape", [(0, 3), (5, 0), (0, 0), (1, 1)], ids=str)
+    def test_awkward_shapes(self, shape):
+        table = self.filled(torch.ones(shape))
+        assert (len(table), table.dim, table.nbytes) == (*shape, 4 * shape[0] * shape[1])
+        assert table.gather(range(len(table))).shape == shape
+        assert table.torch().shape == shape
+
+    @pytest.mark.parametrize(("index", "first"), [([3, 10], 10), ([-1], -1), ([0, 99, -5], 99)])
+    def test_rows_out_of_range(self, index, first):
+        with pytest.raises(IndexError, match=rf"is {first} ") as error:
+            self.numbered().gather(index)
+        one_line(error)
+
+    def test_rows_of_every_part(self, dtype):
+        values = numbers((401, 5), dtype)
+        table = self.filled(values)
+        edges = [edge for cut in cuts_of(401, self.parts) for edge in (cut - 1, cut) if 0 <= edge < 401]
+        index = torch.tensor([edges, edges[::-1]])
+        assert_same_bits(table.gather(index), values[index])
+        many = torch.randint(401, (60, 50), generator=torch.Generator().manual_seed(1))
+        assert_same_bits(table[many], values[many])
+        assert_same_bits(table.torch(), values)
+        table.save(self.folder / "copy.safetensors")
+        with safe_open(self.folder / "copy.safetensors", "pt") as file:
+            assert_same_bits(file.get_tensor("weight"), values)
+
+
+class TestParts(ReadOnly):
+    pass
+
+
+class TestManyParts(ReadOnly):
+    parts = 30
+
+
+class TestMisalignedParts(ReadOnly):
+    """Values begin at any byte, in each file at another one."""
+
+    pads = (1, 3, 6, 2)
+
+
+class TestPartsThroughACache(ReadOnly):
+    options = {"cache_rows": 3}
+
+
+class TestPartsByTorch(ReadOnly):
+    @pytest.fixture(autouse=True)
+    def _without_numba(self, monkeypatch):
+        monkeypatch.setattr("speedtransfer.engines.host.compiled_module", lambda name: None)
+
+
+class TestOneTensor(ReadOnly):
+    def filled(self, values, **kwargs):
+        path = self.new_path(".safetensors")
+        return st.Table.open(write_file(path, {"weight": values, "other": torch.zeros(3)}), device=self.device)
+
+
+class TestOneMisalignedTensor(ReadOnly):
+    def filled(self, values, **kwargs):
+        return st.Table.open(write_file(self.new_path(".safetensors"), {"weight": values}, 5), device=self.device)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(5, 5, 5, 2), (5, 5, 5), (5, 3, 5, 5), (5, 0, 5, 4), (5, 5, 7), (1, 1, 1), (2, 9)], ids=str
+)
+@pytest.mark.parametrize("pads", [(0,), (0, 5, 3)], ids=["aligned", "misaligned"])
+def test_however_the_rows_are_split(tmp_path, sizes, pads):
+    values = numbers((sum(sizes), 3), torch.float32)
+    pairs = []
+    for number, part in enumerate(values.split(sizes)):
+        pairs.append((tmp_path / f"{number}.safetensors", "w"))
+        write_file(pairs[-1][0], {"w": part}, pads[number % len(pads)])
+    table = st.Table.open(pairs, device="cpu")
+    every = torch.arange(len(values)).flip(0)
+    for engine in ("host", "reference"):
+        table.engine = engine
+        assert_same_bits(table.gather(every), values[every])
+        assert_same_bits(table.gather(every, dtype=torch.float16), values[every].half())
+    parts = table._place.in_parts["weight"]
+    places = parts.places_of(torch.tensor([0, len(values), len(values) - 1]).numpy(), padded=True)
+    # Padding is the number of places, as engines have it.
+    assert places[1] == len(parts.places) > places[2]
+
+
+# --- where the tensors are -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def published(tmp_path):
+    """Return a folder with 12 shards in 5 files with an index, one of them beside a tensor of another name, and all rows."""
+    values, weight_map = numbers((130, 6), torch.bfloat16), {}
+    cuts = [0, 1, 12, 20, 31, 40, 50, 60, 70, 80, 90, 100, 130]
+    for file in range(5):
+        tensors = {}
+        for number in range(file, 12, 5):
+            tensors[f"model.shard_{number}.weight"] = values[cuts[number] : cuts[number + 1]]
+        tensors[f"model.norm.{file}"] = torch.ones(file)
+        name = f"model-{file:05d}-of-00005.safetensors"
+        save_file(tensors, tmp_path / name)
+        weight_map |= dict.fromkeys(tensors, name)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return tmp_path, values
+
+
+def test_shards_in_the_order_of_their_numbers(published):
+    folder, values = published
+    key = "model.shard_{}.weight"
+    index = folder / "model.safetensors.index.json"
+    for parts in (folder, str(folder), index, sorted(folder.glob("*.safetensors"))):
+        assert_same_bits(st.Table.open(parts, key, device="cpu").torch(), values)
+    index.unlink()
+    assert_same_bits(st.Table.open(folder, key, device="cpu").torch(), values)
+    assert_same_bits(st.Table.open(folder, "model.shard_7.weight", device="cpu").torch(), values[60:70])
+
+
+def test_npy_files_are_parts_too(tmp_path):
+    values = numbers((9, 4), torch.float32)
+    paths = [tmp_path / "a.npy", tmp_path / "b.npy"]
+    np.save(paths[0], values[:2].numpy())
+    np.save(paths[1], values[2:].numpy())
+    table = st.Table.open(paths, device="cpu")
+    assert_same_bits(table.torch(), values)
+    assert st.Table.open(paths[0], device="cpu").num_rows == 2
+    assert not table.numpy().flags.writeable
+
+
+def test_against_the_reader_of_safetensors(published):
+    folder, values = published
+    pairs = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            pairs += [(path, name) for name in file.keys() if "shard" in name]  # noqa: SIM118
+    theirs = []
+    for path, name in pairs:
+        with safe_open(path, "pt") as file:
+            theirs.append(file.get_tensor(name))
+    table = st.Table.open(pairs, device="cpu")
+    assert_same_bits(table.torch(), torch.cat(theirs))
+    assert table.nbytes == values.nbytes
+    assert len(table) == table.num_rows == 130
+    assert "and 4 more, writable=False" in repr(table)
+    assert (table.memory, table.path, table.writable) == ("mmap", None, False)
+
+
+def bad_arguments(folder):
+    one = folder / "model-00000-of-00005.safetensors"
+    (folder / "few").mkdir()
+    (folder / "two").mkdir()
+    for name in ("a", "b"):
+        save_file({"x.0": torch.zeros(2, 3), "x.2": torch.zeros(2, 3)}, folder / "two" / f"{name}.safetensors")
+    save_file(
+        {"x.0": torch.zeros(2, 3), "x.3": torch.zeros(2, 3), "x.00": torch.zeros(1, 3)}, folder / "gap.safetensors"
+    )
+    save_file(
+        {"w": torch.zeros(4, 6), "n": torch.zeros(4, 7).bfloat16(), "v": torch.zeros(5)}, folder / "w.safetensors"
+    )
+    (folder / "no.safetensors.index.json").write_text('{"weight_map": 3}')
+    (folder / "bad.safetensors.index.json").write_text("{")
+    shard = "model.shard_0.weight"
+    return [
+        ((5,), {}, InvalidTypeError, "parts is a int but must be a path, or a list"),
+        (({"a": 1},), {}, InvalidTypeError, "parts is a dict but must be a path"),
+        (([one, 5],), {}, InvalidTypeError, "parts has 5, which is no path and no pair"),
+        (([(one, shard, 1)],), {}, InvalidTypeError, "which is no path and no pair"),
+        (([(one, None)],), {}, InvalidTypeError, "which is no path and no pair"),
+        (([],), {}, InvalidValueError, "parts is empty but a table is in one file or more; pass their paths"),
+        ((one, 5), {}, InvalidTypeError, "key is a int but must be the name of a tensor; pass a str"),
+        (([(one, shard)], shard), {}, InvalidValueError, "but parts has .* pairs; pass one of the two"),
+        ((folder,), {}, InvalidValueError, "has many tensors; pass key"),
+        ((folder / "few", "w"), {}, StorageError, "has no .safetensors files; check the path"),
+        (
+            (folder / "none.safetensors",),
+            {},
+            StorageError,
+            r"cannot read .* \(No such file or directory\); check the path",
+        ),
+        ((folder / "none", "w"), {}, StorageError, "cannot read .*; check the path"),
+        ((one, "model.shard_1.weight"), {}, InvalidValueError, "has no tensor .*; did you mean 'model.shard_"),
+        ((one, "model.chard_{}.weight"), {}, InvalidValueError, "no tensor is called .*; did you mean 'model.shard_"),
+        ((folder / "model.safetensors.index.json", "norm"), {}, InvalidValueError, "no tensor is called 'norm'; "),
+        ((folder / "model.safetensors.index.json", "m{}{}"), {}, InvalidValueError, "more than once; pass a list"),
+        ((folder / "gap.safetensors", "x.{}"), {}, InvalidValueError, r"key 'x.\{\}' matches 'x.0' and 'x.00'; pass"),
+        (
+            (folder / "two" / "a.safetensors", "x.{}"),
+            {},
+            InvalidValueError,
+            "up to number 2 but none with number 1; download",
+        ),
+        (
+            (folder / "two", "x.{}"),
+            {},
+            InvalidValueError,
+            "tensor 'x.0' is in .*a.safetensors' and in .*b.safetensors'; pass",
+        ),
+        (
+            (folder / "no.safetensors.index.json", "w"),
+            {},
+            StorageError,
+            "is no index of safetensors files .*; download",
+        ),
+        (
+            (folder / "bad.safetensors.index.json", "w"),
+            {},
+            StorageError,
+            "is no index of safetensors files .*; download",
+        ),
+        ((folder / "w.safetensors", "v"), {}, InvalidValueError, r"shape \(5,\) but a table is 2-D; reshape it"),
+        (
+            ([(one, shard), (folder / "w.safetensors", "w")],),
+            {},
+            InvalidTypeError,
+            "holds torch.float32 but .* holds torch.bfloat16; pass tensors of one table",
+        ),
+        (
+            ([(one, shard), (folder / "w.safetensors", "n")],),
+            {},
+            InvalidValueError,
+            "has rows of 7 values but .* of 6; pass tensors of one table",
+        ),
+        (
+            (one, shard),
+            {"writable": "yes"},
+            InvalidValueError,
+            "writable is 'yes' but must be False, True or 'shared'; pass",
+        ),
+        (
+            (one, shard),
+            {"writable": 1.5},
+            InvalidTypeError,
+            "writable is 1.5 but must be False, True or 'shared'; pass",
+        ),
+        (
+            (sorted(folder.glob("model*.safetensors")), "model.shard_{}.weight"),
+            {"writable": True},
+            InvalidValueError,
+            "writable is True but rows in 12 tensors are only read; copy them into one file first",
+        ),
+        ((one, shard), {"cache_rows": "all"}, InvalidValueError, "cache_rows is 'all' but must be 'auto' or a number"),
+        (
+            (one, shard),
+            {"cache_counts": torch.ones(1)},
+            InvalidValueError,
+            "cache_counts is given but cache_rows is None",
+        ),
+        ((one, shard), {"device": "cpux"}, InvalidValueError, "device is 'cpux' but"),
+        ((one, shard), {"scale_key": "model.norm.0"}, InvalidTypeError, "scales are for rows of float8"),
+    ]
+
+
+@pytest.mark.parametrize("number", range(31))
+def test_wrong_arguments(published, number):
+    cases = bad_arguments(published[0])
+    assert len(cases) == 31
+    args, kwargs, standard, message = cases[number]
+    with pytest.raises(standard, match=message) as error:
+        st.Table.open(*args, **{"device": "cpu", **kwargs})
+    one_line(error)
+
+
+@pytest.mark.parametrize("size", [0, 7, 30, -1, -2000])
+def test_truncated_files(published, size):
+    folder, _ = published
+    path = folder / "model-00003-of-00005.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:size])
+    with pytest.raises(StorageError, match=r"truncated|no valid") as error:
+        st.Table.open(folder, "model.shard_{}.weight", device="cpu")
+    assert path.name in one_line(error)
+
+
+def test_tensors_of_a_dtype_that_no_table_has(tmp_path):
+    save_file({"w": torch.ones(3, 4, dtype=torch.bool)}, tmp_path / "a.safetensors")
+    with pytest.raises(InvalidTypeError, match="is BOOL; a table holds floats or integers"):
+        st.Table.open(tmp_path / "a.safetensors", device="cpu")
+
+
+# --- never written ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["parts", "one"])
+def opened(request, tmp_path):
+    """Return a table that is read in place, the rows, and the folder."""
+    values = numbers((300, 16), torch.float32)
+    folder = tmp_path / "published"
+    folder.mkdir()
+    if request.param == "parts":
+        return st.Table.open(write_parts(folder, values, pads=(0, 2)), device="cpu"), values, folder
+    save_file({"weight": values}, folder / "all.safetensors")
+    return st.Table.open(folder / "all.safetensors", device="cpu"), values, folder
+
+
+def state_of(folder):
+    return {
+        path.name: (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns, path.stat().st_ino)
+        for path in sorted(folder.iterdir())
+    }
+
+
+WRITES = {
+    "scatter": lambda table: table.scatter([1], torch.zeros(1, 16)),
+    "setitem": lambda table: table.__setitem__([1, 2], torch.zeros(2, 16)),
+    "write": lambda table: table.write(torch.tensor([1]), {"weight": torch.zeros(1, 16)}),
+    "fill_": lambda table: table.fill_(1),
+    "zero_": lambda table: table.zero_(),
+    "uniform_": lambda table: table.uniform_(),
+    "normal_": lambda table: table.normal_(),
+    "init_": lambda table: table.init_(lambda chunk: chunk.zero_()),
+    "add_plane": lambda table: table.add_plane("m"),
+    "take": lambda table: table.take("weight", torch.zeros(300, 16)),
+}
+WEIGHT_WRITES = {
+    "fill_": lambda weight: weight.fill_(0),
+    "data": lambda weight: weight.data.zero_(),
+    "detach": lambda weight: weight.detach().zero_(),
+    "copy_": lambda weight: weight.copy_(torch.zeros(300, 16)),
+    "view": lambda weight: weight[3].zero_(),
+    "view of data": lambda weight: weight.data[3:5].mul_(2),
+    "setitem": lambda weight: weight.__setitem__(4, 1.0),
+    "iadd": lambda weight: weight.__iadd__(1),
+    "init": torch.nn.init.normal_,
+    "init by name": lambda weight: torch.nn.init.constant_(tensor=weight, val=1.0),
+    "out": lambda weight: torch.add(torch.ones(300, 16), 1, out=weight.data),
+    "set data": lambda weight: setattr(weight, "data", torch.zeros(300, 16)),
+    "requires_grad": lambda weight: setattr(weight, "requires_grad", True),
+    "requires_grad_": lambda weight: weight.requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_to_a_table_raise(opened, name):
+    table, values, folder = opened
+    before = state_of(folder)
+    with pytest.raises(OSError, match=r"read in place from .* and cannot be changed; .*copy") as error:
+        WRITES[name](table)
+    assert isinstance(error.value, StorageError)
+    one_line(error)
+    assert_same_bits(table.torch(), values)
+    assert table.planes == ("weight",)
+    assert state_of(folder) == before
+
+
+@pytest.mark.parametrize("name", WEIGHT_WRITES)
+def test_writes_to_a_weight_raise(opened, name):
+    table, values, folder = opened
+    emb, before = st.Embedding.from_pretrained(table), state_of(folder)
+    with torch.no_grad(), pytest.raises(StorageError, match=r"cannot be changed; "):
+        WEIGHT_WRITES[name](emb.weight)
+    assert_same_bits(table.torch(), values)
+    assert not emb.weight.requires_grad
+    assert state_of(folder) == before
+
+
+MODULE_WRITES = {
+    "train": lambda table, emb: st.Embedding.from_pretrained(table, freeze=False),
+    "train a bag": lambda table, emb: st.EmbeddingBag.from_pretrained(table, freeze=False),
+    "max_norm": lambda table, emb: st.Embedding.from_pretrained(table, max_norm=1.0),
+    "requires_grad_": lambda table, emb: torch.nn.Sequential(emb).requires_grad_(),
+    "reset": lambda table, emb: emb.reset_parameters(),
+    "assign": lambda table, emb: setattr(emb, "weight", torch.nn.Parameter(torch.zeros(300, 16))),
+    "half": lambda table, emb: emb.half(),
+    "load": lambda table, emb: emb.load_state_dict({"weight": torch.zeros(300, 16)}),
+    "assign state": lambda table, emb: emb.load_state_dict({"weight": torch.zeros(300, 16)}, assign=True),
+}
+
+
+@pytest.mark.parametrize("name", MODULE_WRITES)
+def test_what_would_change_a_module_raises(opened, name):
+    table, values, folder = opened
+    emb, before = st.Embedding.from_pretrained(table), state_of(folder)
+    with pytest.raises((StorageError, InvalidValueError, RuntimeError), match=r"; .*(copy|copies)"):
+        MODULE_WRITES[name](table, emb)
+    assert_same_bits(emb(torch.arange(300)), values)
+    assert state_of(folder) == before
+
+
+def test_the_file_is_as_it_was_after_a_stray_write(tmp_path):
+    """torch can write to the memory itself: this process then has another row, and nobody else."""
+    save_file({"weight": torch.ones(2000, 8)}, tmp_path / "a.safetensors")
+    before = state_of(tmp_path)
+    table = st.Table.load(tmp_path / "a.safetensors", "mmap", "cpu")
+    table.torch()[7] = 3
+    assert table[[7, 8]][:, 0].tolist() == [3, 1]
+    assert copy.deepcopy(table)[[7, 8]][:, 0].tolist() == [3, 1]
+    assert st.Table.load(tmp_path / "a.safetensors", "mmap", "cpu")[[7]].eq(1).all()
+    table.flush()
+    del table
+    assert state_of(tmp_path) == before
+
+
+def test_the_files_are_as_they_were_after_training_beside_them(opened):
+    table, values, folder = opened
+    before = state_of(folder)
+    frozen, dense = st.Embedding.from_pretrained(table), torch.nn.Embedding.from_pretrained(values.clone())
+    losses = []
+    for first in (frozen, dense):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(first, torch.nn.Linear(16, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+        for step in range(5):
+            loss = model((torch.arange(64) * 37 + step) % 300).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        assert sum(param.numel() for param in model.parameters()) == 300 * 16 + 51
+    assert losses[0] == losses[1]
+    assert_same_bits(table.torch(), values)
+    assert state_of(folder) == before
+    assert os.listdir(folder) == os.listdir(folder)
+
+
+# --- modules ---------------------------------------------------------------------------------------------------------------
+
+
+def test_module_of_an_opened_table(opened, tmp_path):
+    table, values, _ = opened
+    emb, dense = (
+        st.Embedding.from_pretrained(table, padding_idx=3),
+        torch.nn.Embedding.from_pretrained(values, padding_idx=3),
+    )
+    assert emb.table is table
+    assert emb.padding_idx == 3
+    ids = torch.randint(300, (5, 70), generator=torch.Generator().manual_seed(3))
+    assert_same_bits(emb(ids), dense(ids))
+    with torch.inference_mode():
+        assert_same_bits(emb(ids), dense(ids))
+    assert_same_bits(emb(emb.prefetch(ids)), dense(ids))
+    assert_same_bits(emb.state_dict()["weight"], values)
+    assert_same_bits(emb.weight[5], values[5])
+    assert torch.equal(torch.ones(2, 16) @ emb.weight.T, torch.ones(2, 16) @ values.T)
+    assert emb.load_state_dict(emb.state_dict()).missing_keys == []
+    assert_same_bits(copy.deepcopy(emb)(ids), dense(ids))
+    assert copy.deepcopy(emb).table.writable is False
+    torch.save(emb, tmp_path / "emb.pt")
+    again = torch.load(tmp_path / "emb.pt", weights_only=False)
+    assert_same_bits(again(ids), dense(ids))
+    assert again.table.memory == "pageable"
+    assert_same_bits(st.to_dense(emb).weight.detach(), values)
+    for mode in ("sum", "mean", "max"):
+        ours, theirs = (
+            kind.from_pretrained(rows, mode=mode)
+            for kind, rows in ((st.EmbeddingBag, table), (torch.nn.EmbeddingBag, values))
+        )
+        assert_same_bits(ours(ids), theirs(ids))
+
+
+def test_checkpoints(opened, tmp_path):
+    table, values, folder = opened
+    emb, before = st.Embedding.from_pretrained(table), state_of(folder)
+    st.save_checkpoint(tmp_path / "run", emb)
+    st.load_checkpoint(tmp_path / "run", emb)
+    dense = torch.nn.Embedding(300, 16)
+    st.load_checkpoint(tmp_path / "run", dense)
+    assert_same_bits(dense.weight.detach(), values)
+    with torch.no_grad():
+        dense.weight[211, 4] += 1
+    st.save_checkpoint(tmp_path / "other", dense)
+    with pytest.raises(InvalidValueError, match="row 211 in the checkpoint is another one; open the files") as error:
+        st.load_checkpoint(tmp_path / "other", emb)
+    one_line(error)
+    with pytest.raises(RuntimeError, match="row 211 of what is to be loaded is another one; leave its key out"):
+        emb.load_state_dict(dense.state_dict())
+    nans = values.clone()
+    assert emb.load_state_dict({"weight": nans}).missing_keys == []
+    assert state_of(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "stored", "computed"),
+    [
+        ({"memory": "pageable"}, torch.float32, torch.float32),
+        ({"memory": "device"}, torch.float32, torch.float32),
+        ({"storage_dtype": torch.bfloat16}, torch.bfloat16, torch.float32),
+        ({"memory": "pageable", "storage_dtype": torch.int8}, torch.int8, torch.float32),
+        ({"memory": "pageable", "dtype": torch.bfloat16}, torch.bfloat16, torch.bfloat16),
+        ({"path": "copy.safetensors", "memory": "mmap"}, torch.float32, torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [st.Embedding, st.EmbeddingBag])
+def test_copies_of_an_opened_table_train(opened, tmp_path, options, stored, computed, kind):
+    table, values, folder = opened
+    before = state_of(folder)
+    if "path" in options:
+        options = {**options, "path": tmp_path / options["path"]}
+    emb = kind.from_pretrained(table, freeze=False, **options)
+    assert (emb.table.dtype, emb.weight.dtype, emb.weight.requires_grad) == (stored, computed, True)
+    error = (emb.weight.detach() - values).abs().amax()
+    assert error <= (0 if stored == torch.float32 else 0.05)
+    optimizer = torch.optim.SGD(emb.parameters(), lr=1.0)
+    emb(torch.tensor([[3, 299]])).sum().backward()
+    optimizer.step()
+    assert (emb.weight.detach() - values)[[3, 299]].abs().amin() > 0.3
+    assert_same_bits(table.torch(), values)
+    assert state_of(folder) == before
+
+
+def test_a_writable_table_is_trained_in_place(tmp_path):
+    table = st.Table.from_array(torch.zeros(20, 4), "pageable", device="cpu")
+    emb = st.Embedding.from_pretrained(table, freeze=False)
+    emb(torch.tensor([3])).sum().backward()
+    torch.optim.SGD(emb.parameters(), lr=1.0).step()
+    assert table[[3]].eq(-1).all()
+    with pytest.raises(InvalidValueError, match=r"is that of another module, .*; share its weight"):
+        st.Embedding.from_pretrained(table)
+
+
+@pytest.mark.parametrize(
+    ("options", "standard", "message"),
+    [
+        (
+            {"cache_rows": 5},
+            InvalidValueError,
+            "cache_rows is 5 but the rows are those of a table that exists; pass it",
+        ),
+        ({"layout": "rows"}, InvalidValueError, "layout is 'rows' but the rows are those of a table that exists"),
+        (
+            {"dtype": torch.float16},
+            InvalidTypeError,
+            r"dtype is torch.float16 but the table holds torch.float32; convert",
+        ),
+        ({"memory": "pageable", "storage_dtype": torch.int8, "dtype": torch.float16}, InvalidTypeError, "leave one of"),
+        ({"memory": "mmap", "path": "here.txt"}, InvalidValueError, "rename it"),
+        ({"memory": "nowhere"}, InvalidValueError, "memory is 'nowhere', not one of its values"),
+        ({"process_group": 5}, InvalidTypeError, "but a table was given; pass a tensor"),
+        ({"comm_dtype": torch.int8}, InvalidValueError, "comm_dtype are for tables of several processes"),
+        ({"state_dtype": torch.int8}, InvalidTypeError, "state_dtype is torch.int8 but must be"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_of_from_pretrained(opened, options, standard, message):
+    with pytest.raises(standard, match=message) as error:
+        st.Embedding.from_pretrained(opened[0], **options)
+    one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("a.safetensors", "is the path 'a.safetensors' but must be a tensor or a table; pass st.Table.open"),
+        (Path("a.safetensors"), "is the path"),
+        ([[1.0]], "embeddings is a list but must be a tensor or a table; pass one"),
+    ],
+    ids=str,
+)
+def test_what_is_no_table(given, message):
+    with pytest.raises(InvalidTypeError, match=message):
+        st.Embedding.from_pretrained(given)
+    with pytest.raises(InvalidTypeError, match=r"dtype is torch.float16 but embeddings are torch.float32; pass"):
+        st.Embedding.from_pretrained(torch.zeros(2, 2), dtype=torch.float16)
+
+
+# --- all rows at once ------------------------------------------------------------------------------------------------------
+
+
+def test_all_rows_that_do_not_fit(tmp_path, monkeypatch):
+    values = numbers((300, 16), torch.float32)
+    table = st.Table.open(write_parts(tmp_path, values), device="cpu")
+    emb = st.Embedding.from_pretrained(table)
+    monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", str(values.nbytes - 1))
+    for call in (table.torch, table.numpy, emb.state_dict, lambda: emb.weight.norm(), lambda: st.to_dense(emb)):
+        with pytest.raises(MemoryError, match=r"19.2 kB .*but .* 19.2 kB") as error:
+            call()
+        assert isinstance(error.value, HostMemoryError)
+        one_line(error)
+    assert_same_bits(emb(torch.arange(300)), values)
+    table.save(tmp_path / "copy.safetensors")
+    st.save_checkpoint(tmp_path / "run", emb)
+    st.load_checkpoint(tmp_path / "run", emb)
+    monkeypatch.undo()
+    assert_same_bits(st.Table.load(tmp_path / "copy.safetensors", device="cpu").torch(), values)
+
+
+def test_the_own_files_are_not_saved_over(opened):
+    table, _, folder = opened
+    for path in folder.iterdir():
+        with pytest.raises(StorageError, match="is the table's own file, which is read in place; choose another"):
+            table.save(path)
+
+
+def test_a_copy_after_the_files_have_changed_has_the_rows_that_were_opened(opened):
+    table, values, folder = opened
+    path = sorted(folder.iterdir())[-1]
+    os.utime(path, ns=(1, 1))
+    duplicate = copy.deepcopy(table)
+    assert duplicate.memory == "pageable"
+    assert_same_bits(duplicate.torch(), values)
+
+
+def test_rows_are_asked_for_ahead(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", "100000")
+    values = numbers((5000, 64), torch.float32)
+    asked = []
+    table = st.Table.open(write_parts(tmp_path, values, pads=(0, 3)), device="cpu")
+    assert list(page_advice._at_random)
+    monkeypatch.setattr(page_advice, "_in_memory", lambda start, pages: False)
+    monkeypatch.setattr(page_advice, "_AHEAD_PART", 1e9)
+    monkeypatch.setattr(page_advice, "_advise_all", lambda block, start, begins, ends: asked.append(ends - begins))
+    index = torch.arange(0, 5000, 7)
+    assert_same_bits(table.gather(index), values[index])
+    assert sum(int(part.sum()) for part in asked) >= len(index) * 256 // 4096
+    monkeypatch.undo()
+
+
+# --- many and large files --------------------------------------------------------------------------------------------------
+
+LARGE = """
+import resource, sys, os
+import torch, speedtransfer as st
+from pathlib import Path
+ids = torch.tensor([0, 1_250_011, 1_250_012, 50_000_479])
+st.Table(4, 4, memory="pageable", device="cpu").gather([1])
+class Calls:
+    count = 0
+def count(event, args):
+    Calls.count += event in ("open", "mmap.__new__")
+sys.addaudithook(count)
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+before, Calls.count = resident(), 0
+table = st.Table.open(sys.argv[1], "m.shard_{}.weight", device="cpu")
+grown, calls = resident() - before, Calls.count
+files = len(os.listdir("/proc/self/fd"))
+print(len(table), table.nbytes, grown, calls, files)
+print(table.gather(ids)[:, 0].tolist())
+print((resident() - before) < 60_000_000)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_table_larger_than_memory_opens_without_reading_it(tmp_path):
+    rows, count = 1_250_012, 40
+    for number in range(count):
+        tensors = [("other", torch.float32, (number,)), (f"m.shard_{number}.weight", torch.bfloat16, (rows, 200))]
+        header = safetensors_io.header_bytes(safetensors_io.make_header(tensors))
+        with open(tmp_path / f"model-{number:05d}.safetensors", "wb") as file:
+            file.write(header)
+            file.truncate(len(header) + 4 * number + rows * 400)
+            if number in (0, 1, 39):
+                for row in (0, rows - 1):
+                    file.seek(len(header) + 4 * number + row * 400)
+                    file.write(
+                        torch.full((1,), number + 2.0 + (row > 0) / 2, dtype=torch.bfloat16).view(torch.uint8).numpy()
+                    )
+    result = subprocess.run(
+        [sys.executable, "-c", LARGE, str(tmp_path)], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
+    first, values, small = result.stdout.splitlines()
+    num_rows, num_bytes, grown, calls, files = map(int, first.split())
+    assert (num_rows, num_bytes) == (rows * count, rows * count * 400)
+    assert grown < 50_000_000
+    # The header of each file, and its map; none of them stays open.
+    assert calls <= 2 * count + 5
+    assert files < count
+    assert values == "[2.0, 2.5, 3.0, 41.5]"
+    assert small == "True"
+
+
+SHARING = """
+import sys, torch, speedtransfer as st
+from pathlib import Path
+def shared():
+    table = st.Table.open(sys.argv[1], "m.{}", device="cpu")
+    table.gather(torch.arange(len(table)))
+    return table
+def figures(names):
+    found = dict.fromkeys(names, 0)
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            inside = sys.argv[1] in line
+        elif inside and first[:-1] in found:
+            found[first[:-1]] += int(line.split()[1]) * 1024
+    return [found[name] for name in names]
+table = shared()
+print("ready", flush=True)
+sys.stdin.readline()
+print(*figures(["Rss", "Pss", "Shared_Clean", "Private_Dirty", "Shared_Dirty"]), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
+def test_processes_share_pages(tmp_path):
+    values = numbers((40_000, 64), torch.float32)
+    for number, rows in enumerate(values.split(15_000)):
+        save_file({f"m.{number}": rows.clone()}, tmp_path / f"{number}.safetensors")
+    os.sync()
+    argv = [sys.executable, "-c", SHARING, str(tmp_path)]
+    both = [
+        subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+        for _ in range(2)
+    ]
+    try:
+        assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
+        for process in both:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            found = [int(number) for number in process.stdout.readline().split()]
+            resident, proportional, clean, private_dirty, shared_dirty = found
+            assert resident >= values.nbytes
+            assert proportional <= 0.6 * resident
+            assert clean >= 0.9 * values.nbytes
+            assert private_dirty == shared_dirty == 0
+    finally:
+        for process in both:
+            process.communicate("\n")
+
+
+def test_a_map_that_the_system_refuses(opened, monkeypatch):
+    """Where it counts every page that might be copied, one tensor is read as parts are: no tensor over it is handed out."""
+    from speedtransfer.tables import spans
+
+    _, values, folder = opened
+    path = folder / "strict.safetensors"
+    save_file({"weight": values}, path)
+    mapped = spans._map
+
+    def strict(at, size, access, *rest):
+        if access & 2:
+            raise StorageError("cannot map; too much")
+        return mapped(at, size, access, *rest)
+
+    monkeypatch.setattr(spans, "_map", strict)
+    table = st.Table.open(path, device="cpu")
+    assert table.in_parts
+    table.torch().zero_()  # a copy
+    assert_same_bits(table[range(300)], values)
+
+
+def test_a_system_without_addresses(opened, monkeypatch):
+    from speedtransfer.tables import spans
+
+    _, values, folder = opened
+    monkeypatch.setattr(spans, "AVAILABLE", False)
+    one = folder / "one.safetensors"
+    save_file({"weight": values}, one)
+    assert_same_bits(st.Table.open(one, device="cpu").torch(), values)
+    with pytest.raises(StorageError, match="rows in 2 tensors cannot be mapped as one table on this system; join them"):
+        st.Table.open([one, one], device="cpu")
+
+
+def test_memory_is_given_back(tmp_path):
+    pairs = write_parts(tmp_path, numbers((300, 16), torch.float32))
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("reads /proc")
+    table = st.Table.open(pairs, device="cpu")
+    rows = table.gather([5])
+    assert str(tmp_path) in maps.read_text()
+    del table
+    assert str(tmp_path) not in maps.read_text()
+    assert rows.shape == (1, 16)

@@ -1,0 +1,231 @@
+"""float8 rows with scales, read in place from files that somebody published."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+from cases import assert_same_bits, one_line
+from opened_cases import write_file, write_parts
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+
+ROWS, DIM = 211, 24
+IDS = torch.randint(ROWS, (40, 30), generator=torch.Generator().manual_seed(0))
+
+
+def codes_of(dtype, shape=(ROWS, DIM)):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul_(3).to(dtype)
+
+
+def scales_of(dtype, blocks):
+    generator = torch.Generator().manual_seed(2)
+    if dtype == torch.float8_e8m0fnu:
+        return torch.randint(118, 134, (ROWS, blocks), dtype=torch.uint8, generator=generator).view(dtype)
+    return torch.rand((ROWS, blocks), generator=generator).add_(0.01).to(dtype)
+
+
+def decoded(codes, scales):
+    """Return what NumPy makes of codes and scales, in double precision, rounded once."""
+    wide = scales.float().numpy().astype(np.float64).repeat(codes.shape[1] // scales.shape[1], axis=1)
+    return torch.from_numpy((codes.float().numpy().astype(np.float64) * wide).astype(np.float32))
+
+
+SCALES = [
+    (torch.float32, 1),
+    (torch.float32, 3),
+    (torch.bfloat16, 8),
+    (torch.float8_e8m0fnu, 3),
+    (torch.float8_e8m0fnu, 24),
+]
+SCALE_IDS = [f"{str(dtype).removeprefix('torch.')}-{blocks}" for dtype, blocks in SCALES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3fn", "e5m2"])
+@pytest.mark.parametrize(("scale_dtype", "blocks"), SCALES, ids=SCALE_IDS)
+@pytest.mark.parametrize("pads", [(0,), (1, 4, 3)], ids=["aligned", "misaligned"])
+def test_rows_are_decoded(tmp_path, dtype, scale_dtype, blocks, pads):
+    codes, scales = codes_of(dtype), scales_of(scale_dtype, blocks)
+    expected = decoded(codes, scales)
+    (tmp_path / "w").mkdir()
+    (tmp_path / "s").mkdir()
+    table = st.Table.open(
+        write_parts(tmp_path / "w", codes, pads=pads),
+        scales=write_parts(tmp_path / "s", scales, parts=2, pads=pads),
+        device="cpu",
+    )
+    assert table.planes == ("weight", "weight.scale")
+    assert table.nbytes == codes.nbytes + scales.nbytes
+    stored = table.gather(IDS, ["weight", "weight.scale"])
+    assert_same_bits(stored["weight"], codes[IDS])
+    assert_same_bits(stored["weight.scale"].view(torch.uint8), scales.view(torch.uint8)[IDS])
+    emb = st.Embedding.from_pretrained(table)
+    assert_same_bits(emb(IDS), expected[IDS])
+    assert_same_bits(emb.weight.detach(), expected)
+    assert_same_bits(emb.state_dict()["weight"], expected)
+    for out in (torch.bfloat16, torch.float16):
+        assert_same_bits(st.Embedding.from_pretrained(table, dtype=out)(IDS), expected[IDS].to(out))
+    ours = st.EmbeddingBag.from_pretrained(table, dtype=torch.bfloat16, mode="sum")(IDS)
+    assert_same_bits(ours, torch.nn.EmbeddingBag.from_pretrained(expected.bfloat16(), mode="sum")(IDS))
+    table.save(tmp_path / "copy.safetensors")
+    with safe_open(tmp_path / "copy.safetensors", "pt") as file:
+        assert_same_bits(file.get_tensor("weight").view(torch.uint8), codes.view(torch.uint8))
+        assert_same_bits(file.get_tensor("weight.scale").view(torch.uint8), scales.view(torch.uint8))
+    for memory in ("mmap", "pageable"):
+        again = st.Table.load(tmp_path / "copy.safetensors", memory, "cpu")
+        assert_same_bits(st.Embedding.from_pretrained(again)(IDS), expected[IDS])
+    named = st.Table.open(
+        tmp_path / "copy.safetensors", scale_key="weight.scale", key="weight", device="cpu", cache_rows=9
+    )
+    cached = st.Embedding.from_pretrained(named)
+    assert all(torch.equal(cached(IDS), expected[IDS]) for _ in range(3))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_scale_for_all_rows_or_for_a_part(tmp_path, shape, dtype):
+    codes = codes_of(torch.float8_e4m3fn)
+    for number, (start, stop) in enumerate([(0, 100), (100, 100), (100, ROWS)]):
+        scale = torch.full(shape, 0.5 + number, dtype=dtype)
+        save_file({f"w.{number}": codes[start:stop], f"s.{number}": scale}, tmp_path / f"{number}.safetensors")
+    factors = torch.tensor([0.5] * 100 + [2.5] * (ROWS - 100))[:, None]
+    table = st.Table.open(tmp_path, "w.{}", scale_key="s.{}", device="cpu")
+    emb = st.Embedding.from_pretrained(table)
+    assert_same_bits(emb(IDS), (codes.float() * factors)[IDS])
+    assert_same_bits(emb.weight.detach(), codes.float() * factors)
+    assert_same_bits(copy.deepcopy(emb)(IDS), emb(IDS))
+    assert_same_bits(pickle.loads(pickle.dumps(emb))(IDS), emb(IDS))
+    one = st.Table.open(tmp_path, "w.{}", scale_key="s.2", device="cpu")
+    assert_same_bits(st.Embedding.from_pretrained(one)(IDS), (codes.float() * 2.5)[IDS])
+
+
+def test_a_scale_for_each_row_in_one_dimension(tmp_path):
+    codes, scales = codes_of(torch.float8_e5m2), scales_of(torch.float32, 1)
+    path = write_file(tmp_path / "a.safetensors", {"w": codes, "s": scales[:, 0]})
+    table = st.Table.open(path, "w", scale_key="s", device="cpu")
+    assert_same_bits(st.Embedding.from_pretrained(table)(IDS), decoded(codes, scales)[IDS])
+
+
+@pytest.fixture
+def opened(tmp_path):
+    codes, scales = codes_of(torch.float8_e4m3fn), scales_of(torch.float8_e8m0fnu, 3)
+    save_file({"w.0": codes[:70], "s.0": scales[:70]}, tmp_path / "a.safetensors")
+    save_file({"w.1": codes[70:], "s.1": scales[70:]}, tmp_path / "b.safetensors")
+    return st.Table.open(tmp_path, "w.{}", scale_key="s.{}", device="cpu"), decoded(codes, scales)
+
+
+def test_module(opened, tmp_path):
+    table, expected = opened
+    emb = st.Embedding.from_pretrained(table, dtype=torch.bfloat16)
+    assert emb.weight.dtype == torch.bfloat16
+    assert_same_bits(emb.to(torch.float16)(IDS), expected[IDS].half())
+    assert_same_bits(emb.float()(IDS), expected[IDS])
+    emb.bfloat16()
+    for made in (copy.deepcopy(emb), pickle.loads(pickle.dumps(emb))):
+        assert_same_bits(made(IDS), expected[IDS].bfloat16())
+    emb.load_state_dict(emb.state_dict())
+    emb.float().load_state_dict({"weight": expected})
+    st.save_checkpoint(tmp_path / "run", emb)
+    st.load_checkpoint(tmp_path / "run", emb)
+    dense = torch.nn.Embedding(ROWS, DIM)
+    st.load_checkpoint(tmp_path / "run", dense)
+    assert_same_bits(dense.weight.detach(), expected)
+    with pytest.raises(RuntimeError, match="row 200 of what is to be loaded is another one"):
+        emb.load_state_dict({"weight": expected.clone().index_fill_(0, torch.tensor([200]), 9.0)})
+    with pytest.raises(OSError, match="read in place"):
+        emb.requires_grad_()
+
+
+def test_copies_train(opened):
+    table, expected = opened
+    emb = st.Embedding.from_pretrained(table, freeze=False, memory="pageable")
+    assert_same_bits(emb.weight.detach(), expected)
+    assert emb.table.dtype == torch.float32
+    again = st.Embedding.from_pretrained(table, freeze=False, memory="pageable", storage_dtype=torch.float8_e4m3fn)
+    assert again.table.dtype == torch.float8_e4m3fn
+    pickled = pickle.loads(pickle.dumps(st.Embedding.from_pretrained(table, dtype=torch.bfloat16))).requires_grad_()
+    for trained in (emb, again, pickled):
+        before = trained.weight.detach()[3].float().clone()
+        optimizer = torch.optim.SGD(trained.parameters(), lr=8.0)
+        trained(torch.tensor([3])).sum().backward()
+        optimizer.step()
+        assert (before - trained.weight.detach()[3].float() - 8).abs().max() < 1.5
+    assert_same_bits(st.Embedding.from_pretrained(table)(IDS), expected[IDS])
+
+
+def test_rows_without_scales_are_looked_up_as_they_are(tmp_path):
+    codes = codes_of(torch.float8_e4m3fn)
+    save_file({"w": codes}, tmp_path / "a.safetensors")
+    table = st.Table.open(tmp_path / "a.safetensors", device="cpu")
+    assert_same_bits(st.Embedding.from_pretrained(table)(IDS), codes[IDS])
+    with pytest.raises(
+        InvalidTypeError, match=r"dtype is torch.bfloat16 but the table holds torch.float8_e4m3fn; conv"
+    ):
+        st.Embedding.from_pretrained(table, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("weights", "scales", "error", "message"),
+    [
+        (torch.zeros(4, 6), torch.ones(4), InvalidTypeError, "holds torch.float32 but scales are for rows of float8"),
+        ((4, 6), torch.ones(3), InvalidValueError, "there are scales for 3 rows but 4 rows of weights"),
+        ((4, 6), torch.ones(5, 2), InvalidValueError, "there are scales for 5 rows but 4 rows of weights"),
+        ((4, 6), torch.ones(4, 4), InvalidValueError, "has 4 scales a row but rows of 6 values are not as many blocks"),
+        ((4, 6), torch.ones(4, 0), InvalidValueError, "has 0 scales a row but rows of 6 values"),
+        ((4, 6), torch.ones(4, 2, 1), InvalidValueError, "but scales are all (rows,) or (rows, blocks)"),
+        (
+            (4, 6),
+            torch.ones(4, dtype=torch.float64),
+            InvalidTypeError,
+            "is F64; it must be one of bfloat16, float32, float8",
+        ),
+        (
+            (4, 6),
+            torch.ones(4, dtype=torch.uint8),
+            InvalidTypeError,
+            "is U8; it must be one of bfloat16, float32, float8",
+        ),
+    ],
+)
+def test_scales_that_do_not_fit(tmp_path, weights, scales, error, message):
+    weights = torch.zeros(weights).to(torch.float8_e4m3fn) if isinstance(weights, tuple) else weights
+    save_file({"w": weights, "s": scales}, tmp_path / "a.safetensors")
+    with pytest.raises(error, match=re.escape(message)) as found:
+        st.Table.open(tmp_path / "a.safetensors", "w", scale_key="s", device="cpu")
+    one_line(found)
+
+
+def test_wrong_arguments(opened, tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_file({"s": torch.ones(2), "t": torch.ones(2).bfloat16(), "u": torch.ones(1)}, tmp_path / "c.safetensors")
+    pairs, more = [(path, "w.0")], tmp_path / "c.safetensors"
+    for kwargs, error, message in (
+        ({"scales": pairs, "scale_key": "w"}, InvalidValueError, "scale_key is 'w' but scales has .* pairs; pass one"),
+        ({"scale_key": "s.0"}, InvalidValueError, "scale_key is 's.0' but scales has .* pairs; pass one of the two"),
+        (
+            {"scales": [(more, "u"), (more, "u")]},
+            InvalidValueError,
+            "there are 2 scales of one value for 1 tensors of rows",
+        ),
+        (
+            {"scales": [(more, "s"), (more, "t")]},
+            InvalidTypeError,
+            "holds torch.bfloat16 but .* holds torch.float32; pass",
+        ),
+        ({"scales": [(path, "s.0")], "writable": True}, InvalidValueError, "rows in scales are only read; copy them"),
+        (
+            {"scales": tmp_path, "scale_key": "z.{}"},
+            InvalidValueError,
+            r"no tensor is called 'z.\{\}'.*argument scale_key",
+        ),
+    ):
+        with pytest.raises(error, match=message) as found:
+            st.Table.open(pairs, device="cpu", **kwargs)
+        one_line(found)
