@@ -164,6 +164,13 @@ def ranks():
     return found
 
 
+def ngram():
+    times = {"speedtransfer, idle=lazy": 12e-3, "speedtransfer, idle=lazy, prefetch": 10.3e-3}
+    cases = [case("no tables", "other", 10e-3)]
+    cases += [case(name, "ours", seconds, figures={"moved_bytes": 2e6}) for name, seconds in times.items()]
+    return [GroupResult("step", {"rows": 1000, "dim": 8}, [*cases, case("nn.Embedding + AdamW", "other", 50e-3)])]
+
+
 SUITES = {
     "transfer": transfer,
     "speedtorch": speedtorch,
@@ -174,6 +181,7 @@ SUITES = {
     "prefetch": prefetch,
     "cache": cache,
     "ranks": ranks,
+    "ngram": ngram,
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from speedtransfer.benchmark import shown_cache, shown_prefetch, shown_ranks
+from speedtransfer.benchmark import shown_cache, shown_ngram, shown_prefetch, shown_ranks
 from speedtransfer.benchmark.drawing import (
     COLOURS,
     INK,
@@ -40,6 +40,7 @@ def plot(result: dict[str, Any]) -> bytes | None:
         "prefetch": shown_prefetch.draw,
         "cache": shown_cache.draw,
         "ranks": shown_ranks.draw,
+        "ngram": shown_ngram.draw,
     }[result["suite"]]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Attempting to set identical")  # one point only: it widens the axis

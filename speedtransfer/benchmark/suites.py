@@ -57,5 +57,6 @@ SUITES = {
         Suite("prefetch", "Waiting for rows of a file, and how much of it is hidden", frozenset({"rows"})),
         Suite("cache", "Rows that a cache of hot rows serves", frozenset({"rows"})),
         Suite("ranks", "The same steps in several processes", frozenset({"rows"})),
+        Suite("ngram", "A language model with n-gram tables", frozenset({"rows"})),
     )
 }

@@ -1,0 +1,186 @@
+"""Suite `ngram`: a training step of a GPT with hashed n-gram tables. What do the tables cost, and what of it is hidden?
+
+The same model without tables, with tables of this library (lazy and exact idle rows; rows read when they are looked up, from
+the beginning of the step on, or while the batch before is computed) and with those of torch.nn.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedtransfer.benchmark.measure import Case, Group, Role
+from speedtransfer.benchmark.ngram_model import HEADS, Sizes, token_batches
+from speedtransfer.benchmark.ngram_training import AHEAD, AT_BEGIN, DENSE, LR, NO_TABLES, SPARSE, Training, plain_rows
+from speedtransfer.errors import HostMemoryError, check_size, format_bytes
+from speedtransfer.nn import Embedding
+from speedtransfer.nn.sizing import table_size
+from speedtransfer.system import physical_bytes
+
+NOTE = (
+    "Tokens are drawn independently of each other, which makes more different n-grams than a text has. Weights of the model "
+    "are float32, computed in bfloat16 on CUDA. Prefetch: from the beginning of the step on, for a layer in the middle of the "
+    "model; a batch ahead: from the end of the forward pass of the batch before. Tables of torch.nn are on the compute "
+    "device, in float32. After the first step rows are compared with those of torch.nn that has no others."
+)
+OURS = "speedtransfer, idle={}"
+PLAIN = (DENSE, SPARSE)  # of torch.nn
+LAZY, EXACT = "lazy", "exact"
+
+_QUICK = Sizes(vocabulary=500, width=32, layers=2, heads=2, batch=4, context=16, rows=500, dim=8, parts=2)
+_CPU = Sizes(vocabulary=8192, width=128, layers=4, heads=4, batch=16, context=64, rows=50_000, dim=16, parts=1)
+# A GPT as large as the smallest one published, 65,536 tokens a step.
+_CUDA = Sizes(vocabulary=50_304, width=768, layers=12, heads=12, batch=64, context=1024, rows=131_072, dim=160, parts=2)
+_LARGE_ROWS = 100_000_000
+_SMALL_FORM: dict[str, Any] = {"storage_dtype": torch.bfloat16, "state_dtype": torch.uint8}
+_BATCHES = 5  # of each way to train a table
+_HOST_SHARE, _DEVICE_SHARE = 0.6, 0.5  # of the memory, that the tables of a group may take
+
+
+def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
+    """Return what the suite compares.
+
+    Parameters
+    ----------
+    device : torch.device
+    quick : bool
+        A small model and small tables.
+    rows : int, optional
+        Of the tables together; on CUDA of the large ones.
+    seed : int, optional
+    """
+    cuda = device.type == "cuda"
+    base = _QUICK if quick else _CUDA if cuda else _CPU
+    wanted = options.get("rows")
+    if wanted is not None:
+        # Sixteen primes at least, none of them twice.
+        wanted = check_size(wanted, "rows", 400)
+    seed = options.get("seed") or 0
+    found = [_group(base if wanted is None or cuda else _with_rows(base, wanted), (LAZY, EXACT), {}, device, seed)]
+    if cuda:
+        large = base if quick and wanted is None else _with_rows(base, wanted or _fitting(base.dim))
+        # Each by itself: the host may have room for one table of this size.
+        found += [_group(large, (idle,), _SMALL_FORM, device, seed) for idle in (LAZY, EXACT)]
+    return found
+
+
+def _with_rows(sizes: Sizes, rows: int) -> Sizes:
+    return sizes._replace(rows=max(2, rows // HEADS))
+
+
+def _fitting(dim: int) -> int:
+    """Return the rows of a large table: as many as the host has room for, at most."""
+    row_bytes = table_size(1, dim, **_SMALL_FORM, idle=EXACT).row_bytes
+    return min(_LARGE_ROWS, int(_HOST_SHARE * (physical_bytes() or 8e9) / row_bytes))
+
+
+def _group(sizes: Sizes, idle: tuple[str, ...], form: dict[str, Any], device: torch.device, seed: int) -> Group:
+    rows = sizes.hash().num_rows
+    stored = "float32" if not form else "bfloat16, 8-bit state"
+    title = f"AdamW step, {sizes.about()}, {HEADS} rows a token in {rows:,} x {sizes.dim} {stored}"
+    title += "" if len(idle) > 1 else f", idle={idle[0]}"
+    params = {**sizes._asdict(), "rows": rows, "tokens": sizes.tokens, "form": stored, "idle": "/".join(idle)}
+    effort = {"turns": 4, "samples": 3, "budget_s": 90.0}
+    return Group(title, functools.partial(_cases, sizes, idle, form, device, seed), params, effort=effort)
+
+
+def _cases(sizes: Sizes, idle: tuple[str, ...], form: dict[str, Any], device: torch.device, seed: int) -> list[Case]:
+    kinds: list[tuple[str, dict[str, Any] | None]] = [(OURS.format(one), {"idle": one, **form}) for one in idle]
+    if not form:
+        kinds += [(name, None) for name in PLAIN]
+    found = [_case(NO_TABLES, Training(sizes, NO_TABLES, None, device), "", "other", seed)]
+    left = {"host": _HOST_SHARE * (physical_bytes() or 8e9), "device": 0.0}
+    if device.type == "cuda":
+        left["device"] = _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]
+    for name, options in kinds:
+        training = Training(sizes, name, options, device)
+        place = "host" if options is not None or device.type == "cpu" else "device"
+        if training.table_bytes <= left[place]:
+            left[place] -= training.table_bytes
+        else:
+            training.error = HostMemoryError(
+                f"takes {format_bytes(training.table_bytes)} but of the {place}'s memory the tables beside it leave "
+                f"{format_bytes(left[place])}"
+            )
+        if options is None:
+            found.append(_case(name, training, "", "other", seed))
+        else:
+            # The same table: whether rows are read ahead is a matter of the step.
+            found += [_case(name + ahead, training, ahead, "ours", seed) for ahead in ("", AT_BEGIN, AHEAD)]
+    return found
+
+
+def _case(name: str, training: Training, ahead: str, role: Role, seed: int) -> Case:
+    way = _Way(training, ahead, seed)
+    return Case(name, way.run, way.check if training.name != NO_TABLES else None, role=role, figures=way.figures)
+
+
+class _Way:
+    """Steps of a model, with rows read ahead in one way; each way has batches of its own."""
+
+    def __init__(self, training: Training, ahead: str, seed: int) -> None:
+        self.training, self.ahead = training, ahead
+        self.figures = dict[str, float]()
+        self._seed, self._turn = 100 * seed + training.ways, self._windows()
+        training.ways += 1
+
+    def _windows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield a batch and the one after it, without end."""
+        training = self.training
+        pool = token_batches(training.sizes, _BATCHES, self._seed, training.device)
+        while True:
+            yield from zip(pool, [*pool[1:], pool[0]], strict=True)
+
+    def run(self) -> None:
+        """Take a step."""
+        windows, following = next(self._turn)
+        self.training.step(windows, self.ahead, following)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the first step made the rows of torch.nn; or if rows read ahead are others.
+
+        Then take the other batches: their rows take memory when they are first touched, and rows become idle.
+        """
+        if not self.ahead:
+            self._check_rows()
+        else:
+            self._check_ahead()
+        for _ in range(_BATCHES - 1):
+            self.run()
+        self._note_bytes()
+
+    @torch.no_grad()
+    def _check_ahead(self) -> None:
+        ngrams = self.training.ngrams
+        tokens = next(self._turn)[0][:, :-1]
+        expected = ngrams(tokens)
+        ngrams.prefetch(tokens)
+        assert torch.equal(ngrams(tokens), expected), "rows read ahead are not those of the table"
+
+    def _check_rows(self) -> None:
+        training = self.training
+        assert training.first is not None
+        ids, rows = plain_rows(training.sizes, training.name, training.first, training.device)
+        with torch.no_grad():
+            found = training.ngrams.embedding(ids).float()
+        # Adam's first step is the sign of a gradient, whatever its size: those that are all but zero are chance, where
+        # the order of a sum is. Small forms round.
+        tolerance = 2e-3 * LR if not training.options or len(training.options) == 1 else 2e-2 * LR
+        right = ((found - rows).abs() <= tolerance).float().mean()
+        assert rows.abs().max() > 0.5 * LR, "torch.nn has moved no row"
+        assert right > 0.99, f"{1 - right:.2%} of the values are not those of torch.nn"
+
+    def _note_bytes(self) -> None:
+        embedding = self.training.ngrams.embedding
+        if isinstance(embedding, Embedding):
+            table = embedding.table
+            table.wait()
+            table.reset_stats()
+            self.run()
+            table.wait()
+            stats = table.stats()
+            self.figures["moved_bytes"] = stats.gathered_bytes + stats.scattered_bytes

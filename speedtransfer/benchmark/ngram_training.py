@@ -1,0 +1,152 @@
+"""Trains a GPT with n-gram tables held in one of several ways, and says which rows its first step should make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speedtransfer.benchmark.ngram_model import Gpt, Sizes
+from speedtransfer.errors import SpeedtransferError
+from speedtransfer.ngrams import NgramEmbedding
+from speedtransfer.nn.sizing import table_size
+
+NO_TABLES = "no tables"
+DENSE, SPARSE = "nn.Embedding + AdamW", "nn.Embedding(sparse=True) + SparseAdam"
+AT_BEGIN, AHEAD = ", prefetch", ", prefetch a batch ahead"
+LR = 1e-2
+_PLANES = {DENSE: 4, SPARSE: 3}  # of torch.nn: weights, a dense gradient, and state
+
+
+class Training:
+    """A model and its optimizers. It is made at the first step, so that a lack of memory is the error of its cases alone.
+
+    Parameters
+    ----------
+    sizes : Sizes
+    name : str
+        `NO_TABLES`, `DENSE`, `SPARSE`, or another, for tables of this library.
+    options : dict, optional
+        Those of :class:`speedtransfer.NgramEmbedding`; None: not ours.
+    device : torch.device
+    """
+
+    def __init__(self, sizes: Sizes, name: str, options: dict[str, Any] | None, device: torch.device) -> None:
+        self.sizes, self.name, self.options, self.device = sizes, name, options, device
+        self.error: SpeedtransferError | None = None
+        # What the first step was made with.
+        self.first: Tensor | None = None
+        # How many ways to take steps there are.
+        self.ways = 0
+        self._model: Gpt | None = None
+        self._optimizers: list[torch.optim.Optimizer] = []
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the table and its state."""
+        rows = self.sizes.hash().num_rows
+        if self.options is not None:
+            return table_size(rows, self.sizes.dim, **self.options).total_bytes
+        return _PLANES.get(self.name, 0) * rows * self.sizes.dim * 4
+
+    @property
+    def model(self) -> Gpt:
+        """The model; all begin alike, with rows of zeros."""
+        if self._model is None:
+            if self.error is not None:
+                raise self.error
+            if self.options is not None:
+                torch.manual_seed(1)
+                place: Any = {"device": self.device, **self.options}
+                ngrams = NgramEmbedding(self.sizes.hash(), self.sizes.dim, self.sizes.width, **place)
+                self._model = Gpt(self.sizes, ngrams, self.device)
+                self._optimizers = [_adamw(self._model.parameters())]
+            elif self.name == NO_TABLES:
+                self._model = Gpt(self.sizes, None, self.device)
+                self._optimizers = [_adamw(self._model.parameters())]
+            else:
+                hashes = self.sizes.hash()
+                self._model, self._optimizers = _with_plain(self.sizes, self.name, hashes, hashes.num_rows, self.device)
+        return self._model
+
+    @property
+    def ngrams(self) -> NgramEmbedding:
+        """The tables."""
+        ngrams = self.model.ngrams
+        assert ngrams is not None
+        return ngrams
+
+    def step(self, windows: Tensor, ahead: str, following: Tensor) -> None:
+        """Train on a batch ``(batch, context + 1)``, with its rows, or those of the `following` one, read ahead."""
+        model = self.model
+        if self.first is None:
+            self.first = windows
+        if ahead == AT_BEGIN:
+            self._prefetch(windows)
+        _step(
+            model, self._optimizers, self.sizes, windows, lambda: self._prefetch(following) if ahead == AHEAD else None
+        )
+
+    def _prefetch(self, windows: Tensor) -> None:
+        for part in windows.chunk(self.sizes.parts):
+            self.ngrams.prefetch(part[:, :-1])
+
+
+def _step(
+    model: Gpt, optimizers: list[torch.optim.Optimizer], sizes: Sizes, windows: Tensor, forwarded: Callable[[], None]
+) -> None:
+    """Take a step; `forwarded` is called after the forward pass of the last part."""
+    parts = windows.chunk(sizes.parts)
+    for number, part in enumerate(parts, start=1):
+        loss = model(part) / len(parts)
+        if number == len(parts):
+            forwarded()
+        loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _with_plain(
+    sizes: Sizes, name: str, hashes: nn.Module, rows: int, device: torch.device
+) -> tuple[Gpt, list[torch.optim.Optimizer]]:
+    """Return a model with a table of torch.nn."""
+    torch.manual_seed(1)
+    # As few rows as a hash can have, which the other table takes the place of.
+    ngrams: Any = NgramEmbedding(sizes._replace(rows=2).hash(), sizes.dim, sizes.width, device=device)
+    ngrams.ngrams = hashes
+    ngrams.embedding = nn.Embedding(rows, sizes.dim, sparse=name == SPARSE, device=device)
+    tables = [ngrams.embedding.weight]
+    nn.init.zeros_(tables[0])
+    model = Gpt(sizes, ngrams, device)
+    if name != SPARSE:
+        return model, [_adamw(model.parameters())]
+    others = [one for one in model.parameters() if one is not tables[0]]
+    return model, [_adamw(others), torch.optim.SparseAdam(tables, lr=LR)]
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR, fused=True)
+
+
+def plain_rows(sizes: Sizes, name: str, windows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the rows that a batch names, (n,), and their values, (n, dim) float32, after a step in a table of these alone."""
+    ids, places = sizes.hash()(windows[:, :-1]).unique(return_inverse=True)
+    model, optimizers = _with_plain(sizes, name, _Places(places.chunk(sizes.parts)), len(ids), device)
+    _step(model, optimizers, sizes, windows, lambda: None)
+    assert model.ngrams is not None
+    return ids, model.ngrams.embedding.weight.detach()
+
+
+class _Places(nn.Module):
+    """Row numbers that are known, in the place of a hash: one after the other."""
+
+    def __init__(self, places: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._turn = iter(places)
+
+    def forward(self, tokens: Tensor, context: Tensor | None = None) -> Tensor:
+        """Return the next ones."""
+        return next(self._turn)
