@@ -198,7 +198,8 @@ class StoredPlanes:
         # The momentum of torch's SGD for sparse gradients.
         if values.layout != torch.strided:
             values = values.to_dense()
-        self._fill(name, lambda rows: values[rows.start - start : rows.stop - start], start, start + len(values))
+        stop = start + len(values)
+        self._fill(name, lambda rows: values[rows.start - start : rows.stop - start], start, stop, keep=True)
 
     def take(self, name: str, source: StoredPlanes) -> None:
         """Set a whole plane to the values of the same plane of `source`, of as many rows."""
@@ -281,13 +282,37 @@ class StoredPlanes:
         self._seed, self._count = int(state.get("seed", self._seed)), int(state.get("writes", self._count))
 
     @torch.no_grad()
-    def _fill(self, name: str, values: Callable[[slice], Tensor], start: int = 0, stop: int | None = None) -> None:
+    def _fill(
+        self,
+        name: str,
+        values: Callable[[slice], Tensor],
+        start: int = 0,
+        stop: int | None = None,
+        keep: bool = False,
+    ) -> None:
+        """Set rows to what `values` returns for each chunk; `keep`: but not those that have the values already."""
         self.table.check_writable()
         planes = self.parts(name)
         for rows in self._chunks(name, start, stop):
-            for suffix, part in self.encode(name, values(rows)).items():
-                planes[suffix][rows] = part.to(planes[suffix].device)
+            given = values(rows)
+            same = self._same(name, rows, given) if keep else None
+            for suffix, part in self.encode(name, given).items():
+                part = part.to(planes[suffix].device)
+                if same is not None:
+                    part = torch.where(same, bits_of(planes[suffix][rows]), bits_of(part)).view(part.dtype)
+                planes[suffix][rows] = part
         wait_until_filled(planes[""])
+
+    def _same(self, name: str, rows: slice, values: Tensor) -> Tensor | None:
+        """Tell which rows have just the values given, (n, 1) bool, and need not be encoded anew; None: that changes none.
+
+        Those of float8 may have scales that this library would not choose, with which others would be rounded again.
+        """
+        if not isinstance(self._codecs[name], BlocksFloat8):
+            return None
+        stored = self._chunk(name, rows)
+        wanted = values.to(stored.device, stored.dtype).reshape(stored.shape).contiguous()
+        return (stored.view(torch.int32) == wanted.view(torch.int32)).all(1, keepdim=True)
 
     def _chunk(self, name: str, rows: slice) -> Tensor:
         parts = {suffix: self.table.chunk(name + suffix, rows) for suffix in self._codecs[name].parts}

@@ -260,6 +260,11 @@ def test_codes_without_a_scale_are_stored_as_they_are(dtype: torch.dtype) -> Non
     assert torch.equal(emb.table.torch().view(torch.uint8), codes.view(torch.uint8))
     assert (emb.table.plane("weight.scale") == 1).all()
     assert emb.table.torch().data_ptr() != codes.data_ptr()
+    emb.weight.data[5, 2] = 0.3
+    assert float(values(emb)[5, 2]) == pytest.approx(0.3, rel=0.2)
+    emb.load_state_dict(emb.state_dict())
+    others = torch.arange(len(codes)) != 5
+    assert torch.equal(values(emb)[others], codes.float()[others])
     other = made(dtype, len(codes), scale_block=1)
     other.load_state_dict({"weight": codes})
     assert torch.equal(values(other), codes.float())
