@@ -19,12 +19,13 @@ CHECKS = ("tests", "sanitizer")  # need a GPU
 PARTS = (*CHECKS, *SUITES)
 IDLE = "idle"  # of bench/idle.py, which needs data that are not here
 NODE2VEC = "node2vec"  # of bench/node2vec.py
+NGRAM_EXAMPLE = "ngram_example"  # of bench/ngram_example.py, shown in docs/ngrams.md
 GOWALLA = "gowalla"  # of bench/gowalla.py
 WORD2VEC = "word2vec"  # of bench/word2vec.py, which needs such data, too
 SCALE = "word2vec_scale"  # of bench/word2vec_scale.py
 LOOP = "speedtorch_loop"  # of bench/speedtorch_loop.py
 LAYOUT = "layout"  # of bench/layout.py, which is not shown in README.md
-OTHERS = (IDLE, WORD2VEC, SCALE, LOOP)
+OTHERS = (IDLE, WORD2VEC, SCALE, LOOP, NGRAM_EXAMPLE)
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 
 _PACKAGE = ("speedtransfer/**/*.py", "speedtransfer/**/*.cu", "speedtransfer/**/*.cuh")
@@ -105,6 +106,13 @@ def _sources(part: str) -> tuple[str, ...]:
     if part == GOWALLA:
         own = (f"bench/{name}.py" for name in ("gowalla", "gowalla_training", "idle_data"))
         return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "!speedtransfer/benchmark/**/*.py", *own)
+    if part == NGRAM_EXAMPLE:
+        aside = (
+            "!speedtransfer/benchmark/**/*.py",
+            "!examples/ngram_lm/pictures.py",
+            "!examples/ngram_lm/table_text.py",
+        )
+        return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "examples/ngram_lm/*.py", *aside)
     if part == LAYOUT:
         return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "!speedtransfer/benchmark/**/*.py", "bench/layout.py")
     if part == LOOP:

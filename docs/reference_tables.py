@@ -14,10 +14,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 
+from speedtransfer.benchmark.plan_optimizer import optimizer_named
 from speedtransfer.benchmark.suites import SUITES
 from speedtransfer.cli import app as root
+from speedtransfer.errors import format_bytes
+from speedtransfer.nn.sizing import table_size
 from speedtransfer.word2vec.optimizers import DEFAULT_LR, DEFAULT_OPTIONS, default_lr
 from speedtransfer.word2vec.settings import SETTINGS
 from speedtransfer.word2vec.signature import described
@@ -123,6 +127,45 @@ def _suites() -> str:
     return _table(("suite", "shows", "takes"), rows)
 
 
+# Rows, columns, how many tables: sizes of tables of published models.
+_PUBLISHED = ((320_001_536, 160, 1), (384_000_000, 256, 2))
+# How they are used: words, and arguments of `speedtransfer plan`.
+_USES: tuple[tuple[str, dict[str, str]], ...] = (
+    ("frozen, bfloat16", {"optimizer": "none", "storage": "bfloat16"}),
+    ("frozen, float8", {"optimizer": "none", "storage": "float8_e4m3fn"}),
+    ("AdamW, float32", {}),
+    ("AdamW, bfloat16 rows, 8-bit state", {"storage": "bfloat16", "state": "uint8"}),
+    ("AdamW, float8 rows, 8-bit state", {"storage": "float8_e4m3fn", "state": "uint8"}),
+    ("AdamW, lazy, float8 rows, 8-bit state", {"storage": "float8_e4m3fn", "state": "uint8", "idle": "lazy"}),
+    ("SGD, bfloat16 rows", {"optimizer": "SGD", "storage": "bfloat16"}),
+)
+
+
+def _ngram_sizes() -> str:
+    """Return the host memory of published n-gram tables by how they are used, as `speedtransfer plan` computes it."""
+    titles = [
+        "",
+        *(f"{count} x {rows:,} x {dim}".removeprefix("1 x ") for rows, dim, count in _PUBLISHED),
+        "bytes a row",
+    ]
+    lines = []
+    for words, given in _USES:
+        sizes = [
+            table_size(
+                rows,
+                dim,
+                optimizer_named(given.get("optimizer", "AdamW")),
+                storage_dtype=getattr(torch, given["storage"]) if "storage" in given else None,
+                state_dtype=getattr(torch, given["state"]) if "state" in given else None,
+                idle=given.get("idle", "auto"),
+            )
+            for rows, dim, _ in _PUBLISHED
+        ]
+        held = [format_bytes(count * size.total_bytes) for (*_, count), size in zip(_PUBLISHED, sizes, strict=True)]
+        lines.append((words, *held, " and ".join(f"{size.row_bytes:,}" for size in sizes)))
+    return _table(titles, lines)
+
+
 # Words of a reason, and what to say of those with it; the last takes all others.
 _REASONS = (
     ("depends on the other rows", "refused: the update of a row, or shared state, depends on the other rows"),
@@ -158,6 +201,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "suites": _suites,
     "third-party optimizers": _third_party,
     "bench": lambda: _options("bench"),
+    "plan": lambda: _options("plan"),
+    "ngram sizes": _ngram_sizes,
     **{f"weight {group}": lambda group=group: _weight(group) for group in ("read", "write", "grad", "swap", "train")},
     **{
         f"word2vec {name}": lambda name=name: _options("word2vec", name)

@@ -157,7 +157,11 @@ def check_target(arguments: list[str]) -> None:
     makefile = (ROOT / "Makefile").read_text()
     recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
     assert recipe, target
-    script = "bench/record.py" if "RECORD" in recipe[1] else (re.findall(r"bench/\w+\.py", recipe[1]) or [None])[0]
+    script = (
+        "bench/record.py"
+        if "RECORD" in recipe[1]
+        else (re.findall(r"(?:bench|examples/\w+)/\w+\.py", recipe[1]) or [None])[0]
+    )
     for name, value in (variable.split("=", 1) for variable in variables):
         assert f"$({name})" in recipe[1] + makefile.partition("RECORD =")[2].partition("\n")[0]
         if name == "ARGS":
@@ -165,9 +169,13 @@ def check_target(arguments: list[str]) -> None:
 
 
 def check_flags(script: str, arguments: list[str]) -> None:
-    """Look for the flags in the source: a script, or the settings that it makes flags of (idle_data.py beside idle.py)."""
+    """Look for the flags in the source: a script, or the settings that it makes flags of (idle_data.py beside idle.py).
+
+    An example has a folder for itself.
+    """
     path = ROOT / script
-    source = "".join(file.read_text(encoding="utf-8") for file in path.parent.glob(f"{path.stem}*.py"))
+    beside = "*.py" if script.startswith("examples/") else f"{path.stem}*.py"
+    source = "".join(file.read_text(encoding="utf-8") for file in path.parent.glob(beside))
     for flag in (argument for argument in arguments if argument.startswith("--") and argument != "--help"):
         field = rf"^    {flag[2:].replace('-', '_')}: "
         assert f'"{flag}"' in source or re.search(field, source, re.MULTILINE), f"{script} has no {flag}"

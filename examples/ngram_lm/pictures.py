@@ -29,44 +29,61 @@ def save_pictures(result: dict[str, Any], folder: Path) -> Iterator[str]:
 
 
 def curves(result: dict[str, Any]) -> Any:
-    """Return loss and validation loss by the step; ways that read ahead have the curve of those that do not."""
-    found = {name: one for name, one in result["contenders"].items() if one["losses"] and not CONTENDERS[name].prefetch}
-    if not found:
+    """Return a figure of the losses; None where there are none."""
+    if not _with_losses(result):
         return None
     figure = require_matplotlib()(11, 4.4)
-    training, validation = figure.subplots(1, 2)
-    for order, (name, one) in enumerate(found.items()):
+    legend_below(figure, draw_curves(figure, result))
+    return figure
+
+
+def bars(result: dict[str, Any]) -> Any:
+    """Return a figure of speed and memory; None where no contender has come to its end."""
+    if not _at_end(result):
+        return None
+    figure = require_matplotlib()(11, 1.2 + 0.36 * len(_at_end(result)))
+    draw_bars(figure, result)
+    return figure
+
+
+def _with_losses(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    # Those that read ahead have the curves of those that do not.
+    return {name: one for name, one in result["contenders"].items() if one["losses"] and not CONTENDERS[name].prefetch}
+
+
+def _at_end(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: one for name, one in result["contenders"].items() if one["complete"]}
+
+
+def draw_curves(area: Any, result: dict[str, Any]) -> Any:
+    """Draw loss and validation loss by the step into a figure or a part of one; return axes that have the legend."""
+    training, validation = area.subplots(1, 2)
+    for order, (name, one) in enumerate(_with_losses(result).items()):
         style = {"zorder": 3 + order, **_LINE.get(name, {"color": _COLOUR.get(name, INK), "lw": 2})}
         window = max(1, len(one["losses"]) // 40)
         smooth = np.convolve(one["losses"], np.full(window, 1 / window), mode="valid")
         training.plot(np.arange(len(smooth)) + window, smooth, label=CONTENDERS[name].title, **style)
-        validation.plot(*zip(*one["validation"], strict=True), **style) if one["validation"] else None
+        if one["validation"]:
+            validation.plot(*zip(*one["validation"], strict=True), **style)
     training.set_title("training loss, a running mean", fontsize=11, color=INK)
     validation.set_title("loss of text that was not trained on", fontsize=11, color=INK)
     for axes in (training, validation):
         axes.set_xlabel("step")
         tidy(axes)
-    legend_below(figure, training)
-    return figure
+    return training
 
 
-def bars(result: dict[str, Any]) -> Any:
-    """Return tokens a second, and the memory of table and state."""
-    found = {name: one for name, one in result["contenders"].items() if one["complete"]}
-    if not found:
-        return None
+def draw_bars(area: Any, result: dict[str, Any]) -> None:
+    """Draw tokens a second, and the memory of table and state, into a figure or a part of one."""
+    found = _at_end(result)
     tokens = result["settings"]["batch"] * result["settings"]["context"]
-    figure = require_matplotlib()(11, 1.2 + 0.36 * len(found))
-    speed, memory = figure.subplots(1, 2, sharey=True)
+    speed, memory = area.subplots(1, 2, sharey=True)
     for place, (name, one) in enumerate(found.items()):
         colour = COLOURS[0] if CONTENDERS[name].kind == "ours" else _PLAIN
-        for axes, value, text in (
-            (speed, tokens / one["step_s"], "{:,.0f}"),
-            (memory, one["table_bytes"] / 1e6, "{:,.0f}"),
-        ):
+        for axes, value in ((speed, tokens / one["step_s"]), (memory, one["table_bytes"] / 1e6)):
             axes.barh(place, value, 0.72, color=colour)
             style = {"va": "center", "fontsize": 8.5, "color": INK}
-            axes.annotate(text.format(value), (value, place), (4, 0), textcoords="offset points", **style)
+            axes.annotate(f"{value:,.0f}", (value, place), (4, 0), textcoords="offset points", **style)
     for axes, title in ((speed, "tokens a second"), (memory, "MB of table and state")):
         axes.set_title(title, fontsize=11, color=INK)
         axes.margins(x=0.15)
@@ -74,4 +91,3 @@ def bars(result: dict[str, Any]) -> Any:
         axes.grid(visible=False, axis="y")
     speed.set_yticks(range(len(found)), [CONTENDERS[name].title for name in found], parse_math=False)
     speed.invert_yaxis()
-    return figure

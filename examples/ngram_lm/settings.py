@@ -18,7 +18,7 @@ def _number(default: Any, about: str, least: float = 1) -> Any:
 class Settings:
     """All of them; the flags of run.py have the same names."""
 
-    steps: int = _number(300, "training steps")
+    steps: int = _number(200, "training steps")
     batch: int = _number(16, "windows of a batch")
     context: int = _number(64, "tokens of a window", 2)
     vocabulary: int = _number(8192, "words, the most frequent ones", 3)

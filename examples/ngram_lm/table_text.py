@@ -13,22 +13,28 @@ _HEADER = ("", "loss", "validation", "perplexity", "tokens/s", "step", "table + 
 
 def show(result: dict[str, Any]) -> str:
     """Return the table of the contenders and a line for each comparison."""
-    settings, found = result["settings"], result["contenders"]
-    rows = [_HEADER, *(_row(name, one, settings) for name, one in found.items() if one["losses"])]
+    rows = cells(result)
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    lines = [_what(result), ""]
-    for name, *cells in rows:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+    lines = ["", what(result), ""]
+    for name, *others in rows:
+        padded = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         lines.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
-    lines += [""] + [sentence(one) for one in result["comparisons"]]
-    lines += [f"{CONTENDERS[name].title}: {one['error']}" for name, one in found.items() if one.get("error")]
-    return "\n".join(lines)
+    lines += ["", *(sentence(one) for one in result["comparisons"])]
+    failed = ((name, one["error"]) for name, one in result["contenders"].items() if one.get("error"))
+    return "\n".join([*lines, *(f"{CONTENDERS[name].title}: {error}" for name, error in failed)])
 
 
-def _what(result: dict[str, Any]) -> str:
+def cells(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the table, its header first."""
+    found = result["contenders"].items()
+    return [_HEADER, *(_row(name, one, result["settings"]) for name, one in found if one["losses"])]
+
+
+def what(result: dict[str, Any]) -> str:
+    """Return what was trained, and where."""
     settings, environment = result["settings"], result["environment"]
     parts = [
-        f"\n{result['data']}, {result['tokens']['train']:,} tokens of {result['vocabulary']:,} words",
+        f"{result['data']}, {result['tokens']['train']:,} tokens of {result['vocabulary']:,} words",
         f"GPT of {settings['layers']} blocks, width {settings['width']}",
         f"{settings['heads']} rows a token, each in a head of {settings['rows']:,} x {settings['dim']} {settings['dtype']}",
         f"{settings['steps']:,} steps of {settings['batch'] * settings['context']:,} tokens",
