@@ -77,7 +77,9 @@ class TableMachine(RuleBasedStateMachine):
     def save_and_load(self, table, suffix, memory):
         path = self.path(suffix)
         table.save(path)
-        loaded = Table.load(path, self.memory if memory else "pageable", "cpu")
+        loaded = Table.load(
+            path, self.memory if memory else "pageable", "cpu", writable=memory and self.memory == "mmap"
+        )
         return self.known(loaded, {"weight": self.planes(table)["weight"].copy()})
 
     @precondition(lambda self: len(self.models) < 4)

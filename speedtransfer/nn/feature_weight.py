@@ -52,10 +52,11 @@ class FeatureHandle:
 
     @property
     def table(self) -> Any:
-        """The shape, device and version of the rows."""
+        """The shape, device and version of the rows, and whether they can be changed."""
         table = self.handle.table
         shape = {"num_rows": self.stop - self.start, "dim": table.dim}
-        return SimpleNamespace(**shape, device=table.device, version=table.version)
+        writes = {"writable": table.writable, "check_writable": table.check_writable}
+        return SimpleNamespace(**shape, **writes, device=table.device, version=table.version)
 
     @property
     def num_rows(self) -> int:
