@@ -15,7 +15,7 @@ def write_file(path, tensors, pad=0):
     """Write a safetensors file of `tensors` by name, whose header ends `pad` bytes after a multiple of 8."""
     header, content = {}, b""
     for name, tensor in tensors.items():
-        data = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist()) if tensor.numel() else b""
+        data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
         offsets = [len(content), len(content) + len(data)]
         header[name] = {
             "dtype": SAFETENSORS_NAMES[tensor.dtype],

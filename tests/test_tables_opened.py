@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from table_cases.gather import GatherCases
 import speedtransfer as st
 from speedtransfer import safetensors_io
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, StorageError
-from speedtransfer.tables import page_advice
+from speedtransfer.tables import page_advice, spans
 
 CPU = torch.device("cpu")
 
@@ -780,8 +781,6 @@ def test_processes_share_pages(tmp_path):
 
 def test_a_map_that_the_system_refuses(opened, monkeypatch):
     """Where it counts every page that might be copied, one tensor is read as parts are: no tensor over it is handed out."""
-    from speedtransfer.tables import spans
-
     _, values, folder = opened
     path = folder / "strict.safetensors"
     save_file({"weight": values}, path)
@@ -800,8 +799,6 @@ def test_a_map_that_the_system_refuses(opened, monkeypatch):
 
 
 def test_a_system_without_addresses(opened, monkeypatch):
-    from speedtransfer.tables import spans
-
     _, values, folder = opened
     monkeypatch.setattr(spans, "AVAILABLE", False)
     one = folder / "one.safetensors"
@@ -822,3 +819,13 @@ def test_memory_is_given_back(tmp_path):
     del table
     assert str(tmp_path) not in maps.read_text()
     assert rows.shape == (1, 16)
+
+
+def test_a_map_is_not_pickled(tmp_path):
+    """Another process would read, and give back, whatever it has at these addresses."""
+    path = write_file(tmp_path / "a.safetensors", {"w": torch.ones(3, 4)})
+    span = spans.Span([spans.Piece(path, 0, 8)], writable=False)
+    for call in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(InvalidTypeError, match="cannot be pickled; open the table in each") as error:
+            call(span)
+        one_line(error)

@@ -106,11 +106,36 @@ def test_one_scale_for_all_rows_or_for_a_part(tmp_path, shape, dtype):
     assert_same_bits(st.Embedding.from_pretrained(one)(IDS), (codes.float() * 2.5)[IDS])
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_a_table_of_one_row(tmp_path, shape):
+    codes = codes_of(torch.float8_e4m3fn, (1, 6))
+    path = write_file(tmp_path / "a.safetensors", {"w": codes, "s": torch.full(shape, 0.25), "e": codes[:0]})
+    for parts, scales in (([(path, "w")], [(path, "s")]), ([(path, "e"), (path, "w")], [(path, "s")] * 2)):
+        table = st.Table.open(parts, scales=scales, device="cpu")
+        assert_same_bits(st.Embedding.from_pretrained(table)(torch.tensor([0, 0])), codes.float().expand(2, 6) / 4)
+    none = st.Table.open([(path, "e")], scales=[(path, "s")], device="cpu")
+    assert st.Embedding.from_pretrained(none)(torch.zeros(0, dtype=torch.int64)).shape == (0, 6)
+
+
 def test_a_scale_for_each_row_in_one_dimension(tmp_path):
     codes, scales = codes_of(torch.float8_e5m2), scales_of(torch.float32, 1)
     path = write_file(tmp_path / "a.safetensors", {"w": codes, "s": scales[:, 0]})
     table = st.Table.open(path, "w", scale_key="s", device="cpu")
     assert_same_bits(st.Embedding.from_pretrained(table)(IDS), decoded(codes, scales)[IDS])
+
+
+@pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 1), (ROWS, 3), (1,), ()], ids=str)
+@pytest.mark.parametrize("memory", ["mmap", "pageable", "device"])
+def test_scales_beside_the_rows_are_loaded(tmp_path, shape, memory):
+    codes, scales = codes_of(torch.float8_e4m3fn), torch.rand(shape).add_(0.1)
+    save_file({"emb": codes, "emb.scale": scales}, tmp_path / "a.safetensors")
+    table = st.Table.load(tmp_path / "a.safetensors", memory, "cpu", key="emb")
+    wide = scales.view(-1, 1) if scales.dim() < 2 else scales
+    expected = decoded(codes, wide.expand(ROWS, wide.shape[1]))
+    assert_same_bits(st.Embedding.from_pretrained(table)(IDS), expected[IDS])
+    table.save(tmp_path / "b.safetensors")
+    again = st.Table.load(tmp_path / "b.safetensors", "pageable", "cpu")
+    assert_same_bits(st.Embedding.from_pretrained(again)(IDS), expected[IDS])
 
 
 @pytest.fixture
@@ -200,6 +225,31 @@ def test_scales_that_do_not_fit(tmp_path, weights, scales, error, message):
     with pytest.raises(error, match=re.escape(message)) as found:
         st.Table.open(tmp_path / "a.safetensors", "w", scale_key="s", device="cpu")
     one_line(found)
+
+
+def test_exponents_in_u8(tmp_path):
+    codes, scales = codes_of(torch.float8_e4m3fn), scales_of(torch.float8_e8m0fnu, 3)
+    save_file({"w": codes, "s": scales.view(torch.uint8), "f": scales.float()}, tmp_path / "a.safetensors")
+    path = tmp_path / "a.safetensors"
+    table = st.Table.open(path, "w", scale_key="s", scale_dtype=torch.float8_e8m0fnu, device="cpu")
+    assert_same_bits(st.Embedding.from_pretrained(table)(IDS), decoded(codes, scales)[IDS])
+    for kwargs, error, message in (
+        ({"scale_key": "s"}, InvalidTypeError, "is U8; it must be one of bfloat16, float32, float8_e8m0fnu"),
+        (
+            {"scale_key": "f", "scale_dtype": torch.float8_e8m0fnu},
+            InvalidTypeError,
+            "is F32; it must be one of float8_e8m0",
+        ),
+        (
+            {"scale_key": "s", "scale_dtype": torch.uint8},
+            InvalidValueError,
+            "scale_dtype is torch.uint8 but must be None or",
+        ),
+        ({"scale_dtype": torch.float8_e8m0fnu}, InvalidValueError, "but there are no scales; pass scales or scale_key"),
+    ):
+        with pytest.raises(error, match=message) as found:
+            st.Table.open(path, "w", device="cpu", **kwargs)
+        one_line(found)
 
 
 def test_wrong_arguments(opened, tmp_path):

@@ -48,7 +48,7 @@ class OpenedMemory(Memory):
         counts = [source.shape[0] for source in self.sources["weight"]]
         for name, sources in self.sources.items():
             constant = name != "weight" and all(torch.Size(source.shape).numel() == 1 for source in sources)
-            opened: Tensor | Parts = _constant(sources, counts) if constant and sum(counts) != 1 else _mapped(sources)
+            opened: Tensor | Parts = _constant(sources, counts) if constant else _mapped(sources)
             if isinstance(opened, Parts):
                 self.in_parts[name] = opened
                 found[name] = opened.placeholder
@@ -125,8 +125,10 @@ def _advised(span: spans.Span) -> spans.Span:
     return span
 
 
-def _constant(sources: Sequence[Source], counts: Sequence[int]) -> Parts:
+def _constant(sources: Sequence[Source], counts: Sequence[int]) -> Tensor | Parts:
     """Return a plane of one value a part, or for all rows; the values are read."""
+    if not sum(counts):
+        return PageableMemory(torch.device("cpu")).allocate("weight.scale", 0, 1, sources[0].dtype)
     values = []
     for source in sources:
         with open(source.path, "rb") as file:

@@ -16,7 +16,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageErr
 from speedtransfer.tables import files
 from speedtransfer.tables.mapped_file import MmapMemory
 from speedtransfer.tables.opened_files import OpenedMemory
-from speedtransfer.tables.planes import Device, PathLike
+from speedtransfer.tables.planes import Device, DType, PathLike
 from speedtransfer.tables.row_cache import check_cache
 from speedtransfer.tables.shared_caches import check_not_shared, check_writable
 from speedtransfer.tables.sources import Catalog, Source
@@ -37,6 +37,7 @@ class Opening(WholePlanes):
         *,
         scales: PathLike | Sequence[PathLike | tuple[PathLike, str]] | None = None,
         scale_key: str | None = None,
+        scale_dtype: DType | None = None,
         writable: bool | str = False,
         device: Device = None,
         cache_rows: int | str | None = None,
@@ -64,6 +65,8 @@ class Opening(WholePlanes):
             ``(rows, blocks)``, one for each of as many blocks of columns; or one value for all rows of a part, or for all. In
             `parts`, if only `scale_key` is given. They become the plane "weight.scale", and `Embedding.from_pretrained`
             decodes with them; `gather` returns rows as they are stored.
+        scale_dtype : torch.dtype, optional
+            ``torch.float8_e8m0fnu``: scales in files that hold them as U8 are of that dtype, as in the MX formats.
         writable : bool or "shared"
             True: changes go to the file, as in ``load(path, memory="mmap", writable=True)``. For one tensor without scales.
         device : torch.device, optional
@@ -84,9 +87,16 @@ class Opening(WholePlanes):
         _check_alike(weights)
         sources = {"weight": weights}
         if scales is not None or scale_key is not None:
-            found = catalog.find(parts if scales is None else scales, scale_key, "scales", SCALE_DTYPES)
+            _check_scale_dtype(scale_dtype)
+            dtypes = SCALE_DTYPES if scale_dtype is None else (scale_dtype, torch.uint8)
+            found = catalog.find(parts if scales is None else scales, scale_key, "scales", dtypes)
+            found = [source._replace(dtype=scale_dtype or source.dtype) for source in found]
             _check_scales(found, weights)
             sources[SCALES] = found
+        elif scale_dtype is not None:
+            raise InvalidValueError(
+                f"scale_dtype is {scale_dtype} but there are no scales; pass scales or scale_key too"
+            )
         return cls._open(sources, writable, device, cache_rows, cache_counts)
 
     @classmethod
@@ -163,6 +173,12 @@ def _check_alike(sources: Sequence[Source]) -> None:
             )
 
 
+def _check_scale_dtype(dtype: Any) -> None:
+    """Raise unless scales that are stored as U8 can be `dtype`."""
+    if dtype is not None and dtype != FLOAT8_SCALE:
+        raise InvalidValueError(f"scale_dtype is {dtype!r} but must be None or torch.float8_e8m0fnu; pass one of them")
+
+
 def _check_scales(scales: Sequence[Source], weights: Sequence[Source]) -> None:
     """Raise unless scales fit the weights."""
     dtype, dim, num_rows = weights[0].dtype, weights[0].shape[1], sum(source.shape[0] for source in weights)
@@ -176,7 +192,7 @@ def _check_scales(scales: Sequence[Source], weights: Sequence[Source]) -> None:
             raise InvalidTypeError(
                 f"{source} holds {source.dtype} but {first} holds {first.dtype}; pass tensors of one table"
             )
-    if num_rows != 1 and all(torch.Size(source.shape).numel() == 1 for source in scales):
+    if all(torch.Size(source.shape).numel() == 1 for source in scales):
         if len(scales) not in (1, len(weights)):
             raise InvalidValueError(
                 f"there are {len(scales)} scales of one value for {len(weights)} tensors of rows; pass one for each, or one"

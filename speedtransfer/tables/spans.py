@@ -10,13 +10,13 @@ import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import StorageError
+from speedtransfer.errors import InvalidTypeError, StorageError
 
 # The mmap module has no MAP_FIXED, and MAP_NORESERVE of Python 3.13 on; the numbers are those of <sys/mman.h>.
 _MAP_FIXED = 0x10
@@ -92,6 +92,12 @@ class Span:
 
     def __len__(self) -> int:
         return self._size
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise: the addresses are those of this process."""
+        raise InvalidTypeError(
+            "files are mapped for one process and cannot be pickled; open the table in each (Table.open)"
+        )
 
     def madvise(self, advice: int, start: int = 0, length: int | None = None) -> None:
         """Advise the system on `length` bytes from `start` on, as `mmap.mmap.madvise`; what it says to that is ignored."""

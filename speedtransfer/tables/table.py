@@ -442,10 +442,10 @@ class Table(Opening):
             values = files.open_mapped(path, writable=False, key=key)[0]
             options: Any = {"layout": layout, "cache_rows": cache_rows, "cache_counts": cache_counts}
             table = cls.from_array(values, memory, device=device, **options)
-            for name, (source,) in saved_planes(path, key).items():
-                if name != "weight":
-                    scales = files.map_tensor(path, source.offset, source.shape, source.dtype, "c")[0]
-                    table.add_plane(name, source.shape[1], source.dtype, scales)
+            found = saved_planes(path, key)
+            if SCALES in found:
+                scales = cls._open(found, False, "cpu", None, None).plane(SCALES)
+                table.add_plane(SCALES, scales.shape[1], scales.dtype, scales)
             return table
         check_layout(layout)
         table = cls._open(saved_planes(path, key), writable, device, cache_rows, cache_counts)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -222,3 +223,45 @@ def test_fully_shard(two, kind):
         assert message.startswith("Invalid")
         assert "fully_shard" in message
         assert "emb.weight" in message
+
+
+def read_in_place(path: str) -> dict[str, float]:
+    """Frozen rows of files, which every process opens, below parameters that are trained."""
+    found = {}
+    for kind in ("DistributedDataParallel", "fully_shard"):
+        made = []
+        for _ in range(2):
+            emb = st.Embedding.from_pretrained(st.Table.open(path, "rows.{}", device="cpu"))
+            torch.manual_seed(2)
+            made.append(Model(emb))
+        model, one = made
+        if kind == "fully_shard":
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            wrapped: nn.Module = fully_shard(model, mesh=mesh, ignored_params=st.table_parameters(model))
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                wrapped = DistributedDataParallel(model)
+        opt, one_opt = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, one))
+        for step in range(3):
+            opt.zero_grad()
+            one_opt.zero_grad()
+            wrapped(ids(step)).square().sum().backward()
+            ranks = dist.get_world_size()
+            (sum(one(ids(step, rank)).square().sum() for rank in range(ranks)) / ranks).backward()
+            opt.step()
+            one_opt.step()
+        weight = model.outer.weight
+        whole = weight.full_tensor() if kind == "fully_shard" else weight
+        found[kind] = float((whole - one.outer.weight).detach().abs().max())
+    return found
+
+
+def test_tables_that_are_read_in_place(two, tmp_path):
+    for number in range(2):
+        rows = torch.randn(25, DIM, dtype=torch.float64)
+        save_file({f"rows.{number}": rows}, tmp_path / f"{number}.safetensors")
+    for found in two(read_in_place, str(tmp_path)):
+        assert all(error < 1e-12 for error in found.values()), found
