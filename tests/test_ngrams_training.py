@@ -308,6 +308,7 @@ FORMS = {
     "lazy": {"idle": "lazy"},
     "exact": {"idle": "exact"},
     "small": {"idle": "exact", "storage_dtype": torch.bfloat16, "state_dtype": torch.uint8},
+    "float8": {"idle": "lazy", "storage_dtype": torch.float8_e4m3fn, "state_dtype": torch.uint8},
 }
 
 
