@@ -168,7 +168,7 @@ class Rows(StoredPlanes):
         """Return the weights at any index that `Table.gather` takes, ``(*index.shape, dim)``; no row may have missed steps."""
         # A thread that evaluates must not write rows that another one trains, not even to catch them up.
         if self.plain:
-            return self.table.gather(index, catch_up=False)
+            return self.table.look_up(index)
         rows = self.table.gather(index, self._stored_names(["weight"]), catch_up=False)
         flat = {s: part.reshape(-1, part.shape[-1]) for s, part in self._parts_of("weight", rows).items()}
         # No view: see `buffers.empty`.

@@ -7,12 +7,13 @@ from speedtransfer.engines.cached import CachedEngine
 from speedtransfer.engines.calibration import DIRECTIONS, Direction
 from speedtransfer.engines.host import HostEngine, gather_rows, scatter_rows
 from speedtransfer.engines.mapped import MappedEngine
-from speedtransfer.engines.reference import ReferenceEngine
+from speedtransfer.engines.reference import SELECTED, ReferenceEngine
 from speedtransfer.engines.staged import StagedEngine
 
 __all__ = [
     "CHANGED_ID",
     "DIRECTIONS",
+    "SELECTED",
     "AutoEngine",
     "CachePolicy",
     "CachedEngine",

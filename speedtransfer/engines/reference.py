@@ -86,7 +86,7 @@ def select_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor])
     for plane, out in zip(planes, rows, strict=True):
         if out.dtype != plane.dtype:
             out.copy_(plane.index_select(0, index))
-        elif plane.dtype in _SELECTED:
+        elif plane.dtype in SELECTED:
             torch.index_select(plane, 0, index, out=out)
         else:
             word = INTEGER_OF_SIZE.get(plane.element_size(), plane.dtype)
@@ -100,7 +100,7 @@ def put_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) ->
             source = source.detach()
         if source.dtype != plane.dtype:
             source = source.to(plane.dtype)
-        if source.numel() < _FEW_VALUES and plane.dtype in _SELECTED:
+        if source.numel() < _FEW_VALUES and plane.dtype in SELECTED:
             plane.index_copy_(0, index, source)
         else:
             word = _widest_word(plane, source)
@@ -157,7 +157,7 @@ def _widest_word(*tensors: Tensor) -> torch.dtype:
 
 
 # Dtypes whose rows torch moves everywhere as they are; others (float8, unsigned integers) move as integers of their size.
-_SELECTED = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16}
-_SELECTED |= {torch.int32, torch.int64, torch.bool}
+SELECTED = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16}
+SELECTED |= {torch.int32, torch.int64, torch.bool}
 _FEW_VALUES = 1 << 14  # fewer are written before a wider word has been found
 _WORDS = ((torch.complex128, 16), *sorted(((d, s) for s, d in INTEGER_OF_SIZE.items()), key=lambda word: -word[1]))

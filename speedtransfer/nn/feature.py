@@ -235,7 +235,7 @@ def look_up(module: Any, weight: Any, index: Tensor, padded: Tensor | None) -> T
         rows = F.embedding(index, weight, None, module.max_norm, module.norm_type, freq)
     else:
         training = torch.is_grad_enabled() and handle.requires_grad
-        if not training and module.max_norm is None and handle.looks_up_directly():
+        if not training and module.max_norm is None and handle.looks_up_directly(index):
             return handle.rows.lookup(index)
         rows = lookup(activate(handle, index, training, module.max_norm, module.norm_type, padded=True), freq)
     if padded is None or not rows.requires_grad:

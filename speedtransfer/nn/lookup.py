@@ -11,7 +11,9 @@ from torch import Tensor
 from speedtransfer import buffers
 from speedtransfer.eager import uncompiled
 from speedtransfer.engines import gather_rows
-from speedtransfer.nn.active import ActiveRows
+from speedtransfer.nn.active import ActiveRows, activate
+from speedtransfer.nn.ticket import Ticket, find_ticket
+from speedtransfer.optim import Handle
 from speedtransfer.tables import UniqueRows, is_padded, sum_rows
 
 
@@ -39,7 +41,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        groups, padding = ctx.groups, ctx.groups.found
+        groups = ctx.groups
         inverse, num_rows = groups.inverse, groups.ids.shape[0]
         grad = grads[0].reshape(inverse.numel(), grads[0].shape[-1])
         # Many gradients at once (is_grads_batched, vmap) cannot be written to the memory of one; of a gradient that was made
@@ -52,21 +54,41 @@ class _Lookup(torch.autograd.Function):
                 # As in torch, whose double backward leaves the counts out.
                 return torch.ops.aten.embedding_dense_backward(grad, inverse, num_rows, -1, True), None, None
             return grad.new_zeros(num_rows, grad.shape[1]).index_add(0, inverse, grad), None, None
-        if grad.is_cuda:
-            total = sum_rows(grad, groups, ctx.table_rows, ctx.padding)
-            return total.div_(_counts(groups)[:, None]) if ctx.by_freq else total, None, None
-        if groups.order is not None and grad.dtype == torch.float32:
-            # Sums the gradients of each row in the order of the batch, in float32 twice as fast as index_add_.
-            # The gradient of a sum is one value expanded.
-            if not grad.is_contiguous():
-                grad = buffers.empty(tuple(grad.shape), grad.dtype, grad.device).copy_(grad)
-            total = F.embedding_bag(groups.order, grad, groups.starts[:-1], mode="sum")
-        else:
-            total = buffers.empty((num_rows, grad.shape[1]), grad.dtype, grad.device).zero_()
-            total.index_add_(0, inverse, grad)
-        if padding >= 0:
-            total[padding] = 0
-        return total, None, None
+        return _row_sums(groups, ctx.padding, ctx.table_rows, ctx.by_freq, grad), None, None
+
+
+def _row_sums(groups: UniqueRows, padding_idx: int, table_rows: int, by_freq: bool, grad: Tensor) -> Tensor:
+    """Return the gradient of each unique row, ``(n, dim)``, from that of each id, in recycled memory.
+
+    Parameters
+    ----------
+    groups : UniqueRows
+        Of the ids.
+    padding_idx : int
+        -1: there is none.
+    table_rows : int
+        Of the table, if it is on a CUDA device.
+    by_freq : bool
+        Divide by the number of times that an id occurs; on CUDA only.
+    grad : Tensor
+        ``(number of ids, dim)``.
+    """
+    num_rows = groups.ids.shape[0]
+    if grad.is_cuda:
+        total = sum_rows(grad, groups, table_rows, padding_idx)
+        return total.div_(_counts(groups)[:, None]) if by_freq else total
+    if groups.order is not None and groups.starts is not None and grad.dtype == torch.float32:
+        # Sums the gradients of each row in the order of the batch, in float32 twice as fast as index_add_.
+        # The gradient of a sum is one value expanded.
+        if not grad.is_contiguous():
+            grad = buffers.empty(tuple(grad.shape), grad.dtype, grad.device).copy_(grad)
+        total = F.embedding_bag(groups.order, grad, groups.starts[:-1], mode="sum")
+    else:
+        total = buffers.empty((num_rows, grad.shape[1]), grad.dtype, grad.device).zero_()
+        total.index_add_(0, groups.inverse, grad)
+    if groups.found >= 0:
+        total[groups.found] = 0
+    return total
 
 
 def _counts(groups: UniqueRows) -> Tensor:
@@ -85,14 +107,37 @@ def lookup(active: ActiveRows, scale_grad_by_freq: bool = False) -> Tensor:
         Divide the gradient of a row by the number of times that its id occurs.
     """
     rows, inverse, padding = active.rows, active.inverse, active._groups.found
-    if rows.is_cuda:
-        ours = rows.dtype.is_floating_point
-    else:
-        large = inverse.numel() * rows.shape[1] * rows.element_size() >= buffers.SMALL_BYTES
-        ours = large and not scale_grad_by_freq and rows.dtype in (torch.float32, torch.float64)
-    if ours:
+    if _is_ours(active, scale_grad_by_freq):
         return _Lookup.apply(rows, active, scale_grad_by_freq)
     return F.embedding(inverse, rows, padding if padding >= 0 else None, scale_grad_by_freq=scale_grad_by_freq)
+
+
+def _is_ours(active: ActiveRows, by_freq: bool) -> bool:
+    rows = active.rows
+    if rows.is_cuda:
+        return rows.dtype.is_floating_point
+    large = active.inverse.numel() * rows.shape[1] * rows.element_size() >= buffers.SMALL_BYTES
+    return large and not by_freq and rows.dtype in (torch.float32, torch.float64)
+
+
+def lookup_backward(active: ActiveRows, grad: Tensor, scale_grad_by_freq: bool = False) -> Tensor:
+    """Return the gradient of ``active.rows``, ``(n, dim)``, from that of the result of `lookup`: what autograd computes."""
+    groups, padding = active._groups, active._padding_idx
+    if not _is_ours(active, scale_grad_by_freq):
+        num_rows = active.rows.shape[0]
+        return torch.ops.aten.embedding_dense_backward(grad, active.inverse, num_rows, groups.found, scale_grad_by_freq)
+    flat = grad.reshape(active.inverse.numel(), grad.shape[-1])
+    return _row_sums(groups, padding, active._handle.num_rows if grad.is_cuda else 0, scale_grad_by_freq, flat)
+
+
+def frozen_lookup(handle: Handle, ids: Any, padding_idx: int | None, scale_grad_by_freq: bool = False) -> Tensor:
+    """Return the row of each id without gradients, ``(*shape of the ids, dim)``."""
+    if handle.looks_up_directly(ids):
+        ticket = find_ticket(handle, ids) if handle.reads_ahead or isinstance(ids, Ticket) else None
+        if ticket is None:
+            return handle.rows.lookup(ids)
+        ids = ticket
+    return lookup(activate(handle, ids, False, padding_idx=padding_idx, padded=True), scale_grad_by_freq)
 
 
 def bag_lookup(

@@ -12,6 +12,7 @@ from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.fused_lookup import read_ahead_of
+from speedtransfer.nn.lookup_ops import register
 from speedtransfer.nn.module_state import ModuleState
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, complete
@@ -87,6 +88,7 @@ class TableModule(ModuleState):
 
     def _use(self, handle: Handle) -> None:
         """Make `handle` that of this module, and tell it what a step must know of the module."""
+        register()
         self._handle = handle
         if self.max_norm is not None and not handle.table.writable:
             raise InvalidValueError(

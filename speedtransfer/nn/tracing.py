@@ -15,30 +15,45 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+# Not in older versions of torch: whether torch.export is the one who traces.
+_is_exporting: Callable[[], bool] | None = getattr(torch.compiler, "is_exporting", None)
+
+
 def unrecorded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """Run a method of a table module eagerly inside a compiled model: ids are known only when it runs.
 
     Tools that trace a model would record the rows of one batch: under them the method raises.
     """
+    return recorded_as(None, None)(method)
 
-    @functools.wraps(method)
-    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():
-            # Not in older versions of torch.
-            exporting = getattr(torch.compiler, "is_exporting", None)
-            if exporting is not None and exporting() and self._has_rows():
-                refuse_to_record(self, "torch.export")
-            return torch.compiler.disable(method)(self, *args, **kwargs)
-        if torch._C._get_tracing_state() is not None:
-            refuse_to_record(self, "torch.jit")
-        try:
-            return method(self, *args, **kwargs)
-        except (InvalidTypeError, InvalidValueError):
-            if any(isinstance(argument, torch.fx.Proxy) for argument in (*args, *kwargs.values())):
-                refuse_to_record(self, "torch.fx")
-            raise
 
-    return call
+def recorded_as(
+    fits: Callable[..., bool] | None, instead: Callable[..., Any] | None
+) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+    """Decorate a method as `unrecorded` does; where ``fits(self, ...)`` a compiled model records ``instead(self, ...)``."""
+
+    def decorated(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+        @functools.wraps(method)
+        def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+            if torch.compiler.is_compiling():
+                if _is_exporting is not None:
+                    if _is_exporting() and self._has_rows():
+                        refuse_to_record(self, "torch.export")
+                    if fits is not None and instead is not None and fits(self, *args, **kwargs):
+                        return instead(self, *args, **kwargs)
+                return torch.compiler.disable(method)(self, *args, **kwargs)
+            if torch._C._get_tracing_state() is not None:
+                refuse_to_record(self, "torch.jit")
+            try:
+                return method(self, *args, **kwargs)
+            except (InvalidTypeError, InvalidValueError):
+                if any(isinstance(argument, torch.fx.Proxy) for argument in (*args, *kwargs.values())):
+                    refuse_to_record(self, "torch.fx")
+                raise
+
+        return call
+
+    return decorated
 
 
 def refuse_to_record(module: nn.Module, tool: str) -> NoReturn:

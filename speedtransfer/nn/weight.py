@@ -42,6 +42,14 @@ class TableWeight(nn.Parameter):
         """Call `func` with the whole table."""
         return _call(func, args, kwargs or {})
 
+    # Never called: torch looks for it when a tensor is made, and a weight gets this class later. `torch.compile` takes what
+    # has one for an object and no tensor; to trace with a tensor it would ask for all rows.
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
     # Not by __torch_function__, which is slower: every zero_grad() reads it twice.
 
     @property
@@ -295,3 +303,17 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return given[id(tensor)][0] if id(tensor) in given else _writing_back(tensor, sources)
 
     return tree_map_only(Tensor, returned, result)
+
+
+def _attribute(name: str) -> property:
+    """Return an attribute of a tensor as a property that `torch.compile` runs: by itself it would look at the placeholder."""
+    getter = getattr(Tensor, name).__get__
+
+    def read(weight: Any) -> Any:
+        return _call(getter, (weight,), {})
+
+    return property(read)
+
+
+for _name in ("T", "mT", "H", "mH"):
+    setattr(TableWeight, _name, _attribute(_name))

@@ -17,6 +17,7 @@ from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, rowless, special
 from speedtransfer.optim import Handle, ShardHandle
+from speedtransfer.optim.anchor import collected
 from speedtransfer.optim.table_param import as_tensor
 
 
@@ -107,9 +108,12 @@ def _refused(remedy: str) -> Callable[..., Any]:
     return refuse
 
 
-def in_transform() -> bool:
-    """Tell whether a transform of torch.func is running: its tensors have no memory to read ids from."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+# Tells how many transforms of torch.func are running (older versions of torch: the innermost), whose tensors have no memory to
+# read ids from.
+_functorch = torch._C._functorch
+in_transform: Callable[[], Any] = getattr(
+    _functorch, "get_dynamic_layer_stack_depth", _functorch.peek_interpreter_stack
+)
 
 
 # --- lookups ----------------------------------------------------------------------------------------------------------------
@@ -214,13 +218,25 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
                 "several processes, which bring their gradients together at the end of backward(); call "
                 "backward() and use weight.grad, or give the rows: active = emb.activate(ids), ..., grad(loss, active.rows)"
             )
+    handles = {handle_of(w) for w in wanted if isinstance(w, TableWeight)}
+    compiled = [handle for handle in handles if handle.anchor.lookups]
+    if compiled and (kwargs.get("create_graph") or kwargs.get("is_grads_batched") or any(args[2:3])):
+        raise InvalidTypeError(
+            f"torch.autograd.grad was asked for the gradient of {compiled[0]}, which a compiled model has looked up in, to be "
+            "differentiated again (create_graph) or for many at once (is_grads_batched); leave torch.compile out there"
+        )
     followed = [handle_of(w).leaves() if isinstance(w, TableWeight) else [(w, None)] for w in wanted]
     flat = [leaf for leaves in followed for leaf, _ in leaves]
     allowed = kwargs.get("allow_unused") or kwargs.get("materialize_grads", False)
-    found = iter(torch.autograd.grad(outputs, flat, *args, **{**kwargs, "allow_unused": True}) if flat else ())
+    with collected(outputs, compiled) as arrived:
+        parts = torch.autograd.grad(outputs, flat, *args, **{**kwargs, "allow_unused": True}) if flat else ()
+    found = iter(parts)
     results: list[Tensor | None] = []
     for weight, leaves in zip(wanted, followed, strict=True):
         grads: list[tuple[Tensor | None, Tensor | None]] = [(next(found), ids) for _, ids in leaves]
+        if isinstance(weight, TableWeight) and handle_of(weight) in arrived:
+            # In the place of what the anchor got.
+            grads[-1:] = [(one.grad, one.ids) for one in arrived[handle_of(weight)]]
         result = _summed(handle_of(weight), grads) if isinstance(weight, TableWeight) else grads[0][0]
         if result is None and not allowed:
             raise RuntimeError(

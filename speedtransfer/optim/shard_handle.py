@@ -69,7 +69,7 @@ class ShardHandle(Handle):
         """No tensor has the memory of all rows."""
         return False
 
-    def looks_up_directly(self) -> bool:
+    def looks_up_directly(self, ids: Any) -> bool:
         """Tell that rows are read by those who own them."""
         return False
 

@@ -78,7 +78,7 @@ class Stepping(TableParam):
                 torch.autograd.graph.increment_version(self.param)
                 self.table.discount(before, 1)
             # A graph may have saved rows that were written: its backward raises, as in torch.
-            for leaf, _ in self.leaves():
+            for leaf, _ in self.own_leaves():
                 torch.autograd.graph.increment_version(leaf)
             self._leaves.clear()
             self._leave()

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from speedtransfer.cuda import check_not_capturing
+from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.errors import DeviceError
+from speedtransfer.optim.anchor import Anchor
 from speedtransfer.optim.fused_step import FusedStep
 from speedtransfer.optim.reducers import Reducer
 from speedtransfer.optim.row_gradient import RowGradient
@@ -19,6 +20,8 @@ from speedtransfer.optim.state import RowState
 from speedtransfer.rows import Rows
 from speedtransfer.tables import Table, num_unique
 
+# What crosses a bus in ten microseconds, about the time of two launches. Not measured on a GPU yet.
+_FEW_BYTES = 1 << 18
 # Within it functions of torch see the parameter itself, the placeholder, and not the whole table.
 as_tensor = torch._C.DisableTorchFunctionSubclass
 
@@ -85,6 +88,8 @@ class TableParam:
         self._waiting_since: int | None = None
         self._warned = False
 
+        # What compiled graphs hold of this table.
+        self.anchor = Anchor(self)
         # Leaves of autograd that deposit here, with their rows (None: all).
         self._leaves: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
         # The leaf over the whole table, and the version of the table that it shows.
@@ -137,7 +142,9 @@ class TableParam:
 
     def reset_param(self) -> None:
         """Make the parameter a placeholder for the whole table."""
-        param = self.param_ref()
+        param, leaf = self.param_ref(), self.anchor.leaf
+        if (leaf.dtype, leaf.device) != (self.rows.dtype, self.table.device):
+            self.anchor.follow(self.rows.dtype, self.table.device)
         if param is not None:
             param.__class__ = nn.Parameter
             param.grad = None
@@ -166,12 +173,20 @@ class TableParam:
                 "as a replay would round with the same random numbers again",
             )
 
-    def looks_up_directly(self) -> bool:
-        """Tell whether a lookup without gradients should read a row for each id.
+    def looks_up_directly(self, ids: Any) -> bool:
+        """Tell whether a lookup without gradients should read a row for each of `ids`.
 
-        Across a bus reading each of the unique rows once is faster.
+        Across a bus reading each of the unique rows once is faster, unless they are few: to find them takes several kernels.
         """
-        return (self.table.device.type == "cpu" or self.table.memory == "device") and not self.rows.lag
+        table = self.rows.table
+        if self.rows.lag:
+            return False
+        if table.device.type == "cpu" or table.memory == "device":
+            return True
+        if not isinstance(ids, Tensor) or table.cache_rows is not None:
+            return False
+        few = ids.numel() * table.dim * table.dtype.itemsize <= _FEW_BYTES
+        return few and (not is_capturing() or (ids.is_cuda and table.takes_padding))
 
     def track_alias(self, alias: Tensor) -> Tensor:
         """Remember a tensor that reads and writes the table, and return it."""
@@ -187,7 +202,12 @@ class TableParam:
         self._leaves.append((weakref.ref(leaf), ids))
 
     def leaves(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the leaves that a graph may still lead to, with their rows."""
+        """Return the leaves that a graph may still lead to, with their rows; of compiled lookups that of the anchor."""
+        anchored = [(self.anchor.leaf, None)] if self.anchor.lookups else []
+        return [*self.own_leaves(), *anchored]
+
+    def own_leaves(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return those of them that have rows of the table for values."""
         found = [(reference(), ids) for reference, ids in self._leaves]
         return [(leaf, ids) for leaf, ids in found if leaf is not None]
 

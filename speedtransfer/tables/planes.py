@@ -19,7 +19,7 @@ from speedtransfer.cuda import (
     wait_until_filled,
 )
 from speedtransfer.dtypes import PLANE_DTYPES, TABLE_DTYPES
-from speedtransfer.engines import CachedEngine, Engine, engine_names, make_engine
+from speedtransfer.engines import CachedEngine, Engine, HostEngine, ReferenceEngine, engine_names, make_engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.tables import stats
 from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane
@@ -43,6 +43,8 @@ class Planes:
 
     # Whether the host moves rows for a CUDA device: ids that only this knows would have to come to the host first.
     moves_on_host: bool
+    # Whether rows are gathered by an index_select on the CPU and nothing else.
+    _selects: bool
 
     def _adopt(self, place: Memory, weight: Tensor) -> Self:
         """Take `weight`, a ``(num_rows, dim)`` tensor allocated by `place`, as the first plane."""
@@ -77,12 +79,14 @@ class Planes:
             self._cache.inner = engine
             engine = self._cache
         self._engine = engine
+        self._selects = type(engine) in (HostEngine, ReferenceEngine) and engine.device.type == "cpu"
 
     def _start_cache(self, options: CacheOptions | None) -> Self:
         """Put a cache around the engine, if there are `options` for one; return the table."""
         if options is not None:
             self._cache_options = options
             self._cache = self._engine = cached_engine(self._engine, options, self._place, self._planes["weight"])
+            self._selects = False
         return self
 
     @classmethod

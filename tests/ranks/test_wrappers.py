@@ -62,6 +62,39 @@ def compare(model: Model, wrapped: nn.Module, one: Model, uses=lambda step, rank
     return max(distance(model.emb, one.emb), dense)
 
 
+def compiled(kind: str) -> dict[str, float]:
+    found = {}
+    # Of torch, for what comes from one graph into the next.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    for name, around in (("inside", False), ("around", True)):
+        model, one = models(kind)
+        wrapped = wrap(model if around else torch.compile(model, backend="aot_eager"))
+        found[name] = compare(model, torch.compile(wrapped, backend="aot_eager") if around else wrapped, one)
+
+    model, one = models(kind)
+    wrapped, opt = wrap(torch.compile(model, backend="aot_eager")), torch.optim.SGD(model.parameters(), lr=0.1)
+    one_opt, ranks = torch.optim.SGD(one.parameters(), lr=0.1), dist.get_world_size()
+    for step in range(3):
+        for each in (opt, one_opt):
+            each.zero_grad()
+        with wrapped.no_sync():
+            wrapped(ids(step)).square().sum().backward()
+        wrapped(ids(step + 1)).square().sum().backward()
+        parts = [one(ids(at, rank)).square().sum() for at in (step, step + 1) for rank in range(ranks)]
+        (sum(parts) / ranks).backward()
+        for each in (opt, one_opt):
+            each.step()
+    found["no_sync"] = distance(model.emb, one.emb)
+    torch.compiler.reset()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_models(two, kind):
+    for found in two(compiled, kind, limit=180, timeout=60):
+        assert {name: value for name, value in found.items() if not value < 1e-12} == {}
+
+
 def ways(kind: str) -> dict[str, float]:
     found = {}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -1,0 +1,651 @@
+"""Lookups in compiled models: operators of one graph, with the numbers of the model that is not compiled."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
+from speedtransfer.nn.lookup_ops import register
+from speedtransfer.optim.anchor import _handles, handle_at
+
+F64 = torch.float64
+pytestmark = [
+    pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="older versions of torch break the graph"),
+    # Of torch: inductor's own use of torch.jit, and tensors that come from one graph into the next.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Model(nn.Module):
+    """Two tables, one of them looked up twice."""
+
+    def __init__(self, embedding=st.Embedding, dtype=F64, **options) -> None:
+        super().__init__()
+        self.words = embedding(50, 4, padding_idx=3, dtype=dtype, **options)
+        self.tags = embedding(20, 4, dtype=dtype, **options)
+        self.head = nn.Linear(4, 2, dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.words(ids) * self.words((ids + 1) % 50) + self.tags(ids % 20)
+        return self.head(found).square()
+
+
+def pair(**options) -> tuple[Model, Model]:
+    torch.manual_seed(0)
+    model = Model(**options)
+    return model, copy.deepcopy(model)
+
+
+def compiled(model, backend="aot_eager", **options):
+    return torch.compile(model, backend=backend, fullgraph=True, **options)
+
+
+def batches(count=4, shape=(6, 7)):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 50, shape, generator=generator) for _ in range(count)]
+
+
+def train(model, params, given, step=None, optimizer=torch.optim.AdamW, **options):
+    opt = optimizer(params, lr=0.1, **options)
+    losses = []
+    for ids in given:
+        opt.zero_grad()
+        loss = model(ids).mean() if step is None else step(model, ids)
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses
+
+
+def check_same(one: nn.Module, other: nn.Module) -> None:
+    assert one.state_dict().keys() == other.state_dict().keys()
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+# --- training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"idle": "lazy"},
+        {"sparse": True},
+        {"scale_grad_by_freq": True},
+        {"cache_rows": 8},
+        {"dtype": torch.float32, "storage_dtype": torch.int8},
+        {"dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_training_is_that_of_the_model_itself(backend: str, options) -> None:
+    model, plain = pair(**options)
+    optimizer = torch.optim.SGD if options.get("sparse") else torch.optim.AdamW
+    found = train(compiled(model, backend), model.parameters(), batches(), optimizer=optimizer)
+    assert found == train(plain, plain.parameters(), batches(), optimizer=optimizer)
+    check_same(model, plain)
+
+
+def test_training_is_that_of_torch() -> None:
+    model, _ = pair()
+    dense = st.to_dense(model)
+    found = train(compiled(model), model.parameters(), batches(), optimizer=torch.optim.SGD, momentum=0.9)
+    expected = train(dense, dense.parameters(), batches(), optimizer=torch.optim.SGD, momentum=0.9)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, dense.state_dict()[name], rtol=1e-12, atol=1e-14)
+
+
+def test_large_lookups_use_recycled_memory_as_ever() -> None:
+    torch.manual_seed(0)
+    model = st.Embedding(5000, 64, padding_idx=7)
+    plain = copy.deepcopy(model)
+    given = [torch.randint(0, 5000, (3000,)) for _ in range(3)]
+    train(compiled(model), model.parameters(), given, lambda m, ids: m(ids).square().sum())
+    train(plain, plain.parameters(), given, lambda m, ids: m(ids).square().sum())
+    check_same(model, plain)
+
+
+@pytest.mark.slow
+def test_by_inductor() -> None:
+    for mode in ("default", "reduce-overhead"):
+        model, plain = pair()
+        found = train(torch.compile(model, fullgraph=True, mode=mode), model.parameters(), batches())
+        torch.testing.assert_close(found, train(plain, plain.parameters(), batches()), rtol=1e-10, atol=0)
+        torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-10, atol=1e-14)
+        # The part of the tables alone.
+        emb = model.words
+        ids = batches(1)[0]
+        assert torch.equal(torch.compile(emb, fullgraph=True)(ids), emb(ids))
+
+
+def test_one_graph_and_one_for_layers_that_share_code() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = st.Embedding(20, 4, dtype=F64)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.rows(ids).tanh()
+
+    layers = [Layer() for _ in range(12)]
+    plain = copy.deepcopy(layers)
+    torch._dynamo.utils.counters.clear()
+    for layer, other in zip(layers, plain, strict=True):
+        layer.compile(backend="aot_eager", fullgraph=True)
+        ids = torch.tensor([1, 5, 1])
+        assert torch.equal(layer(ids), other(ids))
+        layer(ids).sum().backward()
+        other(ids).sum().backward()
+        assert torch.equal(layer.rows.weight.grad, other.rows.weight.grad)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_dynamic_shapes() -> None:
+    model, plain = pair()
+    run = compiled(model, dynamic=True)
+    torch._dynamo.utils.counters.clear()
+    for ids in (batches(1, (5, 4))[0], batches(1, (9, 3))[0], batches(1, (17, 6))[0]):
+        found, expected = run(ids).sum(), plain(ids).sum()
+        assert torch.equal(found, expected)
+        found.backward()
+        expected.backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(model.words.weight.grad, plain.words.weight.grad)
+    marked = batches(1, (11,))[0]
+    torch._dynamo.mark_dynamic(marked, 0)
+    assert torch.equal(compiled(model)(marked), plain(marked))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_around_a_compiled_model(reentrant: bool) -> None:
+    model, plain = pair()
+    run = compiled(model)
+
+    def step(function, ids):
+        start = torch.zeros((), dtype=F64, requires_grad=True)
+        return checkpoint(lambda x: function(ids) + x, start, use_reentrant=reentrant).mean()
+
+    assert train(run, model.parameters(), batches(), step) == train(plain, plain.parameters(), batches(), step)
+    check_same(model, plain)
+
+
+def test_activation_checkpointing_within_a_compiled_model() -> None:
+    model, plain = pair()
+    run = torch.compile(lambda ids: checkpoint(model, ids, use_reentrant=False), backend="aot_eager", fullgraph=True)
+    found = train(lambda ids: run(ids), model.parameters(), batches())
+    assert found == train(plain, plain.parameters(), batches())
+    check_same(model, plain)
+
+
+def test_accumulation_clipping_and_scaling() -> None:
+    model, plain = pair(dtype=torch.float32)
+
+    def trained(function, params):
+        opt, scaler = torch.optim.AdamW(params, lr=0.1), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        for first, second in zip(batches(6)[::2], batches(6)[1::2], strict=True):
+            opt.zero_grad()
+            for ids in (first, second, first):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = function(ids).float().mean()
+                scaler.scale(loss).backward()
+            scaler.unscale_(opt)
+            st.clip_grad_norm_(params, 0.5)
+            scaler.step(opt)
+            scaler.update()
+
+    trained(compiled(model), [*model.parameters()])
+    trained(plain, [*plain.parameters()])
+    check_same(model, plain)
+
+
+def test_backward_twice_and_hooks() -> None:
+    model, plain = pair()
+    seen: list[list[Tensor]] = [[], []]
+    for function, one, calls in ((compiled(model), model, seen[0]), (plain, plain, seen[1])):
+        one.words.weight.register_hook(lambda grad, calls=calls: calls.append(grad.to_dense().clone()))
+        loss = function(batches(1)[0]).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert len(seen[0]) == len(seen[1]) == 2
+    assert all(map(torch.equal, *seen))
+    assert torch.equal(model.words.weight.grad, plain.words.weight.grad)
+    assert torch.equal(model.tags.weight.grad, plain.tags.weight.grad)
+
+
+def test_frozen_between_forward_and_backward() -> None:
+    model, _ = pair()
+    loss = compiled(model)(batches(1)[0]).mean()
+    model.words.requires_grad_(False)
+    loss.backward()
+    assert model.words.weight.grad is None
+    assert model.tags.weight.grad is not None
+    # The next graph is one without gradients of it, and back.
+    run = compiled(model)
+    run(batches(1)[0]).mean().backward()
+    assert model.words.weight.grad is None
+    model.words.requires_grad_(True)
+    run(batches(1)[0]).mean().backward()
+    assert model.words.weight.grad is not None
+
+
+def test_a_step_between_forward_and_backward_of_a_graph_kept() -> None:
+    model, plain = pair()
+    for function, one in ((compiled(model), model), (plain, plain)):
+        opt = torch.optim.SGD(one.words.parameters(), lr=0.1)
+        first, second = (function(ids).mean() for ids in batches(2))
+        first.backward()
+        opt.step()
+        opt.zero_grad()
+        second.backward()
+        opt.step()
+    check_same(model.words, plain.words)
+
+
+# --- autograd ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_gradients_of_something_else_deposit_nothing(backend: str) -> None:
+    """A compiled graph runs its whole backward, whatever was asked for."""
+    model, plain = pair()
+    for function, one in ((compiled(model, backend), model), (plain, plain)):
+        (grad,) = torch.autograd.grad(function(batches(1)[0]).mean(), [one.head.weight])
+        assert grad.shape == (2, 4)
+        assert one.words.weight.grad is None
+        function(batches(1)[0]).mean().backward(inputs=[one.head.weight, one.tags.weight])
+        assert one.words.weight.grad is None
+        function(batches(2)[1]).mean().backward()
+    assert torch.equal(model.words.weight.grad, plain.words.weight.grad)
+    assert torch.equal(model.tags.weight.grad, plain.tags.weight.grad)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_asked_for_by_the_weight(backend: str, sparse: bool) -> None:
+    model, plain = pair(sparse=sparse)
+    found = []
+    for function, one in ((compiled(model, backend), model), (plain, plain)):
+        loss = function(batches(1)[0]).mean() + one.words(torch.tensor([4, 4])).sum()
+        grads = torch.autograd.grad(loss, [one.words.weight, one.head.weight, one.tags.weight])
+        assert one.words.weight.grad is None
+        assert one.tags.weight.grad is None
+        found.append([grad.to_dense() for grad in grads])
+        # Nothing is left for a later backward.
+        function(batches(1)[0]).mean().backward()
+        found[-1].append(one.words.weight.grad.to_dense())
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-16)
+
+
+def test_gradients_to_be_differentiated_again_are_refused() -> None:
+    model, _ = pair()
+    loss = compiled(model, "eager")(batches(1)[0]).mean()
+    with pytest.raises(InvalidTypeError, match="create_graph"):
+        torch.autograd.grad(loss, [model.words.weight], create_graph=True)
+    loss.backward()
+
+
+def test_ids_that_change_before_backward_raise_as_those_of_torch() -> None:
+    model, _ = pair()
+    ids = batches(1)[0]
+    loss = compiled(model.words)(ids).sum()
+    ids.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_saved_tensors_that_are_copied() -> None:
+    """The rows of a lookup are found by memory that a copy does not have: backward then reads them again."""
+    model, plain = pair()
+    run = compiled(model, "eager")
+
+    def step(function, ids):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+            loss = function(ids).mean()
+        assert function is plain or not model.words._handle.anchor.lookups
+        return loss
+
+    assert train(run, model.parameters(), batches(), step) == train(plain, plain.parameters(), batches(), step)
+    check_same(model, plain)
+
+
+def test_what_is_kept_of_a_lookup_goes_with_its_graph() -> None:
+    model, _ = pair()
+    run, anchor = compiled(model), model.words._handle.anchor
+    loss = run(batches(1)[0]).mean()
+    assert len(anchor.lookups) == 2
+    loss.backward()
+    del loss
+    assert not anchor.lookups
+    unused = run(batches(1)[0])
+    del unused
+    assert not anchor.lookups
+    assert not anchor._arrived
+    assert anchor.leaf.grad is None
+
+
+def test_threads_that_run_backward_at_the_same_time() -> None:
+    model, plain = pair(idle="lazy")
+    run = compiled(model)
+    losses = [run(ids).mean() for ids in batches(8)]
+    threads = [threading.Thread(target=loss.backward) for loss in losses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for ids in batches(8):
+        plain(ids).mean().backward()
+    torch.testing.assert_close(model.words.weight.grad.to_dense(), plain.words.weight.grad.to_dense())
+    assert not model.words._handle.anchor._arrived
+
+
+# --- frozen ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode", "options"),
+    [
+        ("eager", torch.no_grad, {}),
+        ("aot_eager", torch.inference_mode, {}),
+        ("aot_eager", torch.no_grad, {"storage_dtype": torch.int8, "dtype": torch.float32}),
+    ],
+)
+def test_lookups_without_gradients(backend: str, mode, options) -> None:
+    model, plain = pair(**options)
+    run = compiled(model, backend)
+    for ids in (*batches(2), batches(1)[0].int(), batches(1)[0].t(), torch.tensor(4), torch.empty(0, 3).long()):
+        with mode():
+            assert torch.equal(run(ids), plain(ids))
+    frozen = compiled(model.requires_grad_(False), backend)
+    assert not frozen(ids).requires_grad
+    stats = model.words.table.stats()
+    frozen(batches(1)[0])
+    assert model.words.table.stats().gathered_rows - stats.gathered_rows == 2 * 42
+
+
+def test_rows_read_ahead_are_found() -> None:
+    model, plain = pair()
+    run = compiled(model)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1), torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for ids in batches():
+        ticket = model.words.prefetch(ids)
+        assert ticket.is_waiting
+        for function, each in zip((run, plain), opt, strict=True):
+            each.zero_grad()
+            function(ids).mean().backward()
+            each.step()
+        assert not ticket.is_waiting
+    check_same(model, plain)
+
+
+def test_ids_out_of_range() -> None:
+    model, _ = pair()
+    run = compiled(model.words)
+    with pytest.raises(RowIndexError, match="index\\[1\\] is 50"):
+        run(torch.tensor([0, 50]))
+    with torch.no_grad(), pytest.raises(RowIndexError, match="index\\[0\\] is -1"):
+        run(torch.tensor([-1, 5]))
+
+
+# --- what breaks the graph ---------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.words = st.Embedding(20, 4, dtype=F64, **options)
+        self.use = "transposed"
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.words(ids).tanh()
+        if self.use == "transposed":
+            return (h @ self.words.weight.T).logsumexp(-1)
+        if self.use == "linear":
+            return F.linear(h, self.words.weight).logsumexp(-1)
+        if self.use == "rows":
+            return h.sum(-1) + self.words.weight[ids].sum(-1)
+        return h.sum(-1) + self.words.weight.square().mean() + self.words.weight.shape[0]
+
+
+@pytest.mark.parametrize("use", ["transposed", "linear", "rows", "penalty"])
+@pytest.mark.parametrize("options", [{}, {"cache_rows": 4}], ids=str)
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
+def test_the_weight_used_beside_the_lookup(use: str, options, backend: str) -> None:
+    torch.manual_seed(0)
+    model = Tied(**options)
+    model.use = use
+    plain = copy.deepcopy(model)
+    given = [ids % 20 for ids in batches()]
+    run = torch.compile(model, backend=backend)
+    found = train(run, model.parameters(), given, optimizer=torch.optim.SGD)
+    expected = train(plain, plain.parameters(), given, optimizer=torch.optim.SGD)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("use", ["linear", "penalty"])
+def test_the_weight_in_one_graph_raises(use: str) -> None:
+    model = Tied()
+    model.use = use
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(model)(torch.tensor([1, 2]))
+
+
+def test_what_is_looked_up_outside_of_the_graph() -> None:
+    """max_norm writes rows, tickets and lists are no tensors, bags sum rows that nobody knows the number of."""
+    ids = torch.tensor([[1, 7, 2], [0, 7, 9]])
+    for make in (
+        lambda: st.Embedding(12, 4, max_norm=0.5, dtype=F64),
+        lambda: st.EmbeddingBag(12, 4, dtype=F64),
+        lambda: st.MultiEmbedding([10, 10, 10], 4, dtype=F64),
+    ):
+        model = make()
+        plain = copy.deepcopy(model)
+        run = torch.compile(model, backend="aot_eager")
+        train(run, model.parameters(), [ids, ids % 3], lambda m, ids: m(ids).square().sum())
+        train(plain, plain.parameters(), [ids, ids % 3], lambda m, ids: m(ids).square().sum())
+        check_same(model, plain)
+        torch.compiler.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            compiled(make())(ids)
+    emb = st.Embedding(12, 4)
+    run = torch.compile(emb, backend="eager")
+    assert torch.equal(run([1, 2]), emb([1, 2]))
+    assert torch.equal(run(emb.prefetch(ids)), emb(ids))
+    with pytest.raises(InvalidTypeError, match=r"index\.long"):
+        run(torch.tensor([1.0]))
+
+
+def test_export_still_names_the_remedy() -> None:
+    with pytest.raises(Exception, match="to_dense"):
+        torch.export.export(Model().eval(), (batches(1)[0],), strict=True)
+
+
+# --- other weights -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_weights_that_are_swapped(backend: str) -> None:
+    model, plain = pair()
+    other = {"words.weight": torch.randn(50, 4, dtype=F64, requires_grad=True)}
+    ids = batches(1)[0]
+    run = torch.compile(model, backend=backend)
+    expected = torch.func.functional_call(plain, other, (ids,))
+    assert torch.equal(run(ids), plain(ids))
+    # Around the compiled model, and within it.
+    outside = torch.func.functional_call(run, {"_orig_mod.words.weight": other["words.weight"]}, (ids,))
+    inside = torch.compile(lambda ids: torch.func.functional_call(model, other, (ids,)), backend=backend)(ids)
+    for found in (outside, inside):
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+        (grad,) = torch.autograd.grad(found.sum(), [other["words.weight"]])
+        assert grad.count_nonzero()
+    assert model.words.weight.grad is None
+    assert torch.equal(run(ids), plain(ids))
+    # By the weight of another table.
+    third, _ = pair()
+    with torch.no_grad():
+        third.words.weight.add_(1.0)
+    swapped = {"_orig_mod.words.weight": third.words.weight}
+    torch.testing.assert_close(
+        torch.func.functional_call(run, swapped, (ids,)),
+        torch.func.functional_call(plain, {"words.weight": third.words.weight}, (ids,)),
+    )
+
+
+def test_a_weight_that_is_shared_or_assigned_later() -> None:
+    model, other = pair()
+    run, ids = compiled(model), batches(1)[0]
+    run(ids)
+    with torch.no_grad():
+        other.words.weight.mul_(2.0)
+    model.words.weight = other.words.weight
+    assert torch.equal(run(ids), model(ids))
+    run(ids).mean().backward()
+    assert other.words.weight.grad is model.words.weight.grad
+    assert other.words.weight.grad is not None
+    model.words.weight = nn.Parameter(torch.ones(50, 4, dtype=F64))
+    assert torch.equal(run(ids), model(ids))
+    model.words.weight.data = torch.zeros(50, 4, dtype=F64)
+    assert torch.equal(run(ids), model(ids))
+
+
+def test_a_model_that_is_converted() -> None:
+    model, plain = pair()
+    run, ids = compiled(model), batches(1)[0]
+    run(ids)
+    model.float()
+    plain.float()
+    assert model.words._handle.anchor.leaf.dtype == torch.float32
+    assert torch.equal(run(ids), plain(ids))
+    run(ids).sum().backward()
+    plain(ids).sum().backward()
+    assert torch.equal(model.words.weight.grad, plain.words.weight.grad)
+
+
+def test_transforms_of_torch_func() -> None:
+    emb = st.Embedding(20, 4, dtype=F64)
+    ids = torch.tensor([[1, 2], [3, 3]])
+    run = torch.compile(lambda ids: torch.vmap(lambda one: emb(one).sum(0))(ids), backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(run(ids), emb(ids).sum(1))
+
+
+# --- copies, keys, processes -------------------------------------------------------------------------------------------
+
+
+def test_a_copy_of_a_compiled_model_has_its_own_rows() -> None:
+    model, _ = pair()
+    run, ids = compiled(model), batches(1)[0]
+    before = run(ids).detach().clone()
+    twin = copy.deepcopy(run)
+    with torch.no_grad():
+        model.words.weight.zero_()
+    assert torch.equal(twin(ids), before)
+    assert not torch.equal(run(ids), before)
+    twin(ids).mean().backward()
+    assert model.words.weight.grad is None
+    assert twin._orig_mod.words.weight.grad is not None
+
+
+def test_pickles() -> None:
+    model, _ = pair()
+    run, ids = compiled(model), batches(1)[0]
+    expected = run(ids)
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(compiled(again)(ids), expected)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    keys = {int(each.words._handle.anchor.key) for each in (model, again, loaded)}
+    assert len(keys) == 3
+
+
+def test_no_number_is_used_again() -> None:
+    emb = st.Embedding(5, 2)
+    key = emb._handle.anchor.key
+    handle = weakref.ref(emb._handle)
+    assert handle_at(key) is handle()
+    del emb
+    assert handle() is None
+    assert int(key) not in _handles
+    made = [int(st.Embedding(5, 2)._handle.anchor.key) for _ in range(5)]
+    assert int(key) not in made
+    assert len(set(made)) == 5
+    leaf = torch.zeros(1, requires_grad=True)
+    with pytest.raises(InvalidValueError, match="is gone"):
+        torch.ops.speedtransfer.lookup(torch.tensor([0]), leaf, key, 2, -1, False)
+
+
+def test_a_compiled_model_goes_with_its_tables() -> None:
+    model, _ = pair()
+    run = compiled(model)
+    run(batches(1)[0]).mean().backward()
+    handle = weakref.ref(model.words._handle)
+    del model, run
+    torch.compiler.reset()
+    gc.collect()
+    assert handle() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process() -> None:
+    model, plain = pair()
+    run, ids = compiled(model), batches(1)[0]
+    expected = plain(ids)
+    with torch.no_grad():
+        assert torch.equal(run(ids), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            with torch.no_grad():
+                same = torch.equal(run(ids), expected)
+                same = same and torch.equal(copy.deepcopy(model)(ids), expected)
+            os._exit(0 if same else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_operators_are_what_torch_expects() -> None:
+    emb = st.Embedding(20, 4, dtype=F64)
+    register()
+    anchor, ids = emb._handle.anchor, torch.tensor([[1, 2], [2, 9]])
+    args = ids, anchor.leaf, anchor.key, 4, -1, False
+    # Without test_aot_dispatch_dynamic, which runs twice and compares numbers of lookups.
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.speedtransfer.rows, (ids, anchor.leaf.detach(), *args[2:]), test_utils=tests)
+    torch.library.opcheck(torch.ops.speedtransfer.lookup, args, test_utils=tests)
+    _, number = torch.ops.speedtransfer.lookup(*args)
+    grad = torch.randn(2, 2, 4, dtype=F64)
+    torch.library.opcheck(
+        torch.ops.speedtransfer.deposit, (grad, ids, anchor.key, number, -1, False), test_utils=("test_faketensor",)
+    )
