@@ -797,6 +797,7 @@ def test_options(record, monkeypatch, capsys):
                 "memory",
                 "prefetch",
                 "cache",
+                "lookup",
                 "ranks",
                 "ngram",
             ],

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from speedtransfer.benchmark import shown_cache, shown_ngram, shown_prefetch, shown_ranks
+from speedtransfer.benchmark import shown_cache, shown_lookup, shown_ngram, shown_prefetch, shown_ranks
 from speedtransfer.benchmark.drawing import (
     COLOURS,
     INK,
@@ -39,6 +39,7 @@ def plot(result: dict[str, Any]) -> bytes | None:
         "memory": _memory,
         "prefetch": shown_prefetch.draw,
         "cache": shown_cache.draw,
+        "lookup": shown_lookup.draw,
         "ranks": shown_ranks.draw,
         "ngram": shown_ngram.draw,
     }[result["suite"]]

@@ -56,6 +56,7 @@ SUITES = {
         Suite("memory", "Memory that a table takes", frozenset({"rows"})),
         Suite("prefetch", "Waiting for rows of a file, and how much of it is hidden", frozenset({"rows"})),
         Suite("cache", "Rows that a cache of hot rows serves", frozenset({"rows"})),
+        Suite("lookup", "Frozen lookups of a few ids", frozenset({"rows"})),
         Suite("ranks", "The same steps in several processes", frozenset({"rows"})),
         Suite("ngram", "A language model with n-gram tables", frozenset({"rows"})),
     )

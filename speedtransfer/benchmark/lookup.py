@@ -1,0 +1,97 @@
+"""Suite `lookup`: frozen lookups of a few ids, as a server makes them. How long does the host take for one?"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.errors import check_size
+from speedtransfer.nn import Embedding
+
+NOTE = (
+    "Under torch.inference_mode, with ids that are on the compute device. On the CPU `F.embedding` on the same memory is the "
+    "floor. On CUDA the rows of speedtransfer are in page-locked memory; `nn.Embedding` has the whole table on the device."
+)
+OURS, MODULE, FUNCTION, BY_HAND = "speedtransfer", "nn.Embedding", "F.embedding", "index_select on the host and a copy"
+DIM, TOKENS = 256, (1, 8, 64)
+
+_ROWS, _QUICK_ROWS = 1 << 18, 1 << 14
+_BATCHES = 64
+
+
+def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
+    """Return what the suite compares.
+
+    Parameters
+    ----------
+    device : torch.device
+        The compute device.
+    quick : bool
+        A small table.
+    rows : int, optional
+        Of the table.
+    seed : int, optional
+    """
+    rows = check_size(options.get("rows") or (_QUICK_ROWS if quick else _ROWS), "rows", 1)
+    return [
+        Group(
+            f"frozen lookup of {tokens} ids in {rows:,} x {DIM} float32",
+            functools.partial(_cases, device, rows, tokens, options.get("seed") or 0),
+            {"tokens": tokens, "rows": rows, "dim": DIM},
+        )
+        for tokens in TOKENS
+    ]
+
+
+class _Lookups:
+    """Lookups of one batch after the other."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], batches: list[Tensor], rows: Tensor) -> None:
+        self._function, self._batches, self._rows = function, itertools.cycle(batches), rows
+
+    def run(self) -> Tensor:
+        """Look the next batch up."""
+        with torch.inference_mode():
+            return self._function(next(self._batches))
+
+    def check(self) -> None:
+        """Raise AssertionError where it finds other rows than there are."""
+        ids = next(self._batches)
+        with torch.inference_mode():
+            found = self._function(ids)
+        assert torch.equal(found.cpu(), self._rows[ids.cpu()]), "the rows looked up are not those of the ids"
+
+
+def _cases(device: torch.device, rows: int, tokens: int, seed: int) -> list[Case]:
+    generator = torch.Generator().manual_seed(seed)
+    cuda = device.type == "cuda"
+    values = torch.randn(rows, DIM, generator=generator)
+    batches = [torch.randint(rows, (tokens,), generator=generator).to(device) for _ in range(_BATCHES)]
+    weight: Any = {"_weight": values.to(device), "_freeze": True}
+    ours = Embedding(rows, DIM, _weight=values, _freeze=True, device=device, memory="pinned" if cuda else "pageable")
+    dense = nn.Embedding(rows, DIM, **weight)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {OURS: ours, MODULE: dense}
+    if cuda:
+        room = torch.empty(tokens, DIM, pin_memory=True)
+
+        def by_hand(ids: Tensor) -> Tensor:
+            return torch.index_select(values, 0, ids.cpu(), out=room).to(device, non_blocking=True)
+
+        ways[BY_HAND] = by_hand
+    else:
+        table = ours.table.torch()
+        ways[FUNCTION] = lambda ids: F.embedding(ids, table)
+    found = []
+    for name, function in ways.items():
+        lookups = _Lookups(function, batches, values)
+        # The result is all that is on the device: nothing waits.
+        role: Any = "ours" if name == OURS else "other"
+        found.append(Case(name, lookups.run, lookups.check, role=role, queues=cuda and name != BY_HAND))
+    return found
