@@ -54,6 +54,7 @@ def replace_embeddings(
     min_rows: int = 10_000,
     names: Names | None = None,
     strict: bool = False,
+    min_bytes: int = 0,
     **options: Unpack[TableOptions],
 ) -> Replaced:
     """Give the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules inside `model` tables, with the weights that they have.
@@ -72,6 +73,8 @@ def replace_embeddings(
         module that says whether to replace it. By default all.
     strict : bool
         Raise where an embedding that was asked for cannot be replaced, instead of leaving it as it is.
+    min_bytes : int
+        Leave embeddings with a smaller weight alone: ``min_bytes=1 << 30`` takes those that are worth the memory.
     memory, path, idle, storage_dtype, state_dtype, scale_block, layout, cache_rows, cache_counts, process_group,
     comm_dtype
         As in :class:`~speedtransfer.Embedding`; a `path` is the file of one table.
@@ -90,6 +93,7 @@ def replace_embeddings(
         There is no room for a table. The model is then as it was.
     """
     check_size(min_rows, "min_rows")
+    check_size(min_bytes, "min_bytes")
     options = complete(options)
     report, found = Replaced(), {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -99,6 +103,8 @@ def replace_embeddings(
             report.left[name] = "not among the names asked for"
         elif module.num_embeddings < min_rows:
             report.left[name] = f"it has {module.num_embeddings} rows, fewer than min_rows={min_rows}"
+        elif (num_bytes := _weight_bytes(module)) < min_bytes:
+            report.left[name] = f"its weight has {num_bytes:,} bytes, fewer than min_bytes={min_bytes:,}"
         elif problem := _problem(module):
             if strict:
                 raise InvalidValueError(f"embedding {name!r} {problem}")
@@ -119,7 +125,10 @@ def replace_embeddings(
     for name, module in found.items():
         others = sorted(users.get(id(module.weight), set()) - {n for n, m in found.items() if m is module})
         if others:
-            report.notes[name] = f"shared with {', '.join(map(repr, others))}, so a step there touches every row"
+            shared = ", ".join(map(repr, others))
+            report.notes[name] = (
+                f"shared with {shared}, so that each use there reads every row, and a step touches every row"
+            )
         # One that was seen under another name has its table already.
         if not isinstance(module, TableModule):
             _give_table(module, handles.get(id(module.weight)), options)
@@ -133,6 +142,13 @@ def _wanted(name: str, module: nn.Module, names: Names | None) -> bool:
     if callable(names):
         return names(name, module)
     return any(fnmatchcase(name, pattern) for pattern in ([names] if isinstance(names, str) else names))
+
+
+def _weight_bytes(module: nn.Embedding | nn.EmbeddingBag) -> int:
+    """Return the bytes of the weight of a module, from its shape: it may be on the meta device, or computed."""
+    weight = module._parameters.get("weight")
+    itemsize = (torch.get_default_dtype() if weight is None else weight.dtype).itemsize
+    return module.num_embeddings * module.embedding_dim * itemsize
 
 
 def _problem(module: nn.Embedding | nn.EmbeddingBag) -> str | None:
