@@ -1,0 +1,175 @@
+"""Frozen lookups of a few ids on a CUDA device: one kernel, the rows of the table, faults that are told; compiled lookups."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import speedtransfer as st
+from speedtransfer.errors import RowIndexError
+from speedtransfer.nn import lookup_ops
+
+try:
+    import fakegpu  # the emulated GPU, which lists every call
+except ImportError:
+    fakegpu = None
+
+ROWS, DIM = 300, 16
+MEMORIES = ["pinned", "device", "pageable"]
+
+
+def frozen(device, **options):
+    values = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(2))
+    return st.Embedding(ROWS, DIM, _weight=values, _freeze=True, device=device, **options), values
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("options", [{}, {"storage_dtype": torch.int8}, {"dtype": torch.bfloat16}], ids=str)
+def test_the_rows_of_the_ids(device, memory, mode, options):
+    options = dict(options)
+    dtype = options.pop("dtype", torch.float32)
+    emb, _ = frozen(device, memory=memory, **options)
+    emb = emb.to(dtype)
+    whole = emb.weight.detach().cpu()
+    grid = torch.randint(0, ROWS, (6, 8), generator=torch.Generator().manual_seed(3))
+    with mode():
+        for ids in (grid, grid.t(), grid[:, ::3], grid.int(), grid[2, 3], grid[:0], grid.flatten()[:1]):
+            converted = ids.dtype != torch.int64 or not ids.is_contiguous()
+            if fakegpu is not None and mode is torch.inference_mode and converted:
+                # The emulator loses what is converted in inference mode.
+                continue
+            for given in (ids.to(device), ids):
+                found = emb(given)
+                assert found.device.type == "cuda"
+                assert found.shape == (*ids.shape, DIM)
+                assert torch.equal(found.cpu(), F.embedding(ids.long(), whole))
+    assert emb.table.stats().gathered_rows
+    emb.table.wait()
+
+
+@pytest.mark.skipif(fakegpu is None, reason="the calls of a GPU are listed where it is emulated")
+def test_few_ids_are_one_launch(device):
+    for memory in ("pinned", "device"):
+        emb, _ = frozen(device, memory=memory)
+        for count in (1, 8, 64):
+            ids = torch.randint(0, ROWS, (count,)).to(device)
+            with torch.inference_mode():
+                emb(ids)
+                with fakegpu.recorded() as calls:
+                    emb(ids)
+            launches = [str(call) for call in calls if "launch" in str(call)]
+            assert len(launches) == 1, launches
+            assert "gather_rows" in launches[0]
+
+
+@pytest.mark.parametrize("memory", ["pinned", "device"])
+def test_a_row_out_of_range_is_told_by_the_next_call(device, memory):
+    emb, values = frozen(device, memory=memory)
+    with torch.no_grad():
+        found = emb(torch.tensor([3, ROWS, 5], device=device))
+        torch.cuda.synchronize()
+        with pytest.raises(RowIndexError, match=f"is {ROWS}"):
+            emb(torch.tensor([1], device=device))
+        assert torch.equal(found.cpu(), torch.stack([values[3], torch.zeros(DIM), values[5]]))
+        # On the host they are seen at once.
+        with pytest.raises(RowIndexError, match=r"index\[1\] is -1"):
+            emb(torch.tensor([1, -1]))
+        assert torch.equal(emb(torch.tensor([1], device=device)).cpu()[0], values[1])
+
+
+def test_many_ids_cross_the_bus_once_each(device):
+    emb, values = frozen(device, memory="pinned")
+    ids = torch.zeros(5000, dtype=torch.int64, device=device)
+    with torch.no_grad():
+        found = emb(ids)
+    assert torch.equal(found.cpu(), values[:1].expand(5000, DIM))
+    assert emb.table.stats().gathered_rows == 1
+
+
+def test_trained_rows_that_idle(device):
+    emb = st.Embedding(40, 4, dtype=torch.float64, memory="pinned", idle="exact", device=device)
+    dense = nn.Embedding.from_pretrained(emb.weight.detach().cpu().clone(), freeze=False)
+    opts = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (emb, dense)]
+    for step in range(3):
+        for each, opt in zip((emb, dense), opts, strict=True):
+            opt.zero_grad()
+            each(torch.tensor([step])).sum().backward()
+            opt.step()
+    ids = torch.tensor([0, 1, 39])
+    with torch.no_grad():
+        torch.testing.assert_close(emb(ids.to(device)).cpu(), dense(ids), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="older versions of torch break the graph")
+@pytest.mark.parametrize("memory", ["pinned", "device", "pageable"])
+def test_the_operators(device, memory):
+    """What a compiled graph calls, with the gradient that the lookup itself leaves."""
+    torch.manual_seed(1)
+    emb = st.Embedding(40, 4, padding_idx=2, memory=memory, device=device, idle="lazy")
+    plain = copy.deepcopy(emb)
+    opts = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (emb, plain)]
+    anchor = emb._handle.anchor
+    assert anchor.leaf.device.type == "cuda"
+    for ids in (torch.tensor([[1, 2], [1, 7]]), torch.tensor([[7, 7], [2, 9]])):
+        ids = ids.to(device)
+        args = ids, anchor.leaf, anchor.key, 4, 2, False
+        expected = plain(ids)
+        # The emulator does not know operators that are not torch's: their functions are called there.
+        found, number = lookup_ops._lookup(*args) if fakegpu else torch.ops.speedtransfer.lookup(*args)
+        assert torch.equal(found.detach().cpu(), expected.detach().cpu())
+        assert torch.equal(lookup_ops._rows(*args).cpu(), found.detach().cpu())
+        for opt in opts:
+            opt.zero_grad()
+        if fakegpu:
+            lookup_ops._deposit(2 * found, ids, anchor.key, number, 2, False)
+        else:
+            found.square().sum().backward()
+        expected.square().sum().backward()
+        for opt in opts:
+            opt.step()
+        del found, number
+        assert not anchor.lookups
+        assert torch.equal(emb.table.torch().cpu(), plain.table.torch().cpu())
+
+
+@pytest.mark.skipif(fakegpu is not None, reason="the emulator compiles nothing")
+@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="older versions of torch break the graph")
+@pytest.mark.parametrize("memory", ["pinned", "device", "pageable"])
+def test_a_compiled_model(device, memory):
+    torch.compiler.reset()
+    torch.manual_seed(1)
+    model = nn.Sequential(st.Embedding(40, 4, memory=memory, device=device), nn.Linear(4, 1, device=device))
+    plain = copy.deepcopy(model)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    opts = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain)]
+    for seed in range(3):
+        ids = torch.randint(0, 40, (9,), generator=torch.Generator().manual_seed(seed)).to(device)
+        for each, opt in zip((run, plain), opts, strict=True):
+            opt.zero_grad()
+            each(ids).square().sum().backward()
+            opt.step()
+    assert torch.equal(model[0].table.torch().cpu(), plain[0].table.torch().cpu())
+    torch.compiler.reset()
+
+
+def test_lookups_in_a_graph_that_is_captured(device):
+    graph, ids = torch.cuda.CUDAGraph(), torch.zeros(8, dtype=torch.int64, device=device)
+    emb, values = frozen(device, memory="pinned")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(side):
+        emb(ids)
+    torch.cuda.current_stream().wait_stream(side)
+    try:
+        with torch.no_grad(), torch.cuda.graph(graph):
+            found = emb(ids)
+    except Exception as error:
+        pytest.skip(f"this device captures no CUDA graphs: {str(error).splitlines()[0]}")
+    for seed in range(3):
+        batch = torch.randint(0, ROWS, (8,), generator=torch.Generator().manual_seed(seed))
+        ids.copy_(batch)
+        graph.replay()
+        assert torch.equal(found.cpu(), values[batch])
