@@ -14,7 +14,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SUITES = ("transfer", "speedtorch", "tax", "step", "precision", "memory", "prefetch", "cache", "lookup", "ranks", "ngram")
+SUITES = (
+    "transfer",
+    "speedtorch",
+    "tax",
+    "step",
+    "precision",
+    "memory",
+    "prefetch",
+    "cache",
+    "lookup",
+    "ranks",
+    "ngram",
+)
 CHECKS = ("tests", "sanitizer")  # need a GPU
 PARTS = (*CHECKS, *SUITES)
 IDLE = "idle"  # of bench/idle.py, which needs data that are not here
