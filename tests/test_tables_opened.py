@@ -515,6 +515,21 @@ def test_module_of_an_opened_table(opened, tmp_path):
         assert_same_bits(ours(ids), theirs(ids))
 
 
+def test_lookups_that_are_served(opened):
+    """A few ids without gradients, as they are and compiled."""
+    table, values, _ = opened
+    emb = st.Embedding.from_pretrained(table)
+    compiled = torch.compile(emb, fullgraph=True, backend="aot_eager")
+    for ids in (torch.tensor([299]), torch.tensor([[0, 7], [7, 150]]), torch.zeros(0, dtype=torch.int64)):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert_same_bits(emb(ids), values[ids])
+                assert_same_bits(compiled(ids), values[ids])
+    for module in (emb, compiled):
+        with torch.no_grad(), pytest.raises(IndexError, match="is 300 but the table has 300 rows"):
+            module(torch.tensor([3, 300]))
+
+
 def test_checkpoints(opened, tmp_path):
     table, values, folder = opened
     emb, before = st.Embedding.from_pretrained(table), state_of(folder)
