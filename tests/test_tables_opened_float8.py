@@ -59,6 +59,7 @@ def test_rows_are_decoded(tmp_path, dtype, scale_dtype, blocks, pads):
     table = st.Table.open(
         write_parts(tmp_path / "w", codes, pads=pads),
         scales=write_parts(tmp_path / "s", scales, parts=2, pads=pads),
+        scale_block=codes.shape[1] // blocks,
         device="cpu",
     )
     assert table.planes == ("weight", "weight.scale")
@@ -81,9 +82,8 @@ def test_rows_are_decoded(tmp_path, dtype, scale_dtype, blocks, pads):
     for memory in ("mmap", "pageable"):
         again = st.Table.load(tmp_path / "copy.safetensors", memory, "cpu")
         assert_same_bits(st.Embedding.from_pretrained(again)(IDS), expected[IDS])
-    named = st.Table.open(
-        tmp_path / "copy.safetensors", scale_key="weight.scale", key="weight", device="cpu", cache_rows=9
-    )
+    names = {"scale_key": "weight.scale", "key": "weight", "scale_block": codes.shape[1] // blocks}
+    named = st.Table.open(tmp_path / "copy.safetensors", **names, device="cpu", cache_rows=9)
     cached = st.Embedding.from_pretrained(named)
     assert all(torch.equal(cached(IDS), expected[IDS]) for _ in range(3))
 
@@ -279,3 +279,29 @@ def test_wrong_arguments(opened, tmp_path):
         with pytest.raises(error, match=message) as found:
             st.Table.open(pairs, device="cpu", **kwargs)
         one_line(found)
+
+
+def test_blocks_whose_width_does_not_follow(tmp_path):
+    """Two scales of 160 columns may belong to 80 each, or to 128 and the rest; ours say which."""
+    path = tmp_path / "a.safetensors"
+    emb = st.Embedding(20, 160, storage_dtype=torch.float8_e4m3fn)
+    emb.table.save(path)
+    for table in (st.Table.load(path), st.Table.load(path, memory="mmap")):
+        found = st.Embedding.from_pretrained(table)
+        assert torch.equal(found.weight.detach(), emb.weight.detach())
+    about = {"weight": emb.table.torch().clone(), "s": emb.table.plane("weight.scale").clone()}
+    save_file(about, path)
+    with pytest.raises(InvalidValueError, match="may be blocks of 80 or of other widths; pass scale_block=80"):
+        st.Table.open(path, scale_key="s")
+    opened = st.Table.open(path, scale_key="s", scale_block=80)
+    assert torch.equal(st.Embedding.from_pretrained(opened)(torch.arange(20)), emb.weight.detach())
+    with pytest.raises(
+        InvalidValueError, match="scale_block is 128 but .* has 2 scales for rows of 160 values, 80 for each"
+    ):
+        st.Table.open(path, scale_key="s", scale_block=128)
+    with pytest.raises(InvalidValueError, match="scale_block is 80 but there are no scales"):
+        st.Table.open(path, "weight", scale_block=80)
+    # Files of others with our names.
+    save_file({"weight": about["weight"], "weight.scale": about["s"]}, path)
+    with pytest.raises(InvalidValueError, match="pass scale_block=80"):
+        st.Table.load(path)

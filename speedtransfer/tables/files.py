@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -61,12 +61,15 @@ def create(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> None:
 Written = tuple[str, torch.dtype, tuple[int, ...], Iterator[Tensor]]
 
 
-def write(path: Path, tensors: list[Written]) -> None:
-    """Write tensors to `path`, only the first to a .npy file: the old file stays whole until the new one is."""
+def write(path: Path, tensors: list[Written], metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors to `path`, only the first to a .npy file: the old file stays whole until the new one is.
+
+    `metadata` go with several tensors.
+    """
     (_, dtype, shape, _), *others = tensors
     header = _header(path, (shape[0], shape[1]), dtype)
     if others:
-        header = safetensors_io.header_bytes(safetensors_io.make_header([written[:3] for written in tensors]))
+        header = safetensors_io.header_bytes(safetensors_io.make_header([written[:3] for written in tensors], metadata))
     with replace_file(path) as file:
         file.write(header)
         for *_, chunks in tensors:
@@ -88,12 +91,15 @@ class Header(NamedTuple):
         The entries of a safetensors header by name.
     array : tuple, optional
         Dtype and shape of the array of a .npy file.
+    metadata : dict
+        What else a safetensors header says.
     """
 
     size: int
     offset: int
     tensors: dict[str, Any]
     array: tuple[torch.dtype, tuple[int, ...]] | None = None
+    metadata: Any = None
 
 
 class Stored(NamedTuple):
@@ -130,7 +136,8 @@ def open_header(path: Path) -> Header:
         if path.suffix != ".safetensors":
             check_suffix(path, torch.float32)
         entries, offset = safetensors_io.read_header(file, path)
-        return Header(size, offset, {name: entry for name, entry in entries.items() if name != safetensors_io.METADATA})
+        metadata = entries.pop(safetensors_io.METADATA, None)
+        return Header(size, offset, entries, metadata=metadata)
 
 
 def find_tensor(

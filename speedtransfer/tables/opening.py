@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from speedtransfer.cuda import resolve_device
 from speedtransfer.dtypes import FLOAT8_DTYPES, FLOAT8_SCALE, TABLE_DTYPES
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
 from speedtransfer.tables import files
 from speedtransfer.tables.mapped_file import MmapMemory
 from speedtransfer.tables.opened_files import OpenedMemory
@@ -23,6 +23,8 @@ from speedtransfer.tables.sources import Catalog, Source
 from speedtransfer.tables.whole_planes import WholePlanes
 
 SCALES = "weight.scale"
+# In the metadata of a file that `Table.save` has written.
+SCALE_BLOCK = "scale_block"
 SCALE_DTYPES = (torch.float32, torch.bfloat16, *(() if FLOAT8_SCALE is None else (FLOAT8_SCALE,)))
 
 
@@ -38,6 +40,7 @@ class Opening(WholePlanes):
         scales: PathLike | Sequence[PathLike | tuple[PathLike, str]] | None = None,
         scale_key: str | None = None,
         scale_dtype: DType | None = None,
+        scale_block: int | None = None,
         writable: bool | str = False,
         device: Device = None,
         cache_rows: int | str | None = None,
@@ -67,6 +70,9 @@ class Opening(WholePlanes):
             decodes with them; `gather` returns rows as they are stored.
         scale_dtype : torch.dtype, optional
             ``torch.float8_e8m0fnu``: scales in files that hold them as U8 are of that dtype, as in the MX formats.
+        scale_block : int, optional
+            The columns that share a scale, where their number is no power of two: 2 scales of 160 columns may belong to 80
+            each, or to 128 and 32, which is refused.
         writable : bool or "shared"
             True: changes go to the file, as in ``load(path, memory="mmap", writable=True)``. For one tensor without scales.
         device : torch.device, optional
@@ -91,12 +97,11 @@ class Opening(WholePlanes):
             dtypes = SCALE_DTYPES if scale_dtype is None else (scale_dtype, torch.uint8)
             found = catalog.find(parts if scales is None else scales, scale_key, "scales", dtypes)
             found = [source._replace(dtype=scale_dtype or source.dtype) for source in found]
-            _check_scales(found, weights)
+            _check_scales(found, weights, scale_block)
             sources[SCALES] = found
-        elif scale_dtype is not None:
-            raise InvalidValueError(
-                f"scale_dtype is {scale_dtype} but there are no scales; pass scales or scale_key too"
-            )
+        for name, given in (("scale_dtype", scale_dtype), ("scale_block", scale_block)):
+            if given is not None and SCALES not in sources:
+                raise InvalidValueError(f"{name} is {given} but there are no scales; pass scales or scale_key too")
         return cls._open(sources, writable, device, cache_rows, cache_counts)
 
     @classmethod
@@ -151,7 +156,8 @@ def saved_planes(path: Path, key: str | None) -> dict[str, list[Source]]:
     if weight.dtype not in FLOAT8_DTYPES or beside not in header.tensors:
         return {"weight": [weight]}
     scales = Source(path, beside, *files.find_tensor(path, header, beside, SCALE_DTYPES))
-    _check_scales([scales], [weight])
+    said = header.metadata.get(SCALE_BLOCK) if isinstance(header.metadata, dict) else None
+    _check_scales([scales], [weight], int(said) if isinstance(said, str) and said.isdecimal() else None)
     return {"weight": [weight], SCALES: [scales]}
 
 
@@ -179,8 +185,8 @@ def _check_scale_dtype(dtype: Any) -> None:
         raise InvalidValueError(f"scale_dtype is {dtype!r} but must be None or torch.float8_e8m0fnu; pass one of them")
 
 
-def _check_scales(scales: Sequence[Source], weights: Sequence[Source]) -> None:
-    """Raise unless scales fit the weights."""
+def _check_scales(scales: Sequence[Source], weights: Sequence[Source], scale_block: int | None) -> None:
+    """Raise unless scales fit the weights, each for `scale_block` columns if that is known."""
     dtype, dim, num_rows = weights[0].dtype, weights[0].shape[1], sum(source.shape[0] for source in weights)
     if dtype not in FLOAT8_DTYPES:
         raise InvalidTypeError(
@@ -214,4 +220,15 @@ def _check_scales(scales: Sequence[Source], weights: Sequence[Source]) -> None:
         raise InvalidValueError(
             f"{first} has {blocks} scales a row but rows of {dim} values are not as many blocks of one size; decode the rows "
             "and pass the result"
+        )
+    size = dim // blocks
+    if scale_block is not None and check_size(scale_block, "scale_block", 1) != size:
+        raise InvalidValueError(
+            f"scale_block is {scale_block} but {first} has {blocks} scales for rows of {dim} values, {size} for each; if "
+            "their blocks are not all as wide, decode the rows and pass the result"
+        )
+    if scale_block is None and blocks > 1 and size & (size - 1):
+        raise InvalidValueError(
+            f"{first} has {blocks} scales for rows of {dim} values, which may be blocks of {size} or of other widths; pass "
+            f"scale_block={size} if that is so, else decode the rows and pass the result"
         )

@@ -23,7 +23,7 @@ from speedtransfer.tables.chunks import plane_chunks, row_chunks
 from speedtransfer.tables.index import as_index, check_distinct
 from speedtransfer.tables.mapped_file import MmapMemory
 from speedtransfer.tables.memories import DeviceMemory, Memory, PageableMemory, PinnedMemory
-from speedtransfer.tables.opening import SCALES, Opening, saved_planes
+from speedtransfer.tables.opening import SCALE_BLOCK, SCALES, Opening, saved_planes
 from speedtransfer.tables.padded import is_padded, padded_unique
 from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
 from speedtransfer.tables.planes import Device, DType, PathLike, check_dtype
@@ -501,13 +501,16 @@ class Table(Opening):
         else:
             weight = self.plane("weight")
             chunks = (weight[rows].cpu() for rows in plane_chunks(weight))
+        metadata = dict[str, str]()
         tensors: list[files.Written] = [("weight", self.dtype, (self.num_rows, self.dim), chunks)]
         if self.dtype in FLOAT8_DTYPES and SCALES in self.planes:
             scales = self.stored(SCALES)
             rows = row_chunks(self.num_rows, scales.shape[1] * scales.element_size())
             chunks = (self.chunk(SCALES, part).cpu() for part in rows)
             tensors.append((SCALES, scales.dtype, tuple(scales.shape), chunks))
-        files.write(path, tensors)
+            # Columns that share a scale: their number does not follow from that of the scales.
+            metadata = {SCALE_BLOCK: str(-(-self.dim // max(scales.shape[1], 1)))}
+        files.write(path, tensors, metadata)
 
     def stats(self) -> TableStats:
         """Return what has been moved so far (a copy)."""
