@@ -166,6 +166,16 @@ def test_one_graph_and_one_for_layers_that_share_code() -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+def test_n_grams_are_hashed_and_looked_up_in_one_graph() -> None:
+    torch.manual_seed(0)
+    model = st.NgramEmbedding(st.NgramHash(orders=(2, 3), heads=2, rows=1000), 4, std=0.1)
+    plain = copy.deepcopy(model)
+    given = [torch.randint(0, 100, (2, 9)) for _ in range(3)]
+    found = train(compiled(model), model.parameters(), given, lambda m, tokens: m(tokens).square().mean())
+    assert found == train(plain, plain.parameters(), given, lambda m, tokens: m(tokens).square().mean())
+    check_same(model, plain)
+
+
 def test_dynamic_shapes() -> None:
     model, plain = pair()
     run = compiled(model, dynamic=True)
@@ -549,11 +559,17 @@ def test_a_model_that_is_converted() -> None:
 
 
 def test_transforms_of_torch_func() -> None:
+    """The operators know nothing of them, so that these lookups are not in the graph."""
     emb = st.Embedding(20, 4, dtype=F64)
     ids = torch.tensor([[1, 2], [3, 3]])
-    run = torch.compile(lambda ids: torch.vmap(lambda one: emb(one).sum(0))(ids), backend="aot_eager")
+
+    def mapped(ids: Tensor) -> Tensor:
+        return torch.vmap(lambda one: emb(one).sum(0))(ids)
+
     with torch.no_grad():
-        assert torch.equal(run(ids), emb(ids).sum(1))
+        assert torch.equal(torch.compile(mapped, backend="aot_eager")(ids), emb(ids).sum(1))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(mapped, backend="aot_eager", fullgraph=True)(ids)
 
 
 # --- copies, keys, processes -------------------------------------------------------------------------------------------
