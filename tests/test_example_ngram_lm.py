@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import speedtransfer as st
+
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
-from ngram_lm import run
+from ngram_lm import run, training
 from ngram_lm.comparison import PAIRS
 from ngram_lm.contenders import CONTENDERS
 from ngram_lm.data import END, UNKNOWN, DataError, batches, read_corpus, windows_of
 from ngram_lm.pictures import save_pictures
+from ngram_lm.settings import Settings
 
 RUN = Path(run.__file__)
 _SIZES = {"steps": 9, "batch": 2, "context": 8, "vocabulary": 40, "width": 8, "layers": 2, "rows": 50, "dim": 4}
@@ -81,6 +84,8 @@ def check_comparisons(out, result):
     assert exact["loss_difference"] <= 1e-14
     assert exact["table_difference"] <= 1e-11
     assert lazy["table_difference"] > 1e-3
+    assert lazy["loss_difference"] > 1e-6
+    assert not lazy["losses_equal"]
     assert "losses and the table are the same bits" in out
 
 
@@ -99,6 +104,27 @@ def check_memory(result):
         "exact": plain + 4 * rows,
         "exact-prefetch": plain + 4 * rows,
     }
+
+
+@pytest.mark.parametrize("name", ["lazy", "exact"])
+def test_rows_are_read_ahead(text, monkeypatch, name):
+    found, wait = [], st.nn.Ticket.wait
+
+    def counted(*args):
+        found.append(wait(*args))
+        return found[-1]
+
+    monkeypatch.setattr(st.nn.Ticket, "wait", counted)
+    settings = Settings(
+        steps=5, batch=2, context=8, vocabulary=40, width=8, layers=2, attention_heads=2, rows=50, dim=4
+    )
+    corpus, said = read_corpus(text, 40), []
+    training.train(name, settings, corpus, said.append)
+    assert not found
+    training.train(f"{name}-prefetch", settings, corpus, said.append)
+    assert len(found) == 5
+    assert None not in found
+    assert said[:5] == said[5:]
 
 
 # --- errors and interruptions -------------------------------------------------------------------------------------------
