@@ -180,6 +180,21 @@ def test_a_loader_that_fills_one_buffer_anew(emb):
         next(iter(st.prefetch(loader(), lambda ids: {emb: ids})))
 
 
+@pytest.mark.parametrize("view", [torch.Tensor.detach, torch.Tensor.numpy])
+def test_a_buffer_of_tokens_that_a_module_hashes(view):
+    module = st.NgramEmbedding(st.NgramHash(rows=50, vocab_size=20), 4)
+
+    def loader(change):
+        buffer = torch.zeros(1, 3, dtype=torch.int64)
+        for _ in range(5):
+            buffer = change(buffer)
+            yield view(buffer)
+
+    assert len(list(st.prefetch(loader(lambda buffer: buffer + 1), lambda tokens: {module: tokens}))) == 5
+    with pytest.raises(InvalidValueError, match="one buffer anew"):
+        next(iter(st.prefetch(loader(lambda buffer: buffer.add_(1)), lambda tokens: {module: tokens})))
+
+
 def test_an_iterator_may_be_taken_in_parts(emb):
     seen, loader = [], st.prefetch(iter([torch.tensor([n]) for n in range(10)]), lambda ids: {emb: ids})
     for _ in range(4):

@@ -188,6 +188,63 @@ def test_copies_pickles_checkpoints_and_dtypes(tmp_path):
     assert half(tokens, hidden.bfloat16()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("std", [0.0, 0.5])
+@pytest.mark.parametrize("copied", [False, True])
+def test_reset_parameters(std, copied):
+    module = st.NgramEmbedding(make_hash(), 6, 8, gate=True, conv=2, head_scale=True, std=std)
+    module = copy.deepcopy(module) if copied else module
+    for param in module.parameters():
+        nn.init.constant_(param, 3.0)
+    for part in module.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+    assert (module.head_scale == 1).all()
+    assert not module.gate.conv.weight.any()
+    assert weight_of(module).std() == pytest.approx(std, rel=0.05)
+
+
+def test_made_on_the_meta_device():
+    with torch.device("meta"):
+        module = st.NgramEmbedding(make_hash(), 6, 8, gate=True, conv=2, head_scale=True)
+    module.to_empty(device="cpu")
+    for part in module.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+    assert not module.embedding.weight.any()
+    assert (module.head_scale == 1).all()
+    assert not module.gate.conv.weight.any()
+    # Nothing was written to the table, whose pages take no memory.
+    assert module.embedding.table.version == 0
+
+
+def test_no_tokens():
+    module = st.NgramEmbedding(make_hash(), 6, 8, gate=True, conv=2)
+    for shape in ((2, 0), (0,), (0, 3)):
+        assert module(tokens_of(*shape), torch.zeros(*shape, 8)).shape == (*shape, 8)
+
+
+def test_tickets_in_the_place_of_tokens():
+    module = st.NgramEmbedding(make_hash(), 6, 8, gate=True, std=0.5)
+    tokens, hidden = tokens_of(2, 9), torch.ones(2, 5, 8)
+    expected = module(tokens[:, 4:], hidden, tokens[:, :4])
+    assert torch.equal(module(module.prefetch(tokens[:, 4:], tokens[:, :4]), hidden), expected)
+    with pytest.raises(InvalidValueError, match="was made for"):
+        st.NgramEmbedding(make_hash(), 6, 8)(module.prefetch(tokens))
+
+
+def test_gradients_of_each_sample():
+    module = st.NgramEmbedding(make_hash(), 6, 8, std=0.5, dtype=torch.float64)
+    params, tokens = {name: param.detach().clone() for name, param in module.named_parameters()}, tokens_of(3, 7)
+
+    def loss(values, series):
+        return torch.func.functional_call(module, values, (series,)).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, tokens)
+    for place, series in enumerate(tokens):
+        for name, grad in torch.func.grad(loss)(params, series).items():
+            assert torch.allclose(found[name][place], grad)
+
+
 WRONG = {
     "ngrams is a int but must be an NgramHash": {"ngrams": 3},
     "did you mean 'concat'": {"combine": "concatenate"},
@@ -197,6 +254,12 @@ WRONG = {
     "dim is 0": {"dim": 0},
     "layers is 0": {"layers": 0},
     "unexpected keyword argument 'memori'": {"memori": "pinned"},
+    "std is -0.1": {"std": -0.1},
+    "std is nan": {"std": math.nan},
+    "std is '1'": {"std": "1"},
+    "embedding is a Table": {"embedding": st.Table(842, 4)},
+    "embedding is a EmbeddingBag": {"embedding": st.EmbeddingBag(842, 4)},
+    "embedding is a PerLayerEmbedding": {"embedding": st.PerLayerEmbedding(842, 2, 2)},
 }
 
 

@@ -251,6 +251,47 @@ def test_statistics_count_what_a_dict_counts():
     assert ngrams.statistics(tokens[:, :0]).rows_used == 0
 
 
+def test_statistics_leave_padding_out():
+    ngrams = st.NgramHash((1, 2), 2, 1000, vocab_size=50, pad=9)
+    found = ngrams.statistics(torch.tensor([[9, 1, 2, 9, 9, 3]]))
+    assert found.ngrams == (3, 3)
+    assert found.collisions == (0, 0)
+    assert found.lookups == 24
+    assert found.rows_used == 13
+
+
+def test_transforms_of_torch_func():
+    ngrams = st.NgramHash(rows=100, vocab_size=50, eos=3, pad=4)
+    tokens = torch.randint(0, 50, (4, 30), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(torch.func.vmap(ngrams)(tokens), ngrams(tokens))
+    assert (torch.func.vmap(ngrams)(torch.tensor([[7, 50]]))[0, 1] == -1).all()
+
+
+def test_made_where_models_have_no_values():
+    token_map = torch.arange(50) // 2
+    with torch.device("meta"):
+        ngrams = st.NgramHash(rows=100, vocab_size=50, token_map=token_map)
+        with pytest.raises(InvalidValueError, match='make it with device="cpu"'):
+            st.NgramHash(rows=100, vocab_size=50, token_map=torch.arange(50))
+    tokens = torch.tensor([[3, 1, 4]])
+    assert torch.equal(ngrams(tokens), st.NgramHash(rows=100, vocab_size=50, token_map=token_map)(tokens))
+
+
+def test_numbers_from_arrays():
+    expected = st.NgramHash((2, 3), 2, (100, 200), vocab_size=50, eos=[3, 4])
+    for kind in (torch.tensor, np.array):
+        found = st.NgramHash(kind([2, 3]), 2, kind([100, 200]), vocab_size=50, eos=kind([3, 4]))
+        assert torch.equal(found.get_extra_state(), expected.get_extra_state())
+    options = {"token_map": torch.arange(50), "layers": [1, 15], "layer": 1}
+    one = st.NgramHash.engram([100, 200], **options)
+    assert torch.equal(
+        st.NgramHash.engram([100, 200], **{**options, "token_map": list(range(50))}).get_extra_state(),
+        one.get_extra_state(),
+    )
+    with pytest.raises(InvalidValueError, match="a number for each order"):
+        st.NgramHash.engram(100, **options)
+
+
 def test_state_dict_of_another_hash_is_refused():
     options = {"orders": (2, 3), "heads": 2, "rows": 100, "vocab_size": 50, "eos": 3}
     state = st.NgramHash(**options).state_dict()
@@ -258,6 +299,8 @@ def test_state_dict_of_another_hash_is_refused():
     for other in ({"eos": 4}, {"seed": 1}, {"rows": 200}, {"layer": 1}, {"vocab_size": 51}, {"bos": 1}, {"pad": 4}):
         with pytest.raises(InvalidValueError, match="another hash"):
             st.NgramHash(**{**options, **other}).load_state_dict(state)
+    with pytest.raises(InvalidValueError, match="another hash"):
+        st.NgramHash(**options).load_state_dict({"_extra_state": None})
     with pytest.raises(InvalidValueError, match="another hash"):
         st.NgramHash(**options, token_map=torch.arange(50).flip(0)).load_state_dict(state)
 

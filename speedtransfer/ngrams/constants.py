@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,11 +45,11 @@ class HashConstants:
         sizes: Sequence[int] | None,
         divisible_by: int,
     ) -> None:
-        self.orders = tuple(check_size(order, "orders", 1) for order in orders)
+        if not isinstance(orders, Iterable):
+            raise InvalidTypeError(f"orders is {orders!r} but must be a sequence of numbers; pass ({orders!r},)")
+        self.orders = tuple(check_size(order, "orders", 1) for order in as_list(orders))
         if not self.orders or sorted(set(self.orders)) != list(self.orders):
-            raise InvalidValueError(
-                f"orders is {tuple(orders)} but must be ascending numbers; pass for instance (2, 3)"
-            )
+            raise InvalidValueError(f"orders is {self.orders} but must be ascending numbers; pass for instance (2, 3)")
         self.heads, self.vocab_size = check_size(heads, "heads", 1), check_size(vocab_size, "vocab_size", 1)
         if scheme not in SCHEMES:
             raise InvalidValueError(f"scheme is {scheme!r}, not one of its values{suggest(str(scheme), SCHEMES)}")
@@ -57,7 +57,7 @@ class HashConstants:
         self.eos, self.bos = self._tokens(eos, "eos"), self._tokens(bos, "bos")
         self.pad = None if pad is None else self._token(pad, "pad")
         self.fill = (self.eos[0] if self.eos else 0) if fill is None else self._token(fill, "fill")
-        self.token_map = None if token_map is None else self._checked_map(token_map)
+        self.token_map = None if token_map is None else checked_map(token_map, self.vocab_size)
         # One more than the largest number that is hashed.
         self._distinct = self.vocab_size if self.token_map is None else int(self.token_map.max()) + 1
         layer = check_size(layer, "layer")
@@ -81,22 +81,9 @@ class HashConstants:
         return token
 
     def _tokens(self, tokens: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
+        tokens = as_list(tokens)
         given = () if tokens is None else tokens if isinstance(tokens, Sequence) else (tokens,)
         return tuple(self._token(token, name) for token in given)
-
-    def _checked_map(self, token_map: Any) -> Tensor:
-        token_map = torch.as_tensor(token_map)
-        if token_map.is_floating_point() or token_map.dtype == torch.bool:
-            raise InvalidTypeError(f"token_map is of dtype {token_map.dtype} but holds integers; pass token_map.long()")
-        if tuple(token_map.shape) != (self.vocab_size,):
-            raise InvalidValueError(
-                f"token_map has shape {tuple(token_map.shape)} but vocab_size is {self.vocab_size}; pass one for each"
-            )
-        if int(token_map.min()) < 0:
-            raise InvalidValueError(
-                f"token_map has {int(token_map.min())} but what is hashed is 0 or more; number from 0 on"
-            )
-        return token_map.detach().to("cpu", torch.int64).clone()
 
     def _sizes(self, rows: int | Sequence[int] | None, sizes: Sequence[int] | None, layer: int) -> tuple[int, ...]:
         if (rows is None) == (sizes is None):
@@ -105,6 +92,7 @@ class HashConstants:
                 "least number of rows of a head"
             )
         if rows is not None:
+            rows = as_list(rows)
             each = list(rows) if isinstance(rows, Sequence) else [rows] * len(self.orders)
             if len(each) != len(self.orders):
                 raise InvalidValueError(
@@ -160,3 +148,34 @@ class HashConstants:
         flat = [torch.tensor(part, dtype=torch.int64, device="cpu").flatten() for part in parts]
         flat.append(torch.empty(0, dtype=torch.int64, device="cpu") if self.token_map is None else self.token_map)
         return torch.cat([torch.tensor([len(part) for part in flat], dtype=torch.int64, device="cpu"), *flat])
+
+
+def as_list(values: Any) -> Any:
+    """Return arrays and tensors as Python numbers and lists of them, and anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def checked_map(token_map: Any, vocab_size: int | None = None) -> Tensor:
+    """Return a map of tokens, ``(vocab_size,)``, as int64 on the CPU.
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError
+        It holds no integers, negative ones, or none; it is on the meta device; it has another size.
+    """
+    # A tensor as it is: under torch.device("meta") torch would take its values away.
+    token_map = token_map if isinstance(token_map, Tensor) else torch.as_tensor(token_map, device="cpu")
+    if token_map.is_floating_point() or token_map.dtype == torch.bool:
+        raise InvalidTypeError(f"token_map is of dtype {token_map.dtype} but holds integers; pass token_map.long()")
+    if token_map.is_meta:
+        raise InvalidValueError('token_map is on the meta device, without values; make it with device="cpu"')
+    wanted = (token_map.numel() or 1,) if vocab_size is None else (vocab_size,)
+    if tuple(token_map.shape) != wanted:
+        raise InvalidValueError(
+            f"token_map has shape {tuple(token_map.shape)} but must be {wanted}; pass a number for each token below vocab_size"
+        )
+    if int(token_map.min()) < 0:
+        raise InvalidValueError(
+            f"token_map has {int(token_map.min())} but what is hashed is 0 or more; number from 0 on"
+        )
+    return token_map.detach().to("cpu", torch.int64).clone()

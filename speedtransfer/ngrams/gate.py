@@ -10,6 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class ZeroConv1d(nn.Conv1d):
+    """A convolution that starts as zeros."""
+
+    def reset_parameters(self) -> None:
+        """Set the weight to zeros."""
+        nn.init.zeros_(self.weight)
+
+
 class EngramGate(nn.Module):
     """Weigh a value at each position by how well a key fits the hidden state, as Engram does (arXiv:2601.07372, section 2.3).
 
@@ -38,15 +46,14 @@ class EngramGate(nn.Module):
         self.conv = None
         if conv:
             self.conv_norm = nn.RMSNorm(width, **place)
-            self.conv = nn.Conv1d(width, width, conv, groups=width, bias=False, dilation=dilation, **place)
-            nn.init.zeros_(self.conv.weight)
+            self.conv = ZeroConv1d(width, width, conv, groups=width, bias=False, dilation=dilation, **place)
 
     def forward(self, x: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
         """Return the weighed `value`, ``(..., time, width)`` as `hidden` is, where x is ``(..., time, in_dim)``."""
         fit = (self.key_norm(self.key(x)) * self.hidden_norm(hidden)).sum(-1, keepdim=True) / math.sqrt(self.width)
         # The root of zero has no gradient.
         value = torch.sigmoid(fit.abs().clamp_min(1e-6).sqrt() * fit.sign()) * value
-        if self.conv is None:
+        if self.conv is None or not value.numel():
             return value
         series = self.conv_norm(value).reshape(-1, *value.shape[-2:]).transpose(-1, -2)
         return value + F.silu(self.conv(F.pad(series, (self.reach, 0)))).transpose(-1, -2).reshape(value.shape)

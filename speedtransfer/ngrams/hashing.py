@@ -12,9 +12,9 @@ from typing_extensions import Self
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.ngrams import schemes
-from speedtransfer.ngrams.constants import HashConstants
+from speedtransfer.ngrams.constants import HashConstants, checked_map
 from speedtransfer.ngrams.statistics import NgramStatistics, count_rows
-from speedtransfer.ngrams.windows import as_tokens, beyond, ngrams_of
+from speedtransfer.ngrams.windows import as_tokens, beyond, can_look_at, ngrams_of
 
 
 class NgramHash(nn.Module):
@@ -159,6 +159,9 @@ class NgramHash(nn.Module):
         layers = list(layers)
         if layer not in layers:
             raise InvalidValueError(f"layer is {layer} but layers is {layers}; pass one of them")
+        if not isinstance(rows, Sequence) or not rows:
+            raise InvalidValueError(f"rows is {rows!r} but must have a number for each order; pass [{10**6}, {10**6}]")
+        token_map = checked_map(token_map)
         orders, distinct = tuple(range(2, len(rows) + 2)), int(token_map.max()) + 1
         given: Any = {
             "vocab_size": len(token_map),
@@ -208,8 +211,8 @@ class NgramHash(nn.Module):
         Raises
         ------
         RowIndexError
-            A token on the CPU is not below `vocab_size`. Elsewhere, and in a compiled model, it has the row number -1, which a
-            table refuses.
+            A token on the CPU is not below `vocab_size`. Elsewhere, in a compiled model and in ``torch.func.vmap`` it has the
+            row number -1, which a table refuses.
         """
         given = (tokens,) if context is None else (tokens, context)
         tokens = as_tokens(tokens, self.vocab_size, "tokens")
@@ -224,18 +227,20 @@ class NgramHash(nn.Module):
         rows = (rows + offsets).flatten(-2)
         if self.padding_row is not None:
             rows = rows.masked_fill(torch.eq(tokens, self.constants.pad or 0).unsqueeze(-1), self.padding_row)
-        if torch.compiler.is_compiling():
+        if not can_look_at(tokens):
             rows = rows.masked_fill(beyond(tokens, self.vocab_size).unsqueeze(-1), -1)
-        elif tokens.device.type != "cpu":
-            rows = rows.masked_fill(beyond(tokens, self.vocab_size).unsqueeze(-1), -1)
-            # By these a ticket knows row numbers on a device, without looking at values.
-            rows._made_from = (id(self),), given  # type: ignore[attr-defined]
+            if not torch.compiler.is_compiling():
+                # By these a ticket knows row numbers on a device, without looking at values.
+                rows._made_from = (id(self),), given  # type: ignore[attr-defined]
         return rows
 
     def statistics(self, tokens: Tensor) -> NgramStatistics:
         """Count how the n-grams of `tokens`, ``(..., time)``, share the rows."""
-        rows, places = self(tokens), self._places(as_tokens(tokens, self.vocab_size, "tokens"))
-        return count_rows(rows, [places[:order] for order in self.orders], self.heads)
+        rows, known = self(tokens), as_tokens(tokens, self.vocab_size, "tokens")
+        # Positions of padding have a row, and no n-gram.
+        real = torch.ones_like(known, dtype=torch.bool) if self.padding_row is None else known != self.constants.pad
+        places = [place[real] for place in self._places(known)]
+        return count_rows(rows, rows[real], [places[:order] for order in self.orders], self.heads)
 
     def _places(self, tokens: Tensor, context: Tensor | None = None) -> list[Tensor]:
         """Return what is hashed in each place of the n-grams, the last token first, each ``(..., time)``."""
@@ -284,7 +289,7 @@ class NgramHash(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise `InvalidValueError` unless `state` has the constants of this hash."""
-        if not torch.equal(state.cpu(), self.constants.as_tensor()):
+        if not isinstance(state, Tensor) or not torch.equal(state.cpu(), self.constants.as_tensor()):
             raise InvalidValueError(
                 f"the rows of this state dict were trained with another hash than {self}; make the NgramHash with the same "
                 "arguments (rows, vocab_size, seed, layer, eos and so on)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -12,6 +13,7 @@ from typing_extensions import Unpack
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.ngrams.gate import EngramGate
 from speedtransfer.ngrams.hashing import NgramHash
+from speedtransfer.ngrams.per_layer import PerLayerEmbedding
 from speedtransfer.nn import Embedding, TableOptions, Ticket, takes_options
 
 COMBINE = ("concat", "sum", "mean")
@@ -33,6 +35,9 @@ class NgramRows(Embedding):
             super().reset_parameters()
             with torch.no_grad():
                 self.weight.mul_(self.std)
+        elif not self._has_rows() or self._handle.table.version:
+            # A table that nobody has written to has zeros, which stay without memory.
+            nn.init.zeros_(self.weight)
 
 
 class NgramEmbedding(nn.Module):
@@ -123,10 +128,17 @@ class NgramEmbedding(nn.Module):
         self.ngrams, self.combine, self.layers = ngrams, combine, layers
         self.dim, conv = check_size(dim, "dim", 1), check_size(conv, "conv")
         width = self.dim * (1 if layers is None else check_size(layers, "layers", 1))
+        if not isinstance(std, int | float) or not 0 <= std < math.inf:
+            raise InvalidValueError(f"std is {std!r} but must be a finite number, 0 or more; pass for instance 0.02")
         place: Any = {"device": device, "dtype": dtype}
         if embedding is None:
             padding: Any = {"padding_idx": ngrams.padding_row}
             embedding = NgramRows(ngrams.num_rows, width, std, **padding, **place, **options)
+        elif not isinstance(embedding, Embedding) or isinstance(embedding, PerLayerEmbedding):
+            raise InvalidTypeError(
+                f"embedding is a {type(embedding).__name__} but must be a speedtransfer.Embedding, whose lookup gives a row; "
+                "pass one (Embedding.from_pretrained takes tensors and tables)"
+            )
         elif options or std:
             raise InvalidValueError(
                 f"embedding is given, which has its table already, and so are {sorted(options) or ['std']}; leave these out"
@@ -148,13 +160,18 @@ class NgramEmbedding(nn.Module):
         self.value = None if out_dim is None else nn.Linear(joined, self.out_dim, bias=False, **place)
         self.gate = EngramGate(joined, self.out_dim, conv, ngrams.orders[-1], **place) if gate else None
 
-    def forward(self, tokens: Tensor, hidden: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+    def reset_parameters(self) -> None:
+        """Set `head_scale` to ones; the modules within have parameters of their own to reset."""
+        if self.head_scale is not None:
+            nn.init.ones_(self.head_scale)
+
+    def forward(self, tokens: Tensor | Ticket, hidden: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """Return what is to be added to a hidden state.
 
         Parameters
         ----------
-        tokens : Tensor
-            ``(..., time)`` integers.
+        tokens : Tensor or Ticket
+            ``(..., time)`` integers; or what `prefetch` has returned for them and their context.
         hidden : Tensor, optional
             ``(..., time, out_dim)``, for the gate.
         context : Tensor, optional
@@ -176,7 +193,7 @@ class NgramEmbedding(nn.Module):
             raise InvalidValueError("hidden is missing, with which the gate compares; pass hidden")
         if self.gate is None and hidden is not None:
             raise InvalidValueError("hidden is given but this module has no gate; leave it out, or pass gate=True")
-        rows = self.embedding(self.ngrams(tokens, context))
+        rows = self.embedding(tokens if isinstance(tokens, Ticket) else self.ngrams(tokens, context))
         if self.layers is not None:
             rows = rows.unflatten(-1, (self.layers, self.dim)).transpose(-2, -3)
         if self.head_scale is not None:

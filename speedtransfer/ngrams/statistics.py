@@ -15,7 +15,7 @@ class NgramStatistics(NamedTuple):
     Attributes
     ----------
     lookups : int
-        Row numbers of all positions.
+        Row numbers of all positions, those of padding too.
     rows_used : int
         Different rows among them.
     unique_share : float
@@ -33,22 +33,23 @@ class NgramStatistics(NamedTuple):
     collisions: tuple[float, ...]
 
 
-def count_rows(rows: Tensor, places: Sequence[Sequence[Tensor]], heads: int) -> NgramStatistics:
+def count_rows(rows: Tensor, columns: Tensor, places: Sequence[Sequence[Tensor]], heads: int) -> NgramStatistics:
     """Count the rows of n-grams.
 
     Parameters
     ----------
     rows : Tensor
         ``(..., time, orders * heads)``, the row numbers.
+    columns : Tensor
+        ``(n, orders * heads)``, those of positions that have n-grams: not of padding.
     places : sequence of sequence of Tensor
-        For each order the token in each place of the n-grams, ``(..., time)``.
+        For each order the token in each place of the n-grams, ``(n,)``.
     heads : int
         Of each order.
     """
-    columns = rows.flatten(0, -2)
     ngrams, collisions = [], []
     for order, parts in enumerate(places):
-        keys = torch.stack([part.flatten() for part in parts], 1)
+        keys = torch.stack(list(parts), 1)
         different, which = torch.unique(keys, dim=0, return_inverse=True)
         ngrams.append(len(different))
         # A position of each different n-gram: all have the same rows.
@@ -59,5 +60,5 @@ def count_rows(rows: Tensor, places: Sequence[Sequence[Tensor]], heads: int) -> 
             _, inverse, counts = torch.unique(columns[position, head], return_inverse=True, return_counts=True)
             shared += float((counts[inverse] > 1).double().mean()) if len(position) else 0.0
         collisions.append(shared / heads)
-    used = len(torch.unique(columns))
+    used = len(torch.unique(rows))
     return NgramStatistics(rows.numel(), used, used / max(rows.numel(), 1), tuple(ngrams), tuple(collisions))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
 from speedtransfer.ngrams.constants import HashConstants
+from speedtransfer.nn import in_transform
 
 
 def as_tokens(tokens: Any, vocab_size: int, name: str) -> Tensor:
@@ -28,7 +29,7 @@ def as_tokens(tokens: Any, vocab_size: int, name: str) -> Tensor:
     if tokens.dim() == 0:
         raise InvalidValueError(f"{name} has no dimensions but must be (..., time); pass {name}[None]")
     tokens = tokens.long()
-    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if can_look_at(tokens):
         wrong = beyond(tokens, vocab_size)
         if wrong.any():
             place = wrong.nonzero()[0].tolist()
@@ -37,6 +38,11 @@ def as_tokens(tokens: Any, vocab_size: int, name: str) -> Tensor:
                 "and the token of padding for positions without one"
             )
     return tokens
+
+
+def can_look_at(tokens: Tensor) -> bool:
+    """Tell whether the host sees values of `tokens` without waiting, and outside of what torch compiles or transforms."""
+    return tokens.device.type == "cpu" and not torch.compiler.is_compiling() and not in_transform()
 
 
 def beyond(tokens: Tensor, vocab_size: int) -> Tensor:

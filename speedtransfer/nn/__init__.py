@@ -12,6 +12,7 @@ from speedtransfer.nn.replace import replace_embeddings
 from speedtransfer.nn.sharded_table import ShardedTable
 from speedtransfer.nn.table_summary import Summary, TableSummary, summary
 from speedtransfer.nn.ticket import Ticket
+from speedtransfer.nn.weight_calls import in_transform
 
 __all__ = [
     "ActiveRows",
@@ -28,6 +29,7 @@ __all__ = [
     "check_pretrained",
     "clip_grad_norm_",
     "full_state_dict",
+    "in_transform",
     "prefetch",
     "replace_embeddings",
     "summary",

@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
+from typing_extensions import NamedTuple
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.fused_lookup import read_ahead_of
@@ -54,6 +56,19 @@ def prefetch(loader: Iterable[Batch], ids_of: Callable[[Batch], Ids], depth: int
     return kind(loader, ids_of, depth)
 
 
+class _Taken(NamedTuple, Generic[Batch]):
+    """A batch that was taken from the loader, and the state of the loader after it."""
+
+    batch: Batch
+    tickets: list[Ticket]
+    given: list[tuple[Any, Tensor]]
+    state: Any
+
+
+def _is_changed(ids: Any, before: Tensor) -> bool:
+    return not torch.equal(torch.as_tensor(ids), before)
+
+
 class PrefetchLoader(Generic[Batch]):
     """What `prefetch` returns; attributes that it does not have are those of `loader`."""
 
@@ -65,10 +80,10 @@ class PrefetchLoader(Generic[Batch]):
             )
         self.loader, self.ids_of, self.depth = loader, ids_of, check_size(depth, "depth", 1)
         self._state: Any = None
-        self._left = deque[tuple[Batch, list[Ticket], Any]]()
+        self._left = deque[_Taken[Batch]]()
 
     def __iter__(self) -> Iterator[Batch]:
-        source, ahead = iter(self.loader), deque[tuple[Batch, list[Ticket], Any]]()
+        source, ahead = iter(self.loader), deque[_Taken[Batch]]()
         if source is self.loader:
             # An iterator, which does not begin anew: who takes a part of it gets the next part later.
             ahead = self._left
@@ -78,7 +93,7 @@ class PrefetchLoader(Generic[Batch]):
             while not ended and len(ahead) <= self.depth:
                 try:
                     batch = next(source)
-                    ahead.append((batch, self._tickets(batch), self._loader_state()))
+                    ahead.append(_Taken(batch, *self._tickets(batch), self._loader_state()))
                 except StopIteration:
                     ended = True
                 except Exception as raised:
@@ -90,8 +105,8 @@ class PrefetchLoader(Generic[Batch]):
                     raise error
                 return
             # Tickets that no lookup has used go when the next batch is asked for.
-            batch, tickets, self._state = ahead.popleft()
-            if any(ticket.is_changed() for ticket in tickets):
+            batch, tickets, given, self._state = ahead.popleft()
+            if any(ticket.is_changed() for ticket in tickets) or any(_is_changed(*pair) for pair in given):
                 raise InvalidValueError(
                     "the ids of a batch have changed since it was taken from the loader, which is ahead: it seems to fill one "
                     "buffer anew for each batch; have it yield copies, or leave prefetch out"
@@ -106,7 +121,7 @@ class PrefetchLoader(Generic[Batch]):
                     "there before prefetch), or else pass the ticket of module.prefetch(ids) in the place of the ids",
                     stacklevel=2,
                 )
-            del tickets, batch
+            del tickets, given, batch
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -119,16 +134,24 @@ class PrefetchLoader(Generic[Batch]):
     def _loader_state(self) -> Any:
         return None
 
-    def _tickets(self, batch: Batch) -> list[Ticket]:
+    def _tickets(self, batch: Batch) -> tuple[list[Ticket], list[tuple[Any, Tensor]]]:
+        """Return tickets for the ids of a batch; and the ids that are not their own, each with a copy."""
         wanted = self.ids_of(batch)
-        pairs = list(wanted.items()) if isinstance(wanted, Mapping) else wanted
-        if not isinstance(pairs, Iterable) or isinstance(pairs, Tensor):
+        if not isinstance(wanted, Iterable) or isinstance(wanted, Tensor):
             raise InvalidTypeError(
-                f"ids_of returned a {type(pairs).__name__} but must return pairs of a module and its ids; return for instance "
-                "{model.embedding: ids}"
+                f"ids_of returned a {type(wanted).__name__} but must return pairs of a module and its ids; return for "
+                "instance {model.embedding: ids}"
             )
-        # Of a module round a table it is the table that reads rows ahead, by row numbers that the module computes.
-        pairs = [m.lookup_ahead(ids) if hasattr(m, "lookup_ahead") else (m, ids) for m, ids in pairs]
+        pairs: list[tuple[Any, Any]] = []
+        given: list[tuple[Any, Tensor]] = []
+        for module, ids in wanted.items() if isinstance(wanted, Mapping) else wanted:
+            if hasattr(module, "lookup_ahead"):
+                # The table within it reads rows ahead, by row numbers that the module computes: its ticket has only these.
+                pairs.append(module.lookup_ahead(ids))
+                if not (isinstance(ids, Tensor) and ids.is_cuda):
+                    given.append((ids, torch.as_tensor(ids).clone()))
+            else:
+                pairs.append((module, ids))
         for module, _ in pairs:
             if not isinstance(module, TableModule):
                 kind = f"{type(module).__module__}.{type(module).__qualname__}"
@@ -136,7 +159,7 @@ class PrefetchLoader(Generic[Batch]):
                     f"ids_of returned ids for an object of {kind}, which has no rows to read ahead; return pairs of a "
                     "speedtransfer.Embedding or EmbeddingBag and its ids"
                 )
-        return read_ahead_of(pairs)
+        return read_ahead_of(pairs), given
 
 
 class StatefulPrefetchLoader(PrefetchLoader[Batch]):
