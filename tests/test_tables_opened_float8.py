@@ -296,7 +296,7 @@ def test_blocks_whose_width_does_not_follow(tmp_path):
     opened = st.Table.open(path, scale_key="s", scale_block=80)
     assert torch.equal(st.Embedding.from_pretrained(opened)(torch.arange(20)), emb.weight.detach())
     with pytest.raises(
-        InvalidValueError, match="scale_block is 128 but .* has 2 scales for rows of 160 values, 80 for each"
+        InvalidValueError, match=r"scale_block is 128 but .* has 2 scales for rows of 160 values, 80 for each"
     ):
         st.Table.open(path, scale_key="s", scale_block=128)
     with pytest.raises(InvalidValueError, match="scale_block is 80 but there are no scales"):
