@@ -390,6 +390,8 @@ WEIGHT_WRITES = {
     "iadd": lambda weight: weight.__iadd__(1),
     "init": torch.nn.init.normal_,
     "init by name": lambda weight: torch.nn.init.constant_(tensor=weight, val=1.0),
+    "foreach": lambda weight: torch._foreach_mul_([torch.ones(300, 16), weight.data], 2.0),
+    "foreach of detached": lambda weight: torch._foreach_add_([weight.detach()], 1.0),
     "out": lambda weight: torch.add(torch.ones(300, 16), 1, out=weight.data),
     "set data": lambda weight: setattr(weight, "data", torch.zeros(300, 16)),
     "requires_grad": lambda weight: setattr(weight, "requires_grad", True),

@@ -252,9 +252,9 @@ def _writes_to(values: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[st
         ]
     else:
         name = getattr(func, "__name__", "")
-        in_place = name.endswith("_") and not name.endswith("__") and not name.startswith("_")
+        in_place = name.endswith("_") and not name.endswith("__")
         if in_place or name in _IN_PLACE:
-            # The functions of torch.nn.init name their tensor.
+            # The functions of torch.nn.init name their tensor; `torch._foreach_mul_` has a list of them.
             given = [args[0]] if args else list(kwargs.values())
         given.append(kwargs.get("out"))
     found: list[bool] = []
