@@ -46,8 +46,8 @@ class Settings:
                     raise SettingsError(f"{flag_of(one.name)} is {number} but must be at least {least}")
         if self.dtype not in ("float32", "float64"):
             raise SettingsError(f"--dtype is {self.dtype!r} but must be float32 or float64")
-        if not self.orders or len(set(self.orders)) < len(self.orders):
-            raise SettingsError(f"--orders are {self.orders} but must be one or more different numbers, such as 2 3")
+        if not self.orders or sorted(set(self.orders)) != list(self.orders):
+            raise SettingsError(f"--orders are {self.orders} but must be ascending numbers, such as 2 3")
         for name, whole, part in (
             ("--heads", self.heads, len(self.orders)),
             ("--width", self.width, self.attention_heads),
