@@ -257,9 +257,10 @@ WRONG = {
     "std is -0.1": {"std": -0.1},
     "std is nan": {"std": math.nan},
     "std is '1'": {"std": "1"},
-    "embedding is a Table": {"embedding": st.Table(842, 4)},
-    "embedding is a EmbeddingBag": {"embedding": st.EmbeddingBag(842, 4)},
-    "embedding is a PerLayerEmbedding": {"embedding": st.PerLayerEmbedding(842, 2, 2)},
+    "padding_idx of embedding is 7 but the row of padding is None": {"embedding": st.Embedding(890, 4, padding_idx=7)},
+    "embedding is a Table": {"embedding": st.Table(890, 4)},
+    "embedding is a EmbeddingBag": {"embedding": st.EmbeddingBag(890, 4)},
+    "embedding is a PerLayerEmbedding": {"embedding": st.PerLayerEmbedding(890, 2, 2)},
 }
 
 

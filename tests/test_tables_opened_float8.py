@@ -305,3 +305,10 @@ def test_blocks_whose_width_does_not_follow(tmp_path):
     save_file({"weight": about["weight"], "weight.scale": about["s"]}, path)
     with pytest.raises(InvalidValueError, match="pass scale_block=80"):
         st.Table.load(path)
+
+
+def test_blocks_of_several_widths_are_not_saved(tmp_path):
+    table = st.Embedding(5, 129, storage_dtype=torch.float8_e4m3fn).table
+    with pytest.raises(InvalidValueError, match="129 values have 2 scales, whose blocks are not all as wide"):
+        table.save(tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())

@@ -148,10 +148,10 @@ class NgramEmbedding(nn.Module):
                 f"embedding is {embedding.num_embeddings} x {embedding.embedding_dim} but the hash has {ngrams.num_rows} rows "
                 f"and dim and layers make {width} values; pass a table of that shape"
             )
-        elif ngrams.padding_row is not None and embedding.padding_idx != ngrams.padding_row:
+        elif embedding.padding_idx != ngrams.padding_row:
             raise InvalidValueError(
-                f"padding_idx of embedding is {embedding.padding_idx} but padding has row {ngrams.padding_row}; make it with "
-                f"padding_idx={ngrams.padding_row}"
+                f"padding_idx of embedding is {embedding.padding_idx} but the row of padding is {ngrams.padding_row}; make it "
+                f"with padding_idx={ngrams.padding_row}"
             )
         self.embedding = embedding
         self.head_scale = nn.Parameter(torch.ones(ngrams.num_columns, 1, **place)) if head_scale else None

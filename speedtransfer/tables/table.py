@@ -486,7 +486,8 @@ class Table(Opening):
     def save(self, path: PathLike) -> None:
         """Write the weights to a ``.npy`` or ``.safetensors`` file, streamed; an old file stays whole until the end.
 
-        float8 rows that have scales ("weight.scale") are written with them, which `load` and `open` find again.
+        float8 rows that have scales ("weight.scale") are written with them, which `load` and `open` find again; where blocks
+        of columns are not all as wide that raises `InvalidValueError`.
         """
         path = Path(path)
         for own in [*self._place.files, self.path]:
@@ -505,6 +506,11 @@ class Table(Opening):
         tensors: list[files.Written] = [("weight", self.dtype, (self.num_rows, self.dim), chunks)]
         if self.dtype in FLOAT8_DTYPES and SCALES in self.planes:
             scales = self.stored(SCALES)
+            if scales.shape[1] and self.dim % scales.shape[1]:
+                raise InvalidValueError(
+                    f"rows of {self.dim} values have {scales.shape[1]} scales, whose blocks are not all as wide, which "
+                    "load and open refuse; make the rows with a scale_block that divides them, or use save_checkpoint"
+                )
             rows = row_chunks(self.num_rows, scales.shape[1] * scales.element_size())
             chunks = (self.chunk(SCALES, part).cpu() for part in rows)
             tensors.append((SCALES, scales.dtype, tuple(scales.shape), chunks))
