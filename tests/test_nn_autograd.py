@@ -178,3 +178,17 @@ def test_a_compiled_model_trains_the_same(backend: str) -> None:
     assert torch.equal(model[0].table.torch(), plain[0][0].table.torch())
     assert torch.equal(bag.table.torch(), plain[1].table.torch())
     torch.compiler.reset()
+
+
+def test_vmap_over_a_trained_table():
+    torch.manual_seed(0)
+    tokens, modules = torch.randint(0, 20, (4, 7)), (speedtransfer.Embedding(20, 3), torch.nn.Embedding(20, 3))
+    modules[1].load_state_dict(modules[0].state_dict())
+    for module in modules:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            torch.func.vmap(lambda ids, module=module: module(ids).square().sum())(tokens).sum().backward()
+            torch.func.grad(lambda x, module=module: (module(tokens) * x).sum())(torch.ones(3)).sum().backward()
+            optimizer.step()
+    assert torch.equal(modules[0].weight, modules[1].weight)

@@ -23,6 +23,7 @@ The parts of a handle, each the base of the one before: `Handle`, `Binding`, `Pe
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -110,7 +111,7 @@ class Handle(Binding):
             leaf = self._whole[0]()
             if leaf is not None and self._whole[1] == self.table.version:
                 return leaf
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), _outside_of_transforms():
             leaf = self.whole().detach().requires_grad_()
         handle = self
 
@@ -275,3 +276,10 @@ def _unpickle(
     table = Table.from_array(weight, memory, device=device, copy=False)
     trained = param if isinstance(param, bool) else param.requires_grad
     return Handle(table, trained, idle, Rows.unpickled(table, rows))
+
+
+def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Leave transforms of torch.func (vmap, grad), within which no tensor becomes a leaf."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    return torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
