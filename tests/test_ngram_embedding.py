@@ -13,6 +13,7 @@ from torch import nn
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
+from speedtransfer.nn.ticket import _open as open_tickets
 
 VOCAB = 50
 
@@ -148,6 +149,13 @@ def test_the_lookup_finds_what_was_read_ahead():
     for batch in st.prefetch(batches, lambda batch: {module: batch}):
         assert module.embedding._handle.reads_ahead
         module(batch)
+    pairs, handle = [(batch, tokens_of(2, 3, seed=9)) for batch in batches], module.embedding._handle
+    for batch, before in st.prefetch(pairs, lambda pair: {module: pair}):
+        waiting = len(open_tickets[handle])
+        module(batch)
+        assert len(open_tickets[handle]) == waiting
+        module(batch, context=before)
+        assert len(open_tickets[handle]) == waiting - 1
     with pytest.raises(InvalidTypeError, match="which has no rows to read ahead"):
         next(iter(st.prefetch(batches, lambda batch: {nn.Linear(1, 1): batch})))
 
@@ -275,6 +283,8 @@ def test_wrong_calls():
     gated, plain = st.NgramEmbedding(make_hash(), 4, 8, gate=True), st.NgramEmbedding(make_hash(), 4, 8)
     with pytest.raises(InvalidValueError, match="pass hidden"):
         gated(tokens_of(2, 3))
+    with pytest.raises(InvalidValueError, match=r"hidden has shape \(2, 1, 8\) but what is looked up \(2, 3, 8\)"):
+        gated(tokens_of(2, 3), torch.zeros(2, 1, 8))
     with pytest.raises(InvalidValueError, match="no gate"):
         plain(tokens_of(2, 3), torch.zeros(2, 3, 8))
     with pytest.raises(RowIndexError, match="vocab_size is 50"):

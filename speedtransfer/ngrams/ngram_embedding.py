@@ -202,7 +202,15 @@ class NgramEmbedding(nn.Module):
             rows.flatten(-2) if self.combine == "concat" else rows.sum(-2) if self.combine == "sum" else rows.mean(-2)
         )
         value = joined if self.value is None else self.value(joined)
-        return value if self.gate is None else self.gate(joined, value, hidden)
+        if self.gate is None or hidden is None:
+            return value
+        if hidden.shape != value.shape:
+            raise InvalidValueError(
+                f"hidden has shape {tuple(hidden.shape)} but what is looked up {tuple(value.shape)}; pass the hidden state of "
+                "the same positions"
+            )
+        weighed: Tensor = self.gate(joined, value, hidden)
+        return weighed
 
     def prefetch(self, tokens: Tensor, context: Tensor | None = None) -> Ticket:
         """Begin to read the rows of `tokens`; the forward with the same tokens finds them.
@@ -214,9 +222,9 @@ class NgramEmbedding(nn.Module):
         _kept[self] = [*(one for one in _kept.get(self, ()) if one.is_waiting), ticket][-_MOST_KEPT:]
         return ticket
 
-    def lookup_ahead(self, tokens: Any) -> tuple[Embedding, Tensor]:
+    def lookup_ahead(self, tokens: Any, context: Tensor | None = None) -> tuple[Embedding, Tensor]:
         """Return the table and the row numbers of `tokens`, which :func:`speedtransfer.prefetch` reads ahead."""
-        return self.embedding, self.ngrams(tokens)
+        return self.embedding, self.ngrams(tokens, context)
 
     def extra_repr(self) -> str:
         """Describe how rows become the output."""

@@ -147,9 +147,9 @@ class PrefetchLoader(Generic[Batch]):
         for module, ids in wanted.items() if isinstance(wanted, Mapping) else wanted:
             if hasattr(module, "lookup_ahead"):
                 # The table within it reads rows ahead, by row numbers that the module computes: its ticket has only these.
-                pairs.append(module.lookup_ahead(ids))
-                if not (isinstance(ids, Tensor) and ids.is_cuda):
-                    given.append((ids, torch.as_tensor(ids).clone()))
+                parts = ids if isinstance(ids, tuple) and all(isinstance(part, Tensor) for part in ids) else (ids,)
+                pairs.append(module.lookup_ahead(*parts))
+                given += [(p, torch.as_tensor(p).clone()) for p in parts if not (isinstance(p, Tensor) and p.is_cuda)]
             else:
                 pairs.append((module, ids))
         for module, _ in pairs:
