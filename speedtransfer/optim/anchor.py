@@ -102,7 +102,7 @@ def handle_at(key: Tensor) -> Any:
 
 
 def _deposit(handle: weakref.ref[Any], leaf: Tensor) -> None:
-    leaf.grad = None
+    # Its gradient stays, zeros: another thread may be adding to it, which only autograd waits for.
     alive = handle()
     if alive is not None:
         for _, grad, deposit in alive.anchor.take():
