@@ -12,6 +12,8 @@ INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Powers of two, for scales alone (torch 2.7).
 FLOAT8_SCALE: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)
+# Of the scales beside float8 rows.
+SCALE_DTYPES = (torch.float32, torch.bfloat16, *(() if FLOAT8_SCALE is None else (FLOAT8_SCALE,)))
 _NAMED_FLOAT8 = {*FLOAT8_DTYPES, FLOAT8_SCALE}
 
 # By the name in a safetensors file. First those that a table holds, then those that only checkpoints do.

@@ -153,6 +153,54 @@ class Rows(StoredPlanes):
         self.table.write(ids, encoded)
         self._count += 1
 
+    @torch.no_grad()
+    def reset(self, ids: Tensor, weights: Tensor) -> None:
+        """Let the rows `ids` (n,), int64 and unique, start anew: as new rows of a table with the weights `weights`.
+
+        `weights`, ``(n, dim)`` of any float dtype and device, are rounded to nearest. Every other plane gets its initial
+        value, and no step has been missed. How other rows are rounded does not depend on it.
+        """
+        if not len(ids):
+            return
+        with self.lock:
+            parts = self._initial_parts(weights.detach().to(self.table.device))
+            if self.lag is not None and LAST_STEP in parts:
+                parts[LAST_STEP] = self.lag.last_steps(len(ids), self.table.device, None)
+            self.table.write(ids.contiguous(), parts, unsorted=True)
+
+    @torch.no_grad()
+    def grow(self, num_rows: int) -> None:
+        """Give the table more rows, up to `num_rows`; see `Table.grow`.
+
+        They are as those of a new table: their weights zero, every other plane at its initial value. They have missed no step.
+        """
+        with self.lock:
+            zeros = torch.zeros((1, self.table.dim), dtype=self.dtype, device=self.table.device)
+            fills: dict[str, float | Tensor] = {name: part[0] for name, part in self._initial_parts(zeros).items()}
+            if self.lag is not None and LAST_STEP in fills:
+                self.lag.settle()
+                fills[LAST_STEP] = self.lag.now
+            self.table.lengthen(num_rows, fills)
+
+    @torch.no_grad()
+    def move_state(self, before: Tensor, after: Tensor) -> None:
+        """Give the rows `after` (n,), distinct, the optimizer state that the rows `before` (n,) have, -1: that of new rows.
+
+        The weights of rows that get another state are undefined until they are written.
+        """
+        names = [name for name in self._stored_names(list(self._codecs)) if name not in self._stored_names(["weight"])]
+        if not names:
+            return
+        device, dim = self.table.device, self.table.dim
+        with self.lock:
+            self.catch_up()
+            moves, new = (before >= 0) & (before != after), after[before < 0]
+            state = self.table.read(before[moves].to(device), names)
+            for part in row_chunks(len(new), dim * self.dtype.itemsize):
+                ids = new[part].to(device)
+                self.reset(ids, torch.zeros(len(ids), dim, dtype=self.dtype, device=device))
+            self.table.write(after[moves].to(device), state, unsorted=True)
+
     def update(
         self,
         ids: Tensor,

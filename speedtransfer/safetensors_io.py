@@ -45,10 +45,13 @@ def make_header(
     return header
 
 
-def header_bytes(header: Mapping[str, Any]) -> bytes:
-    """Return the bytes before the values: a multiple of 64, so that a mapped row is as well aligned as one in memory."""
+def header_bytes(header: Mapping[str, Any], room: int = 0) -> bytes:
+    """Return the bytes before the values: a multiple of 64, so that a mapped row is as well aligned as one in memory.
+
+    `room`: at least so many bytes may be added to the header later.
+    """
     text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGN)
+    text += b" " * (room + -(8 + len(text) + room) % _ALIGN)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -25,7 +25,7 @@ from speedtransfer.encoding import (
     encode_rows,
     write_key,
 )
-from speedtransfer.tables import Table, check_room, row_chunks
+from speedtransfer.tables import Placement, Table, check_room, row_chunks
 
 
 class StoredPlanes:
@@ -61,6 +61,8 @@ class StoredPlanes:
         self.dtype = table.dtype if storage_dtype is None else dtype or torch.float32
         self._tails: dict[str, tuple[int, ...]] = {}
         self._codecs: dict[str, Codec] = {}
+        # What rows of a plane start from, by the suffix of the planes that store it; None: from the weights.
+        self._initial: dict[str, dict[str, float] | None] = {}
         self._keep_layout("weight", self._codec_of_weights(), (table.dim,))
         for suffix, part in self._codecs["weight"].parts.items():
             if suffix and "weight" + suffix not in table.planes:
@@ -69,6 +71,8 @@ class StoredPlanes:
         self._seed, self._count = torch.initial_seed(), 0
         # What rows are called where they draw random numbers, if not by their number here.
         self.name_rows: Callable[[Tensor], Tensor] | None = None
+        # Which rows those of a state are that was loaded last, where rows belong to ids; None: there was a step since.
+        self.placement: Placement | None = None
 
     def _codec_of_weights(self) -> Codec:
         """Return the codec that `scale_block` asks for, or the one of the scales that the table has."""
@@ -87,6 +91,7 @@ class StoredPlanes:
         if codec is None:
             self._codecs.pop(name, None)
             self._tails.pop(name, None)
+            self._initial.pop(name, None)
         else:
             self._codecs[name], self._tails[name] = codec, tail
         # Whether every plane is a 2-D plane of the table without a codec: then rows need no decoding.
@@ -119,18 +124,20 @@ class StoredPlanes:
     def add_together(self, planes: Mapping[str, tuple[tuple[int, ...], torch.dtype, float | None]]) -> None:
         """Add several planes, all or none: by name what `add` takes. The layout of the table may have them share records."""
         codecs, parts = dict[str, Codec](), dict[str, tuple[int, torch.dtype, float]]()
+        fills = dict[str, dict[str, float]]()
         for name, (tail, dtype, initial) in planes.items():
             width = math.prod(tail)
             small = self.state_dtype is not None and dtype == self.dtype and width > 1
             codec = codec_for(width, dtype, self.state_dtype if small and self.state_dtype else dtype)
             first = encode_rows(codec, torch.full((1, width), initial or 0.0, dtype=dtype, device="cpu"), None)
+            fills[name] = {suffix: float(row[0, 0]) if row.numel() else 0.0 for suffix, row in first.items()}
             for suffix, part in codec.parts.items():
-                fill = float(first[suffix][0, 0]) if first[suffix].numel() else 0
-                parts[name + suffix] = part.width, part.dtype, fill
+                parts[name + suffix] = part.width, part.dtype, fills[name][suffix]
             codecs[name] = codec
         self.table.add_planes(parts)
         for name, codec in codecs.items():
             self._keep_layout(name, codec, planes[name][0])
+            self._initial[name] = None if planes[name][2] is None else fills[name]
         try:
             for name, (_, _, initial) in planes.items():
                 if initial is None:
@@ -201,6 +208,23 @@ class StoredPlanes:
         stop = start + len(values)
         self._fill(name, lambda rows: values[rows.start - start : rows.stop - start], start, stop, keep=True)
 
+    def place(self, name: str, values: Tensor, placement: Placement) -> None:
+        """Set rows of a plane to those of ``(num_saved, *tail)`` values that `placement` gives them, rounded to nearest.
+
+        They must have missed no steps.
+        """
+        if placement.is_whole:
+            self.load(name, values)
+            return
+        values = values if values.layout == torch.strided else values.to_dense()
+        for source, target in placement.pairs(4 * math.prod(self._tails[name])):
+            self.put(name, target, values[source.to(values.device)])
+
+    @property
+    def num_loadable(self) -> int:
+        """How many rows a state has that fits."""
+        return self.table.num_rows if self.placement is None else self.placement.num_saved
+
     def take(self, name: str, source: StoredPlanes) -> None:
         """Set a whole plane to the values of the same plane of `source`, of as many rows."""
         self._fill(name, lambda rows: source._chunk(name, rows))
@@ -214,6 +238,25 @@ class StoredPlanes:
         device = self.table.device
         parts = {name + suffix: part.to(device) for suffix, part in self.encode(name, values).items()}
         self.table.write(ids.to(device), parts, unsorted=True)
+
+    def _initial_parts(self, weights: Tensor) -> dict[str, Tensor]:
+        """Return rows of each plane of the table as they start from `weights`, ``(n, dim)``: encoded to nearest."""
+        encoded = self.encode("weight", weights)
+        found = {"weight" + suffix: part for suffix, part in encoded.items()}
+        for name, fills in self._initial.items():
+            if fills is None:
+                # Of the weights as they are stored.
+                parts = self.encode(name, self.decode("weight", encoded).reshape(len(weights), *self._tails[name]))
+            else:
+                specs = self._codecs[name].parts
+                parts = {
+                    suffix: torch.full(
+                        (len(weights), part.width), fills[suffix], dtype=part.dtype, device=weights.device
+                    )
+                    for suffix, part in specs.items()
+                }
+            found.update({name + suffix: part for suffix, part in parts.items()})
+        return found
 
     @torch.no_grad()
     def normal_(self, start: int = 0, stop: int | None = None) -> None:
@@ -370,6 +413,7 @@ class StoredPlanes:
             "rounding": self.state_dict(),
             "layout": self.table.layout,
             "cache": self.table._cache_options,
+            "max_rows": self.table.max_rows,
         }
 
     @classmethod
@@ -382,7 +426,7 @@ class StoredPlanes:
         made = cls(table, storage_dtype, state_dtype, block[0] if block else None, pickled.get("dtype"))
         made.load_state_dict(pickled["rounding"])
         # An older version had none.
-        table.layout = pickled.get("layout", table.layout)
+        table.layout, table._place.max_rows = pickled.get("layout", table.layout), pickled.get("max_rows")
         table._start_cache(pickled.get("cache"))
         return made
 

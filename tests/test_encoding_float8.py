@@ -12,11 +12,12 @@ import torch
 from cpu_kernels import cpu_kernels
 from torch import Tensor
 
+from speedtransfer.dtypes import SCALE_DTYPES
 from speedtransfer.encoding import convert, cuda_codecs
 from speedtransfer.encoding.choice import codec_for, codec_named
 from speedtransfer.encoding.codecs import SCALE
 from speedtransfer.encoding.convert import decode_rows, encode_rows
-from speedtransfer.encoding.float8 import SCALE_DTYPES, BlocksFloat8, codec_of_planes
+from speedtransfer.encoding.float8 import BlocksFloat8, codec_of_planes
 from speedtransfer.encoding.rounding import Keys, write_key
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 

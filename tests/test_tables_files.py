@@ -147,13 +147,22 @@ def test_weight_is_the_key_by_default(tmp_path):
         (None, ValueError, r"has no tensor 'weight'; choose from 'bias', .*\(argument key\)"),
         ("user", ValueError, r"has no tensor 'user'; did you mean 'users'\? \(argument key\)"),
         ("bias", ValueError, r"holds an array of shape \(4,\) but a table is 2-D; "),
-        ("mask", TypeError, r"tensor 'mask' of .* is BOOL; a table holds floats or integers"),
+        ("mask", TypeError, r"tensor 'mask' of .* is BOOL but a table holds floats or integers; convert"),
         ("__metadata__", ValueError, "has no tensor '__metadata__'; "),
     ],
 )
 def test_key_that_names_no_table(several, key, standard, message):
     with pytest.raises(standard, match=message) as error:
         load(several[0], key=key)
+    assert isinstance(error.value, SpeedtransferError)
+    one_line(error)
+
+
+def test_a_path_that_is_none():
+    with pytest.raises(
+        TypeError, match=r"path is a list but must be the path of a file; pass one, or Table.open for several"
+    ) as error:
+        load(["a.npy", "b.npy"])
     assert isinstance(error.value, SpeedtransferError)
     one_line(error)
 

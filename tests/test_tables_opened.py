@@ -231,9 +231,15 @@ def bad_arguments(folder):
     return [
         ((5,), {}, InvalidTypeError, "parts is a int but must be a path, or a list"),
         (({"a": 1},), {}, InvalidTypeError, "parts is a dict but must be a path"),
-        (([one, 5],), {}, InvalidTypeError, "parts has 5, which is no path and no pair"),
-        (([(one, shard, 1)],), {}, InvalidTypeError, "which is no path and no pair"),
-        (([(one, None)],), {}, InvalidTypeError, "which is no path and no pair"),
+        (([one, 5],), {}, InvalidTypeError, r"parts has 5, which is neither a path nor a \(file, key\) pair; pass"),
+        (([(one, shard, 1)],), {}, InvalidTypeError, r"which is neither a path nor a \(file, key\) pair"),
+        (([(one, None)],), {}, InvalidTypeError, r"which is neither a path nor a \(file, key\) pair"),
+        (
+            ((one, shard),),
+            {},
+            StorageError,
+            r"'model.shard_0.weight' is not a file; .* pass a list: \[\('.*', 'model.sh",
+        ),
         (([],), {}, InvalidValueError, "parts is empty but a table is in one file or more; pass their paths"),
         ((one, 5), {}, InvalidTypeError, "key is a int but must be the name of a tensor; pass a str"),
         (([(one, shard)], shard), {}, InvalidValueError, "but parts has .* pairs; pass one of the two"),
@@ -318,10 +324,10 @@ def bad_arguments(folder):
     ]
 
 
-@pytest.mark.parametrize("number", range(31))
+@pytest.mark.parametrize("number", range(32))
 def test_wrong_arguments(published, number):
     cases = bad_arguments(published[0])
-    assert len(cases) == 31
+    assert len(cases) == 32
     args, kwargs, standard, message = cases[number]
     with pytest.raises(standard, match=message) as error:
         st.Table.open(*args, **{"device": "cpu", **kwargs})
@@ -341,7 +347,7 @@ def test_truncated_files(published, size):
 
 def test_tensors_of_a_dtype_that_no_table_has(tmp_path):
     save_file({"w": torch.ones(3, 4, dtype=torch.bool)}, tmp_path / "a.safetensors")
-    with pytest.raises(InvalidTypeError, match="is BOOL; a table holds floats or integers"):
+    with pytest.raises(InvalidTypeError, match="is BOOL but a table holds floats or integers; convert"):
         st.Table.open(tmp_path / "a.safetensors", device="cpu")
 
 
@@ -421,6 +427,29 @@ def test_writes_to_a_weight_raise(opened, name):
     assert_same_bits(table.torch(), values)
     assert not emb.weight.requires_grad
     assert state_of(folder) == before
+
+
+def test_what_is_refused_copies_no_rows_first(tmp_path, monkeypatch):
+    """All of them may be more than fits into memory."""
+    table = st.Table.open(write_parts(tmp_path, numbers((300, 16), torch.bfloat16)), device="cpu")
+    emb = st.Embedding.from_pretrained(table)
+    monkeypatch.setattr("speedtransfer.tables.parts.Parts.rows", lambda *args: pytest.fail("rows are copied"))
+    for name in (
+        "fill_",
+        "data",
+        "detach",
+        "setitem",
+        "iadd",
+        "init",
+        "init by name",
+        "foreach",
+        "out",
+        "requires_grad",
+    ):
+        with torch.no_grad(), pytest.raises(StorageError, match=r"cannot be changed; "):
+            WEIGHT_WRITES[name](emb.weight)
+    with pytest.raises(InvalidTypeError, match="NumPy has no bfloat16"):
+        table.numpy()
 
 
 MODULE_WRITES = {

@@ -209,13 +209,13 @@ def test_rows_without_scales_are_looked_up_as_they_are(tmp_path):
             (4, 6),
             torch.ones(4, dtype=torch.float64),
             InvalidTypeError,
-            "is F64; it must be one of bfloat16, float32, float8",
+            "is F64 but must be one of bfloat16, float32, float8",
         ),
         (
             (4, 6),
             torch.ones(4, dtype=torch.uint8),
             InvalidTypeError,
-            "is U8; it must be one of bfloat16, float32, float8",
+            "is U8 but must be one of bfloat16, float32, float8",
         ),
     ],
 )
@@ -234,11 +234,11 @@ def test_exponents_in_u8(tmp_path):
     table = st.Table.open(path, "w", scale_key="s", scale_dtype=torch.float8_e8m0fnu, device="cpu")
     assert_same_bits(st.Embedding.from_pretrained(table)(IDS), decoded(codes, scales)[IDS])
     for kwargs, error, message in (
-        ({"scale_key": "s"}, InvalidTypeError, "is U8; it must be one of bfloat16, float32, float8_e8m0fnu"),
+        ({"scale_key": "s"}, InvalidTypeError, "is U8 but must be one of bfloat16, float32, float8_e8m0fnu"),
         (
             {"scale_key": "f", "scale_dtype": torch.float8_e8m0fnu},
             InvalidTypeError,
-            "is F32; it must be one of float8_e8m0",
+            "is F32 but must be one of float8_e8m0",
         ),
         (
             {"scale_key": "s", "scale_dtype": torch.uint8},

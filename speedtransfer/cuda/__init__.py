@@ -18,6 +18,7 @@ from speedtransfer.cuda.streams import (
     keep_until_done,
     side_stream,
     to_device,
+    to_host,
     torch_stream,
     wait_until_filled,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "side_stream",
     "to_cupy",
     "to_device",
+    "to_host",
     "torch_stream",
     "wait_until_filled",
 ]

@@ -174,6 +174,15 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(tensor, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
 
 
+def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """Return a copy of a CUDA tensor in page-locked memory, and the event after which it is there; the host does not wait."""
+    check_not_capturing("a copy for the host")
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
+        tensor, non_blocking=True
+    )
+    return copied, current_stream(tensor.device).record_event()
+
+
 def _is_torchs(stream: torch.cuda.Stream) -> bool:
     """Tell whether `stream` lives as long as the process; another may be destroyed, and its address reused.
 

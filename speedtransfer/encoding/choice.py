@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from speedtransfer.dtypes import FLOAT8_DTYPES
+from speedtransfer.dtypes import FLOAT8_DTYPES, SCALE_DTYPES
 from speedtransfer.encoding.codecs import BLOCK, Blocks8, Cast, Codec, Plain, RowInt8, blocks_of
-from speedtransfer.encoding.float8 import SCALE_DTYPES, BlocksFloat8
+from speedtransfer.encoding.float8 import BlocksFloat8
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 
 STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, *FLOAT8_DTYPES)

@@ -8,11 +8,9 @@ import math
 import torch
 from torch import Tensor
 
-from speedtransfer.dtypes import FLOAT8_DTYPES, FLOAT8_SCALE
+from speedtransfer.dtypes import FLOAT8_DTYPES, SCALE_DTYPES
 from speedtransfer.encoding.codecs import SCALE, Blocks, Codec, scales_of
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-
-SCALE_DTYPES = (torch.float32, torch.bfloat16, *(() if FLOAT8_SCALE is None else (FLOAT8_SCALE,)))
 
 
 class BlocksFloat8(Blocks):

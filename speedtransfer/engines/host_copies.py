@@ -44,7 +44,9 @@ def _mover(num_bytes: int, align: int, streaming: bool) -> Any:
 
 
 @intrinsic
-def _prefetch(typing_context: Any, address: Any) -> Any:
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Ask for the cache line at `address` (int64), without waiting for it; any address may be given."""
+
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> None:
         kind = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _INT32, _INT32, _INT32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -100,7 +102,7 @@ def _ask_for(plane: int, stride_bytes: int, row_bytes: int, index: Any, j: int, 
     if j + ahead < stop:
         coming = plane + index[j + ahead] * stride_bytes
         for line in range(lines):
-            _prefetch(coming + line * LINE_BYTES)
+            prefetch(coming + line * LINE_BYTES)
 
 
 @compile_function

@@ -3,8 +3,9 @@
 from speedtransfer.tables.chunks import CHUNK_BYTES, copy_plane, plane_chunks, row_chunks
 from speedtransfer.tables.index import as_index
 from speedtransfer.tables.memories import Memory, check_room
-from speedtransfer.tables.padded import is_padded, kept, num_unique, padded_unique, sum_rows, trimmed
+from speedtransfer.tables.padded import is_padded, kept, num_unique, padded_anew, padded_unique, sum_rows, trimmed
 from speedtransfer.tables.page_advice import read_ahead
+from speedtransfer.tables.placement import Placement
 from speedtransfer.tables.planes import PathLike, check_dtype
 from speedtransfer.tables.records import check_layout
 from speedtransfer.tables.row_values import as_rows, overlap, tensor_of
@@ -19,6 +20,7 @@ __all__ = [
     "MEMORIES",
     "Memory",
     "PathLike",
+    "Placement",
     "Table",
     "TableStats",
     "UniqueRows",
@@ -36,6 +38,7 @@ __all__ = [
     "on_host",
     "overlap",
     "overlay",
+    "padded_anew",
     "padded_unique",
     "plane_chunks",
     "read_ahead",

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from speedtransfer import safetensors_io
-from speedtransfer.dtypes import NUMPY_OF_TORCH, SAFETENSORS_DTYPES, TABLE_DTYPES, TORCH_OF_NUMPY
+from speedtransfer.dtypes import FLOAT8_SCALE, NUMPY_OF_TORCH, SAFETENSORS_DTYPES, TABLE_DTYPES, TORCH_OF_NUMPY
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError, suggest
 from speedtransfer.system import replace_file
 
 _MAX_SIZE = 2**63 - 1
+# The number of rows and the end of the values may become that much longer in a header of safetensors.
+GROWTH_BYTES = 2 * len(str(_MAX_SIZE))
 
 
 def check_suffix(path: Path, dtype: torch.dtype) -> None:
@@ -35,19 +37,25 @@ def check_suffix(path: Path, dtype: torch.dtype) -> None:
         raise InvalidTypeError(f"{dtype} has no .npy form (path {str(path)!r}); use a path that ends in .safetensors")
 
 
-def _header(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> bytes:
+def _header(path: Path, shape: tuple[int, int], dtype: torch.dtype, grows: bool = False) -> bytes:
     check_suffix(path, dtype)
     if path.suffix == ".npy":
         buffer = BytesIO()
         fields = {"descr": np.lib.format.dtype_to_descr(NUMPY_OF_TORCH[dtype]), "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(buffer, fields)  # pads to 64 bytes by itself
+        # Pads to 64 bytes by itself, and leaves room for any number of rows.
+        np.lib.format.write_array_header_1_0(buffer, fields)
         return buffer.getvalue()
-    return safetensors_io.header_bytes(safetensors_io.make_header([("weight", dtype, shape)]))
+    return safetensors_io.header_bytes(
+        safetensors_io.make_header([("weight", dtype, shape)]), GROWTH_BYTES if grows else 0
+    )
 
 
-def create(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Create the file of a zeroed table at `path`, which must not exist. Instant: unwritten rows take no disk."""
-    header = _header(path, shape, dtype)
+def create(path: Path, shape: tuple[int, int], dtype: torch.dtype, grows: bool = False) -> None:
+    """Create the file of a zeroed table at `path`, which must not exist. Instant: unwritten rows take no disk.
+
+    `grows`: its header has room for more rows.
+    """
+    header = _header(path, shape, dtype, grows)
     with open(path, "xb") as file:
         try:
             file.write(header)
@@ -61,13 +69,13 @@ def create(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> None:
 Written = tuple[str, torch.dtype, tuple[int, ...], Iterator[Tensor]]
 
 
-def write(path: Path, tensors: list[Written], metadata: Mapping[str, str] | None = None) -> None:
+def write(path: Path, tensors: list[Written], metadata: Mapping[str, str] | None = None, grows: bool = False) -> None:
     """Write tensors to `path`, only the first to a .npy file: the old file stays whole until the new one is.
 
-    `metadata` go with several tensors.
+    `metadata` go with several tensors; `grows` is as for `create`, with one.
     """
     (_, dtype, shape, _), *others = tensors
-    header = _header(path, (shape[0], shape[1]), dtype)
+    header = _header(path, (shape[0], shape[1]), dtype, grows)
     if others:
         header = safetensors_io.header_bytes(safetensors_io.make_header([written[:3] for written in tensors], metadata))
     with replace_file(path) as file:
@@ -200,10 +208,13 @@ def _find(path: Path, header: Header, key: str | None, dtypes: Collection[torch.
         raise InvalidValueError(f"{str(path)!r} has no tensor {key!r}{suggest(key, names or ['none'])} (argument key)")
     kind = header.tensors[key]["dtype"]
     if SAFETENSORS_DTYPES.get(kind) not in dtypes:
-        wanted = (
-            "a table holds floats or integers" if dtypes is TABLE_DTYPES else f"it must be one of {_listed(dtypes)}"
-        )
-        raise InvalidTypeError(f"tensor {key!r} of {str(path)!r} is {kind}; {wanted}")
+        wanted = "a table holds floats or integers" if dtypes is TABLE_DTYPES else f"must be one of {_listed(dtypes)}"
+        if kind == "U8" and FLOAT8_SCALE in dtypes:
+            raise InvalidTypeError(
+                f"tensor {key!r} of {str(path)!r} is {kind} but {wanted}; convert it first, or pass scale_dtype="
+                f"{FLOAT8_SCALE} if its bytes are exponents, as in the MX formats"
+            )
+        raise InvalidTypeError(f"tensor {key!r} of {str(path)!r} is {kind} but {wanted}; convert it first")
     dtype, shape, begin, _ = safetensors_io.check_entry(header.tensors[key])
     return Stored(dtype, shape, header.offset + begin)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,10 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError, StorageError, format_bytes
 from speedtransfer.tables import files, page_advice
+from speedtransfer.tables.longer_files import LongerFile, plan_growth
 from speedtransfer.tables.memories import Memory
+from speedtransfer.tables.records import Block
+from speedtransfer.tables.reserved import NamelessMap, OpenFile
 
 
 class MmapMemory(Memory):
@@ -36,6 +42,9 @@ class MmapMemory(Memory):
         self.path = Path(path)
         self._folder = self.path.parent
         self._weight_map: np.memmap | None = None
+        self._key: str | None = None
+        # Of nameless files that can become longer, by the address where they are.
+        self._maps = weakref.WeakValueDictionary[int, NamelessMap]()
 
     def _allocate(self, plane: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         path = self.path if plane == "weight" else None
@@ -55,7 +64,7 @@ class MmapMemory(Memory):
                     f"{format_bytes(free)} free; choose a path on a larger disk, or fewer rows"
                 )
             if path is not None:
-                files.create(path, shape, dtype)
+                files.create(path, shape, dtype, grows=self.max_rows is not None)
                 try:
                     return self.open()
                 except BaseException:
@@ -63,6 +72,8 @@ class MmapMemory(Memory):
                     raise
             with tempfile.TemporaryFile(dir=self._folder) as file:
                 file.truncate(num_bytes)
+                if self.max_rows is not None and num_bytes:
+                    return self._mapped(OpenFile(file.fileno()), num_bytes).view(dtype).view(shape)
                 values, data = files.map_tensor(file, 0, shape, dtype, "r+")
             page_advice.expect_random_rows(data)
             return values
@@ -77,9 +88,91 @@ class MmapMemory(Memory):
     def open(self, key: str | None = None) -> Tensor:
         """Return the weight plane that the file at `path` holds already."""
         assert self.path is not None
+        self._key = key
         weight, self._weight_map = files.open_mapped(self.path, writable=True, key=key)
         page_advice.expect_random_rows(self._weight_map)
         return weight
+
+    def _mapped(self, file: OpenFile, num_bytes: int) -> Tensor:
+        """Return all of a nameless file, (num_bytes,) uint8."""
+        block = NamelessMap.of(file, num_bytes)
+        data = block.tensor()
+        self._maps[data.data_ptr()] = block
+        page_advice.expect_random_rows_of(block, data.data_ptr())
+        return data
+
+    def _check_growth(self, blocks: Sequence[Block], num_rows: int) -> None:
+        need = sum(
+            block.row_bytes * (num_rows - (block.num_rows if self._can_extend(block, num_rows) else 0))
+            for block in blocks
+        )
+        try:
+            free = shutil.disk_usage(self._folder).free
+        except OSError as error:
+            raise StorageError(
+                f"cannot tell what room {str(self._folder)!r} has ({error.strerror}); check that the folder still exists"
+            ) from error
+        if need > free:
+            raise StorageError(
+                f"{num_rows} rows, {blocks[0].num_rows} so far, ask for {format_bytes(need)} more but {str(self._folder)!r} "
+                f"has {format_bytes(free)} free; free some space, or grow to fewer rows"
+            )
+
+    def _can_extend(self, block: Block, num_rows: int) -> bool:
+        return block.address in self._maps or self._is_named(block)
+
+    def _is_named(self, block: Block) -> bool:
+        return "weight" in block.planes and self.path is not None
+
+    def _grow(self, blocks: Sequence[Block], num_rows: int) -> dict[str, Tensor]:
+        longer: LongerFile | None = None
+        grown = dict[str, Tensor]()
+        # The file of the weights last of all: whoever opens it sees the rows once it has them.
+        blocks = sorted(blocks, key=self._is_named)
+        try:
+            if self._is_named(blocks[-1]):
+                assert self.path is not None
+                longer = plan_growth(self.path, self._key, num_rows)
+            with contextlib.ExitStack() as undo:
+                for block in blocks:
+                    found = self._maps.get(block.address)
+                    if longer is not None and self._is_named(block):
+                        grown.update(self._longer_weight(block, longer, num_rows, undo))
+                    elif found is not None:
+                        num_bytes, before = num_rows * block.row_bytes, block.num_rows * block.row_bytes
+                        undo.callback(found.file.resize, before, before)
+                        found.file.resize(before, num_bytes)
+                        records = self._mapped(found.file, num_bytes).view(num_rows, block.row_bytes)
+                        grown.update(block.planes_longer(records))
+                    else:
+                        grown.update(self._grown(block, num_rows))
+                if longer is not None:
+                    longer.show()
+                undo.pop_all()
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(
+                f"cannot make the files of the table longer, in {str(self._folder)!r} ({error.strerror}); free some space, or "
+                "raise the limits of this process (ulimit)"
+            ) from error
+        return grown
+
+    def _longer_weight(
+        self, block: Block, longer: LongerFile, num_rows: int, undo: contextlib.ExitStack
+    ) -> dict[str, Tensor]:
+        """Return the weights in the file at `path`, which becomes longer, and shorter again by `undo`."""
+        undo.callback(longer.shorten)
+        longer.lengthen()
+        weight = block.planes["weight"]
+        shape = num_rows, weight.shape[1]
+        values, data = files.map_tensor(longer.path, longer.offset, shape, weight.dtype, "r+")
+        page_advice.expect_random_rows(data)
+        undo.callback(setattr, self, "_weight_map", self._weight_map)
+        self._weight_map = data
+        if not weight.numel():
+            return {"weight": values}
+        return block.planes_longer(values.view(torch.uint8))
 
     def flush(self) -> None:  # noqa: D102
         if self._weight_map is not None:
@@ -87,5 +180,5 @@ class MmapMemory(Memory):
 
     def anonymous_copy(self) -> Memory:  # noqa: D102
         copy = MmapMemory(self.device, self._folder / "copy")
-        copy.path, copy.layout = None, self.layout  # a file without a name
+        copy.path, copy.layout, copy.max_rows = None, self.layout, self.max_rows  # a file without a name
         return copy

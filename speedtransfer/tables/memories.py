@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, NoReturn
 
@@ -18,8 +19,10 @@ from speedtransfer.cuda import pinned_empty, require_cuda, resolve_device
 from speedtransfer.engines import Engine
 from speedtransfer.errors import DeviceError, HostMemoryError, InvalidValueError, format_bytes
 from speedtransfer.system import physical_bytes
+from speedtransfer.tables.chunks import copy_plane
 from speedtransfer.tables.parts import Parts
-from speedtransfer.tables.records import Specs, record_bytes, views_of
+from speedtransfer.tables.records import Block, Specs, blocks_of, record_bytes, views_of
+from speedtransfer.tables.reserved import Reserved
 
 
 class Memory(ABC):
@@ -37,6 +40,8 @@ class Memory(ABC):
     path: Path | None = None
     # Of planes that are added together: see `Table`.
     layout: str = "planes"
+    # How many rows the table may get; None: it does not grow.
+    max_rows: int | None = None
     # Whether a write raises: of a process that was forked and shares the memory of such tables with its parent, whose rows it
     # would change; and of files opened to be read.
     refuses_writes: ClassVar[bool] = False
@@ -76,6 +81,53 @@ class Memory(ABC):
         with torch.inference_mode(False):
             return views_of(self.allocate(", ".join(specs), num_rows, stride, torch.uint8), specs, offsets)
 
+    def grow(self, planes: Mapping[str, Tensor], num_rows: int) -> dict[str, Tensor]:
+        """Return the planes of a table with `num_rows` rows, more than so far, the new ones zero: all planes, or none.
+
+        Where the memory can become longer the rows so far are the same memory; else they are copied.
+
+        Raises
+        ------
+        HostMemoryError, StorageError
+            There is no room; nothing has changed.
+        """
+        blocks = blocks_of(planes)
+        self._check_growth(blocks, num_rows)
+        with torch.inference_mode(False), torch.no_grad():
+            return self._grow(blocks, num_rows)
+
+    def _check_growth(self, blocks: Sequence[Block], num_rows: int) -> None:
+        """Raise unless the memory has room for `num_rows` rows."""
+        before, need = (
+            sum(block.row_bytes * (block.num_rows if old else num_rows) for block in blocks) for old in (1, 0)
+        )
+        # Those that are copied are there twice.
+        need += sum(block.row_bytes * block.num_rows for block in blocks if not self._can_extend(block, num_rows))
+        have = physical_bytes()
+        if have and need > have and (self.name != "device" or self.device.type == "cpu"):
+            raise HostMemoryError(
+                f"{num_rows} rows, {blocks[0].num_rows} so far ({format_bytes(before)}), ask for {format_bytes(need)} but "
+                f"this machine has {format_bytes(have)} of memory; grow to fewer rows, or pass memory='mmap' with a path on a "
+                "disk with room"
+            )
+
+    def _can_extend(self, block: Block, num_rows: int) -> bool:
+        """Tell whether the memory of a block can become longer."""
+        return False
+
+    def _grow(self, blocks: Sequence[Block], num_rows: int) -> dict[str, Tensor]:
+        grown = dict[str, Tensor]()
+        for block in blocks:
+            grown.update(self._grown(block, num_rows))
+        return grown
+
+    def _grown(self, block: Block, num_rows: int) -> dict[str, Tensor]:
+        """Return the planes of a block with `num_rows` rows, in other memory."""
+        made = block.planes_over(self._allocate(", ".join(block.planes), (num_rows, block.row_bytes), torch.uint8))
+        for name, plane in block.planes.items():
+            copy_plane(made[name][: len(plane)], plane)
+        return made
+
     def refuse_write(self) -> NoReturn:
         """Raise for a write to memory that `refuses_writes`."""
         raise DeviceError(
@@ -102,7 +154,7 @@ class Memory(ABC):
     def anonymous_copy(self) -> Memory:
         """Return a memory of the same kind for a copy of the table."""
         copy = type(self)(self.device)
-        copy.layout = self.layout
+        copy.layout, copy.max_rows = self.layout, self.max_rows
         return copy
 
 
@@ -111,18 +163,64 @@ class PageableMemory(Memory):
 
     name = "pageable"
 
+    def __init__(self, device: torch.device, path: str | os.PathLike[str] | None = None) -> None:
+        super().__init__(device, path)
+        # Of planes that can become longer, by the address where they begin.
+        self._reserved = weakref.WeakValueDictionary[int, Reserved]()
+
     def _allocate(self, plane: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         num_bytes, what = _check_fits(plane, shape, dtype)
         if num_bytes == 0:
             return torch.zeros(shape, dtype=dtype, device="cpu")
         try:
-            block = buffers.anonymous(num_bytes)
+            data = self._reserve(num_bytes, num_bytes // shape[0])
+            if data is None:
+                data = torch.from_numpy(np.frombuffer(buffers.anonymous(num_bytes), dtype=np.uint8))
         except OSError as error:
             raise HostMemoryError(
                 f"{what} asks for {format_bytes(num_bytes)}, which the system refused ({error.strerror}); "
                 "pass memory='mmap' with a path on a disk with room, or fewer rows"
             ) from error
-        return torch.from_numpy(np.frombuffer(block, dtype=np.uint8)).view(dtype).view(shape)
+        return data.view(dtype).view(shape)
+
+    def _reserve(self, num_bytes: int, row_bytes: int) -> Tensor | None:
+        """Return `num_bytes` of memory, (num_bytes,) uint8, that can become longer; None where there is none of that kind."""
+        # All that a plane can ever have: more rows than fit into the memory are refused.
+        most = min((self.max_rows or 0) * row_bytes, physical_bytes())
+        if most <= num_bytes:
+            return None
+        try:
+            block = Reserved(most)
+        except OSError:
+            return None
+        block.extend(num_bytes)
+        self._reserved[block.address] = block
+        return block.tensor(num_bytes)
+
+    def _can_extend(self, block: Block, num_rows: int) -> bool:
+        found = self._reserved.get(block.address)
+        return found is not None and num_rows * block.row_bytes <= len(found)
+
+    def _grow(self, blocks: Sequence[Block], num_rows: int) -> dict[str, Tensor]:
+        longer, grown = list[tuple[Block, Tensor]](), dict[str, Tensor]()
+        for block in blocks:
+            found = self._reserved.get(block.address)
+            if found is None or not self._can_extend(block, num_rows):
+                grown.update(self._grown(block, num_rows))
+                continue
+            num_bytes = num_rows * block.row_bytes
+            try:
+                found.extend(num_bytes)
+            except OSError as error:
+                raise HostMemoryError(
+                    f"{num_rows} rows, {block.num_rows} so far, ask for {format_bytes(num_bytes)} for "
+                    f"{', '.join(block.planes)}, which the system refused ({error.strerror}); grow to fewer rows, or pass "
+                    "memory='mmap' with a path on a disk with room"
+                ) from error
+            longer.append((block, found.tensor(num_bytes).view(num_rows, block.row_bytes)))
+        for block, records in longer:
+            grown.update(block.planes_longer(records))
+        return grown
 
 
 class PinnedMemory(Memory):

@@ -10,12 +10,16 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from speedtransfer.encoding import SCALE
 from speedtransfer.engines import Engine
 from speedtransfer.errors import StorageError
 from speedtransfer.tables import files, page_advice, spans
 from speedtransfer.tables.memories import Memory, PageableMemory
 from speedtransfer.tables.parts import Parts, PartsEngine
 from speedtransfer.tables.sources import Source
+
+# The plane of the scales of float8 rows.
+SCALES = "weight" + SCALE
 
 
 class OpenedMemory(Memory):
@@ -128,7 +132,7 @@ def _advised(span: spans.Span) -> spans.Span:
 def _constant(sources: Sequence[Source], counts: Sequence[int]) -> Tensor | Parts:
     """Return a plane of one value a part, or for all rows; the values are read."""
     if not sum(counts):
-        return PageableMemory(torch.device("cpu")).allocate("weight.scale", 0, 1, sources[0].dtype)
+        return PageableMemory(torch.device("cpu")).allocate(SCALES, 0, 1, sources[0].dtype)
     values = []
     for source in sources:
         with open(source.path, "rb") as file:

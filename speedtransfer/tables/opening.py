@@ -11,24 +11,22 @@ import torch
 from typing_extensions import Self
 
 from speedtransfer.cuda import resolve_device
-from speedtransfer.dtypes import FLOAT8_DTYPES, FLOAT8_SCALE, TABLE_DTYPES
+from speedtransfer.dtypes import FLOAT8_DTYPES, FLOAT8_SCALE, SCALE_DTYPES, TABLE_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
 from speedtransfer.tables import files
 from speedtransfer.tables.mapped_file import MmapMemory
-from speedtransfer.tables.opened_files import OpenedMemory
+from speedtransfer.tables.opened_files import SCALES, OpenedMemory
 from speedtransfer.tables.planes import Device, DType, PathLike
 from speedtransfer.tables.row_cache import check_cache
 from speedtransfer.tables.shared_caches import check_not_shared, check_writable
 from speedtransfer.tables.sources import Catalog, Source
-from speedtransfer.tables.whole_planes import WholePlanes
+from speedtransfer.tables.unchecked import UncheckedRows
 
-SCALES = "weight.scale"
 # In the metadata of a file that `Table.save` has written.
 SCALE_BLOCK = "scale_block"
-SCALE_DTYPES = (torch.float32, torch.bfloat16, *(() if FLOAT8_SCALE is None else (FLOAT8_SCALE,)))
 
 
-class Opening(WholePlanes):
+class Opening(UncheckedRows):
     """The part of a :class:`~speedtransfer.Table` that opens files in place."""
 
     @classmethod

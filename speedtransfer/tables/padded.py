@@ -99,6 +99,16 @@ def kept(ids: Tensor, keep: Tensor, num_rows: int) -> Tensor:
     return found
 
 
+def padded_anew(ids: Tensor, num_rows: int) -> Tensor:
+    """Return padded `ids` (n,) of a table that has had fewer rows with padding for `num_rows`; others as they are."""
+    count = num_unique(ids)
+    if count is None:
+        return ids
+    found = torch.where(torch.arange(ids.shape[0], device=ids.device) < count, ids, num_rows)
+    found._num_unique = count  # type: ignore[attr-defined]
+    return found
+
+
 def trimmed(groups: UniqueRows) -> UniqueRows:
     """Return `groups` without padding; the host waits. An id out of range must have been ruled out."""
     count = num_unique(groups.ids)

@@ -54,6 +54,8 @@ class Planes:
         self._cache_options: CacheOptions | None = None
         self._set_engine(make_engine(place.name, place.device))
         self._planes = {"weight": wait_until_filled(weight)}
+        # What rows of other planes are at first, where that is a number.
+        self._fills = dict[str, float]()
         self._writes = 0
         # Of those who read rows ahead of their use, while they live; and whether there ever was one.
         self._logs: weakref.WeakSet[WriteLog] = weakref.WeakSet()
@@ -66,6 +68,8 @@ class Planes:
         # Called with row numbers, or None for all rows, before these are read or written from outside: by `Rows`, while it
         # lets idle rows miss steps. What is moved as it is stored (`read`, `write`, ``check=False``) does without.
         self._catch_up: Callable[[Tensor | None], None] | None = None
+        # What ties a parameter to this table, if anything does: it grows with the table.
+        self._handle: weakref.ref[Any] | None = None
         self._stats, self._padded_stats = TableStats(), PaddedStats()
         return self
 
@@ -256,6 +260,8 @@ class Planes:
             extra += f", path={str(self._place.files[0])!r} and {len(self._place.files) - 1} more"
         if not self.writable:
             extra += ", writable=False"
+        if self._place.max_rows is not None:
+            extra += f", max_rows={self._place.max_rows}"
         if self.cache_rows is not None:
             extra += f", cache_rows={self.cache_rows}"
         return (
@@ -308,6 +314,7 @@ class Planes:
                 fill_plane(plane, _filler(fill))
             wait_until_filled(plane)
         self._planes.update(added)
+        self._fills.update({name: fill for name, (*_, fill) in planes.items() if not isinstance(fill, Tensor)})
         for plane in added.values():
             self._writes -= plane._version  # what has filled it was no change
         return added
@@ -321,6 +328,7 @@ class Planes:
             self._place.refuse_write()
         self._engine.wait()
         dropped = self._planes.pop(name)
+        self._fills.pop(name, None)
         self._release(dropped)
         self._writes += dropped._version  # its changes count on
         self._outlive(dropped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -56,3 +56,63 @@ def span_bytes(tensor: Tensor) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
+
+
+class Block(NamedTuple):
+    """Memory with a record for each row, of one plane or of several.
+
+    Attributes
+    ----------
+    planes : dict of str to Tensor
+        By name, ``(num_rows, width)``.
+    offsets : dict of str to int
+        Where each begins in a record.
+    row_bytes : int
+        The distance of two records.
+    address : int
+        Where the memory begins.
+    """
+
+    planes: dict[str, Tensor]
+    offsets: dict[str, int]
+    row_bytes: int
+    address: int
+
+    @property
+    def num_rows(self) -> int:
+        """Number of records."""
+        return len(next(iter(self.planes.values())))
+
+    def planes_over(self, records: Tensor) -> dict[str, Tensor]:
+        """Return the planes in other records, ``(any, row_bytes)`` uint8."""
+        specs = {name: (plane.shape[1], plane.dtype) for name, plane in self.planes.items()}
+        return views_of(records, specs, self.offsets)
+
+    def planes_longer(self, records: Tensor) -> dict[str, Tensor]:
+        """Return the planes in `records`, whose first rows are the memory of this block.
+
+        They count changes together with the planes so far, tensors over which may go on to be written to.
+        """
+        found = dict[str, Tensor]()
+        for name, plane in self.planes_over(records).items():
+            found[name] = self.planes[name][:]
+            found[name].set_(plane.untyped_storage(), plane.storage_offset(), plane.shape, plane.stride())
+        return found
+
+
+def blocks_of(planes: Mapping[str, Tensor]) -> list[Block]:
+    """Return the memory that planes lie in: those that share records are in one block."""
+    together = dict[tuple[int, int], dict[str, Tensor]]()
+    for name, plane in planes.items():
+        # Empty ones have no memory to share. Planes with the same records have the same stride.
+        stride = plane.stride(0) * plane.element_size()
+        key = (plane.untyped_storage().data_ptr(), stride) if plane.numel() else (0, len(together))
+        together.setdefault(key, {})[name] = plane
+    found = list[Block]()
+    for (address, stride), some in together.items():
+        first = next(iter(some.values()))
+        if len(some) == 1 and first.is_contiguous():
+            found.append(Block(some, dict.fromkeys(some, 0), first.shape[1] * first.element_size(), first.data_ptr()))
+        else:
+            found.append(Block(some, {n: plane.data_ptr() - address for n, plane in some.items()}, stride, address))
+    return found

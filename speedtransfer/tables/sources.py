@@ -116,22 +116,35 @@ def _listed(parts: Any, what: str) -> list[_Pair]:
         raise InvalidTypeError(
             f"{what} is a {type(parts).__name__} but must be a path, or a list of paths and of (file, key) pairs; pass one"
         )
+    if isinstance(parts, tuple) and _is_pair(parts) and not _is_file_name(parts[1]):
+        pair = str(parts[0]), parts[1]
+        raise StorageError(
+            f"{what} is {pair}, of which {pair[1]!r} is not a file; if it is the name of a tensor, pass a list: [{pair}]"
+        )
     found = list[_Pair]()
     for part in parts:
         if isinstance(part, str | os.PathLike):
             found.append((Path(part), None))
-        elif (
-            isinstance(part, tuple | list)
-            and len(part) == 2
-            and isinstance(part[0], str | os.PathLike)
-            and isinstance(part[1], str)
-        ):
+        elif _is_pair(part):
             found.append((Path(part[0]), part[1]))
         else:
-            raise InvalidTypeError(f"{what} has {part!r}, which is no path and no pair (file, key); pass one of them")
+            raise InvalidTypeError(
+                f"{what} has {part!r}, which is neither a path nor a (file, key) pair; pass one of them"
+            )
     if not found:
         raise InvalidValueError(f"{what} is empty but a table is in one file or more; pass their paths")
     return found
+
+
+def _is_pair(part: Any) -> bool:
+    """Tell whether `part` is a file and a name."""
+    if not isinstance(part, tuple | list) or len(part) != 2:
+        return False
+    return isinstance(part[0], str | os.PathLike) and isinstance(part[1], str)
+
+
+def _is_file_name(text: str) -> bool:
+    return text.endswith((".safetensors", ".npy", ".json")) or os.path.lexists(text)
 
 
 def _weight_map(path: Path) -> dict[str, str]:

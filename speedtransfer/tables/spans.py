@@ -20,7 +20,7 @@ from speedtransfer.errors import InvalidTypeError, StorageError
 
 # The mmap module has no MAP_FIXED, and MAP_NORESERVE of Python 3.13 on; the numbers are those of <sys/mman.h>.
 _MAP_FIXED = 0x10
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", {"linux": 0x4000, "darwin": 0x40}.get(sys.platform, 0))
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", {"linux": 0x4000, "darwin": 0x40}.get(sys.platform, 0))
 _NO_ACCESS = 0
 _FAILED = ctypes.c_void_p(-1).value
 # Where the system can map files at addresses that are given.
@@ -64,11 +64,11 @@ class Span:
 
     def __init__(self, pieces: Sequence[Piece], writable: bool) -> None:
         starts = [piece.offset // mmap.PAGESIZE * mmap.PAGESIZE for piece in pieces]
-        lengths = [_whole_pages(p.offset + p.num_bytes - start) for p, start in zip(pieces, starts, strict=True)]
+        lengths = [whole_pages(p.offset + p.num_bytes - start) for p, start in zip(pieces, starts, strict=True)]
         self._size = sum(lengths)
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         # Without MAP_NORESERVE Linux refuses a private map that may be written to where it exceeds the memory.
-        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | NO_RESERVE
         self.address = _map(None, self._size, _NO_ACCESS, flags | mmap.MAP_ANONYMOUS, -1, 0, pieces[0].path)
         # At exit threads may still read.
         weakref.finalize(self, _system().munmap, self.address, self._size).atexit = False
@@ -106,19 +106,20 @@ class Span:
     def tensor(self, address: int, num_bytes: int) -> Tensor:
         """Return a uint8 tensor over the bytes from `address` on, which keeps the range."""
         with torch.inference_mode(False):  # an inference tensor would be of no use outside of it
-            return torch.from_numpy(np.asarray(_Bytes(self, address, num_bytes)))
+            return torch.from_numpy(np.asarray(Bytes(self, address, num_bytes)))
 
 
-class _Bytes:
-    """What NumPy makes an array over; the array keeps it."""
+class Bytes:
+    """What NumPy makes an array over; the array keeps it, and that keeps `owner`, whose memory it is."""
 
-    def __init__(self, span: Span, address: int, num_bytes: int) -> None:
-        self._span = span
+    def __init__(self, owner: object, address: int, num_bytes: int) -> None:
+        self._owner = owner
         # Not marked read-only: torch would warn of it.
         self.__array_interface__ = {"data": (address, False), "shape": (num_bytes,), "typestr": "|u1", "version": 3}
 
 
-def _whole_pages(num_bytes: int) -> int:
+def whole_pages(num_bytes: int) -> int:
+    """Return the bytes of the pages that `num_bytes` bytes take."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

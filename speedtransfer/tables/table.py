@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -13,35 +14,34 @@ from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer import buffers
-from speedtransfer.cuda import count_graphs, cuda_status, is_capturing, resolve_device
-from speedtransfer.dtypes import FLOAT8_DTYPES
-from speedtransfer.engines import SELECTED, KernelEngine
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size, suggest
+from speedtransfer.cuda import cuda_status, resolve_device
+from speedtransfer.engines import SELECTED
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import files, stats
-from speedtransfer.tables.chunks import plane_chunks, row_chunks
+from speedtransfer.tables.growing import check_max_rows
 from speedtransfer.tables.index import as_index, check_distinct
 from speedtransfer.tables.mapped_file import MmapMemory
 from speedtransfer.tables.memories import DeviceMemory, Memory, PageableMemory, PinnedMemory
-from speedtransfer.tables.opening import SCALE_BLOCK, SCALES, Opening, saved_planes
-from speedtransfer.tables.padded import is_padded, padded_unique
+from speedtransfer.tables.opened_files import SCALES
+from speedtransfer.tables.opening import saved_planes
+from speedtransfer.tables.padded import padded_unique
 from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
 from speedtransfer.tables.planes import Device, DType, PathLike, check_dtype
 from speedtransfer.tables.records import check_layout
 from speedtransfer.tables.row_cache import check_cache
 from speedtransfer.tables.row_values import as_rows, check_conversion, check_rows, overlap, tensor_of
+from speedtransfer.tables.saving import Saving
 from speedtransfer.tables.shared_caches import check_writable
 from speedtransfer.tables.stats import PaddedStats, TableStats
-from speedtransfer.tables.unique import on_host, unique_rows
-from speedtransfer.tables.write_back import beside, copied
-from speedtransfer.tables.write_log import Write
+from speedtransfer.tables.unique import unique_rows
 
 # Dtypes of an index that torch takes as it is.
 _INDICES = {torch.int32, torch.int64}
 MEMORIES: dict[str, type[Memory]] = {m.name: m for m in (PinnedMemory, PageableMemory, MmapMemory, DeviceMemory)}
 
 
-class Table(Opening):
+class Table(Saving):
     """Rows of one embedding: a weight plane and, once training needs them, planes of optimizer state beside it.
 
     Parameters
@@ -70,6 +70,9 @@ class Table(Opening):
     cache_counts : Tensor, optional
         ``(num_rows,)``, how often each row is used, as far as is known: the cache then has the rows with the largest for good.
         By default it counts what is gathered, of late above all.
+    max_rows : int, optional
+        How many rows `grow` may give the table; None: it keeps its number of rows. Ordinary memory and files then become
+        longer without a copy of the rows; rows that a table does not have yet take nothing.
 
     Raises
     ------
@@ -92,11 +95,13 @@ class Table(Opening):
         layout: str = "planes",
         cache_rows: int | str | None = None,
         cache_counts: Any = None,
+        *,
+        max_rows: int | None = None,
     ) -> None:
         num_rows, dim = check_size(num_rows, "num_rows"), check_size(dim, "dim")
         check_dtype(dtype)
         cache = check_cache(cache_rows, cache_counts, memory, num_rows)
-        place = _open_memory(memory, path, device, num_rows * dim * dtype.itemsize, layout)
+        place = _open_memory(memory, path, device, (num_rows, dim * dtype.itemsize), layout, max_rows)
         self._adopt(place, place.allocate("weight", num_rows, dim, dtype))._start_cache(cache)
 
     @classmethod
@@ -229,120 +234,6 @@ class Table(Opening):
             self._stats.gathered_bytes += num_bytes
         return rows
 
-    def read(self, ids: Tensor, planes: Sequence[str]) -> dict[str, Tensor]:
-        """Gather rows as they are stored: `ids` (n,), contiguous int64 on `device` or the CPU, are in range, or padded."""
-        stored = [self._planes[name] for name in planes]
-        count = ids.shape[0]
-        device = self._place.device
-        rows = [buffers.empty((count, plane.shape[1]), plane.dtype, device) for plane in stored]
-        if self.moves_on_host:
-            ids = on_host(ids, ids)
-        if count >= FEW_ROWS and self._cache is None:
-            read_ahead_of_rows(stored, ids)
-        self._engine.gather(stored, ids, rows)
-        if self._engine.takes_padding and is_padded(ids):
-            self._padded_stats.add("gathered", ids, rows)
-        else:
-            with stats.counting.lock:
-                self._stats.gathered_rows += count
-                for values in rows:
-                    self._stats.gathered_bytes += values.nbytes
-        return dict(zip(planes, rows, strict=True))
-
-    def check(self, flat: Tensor) -> None:
-        """Let the device check that `flat`, (n,) int64 on it, is in range; if not, the next call raises, as after `gather`."""
-        nothing = self._planes["weight"][:, :0]
-        self._engine.gather([nothing], flat, [nothing.new_empty((len(flat), 0), device=flat.device)], check=True)
-
-    def write(self, ids: Tensor, rows: dict[str, Tensor], unsorted: bool = False) -> None:
-        """Scatter contiguous rows, by plane, as they are stored: `ids` (n,) are as for `read`, and none is there twice."""
-        if self._place.refuses_writes:
-            self._place.refuse_write()
-        values = list(rows.values())
-        if self.moves_on_host:
-            ids = on_host(ids, ids)
-        planes = [self._planes[name] for name in rows]
-        if self.watched:
-            # Those of somebody else may be changed, and the log keeps them.
-            ids = ids.clone() if unsorted else ids
-
-            def scatter(given: list[Tensor], behind: bool) -> None:
-                to = _uncounted(planes) if behind and self._cache is None else planes
-                self._engine.scatter(to, ids, given, unsorted, behind)
-
-            self._write_watched(ids, rows, scatter)
-        else:
-            self._engine.scatter(planes, ids, values, unsorted)
-            self._writes += 1
-        if not self._captured and ids.is_cuda and is_capturing():
-            count_graphs()
-            self._captured = True
-        if self._engine.takes_padding and is_padded(ids):
-            self._padded_stats.add("scattered", ids, values)
-            return
-        self._stats.scattered_rows += ids.shape[0]
-        for value in values:
-            self._stats.scattered_bytes += value.nbytes
-
-    def update(
-        self,
-        ids: Tensor,
-        read: Sequence[str],
-        written: Sequence[str],
-        queue: Callable[[list[Tensor]], Sequence[Tensor]],
-    ) -> None:
-        """Let kernels change the rows `ids` (n,), as for `write`, where they are stored; needs `runs_kernels`.
-
-        Parameters
-        ----------
-        ids : Tensor
-        read, written : sequence of str
-            The planes whose rows they read and write.
-        queue : callable
-            Takes the planes `written`, queues the kernels on the current stream, and returns the tensors that they use.
-        """
-        if self._place.refuses_writes:
-            self._place.refuse_write()
-        came, stored = ([self._planes[name] for name in names] for names in (read, written))
-        engine = cast(KernelEngine, self._engine)
-        if self.watched:
-            self._write_watched(ids, None, lambda *_: engine.update(lambda: queue(stored)))
-        else:
-            engine.update(lambda: queue(stored))
-            self._writes += 1
-        for kind, planes in (("gathered", came), ("scattered", stored)):
-            if is_padded(ids) and planes:
-                self._padded_stats.add(kind, ids, planes)
-            elif planes:
-                row_bytes, count = sum(plane.shape[1] * plane.element_size() for plane in planes), ids.shape[0]
-                for name, number in ((f"{kind}_rows", count), (f"{kind}_bytes", count * row_bytes)):
-                    setattr(self._stats, name, getattr(self._stats, name) + number)
-
-    def _write_watched(
-        self, ids: Tensor, rows: dict[str, Tensor] | None, write: Callable[[list[Tensor], bool], None]
-    ) -> None:
-        """Write the rows `ids` (n,), and tell those who have read rows ahead.
-
-        They go on with what is written, as it is on a CUDA device, while it crosses the bus on a stream of its own.
-        """
-        logs, before = self._all_logs(), self.version
-        stored = rows is not None and all(part.dtype == self._planes[name].dtype for name, part in rows.items())
-        crosses = self.device.type == "cuda" and self.memory != "device"
-        kept = copied(rows) if rows and stored and logs and crosses else None
-        try:
-            if kept is None:
-                write(list(rows.values()) if rows else [], False)
-            else:
-                with beside(self.device):
-                    write(list(kept.values()), True)
-        except BaseException:
-            for log in logs:
-                log.forget()
-            raise
-        self._writes += 1
-        for log in logs:
-            log.note(Write(ids, kept), before, self.version)
-
     def scatter(self, index: Any, rows: Any, *, convert: bool = False, check: bool = True) -> None:
         """Write rows into the table. A row named twice is an error: nothing is written.
 
@@ -404,12 +295,13 @@ class Table(Opening):
         layout: str = "planes",
         cache_rows: int | str | None = None,
         cache_counts: Any = None,
+        max_rows: int | None = None,
     ) -> Self:
         """Make a table of a 2-D tensor or array.
 
         With ``copy=False`` a contiguous, writable array in ordinary memory becomes the table itself, where `memory` allows
         that ("pageable", or "auto" without CUDA): training then changes the array, as with ``nn.Embedding.from_pretrained``.
-        With `cache_rows` it is copied.
+        With `cache_rows` or `max_rows` it is copied.
         """
         tensor = array.detach() if isinstance(array, Tensor) else tensor_of(array)
         if tensor.layout != torch.strided:
@@ -420,9 +312,10 @@ class Table(Opening):
             )
         check_dtype(tensor.dtype)
         cache = check_cache(cache_rows, cache_counts, memory, len(tensor))
-        place = _open_memory(memory, path, device, tensor.numel() * tensor.element_size(), layout)
+        size = len(tensor), tensor.shape[1] * tensor.element_size()
+        place = _open_memory(memory, path, device, size, layout, max_rows)
         ordinary = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_inference()
-        if not copy and place.name == "pageable" and ordinary and cache is None:
+        if not copy and place.name == "pageable" and ordinary and cache is None and max_rows is None:
             return cls.__new__(cls)._adopt(place, tensor)
         return cls._copied(place, tensor, tensor.dtype)._start_cache(cache)
 
@@ -438,6 +331,7 @@ class Table(Opening):
         layout: str = "planes",
         cache_rows: int | str | None = None,
         cache_counts: Any = None,
+        max_rows: int | None = None,
     ) -> Self:
         """Read a table from a ``.npy`` or ``.safetensors`` file (`key` names the tensor of a file with several).
 
@@ -454,14 +348,18 @@ class Table(Opening):
             With ``memory="mmap"``: changes go to the file, for example to go on training it. True is refused for files that
             others use: those in caches of downloads (of Hugging Face, torch, ModelScope, ``~/.cache``; symbolic links are
             followed) and files with several hard links. "shared" opens those too.
-        layout, cache_rows, cache_counts : optional
-            As in :class:`~speedtransfer.Table`.
+        layout, cache_rows, cache_counts, max_rows : optional
+            As in :class:`~speedtransfer.Table`; a file that is mapped grows only if it is writable.
 
         Raises
         ------
         StorageError, InvalidValueError, InvalidTypeError
             The file is missing, truncated or foreign, or may not be changed; it holds no 2-D array; its dtype has no table.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise InvalidTypeError(
+                f"path is a {type(path).__name__} but must be the path of a file; pass one, or Table.open for several"
+            )
         path = Path(path)
         check_writable(writable)
         if memory != "mmap":
@@ -471,7 +369,12 @@ class Table(Opening):
                     "memory='mmap', or leave writable out"
                 )
             values = files.open_mapped(path, writable=False, key=key)[0]
-            options: Any = {"layout": layout, "cache_rows": cache_rows, "cache_counts": cache_counts}
+            options: Any = {
+                "layout": layout,
+                "cache_rows": cache_rows,
+                "cache_counts": cache_counts,
+                "max_rows": max_rows,
+            }
             table = cls.from_array(values, memory, device=device, **options)
             found = saved_planes(path, key)
             if SCALES in found:
@@ -479,44 +382,16 @@ class Table(Opening):
                 table.add_plane(SCALES, scales.shape[1], scales.dtype, scales)
             return table
         check_layout(layout)
-        table = cls._open(saved_planes(path, key), writable, device, cache_rows, cache_counts)
-        table.layout = layout
+        found = saved_planes(path, key)
+        check_max_rows(max_rows, found["weight"][0].shape[0])
+        if max_rows is not None and not writable:
+            raise InvalidValueError(
+                f"max_rows is {max_rows} but the file is only read (memory='mmap', writable={writable!r}) and cannot grow; "
+                "pass writable=True, or leave max_rows out"
+            )
+        table = cls._open(found, writable, device, cache_rows, cache_counts)
+        table.layout, table._place.max_rows = layout, max_rows
         return table
-
-    def save(self, path: PathLike) -> None:
-        """Write the weights to a ``.npy`` or ``.safetensors`` file, streamed; an old file stays whole until the end.
-
-        float8 rows that have scales ("weight.scale") are written with them, which `load` and `open` find again; where blocks
-        of columns are not all as wide that raises `InvalidValueError`.
-        """
-        path = Path(path)
-        for own in [*self._place.files, self.path]:
-            if own is not None and path.exists() and path.samefile(own):
-                remedy = (
-                    "which has every change; use flush()" if self.writable else "which is read in place; choose another"
-                )
-                raise StorageError(f"{str(path)!r} is the table's own file, {remedy}")
-        if self.in_parts:
-            rows = row_chunks(self.num_rows, self.dim * self.dtype.itemsize)
-            chunks = (self.chunk("weight", part) for part in rows)
-        else:
-            weight = self.plane("weight")
-            chunks = (weight[rows].cpu() for rows in plane_chunks(weight))
-        metadata = dict[str, str]()
-        tensors: list[files.Written] = [("weight", self.dtype, (self.num_rows, self.dim), chunks)]
-        if self.dtype in FLOAT8_DTYPES and SCALES in self.planes:
-            scales = self.stored(SCALES)
-            if scales.shape[1] and self.dim % scales.shape[1]:
-                raise InvalidValueError(
-                    f"rows of {self.dim} values have {scales.shape[1]} scales, whose blocks are not all as wide, which "
-                    "load and open refuse; make the rows with a scale_block that divides them, or use save_checkpoint"
-                )
-            rows = row_chunks(self.num_rows, scales.shape[1] * scales.element_size())
-            chunks = (self.chunk(SCALES, part).cpu() for part in rows)
-            tensors.append((SCALES, scales.dtype, tuple(scales.shape), chunks))
-            # Columns that share a scale: their number does not follow from that of the scales.
-            metadata = {SCALE_BLOCK: str(-(-self.dim // max(scales.shape[1], 1)))}
-        files.write(path, tensors, metadata)
 
     def stats(self) -> TableStats:
         """Return what has been moved so far (a copy)."""
@@ -533,21 +408,26 @@ class Table(Opening):
             self._cache.reset_counts()
 
 
-def _uncounted(planes: list[Tensor]) -> list[Tensor]:
-    """Return planes to write to later: their versions must not change while somebody reads them, and `_writes` counts."""
-    return [plane.data for plane in planes]
-
-
-def _open_memory(memory: str, path: PathLike | None, device: Device, num_bytes: int, layout: str) -> Memory:
+def _open_memory(
+    memory: str,
+    path: PathLike | None,
+    device: Device,
+    size: tuple[int, int],
+    layout: str,
+    max_rows: int | None,
+) -> Memory:
+    """Return the memory for a table of `size`, rows and bytes of each."""
     check_layout(layout)
+    num_rows, row_bytes = size
+    check_max_rows(max_rows, num_rows)
     if memory == "auto":
         # Adam's two planes come beside the weights at the first step, and page-locked memory is lost to everything else.
-        fits = 3 * num_bytes <= 0.8 * physical_bytes()
+        fits = 3 * max(num_rows, max_rows or 0) * row_bytes <= 0.8 * physical_bytes()
         memory = "pinned" if fits and cuda_status().available else "pageable"
     if not isinstance(memory, str) or memory not in MEMORIES:
         raise InvalidValueError(
             f"memory is {memory!r}, not one of its values{suggest(str(memory), ['auto', *MEMORIES])}"
         )
     place = MEMORIES[memory](resolve_device(device), path)
-    place.layout = layout
+    place.layout, place.max_rows = layout, max_rows
     return place

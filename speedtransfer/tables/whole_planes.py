@@ -14,10 +14,11 @@ from speedtransfer.dtypes import INTEGER_OF_SIZE, NUMPY_OF_TORCH
 from speedtransfer.engines import engine_names, make_engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables.chunks import check_floating, fill_plane, plane_chunks
-from speedtransfer.tables.planes import Device, DType, Generator, Planes, check_dtype
+from speedtransfer.tables.growing import Growing
+from speedtransfer.tables.planes import Device, DType, Generator, check_dtype
 
 
-class WholePlanes(Planes):
+class WholePlanes(Growing):
     """The part of a :class:`~speedtransfer.Table` that handles the whole weight plane."""
 
     # --- zero-copy views of the whole weight plane --------------------------------------------------------------------
@@ -36,12 +37,12 @@ class WholePlanes(Planes):
         That of a table which is read in place is read-only. A write to it between backward and step is not noticed, and the
         step overwrites it; one to `torch()` is.
         """
-        weight = self.plane("weight")
-        if weight.device.type != "cpu":
-            raise InvalidValueError(f"the rows live on {weight.device}, not on the host; use .cupy() or .torch().cpu()")
-        if weight.dtype not in NUMPY_OF_TORCH:
-            name, bits = str(weight.dtype).removeprefix("torch."), INTEGER_OF_SIZE[weight.element_size()]
+        if self.memory == "device" and self.device.type != "cpu":
+            raise InvalidValueError(f"the rows live on {self.device}, not on the host; use .cupy() or .torch().cpu()")
+        if self.dtype not in NUMPY_OF_TORCH:
+            name, bits = str(self.dtype).removeprefix("torch."), INTEGER_OF_SIZE[self.dtype.itemsize]
             raise InvalidTypeError(f"NumPy has no {name}; use .torch(), or .torch().view({bits}).numpy()")
+        weight = self.plane("weight")
         self._hand_out()
         array = weight.numpy()
         if not self.writable:
@@ -50,8 +51,8 @@ class WholePlanes(Planes):
 
     def cupy(self) -> Any:
         """Return the weight plane as a CuPy array over the same memory (memory "pinned" or "device", with CUDA)."""
-        weight = self.plane("weight")
         require_cuda("Table.cupy()")
+        weight = self.plane("weight")
         if weight.device.type == "cpu":
             if self.memory != "pinned":
                 raise InvalidValueError(f"CUDA cannot address memory={self.memory!r}; use 'pinned' or 'device'")
@@ -68,7 +69,7 @@ class WholePlanes(Planes):
         return self.plane("weight").__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> Any:
-        return self.plane("weight").__dlpack_device__()
+        return self.chunk("weight", slice(0, 0)).__dlpack_device__()
 
     def _hand_out(self) -> None:
         """Note that there is an array over the memory: nobody notices what is written to it, so that no row may be cached."""
@@ -159,4 +160,5 @@ class WholePlanes(Planes):
         others = {name: self._planes[name] for name in self.planes if name != "weight"}
         others.update({name: self.plane(name) for name in self._place.in_parts if name != "weight"})
         duplicate.add_planes({name: (plane.shape[1], plane.dtype, plane) for name, plane in others.items()})
+        duplicate._fills.update(self._fills)
         return duplicate

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import speedtransfer as st
+from speedtransfer.dtypes import SCALE_DTYPES
 from speedtransfer.encoding.codecs import Blocks8, Cast, RowInt8
 from speedtransfer.encoding.convert import decode_rows, encode_rows
-from speedtransfer.encoding.float8 import SCALE_DTYPES, BlocksFloat8
+from speedtransfer.encoding.float8 import BlocksFloat8
 from speedtransfer.encoding.rounding import Keys, write_key
 
 CODECS = [Cast(100, torch.bfloat16), Cast(100, torch.float16), RowInt8(100), Blocks8(100), Blocks8(300)]

@@ -69,10 +69,25 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dsub_rn(double a, double b) { return a - b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __ddiv_rn(double a, double b) { return a / b; }
+inline double __dsqrt_rn(double a) { return std::sqrt(a); }
 
 inline int atomicExch(int* at, int value) {
     const int before = *at;
     *at = value;
+    return before;
+}
+inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
+    const unsigned long long before = *at;
+    *at = before + value;
+    return before;
+}
+inline unsigned long long atomicCAS(unsigned long long* at, unsigned long long expected, unsigned long long value) {
+    const unsigned long long before = *at;
+    if (before == expected) *at = value;
     return before;
 }
 

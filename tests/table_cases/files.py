@@ -99,7 +99,7 @@ class FileCases(TableCases):
                 yield rows
 
         with monkeypatch.context() as patch:
-            patch.setattr("speedtransfer.tables.table.plane_chunks", interrupted)
+            patch.setattr("speedtransfer.tables.saving.plane_chunks", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 table.save(path)
         assert path.read_bytes() == b"old"

@@ -1,0 +1,142 @@
+"""Read and write rows as they are stored, by ids that are known to be right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from torch import Tensor
+
+from speedtransfer import buffers
+from speedtransfer.cuda import count_graphs, is_capturing
+from speedtransfer.engines import KernelEngine
+from speedtransfer.tables import stats
+from speedtransfer.tables.padded import is_padded
+from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
+from speedtransfer.tables.unique import on_host
+from speedtransfer.tables.whole_planes import WholePlanes
+from speedtransfer.tables.write_back import beside, copied
+from speedtransfer.tables.write_log import Write
+
+
+class UncheckedRows(WholePlanes):
+    """The part of a :class:`~speedtransfer.Table` that moves rows unchecked: for `Rows`, and for the checked `scatter`."""
+
+    def read(self, ids: Tensor, planes: Sequence[str]) -> dict[str, Tensor]:
+        """Gather rows as they are stored: `ids` (n,), contiguous int64 on `device` or the CPU, are in range, or padded."""
+        stored = [self._planes[name] for name in planes]
+        count = ids.shape[0]
+        device = self._place.device
+        rows = [buffers.empty((count, plane.shape[1]), plane.dtype, device) for plane in stored]
+        if self.moves_on_host:
+            ids = on_host(ids, ids)
+        if count >= FEW_ROWS and self._cache is None:
+            read_ahead_of_rows(stored, ids)
+        self._engine.gather(stored, ids, rows)
+        if self._engine.takes_padding and is_padded(ids):
+            self._padded_stats.add("gathered", ids, rows)
+        else:
+            with stats.counting.lock:
+                self._stats.gathered_rows += count
+                for values in rows:
+                    self._stats.gathered_bytes += values.nbytes
+        return dict(zip(planes, rows, strict=True))
+
+    def check(self, flat: Tensor) -> None:
+        """Let the device check that `flat`, (n,) int64 on it, is in range; if not, the next call raises, as after `gather`."""
+        nothing = self._planes["weight"][:, :0]
+        self._engine.gather([nothing], flat, [nothing.new_empty((len(flat), 0), device=flat.device)], check=True)
+
+    def write(self, ids: Tensor, rows: dict[str, Tensor], unsorted: bool = False) -> None:
+        """Scatter contiguous rows, by plane, as they are stored: `ids` (n,) are as for `read`, and none is there twice."""
+        if self._place.refuses_writes:
+            self._place.refuse_write()
+        values = list(rows.values())
+        if self.moves_on_host:
+            ids = on_host(ids, ids)
+        planes = [self._planes[name] for name in rows]
+        if self.watched:
+            # Those of somebody else may be changed, and the log keeps them.
+            ids = ids.clone() if unsorted else ids
+
+            def scatter(given: list[Tensor], behind: bool) -> None:
+                to = _uncounted(planes) if behind and self._cache is None else planes
+                self._engine.scatter(to, ids, given, unsorted, behind)
+
+            self._write_watched(ids, rows, scatter)
+        else:
+            self._engine.scatter(planes, ids, values, unsorted)
+            self._writes += 1
+        if not self._captured and ids.is_cuda and is_capturing():
+            count_graphs()
+            self._captured = True
+        if self._engine.takes_padding and is_padded(ids):
+            self._padded_stats.add("scattered", ids, values)
+            return
+        self._stats.scattered_rows += ids.shape[0]
+        for value in values:
+            self._stats.scattered_bytes += value.nbytes
+
+    def update(
+        self,
+        ids: Tensor,
+        read: Sequence[str],
+        written: Sequence[str],
+        queue: Callable[[list[Tensor]], Sequence[Tensor]],
+    ) -> None:
+        """Let kernels change the rows `ids` (n,), as for `write`, where they are stored; needs `runs_kernels`.
+
+        Parameters
+        ----------
+        ids : Tensor
+        read, written : sequence of str
+            The planes whose rows they read and write.
+        queue : callable
+            Takes the planes `written`, queues the kernels on the current stream, and returns the tensors that they use.
+        """
+        if self._place.refuses_writes:
+            self._place.refuse_write()
+        came, stored = ([self._planes[name] for name in names] for names in (read, written))
+        engine = cast(KernelEngine, self._engine)
+        if self.watched:
+            self._write_watched(ids, None, lambda *_: engine.update(lambda: queue(stored)))
+        else:
+            engine.update(lambda: queue(stored))
+            self._writes += 1
+        for kind, planes in (("gathered", came), ("scattered", stored)):
+            if is_padded(ids) and planes:
+                self._padded_stats.add(kind, ids, planes)
+            elif planes:
+                row_bytes, count = sum(plane.shape[1] * plane.element_size() for plane in planes), ids.shape[0]
+                for name, number in ((f"{kind}_rows", count), (f"{kind}_bytes", count * row_bytes)):
+                    setattr(self._stats, name, getattr(self._stats, name) + number)
+
+    def _write_watched(
+        self, ids: Tensor, rows: dict[str, Tensor] | None, write: Callable[[list[Tensor], bool], None]
+    ) -> None:
+        """Write the rows `ids` (n,), and tell those who have read rows ahead.
+
+        They go on with what is written, as it is on a CUDA device, while it crosses the bus on a stream of its own.
+        """
+        logs, before = self._all_logs(), self.version
+        stored = rows is not None and all(part.dtype == self._planes[name].dtype for name, part in rows.items())
+        crosses = self.device.type == "cuda" and self.memory != "device"
+        kept = copied(rows) if rows and stored and logs and crosses else None
+        try:
+            if kept is None:
+                write(list(rows.values()) if rows else [], False)
+            else:
+                with beside(self.device):
+                    write(list(kept.values()), True)
+        except BaseException:
+            for log in logs:
+                log.forget()
+            raise
+        self._writes += 1
+        for log in logs:
+            log.note(Write(ids, kept), before, self.version)
+
+
+def _uncounted(planes: list[Tensor]) -> list[Tensor]:
+    """Return planes to write to later: their versions must not change while somebody reads them, and `_writes` counts."""
+    return [plane.data for plane in planes]
