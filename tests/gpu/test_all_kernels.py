@@ -11,6 +11,7 @@ from engine_cases import any_bits, same_values
 from gpu.tools import check_same, pinned
 from speedtransfer.engines import MappedEngine
 from speedtransfer.errors import RowIndexError
+from speedtransfer.vocabulary.device_slots import Slots, fill_unseen
 
 pytestmark = pytest.mark.sanitizer
 PROCESS = "bulk"  # as test_bulk.py: with kernels whose waits could last for ever
@@ -135,3 +136,21 @@ def test_conversion(device, stored, dense):
     engine.wait()
     for plane, content, new in zip(planes, contents, news, strict=True):
         same_values(plane, content.index_copy(0, INDEX[:6], new.to(stored)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_ids(device, dtype):
+    """Few slots, so that searches are long and wrap around."""
+    slots = Slots.over(torch.zeros(64, 2, dtype=torch.int64, device=device))
+    ids, rows = torch.arange(40, device=device) * -(2**57), torch.arange(40, device=device)
+    slots.change(ids, rows.clone())
+    slots.change(ids[::2].contiguous(), torch.full((20,), -1, device=device))
+    slots.change(ids[:8] + 1, rows[:8].clone())
+    unknown = torch.zeros(1, dtype=torch.int64, device=device)
+    found = slots.find(ids, unknown, 99)
+    assert found.tolist() == [99 if row % 2 == 0 else row for row in range(40)]
+    assert slots.find(ids[:8] + 1, unknown, 99).tolist() == [*range(8)]
+    assert int(unknown) == 20
+    values = torch.zeros(40, 7, dtype=dtype, device=device)
+    fill_unseen(values, ids, found, 99, 1, ("normal", 0.0, 1.0))
+    assert values.any(dim=1).tolist() == [row % 2 == 0 for row in range(40)]

@@ -1,0 +1,143 @@
+"""Ids and rows that have changed, on their way to a copy of the table: in memory, or in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
+from speedtransfer.tables import PathLike, files, row_chunks
+from speedtransfer.vocabulary.initial import Initial, check_initial
+
+_FORMAT = "speedtransfer.changes"
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Changes(NamedTuple):
+    """What :meth:`speedtransfer.Vocabulary.changed_since` returns and :meth:`~speedtransfer.Vocabulary.update` takes.
+
+    Attributes
+    ----------
+    ids : Tensor
+        ``(n,)`` int64.
+    rows : Tensor
+        ``(n, dim)``, their weights.
+    evicted : Tensor
+        ``(m,)`` int64, ids that are no longer known.
+    reserved : Tensor
+        The rows that unseen ids and padding read.
+    clock : int
+        That of the vocabulary, for the next ``changed_since``.
+    complete : bool
+        Whether these are all ids: others are no longer known.
+    since : int
+        The clock that they begin with: a copy must have what was before.
+    origin : int
+        A number of the vocabulary, and of the state that it has loaded last. 0: unknown; then nothing is checked.
+    seed, initial : optional
+        What ids without a row read; None: a copy keeps its own.
+    padding_idx : int, optional
+    """
+
+    ids: Tensor
+    rows: Tensor
+    evicted: Tensor
+    reserved: Tensor
+    clock: int
+    complete: bool
+    since: int = 0
+    origin: int = 0
+    seed: int | None = None
+    initial: Initial | None = None
+    padding_idx: int | None = None
+
+    def save(self, path: PathLike) -> None:
+        """Write a ``.safetensors`` file; a file that is there stays whole until the new one is.
+
+        Its tensors are `ids`, `rows`, `evicted` and `reserved`; the rest is in its metadata, as text.
+
+        Raises
+        ------
+        InvalidValueError
+            The path has another suffix.
+        StorageError
+            It cannot be written.
+        """
+        path = _check_path(path)
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        metadata = {"format": _FORMAT, "version": "1", **{name: json.dumps(value) for name, value in numbers.items()}}
+        # Rows first: 2-D tensors may be opened as tables.
+        tensors = {name: getattr(self, name).detach().cpu() for name in ("rows", "ids", "evicted", "reserved")}
+        files.write(path, [_written(name, tensor) for name, tensor in tensors.items()], metadata)
+
+    @classmethod
+    def load(cls, path: PathLike) -> Changes:
+        """Open what `save` has written; rows are read from the file when they are used.
+
+        Raises
+        ------
+        StorageError
+            It is missing, truncated, or nothing of that.
+        """
+        path = _check_path(path)
+        header = files.open_header(path)
+        metadata = header.metadata if isinstance(header.metadata, dict) else {}
+        try:
+            if (metadata.get("format"), metadata.get("version")) != (_FORMAT, "1"):
+                raise ValueError(f"format {metadata.get('format')!r}, version {metadata.get('version')!r}")
+            numbers: dict[str, Any] = {name: json.loads(metadata[name]) for name in _NUMBERS}
+            if numbers["initial"] is not None:
+                numbers["initial"] = check_initial(numbers["initial"])
+            kinds = {name: _FLOATS if name in ("rows", "reserved") else (torch.int64,) for name in _TENSORS}
+            tensors: dict[str, Any] = {}
+            for name in _TENSORS:
+                found = files.find_tensor(path, header, name, kinds[name])
+                tensors[name], _ = files.map_tensor(path, found.offset, found.shape, found.dtype, "c")
+            changes = cls(**tensors, **numbers)
+            changes.check()
+        except StorageError:
+            raise
+        except (SpeedtransferError, ValueError, KeyError, TypeError) as error:
+            raise StorageError(
+                f"{str(path)!r} holds no changes of a vocabulary ({error}); pass a file that Changes.save has written"
+            ) from error
+        return changes
+
+    def check(self) -> None:
+        """Raise `InvalidValueError` unless the parts fit together."""
+        for name in _TENSORS:
+            if not isinstance(getattr(self, name), Tensor):
+                raise InvalidValueError(
+                    f"{name} of changes is a {type(getattr(self, name)).__name__} but must be a tensor; pass what "
+                    "changed_since returned"
+                )
+        shapes = {name: tuple(getattr(self, name).shape) for name in _TENSORS}
+        fits = len(shapes["rows"]) == len(shapes["reserved"]) == 2 and len(shapes["evicted"]) == 1
+        fits = fits and shapes["ids"] == shapes["rows"][:1] and shapes["rows"][1:] == shapes["reserved"][1:]
+        fits = fits and all(getattr(self, name).dtype == torch.int64 for name in ("ids", "evicted"))
+        whole = all(type(getattr(self, name)) is int for name in ("clock", "since", "origin"))
+        if not fits or not whole or type(self.complete) is not bool or not 0 <= self.since <= self.clock:
+            raise InvalidValueError(
+                f"changes of the shapes {shapes}, from clock {self.since} to {self.clock}, do not fit together; pass what "
+                "changed_since returned"
+            )
+
+
+_TENSORS = ("ids", "rows", "evicted", "reserved")
+_NUMBERS = tuple(name for name in Changes._fields if name not in _TENSORS)
+
+
+def _check_path(path: PathLike) -> Path:
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise InvalidValueError(f"path {str(path)!r} has the suffix {path.suffix!r} but must end in .safetensors")
+    return path
+
+
+def _written(name: str, tensor: Tensor) -> files.Written:
+    row_bytes = tensor[:1].nbytes
+    return name, tensor.dtype, tuple(tensor.shape), (tensor[part] for part in row_chunks(len(tensor), row_bytes))

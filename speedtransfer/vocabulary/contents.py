@@ -1,0 +1,343 @@
+"""What a vocabulary holds, read and changed by id: copies for serving, archives and other tables."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.errors import InvalidValueError, check_size
+from speedtransfer.rows import LAST_STEP
+from speedtransfer.tables import row_chunks
+from speedtransfer.vocabulary.changes import Changes
+from speedtransfer.vocabulary.id_rows import IdRows
+from speedtransfer.vocabulary.ids import as_ids
+from speedtransfer.vocabulary.initial import Initial
+from speedtransfer.vocabulary.mixing import owners_of
+
+if TYPE_CHECKING:
+    # What the class that has this part brings.
+    Base = Any
+else:
+    Base = object
+
+# Ids that were taken off are remembered up to so many for each row of the table.
+_LOGGED = 1.0
+
+
+class Contents(Base):
+    """The part of a :class:`~speedtransfer.Vocabulary` that reads and changes rows by id."""
+
+    seed: int
+    initial: Initial
+    _clock: int
+    _synced: tuple[int, int] | None
+
+    def ids(self) -> Tensor:
+        """Return the known ids, ``(n,)`` int64, in the order of their rows."""
+        live, owner = self._bound()
+        with owner.rows.lock:
+            return torch.from_numpy(live.ids[live.occupied()])
+
+    def __contains__(self, id: Any) -> bool:
+        live, owner = self._bound()
+        with owner.rows.lock:
+            return bool(live.index.find(as_ids([id]).numpy())[0] >= 0)
+
+    def rows(self, ids: Any) -> Tensor:
+        """Return the rows of ids in ``embedding.table``, int64 in the shape of `ids`, -1 of an unknown one."""
+        live, owner = self._bound()
+        wanted = as_ids(ids).cpu()
+        with owner.rows.lock:
+            return torch.from_numpy(owner.to_whole(live.index.find(wanted.reshape(-1).numpy()))).view(wanted.shape)
+
+    def export(self) -> tuple[Tensor, Tensor]:
+        """Return the known ids, ``(n,)`` int64, sorted, and their weights, ``(n, dim)`` on the CPU.
+
+        For a plain ``nn.Embedding.from_pretrained(rows)``, whose row `i` is then that of ``ids[i]`` (``torch.searchsorted``).
+        """
+        live, owner = self._bound()
+        with owner.rows.lock:
+            rows = live.occupied()
+            rows = rows[np.argsort(live.ids[rows], kind="stable")]
+            return torch.from_numpy(live.ids[rows]), self._weights(rows)
+
+    @torch.no_grad()
+    def _weights(self, rows: np.ndarray) -> Tensor:
+        """Return the weights of `rows` (n,), caught up, ``(n, dim)`` on the CPU."""
+        _, owner = self._bound()
+        table, dtype = owner.rows.table, owner.rows.dtype
+        with torch.inference_mode(False):
+            values = torch.empty(len(rows), table.dim, dtype=dtype, device="cpu")
+            for part in row_chunks(len(rows), table.dim * dtype.itemsize):
+                chunk = torch.from_numpy(rows[part]).to(table.device)
+                values[part] = owner.rows.read(chunk)["weight"].to("cpu")
+        return values
+
+    @torch.no_grad()
+    def adopt(self, weights: Tensor, rank: int = 0, ranks: int = 1) -> None:
+        """Let the ids from 0 on be known, with `weights`, ``(n, dim)``, of a table with a row for each; none was before.
+
+        Of several processes those that `rank` owns.
+        """
+        live, owner = self._bound()
+        with owner.rows.lock:
+            ids = np.arange(len(weights))
+            ids = ids[owners_of(ids, ranks) == rank]
+            if self._padding is not None and 0 <= self._padding[0] < len(weights):
+                ids = ids[ids != self._padding[0]]
+                owner.rows.load("weight", weights[self._padding[0]][None], self._padding[1])
+            rows = live.take(len(ids))
+            for part in row_chunks(len(ids), 4 * live.table.dim):
+                owner.rows.load("weight", weights[torch.from_numpy(ids[part])], int(rows[part][0]))
+            live.assign(ids, rows, self.clock)
+
+    @torch.no_grad()
+    def update(self, ids: Any, rows: Any = None) -> None:
+        """Set the weights of ids to `rows`; new ids are admitted. The state of the optimizer stays, of new ids it is fresh.
+
+        Parameters
+        ----------
+        ids : tensor, ndarray, list or Changes
+            ``(n,)``, distinct; or what `changed_since` has returned: ids that were forgotten there are forgotten here too.
+        rows : Tensor, optional
+            ``(n, dim)``.
+
+        Raises
+        ------
+        HostMemoryError
+            There is no row for a new id. Nothing has changed.
+        InvalidValueError, InvalidTypeError
+            An id occurs twice; shapes that do not match; a gradient of an id to be forgotten is pending; changes before
+            those given are missing.
+        """
+        self.settle()
+        _, owner = self._bound()
+        wanted, values, changes = owner.together(lambda: self._checked(ids, rows))
+        wanted, values = owner.to_owners(wanted, values)
+        owner.together(lambda: self._update(wanted, values, changes))
+
+    def _checked(self, ids: Any, rows: Any) -> tuple[np.ndarray, Tensor, Changes | None]:
+        """Return ids (n,), their rows ``(n, dim)`` and the changes that these are of, if any; raise where it cannot be."""
+        live, owner = self._bound()
+        changes = ids if isinstance(ids, Changes) else None
+        if changes is not None:
+            self._check_alone("update() with changes")
+            ids, rows = changes.ids, changes.rows
+            self._check_changes(live, changes)
+        wanted, values = as_ids(ids).cpu().numpy(), rows
+        if not isinstance(values, Tensor) or wanted.ndim != 1 or tuple(values.shape) != (len(wanted), live.table.dim):
+            what = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            raise InvalidValueError(
+                f"{owner}: ids has shape {wanted.shape} and rows is {what} but must be ({len(wanted)}, {live.table.dim}); "
+                "pass a row for each id"
+            )
+        return wanted, values, changes
+
+    def _update(self, wanted: np.ndarray, values: Tensor, changes: Changes | None) -> None:
+        live, owner = self._bound()
+        if len(np.unique(wanted)) < len(wanted):
+            raise InvalidValueError(f"{owner}: an id occurs twice among the {len(wanted)} given; pass each once")
+        with owner.rows.lock:
+            live.table.check_writable()
+            gone = np.empty(0, dtype=np.int64)
+            if changes is not None:
+                known = live.ids[live.occupied()]
+                gone = self._check_to_forget(
+                    np.setdiff1d(known, wanted) if changes.complete else changes.evicted.cpu().numpy()
+                )
+            at = live.index.find(wanted)
+            new, old = np.flatnonzero(at < 0), np.flatnonzero(at >= 0)
+            self._make_room(len(new) - len(gone), np.concatenate([at, gone]))
+            if changes is not None:
+                self._follow_changes(changes)
+            self._take_from_ids(gone, archive=False)
+            self._begin_chunks(wanted, new, values)
+            row_bytes = live.table.dim * values.element_size()
+            for part in row_chunks(len(old), row_bytes):
+                self._put(at[old[part]], values[torch.from_numpy(old[part])])
+            live.last_use[at[old]] = self.clock
+            if changes is not None:
+                self._put(np.arange(live.reserved), changes.reserved)
+
+    def _check_alone(self, what: str) -> None:
+        owner = self._bound()[1]
+        if owner.processes > 1:
+            raise InvalidValueError(
+                f"{owner}: {what} is for a vocabulary of one process, but {owner.processes} processes share this one out; use "
+                "ids and rows (export, update, forget)"
+            )
+
+    def _begin_chunks(self, ids: np.ndarray, new: np.ndarray, values: Tensor) -> None:
+        """Give those of `ids` (n,) that are at `new` (m,) rows with their `values`, ``(n, dim)``; there is room."""
+        live, _ = self._bound()
+        rows = live.take(len(new))
+        for part in row_chunks(len(new), live.table.dim * values.element_size()):
+            try:
+                self._begin(ids[new[part]], rows[part], values[torch.from_numpy(new[part])])
+            except BaseException:
+                live.put_back(rows[part.stop :])
+                raise
+
+    def _follow_changes(self, changes: Changes) -> None:
+        """Take what is not by row, and note up to when this is a copy."""
+        if not self._eviction.by_time:
+            self._clock = max(self._clock, changes.clock)
+        if changes.seed is not None:
+            self.seed = changes.seed
+        if changes.initial is not None:
+            self.initial = changes.initial
+        self._synced = (changes.origin, changes.clock) if changes.origin else None
+
+    def _put(self, rows: np.ndarray, values: Tensor) -> None:
+        """Set the weights of `rows` (n,), distinct, and keep their state."""
+        owner = self._bound()[1]
+        if len(rows):
+            at = torch.from_numpy(rows).to(owner.rows.table.device)
+            owner.rows.catch_up(at)
+            owner.rows.put("weight", at, values)
+
+    def _check_changes(self, live: IdRows, changes: Changes) -> None:
+        """Raise unless this vocabulary has what was before the changes, and the padding of theirs."""
+        owner = self._bound()[1]
+        changes.check()
+        if len(changes.reserved) != live.reserved or changes.padding_idx not in (None, self.padding_idx):
+            raise InvalidValueError(
+                f"{owner}: the changes are of a table with padding_idx={changes.padding_idx} and {len(changes.reserved)} "
+                f"reserved rows but this one has padding_idx={self.padding_idx} and {live.reserved}; make both with the same "
+                "padding_idx"
+            )
+        if changes.complete or not changes.origin:
+            return
+        origin, clock = self._synced or (0, 0)
+        if origin != changes.origin:
+            raise InvalidValueError(
+                f"{owner}: a dump is missing: the changes are those since clock {changes.since} of a vocabulary that this one "
+                "is no copy of (any more: it was trained, or the other has loaded a state); begin with changed_since(0)"
+            )
+        if changes.since > clock:
+            raise InvalidValueError(
+                f"{owner}: a dump is missing: the changes are those since clock {changes.since} but this copy has those up to "
+                f"{clock}; apply the ones between first, or begin anew with changed_since(0)"
+            )
+        if changes.clock < clock:
+            raise InvalidValueError(
+                f"{owner}: the changes are those up to clock {changes.clock} but this copy has those up to {clock} already; "
+                "leave older ones out"
+            )
+
+    @torch.no_grad()
+    def forget(self, ids: Any) -> int:
+        """Let ids be unknown, and erase their weights and state; return how many were known.
+
+        Raises
+        ------
+        InvalidValueError
+            A gradient of one of them may still come, or no step has taken it yet.
+        """
+        _, owner = self._bound()
+        wanted = owner.together(lambda: as_ids(ids).cpu().reshape(-1).numpy())
+        wanted = np.unique(owner.to_owners(wanted)[0])
+        with owner.rows.lock:
+            self.settle()
+            rows = owner.together(lambda: self._check_to_forget(wanted))
+            self._erase(rows)
+        return owner.sum(len(rows))
+
+    def _check_to_forget(self, ids: np.ndarray) -> np.ndarray:
+        """Return the rows of those of `ids` (n,) that are known; raise if one may not be forgotten now."""
+        live, owner = self._bound()
+        rows = live.index.find(ids)
+        rows = rows[rows >= live.reserved]
+        in_use = owner.rows_in_use()
+        if len(rows) and (in_use is None or np.isin(rows, in_use).any()):
+            raise InvalidValueError(
+                f"{owner}: an id to be forgotten was looked up in training, and no step has followed, or its gradient "
+                "is still there; call optimizer.step() and zero_grad() first"
+            )
+        return rows
+
+    def _erase(self, rows: np.ndarray) -> None:
+        """Take `rows` (n,) from their ids, and set their weights and state to zero."""
+        live, owner = self._bound()
+        self._take_from_ids(rows, archive=False)
+        if len(rows):
+            at = torch.from_numpy(rows).to(live.table.device)
+            owner.rows.reset(at, torch.zeros(len(rows), live.table.dim, dtype=owner.rows.dtype, device="cpu"))
+
+    # --- what has changed ---------------------------------------------------------------------------------------------
+
+    def changed_since(self, clock: int) -> Changes:
+        """Return the ids and rows that have changed since the `clock` of this vocabulary was that, for `update` of a copy.
+
+        A copy that has applied what came before reads then, for every id, what this table reads now. Where idle rows move too
+        (``idle="exact"``, with momentum or decay), or more ids were taken off than are remembered, or a state was loaded
+        since, it is complete: all ids and rows. Rows that were written to ``embedding.table`` by hand are not seen.
+
+        Parameters
+        ----------
+        clock : int
+            ``vocabulary.clock`` as it was, or `Changes.clock` of the last time; 0: everything.
+
+        Raises
+        ------
+        InvalidValueError
+            The clock has not been there yet.
+        """
+        since = check_size(clock, "clock")
+        self._check_alone("changed_since()")
+        live, owner = self._bound()
+        with owner.rows.lock:
+            if since > self.clock:
+                raise InvalidValueError(
+                    f"{owner}: clock is {since} but that of this vocabulary is {self.clock}; pass one of before, or 0 for "
+                    "everything"
+                )
+            now = self.clock
+            complete = since == 0 or since < self._logged_from or LAST_STEP in live.table.planes
+            rows = live.occupied()
+            if not complete:
+                rows = rows[live.last_use[rows] >= since]
+            evicted = np.unique(
+                np.concatenate([np.empty(0, dtype=np.int64), *(i for at, i in self._gone if at >= since)])
+            )
+            evicted = evicted[live.index.find(evicted) < 0]
+            ids, reserved = torch.from_numpy(live.ids[rows]), self._weights(np.arange(live.reserved))
+            return Changes(
+                ids,
+                self._weights(rows),
+                torch.from_numpy(evicted),
+                reserved,
+                now,
+                complete,
+                since,
+                self._origin,
+                self.seed,
+                self.initial,
+                self.padding_idx,
+            )
+
+    def all_rows_changed(self) -> None:
+        """Note that rows may have changed of which no lookup tells."""
+        self._logged_from = self.clock + 1
+
+    def _start_log(self) -> None:
+        """Remember from now on which ids were taken off; what was before is not known."""
+        # What changes from now on is that of no other vocabulary.
+        self._origin = int.from_bytes(os.urandom(7), "little")
+        # Pairs of the clock and ids, and the number of ids in them.
+        self._gone: deque[tuple[int, np.ndarray]] = deque()
+        self._num_logged = 0
+        self._logged_from = self.clock + 1 if self.clock else 0
+
+    def _log(self, ids: np.ndarray) -> None:
+        self._gone.append((self.clock, ids))
+        self._num_logged += len(ids)
+        while self._num_logged > max(_LOGGED * self.capacity, len(ids)):
+            at, dropped = self._gone.popleft()
+            self._num_logged -= len(dropped)
+            self._logged_from = at + 1

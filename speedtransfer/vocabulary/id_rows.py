@@ -1,0 +1,256 @@
+"""Which row each known id has, when it was used last, and which rows are free: planes of the table, and an index of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.tables import Table
+from speedtransfer.vocabulary.id_index import IdIndex
+from speedtransfer.vocabulary.policies import Eviction
+
+# The reserved rows at the start of the table: what unseen ids read, and that of padding, if there is one.
+UNSEEN_ROW, PADDING_ROW = 0, 1
+ID, LAST_USE, COUNT = "vocabulary.id", "vocabulary.last_use", "vocabulary.count"
+# Rows looked at for each one that has to go, and the fewest looked at: the worst of 16 are nearly the worst of all.
+_WINDOW = 16
+_LEAST_WINDOW = 4096
+# Last use of a row without an id.
+FREE = -1
+
+
+class IdRows:
+    """The rows of ids in a table.
+
+    Parameters
+    ----------
+    table : Table
+    reserved : int
+        Rows at its start that are of no id.
+    counted : bool
+        Whether uses are counted.
+
+    Attributes
+    ----------
+    ids, last_use : ndarray
+        ``(num_rows,)`` int64, views of the planes; the last use of a free row is `FREE`.
+    counts : ndarray or None
+        ``(num_rows,)`` float32, the number of uses as it was at the last one.
+    watcher : DeviceMap or None
+        Is told of changes of the index.
+    fresh : int
+        The first row that never had an id.
+    hand : int
+        Where the search for rows that may go begins, counted from the first row of ids.
+    """
+
+    def __init__(self, table: Table, reserved: int, counted: bool) -> None:
+        self.table, self.reserved = table, reserved
+        self._kinds = {ID: torch.int64, LAST_USE: torch.int64} | ({COUNT: torch.float32} if counted else {})
+        # The host needs them: those of a table in the memory of a GPU are kept here.
+        self._beside: dict[str, Tensor] = {}
+        for name, dtype in self._kinds.items():
+            fill = FREE if name == LAST_USE else 0
+            if table.stored("weight").is_cuda:
+                self._beside[name] = torch.full((table.num_rows, 1), fill, dtype=dtype, device="cpu")
+            else:
+                table.add_plane(name, 1, dtype, fill)
+        self.counts: np.ndarray | None = None
+        self.index = IdIndex()
+        self.watcher: Any = None
+        # Rows that had ids before, the last of the first `_num_released` of which is used first.
+        self._released, self._num_released = np.empty(0, dtype=np.int64), 0
+        self.fresh = reserved
+        # By row, whether it must stay while rows that may go are looked for; between two searches False everywhere.
+        self._stays = np.empty(0, dtype=bool)
+        self.hand = 0
+        self.follow()
+
+    def follow(self) -> None:
+        """See the planes as they are now: the table may have got more rows."""
+        num_rows = self.table.num_rows
+        for name, plane in self._beside.items():
+            if len(plane) < num_rows:
+                fill = FREE if name == LAST_USE else 0
+                self._beside[name] = torch.cat([plane, plane.new_full((num_rows - len(plane), 1), fill)])
+        self.ids, self.last_use = self.plane(ID).numpy()[:, 0], self.plane(LAST_USE).numpy()[:, 0]
+        if COUNT in self._kinds:
+            self.counts = self.plane(COUNT).numpy()[:, 0]
+        if len(self._stays) < num_rows:
+            self._stays = np.zeros(num_rows, dtype=bool)
+
+    def plane(self, name: str) -> Tensor:
+        """Return a plane, ``(num_rows, 1)``, on the host."""
+        return self._beside[name] if name in self._beside else self.table.stored(name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the planes."""
+        return tuple(self._kinds)
+
+    @property
+    def released(self) -> np.ndarray:
+        """Free rows that had ids before, ``(n,)``, the last of which is used first."""
+        return self._released[: self._num_released]
+
+    @property
+    def num_free(self) -> int:
+        """How many rows have no id."""
+        return self._num_released + len(self.ids) - self.fresh
+
+    @property
+    def num_ids(self) -> int:
+        """How many rows have one."""
+        return len(self.ids) - self.reserved - self.num_free
+
+    def occupied(self) -> np.ndarray:
+        """Return the rows with an id, (n,) int64, sorted."""
+        return np.flatnonzero(self.last_use[self.reserved :] != FREE) + self.reserved
+
+    def take(self, count: int) -> np.ndarray:
+        """Return `count` free rows, which are no longer free."""
+        again = min(count, self._num_released)
+        rows = np.empty(count, dtype=np.int64)
+        rows[:again] = self._released[self._num_released - again : self._num_released][::-1]
+        self._num_released -= again
+        rows[again:] = np.arange(self.fresh, self.fresh + count - again)
+        self.fresh += count - again
+        return rows
+
+    def put_back(self, rows: np.ndarray) -> None:
+        """Let `rows` (n,), which were taken and got no id, be free again."""
+        self._push(rows[::-1])
+
+    def assign(self, ids: np.ndarray, rows: np.ndarray, now: int) -> None:
+        """Give `rows` (n,), which were taken, to `ids` (n,), distinct and unknown."""
+        self.ids[rows] = ids
+        if self.counts is not None:
+            self.counts[rows] = 0
+        self.last_use[rows] = now
+        self.index.insert(ids, rows)
+        if self.watcher is not None:
+            self.watcher.note(ids, rows)
+
+    def release(self, rows: np.ndarray) -> None:
+        """Let `rows` (n,), distinct, have no id any more."""
+        self.index.remove(self.ids[rows])
+        if self.watcher is not None:
+            self.watcher.note(self.ids[rows], np.full(len(rows), -1))
+        self.last_use[rows] = FREE
+        self._push(rows)
+
+    def _push(self, rows: np.ndarray) -> None:
+        """Let `rows` (n,) be free, the last one to be used first."""
+        count = self._num_released + len(rows)
+        if count > len(self._released):
+            # Twice as long, so that a row is seldom copied: a step may release few rows of millions that are free.
+            longer = np.empty(2 * count, dtype=np.int64)
+            longer[: self._num_released] = self._released[: self._num_released]
+            self._released = longer
+        self._released[self._num_released : count] = rows
+        self._num_released = count
+
+    def rebuild(self, padding: tuple[int, int] | None) -> None:
+        """Make the index from the planes; `padding` is the id and the row of padding."""
+        rows = self.occupied()
+        self.index = IdIndex.of(self.ids[rows], rows)
+        if padding is not None:
+            self.index.insert(np.array(padding[:1]), np.array(padding[1:]))
+        self._find_free()
+
+    def load(
+        self,
+        index: IdIndex,
+        ids: np.ndarray,
+        rows: np.ndarray,
+        last_use: np.ndarray,
+        counts: np.ndarray | None,
+        free: tuple[np.ndarray, int] | None,
+    ) -> None:
+        """Let `rows` (n,) be those of `ids` (n,), and all others free.
+
+        Parameters
+        ----------
+        index : IdIndex
+            Of these, and of padding.
+        ids, rows, last_use : ndarray
+        counts : ndarray, optional
+            By default zero.
+        free : (ndarray, int), optional
+            What `released` and `fresh` become.
+        """
+        self.last_use[:] = FREE
+        self.ids[rows], self.last_use[rows] = ids, last_use
+        if self.counts is not None:
+            self.counts[rows] = 0 if counts is None else counts
+        self.index = index
+        self._find_free()
+        if free is not None:
+            self._num_released, self.fresh = 0, free[1]
+            self._push(free[0])
+
+    def _find_free(self) -> None:
+        """Find the free rows after the index has become another one."""
+        if self.watcher is not None:
+            self.watcher.note_all()
+        rows = self.occupied()
+        self.fresh = int(rows[-1]) + 1 if len(rows) else self.reserved
+        self._num_released = 0
+        self._push(np.flatnonzero(self.last_use[self.reserved : self.fresh] == FREE)[::-1] + self.reserved)
+
+    def victims(
+        self, count: int, eviction: Eviction, now: int, in_use: Sequence[np.ndarray], once: bool = False
+    ) -> np.ndarray:
+        """Return up to `count` rows that should go first, (n,) int64.
+
+        Parameters
+        ----------
+        count : int
+        eviction : Eviction
+        now : int
+        in_use : sequence of ndarray
+            Rows that have to stay.
+        once : bool
+            Look at one window of rows only, so that there may be fewer.
+        """
+        for rows in in_use:
+            self._stays[rows] = True
+        try:
+            return self._search(count, eviction, now, once)
+        finally:
+            for rows in in_use:
+                self._stays[rows] = False
+
+    def _search(self, count: int, eviction: Eviction, now: int, once: bool) -> np.ndarray:
+        size = len(self.ids) - self.reserved
+        window = min(max(_WINDOW * count, _LEAST_WINDOW), size)
+        found, seen = [np.empty(0, dtype=np.int64)], 0
+        while count > 0 and seen < size:
+            length = min(window, size - seen)
+            over = max(self.hand + length - size, 0)
+            rows = np.concatenate([np.arange(over), np.arange(self.hand, self.hand + length - over)]) + self.reserved
+            self.hand, seen = (self.hand + length) % size, seen + length
+            rows = rows[(self.last_use[rows] != FREE) & ~self._stays[rows]]
+            # A function of the user need not know what to say of none.
+            if len(rows):
+                counts = None if self.counts is None else self.counts[rows]
+                scores = eviction.scores(now, self.ids[rows], self.last_use[rows], counts)
+                found.append(rows[_lowest(scores, count)])
+                count -= len(found[-1])
+            if once:
+                break
+        return np.concatenate(found)
+
+
+def _lowest(scores: np.ndarray, count: int) -> np.ndarray:
+    """Return where the `count` lowest of `scores` (n,) are, or fewer, without those of inf; the first of equal ones."""
+    places = np.flatnonzero(scores != np.inf)
+    if len(places) > count:
+        # Those up to the highest that may go, which are few to be sorted.
+        highest = np.partition(scores[places], count - 1)[count - 1]
+        places = places[~(scores[places] > highest)]
+    return places[np.argsort(scores[places], kind="stable")[:count]]

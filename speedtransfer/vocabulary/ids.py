@@ -1,0 +1,73 @@
+"""Ids of 64 bits: any integers, as int64 with the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+
+_INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
+
+
+def as_ids(ids: Any) -> Tensor:
+    """Return ids as a contiguous int64 tensor of their shape, on their device; what is no tensor is put on the CPU.
+
+    An id of uint64 from 2**63 on is the negative id of the same 64 bits.
+
+    Raises
+    ------
+    InvalidTypeError
+        They are no integers (bool counts as none).
+    InvalidValueError
+        One has more than 64 bits, or they are ragged.
+    """
+    tensor = ids.detach() if isinstance(ids, Tensor) else torch.from_numpy(_array_of(ids))
+    if tensor.dtype not in _INTEGER:
+        kind = "a boolean mask" if tensor.dtype == torch.bool else f"of dtype {tensor.dtype}"
+        raise InvalidTypeError(
+            f"ids is {kind} but ids are integers of 64 bits; pass ids.long(), or st.hash_ids(strings)"
+        )
+    tensor = tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor.to(torch.int64)
+    return tensor.contiguous()
+
+
+def _array_of(ids: Any) -> np.ndarray:
+    """Return a sequence of ints as an int64 array, with the bits of those from 2**63 on."""
+    try:
+        array = np.asarray(ids)
+        if array.size == 0 and not isinstance(ids, np.ndarray):
+            return array.astype(np.int64)
+        if array.dtype.kind in "fO" and not isinstance(ids, np.ndarray):
+            # NumPy makes float64 of [-1, 2**63].
+            array = np.asarray(ids, dtype=object)
+    except ValueError:
+        raise InvalidValueError("ids is a ragged sequence but needs one shape; pad it or pass one flat list") from None
+    if array.dtype.kind == "O":
+        return _of_python_ints(array)
+    if array.dtype.kind not in "iu":
+        what = {"b": "boolean", "U": "string", "S": "bytes"}.get(array.dtype.kind, str(array.dtype))
+        raise InvalidTypeError(
+            f"ids holds {what} values but ids are integers of 64 bits; pass integers, or st.hash_ids(strings)"
+        )
+    same_bits = array.view(np.int64) if array.dtype == np.uint64 else array.astype(np.int64)
+    return same_bits if same_bits.flags.writeable and same_bits.flags.c_contiguous else same_bits.copy()
+
+
+def _of_python_ints(array: np.ndarray) -> np.ndarray:
+    for value in array.flat:
+        if not isinstance(value, int | np.integer) or isinstance(value, bool):
+            raise InvalidTypeError(
+                f"ids holds {value!r} ({type(value).__name__}) but ids are integers of 64 bits; pass integers, or "
+                "st.hash_ids(strings)"
+            )
+        if not -(2**63) <= value < 2**64:
+            raise InvalidValueError(f"ids holds {value} but ids have 64 bits; pass values from -2**63 to 2**64 - 1")
+    return (
+        np.array([int(value) & (2**64 - 1) for value in array.flat], dtype=np.uint64)
+        .view(np.int64)
+        .reshape(array.shape)
+    )

@@ -1,0 +1,191 @@
+"""Give new ids their initial values: a function of id, column and seed alone, with the same bits on every machine.
+
+Whenever an id comes, in whatever batch and process, its row starts the same. Random words are a hash; only operations that
+IEEE 754 defines to the last bit follow (``+ - * /`` and square roots of float64), none of a C library, so numba, NumPy and
+every processor agree.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.jit import compiled_module, run_on_threads
+from speedtransfer.vocabulary.mixing import GOLDEN, checked, mix64
+from speedtransfer.vocabulary.quantiles import normal, unit_range
+
+Initial = tuple[str, float, float] | float
+
+_COMPILED = "speedtransfer.vocabulary.numba_initial"
+_KINDS = {"normal": "mean and standard deviation", "uniform": "lowest and highest value"}
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_CHUNK = 1 << 15  # values; temporaries of NumPy stay in the cache
+_WORK_BYTES = 32  # a value takes as long as to move so many
+FARTHEST = 8.3  # standard deviations: no value of `quantiles.normal` is farther from 0
+
+
+def check_initial(initial: Any) -> Initial:
+    """Return `initial` with floats.
+
+    Parameters
+    ----------
+    initial : ("normal", mean, std), ("uniform", low, high) or number
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError
+        It is nothing of this, a number is not finite, `std` is negative or `low` above `high`.
+    """
+    if _is_number(initial):
+        return _finite(initial, "initial")
+    if not isinstance(initial, (tuple, list)):
+        raise InvalidTypeError(
+            f"initial is {initial!r} ({type(initial).__name__}) but must be a number or a tuple; "
+            'pass ("normal", mean, std), ("uniform", low, high) or a number'
+        )
+    if len(initial) != 3 or not isinstance(initial[0], str) or initial[0] not in _KINDS:
+        raise InvalidValueError(
+            f'initial is {initial!r} but must be ("normal", mean, std), ("uniform", low, high) or a number; pass one of these'
+        )
+    kind, *given = initial
+    for number in given:
+        if not _is_number(number):
+            raise InvalidTypeError(f"initial is {initial!r} but {number!r} is no number; pass {_KINDS[kind]} as floats")
+    first, second = (_finite(number, f"a number of initial {initial!r}") for number in given)
+    if kind == "normal" and second < 0:
+        raise InvalidValueError(f"initial is {initial!r}, whose standard deviation is negative; pass 0 or more")
+    if kind == "uniform" and first > second:
+        raise InvalidValueError(
+            f"initial is {initial!r}, whose lowest value is above its highest; pass them the other way round"
+        )
+    if not math.isfinite(second - first):
+        raise InvalidValueError(f"initial is {initial!r}, a range beyond float64; pass smaller numbers")
+    return kind, first, second
+
+
+def initial_values(
+    ids: np.ndarray, dim: int, seed: int, initial: Initial, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return the initial rows of ids.
+
+    Columns are independent of each other, and of `dim`: those of a narrower table are the first of a wider one. A value is
+    computed in float64 and rounded to `dtype` once. Uniform values take 2**53 different steps from `low` up to `high`.
+
+    Parameters
+    ----------
+    ids : (n,) int64 array
+    dim : int
+    seed : int
+        Any integer; 64 bits of it count.
+    initial : tuple or float
+        As `check_initial` returns it.
+    dtype : torch.dtype
+        float32, float64, float16 or bfloat16.
+
+    Returns
+    -------
+    Tensor
+        (n, dim), on the CPU.
+
+    Raises
+    ------
+    InvalidTypeError
+        `dtype` is another one.
+    InvalidValueError
+        Values would be beyond the largest number of `dtype`.
+    """
+    check_range(initial, dtype)
+    if not isinstance(initial, tuple):
+        return _rounded(np.full((len(ids), dim), initial), dtype)
+    kind, first, second = initial
+    is_normal = kind == "normal"
+    # float32 is what tables hold: rounded where it is made, it takes no second pass.
+    values = np.empty((len(ids), dim), np.float32 if dtype == torch.float32 else np.float64)
+    streams = stream_starts(ids, seed)
+    scale, highest = (second, math.inf) if is_normal else (second - first, second)
+    compiled = compiled_module(_COMPILED)
+    if compiled is not None:
+        part = compiled.fill, (values, streams, is_normal, first, scale, highest)
+        run_on_threads([part], len(ids), _WORK_BYTES * values.size, ())
+    else:
+        standard, columns = normal if is_normal else unit_range, np.arange(1, dim + 1, dtype=np.uint64) * GOLDEN
+        rows = max(1, _CHUNK // max(1, dim))
+        for start in range(0, len(ids), rows):
+            words = mix64(streams[start : start + rows, None] + columns)
+            values[start : start + rows] = np.minimum(standard(words) * scale + first, highest)
+    return _rounded(values, dtype)
+
+
+def check_range(initial: Initial, dtype: torch.dtype) -> None:
+    """Raise unless initial values can be of `dtype`, as `initial_values` says."""
+    if dtype not in _DTYPES:
+        raise InvalidTypeError(
+            f"dtype is {dtype} but initial values are float32, float64, float16 or bfloat16; convert them afterwards"
+        )
+    largest = _largest(initial)
+    if largest > torch.finfo(dtype).max:
+        raise InvalidValueError(
+            f"initial is {initial!r}, with values up to {largest:g}, but {dtype} ends at {torch.finfo(dtype).max:g}; "
+            "pass smaller numbers"
+        )
+
+
+def as_line(initial: Initial) -> tuple[str, float, float]:
+    """Return ("normal", mean, std), ("uniform", low, high) or ("number", value, 0)."""
+    return initial if isinstance(initial, tuple) else ("number", initial, 0.0)
+
+
+def stream_key(seed: int) -> int:
+    """Return the 64 bits of the seed that ids are scrambled with, signed."""
+    return int(_key(seed).view(np.int64)[0])
+
+
+def _key(seed: int) -> np.ndarray:
+    return np.asarray(mix64(np.array([seed % 2**64], np.uint64) + GOLDEN))
+
+
+def stream_starts(ids: np.ndarray, seed: int) -> np.ndarray:
+    """Return where each id's random words begin, uint64 (n,): that of column j is ``mix64(start + (j + 1) * GOLDEN)``."""
+    key = _key(seed)
+    return mix64(mix64(checked(ids, "ids").view(np.uint64) ^ key) + key)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _finite(value: Any, name: str) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise InvalidValueError(f"{name} is {value!r} but must be finite; pass an ordinary number")
+    return number
+
+
+def _largest(initial: Initial) -> float:
+    if not isinstance(initial, tuple):
+        return abs(initial)
+    kind, first, second = initial
+    return abs(first) + FARTHEST * second if kind == "normal" else max(abs(first), abs(second))
+
+
+def _rounded(values: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """Return the values in another dtype, each rounded once: to nearest, ties to even."""
+    if dtype in (torch.float32, torch.float64):
+        return torch.from_numpy(values).to(dtype)
+    # torch goes by way of float32, which would round twice. An inexact value is given the odd one of its two neighbours there:
+    # that is no tie between numbers of the narrower dtype, and on the same side of each tie as the value.
+    near = values.astype(np.float32)
+    exact = near.astype(np.float64)
+    bits = near.view(np.int32)  # one more is the next number away from 0, of either sign
+    wrong = (exact != values) & (bits & 1 == 0)
+    bits += np.where(np.abs(exact) < np.abs(values), np.int32(1), np.int32(-1)) * wrong
+    return torch.from_numpy(near).to(dtype)

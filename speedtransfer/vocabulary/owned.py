@@ -1,0 +1,170 @@
+"""Bind a vocabulary to the table that it gives the rows of."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from torch import Tensor
+from typing_extensions import Self
+
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.rows import Rows
+from speedtransfer.vocabulary.device_map import DeviceMap
+from speedtransfer.vocabulary.id_rows import PADDING_ROW, IdRows
+from speedtransfer.vocabulary.ids import as_ids
+from speedtransfer.vocabulary.policies import Admission, Eviction
+
+if TYPE_CHECKING:
+    # What the class that has this part brings.
+    Base = Any
+else:
+    Base = object
+
+_SETTINGS = [
+    "capacity_asked",
+    "max_capacity",
+    "admit",
+    "evict",
+    "unseen",
+    "on_evict",
+    "initial",
+    "seed",
+    "half_life",
+    "deferred",
+]
+_LEAST_COUNTERS = 4096
+
+
+class Owner(Protocol):
+    """What has the table that a vocabulary gives rows of: a handle."""
+
+    rows: Rows
+    # How many processes share the ids out.
+    processes: int
+
+    def to_whole(self, rows: np.ndarray) -> np.ndarray:
+        """Return the numbers in the whole table, of all processes, of `rows` (n,) of this one, -1 for -1."""
+
+    def owns(self, ids: np.ndarray) -> np.ndarray:
+        """Tell of each id (n,) whether it is one of this process."""
+
+    def together(self, call: Callable[[], Any]) -> Any:
+        """Return ``call()``, or raise what it raises; of several processes all raise if one does."""
+
+    def to_owners(self, ids: np.ndarray, values: Tensor | None = None) -> tuple[np.ndarray, Any]:
+        """Return the ids (n,) that this process owns, of those that all have given, and their values."""
+
+    def sum(self, number: int) -> int:
+        """Return the sum of the numbers of all processes."""
+
+    def grow(self, num_rows: int) -> None:
+        """Give the table more rows."""
+
+    def rows_in_use(self) -> np.ndarray | None:
+        """Return the rows of which a gradient may come or is pending, some perhaps twice; None: of all."""
+
+    def rows_released(self, rows: np.ndarray) -> None:
+        """Note that rows, of which no gradient is to come, have no id any more."""
+
+    def rows_changed(self, rows: np.ndarray) -> None:
+        """Forget a pending gradient of one of `rows`, which have other ids now, or none."""
+
+
+class Owned(Base):
+    """The part of a :class:`~speedtransfer.Vocabulary` that a table's handle owns; a copy has none."""
+
+    def copy(self) -> Self:
+        """Return a vocabulary with these settings for another module."""
+        made = object.__new__(type(self))
+        made.__setstate__(self.__getstate__())
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what it has of a module, which pickles and copies the state with the rows.
+        return {name: getattr(self, name) for name in _SETTINGS}
+
+    def __setstate__(self, settings: dict[str, Any]) -> None:
+        self.__dict__.update(settings)
+        self._eviction = Eviction(self.evict, self.half_life)
+        # Of the module that uses it: weak, as the handle holds this object.
+        self._owner: weakref.ref[Any] | None = None
+        self._live: IdRows | None = None
+        self._padding: tuple[int, int] | None = None
+        self._map: DeviceMap | None = None
+        # Whether a function of the user runs that is told, or asked, of ids to be evicted.
+        self._calls_out = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Without rows: the copy of the module gives it those.
+        return memo.setdefault(id(self), self.copy())
+
+    def reserved_rows(self, padding_idx: int | None) -> int:
+        """Return the number of rows at the start of the table that are of no id."""
+        return PADDING_ROW if padding_idx is None else PADDING_ROW + 1
+
+    def bind(self, owner: Any, padding_idx: int | None) -> None:
+        """Give ids the rows of `owner`, a handle whose table has rows beyond the reserved ones; `padding_idx` is an id."""
+        self.check_unbound()
+        rows, reserved = owner.rows, self.reserved_rows(padding_idx)
+        self._padding = None if padding_idx is None else (int(as_ids([padding_idx])), PADDING_ROW)
+        self._live = IdRows(rows.table, reserved, self._eviction.counts)
+        self._live.rebuild(self._padding)
+        self._owner = weakref.ref(owner)
+        self._admission = Admission(self.admit, self.seed, max(self.capacity, _LEAST_COUNTERS))
+        self._clock = 0
+        # Grows whenever ids get rows or lose them; what it was at the last step; by row, what it was when that row changed.
+        self.generation = self.generation_of_step = 0
+        self._changed_at = np.zeros(rows.table.num_rows, dtype=np.int64)
+        # Ids that got a row since the last step, and in recent ones.
+        self._admitted_now = self._admitted_lately = 0
+        # Which states of which vocabulary this one has, if it only follows another; see `Changes.origin`.
+        self._synced: tuple[int, int] | None = None
+        self._start_log()
+        self._start_waiting()
+        self.reset_stats()
+
+    def check_unbound(self) -> None:
+        """Raise unless a module can use it."""
+        if self._owner is not None and self._owner() is not None:
+            raise InvalidValueError(
+                "this vocabulary is that of another module, whose ids have the rows of another table; pass vocabulary.copy()"
+            )
+
+    def _bound(self) -> tuple[IdRows, Owner]:
+        owner = None if self._owner is None else self._owner()
+        if self._live is None or owner is None:
+            raise InvalidValueError(
+                "this vocabulary has no rows yet, or those of a module that is gone; pass it to a module: "
+                "st.Embedding(..., vocabulary=vocabulary)"
+            )
+        return self._live, owner
+
+    def follow(self) -> None:
+        """See the table as it is now: it has got more rows, or the handle has another one."""
+        live, owner = self._bound()
+        if live.table is not owner.rows.table:
+            moved = IdRows(owner.rows.table, live.reserved, self._eviction.counts)
+            for name in moved.names:
+                moved.plane(name)[: len(live.ids)].copy_(live.plane(name))
+            moved.rebuild(self._padding)
+            self._live = live = moved
+        live.follow()
+        more = len(live.ids) - len(self._changed_at)
+        self._changed_at = np.concatenate([self._changed_at, np.zeros(max(more, 0), dtype=np.int64)])
+
+    # --- changes of rows ----------------------------------------------------------------------------------------------
+
+    def _note_change(self, rows: np.ndarray) -> None:
+        self.generation += 1
+        self._changed_at[rows] = self.generation
+
+    def have_changed(self, rows: np.ndarray, generation: int) -> bool:
+        """Tell whether one of `rows` (n,) has become that of another id, or of none, since `generation`."""
+        return generation != self.generation and bool((self._changed_at[rows] > generation).any())
+
+    def changed_rows(self, generation: int) -> np.ndarray:
+        """Return the rows, (n,), that ids got or lost since `generation`."""
+        return np.flatnonzero(self._changed_at > generation)

@@ -1,0 +1,178 @@
+"""Which new ids are admitted, and which known ones have to go."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
+from speedtransfer.vocabulary.mixing import mix64
+from speedtransfer.vocabulary.sightings import Sightings
+
+# Takes ids, last use and number of uses of some rows, (n,) arrays, and returns which may go (bool), or scores of which the
+# lowest go first.
+EvictFunction = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]
+
+Admit = str | int | float
+Evict = str | int | datetime.timedelta | EvictFunction | None
+
+# Counters of sightings rise to this at least, and are halved after so many for each counter of a line.
+_LEAST_LIMIT = 255
+_SIGHTINGS_PER_COUNTER = 4
+# Microseconds: the unit of a clock of wall time.
+_MICROSECOND = datetime.timedelta(microseconds=1)
+
+
+class Admission:
+    """Decide which unknown ids are admitted.
+
+    Parameters
+    ----------
+    admit : str, int or float
+        "always"; after so many sightings; with this probability at each lookup.
+    seed : int
+    width : int
+        Counters of a row of the count-min sketch, where sightings are counted.
+    counters : ndarray, optional
+        Those of a sketch with this seed to go on with, ``(depth, width)``.
+    """
+
+    def __init__(self, admit: Admit, seed: int, width: int, counters: np.ndarray | None = None) -> None:
+        self._admit, self._seed = admit, seed
+        self.sightings: Sightings | None = None
+        if isinstance(admit, int) and admit > 1:
+            limit = max(admit, _LEAST_LIMIT)
+            if counters is None:
+                self.sightings = Sightings(width, seed=seed, limit=limit)
+            else:
+                depth, width = counters.shape
+                self.sightings = Sightings(width, depth, seed=seed, limit=limit)
+                self.sightings.load(np.minimum(counters, limit).astype(self.sightings.state.dtype))
+        # Sightings since the counts were halved last.
+        self.added = 0
+        # Lookups with unknown ids so far: each draws anew.
+        self.draws = 0
+
+    def choose(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Return which of the `ids` (n,) int64, distinct, that were seen `counts` (n,) times more are admitted, (n,) bool."""
+        if self.sightings is not None:
+            self.added += int(counts.sum())
+            if self.added > _SIGHTINGS_PER_COUNTER * self.sightings.width:
+                # Those of ids that never come again would fill it.
+                self.sightings.halve()
+                self.added = 0
+            return np.asarray(self.sightings.add(ids, counts) >= self._admit)
+        if isinstance(self._admit, float):
+            self.draws += 1
+            key = mix64(np.array([self._seed & (2**64 - 1)], dtype=np.uint64) + np.uint64(self.draws))
+            drawn = mix64(ids.view(np.uint64) ^ key) >> np.uint64(11)
+            # One for each sighting: an id that occurs often in a batch is likelier to be admitted.
+            return drawn.astype(np.float64) * 2.0**-53 < 1 - (1 - self._admit) ** counts
+        return np.ones(len(ids), dtype=bool)
+
+
+class Eviction:
+    """Rank rows by how little they would be missed.
+
+    Parameters
+    ----------
+    evict : str, int, timedelta, callable or None
+        As for :class:`~speedtransfer.Vocabulary`.
+    half_life : float
+        Ticks of the clock in which a count of uses halves.
+    """
+
+    def __init__(self, evict: Evict, half_life: float) -> None:
+        self.rule = evict
+        self.decay = 0.5 ** (1 / half_life)
+        self.by_time = isinstance(evict, datetime.timedelta)
+        # After so many ticks without a use a row goes.
+        self.lifetime = evict if isinstance(evict, int) else None
+        if isinstance(evict, datetime.timedelta):
+            self.lifetime = evict // _MICROSECOND
+
+    @property
+    def counts(self) -> bool:
+        """Whether it needs the number of uses."""
+        return self.rule == "lfu" or callable(self.rule)
+
+    def scores(self, now: int, ids: np.ndarray, last_use: np.ndarray, counts: np.ndarray | None) -> np.ndarray:
+        """Return a number for each row, (n,) float64: the lowest go first, and those of inf stay."""
+        if self.lifetime is not None:
+            return np.where(now - last_use > self.lifetime, last_use.astype(np.float64), np.inf)
+        if self.rule == "lru":
+            return last_use.astype(np.float64)
+        assert counts is not None
+        current = counts * self.decay ** (now - last_use).astype(np.float64)
+        if self.rule == "lfu":
+            return np.asarray(current, dtype=np.float64)
+        assert callable(self.rule)
+        chosen = np.asarray(self.rule(ids.copy(), last_use.copy(), current.astype(np.float32)))
+        if chosen.shape != ids.shape or chosen.dtype.kind not in "biuf":
+            raise InvalidValueError(
+                f"evict returned {chosen.dtype} values of shape {chosen.shape} for {len(ids)} ids; return a bool or a number "
+                "for each"
+            )
+        return np.where(chosen, 0.0, np.inf) if chosen.dtype == bool else chosen.astype(np.float64)
+
+
+def check_admit(admit: Any) -> Admit:
+    """Return `admit`, or raise where it is no rule."""
+    if isinstance(admit, str):
+        if admit != "always":
+            raise InvalidValueError(f"admit is {admit!r}, not one of its values{suggest(admit, ['always'])}")
+        return admit
+    if isinstance(admit, numbers.Real) and not isinstance(admit, bool):
+        if isinstance(admit, numbers.Integral):
+            if 1 <= int(admit) < 2**32:
+                return int(admit)
+        elif 0 < float(admit) <= 1:
+            return float(admit)
+        raise InvalidValueError(
+            f"admit is {admit!r} but must be a number of sightings (an int from 1 to 2**32 - 1) or a probability (a float "
+            "above 0, at most 1.0); pass for instance 2 or 0.1"
+        )
+    raise InvalidTypeError(f"admit is {admit!r} but must be 'always', an int or a float; pass one of them")
+
+
+def check_evict(evict: Any) -> Evict:
+    """Return `evict`, or raise where it is no rule."""
+    if evict is None or callable(evict):
+        return evict
+    if isinstance(evict, str):
+        if evict not in ("lru", "lfu"):
+            raise InvalidValueError(f"evict is {evict!r}, not one of its values{suggest(evict, ['lru', 'lfu'])}")
+        return evict
+    in_time, in_steps = isinstance(evict, datetime.timedelta), isinstance(evict, numbers.Integral)
+    if in_time or (in_steps and not isinstance(evict, bool)):
+        if not evict > (datetime.timedelta(0) if in_time else 0):
+            raise InvalidValueError(f"evict is {evict!r} but a time to live is positive; pass a longer one")
+        return evict if in_time else int(evict)
+    raise InvalidTypeError(
+        f"evict is {evict!r} but must be None, 'lru', 'lfu', an int (steps), a timedelta or a callable; pass one of them"
+    )
+
+
+def check_half_life(half_life: Any) -> float:
+    """Return the half-life of counts, or raise where it is no positive number."""
+    number = isinstance(half_life, numbers.Real) and not isinstance(half_life, bool)
+    if not number or not 0 < half_life < math.inf:
+        raise InvalidValueError(
+            f"half_life is {half_life!r} but must be a positive number of steps; pass for instance 10_000"
+        )
+    return float(half_life)
+
+
+def check_seed(seed: Any) -> int:
+    """Return a seed; None: torch's, as it is now."""
+    if seed is None:
+        return torch.initial_seed()
+    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool):
+        raise InvalidTypeError(f"seed is {seed!r} but must be an int; pass one")
+    return int(seed)

@@ -1,0 +1,244 @@
+"""Give ids rows of the table: free ones, new ones or those of other ids."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.cuda import to_device
+from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError
+from speedtransfer.vocabulary.batches import first_unknown, powers, touch
+from speedtransfer.vocabulary.capacity import limit_of_each, rows_within
+from speedtransfer.vocabulary.id_rows import FREE
+from speedtransfer.vocabulary.initial import initial_values
+
+if TYPE_CHECKING:
+    # What the class that has this part brings.
+    Base = Any
+else:
+    Base = object
+
+# A table that is full grows by this factor, as far as it may.
+_GROWTH = 1.5
+# Rows that are looked at after each step for ids whose time is over.
+_SWEPT_ROWS = 4096
+
+
+class Room(Base):
+    """The part of a :class:`~speedtransfer.Vocabulary` that gives ids rows, and takes them back."""
+
+    _admitted_now: int
+    _admitted_lately: int
+    _synced: tuple[int, int] | None
+
+    # --- lookups ------------------------------------------------------------------------------------------------------
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        """Return the row of each id (n,) int64, -1 where it has none. Nothing changes."""
+        live, owner = self._bound()
+        with owner.rows.lock:
+            rows = live.index.find(ids)
+            self._counts[2:] += [len(rows), int(np.count_nonzero(rows < 0))]
+        return rows
+
+    def find_in_training(self, ids: np.ndarray) -> np.ndarray:
+        """Return the row of each id (n,) int64, -1 where it has none, after new ones were admitted; all count as used now.
+
+        Raises
+        ------
+        HostMemoryError
+            There is no row for an id that is to be admitted, and none may be taken from another. Nothing has changed.
+        """
+        live, owner = self._bound()
+        with owner.rows.lock:
+            rows = live.index.find(ids)
+            if len(rows) and rows.min() < 0:
+                self._admit(ids, rows)
+            touch(rows, self.clock, live.last_use, live.counts, self._eviction.decay)
+            self._counts[2:] += [len(rows), int(np.count_nonzero(rows < 0))]
+        return rows
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise unless rows of `dtype` can hold what they begin with."""
+        self.initial_values(np.empty(0, dtype=np.int64), 1, dtype)
+
+    def initial_values(self, ids: np.ndarray, dim: int, dtype: torch.dtype) -> Tensor:
+        """Return what rows of ids (n,) int64 begin with, ``(n, dim)`` on the CPU."""
+        return initial_values(ids, dim, self.seed, self.initial, dtype)
+
+    def _admit(self, ids: np.ndarray, rows: np.ndarray) -> None:
+        """Give the unknown ones among `ids` (n,) rows, if they are admitted, and write these to `rows` (n,)."""
+        unknown, counts, positions, numbers = first_unknown(ids, rows)
+        chosen = self._admission.choose(unknown, counts)
+        if not chosen.any():
+            return
+        live, owner = self._bound()
+        new = unknown[chosen]
+        # First: if these cannot be made nothing has changed.
+        weights = to_device(self.initial_values(new, live.table.dim, owner.rows.dtype), live.table.device)
+        self._make_room(len(new), rows)
+        given = live.take(len(new))
+        self._begin(new, given, weights)
+        self._synced = None
+        row_of = np.full(len(unknown), -1, dtype=np.int64)
+        row_of[chosen] = given
+        rows[positions] = row_of[numbers]
+
+    def _begin(self, ids: np.ndarray, rows: np.ndarray, weights: Tensor) -> None:
+        """Let `rows` (n,), which were free, be those of `ids` (n,), distinct and unknown, with `weights`, ``(n, dim)``."""
+        live, owner = self._bound()
+        try:
+            owner.rows.reset(to_device(torch.from_numpy(rows), live.table.device), weights)
+        except BaseException:
+            live.put_back(rows)
+            raise
+        live.assign(ids, rows, self.clock)
+        self._note_change(rows)
+        self._counts[0] += len(ids)
+        self._admitted_now += len(ids)
+
+    # --- room ---------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, count: int, keep: np.ndarray) -> None:
+        """Have `count` free rows, some taken from ids but not `keep` (-1 aside), or raise before anything changes."""
+        live, owner = self._bound()
+        self._check_not_calling_out()
+        live.index.reserve(len(live.index) + max(count, 0))
+        if count > live.num_free:
+            self._grow(count - live.num_free)
+        lack = count - live.num_free
+        if lack > 0:
+            in_use = owner.rows_in_use()
+            victims = np.empty(0, dtype=np.int64)
+            if in_use is not None and self.evict is not None:
+                victims = self._victims(lack, (in_use, keep[keep >= 0]))
+            if len(victims) < lack:
+                raise HostMemoryError(self._why_full(count, lack - len(victims), in_use))
+            self._take_from_ids(victims)
+
+    def _most(self) -> int | None:
+        """Return the number of ids that there may be rows for; None: as the memory allows."""
+        live, owner = self._bound()
+        return rows_within(limit_of_each(self.max_capacity, owner.processes), live.table, live.reserved)
+
+    def _grow(self, lack: int) -> None:
+        """Give the table `lack` rows more, or more than that, if it may have as many; fewer where it may not."""
+        live, owner = self._bound()
+        most = self._most()
+        wanted = max(self.capacity + lack, int(self.capacity * _GROWTH))
+        wanted = wanted if most is None else min(wanted, most)
+        if wanted <= self.capacity:
+            return
+        try:
+            owner.grow(live.reserved + wanted)
+        except (HostMemoryError, StorageError) as error:
+            if self.evict is None:
+                raise
+            warnings.warn(f"the table cannot grow, so that rows are taken from ids: {error}", stacklevel=2)
+            self.max_capacity = self.capacity
+
+    def _why_full(self, count: int, lack: int, in_use: np.ndarray | None) -> str:
+        about = f"{self._bound()[1]}: {count} new ids need rows, but all {self.capacity} have ids"
+        if self.evict is None:
+            return (
+                f"{about}, and evict is None; pass a larger max_capacity, or evict='lru' for rows of ids used long ago"
+            )
+        if in_use is None:
+            return (
+                f"{about}, and a gradient of all rows (a use of the whole weight) is to come or pending; step and zero_grad "
+                "first"
+            )
+        return (
+            f"{about}, and evict={self.evict!r} finds {lack} too few that may go: those of batches without a step yet stay; "
+            "pass a larger max_capacity, or call optimizer.step() and zero_grad() more often"
+        )
+
+    def _take_from_ids(self, rows: np.ndarray, archive: bool = True) -> None:
+        """Let `rows` (n,) have no id any more; with `archive` after `on_evict` got them."""
+        live, owner = self._bound()
+        if not len(rows):
+            return
+        self._check_not_calling_out()
+        ids = live.ids[rows].copy()
+        if archive and self.on_evict is not None:
+            with torch.no_grad(), torch.inference_mode(False), self._calling_out():
+                weights = owner.rows.read(torch.from_numpy(rows).to(live.table.device))["weight"]
+                self.on_evict(torch.from_numpy(ids.copy()), weights)
+        live.release(rows)
+        self._note_change(rows)
+        owner.rows_released(rows)
+        self._counts[1] += len(rows)
+        self._log(ids)
+
+    def _victims(self, count: int, in_use: Sequence[np.ndarray], once: bool = False) -> np.ndarray:
+        with self._calling_out():
+            return self._bound()[0].victims(count, self._eviction, self.clock, in_use, once)
+
+    @contextmanager
+    def _calling_out(self) -> Iterator[None]:
+        self._calls_out = True
+        try:
+            yield
+        finally:
+            self._calls_out = False
+
+    def _check_not_calling_out(self) -> None:
+        if self._calls_out:
+            raise InvalidValueError(
+                f"{self._bound()[1]}: ids are admitted, evicted or forgotten within on_evict or evict, which are called while "
+                "ids are evicted; keep what is to be done, and do it after the lookup or the step"
+            )
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    @property
+    def by_time(self) -> bool:
+        """Whether the clock is that of the wall."""
+        return self._eviction.by_time
+
+    def _touch_late(self, rows: np.ndarray) -> None:
+        """Note that `rows` (n,) have changed now, though they were looked up earlier."""
+        live, _ = self._bound()
+        now, rows = self.clock, np.unique(rows)
+        rows = rows[(rows >= live.reserved) & (rows < len(live.last_use))]
+        rows = rows[(live.last_use[rows] != FREE) & (live.last_use[rows] < now)]
+        if live.counts is not None:
+            live.counts[rows] *= powers(self._eviction.decay, now - live.last_use[rows])
+        live.last_use[rows] = now
+
+    def count_step(self, late: np.ndarray | None = None) -> None:
+        """Note a step of the optimizer.
+
+        `late` (n,): its rows, if some of them may not have been looked up since the last one.
+        """
+        with self._bound()[1].rows.lock:
+            if late is not None:
+                self._touch_late(late)
+            if not self._eviction.by_time:
+                self._clock += 1
+            self.generation_of_step = self.generation
+            self._bound()[1].rows.placement, self._synced = None, None
+
+    def evict_after_step(self) -> None:
+        """Take rows from ids whose time is over, or as many as new ids may need next."""
+        live, owner = self._bound()
+        with owner.rows.lock:
+            lately = max(self._admitted_now, self._admitted_lately // 2)
+            self._admitted_now, self._admitted_lately = 0, lately
+            if self.evict is None:
+                return
+            most = self._most()
+            # Ids that are deferred need no rows before the next step, which takes them itself.
+            full = most is not None and self.capacity >= most and not self.deferred
+            lack = lately - live.num_free if full else 0
+            if self._eviction.lifetime is not None:
+                lack = _SWEPT_ROWS
+            in_use = owner.rows_in_use() if lack > 0 else None
+            if in_use is not None:
+                self._take_from_ids(self._victims(lack, (in_use,), once=True))

@@ -1,0 +1,180 @@
+"""Ids without bound: a vocabulary gives ids of 64 bits rows of a table, and takes them back from those not used any more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
+from speedtransfer.vocabulary.capacity import check_max_capacity
+from speedtransfer.vocabulary.contents import Contents
+from speedtransfer.vocabulary.initial import check_initial
+from speedtransfer.vocabulary.lookups import Lookups
+from speedtransfer.vocabulary.owned import Owned
+from speedtransfer.vocabulary.policies import Admit, Evict, check_admit, check_evict, check_half_life, check_seed
+from speedtransfer.vocabulary.room import Room
+from speedtransfer.vocabulary.saved_vocabulary import SavedVocabulary
+from speedtransfer.vocabulary.vocabulary_stats import VocabularyStats
+
+UNSEEN = ("initial", "zeros", "row")
+
+
+class Vocabulary(Contents, SavedVocabulary, Lookups, Room, Owned):
+    """Give ids of 64 bits, as they come, the rows of a table: the argument `vocabulary` of a module makes its ids unbounded.
+
+    Ids are any integers: int64, or uint64, whose values from 2**63 on are the negative ids of the same bits. In training
+    (module in train mode, gradients enabled) new ids are admitted, and get a row with their initial value and no state of the
+    optimizer. Otherwise nothing is admitted, and nothing changes. What unknown ids read gets no gradient, except with
+    ``unseen="row"``.
+
+    Parameters
+    ----------
+    capacity : int, optional
+        Ids that there are rows for at first; by default `num_embeddings` of the module. The table has a row more for unseen
+        ids, and one for padding if the module has a `padding_idx`, which is an id.
+    max_capacity : int, str or float, optional
+        Ids that the table may grow to, by half each time: a number of ids; bytes of the table with all its planes ("48 GB");
+        ``math.inf``, as the memory allows. By default it does not grow. Rows are not copied where the memory is "pageable"
+        or "mmap".
+    admit : "always", int or float
+        When a new id gets a row: at once; after so many sightings, which are counted in a sketch that may count too many, and
+        that forgets half of them now and then; with this probability at each sighting.
+    evict : {"lru", "lfu"}, int, timedelta or callable, optional
+        Whose rows are taken where there are none left: the ids used longest ago; those used least, with counts that halve in
+        `half_life`; those not used for so many steps, or so long (also where rows are left). Or those that a function of ids,
+        last use and counts (arrays, of a part of the rows) says: it returns which may go (bool) or scores, the lowest first.
+        None: none, and a table that is full raises. A step looks at a bounded number of rows, and takes the worst of them.
+    unseen : {"initial", "zeros", "row"}
+        What an id without a row reads: the value that it would begin with, zeros, or a row that all share, which is trained
+        when ids that are not admitted are looked up in training.
+    initial : tuple or float
+        What a row begins with: ``("normal", mean, std)``, ``("uniform", low, high)``, drawn by a hash of the id and `seed`,
+        so that it is the same on every machine; or one number. Functions of ``torch.nn.init`` that fill the weight
+        (``normal_``, ``uniform_``, ``constant_``, ...) change it.
+    seed : int, optional
+        By default ``torch.initial_seed()`` as it is now.
+    half_life : float
+        Of counts of uses, in steps (with a timedelta in microseconds).
+    on_evict : callable, optional
+        Called with ids, ``(n,)`` int64, and their weights, ``(n, dim)``, before their rows are taken. If it raises they stay.
+    deferred : bool
+        Whether a new id is admitted at the end of the optimizer step that follows its lookup (or after 256 lookups without
+        one), and reads until then what unknown ids read. Ids on a CUDA device are found there in any case, where the memory
+        suffices; but in training the host waits for them, unless it is deferred.
+
+    Notes
+    -----
+    With `process_group` each id belongs to one of the processes, by a hash, which has rows for its share of `capacity` (and
+    some more, as shares are not quite even). If one has no row for an id, and may take none, the lookup raises in all; ids
+    that others admitted in it stay admitted. In each process the vocabulary is that of its own ids: `len`, ``in``, `ids`,
+    `export`, `rows`, `stats` and `on_evict` know no others. `update` and `forget` take any ids, and all processes must call
+    them. `seed` is that of rank 0. The processes must agree in whether they train, and count their sightings together.
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError
+        An argument that breaks its rule.
+
+    Examples
+    --------
+    >>> vocabulary = st.Vocabulary(max_capacity=10_000_000, evict="lru")
+    >>> embedding = st.Embedding(100_000, 64, vocabulary=vocabulary)
+    >>> embedding(torch.tensor([7, -1, 2**62])).shape, len(vocabulary)
+    (torch.Size([3, 64]), 3)
+    """
+
+    def __init__(
+        self,
+        capacity: int | None = None,
+        max_capacity: int | str | float | None = None,
+        admit: Admit = "always",
+        evict: Evict = None,
+        unseen: str = "initial",
+        *,
+        initial: Any = ("normal", 0.0, 1.0),
+        seed: int | None = None,
+        half_life: float = 10_000,
+        on_evict: Callable[[Tensor, Tensor], object] | None = None,
+        deferred: bool = False,
+    ) -> None:
+        self.capacity_asked = None if capacity is None else check_size(capacity, "capacity", 1)
+        self.max_capacity = check_max_capacity(max_capacity, self.capacity_asked)
+        self.admit, self.evict = check_admit(admit), check_evict(evict)
+        if unseen not in UNSEEN:
+            raise InvalidValueError(f"unseen is {unseen!r}, not one of its values{suggest(str(unseen), UNSEEN)}")
+        if on_evict is not None and not callable(on_evict):
+            raise InvalidTypeError(f"on_evict is {on_evict!r} but must be called with ids and rows; pass a function")
+        self.unseen, self.on_evict = unseen, on_evict
+        self.initial, self.seed = check_initial(initial), check_seed(seed)
+        self.half_life = check_half_life(half_life)
+        if not isinstance(deferred, bool):
+            raise InvalidTypeError(f"deferred is {deferred!r} but must be True or False; pass one of them")
+        self.deferred = deferred
+        self.__setstate__({})
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return 0 if self._live is None else self._live.num_ids
+
+    def __bool__(self) -> bool:
+        # Also one that knows no ids yet is given, where it is an argument.
+        return True
+
+    def __repr__(self) -> str:
+        live = self._live
+        size = (
+            f"capacity={self.capacity_asked}" if live is None else f"{len(self)} of {len(live.ids) - live.reserved} ids"
+        )
+        return (
+            f"{type(self).__name__}({size}, max_capacity={self.max_capacity}, admit={self.admit!r}, evict={self.evict!r}, "
+            f"unseen={self.unseen!r})"
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Ids that there are rows for now."""
+        live, _ = self._bound()
+        return len(live.ids) - live.reserved
+
+    @property
+    def reserved(self) -> int:
+        """Rows at the start of the table that are of no id."""
+        return self._bound()[0].reserved
+
+    @property
+    def clock(self) -> int:
+        """Optimizer steps so far; of a vocabulary that evicts by wall time, microseconds since 1970. It never goes back."""
+        if self._eviction.by_time:
+            self._clock = max(self._clock, time.time_ns() // 1000)
+        return self._clock
+
+    @property
+    def draws(self) -> int:
+        """Lookups so far for which it was drawn which new ids are admitted."""
+        return self._admission.draws
+
+    @draws.setter
+    def draws(self, draws: int) -> None:
+        self._admission.draws = draws
+
+    def stats(self) -> VocabularyStats:
+        """Return what it has done since it was made, or `reset_stats`."""
+        live, most = self._bound()[0], self._most()
+        num_bytes = live.index.nbytes + sum(live.plane(name).nbytes for name in live.names)
+        self._count_unknown()
+        admitted, evicted, lookups, unseen = self._counts.tolist()
+        return VocabularyStats(
+            len(self), self.capacity, most, admitted, evicted, lookups, unseen, self.clock, num_bytes
+        )
+
+    def reset_stats(self) -> None:
+        """Count from zero."""
+        if self._map is not None:
+            self._map.take_unknown()
+        # Admitted, evicted, looked up, unseen.
+        self._counts = np.zeros(4, dtype=np.int64)

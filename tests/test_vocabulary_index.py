@@ -1,0 +1,323 @@
+"""The map from ids to rows, against a dict, with numba and without it; and the passes over a batch, against plain loops."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import pickle
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from speedtransfer import jit
+from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, RowIndexError
+from speedtransfer.vocabulary.batches import first_unknown, touch
+from speedtransfer.vocabulary.id_index import IdIndex
+
+LOW, HIGH = -(2**63), 2**63 - 1
+WAYS = [jit.available(), False]
+# A few near ids, so that examples repeat them, and those at the edges.
+IDS = some.integers(-4, 40) | some.integers(LOW, HIGH) | some.sampled_from([LOW, HIGH, -1, 0, 2**32, 2**48, -(2**48)])
+
+
+@pytest.fixture(params=[pytest.param(True, id="numba"), pytest.param(False, id="plain")])
+def compiled(request, monkeypatch):
+    if request.param and not jit.available():
+        pytest.skip("numba is not installed")
+    monkeypatch.setattr("speedtransfer.jit.available", lambda: request.param)
+    return request.param
+
+
+def array(values):
+    return np.array(list(values), dtype=np.int64)
+
+
+def use(context, way):
+    context.setattr("speedtransfer.jit.available", lambda: way)
+
+
+class AgainstDict(RuleBasedStateMachine):
+    """Two indices, compiled and plain, and a dict."""
+
+    @initialize(room=some.integers(0, 100))
+    def make(self, room):
+        self.indices = []
+        for way in WAYS:
+            with pytest.MonkeyPatch.context() as context:
+                use(context, way)
+                self.indices.append(IdIndex(room))
+        self.oracle: dict[int, int] = {}
+
+    @rule(ids=some.lists(IDS, unique=True, max_size=80), row=some.integers(0, 2**62))
+    def insert(self, ids, row):
+        ids = [id for id in ids if id not in self.oracle]
+        rows = range(row, row + len(ids))
+        for index in self.indices:
+            index.insert(array(ids), array(rows))
+        self.oracle.update(zip(ids, rows, strict=True))
+
+    @rule(data=some.data())
+    def remove(self, data):
+        ids = data.draw(some.lists(some.sampled_from(sorted(self.oracle)), unique=True)) if self.oracle else []
+        for index in self.indices:
+            index.remove(array(ids))
+        for id in ids:
+            del self.oracle[id]
+
+    @rule(data=some.data())
+    def refuse(self, data):
+        """What is half right changes nothing."""
+        present, absent = sorted(self.oracle), data.draw(IDS.filter(lambda id: id not in self.oracle))
+        wrong = [[absent, absent], *([[absent, present[0]]] if present else [])]
+        for index in self.indices:
+            for ids in wrong:
+                with pytest.raises(InvalidValueError, match="has a row already"):
+                    index.insert(array(ids), array([1, 1]))
+            with pytest.raises(InvalidValueError, match="has no row"):
+                index.remove(array([*present[:1], absent]))
+            if present:
+                with pytest.raises(InvalidValueError, match="stands there twice"):
+                    index.remove(array([present[0], present[0]]))
+
+    @rule(room=some.integers(0, 500))
+    def reserve(self, room):
+        for index in self.indices:
+            index.reserve(room)
+
+    @rule()
+    def clear(self):
+        for index in self.indices:
+            index.clear()
+        self.oracle.clear()
+
+    @rule(ids=some.lists(IDS))
+    def find(self, ids):
+        for index in self.indices:
+            assert index.find(array(ids)).tolist() == [self.oracle.get(id, -1) for id in ids]
+
+    @invariant()
+    def holds_the_same(self):
+        ids = array(self.oracle)
+        for index in getattr(self, "indices", []):
+            assert len(index) == len(self.oracle)
+            assert index.find(ids).tolist() == list(self.oracle.values())
+            assert dict(zip(*(part.tolist() for part in index.items()), strict=True)) == self.oracle
+
+
+AgainstDict.TestCase.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+test_against_a_dict = AgainstDict.TestCase
+
+
+def homes(index, ids):
+    """Return where the search for each id begins."""
+    from speedtransfer.vocabulary.mixing import mix64
+
+    seed, multiplier = index._hash
+    return mix64((ids.view(np.uint64) ^ seed) * multiplier) & np.uint64(len(index._slots) - 1)
+
+
+ADVERSARIAL = {
+    "sequential": np.arange(3000),
+    "negative": -np.arange(3000) - 1,
+    "edges": np.concatenate([LOW + np.arange(1500), HIGH - np.arange(1500)]),
+    "multiples of 2**32": (np.arange(3000) - 1500) << 32,
+    "multiples of 2**48": (np.arange(3000) - 1500) << 48,
+    "one bit": np.array([-(1 << 63), *(1 << bit for bit in range(63))]),
+}
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_regular_ids_are_found(compiled, name):
+    ids = ADVERSARIAL[name].astype(np.int64)
+    index = IdIndex()
+    for part in np.array_split(np.arange(len(ids)), 7):
+        index.insert(ids[part], part)
+    assert np.array_equal(index.find(ids), np.arange(len(ids)))
+    assert (index.find(ids ^ (1 << 20 | 1 << 60 | 1 << 40)) == -1).all()
+    if compiled:
+        # As evenly as random numbers fill the slots: 3,000 in 8,192 have runs of a dozen.
+        assert np.bincount(homes(index, ids).astype(np.int64)).max() < 12
+    index.remove(ids[::2])
+    assert np.array_equal(index.find(ids), np.where(np.arange(len(ids)) % 2, np.arange(len(ids)), -1))
+    index.insert(ids[::2], np.arange(len(ids))[::2])
+    assert np.array_equal(index.find(ids), np.arange(len(ids)))
+
+
+def test_all_ids_equal(compiled):
+    index = IdIndex.of(array([7]), array([3]))
+    assert (index.find(np.full(1000, 7)) == 3).all()
+    assert (index.find(np.full(1000, 8)) == -1).all()
+
+
+@pytest.mark.skipif(not jit.available(), reason="numba is not installed")
+def test_ids_that_share_a_slot():
+    """Chosen with the index's own random number, round the end of the table too."""
+    index = IdIndex(200)
+    candidates = np.random.default_rng(0).integers(LOW, HIGH, 200_000)
+    at = homes(index, candidates)
+    size = len(index._slots)
+    ids = np.concatenate([candidates[at == home][:60] for home in (size - 1, size - 2, 0)])
+    assert len(ids) > 150
+    index.insert(ids, np.arange(len(ids)))
+    assert len(index._slots) == size
+    alive = dict(zip(ids.tolist(), range(len(ids)), strict=True))
+    rng = np.random.default_rng(1)
+    for _ in range(100):
+        some_ids = rng.choice(ids, 40, replace=False)
+        gone = array(id for id in some_ids.tolist() if id in alive)
+        index.remove(gone)
+        for id in gone.tolist():
+            del alive[id]
+        assert index.find(ids).tolist() == [alive.get(id, -1) for id in ids.tolist()]
+        back = array(id for id in some_ids.tolist() if id not in alive)[::2]
+        index.insert(back, np.arange(len(back)))
+        alive.update(zip(back.tolist(), range(len(back)), strict=True))
+
+
+def test_churn(compiled):
+    """Ids that come and go leave nothing behind."""
+    rng, index = np.random.default_rng(2), IdIndex(1000)
+    present, bytes_at_first = np.empty(0, np.int64), index.nbytes
+    for _ in range(60):
+        fresh = np.setdiff1d(rng.integers(-3000, 3000, 400), present)[: 1000 - len(present)]
+        index.insert(fresh, fresh + 5000)
+        present = rng.permutation(np.concatenate([present, fresh]))
+        gone, present = present[: len(present) // 2], present[len(present) // 2 :]
+        index.remove(gone)
+        assert (index.find(gone) == -1).all()
+        assert np.array_equal(index.find(present), present + 5000)
+    assert len(index) == len(present)
+    index.remove(present)
+    assert len(index) == 0
+    assert (index.find(np.arange(-3000, 3000)) == -1).all()
+    if compiled:
+        assert index.nbytes == bytes_at_first
+        assert not index._slots[:, 1].any()
+
+
+def test_growth_keeps_all(compiled):
+    rng, index = np.random.default_rng(3), IdIndex()
+    ids = np.unique(rng.integers(LOW, HIGH, 150_000))
+    rows = rng.permutation(len(ids))
+    for part in np.array_split(np.arange(len(ids)), 13):
+        index.insert(ids[part], rows[part])
+    assert np.array_equal(index.find(ids), rows)
+    assert index.nbytes >= 16 * len(ids)
+    strided = np.stack([ids, ids + 1], 1)[:, 0]
+    assert np.array_equal(index.find(strided), rows)
+    for other in (copy.deepcopy(index), pickle.loads(pickle.dumps(index)), IdIndex.of(ids, rows)):
+        assert np.array_equal(other.find(ids), rows)
+        other.clear()
+        assert len(other) == 0
+        assert len(index) == len(ids)
+
+
+def test_threads_find_at_once(compiled):
+    ids = np.random.default_rng(4).permutation(50_000)
+    index, wrong = IdIndex.of(ids, np.arange(50_000)), []
+
+    def work(step):
+        for _ in range(5):
+            if not np.array_equal(index.find(ids[::step]), np.arange(0, 50_000, step)):
+                wrong.append(step)
+
+    threads = [threading.Thread(target=work, args=(step,)) for step in (1, 2, 3, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_bad_calls_say_what_to_do(compiled):
+    index = IdIndex.of(array([1]), array([1]))
+    with pytest.raises(InvalidValueError, match=r"2 ids and 1 rows"):
+        index.insert(array([3, 4]), array([1]))
+    with pytest.raises(InvalidValueError, match=r"rows\[1\] is -1 but must not be negative"):
+        index.insert(array([3, 4]), array([1, -1]))
+    with pytest.raises(InvalidValueError, match="room is -1"):
+        IdIndex(-1)
+    calls = [
+        lambda bad: index.find(bad),
+        lambda bad: index.insert(bad, array([2])),
+        lambda bad: index.insert(array([2]), bad),
+        lambda bad: index.remove(bad),
+        lambda bad: first_unknown(bad, array([-1])),
+        lambda bad: touch(bad, 1, array([0])),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidTypeError, match="dtype int32 but must be int64"):
+            call(np.array([1], dtype=np.int32))
+        with pytest.raises(InvalidValueError, match=r"shape \(1, 1\) but must have one dimension"):
+            call(array([[1]]))
+    last, counts = np.zeros(3, np.int64), np.zeros(3, np.float32)
+    with pytest.raises(RowIndexError, match=r"rows\[1\] is 3 but there are 3 rows"):
+        touch(array([0, 3]), 5, last, counts, 0.5)
+    assert not last.any()
+    assert not counts.any()
+    assert index.find(array([1, 3, 4])).tolist() == [1, -1, -1]
+
+
+def test_uint64_ids_are_the_same_bits(compiled):
+    index = IdIndex.of(np.array([2**64 - 1, 2**63], dtype=np.uint64), array([5, 6]))
+    assert index.find(array([-1, LOW, HIGH])).tolist() == [5, 6, -1]
+    assert index.find(np.array([2**63, 0], dtype=np.uint64)).tolist() == [6, -1]
+
+
+@pytest.mark.skipif(not jit.available(), reason="numba is not installed")
+def test_more_than_the_machine_has_is_refused():
+    index = IdIndex.of(array([5]), array([6]))
+    with pytest.raises(HostMemoryError, match="max_capacity"):
+        index.reserve(2**56)
+    assert index.find(array([5])).tolist() == [6]
+
+
+@settings(max_examples=50, deadline=None)
+@given(some.lists(some.tuples(IDS, some.booleans()), max_size=200))
+def test_unknown_ids_are_numbered_in_order(pairs):
+    known = {id for id, flag in pairs if flag}
+    ids, rows = array(id for id, _ in pairs), array(2 if id in known else -1 for id, _ in pairs)
+    counts = collections.Counter(id for id, _ in pairs if id not in known)  # in order of first appearance
+    order = list(counts)
+    places = [at for at, (id, _) in enumerate(pairs) if id not in known]
+    expected = [order, list(counts.values()), places, [order.index(pairs[at][0]) for at in places]]
+    for way in WAYS:
+        with pytest.MonkeyPatch.context() as context:
+            use(context, way)
+            results = first_unknown(ids, rows)
+        assert [result.dtype for result in results] == [np.int64] * 4
+        assert [result.tolist() for result in results] == expected
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.999, 0.5, 0.0])
+def test_touch_counts_with_decay(decay):
+    rng = np.random.default_rng(5)
+    oracle, oracle_last = [0.0] * 50, [-1] * 50
+    planes = [(np.full((50, 1), -1), np.zeros((50, 1), np.float32)) for _ in WAYS]
+    for now in np.cumsum(rng.integers(0, 30, 40)).tolist():
+        rows = rng.integers(-1, 50, rng.integers(0, 60))
+        for way, (last, counts) in zip(WAYS, planes, strict=True):
+            with pytest.MonkeyPatch.context() as context:
+                use(context, way)
+                touch(rows, now, last[:, 0], counts[:, 0], decay)
+        for row in rows[rows >= 0].tolist():
+            oracle[row] = oracle[row] * decay ** (now - oracle_last[row]) + 1
+            oracle_last[row] = now
+        for last, counts in planes:
+            assert last[:, 0].tolist() == oracle_last
+            assert np.allclose(counts[:, 0], oracle, rtol=1e-5)
+        assert np.array_equal(planes[0][1], planes[1][1])
+
+
+def test_touch_without_counts(compiled):
+    last = np.full(6, -1)
+    touch(array([3, -1, 3, 0]), 9, last)
+    touch(array([0]), 2**40, last[:4])
+    assert last.tolist() == [2**40, -1, -1, 9, -1, -1]
+    gap = np.full(2, 7, np.float32)
+    touch(array([0]), 2**41, last[:2], gap, 0.999999)
+    assert gap.tolist() == [1, 7]

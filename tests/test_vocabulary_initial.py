@@ -1,0 +1,275 @@
+"""Initial values of new ids: their distribution, and that they are the same bits whatever is asked for beside them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from speedtransfer import jit
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.vocabulary import quantiles
+from speedtransfer.vocabulary.initial import check_initial, initial_values
+
+NORMAL, UNIFORM = ("normal", 0.0, 1.0), ("uniform", -0.1, 0.3)
+NORMALS = [
+    "0x1.740f0bc35aea1p-1",
+    "0x1.c4b444dcbd303p-2",
+    "0x1.a84b93e009a10p-2",
+    "0x1.5f3fad7c21648p-2",
+    "0x1.b27e47d21b680p-7",
+    "0x1.128e3949003a0p-1",
+    "0x1.5b17b06b2eec5p-2",
+    "0x1.7c99d6162aa60p-5",
+    "0x1.2d0252481962ap-1",
+    "0x1.fa2f2a78469a3p-1",
+    "0x1.2683f5b291c78p-1",
+    "0x1.6d91d3a742a80p-1",
+]
+UNIFORMS = [
+    "0x1.d11372e7f506bp-3",
+    "0x1.038c0786d7324p-4",
+    "0x1.7bf2ad18f9758p-5",
+    "0x1.89d4436eeef30p-8",
+    "-0x1.6f61024d13d20p-4",
+    "0x1.f805bdba8908ap-4",
+]
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+LOW, HIGH = -(2**63), 2**63 - 1
+
+
+@pytest.fixture(params=[pytest.param(True, id="numba"), pytest.param(False, id="plain")])
+def compiled(request, monkeypatch):
+    if request.param and not jit.available():
+        pytest.skip("numba is not installed")
+    monkeypatch.setattr("speedtransfer.jit.available", lambda: request.param)
+    return request.param
+
+
+def array(*values):
+    return np.array(values, dtype=np.int64)
+
+
+def hexes(values):
+    return [value.hex() for value in values.flatten().tolist()]
+
+
+def test_golden_bits(compiled):
+    """On every machine, for ever: ids of a checkpoint get the rows they would have got elsewhere."""
+    ids = array(0, 1, -1, LOW, HIGH, 2**32)
+    normal = initial_values(ids, 2, 7, ("normal", 0.5, 0.25), torch.float64)
+    uniform = initial_values(ids[:3], 2, 7, UNIFORM, torch.float64)
+    assert hexes(normal) == NORMALS
+    assert hexes(uniform) == UNIFORMS
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("initial", [NORMAL, UNIFORM, ("normal", 3.0, 1e-30), ("uniform", 0.1, 0.1), 0.1])
+def test_a_value_depends_on_id_column_and_seed_alone(compiled, initial, dtype):
+    rng = np.random.default_rng(0)
+    ids = np.concatenate([array(LOW, HIGH, 0, -1), rng.integers(LOW, HIGH, 60)])
+    values = initial_values(ids, 16, 3, initial, dtype)
+    assert (values.shape, values.dtype, values.device.type) == ((64, 16), dtype, "cpu")
+    order = rng.permutation(64)
+    same = [
+        (initial_values(ids, 8, 3, initial, dtype), values[:, :8]),
+        (initial_values(ids, 1, 3, initial, dtype), values[:, :1]),
+        (initial_values(ids[order], 16, 3, initial, dtype), values[order]),
+        (initial_values(ids[::3], 16, 3, initial, dtype), values[::3]),
+        (initial_values(ids[5:6], 16, 3 + 2**64, initial, dtype), values[5:6]),
+        (initial_values(ids.repeat(40), 16, 3, initial, dtype), values.repeat_interleave(40, 0)),
+    ]
+    for found, expected in same:
+        assert torch.equal(found, expected)
+    if initial in (NORMAL, UNIFORM):
+        assert not torch.equal(initial_values(ids, 16, 4, initial, dtype), values)
+
+
+@pytest.mark.skipif(not jit.available(), reason="numba is not installed")
+@pytest.mark.parametrize("initial", [NORMAL, ("normal", -1.5, 1e-3), UNIFORM, ("uniform", -1e300, 3.0)])
+def test_numba_and_numpy_give_the_same_bits(monkeypatch, initial):
+    ids = np.random.default_rng(1).integers(LOW, HIGH, 20_000)
+    dtypes = DTYPES[:1] if initial[1] == -1e300 else DTYPES[:2]
+    by_numba = [initial_values(ids, 16, 9, initial, dtype) for dtype in dtypes]
+    monkeypatch.setattr("speedtransfer.jit.available", lambda: False)
+    for dtype, values in zip(dtypes, by_numba, strict=True):
+        assert torch.equal(initial_values(ids, 16, 9, initial, dtype), values)
+
+
+@pytest.mark.skipif(not jit.available(), reason="numba is not installed")
+def test_compiled_code_fuses_no_products():
+    """A product added without rounding in between would give other bits on other processors."""
+    import numba
+
+    fill = jit.compiled_module("speedtransfer.vocabulary.numba_initial").fill
+    fresh = numba.njit(nogil=True, error_model="numpy")(fill.py_func)  # what comes from numba's cache has no text
+    fresh(np.empty((2, 3)), np.zeros(2, np.uint64), True, 0.0, 1.0, 9.0, 0, 2)
+    (assembly,) = fresh.inspect_asm().values()
+    assert "mul" in assembly
+    assert not [word for word in ("fmadd", "fnmadd", "fmsub", "fmla", "fmls") if word in assembly]
+
+
+def test_quantiles():
+    """Against Python's, which computes the middle in the same way but has another logarithm in the tails."""
+    exact = statistics.NormalDist().inv_cdf
+    rng = np.random.default_rng(2)
+    words = [rng.integers(0, 2**64, 3000, dtype=np.uint64)]
+    words += [rng.integers(0, 2**bits, 200, dtype=np.uint64) for bits in range(13, 62)]  # ever farther in the tail
+    words = np.concatenate(words)
+    words = np.concatenate([words, ~words, np.array([0, 2**63 - 1, 2**63, 2**64 - 1], dtype=np.uint64)])
+    expected = []
+    for place in quantiles.half_range(words).tolist():
+        expected.append(exact(0.5 + place) if abs(place) < 0.4 else math.copysign(exact(0.5 - abs(place)), place))
+    found = quantiles.normal(words)
+    assert np.allclose(found, expected, rtol=2e-15, atol=0)
+    assert found.max() == -found.min() == pytest.approx(8.2095, abs=1e-3)
+    # Where its parts meet, the function rises still.
+    q = quantiles.CENTRAL
+    edges = [quantiles.central(np.array([q])), -quantiles.near_tail(quantiles.depth(*np.frexp(np.array([0.5 - q]))))]
+    assert abs(edges[0] + edges[1]) < 1e-15
+    assert abs(quantiles.near_tail(5.0) - quantiles.far_tail(5.0)) < 1e-14
+
+
+def ks_distance(values, distribution):
+    """Return the greatest distance between the empirical distribution function and another, times the root of n."""
+    values = np.sort(values)
+    heights = np.array([distribution(value) for value in values.tolist()])
+    steps = np.arange(len(values) + 1) / len(values)
+    return max(abs(heights - steps[1:]).max(), abs(heights - steps[:-1]).max()) * len(values) ** 0.5
+
+
+NEIGHBOURS = {
+    "sequential": np.arange(20_000),
+    "negative": -1 - np.arange(20_000),
+    "multiples of 2**48": np.arange(-10_000, 10_000) << 48,
+}
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+@pytest.mark.parametrize("seed", [0, 1, HIGH])
+def test_distribution(name, seed):
+    """A fixed seed either passes or fails: 2 is beyond 99.9% of random samples."""
+    ids = NEIGHBOURS[name]
+    normal = initial_values(ids, 8, seed, ("normal", 2.0, 3.0), torch.float64).numpy()
+    uniform = initial_values(ids, 8, seed, UNIFORM, torch.float64).numpy()
+    for sample in (normal[:, 0], normal[:, 7], normal[:2500].ravel()):
+        assert ks_distance(sample, statistics.NormalDist(2, 3).cdf) < 2
+    for sample in (uniform[:, 0], uniform[:2500].ravel()):
+        assert ks_distance(sample, lambda value: (value + 0.1) / 0.4) < 2
+    z = (normal - 2) / 3
+    n = z.size
+    for power, expected, deviation in ((1, 0, 1), (2, 1, 2**0.5), (3, 0, 15**0.5), (4, 3, 96**0.5)):
+        assert abs((z**power).mean() - expected) < 4.5 * deviation / n**0.5
+    assert uniform.min() >= -0.1
+    assert uniform.max() <= 0.3
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_columns_and_neighbours_are_independent(name):
+    """Correlations of values, and of their squares, vanish between columns and between ids one, two and more apart."""
+    z = initial_values(NEIGHBOURS[name], 6, 5, NORMAL, torch.float64).numpy()
+    other_seed = initial_values(NEIGHBOURS[name], 6, 6, NORMAL, torch.float64).numpy()
+    pairs = [(z[:, i], z[:, j]) for i in range(6) for j in range(i)]
+    pairs += [(z[by:], z[:-by]) for by in (1, 2, 3, 16, 1024)] + [(z[1:, 1:], z[:-1, :-1]), (z[1:, :-1], z[:-1, 1:])]
+    pairs += [(z, other_seed), (z[:, :-1], other_seed[:, 1:])]
+    for one, other in pairs:
+        for change in (lambda values: values, lambda values: values**2 - 1):
+            a, b = change(one).ravel(), change(other).ravel()
+            correlation = (a * b).mean() / (a.std() * b.std())
+            assert abs(correlation) < 5 / len(a) ** 0.5
+
+
+def test_rare_values_occur():
+    """More than 5 standard deviations is seen once in 1.7 million."""
+    values = initial_values(np.arange(200_000), 64, 0, NORMAL)
+    found = int((values.abs() > 5).sum())
+    assert 1 <= found <= 20  # 7.3 are expected
+    assert (values.abs() > 4.5).sum().item() == pytest.approx(12.8e6 * 6.795e-6, rel=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-39])
+def test_values_are_rounded_once(dtype, scale):
+    """Each is the nearest number of the dtype: its neighbours are no nearer to the value in float64."""
+    ids = np.arange(3000)
+    exact = initial_values(ids, 4, 1, ("normal", 0.0, scale), torch.float64).flatten()
+    rounded = initial_values(ids, 4, 1, ("normal", 0.0, scale), dtype).flatten()
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    sizes = rounded.abs().view(bits).to(torch.int64)
+    for neighbour in (sizes + 1, (sizes - 1).clamp(min=0)):
+        other = neighbour.to(bits).view(dtype).double()
+        assert ((rounded.double().abs() - exact.abs()).abs() <= (other - exact.abs()).abs()).all()
+
+
+def test_ties_between_two_roundings():
+    """A value just above the middle of two numbers goes up, though float32 calls it the middle."""
+    from speedtransfer.vocabulary.initial import _rounded
+
+    for dtype, half in ((torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)):
+        steps = [1 + half * odd for odd in (1, 3, 5)]
+        values = np.array(
+            [sign * (step + by) for sign in (1, -1) for step in steps for by in (-(2.0**-50), 0, 2.0**-50)]
+        )
+        expected = []
+        for value in values.tolist():
+            quotient = Fraction(value) / Fraction(2 * half)
+            expected.append(float(round(quotient)) * 2 * half)  # Python rounds ties to even
+        assert _rounded(values, dtype).double().tolist() == expected
+
+
+def test_initial_may_be_a_number(compiled):
+    for dtype in DTYPES:
+        values = initial_values(array(3, 4), 5, 0, 0.1, dtype)
+        assert torch.equal(values, torch.full((2, 5), 0.1, dtype=dtype))
+    for initial in (NORMAL, UNIFORM, 1.0):
+        assert initial_values(array(), 5, 0, initial).shape == (0, 5)
+        assert initial_values(array(1, 2), 0, 0, initial).shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("initial", "expected"),
+    [
+        (1, 1.0),
+        (np.float32(0.5), 0.5),
+        (("normal", 0, 1), ("normal", 0.0, 1.0)),
+        (["uniform", -1, 1], ("uniform", -1.0, 1.0)),
+        (("normal", 0, 0), ("normal", 0.0, 0.0)),
+    ],
+)
+def test_good_initials(initial, expected):
+    assert check_initial(initial) == expected
+
+
+@pytest.mark.parametrize(
+    ("initial", "error", "message"),
+    [
+        ("normal", InvalidTypeError, r"initial is 'normal' \(str\) .* pass \(\"normal\", mean, std\)"),
+        (None, InvalidTypeError, "initial is None"),
+        (True, InvalidTypeError, "initial is True"),
+        (("normal", 0), InvalidValueError, "must be"),
+        (("gauss", 0, 1), InvalidValueError, "initial is .'gauss', 0, 1."),
+        ((0, 1, 2), InvalidValueError, "initial is .0, 1, 2."),
+        (("normal", 0, "1"), InvalidTypeError, "'1' is no number; pass mean and standard deviation"),
+        (("normal", 0, -1), InvalidValueError, "standard deviation is negative"),
+        (("uniform", 1, 0), InvalidValueError, "above its highest"),
+        (("uniform", 0, float("nan")), InvalidValueError, "nan but must be finite"),
+        (("uniform", -1e308, 1e308), InvalidValueError, "beyond float64"),
+        (10**400, InvalidValueError, "must be finite"),
+        (float("inf"), InvalidValueError, "initial is inf but must be finite"),
+    ],
+)
+def test_bad_initials(initial, error, message):
+    with pytest.raises(error, match=message):
+        check_initial(initial)
+
+
+def test_bad_dtypes():
+    with pytest.raises(InvalidTypeError, match=r"dtype is torch.int64"):
+        initial_values(array(1), 2, 0, NORMAL, torch.int64)
+    for initial in (70_000.0, ("normal", 0.0, 10_000.0), ("uniform", -70_000.0, 0.0)):
+        with pytest.raises(InvalidValueError, match=r"but torch.float16 ends at 65504"):
+            initial_values(array(1), 2, 0, initial, torch.float16)
