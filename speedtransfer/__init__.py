@@ -25,6 +25,7 @@ from speedtransfer.nn import (
 from speedtransfer.ranks import equal_steps
 from speedtransfer.tables import Table, TableStats
 from speedtransfer.version import __version__
+from speedtransfer.vocabulary import Vocabulary, VocabularyStats, hash_ids
 
 if TYPE_CHECKING:
     from speedtransfer import speedtorch, word2vec
@@ -44,11 +45,14 @@ __all__ = [
     "PerLayerEmbedding",
     "Table",
     "TableStats",
+    "Vocabulary",
+    "VocabularyStats",
     "__version__",
     "clip_grad_norm_",
     "equal_steps",
     "errors",
     "full_state_dict",
+    "hash_ids",
     "load_checkpoint",
     "one_bit_hook",
     "prefetch",

@@ -23,6 +23,7 @@ LAYERS = [
     {"tables"},
     {"rows", "stored_planes"},
     {"ranks"},
+    {"vocabulary"},
     {"optim"},
     {"nn"},
     {"ngrams"},

@@ -324,6 +324,10 @@ WRONG = {
     "exceeds 63 bits; pass smaller multipliers": {"multipliers": [3, 5, 2**60]},
     "multipliers is given but": {"multipliers": [3, 5, 7], "scheme": "polynomial"},
     "divisible_by is 0": {"divisible_by": 0},
+    "rows is '5' (str) but must be an integer": {"rows": "5"},
+    "multipliers is 5 but must be a sequence of numbers; pass (5,)": {"multipliers": 5},
+    "sizes is 3 but must be a sequence of numbers; pass (3,)": {"rows": None, "sizes": 3},
+    "token_map is a str that makes no tensor": {"token_map": "abc"},
 }
 
 
@@ -344,9 +348,18 @@ def test_wrong_tokens():
         ngrams(torch.tensor([[1]]), torch.tensor([[77]]))
     with pytest.raises(InvalidTypeError, match=r"pass tokens.long\(\)"):
         ngrams(torch.tensor([1.0]))
+    with pytest.raises(
+        InvalidTypeError, match=r"tokens is a list that makes no tensor \(.*\); pass a tensor of integers"
+    ):
+        ngrams([[1], [2, 3]])
     with pytest.raises(InvalidValueError, match="no dimensions"):
         ngrams(torch.tensor(1))
     with pytest.raises(InvalidValueError, match="the last tokens before each"):
         ngrams(torch.tensor([[1]]), torch.tensor([[1], [2]]))
     with pytest.raises(InvalidValueError, match="layer is 3 but layers is"):
         st.NgramHash.engram([100], token_map=torch.arange(9), layers=(1, 2), layer=3)
+    with pytest.raises(InvalidTypeError, match=r"layers is 1 but must be a sequence of numbers; pass \(1,\)"):
+        st.NgramHash.engram([100], token_map=torch.arange(9), layers=1, layer=1)
+    for ratio in (-1.0, "x"):
+        with pytest.raises(InvalidValueError, match=r"ratio is .* but must be a number above 0; pass"):
+            st.NgramHash.longcat(9, ratio)

@@ -236,7 +236,7 @@ class TestOutOfRange:
             (torch.zeros(3, 5, dtype=torch.int64), r"\(3, 5\) but must be \(..., 4\)"),
             (torch.tensor(3), "a column for each feature"),
             ([torch.zeros(1, dtype=torch.int64)], "a list of 1 but there are 4 features"),
-            ({"usr": torch.zeros(1, dtype=torch.int64)}, "'usr', which is no feature; did you mean 'user'"),
+            ({"usr": torch.zeros(1, dtype=torch.int64)}, "'usr', which is not a feature; did you mean 'user'"),
         ],
     )
     def test_wrong_forms(self, ids, message):

@@ -145,7 +145,7 @@ def _check(content: dict[str, Any]) -> None:
         _check_file(role, facts)
         used = find_tensors(sections[role])
         if role not in ROLES:
-            used += [name for name, _ in shards]
+            used += [name for name, *_ in shards]
         # Each once: what is read twice could fill the memory, and what nobody reads is not ours.
         if len(used) != len(set(used)) or set(used) != set(facts["tensors"]):
             raise ValueError(f"the tensors of the {role} file are not those that the manifest refers to")
@@ -157,12 +157,12 @@ def rows_roles(files: dict[str, Any]) -> list[str]:
     return [f"rows-{rank}" for rank in range(len(files) - len(ROLES))]
 
 
-def _check_ranges(files: dict[str, Any], shards: list[tuple[str, int]]) -> None:
+def _check_ranges(files: dict[str, Any], shards: list[tuple[str, int, list[int] | None]]) -> None:
     """Raise unless the parts of each table make up all its rows."""
     roles = rows_roles(files)
     if shards and not roles:
         raise ValueError("rows of several processes without their files")
-    for name, num_rows in shards:
+    for name, num_rows, _ in shards:
         end = 0
         for role in roles:
             start, stop = files[role]["rows"][name]

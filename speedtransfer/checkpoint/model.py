@@ -6,14 +6,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from speedtransfer.checkpoint.plain_data import decode, encode
 from speedtransfer.checkpoint.table_rows import Keeps, Readers, SavedRows, encode_rows
 from speedtransfer.checkpoint.together import like
 from speedtransfer.errors import InvalidValueError, suggest
-from speedtransfer.nn.module_state import placeholder_rows
-from speedtransfer.optim import Handle
+from speedtransfer.nn.module_state import OF_VOCABULARY, ids_of, placeholder_rows, refuse_ids
+from speedtransfer.optim import Handle, VocabularyHandle
 
 
 def _state(model: nn.Module) -> tuple[dict[str, Any], dict[str, Handle]]:
@@ -51,10 +52,17 @@ class SavedModel:
     def __init__(self, node: dict[str, Any], model: nn.Module, readers: Readers) -> None:
         self.model, entries, reader = model, node["entries"], readers.whole
         state, self._tables = _state(model)
-        _check_keys(set(entries), set(state))
+        parts = {key.removesuffix("weight") + OF_VOCABULARY for key in self._tables if key.endswith("weight")}
+        ids = {key for key in {*entries, *state} if key.startswith(tuple(parts))}
+        _check_keys(set(entries) - ids, set(state) - ids)
         self._rows: dict[str, SavedRows] = {}
+        self._sizes: dict[VocabularyHandle, int] = {}
         self._state: OrderedDict[str, Any] = OrderedDict()
+        for key in sorted(ids & set(entries)):
+            self._state[key] = decode(entries[key], reader.read)
         for key, current in state.items():
+            if key in ids:
+                continue
             entry = entries[key]
             if isinstance(entry, dict) and entry.get("$") == "same":
                 entry = entries[entry["v"]]
@@ -63,6 +71,10 @@ class SavedModel:
                 continue
             saved: Any = decode(entry, reader.mapped) if "complex" in entry else SavedRows(entry, readers)
             shape, dtype = tuple(saved.shape), saved.dtype
+            handle = self._tables.get(key)
+            if isinstance(handle, VocabularyHandle):
+                # Of any number of rows.
+                current = torch.empty(*shape[:1], *current.shape[1:], dtype=current.dtype, device="meta")
             if shape != tuple(current.shape) or dtype != current.dtype:
                 raise InvalidValueError(
                     f"{key!r} is {shape} {dtype} in the checkpoint but {tuple(current.shape)} {current.dtype} in the "
@@ -70,7 +82,12 @@ class SavedModel:
                 )
             if key in self._tables:
                 self._rows[key], self._state[key] = saved, current  # the placeholder
-                handle = self._tables[key]
+                assert handle is not None
+                if isinstance(handle, VocabularyHandle):
+                    plan = handle.vocabulary.plan_load(ids_of(self._state, key.removesuffix("weight")), shape[0])
+                    self._sizes[handle] = plan.num_rows
+                else:
+                    refuse_ids(self._state, key.removesuffix("weight"), handle)
                 if not handle.table.writable:
                     saved.check_equal(handle)
             else:
@@ -84,6 +101,12 @@ class SavedModel:
         self._counters = {key: node["counters"].get(key, {}) for key in self._tables}
         if not all(type(n) is int for counters in self._counters.values() for n in counters.values()):
             raise TypeError("counters that are no integers")
+
+    def allocate(self) -> None:
+        """Give tables the rows that they lack for their ids. May run out of memory, as `SavedOptimizer.allocate`."""
+        for handle, num_rows in self._sizes.items():
+            if num_rows > handle.table.num_rows:
+                handle.grow(num_rows)
 
     def load(self, advance: Callable[[int], None]) -> None:
         """Load the model, the rows of tables in chunks."""
@@ -119,6 +142,11 @@ def _check_keys(saved: set[str], ours: set[str]) -> None:
     if missing:
         near = suggest(missing[0], extra or sorted(saved) or ["nothing"])
         raise InvalidValueError(f"the checkpoint has no {missing[0]!r}{more} that the model has{near}")
+    if ids := [key for key in extra if f".{OF_VOCABULARY}ids" in f".{key}"]:
+        raise InvalidValueError(
+            f"the checkpoint has ids ({ids[0][:80]!r}), whose rows are in no order, and the model has no vocabulary there; "
+            "make the module with vocabulary=st.Vocabulary(), or load what vocabulary.export() returned"
+        )
     if extra:
         raise InvalidValueError(
             f"the checkpoint has {extra[0][:80]!r}{more}, which the model has not; make the model as it was saved"

@@ -14,8 +14,8 @@ from speedtransfer.checkpoint.plain_data import decode, encode
 from speedtransfer.checkpoint.table_rows import Keeps, Readers, SavedRows, encode_rows
 from speedtransfer.checkpoint.together import like
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.optim import Handle, find_handle, probe_optimizer
-from speedtransfer.optim.hooks import give_state, way_to_step
+from speedtransfer.optim import Handle, VocabularyHandle, find_handle, probe_optimizer
+from speedtransfer.optim.hooks import give_state, take_loaded, way_to_step
 from speedtransfer.optim.probe import Findings, PlaneSpec
 from speedtransfer.optim.state_dicts import handles_of, has_other_hooks, load_plainly, without_rows
 
@@ -25,7 +25,7 @@ def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
 
     def shape(param: Tensor) -> list[int]:
         handle = find_handle(param)
-        return list(param.shape if handle is None else (handle.num_rows, handle.table.dim))
+        return list(param.shape if handle is None else (handle.num_saved, handle.table.dim))
 
     return [[shape(param) for param in group["params"]] for group in optimizer.param_groups]
 
@@ -43,6 +43,7 @@ def _owned(optimizer: Optimizer) -> dict[int, Handle]:
 @torch.no_grad()
 def encode_optimizer(optimizer: Optimizer, name: str, keeps: Keeps) -> dict[str, Any]:
     """Return the optimizer as the manifest knows it, and have its tensors kept."""
+    take_loaded(optimizer)
     _make_first_state(optimizer)
     owned, planes, taken = _owned(optimizer), {}, []
     try:
@@ -123,6 +124,9 @@ class SavedOptimizer:
         pairs = zip(optimizer.param_groups, groups, strict=True)
         owners = [(p, {**ours, **saved, "params": ours["params"]}) for ours, saved in pairs for p in ours["params"]]
         of_number = dict(zip(numbers, owners, strict=True))
+        # Of a table whose rows belong to ids the checkpoint may have another number of rows.
+        shapes = [shape for group in node["params"] for shape in group]
+        lengths = {number: shape[0] if shape else 0 for number, shape in zip(numbers, shapes, strict=True)}
         self._content["state"] = state = {}
         self._planes: list[tuple[Handle, dict[str, Any], Findings, dict[str, SavedRows]]] = []
         for number, saved in node["state"]:
@@ -134,7 +138,7 @@ class SavedOptimizer:
             if handle is not None and (rows or entries):
                 # With the hyperparameters that come with it.
                 specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)
-                planes = _planes_of(handle, specs, entries, rows, f"{name}.state[{number}]", readers)
+                planes = _planes_of(handle, lengths[number], specs, entries, rows, f"{name}.state[{number}]", readers)
                 if planes:
                     way_to_step(handle, optimizer, group, specs)  # which may refuse
                     self._planes.append((handle, group, specs, planes))
@@ -158,7 +162,11 @@ class SavedOptimizer:
                 f"{name} has {len(ours)} parameter groups but the checkpoint has {len(theirs)}; make the groups it was saved "
                 "with"
             )
-        for number in range(len(ours)):
+        for number, group in enumerate(self.optimizer.param_groups):
+            for shape, saved, param in zip(ours[number], theirs[number], group["params"], strict=False):
+                if isinstance(find_handle(param), VocabularyHandle) and len(saved) == len(shape):
+                    # Its ids say which rows those are.
+                    shape[0] = saved[0]
             if theirs[number] != ours[number]:
                 raise InvalidValueError(
                     f"group {number} of {name} has parameters of shapes {str(ours[number])[:200]} but the checkpoint has "
@@ -193,7 +201,13 @@ class SavedOptimizer:
 
 
 def _planes_of(
-    handle: Handle, specs: Findings, entries: dict[str, Any], rows: dict[str, Any], path: str, readers: Readers
+    handle: Handle,
+    num_rows: int,
+    specs: Findings,
+    entries: dict[str, Any],
+    rows: dict[str, Any],
+    path: str,
+    readers: Readers,
 ) -> dict[str, SavedRows]:
     """Return the rows of each plane of state that is saved."""
     planes = {}
@@ -206,7 +220,7 @@ def _planes_of(
         spec = specs.setdefault(key, PlaneSpec(saved.shape[1:], saved.dtype, 0.0))
         if saved.shape[:1] == (0,) and handle.num_rows:
             continue  # made in a constructor, for no rows: there is nothing to copy
-        shape = (handle.num_rows, *spec.tail)
+        shape = (num_rows, *spec.tail)
         if saved.shape != shape or saved.dtype.is_floating_point != spec.dtype.is_floating_point:
             raise InvalidValueError(
                 f"{path}[{key!r}] in the checkpoint is {saved.shape} {saved.dtype} but the table needs {shape} "

@@ -158,10 +158,15 @@ def decode(node: Any, fetch: Fetch) -> Any:
     raise ValueError(f"{str(value)[:40]!r} of kind {str(tag)[:40]!r} is no value that is saved")
 
 
-def find_shards(node: Any) -> list[tuple[str, int]]:
-    """Return the names of the tensors of which each process has saved a part, with the number of rows of all parts."""
+def find_shards(node: Any) -> list[tuple[str, int, list[int] | None]]:
+    """Return the names of the tensors of which each process has saved a part, with the number of rows of all parts.
+
+    And those of each, if they are not what `Partition` says.
+    """
     if isinstance(node, dict) and node.get("$") == "rows":
-        return [(name, node["shape"][0]) for name in node["parts"].values()] if "layout" in node else []
+        if "layout" not in node:
+            return []
+        return [(name, node["shape"][0], node["layout"].get("sizes")) for name in node["parts"].values()]
     inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
     return [found for item in inner for found in find_shards(item)]
 

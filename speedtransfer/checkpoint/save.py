@@ -76,7 +76,7 @@ def save_checkpoint(
         path, optimizers, others = check_arguments(path, model, optimizer, objects)
         check_target(path)
         is_new = not path.exists()
-    processes.catch_up()
+    processes.prepare()
     with processes.together():
         plans, shards = {role: TensorPlan() for role in manifest.ROLES}, TensorPlan()
         keeps = {role: Keeps(plan.keep if processes.is_first else _drop, shards.keep) for role, plan in plans.items()}
@@ -96,6 +96,7 @@ def save_checkpoint(
             plans = {}
             own[f"rows-{processes.rank}"]["generators"] = encode_generators(others, shards.keep)
         plans |= dict.fromkeys(own, shards)
+        processes.release()
         need = sum(plan.num_bytes for plan in plans.values())
         need += len(manifest.to_bytes(content)) + sum(200 * len(plan.tensors) + 1000 for plan in plans.values())
     processes.check_same(f"rows of {find_shards([content['model'], content['optimizers']])}")
@@ -142,9 +143,10 @@ def _drop(path: str, tensor: Any) -> str:
 def _ranges(content: dict[str, Any], processes: Processes) -> dict[str, list[int]]:
     """Return the places that the rows in the file of this process have in their table, by tensor."""
     found = {}
-    for name, num_rows in find_shards([content["model"], content["optimizers"]]):
-        partition = Partition(num_rows, processes.ranks)
-        found[name] = [partition.start(processes.rank), partition.start(processes.rank + 1)]
+    for name, num_rows, sizes in find_shards([content["model"], content["optimizers"]]):
+        partition, rank = Partition(num_rows, processes.ranks), processes.rank
+        ends = [partition.start(rank), partition.start(rank + 1)]
+        found[name] = ends if sizes is None else [sum(sizes[:rank]), sum(sizes[: rank + 1])]
     return found
 
 

@@ -24,6 +24,8 @@ from speedtransfer.tables import row_chunks
 
 # Of the rows of a table that several processes have saved: in the order of `Partition`.
 _LAYOUT = {"kind": "interleaved", "buckets": BUCKETS}
+# Of rows that belong to ids: those of each process after those of the one before, with how many these are.
+_IN_ORDER = "in order"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*TABLE_DTYPES, torch.bool)}  # bool is stored as uint8
 
 
@@ -46,12 +48,12 @@ def encode_rows(handle: Handle, plane: str, path: str, keeps: Keeps, tail: tuple
     raw: dict[str, Any] = {part: _kept(handle.rows, plane + part) for part in handle.rows.part_specs(plane)}
     keep, layout = keeps.whole, {}
     if isinstance(handle, ShardHandle):
-        keep, layout = keeps.shard, {"layout": _LAYOUT}
+        keep, layout = keeps.shard, {"layout": _LAYOUT if handle.saved_sizes is None else _in_order(handle.saved_sizes)}
         if isinstance(handle, SharedHandle):
             size = handle.partition.size(handle.reducer.exchange.rank)
             raw = {part: PickedRows(whole, size, handle.own_rows) for part, whole in raw.items()}
     parts = {part: keep(f"{path}:{part}" if part else path, values) for part, values in raw.items()}
-    name, shape = str(dtype).removeprefix("torch."), [handle.num_rows, *tail]
+    name, shape = str(dtype).removeprefix("torch."), [handle.num_saved, *tail]
     return {
         "$": "rows",
         "encoding": handle.rows.encoding(plane),
@@ -60,6 +62,10 @@ def encode_rows(handle: Handle, plane: str, path: str, keeps: Keeps, tail: tuple
         "parts": parts,
         **layout,
     }
+
+
+def _in_order(sizes: list[int]) -> dict[str, Any]:
+    return {"kind": _IN_ORDER, "sizes": sizes}
 
 
 def _kept(rows: Rows, plane: str) -> Any:
@@ -89,9 +95,10 @@ class SavedRows:
             self.encoding, self._names = node["encoding"], dict(node["parts"])
             self.dtype, self.shape = _DTYPES[node["dtype"]], tuple(node["shape"])
             if "layout" in node:
-                if node["layout"] != _LAYOUT:
+                in_order = node["layout"].get("kind") == _IN_ORDER
+                if not in_order and node["layout"] != _LAYOUT:
                     raise ValueError(f"rows in the layout {str(node['layout'])[:80]}")
-                reader, self._places = readers.shard, Partition(self.shape[0], 1)
+                reader, self._places = readers.shard, None if in_order else Partition(self.shape[0], 1)
         else:
             raise TypeError("a value where rows belong")
         self._reader = reader
@@ -140,7 +147,7 @@ class SavedRows:
 
     def mapped(self) -> Tensor:
         """Return all rows to be copied from at once, without memory of their own if they are stored plainly."""
-        as_they_are = self.encoding == "plain" and self._places is None
+        as_they_are = self.encoding == "plain" and isinstance(self._reader, TensorReader)
         return self._reader.mapped(self._names[""]) if as_they_are else self.values()
 
     def stored_as(self, rows: Rows, plane: str) -> bool:
@@ -165,20 +172,33 @@ class SavedRows:
 
     @torch.no_grad()
     def copy_into(self, handle: Handle, plane: str, advance: Callable[[int], None]) -> None:
-        """Write the rows into a plane of a table of as many; of a table of several processes those of this one."""
-        rows = handle.rows
+        """Write the rows into a plane of a table of as many; of a table of several processes those of this one.
+
+        Of a table whose rows belong to ids they go where these have theirs (`Rows.placement`).
+        """
+        rows, placement = handle.rows, handle.rows.placement
         targets, alike = rows.parts(plane), self.stored_as(rows, plane)
         first, count = 0, self.shape[0]
         if isinstance(handle, ShardHandle):
             # Rows that have been read ahead are old.
             handle.reducer.changes += 1
-            if self._places is not None:
+            if self._places is not None and placement is None:
                 rank = handle.reducer.exchange.rank
                 first, count = handle.partition.start(rank), handle.partition.size(rank)
         buffers: dict[str, Tensor] = {}  # the allocator would not always give the memory of a chunk to the next
         for chunk in row_chunks(count, self.row_bytes):
+            picked = None
+            if placement is not None and not placement.is_whole:
+                picked = placement.of_rows(self._ids(chunk))
+            if picked is not None and not len(picked[0]):
+                # Of other processes, perhaps.
+                advance((chunk.stop - chunk.start) * self.row_bytes)
+                continue
             parts = self._read(slice(first + chunk.start, first + chunk.stop), buffers)
-            if not isinstance(handle, ShardHandle):
+            if picked is not None:
+                at, place = picked
+                parts = {part: rows_at(values, at) for part, values in parts.items()}
+            elif not isinstance(handle, ShardHandle):
                 place = self._ids(chunk)
             elif self._places is not None:
                 place = handle.own_rows(chunk.start, chunk.stop)

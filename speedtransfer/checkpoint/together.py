@@ -52,11 +52,25 @@ class Processes:
         if self._exchange is not None:
             self._exchange.agree_on_error(self._point, None)
 
-    def catch_up(self) -> None:
-        """Have all rows take the steps that they have missed: in a shared table, processes wait for each other."""
+    def prepare(self) -> None:
+        """Have all rows take the steps that they have missed: in a shared table, processes wait for each other.
+
+        Rank 0 gets what is known of ids in all.
+        """
         for handle in self._handles:
             handle.recover()
             handle.rows.catch_up()
+            handle.gather_ids()
+
+    def tell_sizes(self) -> None:
+        """Tell the others how many rows tables have by now, which may have grown."""
+        for handle in self._handles:
+            handle.tell_sizes()
+
+    def release(self) -> None:
+        """Forget what is known of ids in other processes."""
+        for handle in self._handles:
+            handle.release_ids()
 
     def check_same(self, text: str) -> None:
         """Raise `ProcessGroupError` in all processes if `text` is not the same in all."""

@@ -45,9 +45,7 @@ class HashConstants:
         sizes: Sequence[int] | None,
         divisible_by: int,
     ) -> None:
-        if not isinstance(orders, Iterable):
-            raise InvalidTypeError(f"orders is {orders!r} but must be a sequence of numbers; pass ({orders!r},)")
-        self.orders = tuple(check_size(order, "orders", 1) for order in as_list(orders))
+        self.orders = tuple(check_size(order, "orders", 1) for order in listed(orders, "orders"))
         if not self.orders or sorted(set(self.orders)) != list(self.orders):
             raise InvalidValueError(f"orders is {self.orders} but must be ascending numbers; pass for instance (2, 3)")
         self.heads, self.vocab_size = check_size(heads, "heads", 1), check_size(vocab_size, "vocab_size", 1)
@@ -93,13 +91,13 @@ class HashConstants:
             )
         if rows is not None:
             rows = as_list(rows)
-            each = list(rows) if isinstance(rows, Sequence) else [rows] * len(self.orders)
+            each = [*rows] if isinstance(rows, Sequence) and not isinstance(rows, str) else [rows] * len(self.orders)
             if len(each) != len(self.orders):
                 raise InvalidValueError(
                     f"rows is {each} but there are {len(self.orders)} orders; pass a number for each, or one for all"
                 )
             sizes = schemes.head_sizes([check_size(number, "rows", 1) for number in each], self.heads, layer)
-        found = tuple(check_size(size, "sizes", 1) for size in sizes or ())
+        found = tuple(check_size(size, "sizes", 1) for size in listed(sizes, "sizes"))
         if len(found) != self.heads * len(self.orders):
             raise InvalidValueError(
                 f"sizes has {len(found)} numbers but there are {self.heads} heads of {len(self.orders)} orders; pass "
@@ -111,7 +109,7 @@ class HashConstants:
         count = self.orders[-1]
         if given is None:
             return schemes.splitmix_multipliers(count, self._distinct, check_size(seed, "seed"), layer)
-        numbers = [check_size(number, "multipliers", 1) for number in given]
+        numbers = [check_size(number, "multipliers", 1) for number in listed(given, "multipliers")]
         if len(numbers) != count:
             raise InvalidValueError(
                 f"multipliers has {len(numbers)} numbers but an n-gram has up to {count} places; pass one for each"
@@ -155,6 +153,33 @@ def as_list(values: Any) -> Any:
     return values.tolist() if hasattr(values, "tolist") else values
 
 
+def listed(values: Any, name: str) -> list[Any]:
+    """Return `values`, a sequence, as a list; raise `InvalidTypeError` where it is none."""
+    values = as_list(values)
+    if not isinstance(values, Iterable):
+        raise InvalidTypeError(f"{name} is {values!r} but must be a sequence of numbers; pass ({values!r},)")
+    return list(values)
+
+
+def as_integers(values: Any, name: str) -> Tensor:
+    """Return `values` as a tensor; raise `InvalidTypeError` where it holds no integers."""
+    # A tensor as it is: under torch.device("meta") torch would take its values away.
+    found = values if isinstance(values, Tensor) else _tensor_of(values, name)
+    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+        raise InvalidTypeError(f"{name} is of dtype {found.dtype} but must hold integers; pass {name}.long()")
+    return found
+
+
+def _tensor_of(values: Any, name: str) -> Tensor:
+    try:
+        return torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise InvalidTypeError(
+            f"{name} is a {type(values).__name__} that makes no tensor ({reason}); pass a tensor of integers"
+        ) from error
+
+
 def checked_map(token_map: Any, vocab_size: int | None = None) -> Tensor:
     """Return a map of tokens, ``(vocab_size,)``, as int64 on the CPU.
 
@@ -163,10 +188,7 @@ def checked_map(token_map: Any, vocab_size: int | None = None) -> Tensor:
     InvalidTypeError, InvalidValueError
         It holds no integers, negative ones, or none; it is on the meta device; it has another size.
     """
-    # A tensor as it is: under torch.device("meta") torch would take its values away.
-    token_map = token_map if isinstance(token_map, Tensor) else torch.as_tensor(token_map, device="cpu")
-    if token_map.is_floating_point() or token_map.dtype == torch.bool:
-        raise InvalidTypeError(f"token_map is of dtype {token_map.dtype} but holds integers; pass token_map.long()")
+    token_map = as_integers(token_map, "token_map")
     if token_map.is_meta:
         raise InvalidValueError('token_map is on the meta device, without values; make it with device="cpu"')
     wanted = (token_map.numel() or 1,) if vocab_size is None else (vocab_size,)

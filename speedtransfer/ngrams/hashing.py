@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.ngrams import schemes
-from speedtransfer.ngrams.constants import HashConstants, checked_map
+from speedtransfer.ngrams.constants import HashConstants, checked_map, listed
 from speedtransfer.ngrams.statistics import NgramStatistics, count_rows
 from speedtransfer.ngrams.windows import as_tokens, beyond, can_look_at, ngrams_of
 
@@ -156,7 +158,7 @@ class NgramHash(nn.Module):
         **options
             `eos`, `bos`, `pad` and `divisible_by` as for the class.
         """
-        layers = list(layers)
+        layers = listed(layers, "layers")
         if layer not in layers:
             raise InvalidValueError(f"layer is {layer} but layers is {layers}; pass one of them")
         if not isinstance(rows, Sequence) or not rows:
@@ -186,7 +188,10 @@ class NgramHash(nn.Module):
         **options
             `eos`, `bos`, `pad` and `divisible_by` as for the class.
         """
-        orders, least = tuple(range(2, neighbors + 1)), int(ratio * vocab_size)
+        if not isinstance(ratio, Real) or not 0 < ratio < math.inf:
+            raise InvalidValueError(f"ratio is {ratio!r} but must be a number above 0; pass for instance 80.0")
+        neighbors, splits = check_size(neighbors, "neighbors", 2), check_size(splits, "splits", 1)
+        orders, least = tuple(range(2, neighbors + 1)), int(ratio * check_size(vocab_size, "vocab_size", 1))
         sizes = [least + 2 * head + 1 for head in range(splits * len(orders))]
         given: Any = {"vocab_size": vocab_size, "scheme": "polynomial", "sizes": sizes, "fill": 0}
         return cls(orders, splits, **{**given, **options})
@@ -218,13 +223,8 @@ class NgramHash(nn.Module):
         tokens = as_tokens(tokens, self.vocab_size, "tokens")
         multipliers, sizes, offsets, _ = self._on(tokens.device)
         places = self._places(tokens, context)
-        if self.scheme == "xor":
-            rows = self._mixed(places) % sizes
-        else:
-            rows = (
-                sum((p[..., None, None] * multipliers[..., i] % sizes for i, p in enumerate(places)), 0 * sizes) % sizes
-            )
-        rows = (rows + offsets).flatten(-2)
+        hashed = self._mixed(places) if self.scheme == "xor" else _polynomial(places, multipliers, sizes)
+        rows = (hashed % sizes + offsets).flatten(-2)
         if self.padding_row is not None:
             rows = rows.masked_fill(torch.eq(tokens, self.constants.pad or 0).unsqueeze(-1), self.padding_row)
         if not can_look_at(tokens):
@@ -298,3 +298,22 @@ class NgramHash(nn.Module):
     def extra_repr(self) -> str:
         """Describe the hash."""
         return f"orders={self.orders}, heads={self.heads}, num_rows={self.num_rows}, scheme={self.scheme!r}"
+
+
+def _polynomial(places: list[Tensor], powers: Tensor, sizes: Tensor) -> Tensor:
+    """Return the hash of the n-grams for each head, ``(..., time, orders, heads)``.
+
+    Parameters
+    ----------
+    places : list of Tensor
+        What is hashed in each place, each ``(..., time)``.
+    powers : Tensor
+        ``(orders, heads, places)``.
+    sizes : Tensor
+        ``(orders, heads)``.
+    """
+    total = torch.zeros_like(sizes)
+    for place, power in zip(places, powers.unbind(-1), strict=True):
+        # Each term is reduced, so that the sum stays below 2**63.
+        total = total + place[..., None, None] * power % sizes
+    return total

@@ -14,7 +14,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.ngrams.gate import EngramGate
 from speedtransfer.ngrams.hashing import NgramHash
 from speedtransfer.ngrams.per_layer import PerLayerEmbedding
-from speedtransfer.nn import Embedding, TableOptions, Ticket, takes_options
+from speedtransfer.nn import Embedding, TableOptions, Ticket, refuse_vocabulary, takes_options
 
 COMBINE = ("concat", "sum", "mean")
 # Tickets of `prefetch`, which are forgotten where nobody has them; not in the module, which is copied and pickled.
@@ -110,6 +110,7 @@ class NgramEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
         **options: Unpack[TableOptions],
     ) -> None:
+        refuse_vocabulary(options, "a table of n-grams", "its hash gives the rows; leave it out")
         super().__init__()
         if not isinstance(ngrams, NgramHash):
             raise InvalidTypeError(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
-from speedtransfer.ngrams.constants import HashConstants
+from speedtransfer.errors import InvalidValueError, RowIndexError
+from speedtransfer.ngrams.constants import HashConstants, as_integers
 from speedtransfer.nn import in_transform
 
 
@@ -23,9 +23,7 @@ def as_tokens(tokens: Any, vocab_size: int, name: str) -> Tensor:
     RowIndexError
         One on the CPU is not below `vocab_size`; others the host cannot look at without waiting.
     """
-    tokens = tokens if isinstance(tokens, Tensor) else torch.as_tensor(tokens, device="cpu")
-    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise InvalidTypeError(f"{name} is of dtype {tokens.dtype} but tokens are integers; pass {name}.long()")
+    tokens = as_integers(tokens, name)
     if tokens.dim() == 0:
         raise InvalidValueError(f"{name} has no dimensions but must be (..., time); pass {name}[None]")
     tokens = tokens.long()

@@ -6,7 +6,7 @@ from speedtransfer.nn.embedding import Embedding, check_pretrained
 from speedtransfer.nn.export import to_dense
 from speedtransfer.nn.loader import PrefetchLoader, StatefulPrefetchLoader, prefetch
 from speedtransfer.nn.multi import MultiEmbedding
-from speedtransfer.nn.options import TableOptions, takes_options
+from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_options
 from speedtransfer.nn.processes import clip_grad_norm_, full_state_dict, table_parameters
 from speedtransfer.nn.replace import replace_embeddings
 from speedtransfer.nn.sharded_table import ShardedTable
@@ -31,6 +31,7 @@ __all__ = [
     "full_state_dict",
     "in_transform",
     "prefetch",
+    "refuse_vocabulary",
     "replace_embeddings",
     "summary",
     "table_parameters",

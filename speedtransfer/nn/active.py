@@ -175,6 +175,7 @@ def _activate_shards(
         else:
             flat, shape, _ = as_index(ids, handle.num_rows, device, check=False)
             groups = unique_rows(flat, handle.num_rows, ids, padding_idx, grouped=device.type == "cuda")
+        handle.check_rows(groups.ids)
     except Exception as error:
         shards.refuse(error, training or by_hand)
         raise
@@ -183,7 +184,7 @@ def _activate_shards(
     if max_norm is not None:
         renormalize = functools.partial(_renormalize, handle, max_norm=max_norm, norm_type=norm_type)
     with torch.no_grad():
-        rows, lookup = shards.look_up(groups.ids, training or by_hand, renormalize)
+        rows, lookup = shards.look_up(groups.ids, training or by_hand, renormalize, getattr(ids, "_asked", None))
     return ActiveRows(handle, groups, shape, {"weight": rows}, training, padding_idx, lookup)
 
 

@@ -10,10 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from speedtransfer import buffers
 from speedtransfer.cuda import current_stream, keep_until_done, side_stream
+from speedtransfer.dtypes import bits_of, rows_at
 from speedtransfer.engines import faults_left
 from speedtransfer.rows import Rows
-from speedtransfer.tables import UniqueRows, WriteLog, num_unique, padded_unique, unique_rows
+from speedtransfer.tables import UniqueRows, WriteLog, is_padded, kept, num_unique, padded_unique, unique_rows
 
 # Rows beyond this are not padded: the host waits for their number, which is little beside what they take themselves.
 _MOST_PADDED_BYTES = 1 << 29
@@ -48,6 +50,40 @@ class Ahead(NamedTuple):
         if self.arrived is not None:
             parts = [part for part in (*self.groups[:4], num_unique(self.groups.ids)) if part is not None]
             use([*parts, *self.fetched.values()], self.arrived)
+
+    def moved(self, rows: Rows, groups: UniqueRows) -> Ahead | None:
+        """Return the same for the rows of other ids: those that were read ahead, and others read now.
+
+        None where there are other planes by now.
+        """
+        ours, theirs = self.groups.ids, groups.ids
+        if is_padded(ours):
+            return self._moved_on_device(rows, groups)
+        place = torch.searchsorted(ours, theirs).clamp_(max=max(len(ours) - 1, 0))
+        there = ours[place] == theirs if len(ours) else torch.zeros_like(theirs, dtype=torch.bool)
+        at, other = there.nonzero().flatten(), (~there).nonzero().flatten()
+        fetched, found = dict[str, Tensor](), rows.fetch(theirs[other], self.planes)
+        if found.keys() != self.fetched.keys():
+            return None
+        for name, new in found.items():
+            fetched[name] = buffers.empty((len(theirs), *new.shape[1:]), new.dtype, new.device)
+            bits_of(fetched[name])[at] = rows_at(bits_of(self.fetched[name]), place[at])
+            bits_of(fetched[name])[other] = bits_of(new)
+        return self._replace(groups=groups, fetched=fetched)
+
+    def _moved_on_device(self, rows: Rows, groups: UniqueRows) -> Ahead | None:
+        """Do the same for padded ids: the host does not wait."""
+        ours, theirs = self.groups.ids, groups.ids
+        place = torch.searchsorted(ours, theirs).clamp_(max=len(ours) - 1)
+        # Padding names a row by now if the table has got more; but one that an id has got was written, and is read again.
+        there = ours[place] == theirs
+        found = rows.fetch(kept(theirs, ~there, rows.table.num_rows), self.planes)
+        if found.keys() != self.fetched.keys():
+            return None
+        for name, new in found.items():
+            target = bits_of(new)
+            torch.where(there.unsqueeze(1), bits_of(self.fetched[name])[place], target, out=target)
+        return self._replace(groups=groups, fetched=found)
 
     def stored(self, rows: Rows) -> dict[str, Tensor]:
         """Return the rows as they are stored, as `Rows.fetch` would."""

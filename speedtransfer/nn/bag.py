@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import unrecorded
+from speedtransfer.nn.vocabulary_lookup import FoundRows, refuse_without_rows
 from speedtransfer.nn.weight_calls import in_transform
+from speedtransfer.optim import VocabularyHandle
 from speedtransfer.tables import Table
 
 
@@ -65,14 +68,25 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
             A weight for each id, the shape of `input` (mode "sum" only).
         """
         if not self._has_rows() or in_transform():
+            refuse_without_rows(self.__dict__.get("_handle"))
             ids = input.ids.view(input.shape) if isinstance(input, Ticket) else input
             return super().forward(ids, offsets, per_sample_weights)
         training = torch.is_grad_enabled() and self._handle.requires_grad
-        freq, last, padding = self.scale_grad_by_freq, self.include_last_offset, self.padding_idx is not None
-        active = activate(
-            self._handle, input, training, self.max_norm, self.norm_type, self.padding_idx, padded=True, spare=padding
-        )
-        return bag_lookup(active, offsets, per_sample_weights, self.mode, freq, last, padding, self.sparse)
+
+        def look_up(found: FoundRows, padding: int | None) -> Tensor:
+            spare = padding is not None
+            active = activate(
+                self._handle, found.rows, training, self.max_norm, self.norm_type, padding, padded=True, spare=spare
+            )
+            self._note_missed(active, found)
+            freq, last = self.scale_grad_by_freq, self.include_last_offset
+            return bag_lookup(
+                active, offsets, per_sample_weights, self.mode, freq, last, spare, self.sparse, found.fill
+            )
+
+        if isinstance(self._handle, VocabularyHandle):
+            return self._read_by_id(input, training, functools.partial(look_up, padding=self._handle.padding_row))
+        return look_up(FoundRows(input), self.padding_idx)
 
     @classmethod
     @takes_options

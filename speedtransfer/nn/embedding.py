@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -17,8 +18,9 @@ from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.table_module import TableModule, shape_of
 from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import recorded_as
+from speedtransfer.nn.vocabulary_lookup import FoundRows, refuse_without_rows
 from speedtransfer.nn.weight_calls import in_transform
-from speedtransfer.optim import Handle
+from speedtransfer.optim import Handle, VocabularyHandle
 from speedtransfer.tables import Table
 
 
@@ -78,6 +80,10 @@ class Embedding(TableModule, nn.Embedding):
         :class:`~speedtransfer.nn.ShardedTable`. A `path` gets the number of the process.
     comm_dtype : {None, torch.bfloat16, torch.int8}
         What gradients are sent to other processes as, rounded stochastically.
+    vocabulary : Vocabulary, optional
+        Gives ids of 64 bits rows as they come: `num_embeddings` is then how many ids there is room for at first (unless the
+        vocabulary says), and `padding_idx` is an id. `weight` has the rows in the order in which ids came, after one for
+        unseen ids and one for padding, if there is any. `_weight` has those of the ids from 0 on.
 
     Raises
     ------
@@ -135,13 +141,27 @@ class Embedding(TableModule, nn.Embedding):
             reads as zeros and is written nowhere, and a later call of the table raises.
         """
         if not self._has_rows() or in_transform():
+            refuse_without_rows(self.__dict__.get("_handle"))
             return super().forward(input.ids.view(input.shape) if isinstance(input, Ticket) else input)
-        handle = self._handle
+        handle, padding = self._handle, self.padding_idx
         training = torch.is_grad_enabled() and handle.requires_grad
+        if isinstance(handle, VocabularyHandle):
+            return self._read_by_id(input, training, functools.partial(self._look_up, training=training))
         if not training and self.max_norm is None:
-            return frozen_lookup(handle, input, self.padding_idx, self.scale_grad_by_freq)
-        active = activate(handle, input, training, self.max_norm, self.norm_type, self.padding_idx, padded=True)
+            return frozen_lookup(handle, input, padding, self.scale_grad_by_freq)
+        active = activate(handle, input, training, self.max_norm, self.norm_type, padding, padded=True)
         return lookup(active, self.scale_grad_by_freq)
+
+    def _look_up(self, found: FoundRows, training: bool) -> Tensor:
+        """Return the rows that ids of a vocabulary have."""
+        handle = self._handle
+        assert isinstance(handle, VocabularyHandle)
+        padding = handle.padding_row
+        if not training and self.max_norm is None:
+            return found.filled(frozen_lookup(handle, found.rows, padding, self.scale_grad_by_freq))
+        active = activate(handle, found.rows, training, self.max_norm, self.norm_type, padding, padded=True)
+        self._note_missed(active, found)
+        return found.filled(lookup(active, self.scale_grad_by_freq))
 
     @classmethod
     @takes_options

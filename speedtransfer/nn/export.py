@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speedtransfer.errors import HostMemoryError, format_bytes
+from speedtransfer.errors import HostMemoryError, InvalidTypeError, format_bytes
 from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.subclasses import empty_dense_module
@@ -46,6 +46,7 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
         The rows of all tables do not fit there.
     """
     found: dict[int, nn.Module] = {}
+    _refuse_vocabularies(model)
     names: dict[Handle, str] = {}
     for name, module in model.named_modules():
         if is_table(module):
@@ -78,6 +79,15 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
             made.weight = nn.Parameter(rows, requires_grad=owner.requires_grad)
     result: nn.Module = copy.deepcopy(model, memo)
     return result if device is None else result.to(device)
+
+
+def _refuse_vocabularies(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, TableModule) and module.vocabulary is not None:
+            raise InvalidTypeError(
+                f"{name or type(module).__name__!r} has a vocabulary, and modules of torch.nn know no ids but the numbers "
+                "of their rows; export the modules behind it, and its ids and rows by vocabulary.export()"
+            )
 
 
 def is_table(module: nn.Module) -> bool:

@@ -197,7 +197,7 @@ class FeatureModules(nn.Module):
         if not self.named:
             return list(self.values())[key]
         if key not in self._modules:
-            raise KeyError(f"{key!r} is no feature{suggest(str(key), self._modules)}")
+            raise KeyError(f"{key!r} is not a feature{suggest(str(key), self._modules)}")
         return self._modules[key]
 
     def keys(self) -> KeysView[str]:

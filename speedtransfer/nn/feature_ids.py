@@ -84,7 +84,7 @@ class FeatureIds:
             ids = dict(zip(names, ids, strict=True))
         for name in ids:
             if name not in self._features:
-                raise InvalidValueError(f"ids has {name!r}, which is no feature{suggest(str(name), names)}")
+                raise InvalidValueError(f"ids has {name!r}, which is not a feature{suggest(str(name), names)}")
         parts, shapes = [torch.empty(0, dtype=torch.int64, device=device)][: not ids], Shapes()
         for name, part in ids.items():
             flat, shape, _ = as_index(part, 0, device, check=False)

@@ -17,7 +17,7 @@ from speedtransfer.cuda import check_not_capturing
 from speedtransfer.dtypes import rows_at
 from speedtransfer.nn.ahead import begin_to_read
 from speedtransfer.nn.ticket import Ticket, begin_to_wait
-from speedtransfer.optim import ShardHandle
+from speedtransfer.optim import ShardHandle, VocabularyHandle
 from speedtransfer.optim.shards import check_counts
 from speedtransfer.ranks import Exchange, Segment
 from speedtransfer.tables import UniqueRows, as_index, unique_rows
@@ -121,8 +121,9 @@ def read_ahead_of(pairs: Iterable[tuple[Any, Any]]) -> list[Ticket]:
     groups: dict[Exchange, tuple[list[Any], list[ShardTicket]]] = {}
     errors: dict[Exchange, Exception] = {}
     for module, ids in pairs:
-        handle = module._handle if module._has_rows() else None
-        if not isinstance(handle, ShardHandle) or handle.rows.own is not None or module.max_norm is not None:
+        handle: Any = module._handle if module._has_rows() else None
+        together = isinstance(handle, ShardHandle) and not isinstance(handle, VocabularyHandle)
+        if not together or handle.rows.own is not None or module.max_norm is not None:
             tickets.append(module.prefetch(ids))
             continue
         exchange = handle.reducer.exchange

@@ -13,7 +13,7 @@ from speedtransfer.eager import uncompiled
 from speedtransfer.engines import gather_rows
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.ticket import Ticket, find_ticket
-from speedtransfer.optim import Handle
+from speedtransfer.optim import Handle, VocabularyHandle
 from speedtransfer.tables import UniqueRows, is_padded, sum_rows
 
 
@@ -136,7 +136,8 @@ def frozen_lookup(handle: Handle, ids: Any, padding_idx: int | None, scale_grad_
         ticket = find_ticket(handle, ids) if handle.reads_ahead or isinstance(ids, Ticket) else None
         if ticket is None:
             return handle.rows.lookup(ids)
-        ids = ticket
+        # With a vocabulary ids may have got rows since.
+        ids = ids if isinstance(handle, VocabularyHandle) else ticket
     return lookup(activate(handle, ids, False, padding_idx=padding_idx, padded=True), scale_grad_by_freq)
 
 
@@ -149,6 +150,7 @@ def bag_lookup(
     include_last_offset: bool,
     has_padding: bool,
     sparse: bool = False,
+    beside: Any = None,
 ) -> Tensor:
     """Return the sum, mean or max of the rows of each bag of the ids that `active` was made from, ``(bags, dim)``.
 
@@ -158,19 +160,25 @@ def bag_lookup(
         Whether there is a padding row, among the ids or not.
     sparse : bool
         Whether torch would make a sparse gradient, which it sums in another order in half precision.
+    beside : Fill, optional
+        What ids read that have no row.
     """
-    inverse, padding = active.inverse, active._groups.found
+    rows, inverse, padding = active.rows, active.inverse, active._groups.found
     if is_padded(active.ids) and active._padding_idx >= 0:
         # The host does not know the place of the padding row: its ids are those of the last place, which no row has.
         padding = active.rows.shape[0] - 1
         inverse = inverse.masked_fill((active.ids == active._padding_idx)[inverse], padding)
+    if beside is not None:
+        rows, inverse = beside.beside(rows, inverse)
     if include_last_offset and padding < 0 and offsets is not None and offsets.dim() == 1 and has_padding:
         # With a padding row the last bag of torch extends to the end of the ids.
         offsets, include_last_offset = offsets[:-1], False
-    as_sparse = sparse and active.rows.dtype.itemsize == 2 and mode != "max" and not scale_grad_by_freq
+    as_sparse = (
+        sparse and beside is None and active.rows.dtype.itemsize == 2 and mode != "max" and not scale_grad_by_freq
+    )
     return F.embedding_bag(
         inverse,
-        active.rows,
+        rows,
         offsets,
         scale_grad_by_freq=scale_grad_by_freq,
         mode=mode,

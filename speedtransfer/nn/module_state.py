@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speedtransfer.errors import InvalidTypeError
-from speedtransfer.optim import Handle, ShardHandle
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle, VocabularyShardHandle
 
+# The keys of the state of a vocabulary begin so, after the name of the module.
+OF_VOCABULARY = "vocabulary."
 # Placeholders used in state dicts so far, each with its handle; None: state dicts hold the rows themselves.
 _placeholders: ContextVar[list[tuple[Tensor, Handle]] | None] = ContextVar("placeholders", default=None)
 
@@ -62,6 +64,8 @@ class ModuleState(nn.Module):
         if not self._has_rows():
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
+        if not with_placeholders():
+            self._check_saves()
         with self._replacing_weight(self._placeholder()):
             super()._save_to_state_dict(destination, prefix, keep_vars)
         self._handle.name = prefix[:-1]
@@ -78,6 +82,9 @@ class ModuleState(nn.Module):
             whole = self._placeholder()
             used.append((whole, self._handle))
         destination[prefix + "weight"] = whole
+        if isinstance(self._handle, VocabularyHandle):
+            for name, values in self._handle.saved_ids().items():
+                destination[prefix + OF_VOCABULARY + name] = values
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         """Load all rows as ``torch.nn`` loads a weight; ``assign=True`` copies too: the table keeps its memory.
@@ -87,8 +94,14 @@ class ModuleState(nn.Module):
         if not self._has_rows():
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
             return
+        if not with_placeholders():
+            self._check_saves()
+        if isinstance(self._handle, VocabularyHandle):
+            self._load_ids(self._handle, state_dict, prefix, local_metadata, *rest)
+            return
         used, rows = _placeholders.get(), self._handle.rows
         self._handle.recover()
+        refuse_ids(state_dict, prefix, self._handle)
         sharded, writable = isinstance(self._handle, ShardHandle), self._handle.table.writable
         whole: Any = self._placeholder()
         if used is None:
@@ -104,5 +117,70 @@ class ModuleState(nn.Module):
         if used is not None and prefix + "weight" in state_dict:
             used.append((state_dict[prefix + "weight"], self._handle))
 
+    def _check_saves(self) -> None:
+        if isinstance(self._handle, VocabularyShardHandle):
+            raise InvalidTypeError(
+                f"{self._handle} has a vocabulary that {self._handle.processes} processes share out, of which the state "
+                "dict of one has only a part; call st.save_checkpoint and st.load_checkpoint in all of them"
+            )
+
+    def _load_ids(
+        self, handle: VocabularyHandle, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+    ) -> None:
+        """Load rows and their ids, of a table with any number of rows: those of a table without ids are numbered from 0 on.
+
+        Raises
+        ------
+        InvalidValueError, HostMemoryError
+            The ids are malformed, or too many. Nothing has changed.
+        """
+        key, start = prefix + "weight", prefix + OF_VOCABULARY
+        state = ids_of(state_dict, prefix)
+        used, given = _placeholders.get(), state_dict.get(key)
+        if state and not isinstance(given, Tensor):
+            raise InvalidValueError(
+                f"{handle}: there are ids to load ({start}ids) but not their rows ({key}); load all that state_dict() returned"
+            )
+        failed: list[Exception] = []
+
+        def load(values: Tensor) -> None:
+            try:
+                handle.load_saved(state, len(values), None if used is not None else values)
+            except Exception as error:
+                # torch.nn would make a RuntimeError of it.
+                failed.append(error)
+
+        # Of as many rows as there are to load; torch.nn compares the rest of the shape.
+        shape = (
+            (len(given), self.embedding_dim) if isinstance(given, Tensor) and given.dim() else (0, self.embedding_dim)
+        )
+        whole: Any = torch.zeros((), dtype=handle.rows.dtype, device="cpu").expand(shape)
+        whole = nn.Parameter(whole if used is None else whole.to("meta"), requires_grad=False)
+        # Called once names and shapes are checked.
+        vars(whole)["copy_"] = load
+        others = {name: value for name, value in state_dict.items() if not name.startswith(start)}
+        with self._replacing_weight(whole):
+            super()._load_from_state_dict(others, prefix, {**local_metadata, "assign_to_params_buffers": False}, *rest)
+        if failed:
+            raise failed[0]
+        self.num_embeddings = handle.num_rows
+        if used is not None and given is not None:
+            used.append((given, handle))
+
     def _placeholder(self) -> Tensor:
         return torch.empty(self.num_embeddings, self.embedding_dim, dtype=self._handle.rows.dtype, device="meta")
+
+
+def ids_of(state_dict: Any, prefix: str) -> dict[str, Any]:
+    """Return the part of a state dict that is the state of the vocabulary of a module, by its names there."""
+    start = prefix + OF_VOCABULARY
+    return {name[len(start) :]: value for name, value in state_dict.items() if name.startswith(start)}
+
+
+def refuse_ids(state_dict: Any, prefix: str, handle: Handle) -> None:
+    """Raise where rows come with ids, which this module has no place for."""
+    if f"{prefix}{OF_VOCABULARY}ids" in state_dict:
+        raise InvalidValueError(
+            f"{handle} has no vocabulary, but what is to be loaded has ids ({prefix}{OF_VOCABULARY}ids), whose rows are in no "
+            "order; make the module with vocabulary=st.Vocabulary(), or load rows that vocabulary.export() returned"
+        )

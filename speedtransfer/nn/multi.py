@@ -15,7 +15,7 @@ from speedtransfer.nn.embedding import Embedding
 from speedtransfer.nn.feature import Feature, FeatureModules, device_of, look_up
 from speedtransfer.nn.feature_ids import FeatureIds
 from speedtransfer.nn.module_state import with_placeholders
-from speedtransfer.nn.options import TableOptions, takes_options
+from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_options
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import unrecorded
@@ -66,6 +66,7 @@ class MultiEmbedding(FeatureModules, TableModule):
         dtype: torch.dtype | None = None,
         **options: Unpack[TableOptions],
     ) -> None:
+        refuse_vocabulary(options, "a MultiEmbedding", "make an Embedding for each feature that needs one")
         nn.Module.__init__(self)
         self.named = isinstance(num_embeddings, Mapping)
         sizes = _by_name(num_embeddings)

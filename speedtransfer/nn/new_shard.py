@@ -47,7 +47,7 @@ def make_shard(
             if make:
                 rows = _make_rows(shape, device, dtype, options, exchange, partition)
             else:
-                _check(dtype, options)
+                check_shard(dtype, options)
         except ProcessGroupError:
             # Raised in all.
             raise
@@ -64,7 +64,7 @@ def make_shard(
     return handle
 
 
-def _check(dtype: torch.dtype, options: TableOptions) -> None:
+def check_shard(dtype: torch.dtype, options: TableOptions) -> None:
     """Raise where options do not fit."""
     comm_dtype = options["comm_dtype"]
     check_dtypes(dtype, options["storage_dtype"], options["state_dtype"], options["scale_block"])
@@ -101,12 +101,12 @@ def _make_rows(
         table = Table.over(memory, shape[0], shape[1], stored)
         return Rows(table, storage_dtype, options["state_dtype"], options["scale_block"])
     place: Any = {name: dict(options)[name] for name in ("memory", "layout", "cache_rows")}
-    path = None if options["path"] is None else _path_of(options["path"], exchange)
+    path = None if options["path"] is None else path_of(options["path"], exchange)
     table = Table(partition.size(exchange.rank), shape[1], stored, device=device, path=path, **place)
     return Rows(table, storage_dtype, options["state_dtype"], options["scale_block"])
 
 
-def _path_of(path: str | os.PathLike[str], exchange: Exchange) -> Path:
-    """Return the file of this process."""
+def path_of(path: str | os.PathLike[str], exchange: Exchange) -> Path:
+    """Return the file of this process, where all were given `path`."""
     path = Path(path)
     return path.with_name(f"{path.stem}-{exchange.rank}-of-{exchange.ranks}{path.suffix}")

@@ -14,7 +14,9 @@ from speedtransfer.encoding import check_dtypes
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.given_table import handle_of_table
 from speedtransfer.nn.new_shard import make_shard
-from speedtransfer.nn.options import TableOptions
+from speedtransfer.nn.new_vocabulary import make_vocabulary_handle
+from speedtransfer.nn.new_vocabulary_shard import make_vocabulary_shard
+from speedtransfer.nn.options import TableOptions, refuse_vocabulary
 from speedtransfer.optim import Handle, Rows, install
 from speedtransfer.tables import Table
 
@@ -26,10 +28,12 @@ def make_handle(
     dtype: torch.dtype | None,
     requires_grad: bool,
     options: TableOptions,
+    padding_idx: int | None = None,
 ) -> Handle:
     """Make a table of `shape` and its handle: with the values of `weight`, ``(num_rows, dim)``, or zeros.
 
     `options` are complete; `dtype` is that of `weight`, if it is a tensor; of a table it is what lookups give, if not None.
+    `padding_idx` is that of the module, for a vocabulary.
     """
     _follow_names()
     install()
@@ -39,8 +43,13 @@ def make_handle(
             "torch.distributed too, or leave them out"
         )
     if isinstance(weight, Table):
+        refuse_vocabulary(options, "a table that exists", "pass a tensor of the rows of the ids from 0 on")
         return handle_of_table(weight, dtype, requires_grad, options)
     assert dtype is not None
+    if options["vocabulary"] is not None and options["process_group"] is not None:
+        return make_vocabulary_shard(weight, shape, device, dtype, requires_grad, options, padding_idx)
+    if options["vocabulary"] is not None:
+        return make_vocabulary_handle(weight, shape, device, dtype, requires_grad, options, padding_idx)
     storage_dtype = options["storage_dtype"]
     if weight is not None and storage_dtype is not None and weight.is_floating_point():
         # Rows stored in another dtype are computed in float32, whatever `weight` is.

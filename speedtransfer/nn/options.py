@@ -11,6 +11,7 @@ from typing import Any, TypedDict, TypeVar
 import torch
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
+from speedtransfer.vocabulary import Vocabulary
 
 IDLE = ("auto", "exact", "lazy")
 
@@ -31,6 +32,7 @@ class TableOptions(TypedDict, total=False):
     cache_counts: Any
     process_group: Any
     comm_dtype: torch.dtype | None
+    vocabulary: Vocabulary | None
 
 
 DEFAULTS = TableOptions(
@@ -45,6 +47,7 @@ DEFAULTS = TableOptions(
     cache_counts=None,
     process_group=None,
     comm_dtype=None,
+    vocabulary=None,
 )
 
 
@@ -78,3 +81,9 @@ def complete(options: TableOptions) -> TableOptions:
             f"idle is {options['idle']!r}, not one of its values{suggest(str(options['idle']), IDLE)}"
         )
     return options
+
+
+def refuse_vocabulary(options: TableOptions, where: str, remedy: str) -> None:
+    """Raise if `options` have a vocabulary, for `where` there can be none."""
+    if options.get("vocabulary") is not None:
+        raise InvalidTypeError(f"vocabulary is given, but {where} cannot have one; {remedy}")

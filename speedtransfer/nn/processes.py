@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn.module_state import placeholder_rows
-from speedtransfer.optim import Handle, ShardHandle, SharedHandle, find_handle
+from speedtransfer.optim import Handle, ShardHandle, SharedHandle, VocabularyShardHandle, find_handle
 from speedtransfer.ranks import Segment, is_first
 from speedtransfer.tables import row_chunks
 
@@ -98,6 +99,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             continue
         if handle not in whole:
             handle.recover()
+            if isinstance(handle, VocabularyShardHandle):
+                raise InvalidTypeError(
+                    f"{handle} has a vocabulary that {handle.processes} processes share out, and rows in no order; call "
+                    "vocabulary.export() in each of them, for their ids and rows"
+                )
             whole[handle] = _all_rows(handle) if isinstance(handle, ShardHandle) else handle.rows.whole("weight")
         result[key] = whole[handle]
     exchanges = [handle.reducer.exchange for handle in whole if isinstance(handle, ShardHandle)]

@@ -78,6 +78,9 @@ def replace_embeddings(
     memory, path, idle, storage_dtype, state_dtype, scale_block, layout, cache_rows, cache_counts, process_group,
     comm_dtype
         As in :class:`~speedtransfer.Embedding`; a `path` is the file of one table.
+    vocabulary : Vocabulary, optional
+        Each table gets a copy of it (``module.vocabulary``), in which the ids from 0 on are known and have the rows that the
+        module has: the model computes what it did, and takes any other id too. A weight that several modules share is left.
 
     Returns
     -------
@@ -95,7 +98,7 @@ def replace_embeddings(
     check_size(min_rows, "min_rows")
     check_size(min_bytes, "min_bytes")
     options = complete(options)
-    report, found = Replaced(), {}
+    report, found, users = Replaced(), {}, _users(model)
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or isinstance(module, TableModule | Feature):
             continue
@@ -105,7 +108,7 @@ def replace_embeddings(
             report.left[name] = f"it has {module.num_embeddings} rows, fewer than min_rows={min_rows}"
         elif (num_bytes := _weight_bytes(module)) < min_bytes:
             report.left[name] = f"its weight has {num_bytes:,} bytes, fewer than min_bytes={min_bytes:,}"
-        elif problem := _problem(module):
+        elif problem := _problem(module) or (options["vocabulary"] is not None and _shared(module, users)):
             if strict:
                 raise InvalidValueError(f"embedding {name!r} {problem}")
             report.left[name] = f"it {problem}"
@@ -117,11 +120,13 @@ def replace_embeddings(
         weight = module.weight
         if id(weight) not in handles and not weight.is_meta:
             shape, device, dtype = (len(weight), weight.shape[1]), weight.device, weight.dtype
+            own, padding = options, module.padding_idx
+            if options["vocabulary"] is not None:
+                own = TableOptions(**{**options, "vocabulary": options["vocabulary"].copy()})
             handle = find_handle(weight) or make_handle(
-                weight.detach(), shape, device, dtype, weight.requires_grad, options
+                weight.detach(), shape, device, dtype, weight.requires_grad, own, padding
             )
             handles[id(weight)], handle.name = handle, name
-    users = _users(model)
     for name, module in found.items():
         others = sorted(users.get(id(module.weight), set()) - {n for n, m in found.items() if m is module})
         if others:
@@ -163,6 +168,14 @@ def _problem(module: nn.Embedding | nn.EmbeddingBag) -> str | None:
     if type(module).__module__.startswith("torch.ao.") or isinstance(module, torch.jit.ScriptModule):
         return f"is a {type(module).__name__}, whose rows are not trained by an optimizer"
     return None
+
+
+def _shared(module: nn.Module, users: dict[int, set[str]]) -> str | None:
+    """Return why a module cannot have a vocabulary, if it cannot: others use its rows by their numbers."""
+    names = users[id(module.weight)]
+    if len(names) == 1:
+        return None
+    return f"shares its weight ({', '.join(map(repr, sorted(names)))}), whose rows would no longer be numbered by id"
 
 
 def _users(model: nn.Module) -> dict[int, set[str]]:

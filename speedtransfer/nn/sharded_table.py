@@ -93,6 +93,7 @@ class ShardedTable:
         values = torch.empty(0, self.dim, dtype=handle.rows.dtype, device=handle.table.device)
         try:
             ids, shape, _ = as_index(index, self.num_rows, handle.table.device)
+            handle.check_rows(ids)
             values = torch.as_tensor(rows).to(values)
             if tuple(values.shape) != (*shape, self.dim):
                 raise InvalidValueError(

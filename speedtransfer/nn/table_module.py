@@ -13,26 +13,24 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.fused_lookup import read_ahead_of
 from speedtransfer.nn.lookup_ops import register
-from speedtransfer.nn.module_state import ModuleState
 from speedtransfer.nn.new_table import make_handle
-from speedtransfer.nn.options import TableOptions, complete
+from speedtransfer.nn.options import TableOptions, complete, refuse_vocabulary
 from speedtransfer.nn.sharded_table import ShardedTable
 from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import refuse_to_record, unrecorded
+from speedtransfer.nn.vocabulary_lookup import FoundRows, VocabularyTicket
+from speedtransfer.nn.vocabulary_module import VocabularyModule
 from speedtransfer.nn.weight import TableWeight
-from speedtransfer.optim import Handle, ShardHandle, find_handle, install
+from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle, find_handle, install
 from speedtransfer.tables import Table
 
 
-class TableModule(ModuleState):
+class TableModule(VocabularyModule):
     """A module of ``torch.nn`` whose weight is a table; `weight` reads and writes as the whole table (`nn.weight`).
 
     On the meta device it is waiting: it has `_options`, a weight without memory, and no `_handle` yet.
     """
 
-    padding_idx: int | None
-    max_norm: float | None
-    norm_type: float
     sparse: bool
     idle: str
 
@@ -50,7 +48,7 @@ class TableModule(ModuleState):
         """
         options = complete(options)
         shape = (check_size(self.num_embeddings, "num_embeddings"), check_size(self.embedding_dim, "embedding_dim"))
-        if self.padding_idx is not None:
+        if self.padding_idx is not None and options["vocabulary"] is None:
             rows = self.num_embeddings
             # The same exception as torch.nn raises, for code that catches it.
             assert -rows <= self.padding_idx < rows, (
@@ -70,6 +68,7 @@ class TableModule(ModuleState):
         elif dtype is None and weight is None:
             dtype = torch.get_default_dtype()
         if device.type == "meta":
+            refuse_vocabulary(options, "a module on the meta device", "make it on the device where it is trained")
             self._wait(nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=not freeze), options)
             return
         if weight is None and dtype in FLOAT8_DTYPES:
@@ -77,7 +76,7 @@ class TableModule(ModuleState):
                 f"dtype is {dtype}, of which torch draws no random numbers and in which nothing is trained; pass "
                 f"storage_dtype={dtype} in place of dtype, or weights (from_pretrained)"
             )
-        self._use(make_handle(weight, shape, device, dtype, not freeze, options))
+        self._use(make_handle(weight, shape, device, dtype, not freeze, options, self.padding_idx))
         self.register_parameter("weight", self._handle.new_param(TableWeight))
         registered = self._parameters["weight"]
         # accelerate's init_empty_weights registers a meta tensor instead.
@@ -135,7 +134,7 @@ class TableModule(ModuleState):
             super().reset_parameters()  # type: ignore[misc]
             return
         self._handle.normal_()
-        if self.padding_idx is not None:
+        if self.padding_idx is not None and self.vocabulary is None:
             self._handle.load(torch.zeros(1, self.embedding_dim, device="cpu"), self.padding_idx)
 
     @unrecorded
@@ -146,15 +145,30 @@ class TableModule(ModuleState):
         ----------
         ids : tensor, ndarray, list or UniqueRows
             Row numbers, any integer dtype, shape and device. Or the result of `tables.unique_rows` for ids on the CPU, made
-            with the `padding_idx` of this module, if it has one.
+            with the `padding_idx` of this module, if it has one. With a vocabulary its ids; what is returned has rows of the
+            table.
         """
         if not self._has_rows():
             raise InvalidTypeError(
                 f"weight of {type(self).__name__} was swapped from outside (functional_call, a parametrization), so there are "
                 "no rows of the table to activate; call the module instead, which computes with what was swapped in"
             )
-        training = torch.is_grad_enabled() and self._handle.requires_grad
-        return activate(self._handle, ids, training, self.max_norm, self.norm_type, self.padding_idx, by_hand=True)
+        handle, training = self._handle, torch.is_grad_enabled() and self._handle.requires_grad
+
+        def read(found: FoundRows, padding: int | None) -> ActiveRows:
+            return activate(handle, found.rows, training, self.max_norm, self.norm_type, padding, by_hand=True)
+
+        if not isinstance(handle, VocabularyHandle):
+            return read(FoundRows(ids), self.padding_idx)
+
+        def read_by_id(found: FoundRows) -> ActiveRows:
+            active = read(found, handle.padding_row)
+            # A gradient may be added by hand later.
+            handle.date(active.ids)
+            self._note_missed(active, found)
+            return active
+
+        return self._read_by_id(ids, training, read_by_id)
 
     @unrecorded
     def prefetch(self, ids: Any) -> Ticket:
@@ -188,20 +202,30 @@ class TableModule(ModuleState):
                     f"{self._handle} has memory='shared', whose rows other processes write unseen, so none are read ahead; "
                     "leave prefetch out"
                 )
+            if isinstance(self._handle, VocabularyHandle):
+                raise InvalidTypeError(
+                    f"{self._handle} has a vocabulary and several processes, and which rows its ids have is known when they "
+                    "are looked up; leave prefetch out"
+                )
             if self.max_norm is not None:
                 raise InvalidTypeError(f"{self._handle} has max_norm and several processes; leave prefetch out")
             return read_ahead_of([(self, ids)])[0]
         training = torch.is_grad_enabled() and self._handle.requires_grad
+        if isinstance(self._handle, VocabularyHandle):
+            return VocabularyTicket(self._handle, ids, self._handle.padding_idx, training)
         return Ticket(self._handle, ids, self.padding_idx, training)
 
     def extra_repr(self) -> str:
         """Describe the module as torch.nn does, and where its rows live."""
+        self.num_embeddings = self.num_embeddings  # which torch.nn reads from __dict__
         text = super().extra_repr()
         memory, rows = f"memory={self.table.memory!r}", self._handle.rows
         for name in ("storage_dtype", "state_dtype", "scale_block"):
             memory += f", {name}={getattr(rows, name)}" if getattr(rows, name) is not None else ""
         memory += f", layout={self.table.layout!r}" if self.table.layout != "planes" else ""
         memory += f", cache_rows={self.table.cache_rows}" if self.table.cache_rows is not None else ""
+        if self.vocabulary is not None:
+            memory += f", vocabulary={self.vocabulary}"
         if isinstance(self._handle, ShardHandle):
             exchange = self._handle.reducer.exchange
             memory += f", rank {exchange.rank} of {exchange.ranks}"
@@ -274,6 +298,7 @@ class TableModule(ModuleState):
     def _take_weight(self, param: nn.Parameter) -> None:
         """Make `param` the weight. It stays the same object, so that modules which share it still do."""
         other = find_handle(param)
+        self._check_same_ids(other)
         if type(param.data) is not Tensor and other is None:
             raise InvalidTypeError(
                 f"{self._handle} is the weight of a table and cannot become a {type(param.data).__name__} (fully_shard, "

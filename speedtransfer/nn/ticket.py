@@ -54,7 +54,7 @@ class Ticket:
         # The caller may fill the memory of `ids` anew for the next batch.
         self._ids = flat.clone()
         # Ids on a CUDA device are known by their memory, which is kept so that nobody else gets it.
-        self._place = _place(ids)
+        self._place = place_of(ids)
         self._given = ids
         self._asked = current_stream(handle.table.device).record_event() if self._ids.is_cuda else None
         self._handle, self._rows, self._process = handle, handle.rows, os.getpid()
@@ -81,7 +81,7 @@ class Ticket:
     def is_changed(self) -> bool:
         """Tell whether the ids that it was made for have other values by now, as far as the host can see."""
         if self._ids.is_cuda:
-            return self._place is not None and self._place != _place(self._given)
+            return self._place is not None and self._place != place_of(self._given)
         given = as_index(self._given, self._handle.num_rows, self._rows.table.device, check=False)[0]
         return not torch.equal(self._ids, given)
 
@@ -137,7 +137,7 @@ class Ticket:
         if self.shape != tuple(ids.shape) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             return False
         if ids.is_cuda and self._rows.table.takes_padding:
-            return self._place is not None and self._place == _place(ids)
+            return self._place is not None and self._place == place_of(ids)
         # Rows that the host moves make it wait for the device anyway.
         return self._ids.device == ids.device and torch.equal(self.ids, ids.reshape(-1).to(torch.int64))
 
@@ -149,7 +149,13 @@ def begin_to_wait(ticket: Ticket) -> None:
     ticket._handle.reads_ahead = True
 
 
-def _place(ids: Any) -> tuple[Any, ...] | None:
+def open_tickets(handle: Handle) -> list[Ticket]:
+    """Return the tickets of `handle` that no lookup has used."""
+    with _turn.lock:
+        return list(_open.get(handle, ()))
+
+
+def place_of(ids: Any) -> tuple[Any, ...] | None:
     """Return where ids on a CUDA device lie and how often torch has written to them; None where nobody knows."""
     if not isinstance(ids, Tensor) or not ids.is_cuda:
         return None
@@ -170,8 +176,7 @@ def find_ticket(handle: Handle, ids: Any) -> Ticket | None:
     if isinstance(ids, Ticket):
         ids.check(handle)
         return ids
-    with _turn.lock:
-        tickets = list(_open.get(handle, ()))
+    tickets = open_tickets(handle)
     if not tickets or not isinstance(ids, Tensor) or is_capturing():
         return None
     return next((ticket for ticket in tickets if ticket.is_for(ids)), None)

@@ -273,6 +273,9 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
     def whole(weight: Any) -> Tensor:
         handle = handle_of(weight)
+        # Now: a copy of all rows may be too large.
+        if not handle.table.writable and _writes_to(weight, func, args, kwargs):
+            handle.table.check_writable()
         trains = torch.is_grad_enabled() and handle.requires_grad and not isinstance(weight, WeightData)
         values = handle.whole_leaf() if trains else handle.whole()
         given[id(values)] = weight, values, handle, values._version
@@ -280,9 +283,6 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
     weights = TableWeight, WeightData
     new_args, new_kwargs = tree_map_only(weights, whole, (args, kwargs))
-    for _, values, handle, _ in given.values():
-        if not handle.table.writable and _writes_to(values, func, new_args, new_kwargs):
-            handle.table.check_writable()
     result = func(*new_args, **new_kwargs)
     for _, values, handle, version in given.values():
         if values.shape != (handle.num_rows, handle.table.dim) or not values.is_contiguous():

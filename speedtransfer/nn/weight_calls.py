@@ -12,13 +12,14 @@ from torch import Tensor
 from speedtransfer import buffers
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.nn import weight_shards  # noqa: F401
+from speedtransfer.nn import initial_fills  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, rowless, special
-from speedtransfer.optim import Handle, ShardHandle
+from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle
 from speedtransfer.optim.anchor import collected
 from speedtransfer.optim.table_param import as_tensor
+from speedtransfer.tables import padded_anew
 
 
 def _moved(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,10 +131,20 @@ def _activated(
     if not _has_table(weight) or in_transform():
         return None
     handle = handle_of(weight)
+    _check_named_by_row(handle)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += handle.num_rows
     training = isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad
     return activate(handle, input, training, max_norm, norm_type, padding_idx)
+
+
+def _check_named_by_row(handle: Handle) -> None:
+    """Raise for a lookup in a weight whose rows belong to ids of a vocabulary: an index may be meant as either."""
+    if isinstance(handle, VocabularyHandle):
+        raise InvalidTypeError(
+            f"{handle} is indexed, but its rows are in the order in which ids came; call the module with the ids, or read "
+            "emb.table.gather(emb.vocabulary.rows(ids))"
+        )
 
 
 def _embedding(
@@ -182,6 +193,7 @@ def _rows_at(weight: Any, index: Any) -> Any:
     if not (rows or number) or not _has_table(weight) or in_transform():
         return NotImplemented
     handle = handle_of(weight)
+    _check_named_by_row(handle)
     trains = isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad
     # A view, which may be written to.
     if number and not trains:
@@ -252,8 +264,14 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 def _summed(handle: Handle, grads: list[tuple[Tensor | None, Tensor | None]]) -> Tensor | None:
     """Return the sum of gradients ``(n, dim)`` of the rows with the ids beside them; ids None: of all rows."""
     total: Tensor | None = None
-    pairs = [(grad.to_dense() if grad.is_sparse else grad, ids) for grad, ids in grads if grad is not None]
+    pairs = [
+        (handle.own_gradient(ids, grad.to_dense() if grad.is_sparse else grad), ids)
+        for grad, ids in grads
+        if grad is not None
+    ]
     shape = (handle.num_rows, handle.table.dim)
+    if handle.has_grown:
+        pairs = [_of_more_rows(grad, ids, shape[0]) for grad, ids in pairs]
     if handle.sparse and pairs and all(ids is not None and grad.dim() == 2 for grad, ids in pairs):
         # Without padding, for which the host waits.
         pairs = [(grad[ids < shape[0]], ids[ids < shape[0]]) for grad, ids in pairs if ids is not None]
@@ -267,6 +285,13 @@ def _summed(handle: Handle, grads: list[tuple[Tensor | None, Tensor | None]]) ->
             grad = grad.new_zeros(*grad.shape[:-2], *shape).index_add(-2, ids, grad)
         total = grad if total is None else total + grad
     return None if total is None else handle.hooked(total)
+
+
+def _of_more_rows(grad: Tensor, ids: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor | None]:
+    """Return a gradient and the ids of its rows, of a table that may have had fewer rows when these were used."""
+    if ids is None:
+        return torch.nn.functional.pad(grad, (0, 0, 0, num_rows - grad.shape[-2])), None
+    return grad, padded_anew(ids, num_rows)
 
 
 # --- the functions ----------------------------------------------------------------------------------------------

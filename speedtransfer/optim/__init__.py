@@ -5,6 +5,8 @@ from speedtransfer.optim.hooks import install
 from speedtransfer.optim.probe import PlaneSpec, probe_optimizer
 from speedtransfer.optim.shard_handle import ShardHandle
 from speedtransfer.optim.shared import SharedHandle
+from speedtransfer.optim.vocabulary_handle import VocabularyHandle
+from speedtransfer.optim.vocabulary_shard_handle import VocabularyShardHandle
 from speedtransfer.rows import Rows
 
 __all__ = [
@@ -13,6 +15,8 @@ __all__ = [
     "Rows",
     "ShardHandle",
     "SharedHandle",
+    "VocabularyHandle",
+    "VocabularyShardHandle",
     "find_handle",
     "handles_over",
     "install",

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,10 @@ from torch import Tensor, nn
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.dtypes import bits_of
 from speedtransfer.eager import uncompiled
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidValueError, OptimizerError
 from speedtransfer.optim.binding import KEY, Binding
 from speedtransfer.rows import Rows
-from speedtransfer.tables import Table
+from speedtransfer.tables import Table, padded_anew
 
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
@@ -74,6 +74,9 @@ class Handle(Binding):
     rows : Rows, optional
         Reads and writes the rows of `table`; by default without a codec.
     """
+
+    # Whether the table of one process may grow, where several have a part.
+    grows_alone: ClassVar[bool] = False
 
     def __init__(self, table: Table, requires_grad: bool = True, idle: str = "lazy", rows: Rows | None = None) -> None:
         super().__init__(table, requires_grad, idle, rows)
@@ -121,7 +124,7 @@ class Handle(Binding):
             assert grad is not None
             # Frozen since the forward pass: torch drops the gradient too.
             if handle.requires_grad:
-                handle.deposit(*handle._rows_of(grad.detach()), whole=True)
+                handle.deposit_whole(leaf, grad.detach())
 
         leaf.register_post_accumulate_grad_hook(deposit)
         self._whole = weakref.ref(leaf), self.table.version
@@ -201,7 +204,8 @@ class Handle(Binding):
             )
         values = values.detach()
         for other in _handles:
-            if other is self or not (other.aliased or other.table.cache_rows is not None):
+            own = other.table.cache_rows is not None or other.table.max_rows is not None
+            if other is self or not (other.aliased or own):
                 continue
             if _shares(values, other.table.stored("weight")):
                 raise InvalidValueError(
@@ -219,7 +223,8 @@ class Handle(Binding):
         self._detach_aliases()
         if resized or retyped:
             dtype = values.dtype if rows.storage_dtype is None else rows.storage_dtype
-            made = Table(len(values), table.dim, dtype, table.memory, device=table.device, layout=table.layout)
+            options: Any = {"layout": table.layout, "max_rows": table.max_rows}
+            made = Table(len(values), table.dim, dtype, table.memory, device=table.device, **options)
             made._start_cache(table._options_of_cache(len(values)))
             reason = f"the table got {len(values)} rows" if resized else f"the table became {values.dtype}"
             self.replace(Rows(made, rows.storage_dtype, rows.state_dtype, rows.scale_block), reason)
@@ -243,6 +248,39 @@ class Handle(Binding):
                 else:
                     tensor.detach_from_table(kept)  # type: ignore[attr-defined]
         self._aliases = []
+
+    def grow(self, num_rows: int) -> None:
+        """Give the weight more rows, zero, as `Table.grow`; the pending gradient and the optimizer's state stay.
+
+        Raises
+        ------
+        OptimizerError
+            A step runs.
+        InvalidValueError
+            Several processes, or several weights, have this table; or as `Table.grow`.
+        """
+        with self.rows.lock:
+            if self.state is not None and self.state.running:
+                raise OptimizerError(
+                    f"{self} cannot grow to {num_rows} rows while an optimizer steps; grow it before the step, or after it"
+                )
+            if (self.reducer is not None and not self.grows_alone) or len(handles_over(self.table)) > 1:
+                what = "processes" if self.reducer is not None else "weights"
+                raise InvalidValueError(
+                    f"{self} cannot grow to {num_rows} rows, as several {what} have its table; make it of one (without "
+                    "process_group, with a table of its own)"
+                )
+            before = self.table.num_rows
+            self.rows.grow(num_rows)
+            if self.table.num_rows == before:
+                return
+            # What shows the weight, or its gradient, has as many rows as before.
+            self.has_grown, self._whole, self._shown = True, None, None
+            if self.ids is not None and self.grad is not None:
+                self.ids = padded_anew(self.ids, self.table.num_rows)
+            for task, (ids, grad) in self._arriving.items():
+                self._arriving[task] = padded_anew(ids, self.table.num_rows), grad
+            self.reset_param()
 
     def __reduce__(self) -> Any:
         """Pickle the rows without their state, which is the optimizer's, and without a gradient, as torch does."""

@@ -33,7 +33,7 @@ def install() -> None:
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
         count_graphs()
-        state_dicts.install()
+        state_dicts.install(take_loaded)
         backward.install()
         replicas.install()
         _guard_steps()
@@ -199,6 +199,24 @@ def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], spec
     return handle.state
 
 
+@torch.no_grad()
+def take_loaded(optimizer: Optimizer) -> None:
+    """Write state that was loaded for ids to their rows, which they may lose to others before the next step."""
+    for handle, group in state_dicts.handles_of(optimizer):
+        entries = optimizer.state.get(handle.param)
+        if handle.rows.placement is None or not entries or (handle.state is not None and handle.state.running):
+            continue
+        state = handle.state
+        if state is None or state.optimizer() is not optimizer:
+            try:
+                specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)
+                state = give_state(handle, optimizer, group, specs)
+            except OptimizerError:
+                # The first step will raise it.
+                continue
+        state.take_loaded(optimizer)
+
+
 def way_to_step(
     handle: Handle, optimizer: Optimizer, group: dict[str, Any], specs: Findings
 ) -> tuple[Rule | None, bool]:
@@ -233,6 +251,12 @@ def _end_with_hook(optimizer: Optimizer) -> None:
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _forget_closure(optimizer)
+    ended = []
     for handle, group in state_dicts.handles_of(optimizer):
         if handle.state is not None and handle.state.running and handle.state.optimizer() is optimizer:
             handle.end_step(optimizer, group)
+            if handle.acts_after_steps:
+                ended.append(handle)
+    # What may raise comes when all tables have made their step.
+    for handle in ended:
+        handle.step_ended()

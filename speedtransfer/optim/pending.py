@@ -17,7 +17,7 @@ from speedtransfer.optim.reducers import exchange_gradients
 from speedtransfer.optim.row_gradient import RowGradient, is_zeroed
 from speedtransfer.optim.stepping import Stepping
 from speedtransfer.optim.table_param import as_tensor
-from speedtransfer.tables import UniqueRows
+from speedtransfer.tables import UniqueRows, padded_anew
 
 # Steps of other optimizers after which a gradient that no step takes is worth a warning.
 _UNTRAINED_STEPS = 100
@@ -70,11 +70,13 @@ class PendingGradient(Stepping):
             return
         # Threads may run backward at the same time, as in torch.
         with self.rows.lock:
+            if self.has_grown:
+                ids = padded_anew(ids, self.table.num_rows)
             if self.state is not None and self.state.running:
                 self.recover()
             if self.grad is not None:
                 self._check_capture(self.grad)
-                if self._assigned is None and self._discarded():
+                if self._assigned is None and self.is_cleared():
                     reused = self._shown_gradient() is not None
                     self.clear()
                     self._reused = reused
@@ -84,6 +86,14 @@ class PendingGradient(Stepping):
                 self._arrive(ids, grad)
             else:
                 self._accumulate(ids, grad, rows, version, state_rows)
+
+    def deposit_whole(self, leaf: Tensor, grad: Tensor) -> None:
+        """Add the gradient of a leaf over all rows, ``(rows that there were, dim)``."""
+        self.deposit(*self._rows_of(grad), whole=True)
+
+    def own_gradient(self, ids: Tensor | None, grad: Tensor) -> Tensor:
+        """Return the gradient of the rows `ids` (n,), ``(*, n, dim)``, or of all (None), without what is not trained."""
+        return grad
 
     def _accumulate(
         self,
@@ -222,8 +232,8 @@ class PendingGradient(Stepping):
 
         self.active, self.state_rows = joined(active, rows), {name: joined(*pair) for name, pair in pairs.items()}
 
-    def _discarded(self) -> bool:
-        """Tell whether the pending gradient was set to zero since it was deposited."""
+    def is_cleared(self) -> bool:
+        """Tell whether the pending gradient, which there is, was set to zero since it was deposited."""
         grad = self.grad
         assert grad is not None
         # Clipping and unscaling change a gradient in place too; only zero_grad(set_to_none=False) makes it all zero.

@@ -13,7 +13,7 @@ from speedtransfer.rows import Rows
 
 
 class EncodedPlane:
-    """Hold the place of a plane in ``optimizer.state`` that is encoded, or of which a cache has rows.
+    """Hold the place of a plane in ``optimizer.state`` that is encoded, that grows, or of which a cache has rows.
 
     State dicts, copies and pickles get its values.
 
@@ -29,7 +29,15 @@ class EncodedPlane:
     def __init__(self, rows: Rows, name: str, dtype: torch.dtype | None = None) -> None:
         # Weak: an optimizer that is no longer used must not keep the table.
         self._rows, self._name, self._dtype = weakref.ref(rows), name, dtype
-        self.shape = torch.Size(rows.shape_of(name))
+        self._num_rows, *self._tail = rows.shape_of(name)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the values, ``(num_rows, *tail)``."""
+        rows = self._rows()
+        if rows is not None:
+            self._num_rows = rows.table.num_rows
+        return torch.Size((self._num_rows, *self._tail))
 
     def decode(self) -> Tensor:
         """Return the values, ``(num_rows, *tail)``, contiguous: float32 of an encoded plane, else maybe a view as of now."""

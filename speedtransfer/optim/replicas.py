@@ -23,6 +23,7 @@ from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.merge import merged
 from speedtransfer.optim.reducers import Reducer
 from speedtransfer.optim.shard_handle import ShardHandle
+from speedtransfer.optim.vocabulary_handle import VocabularyHandle
 from speedtransfer.ranks import Exchange, Segment, as_int64, exchange_of
 from speedtransfer.tables import row_chunks, unique_rows
 
@@ -122,6 +123,7 @@ def _replicating(method: Callable[..., None]) -> Callable[..., None]:
             module, mesh, group = (given.arguments[name] for name in ("module", "device_mesh", "process_group"))
             tables = _tables_of(module)
             if tables:
+                _refuse_vocabularies(tables)
                 _check_others(module, tables)
                 group = mesh.get_group(0) if mesh is not None else group if group is not None else dist.group.WORLD
                 _leave_out(module, tables)
@@ -132,6 +134,16 @@ def _replicating(method: Callable[..., None]) -> Callable[..., None]:
             self.register_forward_pre_hook(functools.partial(_begin, replicas))
 
     return replicating
+
+
+def _refuse_vocabularies(tables: dict[str, Handle]) -> None:
+    """Raise for tables whose rows belong to other ids in each process."""
+    for handle in tables.values():
+        if isinstance(handle, VocabularyHandle) and not isinstance(handle, ShardHandle):
+            raise InvalidValueError(
+                f"DistributedDataParallel was given {handle}, which has a vocabulary: each process would give its rows to "
+                "other ids; make it with process_group=..., or train in one process"
+            )
 
 
 def _check_others(module: nn.Module, tables: dict[str, Handle]) -> None:

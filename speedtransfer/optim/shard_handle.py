@@ -88,6 +88,23 @@ class ShardHandle(Handle):
         at = ((local >= 0) & (local < self.partition.size(rank))).nonzero().flatten()
         return at, local[at]
 
+    @property
+    def saved_sizes(self) -> list[int] | None:
+        """How many rows each process saves in a checkpoint; None: as `Partition` says."""
+        return None
+
+    def gather_ids(self) -> None:
+        """Do nothing: ids are numbers of rows."""
+
+    def tell_sizes(self) -> None:
+        """Do nothing: the number of rows does not change."""
+
+    def release_ids(self) -> None:
+        """Do nothing, as `gather_ids`."""
+
+    def check_rows(self, rows: Tensor) -> None:
+        """Do nothing: of `rows` (n,), which are within the table, each is one of a process."""
+
     # --- all rows ---------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()

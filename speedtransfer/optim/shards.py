@@ -89,13 +89,23 @@ class Shards(Reducer):
         return f"{self.handle} (lookup {self._count}, {'in training' if training else 'without gradients'})"
 
     def look_up(
-        self, ids: Tensor, training: bool, renormalize: Callable[[Tensor, Tensor], None] | None = None
+        self,
+        ids: Tensor,
+        training: bool,
+        renormalize: Callable[[Tensor, Tensor], None] | None = None,
+        asked: Any = None,
     ) -> tuple[Tensor, Lookup | None]:
         """Return the rows `ids` (n,), unique, ``(n, dim)``, and in training what a gradient needs.
 
-        `renormalize` shortens rows of a shard, given their numbers and values.
+        `renormalize` shortens rows of a shard, given their numbers and values. `asked` is what the owners know of them, if
+        they were asked before.
         """
-        route = self._route(ids, training)
+        return self.read_by(self._route(ids, training), training, renormalize)
+
+    def read_by(
+        self, route: Route, training: bool, renormalize: Callable[[Tensor, Tensor], None] | None
+    ) -> tuple[Tensor, Lookup | None]:
+        """Return the rows of a route, as `look_up`."""
         read, parts = self.read(route.owned, renormalize)
         segments = [Segment(rows_at(part, route.inverse), route.receives, route.sends) for part in parts.values()]
         rows = self.arranged(route, dict(zip(parts, self.exchange.move("rows", segments), strict=True)))

@@ -41,7 +41,11 @@ class SharedRows(Shards):
         raise error
 
     def look_up(
-        self, ids: Tensor, training: bool, renormalize: Callable[[Tensor, Tensor], None] | None = None
+        self,
+        ids: Tensor,
+        training: bool,
+        renormalize: Callable[[Tensor, Tensor], None] | None = None,
+        asked: Any = None,
     ) -> tuple[Tensor, Lookup | None]:
         """Return the rows `ids` (n,), ``(n, dim)``."""
         if renormalize is not None:

@@ -16,7 +16,7 @@ from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import Lag, Rule
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.probe import PlaneSpec
-from speedtransfer.optim.state_planes import StatePlanes
+from speedtransfer.optim.state_planes import RowOwner, StatePlanes
 from speedtransfer.rows import Rows
 
 
@@ -62,9 +62,9 @@ class RowState(StatePlanes):
         rule: Rule | None = None,
         sparse: bool = False,
         from_sparse: bool = False,
-        owner: object = None,
+        owner: RowOwner | None = None,
     ) -> None:
-        super().__init__(rows, param, optimizer, from_sparse)
+        super().__init__(rows, param, optimizer, from_sparse, owner)
         self.sparse = sparse
         # Set from `load` to `store`; still set afterwards if the step failed.
         self.running: _Step | None = None
@@ -91,6 +91,16 @@ class RowState(StatePlanes):
         """Make planes that a checkpoint has filled the state `names` of the optimizer."""
         put(optimizer.state[self.param], {name: self._views[name] for name in names})
         self.running, self._fresh = None, False
+
+    def take_loaded(self, optimizer: Optimizer) -> None:
+        """Copy loaded state in the optimizer into the planes."""
+        state = optimizer.state.get(self.param)
+        if state:
+            found = leaves(state)
+            if any(name in found and found[name] is not view for name, view in self._views.items()):
+                self._adopt(found, optimizer, {})
+                put(state, self._views)
+                self._fresh = False
 
     # --- hyperparameters that idle rows depend on ---------------------------------------------------------------------
 

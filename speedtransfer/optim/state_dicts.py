@@ -24,6 +24,8 @@ from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.optim.probe import PlaneSpec, probe_optimizer
 from speedtransfer.optim.shard_handle import ShardHandle
 from speedtransfer.optim.state_planes import check_shape
+from speedtransfer.optim.vocabulary_handle import VocabularyHandle
+from speedtransfer.tables import Placement
 
 # Planes between the two hooks of a load: torch must not copy them to the device of the parameter, nor cast them to its dtype.
 _held: weakref.WeakKeyDictionary[Optimizer, list[tuple[nn.Parameter, dict[str, Tensor]]]] = weakref.WeakKeyDictionary()
@@ -34,11 +36,23 @@ _without_rows: ContextVar[bool] = ContextVar("without_rows", default=False)
 load_plainly = Optimizer.load_state_dict
 
 
-def install() -> None:
-    """Make every optimizer look for tables before its state is saved, copied or loaded."""
-    Optimizer.state_dict = _prepared(_begin, Optimizer.state_dict)  # type: ignore[method-assign]
+def install(take_loaded: Callable[[Optimizer], None]) -> None:
+    """Make every optimizer look for tables before its state is saved, copied or loaded.
+
+    `take_loaded` writes state that was loaded, and that no step has taken yet, to tables whose rows belong to ids.
+    """
+
+    def save(optimizer: Optimizer) -> None:
+        _begin(optimizer)
+        take_loaded(optimizer)
+
+    def copy(optimizer: Optimizer) -> None:
+        take_loaded(optimizer)
+        _before_save(optimizer)
+
+    Optimizer.state_dict = _prepared(save, Optimizer.state_dict)  # type: ignore[method-assign]
     Optimizer.load_state_dict = _prepared(_begin, Optimizer.load_state_dict)  # type: ignore[method-assign]
-    Optimizer.__getstate__ = _prepared(_before_save, Optimizer.__getstate__)  # type: ignore[method-assign]
+    Optimizer.__getstate__ = _prepared(copy, Optimizer.__getstate__)  # type: ignore[method-assign]
 
 
 def _prepared(prepare: Callable[[Optimizer], None], method: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,11 +135,29 @@ def _planes(optimizer: Optimizer, group: dict[str, Any], handle: Handle) -> dict
 @torch.no_grad()
 def _before_save(optimizer: Optimizer) -> None:
     """Put whole planes, caught up, into the state, also after a step that failed (Ctrl-C, then a checkpoint)."""
-    for handle, _ in handles_of(optimizer):
+    for handle, group in handles_of(optimizer):
         if handle.state is not None and handle.state.optimizer() is optimizer:
             handle.abort_step(optimizer)
             handle.rows.catch_up()
             handle.table.wait()
+        else:
+            _begin_anew(optimizer, group, handle)
+
+
+def _begin_anew(optimizer: Optimizer, group: dict[str, Any], handle: Handle) -> None:
+    """Give rows that are those of new ids by now their initial state, in loaded state that no step has taken yet."""
+    state, fresh = optimizer.state.get(handle.param), handle.fresh_rows()
+    if not state or fresh is None or not len(fresh):
+        return
+    found, changed = leaves(state), dict[str, Tensor]()
+    for name, spec in _planes(optimizer, group, handle).items():
+        value = found.get(name)
+        if type(value) is Tensor and value.dim():
+            # A copy: it may be that of the dict that was loaded.
+            changed[name], rows = value.clone(), fresh[fresh < len(value)].to(value.device)
+            initial = handle.rows.read(rows.to(handle.table.device))["weight"] if spec.initial is None else spec.initial
+            changed[name][rows] = torch.as_tensor(initial, dtype=value.dtype, device=value.device)
+    put(state, changed)
 
 
 @torch.no_grad()
@@ -167,14 +199,27 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     for handle, group, key in _entries(optimizer, state_dict):
         found = leaves(state[key])
         planes = {name: spec for name, spec in _planes(optimizer, group, handle).items() if name in found}
+        _expect(handle, [found[name] for name in planes])
         for name, spec in planes.items():
             if found[name].dim() == 0 or len(found[name]):
-                check_shape(name, found[name], (handle.table.num_rows, *spec.tail))
+                num_rows = handle.rows.num_loadable
+                if isinstance(handle, VocabularyHandle) and handle.rows.placement is None and found[name].dim():
+                    # Of a table whose ids may be loaded next; the step will tell.
+                    num_rows = len(found[name])
+                check_shape(name, found[name], (num_rows, *spec.tail))
         state[key] = cloned(state[key], tensors=False)
         put(state[key], {name: found[name].new_empty(0) for name in planes})
         held.append((handle.param, {name: found[name] for name in planes}))
     _held[optimizer] = held
     return {**state_dict, "state": state}
+
+
+def _expect(handle: Handle, planes: list[Tensor]) -> None:
+    """Note whose state is loaded for a table whose rows belong to ids: those loaded with the model, or present ones."""
+    lengths, rows = {len(plane) for plane in planes if plane.dim()}, handle.rows
+    expected = None if rows.placement is None else rows.placement.num_saved
+    if isinstance(handle, VocabularyHandle) and expected not in lengths and handle.table.num_rows in lengths:
+        rows.placement = Placement(handle.table.num_rows)
 
 
 def _after_load(optimizer: Optimizer) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,23 @@ from speedtransfer.rows import Rows
 from speedtransfer.tables import row_chunks
 
 
+class RowOwner(Protocol):
+    """What keeps the rows alive: a handle."""
+
+    def fresh_rows(self) -> Tensor | None:
+        """Return the rows, (n,), that have become those of new ids since the last step; None: rows have no ids."""
+
+
 class StatePlanes:
     """The part of :class:`RowState` that holds the planes."""
 
-    def __init__(self, rows: Rows, param: nn.Parameter, optimizer: Optimizer, from_sparse: bool) -> None:
+    def __init__(
+        self, rows: Rows, param: nn.Parameter, optimizer: Optimizer, from_sparse: bool, owner: RowOwner | None = None
+    ) -> None:
         self.rows, self._from_sparse = rows, from_sparse
-        # Weak, as the parameter holds this object.
+        # Weak, as the parameter, and the owner, hold this object.
         self.optimizer, self._param = weakref.ref(optimizer), weakref.ref(param)
+        self._owner: Callable[[], RowOwner | None] = (lambda: None) if owner is None else weakref.ref(owner)
         # By name of the state: its spec, the name of its plane, and the view of the whole plane or its placeholder.
         self._specs: dict[str, PlaneSpec] = {}
         self._planes: dict[str, str] = {}
@@ -53,8 +63,8 @@ class StatePlanes:
             for name, plane in planes.items():
                 if not self.rows.is_viewable(plane):
                     self._views[name] = EncodedPlane(self.rows, plane)
-                elif self.rows.table.cache_rows is not None:
-                    # A view would not show what the cache has.
+                elif self.rows.table.cache_rows is not None or self.rows.table.max_rows is not None:
+                    # A view would not show what the cache has, nor rows that come later.
                     kind = torch.bool if specs[name].dtype == torch.bool else self.rows.table.stored(plane).dtype
                     self._views[name] = EncodedPlane(self.rows, plane, kind)
                 else:
@@ -101,19 +111,37 @@ class StatePlanes:
             for name, value in foreign.items()
             if value is not None and value.shape[0] and not (self._fresh and self._holds_initial(name, value))
         }
+        owner, placement = self._owner(), self.rows.placement
+        fresh = None if owner is None else owner.fresh_rows()
         for name, value in loaded.items():
-            check_shape(name, value, self._views[name].shape)
+            check_shape(name, value, (self.rows.num_loadable, *self._views[name].shape[1:]))
         if loaded or (foreign and not self._fresh):
             # With the state that is about to be replaced.
             self.rows.catch_up()
             given = {}
         if not self._fresh:
-            self._reset([name for name in foreign if name not in loaded])
+            self._reset([name for name in foreign if name not in loaded or placement is not None])
         if loaded:
             self.rows.table.wait()
         for name, value in loaded.items():
-            self.rows.load(self._planes[name], value.decode() if isinstance(value, EncodedPlane) else value)
+            values, plane = value.decode() if isinstance(value, EncodedPlane) else value, self._planes[name]
+            if placement is None:
+                self.rows.load(plane, values)
+            else:
+                self.rows.place(plane, values, placement)
+            if fresh is not None and len(fresh):
+                self._begin_anew(name, fresh)
         return given
+
+    def _begin_anew(self, name: str, ids: Tensor) -> None:
+        """Give the rows `ids` (n,) their initial state."""
+        spec = self._specs[name]
+        ids = ids.to(self.rows.table.device)
+        if spec.initial is None:
+            values = self.rows.read(ids)["weight"]
+        else:
+            values = torch.full((len(ids), *spec.tail), spec.initial, dtype=spec.dtype, device=ids.device)
+        self.rows.put(self._planes[name], ids, values)
 
     def _holds_initial(self, name: str, value: Tensor) -> bool:
         """Tell whether a state is its initial value everywhere (Adagrad's constructor makes it): planes hold that already."""

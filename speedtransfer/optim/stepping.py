@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from speedtransfer.tables import is_padded
 
 class Stepping(TableParam):
     """The part of a :class:`Handle` that lends the parameter to a step."""
+
+    # Whether there is something to do after a step, by `step_ended`.
+    acts_after_steps: ClassVar[bool] = False
 
     def check_step_capturable(self, optimizer: Optimizer) -> None:
         """Raise if a CUDA graph is being captured, and the step of `optimizer` cannot be part of it."""
@@ -87,6 +90,13 @@ class Stepping(TableParam):
             if self.reducer is not None:
                 self.reducer.steps += 1
                 self.reducer.after_step()
+
+    def fresh_rows(self) -> Tensor | None:
+        """Return the rows, (n,), that have become those of new ids since the last step; None: rows have no ids."""
+        return None
+
+    def step_ended(self) -> None:
+        """Do what follows a step."""
 
     def abort_step(self, optimizer: Optimizer) -> None:
         """End a step that failed and restore the state in `optimizer`; nothing was written to the table."""

@@ -39,6 +39,8 @@ class TableParam:
         self.name: str | None = None
         self.sparse = self.renormalizes = False
         self.padding_idx: int | None = None
+        # Whether the table has more rows than once, which padded ids from before may name.
+        self.has_grown = False
         # Whether rows have ever been read ahead.
         self.reads_ahead = False
         # The other processes that train this table.
@@ -111,6 +113,11 @@ class TableParam:
         """The number of rows of the weight."""
         return self.rows.table.num_rows
 
+    @property
+    def num_saved(self) -> int:
+        """The number of rows that a checkpoint has."""
+        return self.num_rows
+
     def __str__(self) -> str:
         return "weight" if self.name is None else f"{self.name}.weight" if self.name else "weight"
 
@@ -124,8 +131,9 @@ class TableParam:
     @property
     def aliased(self) -> bool:
         """Whether a tensor on the compute device can alias the memory of the table, which then has every row."""
-        near = self.table.memory == "device" or self.table.device.type == "cpu"
-        return near and self.rows.plain and self.table.cache_rows is None and not self.table.in_parts
+        table = self.table
+        near = table.memory == "device" or table.device.type == "cpu"
+        return near and self.rows.plain and table.cache_rows is None and table.max_rows is None and not table.in_parts
 
     def placeholder(self) -> Tensor:
         """Return the data of the parameter between steps, ``(num_rows, dim)``: the memory of the table, or NaN expanded.
@@ -145,6 +153,8 @@ class TableParam:
         param, leaf = self.param_ref(), self.anchor.leaf
         if (leaf.dtype, leaf.device) != (self.rows.dtype, self.table.device):
             self.anchor.follow(self.rows.dtype, self.table.device)
+        # Weak, as this object holds the table.
+        self.table._handle = weakref.ref(self)
         if param is not None:
             param.__class__ = nn.Parameter
             param.grad = None

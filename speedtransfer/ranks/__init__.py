@@ -5,6 +5,7 @@ from typing import Any
 
 from speedtransfer.ranks.equal_steps import EqualSteps, equal_steps
 from speedtransfer.ranks.exchange import DifferenceError, Exchange, Segment, Traffic, as_int64, exchange_of, is_first
+from speedtransfer.ranks.interleaved import Interleaved
 from speedtransfer.ranks.partition import Partition
 from speedtransfer.ranks.shared_memory import SharedMemory
 from speedtransfer.ranks.torchrun import joined, world
@@ -16,6 +17,7 @@ __all__ = [
     "DifferenceError",
     "EqualSteps",
     "Exchange",
+    "Interleaved",
     "Partition",
     "Segment",
     "SharedMemory",

@@ -27,6 +27,7 @@ POINTS = (
     "reads all rows",
     "saves",
     "loads",
+    "finds ids",
 )
 # The first message of each meeting has this many numbers whatever is to be told: gloo ends a process that gets another size.
 _VALUES = 6
@@ -160,7 +161,11 @@ class Exchange:
         # Where one failed, what it is about may differ.
         told = self.agree(point, [int(error is not None), zlib.crc32(about.encode())])
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                # Its traceback has this frame, and those of callers with their tables: a cycle, which only gc would free.
+                error = None
         if bool(told[:, 0].any()):
             raise ProcessGroupError(
                 f"rank {int(told[:, 0].argmax())} failed where it {point} (its own message says why), so no other went on"

@@ -1,0 +1,288 @@
+"""Look ids up that have a vocabulary: find or admit them, and read the rows that they have."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.cuda import check_not_capturing, to_device
+from speedtransfer.engines import CHANGED_ID
+from speedtransfer.errors import InvalidTypeError
+from speedtransfer.nn.ahead import Ahead
+from speedtransfer.nn.ticket import Ticket, begin_to_wait, open_tickets, place_of
+from speedtransfer.optim import ShardHandle, VocabularyHandle
+from speedtransfer.tables import UniqueRows, is_padded, padded_unique, unique_rows
+from speedtransfer.vocabulary import UNSEEN_ROW, NotedIds, as_ids
+
+
+class FoundRows(NamedTuple):
+    """The rows of some ids.
+
+    Attributes
+    ----------
+    rows : Tensor
+        Int64 in the shape of the ids; where they came from, the CPU or the compute device.
+    num_unseen : int
+        How many ids have none, as far as the host knows.
+    fill : Fill, optional
+        What unseen ids read; None: `UNSEEN_ROW`.
+    noted : NotedIds, optional
+        The ids for the host, where it knows or will know their rows.
+    """
+
+    rows: Tensor
+    num_unseen: int = 0
+    fill: Fill | None = None
+    noted: NotedIds | None = None
+
+    def filled(self, out: Tensor) -> Tensor:
+        """Return `out`, ``(*shape of the ids, dim)``, with the values of unseen ids in it."""
+        return out if self.fill is None else self.fill.into(out)
+
+
+class UnseenValues(NamedTuple):
+    """What some of the ids of a lookup read.
+
+    Attributes
+    ----------
+    places : Tensor
+        (k,) int64, which of the ids, flat.
+    values : Tensor
+        ``(k, dim)``; both on the compute device.
+    """
+
+    places: Tensor
+    values: Tensor
+
+    def into(self, out: Tensor) -> Tensor:
+        """Return `out`, ``(*shape of the ids, dim)``, with the values in it."""
+        out.view(out.shape[:-1].numel(), out.shape[-1]).index_copy_(0, self.places, self.values.to(out.dtype))
+        return out
+
+    def beside(self, rows: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows (n, dim) followed by the values, and `inverse`, the row of each id, with the places of these."""
+        number = torch.arange(len(rows), len(rows) + len(self.places), device=rows.device)
+        inverse = inverse.reshape(-1).index_copy(0, self.places, number).view(inverse.shape)
+        return torch.cat([rows, self.values.to(rows.dtype)]), inverse
+
+
+class UnseenOnDevice(NamedTuple):
+    """The same where only the device knows which ids those are.
+
+    Attributes
+    ----------
+    handle : VocabularyHandle
+    ids, rows : Tensor
+        (n,) int64 on the device, the ids of the lookup and their rows.
+    """
+
+    handle: VocabularyHandle
+    ids: Tensor
+    rows: Tensor
+
+    def into(self, out: Tensor) -> Tensor:
+        """Return `out`, ``(*shape of the ids, dim)``, with the values in it."""
+        # Autograd need not see it: the gradient of the row of unseen ids goes nowhere.
+        self.handle.vocabulary.fill_unseen(out.detach(), self.ids, self.rows)
+        return out
+
+    def beside(self, rows: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows (n, dim) followed by a value for each id, and `inverse`, with the places of those of unseen ids."""
+        values = self.into(torch.zeros(len(self.ids), rows.shape[1], dtype=rows.dtype, device=rows.device))
+        number = torch.arange(len(rows), len(rows) + len(self.ids), device=rows.device)
+        unseen = self.rows == UNSEEN_ROW
+        return torch.cat([rows, values]), torch.where(unseen, number, inverse.reshape(-1)).view(inverse.shape)
+
+
+Fill = UnseenValues | UnseenOnDevice
+
+
+def find_rows(handle: VocabularyHandle, ids: Any, admit: bool, on_device: bool = True) -> FoundRows:
+    """Return the rows of ids: any integers, or the ticket that `prefetch` returned for them.
+
+    With `admit` new ids get rows, now or after the next step. `on_device` lets ids on a device be found there.
+    """
+    try:
+        given = _given(handle, ids)
+        admit = admit and not _runs_again()
+        found = None if isinstance(handle, ShardHandle) else _find_without_wait(handle, given, admit, on_device)
+        if found is not None:
+            return found
+        flat = _on_host(handle, ids, given)
+    except Exception:
+        handle.refuse_ids(admit)
+        raise
+    if admit and handle.vocabulary.unseen != "initial" and torch._C._current_graph_task_id() >= 0:
+        _check_known(handle, flat)
+    return _found(handle, given, flat, handle.find(flat, admit))
+
+
+def _given(handle: VocabularyHandle, ids: Any) -> Tensor:
+    """Return the ids of a lookup, int64; raise for what are none."""
+    if isinstance(ids, VocabularyTicket):
+        ids.check(handle)
+        ids = ids.source
+    elif isinstance(ids, UniqueRows | Ticket):
+        raise InvalidTypeError(
+            f"{handle} has a vocabulary and looks ids up, but got {type(ids).__name__}, which are numbers of rows; pass the "
+            "ids, or the ticket of its own prefetch()"
+        )
+    if handle.table.device.type == "cuda":
+        check_not_capturing(f"a lookup in {handle}, whose ids the host maps to rows,", "leave it out of the graph")
+    return as_ids(ids)
+
+
+def _on_host(handle: VocabularyHandle, ids: Any, given: Tensor) -> np.ndarray:
+    """Return `given` ids of a lookup, (n,), for the map on the host: it waits for those on a device.
+
+    Those of a ticket, which `ids` may be, have been on their way since it was made.
+    """
+    ticket = ids if isinstance(ids, VocabularyTicket) else None
+    if ticket is None and given.is_cuda and handle.reads_ahead:
+        ticket = next((t for t in open_tickets(handle) if isinstance(t, VocabularyTicket) and t.is_at(given)), None)
+    if ticket is None or ticket.noted is None:
+        return given.reshape(-1).cpu().numpy()
+    if ticket is not ids:
+        # Somebody may have written to their memory whom torch does not see. The host cannot look without waiting.
+        handle.table.check(torch.where(given == ticket.source, 0, CHANGED_ID).reshape(-1))
+    return ticket.noted.ids
+
+
+def _find_without_wait(handle: VocabularyHandle, given: Tensor, admit: bool, on_device: bool) -> FoundRows | None:
+    """Return the rows of ids that are found on their device, or admitted later; None for others."""
+    vocabulary, flat = handle.vocabulary, given.reshape(-1)
+    on_device = on_device and given.is_cuda and handle.table.takes_padding
+    rows, noted = None, None
+    if admit and vocabulary.deferred:
+        rows, noted = vocabulary.find_deferred(flat, on_device)
+        if rows is None:
+            return _found(handle, given, noted.ids, vocabulary.noted_rows(noted))
+    elif on_device and not admit:
+        rows = vocabulary.find_on_device(flat)
+    if rows is None:
+        return None
+    fill = UnseenOnDevice(handle, flat, rows) if vocabulary.unseen == "initial" else None
+    rows = rows.view(given.shape)
+    # By these a ticket knows them.
+    rows._ids_of = given  # type: ignore[attr-defined]
+    return FoundRows(rows, fill=fill, noted=noted)
+
+
+def _found(handle: VocabularyHandle, given: Tensor, ids: np.ndarray, found: np.ndarray) -> FoundRows:
+    """Return the rows of `given` ids, on the host (n,), that the host has found, (n,) with -1 where there is none."""
+    device, vocabulary = handle.table.device, handle.vocabulary
+    noted = NotedIds(None, found) if device.type == "cuda" else None
+    unseen = np.flatnonzero(found < 0)
+    rows = torch.from_numpy(np.where(found < 0, handle.unseen_row, found) if len(unseen) else found)
+    # An engine that moves rows on the host takes them there.
+    rows = rows if handle.table.moves_on_host else to_device(rows, given.device)
+    rows = rows.view(given.shape)
+    rows._ids_of = given  # type: ignore[attr-defined]
+    rows._asked = handle.asked  # type: ignore[attr-defined]
+    if not len(unseen) or vocabulary.unseen != "initial":
+        return FoundRows(rows, len(unseen), noted=noted)
+    values = to_device(vocabulary.initial_values(ids[unseen], handle.table.dim, handle.rows.dtype), device)
+    return FoundRows(rows, len(unseen), UnseenValues(to_device(torch.from_numpy(unseen), device), values), noted)
+
+
+def _runs_again() -> bool:
+    """Tell whether ``torch.utils.checkpoint`` repeats a forward in backward: the first has admitted and counted its ids.
+
+    With ``use_reentrant=True`` the first had no gradients, and admitted none.
+    """
+    frame: FrameType | None = sys._getframe() if torch._C._current_graph_task_id() >= 0 else None
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in ("unpack_hook", "backward") and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return name == "unpack_hook"
+        frame = frame.f_back
+    return False
+
+
+def _check_known(handle: VocabularyHandle, ids: np.ndarray) -> None:
+    """Raise if ids (n,) may be admitted in a backward: a forward that is repeated there has read other values for them."""
+    if handle.any_unknown(ids):
+        raise InvalidTypeError(
+            f"{handle}: new ids are looked up in a backward (torch.utils.checkpoint with use_reentrant=True), after a forward "
+            f"without gradients where they were unseen={handle.vocabulary.unseen!r}; pass use_reentrant=False, or "
+            "Vocabulary(unseen='initial')"
+        )
+
+
+class VocabularyTicket(Ticket):
+    """A ticket for ids, of which the rows known by now are read ahead; the lookup finds or admits the others, and reads these.
+
+    Attributes
+    ----------
+    source : Tensor
+        The ids, in their shape.
+    noted : NotedIds, optional
+        The same for the host, of ids on a device.
+    """
+
+    def __init__(self, handle: VocabularyHandle, ids: Any, padding_idx: int | None, training: bool) -> None:
+        self._ids_given = ids
+        self.source = as_ids(ids).clone()
+        flat, vocabulary, on_device = self.source.reshape(-1), handle.vocabulary, self.source.is_cuda
+        self._place_of_ids, self._generation = place_of(ids), vocabulary.generation
+        self.noted = NotedIds(flat) if on_device else None
+        if not (on_device and handle.table.takes_padding):
+            rows = vocabulary.rows(self.source)
+            super().__init__(handle, rows.masked_fill_(rows < 0, UNSEEN_ROW), padding_idx, training)
+            return
+        found = vocabulary.find_on_device(flat, counted=False)
+        if found is not None:
+            super().__init__(handle, found.view(self.source.shape), padding_idx, training)
+            return
+        # The host is to map them, once they are there: rows are not read ahead.
+        self.shape = tuple(self.source.shape)
+        self._note(handle, flat, ids, padding_idx)
+        begin_to_wait(self)
+
+    def is_at(self, ids: Tensor) -> bool:
+        """Tell whether `ids` on a device have the memory of those that it was made for, which nobody has written to since."""
+        place = place_of(ids)
+        return place is not None and place in (self._place_of_ids, place_of(self.source))
+
+    def is_for(self, ids: Tensor) -> bool:
+        """Tell whether `ids`, rows that were found for a lookup, are those of the ids that it was made for."""
+        wanted = getattr(ids, "_ids_of", None)
+        if wanted is None or wanted.device != self.source.device:
+            return False
+        return self.is_at(wanted) if wanted.is_cuda else torch.equal(wanted, self.source)
+
+    def wait(self, padded: bool, ids: Any, padding_idx: int | None) -> Ahead | None:
+        """Return what was read, as `Ticket.wait`, for the rows `ids` that the ids have by now."""
+        known, ahead = self.ids, super().wait(padded, self, padding_idx)
+        wanted, table = ids.reshape(-1), self._rows.table
+        if ahead is not None and is_padded(ahead.groups.ids):
+            if self._generation != self._handle.vocabulary.generation:  # type: ignore[attr-defined]
+                return ahead.moved(self._rows, padded_unique(wanted, table.num_rows, spare=True))
+            # As in `Ticket.wait`.
+            table.check(torch.where(known == wanted, known, CHANGED_ID))
+            return ahead
+        if ahead is None or torch.equal(known, wanted):
+            return ahead
+        # As `activate` finds them.
+        groups = unique_rows(wanted.cpu(), table.num_rows, ids, padding_idx, grouped=table.device.type == "cuda")
+        return ahead.moved(self._rows, groups.to(table.device))
+
+    def is_changed(self) -> bool:
+        """Tell whether the ids that it was made for have other values by now, as far as the host can see."""
+        if self.source.is_cuda:
+            return self._place_of_ids is not None and self._place_of_ids != place_of(self._ids_given)
+        return not torch.equal(self.source, as_ids(self._ids_given))
+
+
+def refuse_without_rows(handle: Any) -> None:
+    """Raise for a lookup in a weight that was swapped in, or within a transform, where ids are no rows."""
+    if isinstance(handle, VocabularyHandle):
+        raise InvalidTypeError(
+            f"{handle} has a vocabulary, and its ids are not the rows of a weight that is swapped in (functional_call, a "
+            "parametrization, torch.func); call the module as it is, outside of transforms"
+        )

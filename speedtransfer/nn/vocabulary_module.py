@@ -1,0 +1,100 @@
+"""The part of modules that look ids up in a vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.nn.active import ActiveRows
+from speedtransfer.nn.module_state import ModuleState
+from speedtransfer.nn.vocabulary_lookup import FoundRows, UnseenValues, find_rows
+from speedtransfer.optim import Handle, VocabularyHandle
+from speedtransfer.vocabulary import Vocabulary, as_ids
+
+Read = TypeVar("Read")
+
+
+class VocabularyModule(ModuleState):
+    """The part of :class:`TableModule` for ids of a vocabulary."""
+
+    padding_idx: int | None
+    max_norm: float | None
+    norm_type: float
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the weight; with a vocabulary as many as it has by now, with those of no id."""
+        handle = self.__dict__.get("_handle")
+        number: int = self.__dict__["num_embeddings"]
+        return handle.num_rows if isinstance(handle, VocabularyHandle) else number
+
+    @num_embeddings.setter
+    def num_embeddings(self, number: int) -> None:
+        self.__dict__["num_embeddings"] = number
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """What gives ids their rows; None: an id is the number of its row."""
+        handle = self.__dict__.get("_handle")
+        return handle.vocabulary if isinstance(handle, VocabularyHandle) else None
+
+    def _read_by_id(self, ids: Any, training: bool, read: Callable[[FoundRows], Read]) -> Read:
+        """Return `read` of the rows of ids, of which the vocabulary admits new ones if this module is in train mode.
+
+        No other thread gives these rows to other ids while they are read.
+        """
+        handle = self._handle
+        assert isinstance(handle, VocabularyHandle)
+        vocabulary = handle.vocabulary
+        if training or self.max_norm is not None or handle.processes > 1:
+            # Until autograd has them. Of several processes all must read as often.
+            with handle.rows.lock:
+                return read(self._found_rows(ids, training))
+        while True:
+            # Without the lock, for threads that evaluate: what they read they may have to read again.
+            generation = vocabulary.generation
+            found = self._found_rows(ids, training)
+            result = read(found)
+            if generation == vocabulary.generation:
+                return result
+            if not vocabulary.have_changed(found.rows.reshape(-1).cpu().numpy(), generation):
+                return result
+
+    def _found_rows(self, ids: Any, training: bool) -> FoundRows:
+        handle, on_device = self._handle, self.max_norm is None
+        found = find_rows(handle, ids, training and self.training, on_device)  # type: ignore[arg-type]
+        if self.max_norm is not None and isinstance(found.fill, UnseenValues):
+            # As the rows of known ids when they are read.
+            values = found.fill.values
+            torch.embedding_renorm_(
+                values, torch.arange(len(values), device=values.device), self.max_norm, self.norm_type
+            )
+        return found
+
+    def _note_missed(self, active: ActiveRows, found: FoundRows) -> None:
+        """Note which rows those of a lookup are, and how many ids could not be admitted, for a warning if rows are trained."""
+        if isinstance(self._handle, VocabularyHandle):
+            self._handle.know(active.ids, found.noted)
+        if found.num_unseen and not (self.training and torch.is_grad_enabled()):
+            active.ids._num_missed = found.num_unseen  # type: ignore[attr-defined]
+
+    def _check_same_ids(self, other: Handle | None) -> None:
+        """Raise if, with the weight of another table, ids would no longer be those of a vocabulary, or padding no padding."""
+        own, theirs = isinstance(self._handle, VocabularyHandle), isinstance(other, VocabularyHandle)
+        if other is None or other is self._handle or not (own or theirs):
+            return
+        if own and not theirs:
+            raise InvalidTypeError(
+                f"{self._handle} has a vocabulary and is given the weight of another table, whose ids are the numbers of its "
+                "rows; make both with a vocabulary, or use the other module"
+            )
+        padding = None if self.padding_idx is None else int(as_ids([self.padding_idx]))
+        if padding != other.vocabulary.padding_idx:  # type: ignore[attr-defined]
+            raise InvalidValueError(
+                f"padding_idx is {self.padding_idx} but {other} was made with "
+                f"padding_idx={other.vocabulary.padding_idx}, "  # type: ignore[attr-defined]
+                "which is an id that has a row of its own; make both modules with the same"
+            )

@@ -1,0 +1,52 @@
+"""Number the rows of a table in turn among the processes that own them: those that there are keep theirs if others come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from speedtransfer.ranks.partition import Partition
+
+# Places from the first of a process to that of the next: more than the rows that any has.
+_STRIDE = 1 << 40
+
+
+class Interleaved(Partition):
+    """Row i of process r is row ``i * ranks + r`` of the whole table, which has for each as many as the one with most.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        The rows of each process.
+
+    Attributes
+    ----------
+    sizes : list of int
+        May be changed by `grow` alone.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__(0, len(sizes))
+        self.per_rank = _STRIDE
+        self.grow(sizes)
+
+    def grow(self, sizes: Sequence[int]) -> None:
+        """Let the processes have so many rows each."""
+        self.sizes, self.num_rows = list(sizes), max(sizes) * self.ranks
+
+    def start(self, rank: int) -> int:
+        """Return the first place that `rank` owns."""
+        return rank * _STRIDE
+
+    def size(self, rank: int) -> int:
+        """Return the number of rows that `rank` owns."""
+        return self.sizes[rank]
+
+    def places(self, ids: Tensor) -> Tensor:
+        """Return the places of the rows `ids`, (n,) int64."""
+        return ids % self.ranks * _STRIDE + ids // self.ranks
+
+    def ids(self, places: Tensor) -> Tensor:
+        """Return the rows at `places`, (n,) int64."""
+        return places % _STRIDE * self.ranks + places // _STRIDE

@@ -1,0 +1,724 @@
+"""Modules with a vocabulary in the ways that people use nn.Embedding and nn.EmbeddingBag: right, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import math
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from lazy_oracle import one_thread  # noqa: F401 - a fixture
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import speedtransfer as st
+from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
+from speedtransfer.rows import Rows
+from speedtransfer.tables import unique_rows
+
+DIM = 3
+
+
+def made(
+    capacity: int = 4, kind: type = st.Embedding, module: dict[str, Any] | None = None, **about: Any
+) -> tuple[Any, Any]:
+    """Return a module and its vocabulary."""
+    vocabulary = st.Vocabulary(**about)
+    return kind(capacity, DIM, vocabulary=vocabulary, **(module or {})), vocabulary
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def ids(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def trained(module: Any, optimizer: torch.optim.Optimizer, *values: int) -> None:
+    """Train ids in a step of their own."""
+    optimizer.zero_grad()
+    module(ids(*values)).sum().backward()
+    optimizer.step()
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+WRONG = [
+    ({"capacity": 0}, "at least 1"),
+    ({"capacity": 1.5}, "must be an integer"),
+    ({"max_capacity": 0}, "at least 1"),
+    ({"capacity": 5, "max_capacity": 4}, "but capacity is 5"),
+    ({"max_capacity": "48"}, "such as '48 GB'"),
+    ({"max_capacity": "0 GB"}, "no byte"),
+    ({"max_capacity": 1e6}, "or math.inf"),
+    ({"max_capacity": math.nan}, "or math.inf"),
+    ({"max_capacity": [1]}, "or math.inf"),
+    ({"max_capacity": True}, "or math.inf"),
+    ({"admit": "alwys"}, "did you mean 'always'"),
+    ({"admit": 0}, "number of sightings"),
+    ({"admit": 2**32}, "number of sightings"),
+    ({"admit": 1.5}, "a probability"),
+    ({"admit": math.nan}, "a probability"),
+    ({"admit": True}, "must be 'always'"),
+    ({"admit": None}, "must be 'always'"),
+    ({"evict": "LRU"}, "did you mean 'lru'"),
+    ({"evict": 0}, "is positive"),
+    ({"evict": datetime.timedelta(0)}, "is positive"),
+    ({"evict": 1.5}, "a timedelta or a callable"),
+    ({"evict": True}, "a timedelta or a callable"),
+    ({"unseen": "zero"}, "did you mean 'zeros'"),
+    ({"initial": "normal"}, "a number or a tuple"),
+    ({"initial": ("normal", 0)}, '"normal", mean, std'),
+    ({"initial": ("normal", 0, -1)}, "negative"),
+    ({"initial": math.inf}, "finite"),
+    ({"seed": 1.5}, "must be an int"),
+    ({"half_life": 0}, "positive number of steps"),
+    ({"half_life": "a"}, "positive number of steps"),
+    ({"on_evict": 3}, "pass a function"),
+    ({"deferred": 1}, "True or False"),
+]
+
+
+@pytest.mark.parametrize(("about", "text"), WRONG, ids=str)
+def test_wrong_arguments_are_named(about: dict[str, Any], text: str) -> None:
+    with pytest.raises((InvalidTypeError, InvalidValueError), match=text) as error:
+        st.Vocabulary(**about)
+    assert next(reversed(about)) in str(error.value)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = {"capacity": np.int64(4), "max_capacity": np.int32(9), "seed": np.int64(3), "half_life": np.float32(3)}
+    assert repr(st.Vocabulary(**given, admit=np.int16(2), evict=np.int8(5))) == repr(
+        st.Vocabulary(4, 9, 2, 5, seed=3, half_life=3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"vocabulary": "x"}, "must be a speedtransfer.Vocabulary"),
+        ({"vocabulary": st.Vocabulary}, "must be a speedtransfer.Vocabulary"),
+        ({"vocabulary": st.Vocabulary(), "device": "meta"}, "meta device"),
+        ({"vocabulary": st.Vocabulary(), "padding_idx": 1.5}, "integers of 64 bits"),
+        ({"vocabulary": st.Vocabulary(), "padding_idx": 2**65}, "ids have 64 bits"),
+        ({"vocabulary": st.Vocabulary(initial=1e6), "dtype": torch.float16}, "ends at 65504"),
+        ({"vocabulary": st.Vocabulary(max_capacity=3)}, "but there are 4 rows"),
+        ({"vocabulary": st.Vocabulary(), "cache_rows": 2, "cache_counts": torch.ones(4)}, "leave cache_counts"),
+    ],
+    ids=str,
+)
+def test_modules_that_cannot_have_a_vocabulary(options: dict[str, Any], text: str) -> None:
+    with pytest.raises((InvalidTypeError, InvalidValueError), match=text):
+        st.Embedding(4, DIM, **options)
+
+
+def test_a_vocabulary_of_another_module() -> None:
+    module, vocabulary = made()
+    with pytest.raises(InvalidValueError, match="of another module"):
+        st.Embedding(4, DIM, vocabulary=vocabulary)
+    assert st.Embedding(4, DIM, vocabulary=vocabulary.copy()).vocabulary is not module.vocabulary
+
+
+# --- ids --------------------------------------------------------------------------------------------------------------
+
+FORMS: list[tuple[Any, list[int]]] = [
+    ([1, 2], [1, 2]),
+    ((1, 2), [1, 2]),
+    (range(3), [0, 1, 2]),
+    (7, [7]),
+    ([], []),
+    ([2**63, -1], [-(2**63), -1]),
+    (torch.tensor(3), [3]),
+    (torch.tensor([255], dtype=torch.uint8), [255]),
+    (np.array([2**64 - 1], dtype=np.uint64), [-1]),
+    (torch.tensor([2**63 - 1], dtype=torch.uint64), [2**63 - 1]),
+    (np.array([4, 3, 2, 1])[::-2], [1, 3]),
+    *((np.array([1, 5], dtype=kind), [1, 5]) for kind in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", ">i4")),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), FORMS, ids=repr)
+def test_ids_of_every_form(given: Any, expected: list[int]) -> None:
+    module, vocabulary = made()
+    out = module(given)
+    assert out.shape == (*torch.Size(np.shape(given)), DIM)
+    assert vocabulary.ids().tolist() == expected
+    assert torch.equal(out.view(-1, DIM), module(expected))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[True], [1.0], torch.tensor([1.0]), torch.tensor([True]), torch.zeros(0), ["a"], None, [2**64], [[1], [2, 3]]],
+    ids=repr,
+)
+def test_what_is_no_id(given: Any) -> None:
+    module, vocabulary = made()
+    with pytest.raises((InvalidTypeError, InvalidValueError), match="ids"):
+        module(given)
+    assert not vocabulary.ids().tolist()
+
+
+def test_rows_in_the_place_of_ids() -> None:
+    module, _ = made()
+    with pytest.raises(InvalidTypeError, match="UniqueRows, which are numbers of rows"):
+        module.activate(unique_rows(ids(1, 2), 4, ids(1, 2)))
+    with pytest.raises(InvalidTypeError, match="Ticket, which are numbers of rows"):
+        module(st.Embedding(4, DIM).prefetch(ids(1)))
+
+
+def test_padding_of_unsigned_ids() -> None:
+    module, vocabulary = made(module={"padding_idx": 2**63})
+    assert not module(ids(-(2**63), 1))[0].any()
+    assert vocabulary.padding_idx == -(2**63)
+    assert set(vocabulary.state_dict()["numbers"].tolist()) >= {-(2**63)}
+
+
+# --- gradients that come late -----------------------------------------------------------------------------------------
+
+
+def test_rows_wait_for_their_gradient() -> None:
+    """Two forwards, one backward, a step, the second backward: its rows are still those of its ids."""
+    module, vocabulary = made(2, evict="lru")
+    optimizer = sgd(module)
+    first, second = module(ids(1)), module(ids(2))
+    second.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(HostMemoryError, match="1 too few"):
+        module(ids(3, 4))
+    module(ids(3))
+    assert set(vocabulary.ids().tolist()) == {1, 3}
+    before = first.detach().clone()
+    first.sum().backward()
+    optimizer.step()
+    assert torch.equal(module(ids(1)), before - 0.1)
+
+
+def test_rows_wait_for_hooks_of_the_weight() -> None:
+    """A gradient that has arrived, and is kept for the hooks at the end of its backward, is that of rows in use."""
+    module, vocabulary = made(2, evict="lru")
+    module.weight.register_hook(lambda grad: None)
+    here, seen = torch.zeros(1, requires_grad=True), []
+
+    def look_up(grad: Tensor) -> None:
+        with torch.enable_grad(), pytest.raises(HostMemoryError):
+            module(ids(3, 4))
+        seen.append(vocabulary.ids().tolist())
+
+    here.register_hook(look_up)
+    # Backward goes through what came last first.
+    earlier = here.exp().sum()
+    (module(ids(1, 2)).sum() + earlier).backward()
+    assert seen == [[1, 2]]
+    assert module.weight.grad.to_dense()[1:].tolist() == [[1] * DIM] * 2
+
+
+def test_a_second_backward_after_rows_changed() -> None:
+    module, _ = made(2, evict="lru")
+    optimizer = sgd(module)
+    loss = module(ids(1)).square().sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    module(ids(3, 4))
+    with pytest.raises(InvalidValueError, match="ids that were taken off since their lookup"):
+        loss.backward()
+
+
+def test_a_gradient_by_hand_after_rows_changed() -> None:
+    module, _ = made(2, evict="lru")
+    optimizer = sgd(module)
+    trained(module, optimizer, 1, 2)
+    optimizer.zero_grad()
+    with torch.no_grad():
+        active = module.activate(ids(1))
+    module(ids(3, 4))
+    with pytest.raises(InvalidValueError, match="activate"):
+        active.add_grad(torch.ones(1, DIM))
+
+
+def test_gradients_of_all_rows_go_to_the_ids_of_then() -> None:
+    module, vocabulary = made(3, max_capacity=50, evict="lru")
+    optimizer = sgd(module)
+    module(ids(1, 2))
+    loss = module.weight.sum()
+    # Another use, of other values, keeps the rows after the first has got its gradient.
+    vocabulary.update([1], torch.ones(1, DIM))
+    later = (2 * module.weight).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    module(torch.arange(10, 30))
+    assert {1, 2} <= set(vocabulary.ids().tolist())
+    later.backward()
+    grad, rows = module.weight.grad.to_dense(), vocabulary.rows([1, 2])
+    assert grad[rows[0]].tolist() == [2] * DIM
+    # Rows that were free then, and the row of unseen ids, get none.
+    others = [row for row in range(len(grad)) if row not in rows.tolist()]
+    assert not grad[others].any()
+
+
+def test_torch_autograd_grad_of_a_weight_that_has_grown() -> None:
+    module, _ = made(2, max_capacity=50, unseen="zeros", admit=2)
+    module(ids(1, 1))
+    loss = module.weight.square().sum() + module(ids(1, 2)).sum()
+    module(torch.arange(30).repeat(2))
+    (grad,) = torch.autograd.grad(loss, module.weight)
+    assert grad.shape == module.weight.shape
+    assert not grad[0].any()
+    assert torch.allclose(grad[1], 2 * module(ids(1)).detach()[0] + 1)
+
+
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+@pytest.mark.parametrize("way", ["assigned", "hook", "in place"])
+def test_gradients_given_for_all_rows(way: str, idle: str) -> None:
+    """They train the rows of ids, and not what unseen ids read; before the table grows, or after."""
+    module, _ = made(2, module={"idle": idle}, max_capacity=40, unseen="zeros")
+    optimizer = sgd(module)
+    if way == "hook":
+        module.weight.register_hook(lambda grad: grad.to_dense() + 1)
+    out = module(ids(1, 2))
+    before = out.detach().clone()
+    if way == "assigned":
+        module.weight.grad = torch.ones_like(module.weight)
+    else:
+        (0 * out).sum().backward()
+    if way == "in place":
+        module.weight.grad.add_(1)
+    new = module(ids(3, 4, 5)).detach().clone()
+    optimizer.step()
+    assert torch.allclose(module(ids(1, 2)), before - 0.1)
+    assert torch.equal(module(ids(3, 4, 5)), new)
+    assert not module.eval()(ids(99)).any()
+
+
+def test_zeroed_gradients_hold_no_rows() -> None:
+    module, vocabulary = made(2, module={"idle": "lazy"}, evict="lru")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        out = module(ids(2 * step, 2 * step + 1))
+        if step == 2:
+            # A step with a zero gradient moves no row of an id that came since.
+            before = out.detach().clone()
+            optimizer.step()
+            assert torch.equal(module(ids(4, 5)), before)
+            break
+        out.sum().backward()
+        optimizer.step()
+    assert set(vocabulary.ids().tolist()) == {4, 5}
+
+
+# --- training that admits nothing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["evaluation", "by hand"])
+def test_steps_of_ids_that_nothing_admits_warn_once(way: str) -> None:
+    module, vocabulary = made(module={"idle": "lazy"})
+    optimizer = sgd(module)
+
+    def step(*values: int) -> None:
+        optimizer.zero_grad()
+        if way == "evaluation":
+            module.eval()(ids(*values)).sum().backward()
+        else:
+            with torch.no_grad():
+                active = module.activate(ids(*values))
+                active.add_grad(torch.ones_like(active.rows))
+        optimizer.step()
+
+    with pytest.warns(UserWarning, match="1 ids without rows"):
+        step(1)
+    # Once; and of known ids never. Warnings are errors here.
+    step(1)
+    assert not len(vocabulary)
+
+
+def test_gradients_in_evaluation_that_no_step_takes_are_no_matter() -> None:
+    module, _ = made()
+    optimizer = sgd(module)
+    module.eval()(ids(1)).sum().backward()
+    module.train()
+    trained(module, optimizer, 1)
+
+
+# --- forwards within steps and backwards ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("about", [{"max_capacity": 100}, {"evict": "lru"}], ids=str)
+def test_closures(about: dict[str, Any]) -> None:
+    """Lookups within a step admit, grow and evict."""
+    module, vocabulary = made(3, **about)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    expected, others = made(3, **about, seed=vocabulary.seed)
+    plain = torch.optim.AdamW(expected.parameters(), lr=0.1)
+    for step in range(4):
+        batch = ids(3 * step, 3 * step + 1, 3 * step + 2)
+
+        def closure(batch: Tensor = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss = module(batch).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        plain.zero_grad()
+        expected(batch).square().sum().backward()
+        plain.step()
+    assert all(torch.equal(*pair) for pair in zip(vocabulary.export(), others.export(), strict=True))
+    assert vocabulary.clock == 4
+
+
+@pytest.mark.parametrize("unseen", ["initial", "zeros", "row"])
+@pytest.mark.parametrize("admit", ["always", 2, 0.5])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_forwards_that_are_computed_again(reentrant: bool, admit: Any, unseen: str) -> None:
+    """Checkpointed, each id is counted and drawn once, and reads the same values both times."""
+    results = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        module, vocabulary = made(8, unseen=unseen, admit=admit, seed=1)
+        linear, here = nn.Linear(DIM, DIM), torch.zeros(1, requires_grad=True)
+
+        def forward(batch: Tensor, here: Tensor, module: Any = module, linear: Any = linear) -> Tensor:
+            return torch.tanh(linear(module(batch) + here))
+
+        out = checkpoint(forward, ids(5, 6), here, use_reentrant=reentrant) if again else forward(ids(5, 6), here)
+        if again and reentrant and unseen != "initial":
+            with pytest.raises(InvalidTypeError, match="pass use_reentrant=False"):
+                out.sum().backward()
+            return
+        out.sum().backward()
+        after = vocabulary.ids().tolist()
+        # The second sighting of these, and of no other.
+        module(ids(5, 7))
+        results.append((out, linear.weight.grad, module.weight.grad.to_dense()[:3], after, vocabulary.ids().tolist()))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_modules_admit(fullgraph: bool) -> None:
+    module, vocabulary = made()
+    compiled = torch.compile(module, backend="eager", fullgraph=fullgraph)
+    assert torch.equal(compiled(ids(5, 6)), module(ids(5, 6)))
+    assert vocabulary.ids().tolist() == [5, 6]
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_threads_that_evaluate_read_no_row_of_another_id() -> None:
+    """A row changes hands between the look-up of an id and the read."""
+    module, vocabulary = made(2, initial=0.0, evict="lru")
+    vocabulary.update([1], torch.ones(1, DIM))
+    found, calls = Rows.lookup, []
+
+    def late(rows: Rows, index: Any) -> Tensor:
+        calls.append(index)
+        if len(calls) == 1:
+            vocabulary.forget([1])
+            vocabulary.update([2], torch.full((1, DIM), 2.0))
+        return found(rows, index)
+
+    with mock.patch.object(Rows, "lookup", late), torch.no_grad():
+        assert not module(ids(1)).any()
+    assert len(calls) == 2
+
+
+def test_a_lookup_in_training_waits_for_none() -> None:
+    """Between the look-up of ids and the leaf of autograd no other thread takes their rows."""
+    module, vocabulary = made(2, evict="lru")
+    trained(module, sgd(module), 1, 2)
+    module.weight.grad = None
+    read, others = Rows.read, []
+
+    def late(rows: Rows, *args: Any) -> Any:
+        if not others:
+            others.append(threading.Thread(target=lambda: vocabulary.forget([1])))
+            others[0].start()
+            others[0].join(0.05)
+            assert others[0].is_alive()
+        return read(rows, *args)
+
+    with mock.patch.object(Rows, "read", late):
+        out = module(ids(2))
+    others[0].join()
+    assert vocabulary.ids().tolist() == [2]
+    assert out.requires_grad
+
+
+# --- functions of the user, and what fails ----------------------------------------------------------------------------
+
+
+def refuse(*args: Any) -> Any:
+    raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("about", [{"evict": "lru", "on_evict": refuse}, {"evict": refuse}], ids=["on_evict", "evict"])
+def test_functions_that_raise_change_nothing(about: dict[str, Any]) -> None:
+    module, vocabulary = made(3, **about)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    trained(module, optimizer, 1, 2)
+    trained(module, optimizer, 1)
+    before = vocabulary.export(), vocabulary.stats()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="no"):
+        module(ids(3, 4))
+    assert vocabulary.stats() == before[1]
+    assert all(torch.equal(*pair) for pair in zip(vocabulary.export(), before[0], strict=True))
+    # And it goes on.
+    trained(module, optimizer, 1, 2)
+
+
+def test_a_function_that_raises_after_a_step_leaves_the_step_made() -> None:
+    """Also that of other tables of the same optimizer."""
+    vocabulary = st.Vocabulary(capacity=20, evict=1, on_evict=refuse)
+    first, second = st.Embedding(4, DIM, vocabulary=vocabulary), st.Embedding(4, DIM)
+    optimizer = sgd(nn.ModuleList([first, second]))
+    before = second.weight.detach().clone()
+    for step in range(4):
+        optimizer.zero_grad()
+        (first(ids(step)) + second(ids(0))).sum().backward()
+        if step:
+            with pytest.raises(RuntimeError, match="no"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert torch.allclose(second.weight.detach()[0], before[0] - 0.4)
+    assert vocabulary.clock == 4
+    assert len(vocabulary) == 4
+
+
+@pytest.mark.parametrize(
+    "call", [lambda v, m: v.forget([0]), lambda v, m: m(ids(9)), lambda v, m: v.update([9], torch.zeros(1, DIM))]
+)
+def test_functions_that_change_the_vocabulary_are_refused(call: Callable[[Any, Any], object]) -> None:
+    module, vocabulary = made(2, evict="lru", on_evict=lambda *_: call(vocabulary, module))
+    optimizer = sgd(module)
+    trained(module, optimizer, 0, 1)
+    optimizer.zero_grad()
+    with pytest.raises(InvalidValueError, match="within on_evict or evict"):
+        module(ids(7))
+    assert vocabulary.ids().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [lambda *_: None, lambda *_: [1], lambda i, *_: np.ones(len(i), complex), lambda i, *_: np.array(["x"] * len(i))],
+)
+def test_rules_that_return_no_scores(rule: Any) -> None:
+    module, vocabulary = made(2, evict=rule)
+    optimizer = sgd(module)
+    module(ids(1, 2)).sum().backward()
+    optimizer.zero_grad()
+    with pytest.raises(InvalidValueError, match="return a bool or a number for each"):
+        module(ids(3))
+    assert vocabulary.ids().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("evict", [None, "lru"])
+def test_a_table_that_cannot_grow(evict: Any) -> None:
+    module, vocabulary = made(2, max_capacity=100, evict=evict)
+    trained(module, sgd(module), 1, 2)
+    module.weight.grad = None
+    before = vocabulary.export()
+    with mock.patch.object(Rows, "grow", side_effect=HostMemoryError("no room")):
+        if evict is None:
+            with pytest.raises(HostMemoryError, match="no room"):
+                module(ids(3))
+            assert all(torch.equal(*pair) for pair in zip(vocabulary.export(), before, strict=True))
+        else:
+            with pytest.warns(UserWarning, match="cannot grow"):
+                module(ids(3))
+            assert len(vocabulary) == 2
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w.data.mul_(2),
+        lambda w: w.data.__setitem__(1, 5.0),
+        lambda w: w.data.clamp_(-1, 1),
+        lambda w: nn.init.orthogonal_(w),
+        lambda w: w.data.copy_(torch.zeros_like(w)),
+    ],
+)
+def test_writes_to_the_weight_are_refused(write: Callable[[Any], object]) -> None:
+    module, vocabulary = made()
+    module(ids(5, 6))
+    before = vocabulary.export()[1]
+    with pytest.raises(InvalidTypeError, match="cannot be written as a whole"):
+        write(module.weight)
+    assert torch.equal(vocabulary.export()[1], before)
+
+
+@pytest.mark.parametrize(
+    ("fill", "initial"),
+    [
+        (lambda w: nn.init.normal_(w, 1, 2), ("normal", 1.0, 2.0)),
+        (lambda w: nn.init.uniform_(w, -1, 2), ("uniform", -1.0, 2.0)),
+        (lambda w: nn.init.constant_(w, 3), 3.0),
+        (nn.init.zeros_, 0.0),
+        (nn.init.ones_, 1.0),
+        (lambda w: w.data.normal_(0, 0.02), ("normal", 0.0, 0.02)),
+        (lambda w: w.data.uniform_(-0.5, 0.5), ("uniform", -0.5, 0.5)),
+        (lambda w: nn.init.xavier_uniform_(w), ("uniform", -(0.75**0.5), 0.75**0.5)),
+        (lambda w: nn.init.trunc_normal_(w, std=0.02), ("normal", 0.0, 0.02)),
+    ],
+)
+def test_functions_that_fill_the_weight_say_what_rows_begin_with(fill: Callable[[Any], object], initial: Any) -> None:
+    module, vocabulary = made()
+    module(ids(5, 6))
+    fill(module.weight)
+    assert vocabulary.initial == (
+        pytest.approx(initial) if not isinstance(initial, tuple) else (initial[0], *map(pytest.approx, initial[1:]))
+    )
+    known, rows = vocabulary.export()
+    assert torch.equal(rows, vocabulary.initial_values(known.numpy(), DIM, torch.float32))
+
+
+def test_values_that_are_cut_off() -> None:
+    module, vocabulary = made()
+    with pytest.raises(InvalidTypeError, match="trunc_normal_ would cut them off at -2"):
+        nn.init.trunc_normal_(module.weight)
+    assert vocabulary.initial == ("normal", 0.0, 1.0)
+
+
+def test_conversions_keep_ids_and_check_what_rows_begin_with() -> None:
+    module, vocabulary = made(initial=1e6, max_capacity=40)
+    module(ids(5, 6))
+    with pytest.raises(InvalidValueError, match="ends at 65504"):
+        module.half()
+    assert module(ids(5)).dtype == torch.float32
+    module.double()(torch.arange(20))
+    assert (len(vocabulary), module.num_embeddings) == (20, module.weight.shape[0])
+
+
+def test_max_norm_holds_for_unseen_ids_too() -> None:
+    module, _ = made(module={"max_norm": 0.5})
+    with torch.no_grad():
+        unseen = module(ids(7))
+    assert unseen.norm() <= 0.5
+    assert torch.allclose(module(ids(7)), unseen)
+
+
+@pytest.mark.parametrize("unseen", ["initial", "zeros"])
+def test_sparse_bags_of_half_precision(unseen: str) -> None:
+    module, _ = made(9, st.EmbeddingBag, {"sparse": True, "dtype": torch.float16}, admit=2, unseen=unseen)
+    module(torch.tensor([[1, 2], [2, 3]])).sum().backward()
+    assert module.weight.grad.to_dense()[1].tolist() == [1] * DIM
+    assert module.weight.grad.to_dense().count_nonzero() == DIM
+
+
+# --- modules that share a weight --------------------------------------------------------------------------------------
+
+
+def test_two_modules_of_one_weight() -> None:
+    (first, vocabulary), (second, _) = made(module={"padding_idx": 9}), made(module={"padding_idx": 9})
+    second.weight = first.weight
+    second(ids(10, 9))
+    assert second.vocabulary is vocabulary
+    assert vocabulary.ids().tolist() == [10]
+    assert torch.equal(first(ids(10)), second(ids(10)))
+
+
+def test_weights_that_mean_other_ids() -> None:
+    module, _ = made()
+    plain, padded = st.Embedding(4, DIM), st.Embedding(4, DIM, padding_idx=1)
+    with pytest.raises(InvalidTypeError, match="the weight of another table, whose ids are the numbers of its rows"):
+        module.weight = plain.weight
+    with pytest.raises(InvalidValueError, match="padding_idx is 1 but"):
+        padded.weight = module.weight
+    with pytest.raises(InvalidTypeError, match="replaced by another parameter"):
+        module.weight = nn.Linear(DIM, 4).weight
+    dense = nn.Embedding(4, DIM)
+    dense.weight = module.weight
+    with pytest.raises(InvalidTypeError, match="in the order in which ids came"):
+        dense(ids(1))
+
+
+def test_a_head_that_shares_the_weight() -> None:
+    module, _ = made(4, max_capacity=100)
+    module(ids(100, 200))
+    head = nn.Linear(DIM, 5, bias=False)
+    head.weight = module.weight
+    hidden = torch.randn(2, DIM)
+    out = head(hidden)
+    module(torch.arange(50))
+    out.sum().backward()
+    sgd(module).step()
+    assert out.shape == (2, 5)
+    assert head(hidden).shape == (2, module.num_embeddings)
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """A model that holds its vocabulary by itself too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = st.Vocabulary(max_capacity=99)
+        self.embedding = st.Embedding(4, DIM, vocabulary=self.ids)
+
+
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+def test_copies_of_models_hold_one_vocabulary(way: Callable[[Any], Any]) -> None:
+    model = Model()
+    model.embedding(ids(5, 6))
+    made = way(model)
+    assert made.ids is made.embedding.vocabulary
+    assert made.ids is not model.ids
+    made.embedding(ids(7))
+    assert (model.ids.ids().tolist(), made.ids.ids().tolist()) == ([5, 6], [5, 6, 7])
+
+
+def test_a_copy_of_a_vocabulary_alone_has_no_rows() -> None:
+    _, vocabulary = made(evict="lru")
+    assert repr(copy.deepcopy(vocabulary)) == repr(vocabulary.copy()) != repr(vocabulary)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_state_that_is_loaded_is_not_that_of_ids_that_came_since(kind: type[torch.optim.Optimizer]) -> None:
+    """A copied optimizer takes its state at its first step; by then the table has grown, and rows are those of other ids."""
+    results = []
+    for copies in (0, 1, 2):
+        torch.manual_seed(0)
+        module, vocabulary = made(4, max_capacity=20, evict="lru", seed=1)
+        optimizer = kind(module.parameters(), lr=0.1)
+        trained(module, optimizer, 1, 2, 3, 4)
+        optimizer.zero_grad()
+        if copies:
+            module, optimizer = copy.deepcopy((module, optimizer))
+        module.vocabulary.forget([2])
+        module(ids(7))
+        if copies == 2:
+            module, optimizer = pickle.loads(pickle.dumps((module, optimizer)))
+        vocabulary = module.vocabulary
+        trained(module, optimizer, 7, 8, 9, 10, 1)
+        trained(module, optimizer, 7, 10, 1)
+        results.append(vocabulary.export())
+    assert all(torch.equal(*pair) for found in results[1:] for pair in zip(results[0], found, strict=True))
+
+
+def test_numbers_of_rows_follow_the_table() -> None:
+    module, vocabulary = made(2, max_capacity=99)
+    vocabulary.update(range(30), torch.ones(30, DIM))
+    assert module.num_embeddings == len(module.weight) == 31
+    assert repr(module).startswith("Embedding(31, 3, ")
+    assert "30 of 30 ids" in repr(module)

@@ -1,0 +1,104 @@
+"""Training with a vocabulary, against tables that have a row for each id from the beginning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from exact_pair import COUPLED
+from lazy_oracle import one_thread, squared_loss  # noqa: F401 - a fixture
+from optimizer_cases import BASE, OptimizerCase
+from torch import Tensor
+
+import speedtransfer as st
+from speedtransfer.optim import find_handle
+
+NUM_IDS, DIM = 24, 5
+# Among them negative ones, and the first and the last.
+DRAWN = torch.randint(-(2**63), 2**63 - 1, (NUM_IDS - 2,), generator=torch.Generator().manual_seed(5))
+IDS = torch.cat([DRAWN, torch.tensor([-(2**63), 2**63 - 1])])
+
+
+class Pair:
+    """A module with a vocabulary, and one whose rows, numbered by `order`, are those of all ids from the beginning."""
+
+    def __init__(self, case: OptimizerCase, vocabulary: st.Vocabulary | None = None, **options: Any) -> None:
+        torch.manual_seed(7)
+        self.vocabulary = vocabulary or st.Vocabulary()
+        self.ours = st.Embedding(NUM_IDS, DIM, vocabulary=self.vocabulary, **options)
+        self.plain = st.Embedding(NUM_IDS + 1, DIM, **options)
+        self.order = {id: row for row, id in enumerate(IDS.tolist(), 1)}
+        self.optimizers = [case.make(module.parameters()) for module in (self.ours, self.plain)]
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return torch.tensor([self.order[id] for id in ids.flatten().tolist()]).view(ids.shape)
+
+    def begin(self, ids: Tensor) -> None:
+        """Set the rows of ids in the plain table to what the vocabulary begins with, without state."""
+        weights = self.vocabulary.initial_values(ids.numpy(), DIM, torch.float32)
+        find_handle(self.plain.weight).rows.reset(self.rows(ids), weights)
+
+    def train(self, ids: Tensor, target: Tensor) -> None:
+        outs = self.ours(ids), self.plain(self.rows(ids))
+        assert torch.equal(*outs)
+        for out, optimizer in zip(outs, self.optimizers, strict=True):
+            optimizer.zero_grad()
+            squared_loss(out, target).backward()
+            optimizer.step()
+
+    def check(self) -> None:
+        ids, rows = self.vocabulary.export()
+        assert torch.equal(rows, self.plain.weight.detach()[self.rows(ids)])
+        ours, plain = (optimizer.state_dict()["state"].get(0, {}) for optimizer in self.optimizers)
+        assert ours.keys() == plain.keys()
+        for name, value in ours.items():
+            if isinstance(value, Tensor) and value.dim():
+                assert torch.equal(value[self.vocabulary.rows(ids)], plain[name][self.rows(ids)]), name
+
+
+def batches(steps: int, size: int = 6) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    at = [(torch.rand(size, generator=draw) ** 2 * NUM_IDS).long() for _ in range(steps)]
+    return [(IDS[one], torch.randn(size, DIM, generator=draw)) for one in at]
+
+
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+@pytest.mark.parametrize("case", [*BASE, *COUPLED[:2]], ids=str)
+def test_a_vocabulary_that_never_evicts_trains_the_same_bits(case: OptimizerCase, idle: str) -> None:
+    pair = Pair(case, idle=idle)
+    pair.begin(IDS)
+    # All are admitted before the first step: what idle rows miss then is the same too.
+    pair.train(IDS, torch.zeros(NUM_IDS, DIM))
+    for ids, target in batches(12):
+        pair.train(ids, target)
+    pair.check()
+
+
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+@pytest.mark.parametrize("case", BASE, ids=str)
+def test_an_id_that_comes_later_starts_anew_then(case: OptimizerCase, idle: str) -> None:
+    pair, known = Pair(case, idle=idle), set[int]()
+    for ids, target in batches(12):
+        new = [id for id in dict.fromkeys(ids.tolist()) if id not in known]
+        known.update(new)
+        pair.begin(torch.tensor(new, dtype=torch.int64))
+        pair.train(ids, target)
+    pair.check()
+
+
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+@pytest.mark.parametrize("case", BASE, ids=str)
+def test_an_evicted_id_that_returns_starts_anew(case: OptimizerCase, idle: str) -> None:
+    gone = set[int]()
+    vocabulary = st.Vocabulary(capacity=14, evict="lru", on_evict=lambda ids, rows: gone.update(ids.tolist()))
+    pair, known, returned = Pair(case, vocabulary, idle=idle), set[int](), 0
+    for ids, target in batches(25):
+        new = [id for id in dict.fromkeys(ids.tolist()) if id not in known - gone]
+        returned += len(gone & set(new))
+        gone -= set(new)
+        known.update(new)
+        pair.begin(torch.tensor(new, dtype=torch.int64))
+        pair.train(ids, target)
+    pair.check()
+    assert returned
