@@ -18,7 +18,7 @@ $(if $(filter 12-13,$(CUDA_MAJOR)-$(TORCH_MAJOR)),$(warning this driver runs CUD
 comma := ,
 EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 
-.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale node2vec gowalla ngram-lm speedtorch-loop optimizers torch-suite projects gpu gpu-status launches clean
+.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale node2vec gowalla vocabulary-drift ngram-lm speedtorch-loop optimizers torch-suite projects gpu gpu-status launches clean
 
 help:
 	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (a few minutes)"
@@ -32,6 +32,7 @@ help:
 	@echo "make word2vec DATA=FOLDER  speed and quality beside gensim; see bench/word2vec.py for the data"
 	@echo "make node2vec DATA=FOLDER  node2vec beside gensim on the same walks: which groups of nodes are told; see bench/node2vec.py"
 	@echo "make gowalla DATA=FOLDER  a recommender in one process and in two: replicas, shards, shared tables; see bench/gowalla.py"
+	@echo "make vocabulary-drift DATA=FOLDER  tables with fewer rows than ids, by what is evicted; see bench/vocabulary_drift.py"
 	@echo "make ngram-lm    a small GPT with hashed n-gram tables: dense, SparseAdam, ours lazy and exact (a few minutes)"
 	@echo "make word2vec-scale  word2vec steps on up to 50 million words in files (20 GB of disk)"
 	@echo "make speedtorch-loop  SpeedTorch's word2vec example by its names, by the drop-in and in plain torch (7 GB of host memory)"
@@ -102,6 +103,10 @@ node2vec: $(ENV)
 # ARGS="--quick": one epoch. ARGS="--processes 4 --kind sharded shared": these alone, beside one process.
 gowalla: $(ENV)
 	$(PY) bench/gowalla.py --data "$(DATA)" $(ARGS)
+
+# ARGS="--quick": little of everything. Without DATA: python bench/vocabulary_drift.py, on the ids that it draws alone.
+vocabulary-drift: $(ENV)
+	$(PY) bench/vocabulary_drift.py --data "$(DATA)" $(ARGS)
 
 # ARGS="--data TEXT --dtype float64": on a text of your own, in double precision. ARGS="--only lazy dense": these ways alone.
 ngram-lm: $(ENV)

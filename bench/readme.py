@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from store import IDLE, LOOP, NGRAM_EXAMPLE, ROOT, SCALE, SUITES, WORD2VEC, read, recorded
+from store import DRIFT, IDLE, LOOP, NGRAM_EXAMPLE, ROOT, SCALE, SUITES, WORD2VEC, read, recorded
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
@@ -56,7 +56,8 @@ IDLE_ROWS = Section("idle rows", ((IDLE, "idle_figure"),))
 WORD2VEC_SECTION = Section("word2vec", ((WORD2VEC, "word2vec_figure"), (SCALE, "word2vec_scale_figure")))
 SPEEDTORCH_LOOP = Section("speedtorch loop", ((LOOP, "speedtorch_loop_figure"),), "docs/migration.md")
 EXAMPLE = Section("ngram example", ((NGRAM_EXAMPLE, "ngram_example_figure"),), "docs/ngrams.md")
-SECTIONS = (IDLE_ROWS, WORD2VEC_SECTION, SPEEDTORCH_LOOP, EXAMPLE)
+DRIFTING = Section("vocabulary drift", ((DRIFT, "vocabulary_drift_figure"),), "docs/vocabulary.md")
+SECTIONS = (IDLE_ROWS, WORD2VEC_SECTION, SPEEDTORCH_LOOP, EXAMPLE, DRIFTING)
 
 
 class Recorded(NamedTuple):

@@ -24,6 +24,7 @@ SUITES = (
     "prefetch",
     "cache",
     "lookup",
+    "vocabulary",
     "ranks",
     "ngram",
 )
@@ -36,8 +37,9 @@ GOWALLA = "gowalla"  # of bench/gowalla.py
 WORD2VEC = "word2vec"  # of bench/word2vec.py, which needs such data, too
 SCALE = "word2vec_scale"  # of bench/word2vec_scale.py
 LOOP = "speedtorch_loop"  # of bench/speedtorch_loop.py
+DRIFT = "vocabulary_drift"  # of bench/vocabulary_drift.py, shown in docs/vocabulary.md
 LAYOUT = "layout"  # of bench/layout.py, which is not shown in README.md
-OTHERS = (IDLE, WORD2VEC, SCALE, LOOP, NGRAM_EXAMPLE)
+OTHERS = (IDLE, WORD2VEC, SCALE, LOOP, NGRAM_EXAMPLE, DRIFT)
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 
 _PACKAGE = ("speedtransfer/**/*.py", "speedtransfer/**/*.cu", "speedtransfer/**/*.cuh")
@@ -117,6 +119,9 @@ def _sources(part: str) -> tuple[str, ...]:
         return (*_PACKAGE, *_NO_TRAINING, *own)
     if part == GOWALLA:
         own = (f"bench/{name}.py" for name in ("gowalla", "gowalla_training", "idle_data"))
+        return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "!speedtransfer/benchmark/**/*.py", *own)
+    if part == DRIFT:
+        own = (f"bench/{name}.py" for name in ("vocabulary_drift", "vocabulary_drift_training", "idle_data"))
         return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "!speedtransfer/benchmark/**/*.py", *own)
     if part == NGRAM_EXAMPLE:
         aside = (

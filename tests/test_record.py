@@ -798,6 +798,7 @@ def test_options(record, monkeypatch, capsys):
                 "prefetch",
                 "cache",
                 "lookup",
+                "vocabulary",
                 "ranks",
                 "ngram",
             ],

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from speedtransfer.benchmark import shown_cache, shown_lookup, shown_ngram, shown_prefetch, shown_ranks
+from speedtransfer.benchmark import (
+    shown_cache,
+    shown_lookup,
+    shown_ngram,
+    shown_prefetch,
+    shown_ranks,
+    shown_vocabulary,
+)
 from speedtransfer.benchmark.measure import CaseResult, GroupResult
 from speedtransfer.benchmark.units import format_count, format_rate, format_ratio, format_seconds, format_share
 from speedtransfer.errors import format_bytes
@@ -27,6 +34,7 @@ def headlines(suite: str, groups: list[GroupResult]) -> list[str]:
         "prefetch": shown_prefetch.sentences,
         "cache": shown_cache.sentences,
         "lookup": shown_lookup.sentences,
+        "vocabulary": shown_vocabulary.sentences,
         "ranks": shown_ranks.sentences,
         "ngram": shown_ngram.sentences,
     }[suite]

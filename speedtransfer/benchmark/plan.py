@@ -12,6 +12,7 @@ from rich.console import Console
 from speedtransfer.benchmark.plan_one import show_size
 from speedtransfer.benchmark.plan_optimizer import NONE, optimizer_named
 from speedtransfer.benchmark.plan_ranks import Rates, show_ranks
+from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.encoding import STATE_DTYPES, STORAGE_DTYPES
 from speedtransfer.errors import InvalidValueError, check_size, suggest
 from speedtransfer.nn.sizing import table_size
@@ -71,16 +72,22 @@ def plan(
 
     Nothing is measured. The rates have defaults that are round numbers and no machine's: give those of yours.
     """
-    if not math.isfinite(rows):
+    if not rows.is_integer():
         raise InvalidValueError(f"--rows is {rows} but must be a number of rows; pass for instance 1e9")
     count = check_size(int(rows), "--rows", 1)
     check_size(dim, "--dim", 1)
     asked = _lookups(lookups, tokens, rows_per_token)
+    stored = _form("--storage-dtype", storage_dtype, _DTYPES)
+    _check_scale_block(scale_block, storage_dtype)
+    _check_number("--zipf", zipf, zero=True)
+    _check_number("--call-us", call_us, zero=True)
+    _check_number("--network-gbps", network_gbps)
+    _check_number("--bus-gbps", bus_gbps)
     size = table_size(
         count,
         dim,
         optimizer_named(optimizer),
-        storage_dtype=_form("--storage-dtype", storage_dtype, _DTYPES),
+        storage_dtype=stored,
         state_dtype=_form("--state-dtype", state_dtype, _STATE_DTYPES),
         scale_block=scale_block,
         idle=_chosen("--idle", idle, _IDLE),
@@ -93,7 +100,8 @@ def plan(
         raise InvalidValueError(f"--unique is {unique} without the lookups of a step; pass --lookups as well")
     if asked is not None and unique is not None and not 0 < unique <= min(asked, count):
         raise InvalidValueError(
-            f"--unique is {unique} but must be above 0 and at most --lookups and --rows, {min(asked, count)}"
+            f"--unique is {unique} but must be above 0 and at most --lookups and --rows, {min(asked, count)}; "
+            "pass a number between"
         )
     console = Console(highlight=False, width=None if Console().is_terminal else 120)
     trained = "frozen" if optimizer.lower() == NONE else optimizer
@@ -120,6 +128,25 @@ def _lookups(lookups: int | None, tokens: int | None, rows_per_token: int | None
         return None
     per_token = 1 if rows_per_token is None else check_size(rows_per_token, "--rows-per-token", 1)
     return check_size(tokens, "--tokens", 1) * per_token
+
+
+def _check_scale_block(scale_block: int | None, storage_dtype: str) -> None:
+    if scale_block is None:
+        return
+    check_size(scale_block, "--scale-block", 1)
+    if _DTYPES[storage_dtype] not in FLOAT8_DTYPES:
+        raise InvalidValueError(
+            f"--scale-block is {scale_block} but --storage is {storage_dtype!r}, and only float8 rows have blocks; leave it "
+            "out, or pass --storage float8_e4m3fn"
+        )
+
+
+def _check_number(option: str, value: float, zero: bool = False) -> None:
+    """Raise unless `value` is finite and above 0, or 0 where `zero`."""
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise InvalidValueError(
+            f"{option} is {value} but must be a number {'from 0 on' if zero else 'above 0'}; pass one, or leave it out"
+        )
 
 
 def _chosen(option: str, name: str, choices: dict[str, Any]) -> Any:

@@ -33,7 +33,8 @@ def optimizer_named(text: str) -> MakeOptimizer | None:
     try:
         make([torch.nn.Parameter(torch.zeros(2, 2, device="cpu"))])
     except (TypeError, ValueError) as error:
-        raise InvalidValueError(f"--optimizer is {text!r} but {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        raise InvalidValueError(f"--optimizer is {text!r} but {reason}; pass arguments that {name} takes") from error
     return make
 
 
@@ -69,6 +70,10 @@ def _class_named(name: str) -> type[Optimizer]:
         ) from error
     classes = {key: value for key, value in vars(place).items() if isinstance(value, type)}
     there = {key: kind for key, kind in classes.items() if issubclass(kind, Optimizer) and kind is not Optimizer}
+    if not there:
+        raise InvalidValueError(
+            f"--optimizer is {name!r} but {module} has no optimizers; choose one of torch.optim, or none"
+        )
     if last not in there:
         raise InvalidValueError(f"--optimizer is {name!r}{suggest(last, [*there, NONE])}")
     return there[last]

@@ -75,7 +75,7 @@ def show_ranks(
     rows, dim = size.rows, size.dim
     share = expected_distinct_share(rows, zipf, lookups, ranks) if distinct_share is None else distinct_share
     if not 1 / ranks <= share <= 1:
-        raise InvalidValueError(f"--distinct-share is {share} but must be from 1 / --ranks to 1")
+        raise InvalidValueError(f"--distinct-share is {share} but must be from 1 / --ranks to 1; pass a share between")
     balance = expected_imbalance(Partition(rows, ranks), zipf, lookups)
     console.print(
         Text(

@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from speedtransfer.benchmark import shown_cache, shown_lookup, shown_ngram, shown_prefetch, shown_ranks
+from speedtransfer.benchmark import (
+    shown_cache,
+    shown_lookup,
+    shown_ngram,
+    shown_prefetch,
+    shown_ranks,
+    shown_vocabulary,
+)
 from speedtransfer.benchmark.drawing import (
     COLOURS,
     INK,
@@ -40,6 +47,7 @@ def plot(result: dict[str, Any]) -> bytes | None:
         "prefetch": shown_prefetch.draw,
         "cache": shown_cache.draw,
         "lookup": shown_lookup.draw,
+        "vocabulary": shown_vocabulary.draw,
         "ranks": shown_ranks.draw,
         "ngram": shown_ngram.draw,
     }[result["suite"]]

@@ -57,6 +57,7 @@ SUITES = {
         Suite("prefetch", "Waiting for rows of a file, and how much of it is hidden", frozenset({"rows"})),
         Suite("cache", "Rows that a cache of hot rows serves", frozenset({"rows"})),
         Suite("lookup", "Frozen lookups of a few ids", frozenset({"rows"})),
+        Suite("vocabulary", "Ids without a bound beside a plain table", frozenset({"rows"})),
         Suite("ranks", "The same steps in several processes", frozenset({"rows"})),
         Suite("ngram", "A language model with n-gram tables", frozenset({"rows"})),
     )

@@ -1,0 +1,266 @@
+"""Suite `vocabulary`: ids of 64 bits without a bound. What does it cost to find their rows, and a step beside a plain table?
+
+Known ids mapped to rows, and new ones given rows, beside Python's dict and sorted arrays; lookups and training steps in a
+table with a vocabulary beside those in a plain table with the same rows, whose ids are rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.benchmark import vocabulary_steps
+from speedtransfer.benchmark.measure import Case, Group, Role, cycle
+from speedtransfer.benchmark.vocabulary_steps import names_of
+from speedtransfer.errors import HostMemoryError, check_size, format_bytes
+from speedtransfer.nn import Embedding
+from speedtransfer.system import physical_bytes
+from speedtransfer.vocabulary import Vocabulary
+from speedtransfer.vocabulary.id_index import IdIndex
+
+NOTE = (
+    "Ids are mapped on one core, and drawn uniformly of all that are known: the worst for a cache. What they are looked up in "
+    "is made before: sorting is no part of the time. Steps with AdamW take ids by Zipf's law, on all cores; the plain table "
+    "has the same rows, and its ids are their numbers. Rows after the first step are compared with those of torch.nn."
+)
+FIND, INSERT = "find", "insert"
+INDEX, VOCABULARY = "IdIndex.{}", "Vocabulary.find_in_training"
+LOOP, MAP, NUMPY, TORCH, UNIQUE = (
+    "dict, in a loop",
+    "dict, by map",
+    "np.searchsorted",
+    "torch.searchsorted",
+    "torch.unique + searchsorted",
+)
+
+_SIZES, _QUICK_SIZES = (1_000_000, 10_000_000), (2000,)
+_BATCH, _QUICK_BATCH = 65_536, 500
+_BATCHES = 32
+_DIM = 8  # of the tables whose ids are mapped
+# Of an entry of a dict with its two integers, as measured.
+_DICT_BYTES = 130
+_HOST_SHARE = 0.6
+
+
+def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
+    """Return what the suite compares.
+
+    Parameters
+    ----------
+    device : torch.device
+    quick : bool
+        Few ids and a small table.
+    rows : int, optional
+        Known ids, of each table.
+    seed : int, optional
+    """
+    wanted, seed = options.get("rows"), options.get("seed") or 0
+    sizes = (check_size(wanted, "rows", 2),) if wanted is not None else _QUICK_SIZES if quick else _SIZES
+    batch = _QUICK_BATCH if quick else _BATCH
+    effort = {"budget_s": 2.0 if quick else 12.0}
+    found = []
+    for rows in sizes:
+        for kind, make, title in (
+            (FIND, _find_cases, f"map {batch:,} known ids of {rows:,}, one core"),
+            (INSERT, _insert_cases, f"give {rows:,} new ids rows, {batch:,} at a time, one core"),
+        ):
+            params = {"kind": kind, "rows": rows, "ids": batch if kind == FIND else rows}
+            found.append(Group(title, functools.partial(make, rows, batch, seed), params, effort=effort))
+    return [*found, *vocabulary_steps.groups(device, quick, wanted, seed)]
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Let torch, and the compiled functions of this library, run on one thread within."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Mapping:
+    """Ids are mapped to rows by a function, a batch after the other."""
+
+    def __init__(self, find: Callable[[Tensor], Any], batches: list[tuple[Tensor, Tensor]]) -> None:
+        self._find, self._turn = find, cycle(batches)
+
+    def run(self) -> Any:
+        """Map the next batch."""
+        with one_core():
+            return self._find(self._turn()[0])
+
+    def check(self) -> None:
+        """Raise AssertionError where a row is not that of the id."""
+        ids, rows = self._turn()
+        with one_core():
+            found = torch.as_tensor(self._find(ids))
+        assert torch.equal(found, rows), "the rows found are not those of the ids"
+
+
+def _find_cases(rows: int, batch: int, seed: int) -> list[Case]:
+    generator = torch.Generator().manual_seed(seed)
+    ids, numbers = names_of(torch.arange(rows)), torch.arange(rows)
+    drawn = [torch.randint(rows, (batch,), generator=generator) for _ in range(_BATCHES)]
+    batches = [(ids[each], each) for each in drawn]
+    index = IdIndex.of(ids.numpy(), numbers.numpy())
+    values, places = ids.sort()
+    sorted_ids, order = values.numpy(), places.numpy()
+    embedding = _empty_table(rows)
+    with one_core():
+        given = torch.from_numpy(_vocabulary_of(embedding).find_in_training(ids.numpy()))
+
+    def unique(wanted: Tensor) -> Tensor:
+        distinct, inverse = torch.unique(wanted, return_inverse=True)
+        return places[torch.searchsorted(values, distinct)][inverse]
+
+    ways: dict[str, Callable[[Tensor], Any]] = {
+        INDEX.format(FIND): lambda wanted: index.find(wanted.numpy()),
+        NUMPY: lambda wanted: order[np.searchsorted(sorted_ids, wanted.numpy())],
+        TORCH: lambda wanted: places[torch.searchsorted(values, wanted)],
+        UNIQUE: unique,
+    }
+    found = []
+    for name, way in ways.items():
+        mapping = Mapping(way, batches)
+        found.append(Case(name, mapping.run, mapping.check, role="ours" if name == INDEX.format(FIND) else "other"))
+
+    def in_training(wanted: Tensor) -> np.ndarray:
+        return _vocabulary_of(embedding).find_in_training(wanted.numpy())
+
+    ours = Mapping(in_training, [(wanted, given[at]) for wanted, at in batches])
+    found.insert(1, Case(VOCABULARY, ours.run, ours.check, role="ours"))
+    error = _without_room(rows)
+    table = {} if error else dict(zip(ids.tolist(), range(rows), strict=True))
+    dicts: dict[str, Callable[[Tensor], Any]] = {
+        LOOP: lambda wanted: np.array([table[id] for id in wanted.tolist()]),
+        MAP: lambda wanted: np.fromiter(map(table.get, wanted.tolist()), np.int64, len(wanted)),
+    }
+    for name, way in dicts.items():
+        mapping = Mapping(way, batches)
+        found.append(Case(name, _refuse(error) if error else mapping.run, mapping.check))
+    return found
+
+
+def _without_room(rows: int) -> HostMemoryError | None:
+    """Return why there can be no dict of `rows` ids, if so."""
+    needed, room = rows * _DICT_BYTES, _HOST_SHARE * (physical_bytes() or 8e9)
+    if needed <= room:
+        return None
+    return HostMemoryError(f"takes {format_bytes(needed)} but it may have {format_bytes(room)} of the host's memory")
+
+
+def _refuse(error: HostMemoryError) -> Callable[[], None]:
+    def run() -> None:
+        raise error
+
+    return run
+
+
+def _empty_table(rows: int) -> Embedding:
+    vocabulary = Vocabulary(initial=0.0, seed=0)
+    return Embedding(rows, _DIM, vocabulary=vocabulary, idle="lazy", device="cpu", memory="pageable")
+
+
+def _vocabulary_of(embedding: Embedding) -> Vocabulary:
+    assert embedding.vocabulary is not None
+    return embedding.vocabulary
+
+
+class _Dict:
+    """Ids get rows in a dict."""
+
+    def __init__(self, rows: int) -> None:
+        del rows  # a dict cannot be given room
+        self.known: dict[int, int] = {}
+
+    def insert(self, ids: Tensor) -> None:
+        for id in ids.tolist():
+            if id not in self.known:
+                self.known[id] = len(self.known)
+
+    def find(self, ids: Tensor) -> Any:
+        return [self.known[id] for id in ids.tolist()]
+
+
+class _DictAtOnce(_Dict):
+    def insert(self, ids: Tensor) -> None:
+        first = len(self.known)
+        self.known.update(zip(ids.tolist(), range(first, first + len(ids)), strict=True))
+
+
+class _Index(_Dict):
+    """In an index."""
+
+    def __init__(self, rows: int) -> None:
+        del rows  # as in a vocabulary, which does not know either how many will come
+        self._index = IdIndex()
+
+    def insert(self, ids: Tensor) -> None:
+        first = len(self._index)
+        self._index.insert(ids.numpy(), np.arange(first, first + len(ids)))
+
+    def find(self, ids: Tensor) -> Any:
+        return self._index.find(ids.numpy())
+
+
+class _Table(_Dict):
+    """In a table, where they also get their initial values."""
+
+    def __init__(self, rows: int) -> None:
+        self._embedding = _empty_table(rows)
+
+    def insert(self, ids: Tensor) -> None:
+        _vocabulary_of(self._embedding).find_in_training(ids.numpy())
+
+    def find(self, ids: Tensor) -> Any:
+        return _vocabulary_of(self._embedding).find(ids.numpy())
+
+
+class Filling:
+    """New ids get rows, a batch after the other, until all have one."""
+
+    def __init__(self, kind: type[_Dict], batches: list[Tensor]) -> None:
+        self._kind, self._batches = kind, batches
+        self.filled: _Dict | None = None
+
+    def before(self) -> None:
+        """Begin with no ids at all."""
+        # Before the next is made: there may be room for one.
+        self.filled = None
+        self.filled = self._kind(sum(map(len, self._batches)))
+
+    def run(self) -> None:
+        """Insert all."""
+        assert self.filled is not None
+        with one_core():
+            for ids in self._batches:
+                self.filled.insert(ids)
+
+    def check(self) -> None:
+        """Raise AssertionError unless each id has a row of its own."""
+        assert self.filled is not None
+        ids = torch.cat(self._batches)
+        rows = torch.as_tensor(self.filled.find(ids))
+        assert rows.min() >= 0, "an id has no row"
+        assert len(rows.unique()) == len(ids), "two ids have the same row"
+
+
+def _insert_cases(rows: int, batch: int, seed: int) -> list[Case]:
+    del seed  # it does not matter which ids they are
+    batches = list(names_of(torch.arange(rows)).split(batch))
+    kinds = {INDEX.format(INSERT): _Index, f"{VOCABULARY}, {_DIM} columns": _Table, LOOP: _Dict, MAP: _DictAtOnce}
+    error, found = _without_room(rows), []
+    for name, kind in kinds.items():
+        filling = Filling(kind, batches)
+        role: Role = "ours" if kind in (_Index, _Table) else "other"
+        run = _refuse(error) if error and role == "other" else filling.run
+        found.append(Case(name, run, filling.check, role=role, before=filling.before))
+    return found
