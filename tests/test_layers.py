@@ -27,6 +27,7 @@ LAYERS = [
     {"optim"},
     {"nn"},
     {"ngrams"},
+    {"planning"},
     {"checkpoint", "word2vec", "speedtorch", "benchmark"},
     {"cli"},
     {"__init__", "__main__"},
