@@ -27,8 +27,8 @@ LAYERS = [
     {"optim"},
     {"nn"},
     {"ngrams"},
-    {"planning"},
     {"checkpoint", "word2vec", "speedtorch", "benchmark"},
+    {"planning"},
     {"cli"},
     {"__init__", "__main__"},
 ]
