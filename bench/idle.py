@@ -2,7 +2,7 @@
 
 ``python bench/idle.py --data FOLDER``, where FOLDER has ``train.txt`` and ``test.txt`` (or ``.txt.xz``) as the Gowalla of
 LightGCN's repository (https://github.com/kuandeng/LightGCN) has them; the data are not part of this one. The result goes to
-``bench/results/<device>/idle.json``, with a picture beside it; bench/readme.py puts both into README.md.
+``bench/results/<device>/idle.json``, with a picture beside it; bench/readme.py puts both into docs/optimizers.md.
 """
 
 from __future__ import annotations

@@ -114,6 +114,6 @@ def sentences(result: dict[str, Any]) -> list[str]:
 
 
 def markdown(result: dict[str, Any], picture: str) -> str:
-    """Return the block of README.md; `picture` is its path or nothing."""
+    """Return the block of docs/optimizers.md; `picture` is its path or nothing."""
     title = "Training with dense, exact, lazy and SparseAdam's idle rows"
     return "\n\n".join(filter(None, [f"![{title}]({picture})" if picture else "", *sentences(result)]))

@@ -1,6 +1,6 @@
-"""Writes the figures of the README and docs, a page for each device, and the plots, from bench/results; run it as it is.
+"""Writes the figures of README.md and docs, a page for each device, and the plots, from bench/results; run it as it is.
 
-With ``--check`` it only compares the text. Where nothing is recorded the README stays as it is. Only complete runs are shown,
+With ``--check`` it only compares the text. Where nothing is recorded the pages stay as they are. Only complete runs are shown,
 no quick ones (see store.py).
 """
 
@@ -21,12 +21,13 @@ from speedtransfer.errors import SpeedtransferError
 
 BEGIN = "<!-- figures: made by `python bench/readme.py` from bench/results; do not edit -->"
 END = "<!-- end of figures -->"
+FIGURES = "docs/benchmarks.md"  # the page of all suites, in short
 _SHORT = 5  # line breaks of a table that is short
 PLOT_BYTES = 150_000  # at most: a repository keeps every one for ever
 
 
 class Section(NamedTuple):
-    """A stretch of README.md, or of another page, that shows results other than suites, between two marks.
+    """A stretch of README.md, or of another page, that shows chosen results, between two marks.
 
     Attributes
     ----------
@@ -52,12 +53,15 @@ class Section(NamedTuple):
         return f"<!-- end of {self.name} -->"
 
 
-IDLE_ROWS = Section("idle rows", ((IDLE, "idle_figure"),))
-WORD2VEC_SECTION = Section("word2vec", ((WORD2VEC, "word2vec_figure"), (SCALE, "word2vec_scale_figure")))
+IN_NUMBERS = Section("in numbers", tuple((part, "in_numbers") for part in ("step", IDLE, NGRAM_EXAMPLE, WORD2VEC)))
+IDLE_ROWS = Section("idle rows", ((IDLE, "idle_figure"),), "docs/optimizers.md")
+WORD2VEC_SECTION = Section(
+    "word2vec", ((WORD2VEC, "word2vec_figure"), (SCALE, "word2vec_scale_figure")), "docs/word2vec.md"
+)
 SPEEDTORCH_LOOP = Section("speedtorch loop", ((LOOP, "speedtorch_loop_figure"),), "docs/migration.md")
 EXAMPLE = Section("ngram example", ((NGRAM_EXAMPLE, "ngram_example_figure"),), "docs/ngrams.md")
 DRIFTING = Section("vocabulary drift", ((DRIFT, "vocabulary_drift_figure"),), "docs/vocabulary.md")
-SECTIONS = (IDLE_ROWS, WORD2VEC_SECTION, SPEEDTORCH_LOOP, EXAMPLE, DRIFTING)
+SECTIONS = (IN_NUMBERS, IDLE_ROWS, WORD2VEC_SECTION, SPEEDTORCH_LOOP, EXAMPLE, DRIFTING)
 
 
 class Recorded(NamedTuple):
@@ -90,8 +94,7 @@ def newest(root: Path, part: str, module: str, page: str = "README.md") -> Recor
         try:
             if other == part:
                 result, picture = read(path), path.with_suffix(".png")
-                address = Path(os.path.relpath(picture, (root / page).parent)).as_posix()
-                text = markdown(result, address if picture.exists() else "")
+                text = markdown(result, _address(picture, root / page) if picture.exists() else "")
                 found.append((result["environment"]["date"], Recorded(path, result, text)))
         except Exception as error:
             _warn(f"{path} is unreadable ({type(error).__name__}: {error}) and left out; record it again")
@@ -99,13 +102,18 @@ def newest(root: Path, part: str, module: str, page: str = "README.md") -> Recor
 
 
 def in_sections(root: Path) -> dict[Section, list[tuple[str, Recorded]]]:
-    """Return what each section has to show: the modules and the newest results."""
+    """Return what each section that a page has the marks of has to show: the modules and the newest results."""
+    there = [section for section in SECTIONS if section.begin in _read(root / section.page)]
     return {
         section: [
             (module, found) for part, module in section.parts if (found := newest(root, part, module, section.page))
         ]
-        for section in SECTIONS
+        for section in there
     }
+
+
+def _read(page: Path) -> str:
+    return page.read_text(encoding="utf-8") if page.exists() else ""
 
 
 def _draw_sections(root: Path) -> None:
@@ -152,7 +160,7 @@ def draw(found: list[Recorded]) -> None:
 
 
 def in_short(text: str) -> str:
-    """Return the title of a suite, its headlines and its first table, unless that is long: a README is for newcomers."""
+    """Return the title of a suite, its headlines and its first table, unless that is long."""
     title, *rest = text.split("\n\n")
     lines = [part for part in rest if part.startswith("- ") and not part.startswith("- not run")]
     tables = [part for part in rest if part.startswith("|") and part.count("\n") <= _SHORT]
@@ -160,28 +168,32 @@ def in_short(text: str) -> str:
 
 
 def documents(root: Path, found: list[Recorded]) -> dict[Path, str]:
-    """Return what each file should hold: a page for every device with all there is, and the figures of README.md."""
+    """Return what each file should hold: a page for every device with all there is, and the pages that show some of it."""
     pages: dict[Path, list[str]] = {}
     short: list[str] = []
+    figures = root / FIGURES
     for path, result, text in found:
         device, picture, page = result["environment"]["device"], path.with_suffix(".png"), path.with_name("README.md")
         image = f"![{result['suite']} on {device}]({{}})" if picture.exists() else ""
         if page not in pages:
             pages[page] = [f"# {device}", "Made by `python bench/readme.py` from the files beside it."]
-            short.append(f"### {device}\n\nAll figures: [{device}]({page.relative_to(root).as_posix()}).")
+            short.append(f"### {device}\n\nAll figures: [{device}]({_address(page, figures)}).")
         pages[page] += [text, image.format(picture.name)]
-        short += [in_short(text), image.format(picture.relative_to(root).as_posix())]
-    made = {page: "\n\n".join(filter(None, parts)) + "\n" for page, parts in pages.items()}
-    readme = root / "README.md"
-    texts = {readme: readme.read_text(encoding="utf-8")}
-    if found:
-        texts[readme] = _between(texts[readme], BEGIN, END, [*filter(None, short)])
+        short += [in_short(text), image.format(_address(picture, figures))]
+    texts = {page: "\n\n".join(filter(None, parts)) + "\n" for page, parts in pages.items()}
+    if found and figures.exists():
+        texts[figures] = _between(figures.read_text(encoding="utf-8"), BEGIN, END, [*filter(None, short)])
     for section, shown in in_sections(root).items():
         page = root / section.page
-        text = texts.get(page) or (page.read_text(encoding="utf-8") if page.exists() else "")
-        if shown and section.begin in text:
-            texts[page] = _between(text, section.begin, section.end, [recorded.text for _, recorded in shown])
-    return {**made, **texts}
+        if shown:
+            parts = [recorded.text for _, recorded in shown]
+            texts[page] = _between(texts.get(page) or _read(page), section.begin, section.end, parts)
+    return texts
+
+
+def _address(file: Path, page: Path) -> str:
+    """Return the address of `file` on `page`."""
+    return Path(os.path.relpath(file, page.parent)).as_posix()
 
 
 def _between(text: str, begin: str, end: str, parts: list[str]) -> str:
@@ -191,20 +203,19 @@ def _between(text: str, begin: str, end: str, parts: list[str]) -> str:
 
 
 def main(check: bool, root: Path = ROOT) -> int:
-    """Write README.md and a page for each device; or compare them and return 1 where they differ."""
+    """Write the pages and a page for each device; or compare them and return 1 where they differ."""
     found = suites(root)
     if not found and not any(in_sections(root).values()):
-        shown = (root / "README.md").read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-        if check and shown.strip():
-            _warn("README.md shows figures, but no suite is recorded in bench/results")
+        if check and _read(root / FIGURES).partition(BEGIN)[2].partition(END)[0].strip():
+            _warn(f"{FIGURES} shows figures, but no suite is recorded in bench/results")
             return 1
-        print("no suite is recorded: README.md stays as it is")
+        print("no suite is recorded: the pages stay as they are")
         return 0
     if not check:
         draw(found)
         _draw_sections(root)
     wanted = documents(root, found)
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    stale = [path for path, text in wanted.items() if _read(path) != text]
     if check:
         for path in stale:
             _warn(f"{path.relative_to(root)} does not show the figures in bench/results; run `python bench/readme.py`")

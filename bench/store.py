@@ -38,7 +38,7 @@ WORD2VEC = "word2vec"  # of bench/word2vec.py, which needs such data, too
 SCALE = "word2vec_scale"  # of bench/word2vec_scale.py
 LOOP = "speedtorch_loop"  # of bench/speedtorch_loop.py
 DRIFT = "vocabulary_drift"  # of bench/vocabulary_drift.py, shown in docs/vocabulary.md
-LAYOUT = "layout"  # of bench/layout.py, which is not shown in README.md
+LAYOUT = "layout"  # of bench/layout.py, which no page shows
 OTHERS = (IDLE, WORD2VEC, SCALE, LOOP, NGRAM_EXAMPLE, DRIFT)
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 

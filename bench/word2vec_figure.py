@@ -1,4 +1,4 @@
-"""What bench/word2vec.py has found, as a picture and as a block of README.md."""
+"""What bench/word2vec.py has found, as a picture and as a block of docs/word2vec.md."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MEANING = {"tuned": "tuned: settings were chosen on these sets", "reserved": "r
 
 
 def markdown(result: dict[str, Any], picture: str) -> str:
-    """Return the block of README.md; `picture` is its path or nothing."""
+    """Return the block of docs/word2vec.md; `picture` is its path or nothing."""
     image = f"![word2vec beside gensim: words/s and quality]({picture})" if picture else ""
     return "\n\n".join(filter(None, [image, *blocks(upgrade(result))]))
 

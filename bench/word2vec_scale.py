@@ -3,7 +3,7 @@
 ``python bench/word2vec_scale.py`` needs no data: word numbers are drawn by Zipf's law. Each size is a process of its own. The
 files of fifty million rows span 19 GB, of which only what is written takes room on the disk; to delete such scattered pages
 takes minutes on a disk that is mounted with ``discard`` (a --folder on another spares that). The result goes to
-``bench/results/<device>/word2vec_scale.json``; bench/readme.py puts a line of it into README.md. Needs psutil.
+``bench/results/<device>/word2vec_scale.json``; bench/readme.py puts a line of it into docs/word2vec.md. Needs psutil.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def sentences(result: dict[str, Any]) -> Iterator[str]:
 
 
 def markdown(result: dict[str, Any], picture: str) -> str:
-    """Return the lines of README.md; there is no picture."""
+    """Return the lines of docs/word2vec.md; there is no picture."""
     return "\n".join(sentences(result))
 
 

@@ -13,7 +13,7 @@ from sphinx.environment import BuildEnvironment
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, also where it is not installed
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from reference_tables import README, fill
+from reference_tables import fill
 
 from speedtransfer import errors
 from speedtransfer.version import __version__
@@ -77,7 +77,6 @@ def find_error(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode:
 
 def fill_tables(app: Sphinx, docname: str, source: list[str]) -> None:
     """Put what the page does not hold itself into it."""
-    app.env.note_dependency(str(README))
     source[0] = fill(source[0])
 
 

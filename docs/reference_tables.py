@@ -1,7 +1,6 @@
-"""What the pages show and do not hold: tables that the code decides, and the figures of README.md. Made anew at every build.
+"""What the pages show and do not hold: tables that the code decides, made anew at every build.
 
-A page has a line ``<!-- table: NAME -->`` where the table of that name goes, and ``<!-- README.md: NAME -->`` for what stands
-between the marks of that name in README.md (bench/readme.py writes it).
+A page has a line ``<!-- table: NAME -->`` where the table of that name goes.
 """
 
 from __future__ import annotations
@@ -27,25 +26,17 @@ from speedtransfer.word2vec.settings import SETTINGS
 from speedtransfer.word2vec.signature import described
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
 SWEEP = Path(__file__).with_name("optimizer_sweep.json")
-MARK = re.compile(r"^<!-- (table|README\.md): (.+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- table: (.+) -->$", re.MULTILINE)
+# To the page of a device, as it is in the repository; docs/results is bench/results.
+_DEVICE_PAGE = re.compile(r"(?<!!)\[(.+?)\]\(\.\./bench/(results/.+?)\.md\)")
 
 
 def fill(text: str) -> str:
-    """Return the text of a page with every table and figure in its place."""
-    return MARK.sub(lambda mark: TABLES[mark[2]]() if mark[1] == "table" else _of_readme(mark[2]), text)
-
-
-def _of_readme(name: str) -> str:
-    """Return what README.md shows under `name`, with the paths that it has from here: docs/results is bench/results."""
-    text = README.read_text(encoding="utf-8")
-    found = re.search(rf"<!-- {name}: made by .*? -->\n(.*?)<!-- end of {name} -->", text, re.DOTALL)
-    if found is None:
-        raise ValueError(f"README.md has no marks of {name!r}; run `python bench/readme.py`")
+    """Return the text of a page with every table in its place."""
     # A role, since Markdown's links are followed to where bench/results really is, outside the pages.
-    text = re.sub(r"(?<!!)\[(.+?)\]\(bench/(results/.+?)\.md\)", r"{doc}`\1 </\2>`", found[1])
-    return text.replace("](bench/results/", "](results/")
+    text = _DEVICE_PAGE.sub(r"{doc}`\1 </\2>`", text)
+    return MARK.sub(lambda mark: TABLES[mark[1]](), text)
 
 
 def _table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -1,4 +1,4 @@
-"""The benchmarks run: small, once, correctness checks included; and what they have recorded gets into the README."""
+"""The benchmarks run: small, once, correctness checks included; and what they have recorded gets into the docs."""
 
 from __future__ import annotations
 
@@ -68,12 +68,18 @@ def a_result() -> dict:
     return {"suite": "tax", "quick": False, "options": {}, "environment": environment, "groups": groups, "seconds": 1.0}
 
 
-def test_the_readme_shows_what_is_recorded(tmp_path, bench):
+def page(root: Path) -> Path:
+    """The page that shows suites."""
+    (root / "docs").mkdir(exist_ok=True)
+    return root / "docs" / "benchmarks.md"
+
+
+def test_pages_show_what_is_recorded(tmp_path, bench):
     store, readme = bench("store"), bench("readme")
     text = f"before\n{readme.BEGIN}\nold figures\n{readme.END}\nafter\n"
-    (tmp_path / "README.md").write_text(text)
+    page(tmp_path).write_text(text)
     assert readme.main(check=False, root=tmp_path) == 0
-    assert (tmp_path / "README.md").read_text() == text  # nothing is recorded
+    assert page(tmp_path).read_text() == text  # nothing is recorded
 
     path = store.path_of(tmp_path, "NVIDIA Test 1", "tax")
     store.write(path, a_result())
@@ -81,11 +87,11 @@ def test_the_readme_shows_what_is_recorded(tmp_path, bench):
     assert readme.main(check=False, root=tmp_path) == 0
     assert readme.main(check=True, root=tmp_path) == 0
 
-    shown = (tmp_path / "README.md").read_text()
+    shown = page(tmp_path).read_text()
     assert shown.startswith("before\n")
     assert shown.endswith("after\n")
     assert "old figures" not in shown
-    for part in ("### NVIDIA Test 1", "0123456789ab", "(bench/results/nvidia-test-1/tax.png)"):
+    for part in ("### NVIDIA Test 1", "0123456789ab", "(../bench/results/nvidia-test-1/tax.png)"):
         assert part in shown
     assert 1000 < path.with_suffix(".png").stat().st_size <= readme.PLOT_BYTES
 
@@ -93,7 +99,7 @@ def test_the_readme_shows_what_is_recorded(tmp_path, bench):
 def test_what_cannot_be_shown_is_left_out(tmp_path, bench, monkeypatch, capsys):
     store, readme = bench("store"), bench("readme")
     monkeypatch.setattr(readme, "PLOT_BYTES", 100)
-    (tmp_path / "README.md").write_text(f"{readme.BEGIN}\n{readme.END}\n")
+    page(tmp_path).write_text(f"{readme.BEGIN}\n{readme.END}\n")
     store.write(store.path_of(tmp_path, "NVIDIA Test 1", "tax"), a_result())
     for name, content in (("step", "{"), ("memory", "[]"), ("transfer", '{"environment": {"cuda": true}}')):
         store.path_of(tmp_path, "NVIDIA Test 1", name).write_text(content)
@@ -107,17 +113,17 @@ def test_what_cannot_be_shown_is_left_out(tmp_path, bench, monkeypatch, capsys):
         "memory.json",
         "tax.png",
     ]
-    shown = (tmp_path / "README.md").read_text()
+    shown = page(tmp_path).read_text()
     assert "a product" in shown or "tax.png" in shown
     assert "quick GPU" not in shown
 
 
 def test_figures_that_nothing_is_recorded_for(tmp_path, bench, capsys):
     readme = bench("readme")
-    (tmp_path / "README.md").write_text(f"{readme.BEGIN}\n\nfigures\n\n{readme.END}\n")
+    page(tmp_path).write_text(f"{readme.BEGIN}\n\nfigures\n\n{readme.END}\n")
     assert readme.main(check=True, root=tmp_path) == 1
     assert "no suite is recorded" in capsys.readouterr().err
-    (tmp_path / "README.md").write_text(f"{readme.BEGIN}\n\n{readme.END}\n")
+    page(tmp_path).write_text(f"{readme.BEGIN}\n\n{readme.END}\n")
     assert readme.main(check=True, root=tmp_path) == 0
 
 

@@ -1,4 +1,4 @@
-"""bench/idle.py: small data in the format of LightGCN's, trained in every way, drawn, and shown in the README."""
+"""bench/idle.py: small data in the format of LightGCN's, trained in every way, drawn, and shown in the docs."""
 
 from __future__ import annotations
 
@@ -130,18 +130,20 @@ def test_exact_is_dense_and_lazy_is_not(result, capsys):
     assert result.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_readme_and_the_list_of_results_show_it(result, tmp_path, capsys):
+def test_the_docs_and_the_list_of_results_show_it(result, tmp_path, capsys):
     readme, record = importlib.import_module("readme"), importlib.import_module("record")
     begin, end = readme.IDLE_ROWS.begin, readme.IDLE_ROWS.end
     text = f"before\n{begin}\nold\n{end}\nafter\n"
-    (tmp_path / "README.md").write_text(text)
+    page = tmp_path / "docs" / "optimizers.md"
+    page.parent.mkdir()
+    page.write_text(text)
     assert readme.main(check=True, root=tmp_path) == 1
     assert readme.main(check=False, root=tmp_path) == 0
     assert readme.main(check=True, root=tmp_path) == 0
-    shown = (tmp_path / "README.md").read_text()
+    shown = page.read_text()
     assert shown.startswith(f"before\n{begin}\n\n![")
     assert shown.endswith(f"\n\n{end}\nafter\n")
-    assert "(bench/results/a-device/idle.png)" in shown
+    assert "(../bench/results/a-device/idle.png)" in shown
     assert "Likes, 30 users x 40 items" in shown
     assert "old" not in shown
     capsys.readouterr()
@@ -151,7 +153,7 @@ def test_the_readme_and_the_list_of_results_show_it(result, tmp_path, capsys):
     result.write_text("{}")
     assert readme.main(check=False, root=tmp_path) == 0
     assert "idle.json is unreadable (KeyError" in capsys.readouterr().err
-    assert (tmp_path / "README.md").read_text() == shown
+    assert page.read_text() == shown
 
 
 @pytest.mark.parametrize(

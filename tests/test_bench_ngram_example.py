@@ -43,7 +43,6 @@ def test_a_run_is_recorded_and_shown(bench, text, tmp_path):
     section = readme.EXAMPLE
     page = root / section.page
     page.write_text(f"before\n\n{section.begin}\n\n{section.end}\n\nafter\n", encoding="utf-8")
-    (root / "README.md").write_text(f"{readme.BEGIN}\n\n{readme.END}\n", encoding="utf-8")
     shown = readme.documents(root, [])[page]
     assert shown.startswith("before")
     assert shown.endswith("after\n")

@@ -546,21 +546,23 @@ def test_the_picture(made, tmp_path, seeds):
     assert path.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_readme_and_the_list_of_results_show_both(made, tmp_path, capsys):
+def test_the_docs_and_the_list_of_results_show_both(made, tmp_path, capsys):
     readme, record = importlib.import_module("readme"), importlib.import_module("record")
     folder = tmp_path / DEVICE
     folder.mkdir(parents=True)
     folder.joinpath("word2vec.json").write_text(json.dumps(made))
     begin, end = readme.WORD2VEC_SECTION.begin, readme.WORD2VEC_SECTION.end
-    (tmp_path / "README.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    page = tmp_path / "docs" / "word2vec.md"
+    page.parent.mkdir()
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     folder.joinpath("word2vec_scale.json").write_text(json.dumps(made_scale(made)))
     assert readme.main(check=True, root=tmp_path) == 1
     assert readme.main(check=False, root=tmp_path) == 0
     assert readme.main(check=True, root=tmp_path) == 0
-    shown = (tmp_path / "README.md").read_text()
+    shown = page.read_text()
     assert shown.startswith(f"before\n{begin}\n\n![")
     assert shown.endswith(f"\n\n{end}\nafter\n")
-    assert "(bench/results/a-device/word2vec.png)" in shown
+    assert "(../bench/results/a-device/word2vec.png)" in shown
     assert "| skip-gram | speedtransfer | AdamW | 300 |" in shown
     assert "vocabularies of 0.5M, 50M words" in shown
     assert "10.0 ms, 12.5 ms, 1.25x from the smallest to the largest" in shown

@@ -76,6 +76,10 @@ def test_what_measures_at_its_own_sizes(tmp_path):
             assert result.returncode == 0, f"{argv}: {result.stderr}"
 
 
+def test_it_is_short():
+    assert len(README.splitlines()) <= 150
+
+
 def test_every_make_target_named_exists():
     named = {word for line in commands() if line.startswith("make ") for word in shlex.split(line)[1:]}
     named |= set(re.findall(r"`make ([a-z-]+)`", README))

@@ -1,0 +1,80 @@
+"""The picture and the numbers of README.md: one sentence from each of four recorded results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import word2vec_statistics as statistics
+from idle_data import TOP
+from idle_training import DENSE, EXACT, LAZY
+from store import IDLE, NGRAM_EXAMPLE, WORD2VEC
+from word2vec_text import OPTIMIZERS
+
+from speedtransfer.benchmark.measure import GroupResult
+from speedtransfer.benchmark.units import format_count
+
+STEP = "step"  # of the suites; its picture is shown, too
+_TITLE = "Time of a training step by the rows of the table: ours stays level, dense training grows with the table"
+_OURS, _DENSE, _SPARSE = "speedtransfer, pageable", "nn.Embedding + AdamW", "nn.Embedding(sparse=True) + SparseAdam"
+
+
+def save(result: dict[str, Any], path: Path) -> str:
+    """Draw nothing: the picture is that of the suite."""
+    return ""
+
+
+def markdown(result: dict[str, Any], picture: str) -> str:
+    """Return the sentence that `result` gives README.md; the one on steps stands below its picture."""
+    say = {STEP: _steps, IDLE: _same_numbers, WORD2VEC: _words, NGRAM_EXAMPLE: _language_model}[result["part"]]
+    environment = result["environment"]
+    line = f"- {say(result)} ({environment['device']}, commit {environment['commit'][:12]}, {environment['date'][:10]})"
+    return f"![{_TITLE}]({picture})\n\n{line}" if picture and result["part"] == STEP else line
+
+
+def _steps(result: dict[str, Any]) -> str:
+    sizes = [GroupResult.from_json(group) for group in result["groups"] if group["params"]["experiment"] == "size"]
+    times = {group.params["rows"]: {case.name: 1e3 * case.median_s for case in group.ran} for group in sizes}
+    rows = max(rows for rows, found in times.items() if {_OURS, _DENSE, _SPARSE} <= found.keys())
+    most = max(rows for rows, found in times.items() if _OURS in found)
+    found, what = times[rows], sizes[0].title.split(" in ")[0]
+    return (
+        f"**Speed.** {what} in {format_count(rows)} x {sizes[0].params['dim']}: {found[_OURS]:.0f} ms; dense training "
+        f"{found[_DENSE]:.0f} ms, SparseAdam {found[_SPARSE]:.0f} ms. In {format_count(most)} rows "
+        f"{times[most][_OURS]:.0f} ms."
+    )
+
+
+def _same_numbers(result: dict[str, Any]) -> str:
+    curves = result["curves"]
+    recall = {way: curves[way]["recall"][-1] for way in (DENSE, EXACT, LAZY)}
+    return (
+        f"**The numbers of dense training.** {result['data'].capitalize()}, recall@{TOP} after "
+        f"{result['settings']['steps']:,} steps of AdamW: dense {recall[DENSE]:.3f}, ours {recall[EXACT]:.3f}, lazy "
+        f"{recall[LAZY]:.3f}; weights differ from dense ones by {curves[EXACT]['distance'][-1]:.0e} of the longest way."
+    )
+
+
+def _language_model(result: dict[str, Any]) -> str:
+    found, settings = result["contenders"], result["settings"]
+    loss = {way: found[way]["validation"][-1][1] for way in ("none", "dense", "exact", "sparse")}
+    tokens = {way: settings["batch"] * settings["context"] / found[way]["step_s"] for way in ("dense", "exact")}
+    return (
+        f"**N-gram tables of a language model.** A small GPT's validation loss with {settings['heads']} rows a token: "
+        f"{loss['exact']:.3f}, dense AdamW {loss['dense']:.3f}, SparseAdam {loss['sparse']:.3f}, without tables "
+        f"{loss['none']:.3f}; {tokens['exact']:,.0f} tokens a second, dense {tokens['dense']:,.0f}."
+    )
+
+
+def _words(result: dict[str, Any]) -> str:
+    result = statistics.upgrade(result)
+    system = next(s for s in statistics.systems(result) if s.name == statistics.OURS and s.model == "skipgram")
+    beside = statistics.ratio(result, system)
+    verdicts = [verdict for _, _, verdict in statistics.differences(result, system)]
+    worse = verdicts.count(statistics.WORSE)
+    quality = f"worse on {worse} of {len(verdicts)} sets" if worse else f"on none of {len(verdicts)} sets worse"
+    speed = "" if beside is None else f"{beside.medians:.1f} times gensim's words a second, "
+    return (
+        f"**word2vec.** Skip-gram of {system.dim} dimensions by {OPTIMIZERS[system.optimizer]} on two cores: "
+        f"{speed}{quality} beyond the confidence interval."
+    )
