@@ -72,7 +72,7 @@ def _words(result: dict[str, Any]) -> str:
     beside = statistics.ratio(result, system)
     verdicts = [verdict for _, _, verdict in statistics.differences(result, system)]
     worse = verdicts.count(statistics.WORSE)
-    quality = f"worse on {worse} of {len(verdicts)} sets" if worse else f"on none of {len(verdicts)} sets worse"
+    quality = f"worse on {worse} of {len(verdicts)} sets" if worse else f"not worse on any of {len(verdicts)} sets"
     speed = "" if beside is None else f"{beside.medians:.1f} times gensim's words a second, "
     return (
         f"**word2vec.** Skip-gram of {system.dim} dimensions by {OPTIMIZERS[system.optimizer]} on two cores: "
