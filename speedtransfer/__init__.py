@@ -25,7 +25,7 @@ from speedtransfer.nn import (
 from speedtransfer.ranks import equal_steps
 from speedtransfer.tables import Table, TableStats
 from speedtransfer.version import __version__
-from speedtransfer.vocabulary import Vocabulary, VocabularyStats, hash_ids
+from speedtransfer.vocabulary import Changes, Vocabulary, VocabularyStats, hash_ids
 
 if TYPE_CHECKING:
     from speedtransfer import speedtorch, word2vec
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ActiveRows",
     "BlockMomentumAverager",
+    "Changes",
     "Embedding",
     "EmbeddingBag",
     "MultiEmbedding",
