@@ -14,28 +14,18 @@ TESTS = Path(__file__).parent
 # One process imports torch and starts no thread, then forks a child for each life of the training run. A life is ended by
 # SIGKILL: at a random line of the code that saves, or at a random time.
 SCRIPT = r"""
-import os, random, signal, sys, time
+import os, random, sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from checkpoint_cases import Run, seed_all
+from killed_children import kill_at_line, run_child
 from optimizer_cases import case_named
 import speedtransfer as st
 
 EPOCHS = 8
+FILES = "checkpoint/folder.py", "checkpoint/tensors.py", "checkpoint/save.py"
 folder, log, moments, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-
-def kill_at_line(count):
-    left = [count]
-    def trace(frame, event, arg):
-        if not frame.f_code.co_filename.endswith(("checkpoint/folder.py", "checkpoint/tensors.py", "checkpoint/save.py")):
-            return None
-        if event == "line":
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-    sys.settrace(trace)
 
 def life(line, report):
     run = Run(case_named("adamw"))
@@ -46,7 +36,7 @@ def life(line, report):
     finished = [int(text) for text in log.read_text().split()]
     assert done >= max(finished, default=0), f"epoch {finished[-1]} was saved but {done} loaded"
     if line:
-        kill_at_line(line)
+        kill_at_line(line, FILES)
     saved = done < EPOCHS
     while done < EPOCHS:
         run.epochs(1)
@@ -61,23 +51,7 @@ def life(line, report):
 
 def live(line=0, delay=None):
     report = log.with_suffix(".report")
-    pid = os.fork()
-    if pid == 0:
-        try:
-            life(line, report)
-            os._exit(0)
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-            os._exit(1)
-    if delay is not None:
-        time.sleep(delay)
-        os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        return None
-    assert os.WEXITSTATUS(status) == 0
-    return report.read_text()
+    return report.read_text() if run_child(lambda: life(line, report), delay) else None
 
 def reset():
     for file in folder.glob("*"):

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from numba_or_plain import compiled  # noqa: F401 - a fixture
 
 from speedtransfer import jit
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, RowIndexError
@@ -22,14 +23,6 @@ LOW, HIGH = -(2**63), 2**63 - 1
 WAYS = [jit.available(), False]
 # A few near ids, so that examples repeat them, and those at the edges.
 IDS = some.integers(-4, 40) | some.integers(LOW, HIGH) | some.sampled_from([LOW, HIGH, -1, 0, 2**32, 2**48, -(2**48)])
-
-
-@pytest.fixture(params=[pytest.param(True, id="numba"), pytest.param(False, id="plain")])
-def compiled(request, monkeypatch):
-    if request.param and not jit.available():
-        pytest.skip("numba is not installed")
-    monkeypatch.setattr("speedtransfer.jit.available", lambda: request.param)
-    return request.param
 
 
 def array(values):

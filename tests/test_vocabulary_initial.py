@@ -9,6 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from numba_or_plain import compiled  # noqa: F401 - a fixture
 
 from speedtransfer import jit
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
@@ -40,14 +41,6 @@ UNIFORMS = [
 ]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 LOW, HIGH = -(2**63), 2**63 - 1
-
-
-@pytest.fixture(params=[pytest.param(True, id="numba"), pytest.param(False, id="plain")])
-def compiled(request, monkeypatch):
-    if request.param and not jit.available():
-        pytest.skip("numba is not installed")
-    monkeypatch.setattr("speedtransfer.jit.available", lambda: request.param)
-    return request.param
 
 
 def array(*values):
@@ -253,7 +246,7 @@ def test_good_initials(initial, expected):
         (("normal", 0), InvalidValueError, "must be"),
         (("gauss", 0, 1), InvalidValueError, "initial is .'gauss', 0, 1."),
         ((0, 1, 2), InvalidValueError, "initial is .0, 1, 2."),
-        (("normal", 0, "1"), InvalidTypeError, "'1' is no number; pass mean and standard deviation"),
+        (("normal", 0, "1"), InvalidTypeError, "'1' is not a number; pass mean and standard deviation"),
         (("normal", 0, -1), InvalidValueError, "standard deviation is negative"),
         (("uniform", 1, 0), InvalidValueError, "above its highest"),
         (("uniform", 0, float("nan")), InvalidValueError, "nan but must be finite"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
+from reading_ahead import at_once, by_loader, by_ticket
 
 import speedtransfer as st
 
@@ -28,21 +29,6 @@ def trained(ahead: Any, idle: str = "lazy", **about: Any) -> tuple[Any, Any, Any
         with torch.no_grad():
             outs.append(module(ids))
     return torch.cat(outs), vocabulary.export(), vocabulary.stats()
-
-
-def at_once(module: Any, batches: Any) -> Any:
-    return ((ids, ids) for ids in batches)
-
-
-def by_ticket(module: Any, batches: Any) -> Any:
-    tickets = [module.prefetch(ids) for ids in batches[:2]]
-    for step, ids in enumerate(batches):
-        tickets += [module.prefetch(later) for later in batches[step + 2 : step + 3]]
-        yield ids, tickets.pop(0)
-
-
-def by_loader(module: Any, batches: Any) -> Any:
-    return ((ids, ids) for ids in st.prefetch(batches, lambda ids: {module: ids}))
 
 
 @pytest.mark.parametrize("about", [{}, {"admit": 2}, {"admit": 2, "unseen": "row"}], ids=str)

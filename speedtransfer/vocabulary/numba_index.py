@@ -42,6 +42,15 @@ def _coming(slots: Any, seed: Any, multiplier: Any, ids: Any, j: int, stop: int,
 
 
 @njit(inline="always")
+def _first_homes(slots: Any, seed: Any, multiplier: Any, ids: Any, start: int, stop: int) -> Any:
+    """Return where the searches for the first `AHEAD` ids begin, a ring that `_coming` goes on to fill."""
+    homes = np.empty(AHEAD, np.uint64)
+    for j in range(start, min(start + AHEAD, stop)):
+        _coming(slots, seed, multiplier, ids, j, stop, homes)
+    return homes
+
+
+@njit(inline="always")
 def _search(slots: Any, slot: Any, id: Any) -> Any:
     """Return the slot of an id, or the free one where the search for it ends."""
     mask = np.uint64(slots.shape[0] - 1)
@@ -53,9 +62,7 @@ def _search(slots: Any, slot: Any, id: Any) -> Any:
 @compile_function
 def find(slots: Any, seed: Any, multiplier: Any, ids: Any, rows: Any, start: int, stop: int) -> None:
     """Set ``rows[start:stop]`` to the rows of the ids, -1 where there is none."""
-    homes = np.empty(AHEAD, np.uint64)
-    for j in range(start, min(start + AHEAD, stop)):
-        _coming(slots, seed, multiplier, ids, j, stop, homes)
+    homes = _first_homes(slots, seed, multiplier, ids, start, stop)
     for j in range(start, stop):
         home = homes[j & (AHEAD - 1)]
         _coming(slots, seed, multiplier, ids, j + AHEAD, stop, homes)
@@ -65,9 +72,7 @@ def find(slots: Any, seed: Any, multiplier: Any, ids: Any, rows: Any, start: int
 @compile_function
 def insert(slots: Any, seed: Any, multiplier: Any, ids: Any, rows: Any) -> int:
     """Insert ids; return how many, which is less than all if one was there already: there it stopped."""
-    homes = np.empty(AHEAD, np.uint64)
-    for j in range(min(AHEAD, len(ids))):
-        _coming(slots, seed, multiplier, ids, j, len(ids), homes)
+    homes = _first_homes(slots, seed, multiplier, ids, 0, len(ids))
     for j in range(len(ids)):
         slot = _search(slots, homes[j & (AHEAD - 1)], ids[j])
         _coming(slots, seed, multiplier, ids, j + AHEAD, len(ids), homes)
@@ -82,9 +87,7 @@ def insert(slots: Any, seed: Any, multiplier: Any, ids: Any, rows: Any) -> int:
 def remove(slots: Any, seed: Any, multiplier: Any, ids: Any) -> int:
     """Remove ids; return how many, which is less than all if one was not there: there it stopped."""
     mask = np.uint64(slots.shape[0] - 1)
-    homes = np.empty(AHEAD, np.uint64)
-    for j in range(min(AHEAD, len(ids))):
-        _coming(slots, seed, multiplier, ids, j, len(ids), homes)
+    homes = _first_homes(slots, seed, multiplier, ids, 0, len(ids))
     for j in range(len(ids)):
         hole = _search(slots, homes[j & (AHEAD - 1)], ids[j])
         _coming(slots, seed, multiplier, ids, j + AHEAD, len(ids), homes)
@@ -120,9 +123,7 @@ def number(slots: Any, seed: Any, multiplier: Any, ids: Any, distinct: Any, coun
     `slots` is an empty table with room for all; the arrays are as long as `ids`, and of two the end is not written.
     """
     known = 0
-    homes = np.empty(AHEAD, np.uint64)
-    for j in range(min(AHEAD, len(ids))):
-        _coming(slots, seed, multiplier, ids, j, len(ids), homes)
+    homes = _first_homes(slots, seed, multiplier, ids, 0, len(ids))
     for j in range(len(ids)):
         slot = _search(slots, homes[j & (AHEAD - 1)], ids[j])
         _coming(slots, seed, multiplier, ids, j + AHEAD, len(ids), homes)

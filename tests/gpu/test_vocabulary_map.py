@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from reading_ahead import at_once, by_loader, by_ticket
 
 import speedtransfer as st
 from gpu.test_waits import recorded
@@ -232,21 +233,6 @@ def test_a_state_that_is_loaded_and_a_move(device):
         expected, there = module(ids).cpu(), copy.deepcopy(module).cpu()
         assert torch.equal(there(ids.cpu()), expected)
         assert torch.equal(there.cuda()(ids).cpu(), expected)
-
-
-def at_once(module: Any, batches: Any) -> Any:
-    return ((ids, ids) for ids in batches)
-
-
-def by_ticket(module: Any, batches: Any) -> Any:
-    tickets = [module.prefetch(ids) for ids in batches[:2]]
-    for step, ids in enumerate(batches):
-        tickets += [module.prefetch(later) for later in batches[step + 2 : step + 3]]
-        yield ids, tickets.pop(0)
-
-
-def by_loader(module: Any, batches: Any) -> Any:
-    return ((ids, ids) for ids in st.prefetch(batches, lambda ids: {module: ids}))
 
 
 @pytest.mark.parametrize("deferred", [False, True])
