@@ -401,7 +401,7 @@ def changed(what: str) -> tuple[nn.Module, torch.optim.Optimizer, dict]:
         ("dim", r"'0.weight' is \(12, 4\)"),
         ("dtype", r"'0.weight' is .*float32 in the checkpoint but .*float64 in the model"),
         ("missing", r"has no '2.bias' and 1 more that the model has"),
-        ("extra", r"has '1.bias', which the model has not"),
+        ("extra", r"has '1.bias', which the model does not have"),
         ("order", r"group 0 of optimizer has parameters of shapes \[\[2\]"),
         ("groups", r"optimizer has 2 parameter groups but the checkpoint has 1"),
         ("fewer", r"group 0 of optimizer"),

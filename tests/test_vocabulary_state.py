@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import speedtransfer as st
 from speedtransfer.errors import HostMemoryError, InvalidValueError, OptimizerError
+from speedtransfer.vocabulary.id_index import IdIndex
 
 DIM = 3
 IDS = torch.arange(30) * 2**59 - 2**62
@@ -247,6 +249,25 @@ def test_too_many_ids_change_nothing(tmp_path: Path) -> None:
         small.train(8)
 
 
+@pytest.mark.parametrize("capacity", [4, 9])
+def test_a_checkpoint_makes_one_index(capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of millions of ids it takes seconds: the one by which the ids are checked is the one that the module gets."""
+    run, other = Run(case_named("adamw")), Run(case_named("adamw"), capacity=capacity)
+    run.train(0, 1, 2)
+    st.save_checkpoint(tmp_path, run.net, run.optimizer)
+    made: list[int] = []
+    insert = IdIndex.insert
+
+    def counted(index: IdIndex, ids: np.ndarray, rows: np.ndarray) -> None:
+        made.append(len(ids))
+        insert(index, ids, rows)
+
+    monkeypatch.setattr(IdIndex, "insert", counted)
+    st.load_checkpoint(tmp_path, other.net, other.optimizer)
+    assert made == [len(run.vocabulary)]
+    run.check_equal(other)
+
+
 def _set(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return lambda state: state.update({f"vocabulary.{name}": value(state[f"vocabulary.{name}"])})
 
@@ -261,7 +282,7 @@ MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "fewer": (_set("last_use", lambda value: value[1:]), "different lengths"),
     "fewer rows": (lambda state: state.update(weight=state["weight"][1:]), "rows"),
     "twice": (_set("ids", torch.zeros_like), "twice"),
-    "in use": (_set("last_use", lambda value: value - 5), "in use"),
+    "last use": (_set("last_use", lambda value: value - 5), "impossible times of last use"),
     "initial": (_set("initial", lambda value: value + 7), "initial"),
     "format": (_set("numbers", lambda value: value + 1), "update speedtransfer"),
 }

@@ -15,6 +15,7 @@ from speedtransfer.checkpoint.together import like
 from speedtransfer.errors import InvalidValueError, suggest
 from speedtransfer.nn.module_state import OF_VOCABULARY, ids_of, placeholder_rows, refuse_ids
 from speedtransfer.optim import Handle, VocabularyHandle
+from speedtransfer.vocabulary import LoadPlan
 
 
 def _state(model: nn.Module) -> tuple[dict[str, Any], dict[str, Handle]]:
@@ -56,7 +57,7 @@ class SavedModel:
         ids = {key for key in {*entries, *state} if key.startswith(tuple(parts))}
         _check_keys(set(entries) - ids, set(state) - ids)
         self._rows: dict[str, SavedRows] = {}
-        self._sizes: dict[VocabularyHandle, int] = {}
+        self._plans: dict[Handle, LoadPlan] = {}
         self._state: OrderedDict[str, Any] = OrderedDict()
         for key in sorted(ids & set(entries)):
             self._state[key] = decode(entries[key], reader.read)
@@ -84,8 +85,8 @@ class SavedModel:
                 self._rows[key], self._state[key] = saved, current  # the placeholder
                 assert handle is not None
                 if isinstance(handle, VocabularyHandle):
-                    plan = handle.vocabulary.plan_load(ids_of(self._state, key.removesuffix("weight")), shape[0])
-                    self._sizes[handle] = plan.num_rows
+                    state_of_ids = ids_of(self._state, key.removesuffix("weight"))
+                    self._plans[handle] = handle.vocabulary.plan_load(state_of_ids, shape[0])
                 else:
                     refuse_ids(self._state, key.removesuffix("weight"), handle)
                 if not handle.table.writable:
@@ -104,14 +105,14 @@ class SavedModel:
 
     def allocate(self) -> None:
         """Give tables the rows that they lack for their ids. May run out of memory, as `SavedOptimizer.allocate`."""
-        for handle, num_rows in self._sizes.items():
-            if num_rows > handle.table.num_rows:
-                handle.grow(num_rows)
+        for handle, plan in self._plans.items():
+            if plan.num_rows > handle.table.num_rows:
+                handle.grow(plan.num_rows)
 
     def load(self, advance: Callable[[int], None]) -> None:
         """Load the model, the rows of tables in chunks."""
         keys, done = {id(self._state[key]): key for key in self._tables}, set()
-        with placeholder_rows() as met:
+        with placeholder_rows(self._plans) as met:
             self.model.load_state_dict(self._state)
         for placeholder, handle in met:
             key = keys.get(id(placeholder))
@@ -149,5 +150,5 @@ def _check_keys(saved: set[str], ours: set[str]) -> None:
         )
     if extra:
         raise InvalidValueError(
-            f"the checkpoint has {extra[0][:80]!r}{more}, which the model has not; make the model as it was saved"
+            f"the checkpoint has {extra[0][:80]!r}{more}, which the model does not have; make the model as it was saved"
         )

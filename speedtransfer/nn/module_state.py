@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -12,25 +12,29 @@ from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle, VocabularyShardHandle
+from speedtransfer.vocabulary import LoadPlan
 
 # The keys of the state of a vocabulary begin so, after the name of the module.
 OF_VOCABULARY = "vocabulary."
 # Placeholders used in state dicts so far, each with its handle; None: state dicts hold the rows themselves.
 _placeholders: ContextVar[list[tuple[Tensor, Handle]] | None] = ContextVar("placeholders", default=None)
+_plans: ContextVar[Mapping[Handle, LoadPlan]] = ContextVar("plans", default={})  # noqa: B039 - nobody writes to it
 
 
 @contextmanager
-def placeholder_rows() -> Iterator[list[tuple[Tensor, Handle]]]:
+def placeholder_rows(plans: Mapping[Handle, LoadPlan] | None = None) -> Iterator[list[tuple[Tensor, Handle]]]:
     """Save and load state dicts with meta tensors as placeholders for the rows of tables, which are not copied.
 
-    Yields the list of placeholders saved or loaded so far, each with its handle, for the caller to move the rows.
+    Yields the list of placeholders saved or loaded so far, each with its handle, for the caller to move the rows. `plans` are
+    those by which the caller has checked the ids to load.
     """
     used: list[tuple[Tensor, Handle]] = []
-    token = _placeholders.set(used)
+    token, of_plans = _placeholders.set(used), _plans.set(plans or {})
     try:
         yield used
     finally:
         _placeholders.reset(token)
+        _plans.reset(of_plans)
 
 
 def with_placeholders() -> bool:
@@ -145,7 +149,7 @@ class ModuleState(nn.Module):
 
         def load(values: Tensor) -> None:
             try:
-                handle.load_saved(state, len(values), None if used is not None else values)
+                handle.load_saved(state, len(values), None if used is not None else values, _plans.get().get(handle))
             except Exception as error:
                 # torch.nn would make a RuntimeError of it.
                 failed.append(error)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim.handle import Handle
 from speedtransfer.rows import LAST_STEP, Rows
-from speedtransfer.vocabulary import PADDING_ROW, UNSEEN_ROW, NotedIds, Vocabulary
+from speedtransfer.vocabulary import PADDING_ROW, UNSEEN_ROW, LoadPlan, NotedIds, Vocabulary
 
 
 class VocabularyHandle(Handle):
@@ -286,7 +286,9 @@ class VocabularyHandle(Handle):
     # --- saved state --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def load_saved(self, state: Mapping[str, Tensor], num_saved: int, values: Tensor | None) -> None:
+    def load_saved(
+        self, state: Mapping[str, Tensor], num_saved: int, values: Tensor | None, plan: LoadPlan | None = None
+    ) -> None:
         """Go on with the ids of a saved table, in the rows that `Vocabulary.plan_load` finds, and with their weights.
 
         Parameters
@@ -297,10 +299,13 @@ class VocabularyHandle(Handle):
             Its rows.
         values : Tensor, optional
             ``(num_saved, dim)``. None: they will be written later, by `Rows.placement`.
+        plan : LoadPlan, optional
+            What `Vocabulary.plan_load` returned before. It is made anew where it was for another state.
         """
         self.recover()
         with self.rows.lock:
-            plan = self.vocabulary.plan_load(state, num_saved)
+            if plan is None or not plan.is_for(state, num_saved):
+                plan = self.vocabulary.plan_load(state, num_saved)
             self.vocabulary.load(plan)
             if values is not None:
                 self.table.wait()

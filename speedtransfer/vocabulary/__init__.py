@@ -3,6 +3,7 @@
 from speedtransfer.vocabulary.changes import Changes
 from speedtransfer.vocabulary.id_rows import PADDING_ROW, UNSEEN_ROW
 from speedtransfer.vocabulary.ids import as_ids
+from speedtransfer.vocabulary.loaded_state import LoadPlan
 from speedtransfer.vocabulary.lookups import NotedIds
 from speedtransfer.vocabulary.mixing import owners_of
 from speedtransfer.vocabulary.string_ids import hash_ids
@@ -13,6 +14,7 @@ __all__ = [
     "PADDING_ROW",
     "UNSEEN_ROW",
     "Changes",
+    "LoadPlan",
     "NotedIds",
     "Vocabulary",
     "VocabularyStats",

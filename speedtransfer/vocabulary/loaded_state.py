@@ -89,6 +89,8 @@ class LoadPlan(NamedTuple):
         The saved rows with ids, ``(n,)`` int64; these ids; and the rows that they get.
     known : IdIndex
         Of these.
+    state : mapping of str to Tensor
+        What it was made for.
     """
 
     saved: SavedState | None
@@ -98,6 +100,12 @@ class LoadPlan(NamedTuple):
     ids: np.ndarray
     rows: np.ndarray
     known: IdIndex
+    state: Mapping[str, Any]
+
+    def is_for(self, state: Mapping[str, Any], num_saved: int) -> bool:
+        """Tell whether it was made for the same tensors and number of rows."""
+        same = state.keys() == self.state.keys() and all(value is self.state[name] for name, value in state.items())
+        return same and self.placement.num_saved == num_saved
 
 
 def pack_numbers(**numbers: int) -> Tensor:
@@ -114,7 +122,7 @@ def pack_initial(initial: Initial) -> Tensor:
 
 
 def unpack_initial(values: Tensor) -> Initial:
-    """Return what `pack_initial` was given; ValueError, IndexError or SpeedtransferError: it is nothing of that."""
+    """Return what `pack_initial` was given; raise ValueError, IndexError or SpeedtransferError for other tensors."""
     kind, *numbers = values.tolist()
     if kind not in (0.0, 1.0, 2.0) or len(numbers) != 2:
         raise ValueError(f"no such kind: {values.tolist()}")
@@ -127,7 +135,7 @@ def read_state(state: Mapping[str, Any], about: str) -> SavedState:
     Raises
     ------
     InvalidValueError
-        Something is missing, or is nothing that was saved.
+        Something is missing or malformed.
     """
     for name, (dtype, dims, optional) in _SPECS.items():
         if name not in state:
@@ -156,7 +164,7 @@ def read_state(state: Mapping[str, Any], about: str) -> SavedState:
         initial = unpack_initial(state["initial"])
     except (ValueError, SpeedtransferError) as error:
         raise InvalidValueError(
-            f"{about}: 'vocabulary.initial' says no initial value ({error}); load another state"
+            f"{about}: 'vocabulary.initial' is not a valid initial value ({error}); load another state"
         ) from None
     ids, last_use, counts = arrays["ids"], arrays["last_use"], arrays.get("counts")
     reserved = numbers["reserved"]
@@ -164,11 +172,11 @@ def read_state(state: Mapping[str, Any], about: str) -> SavedState:
     if len(ids) != len(last_use) or (counts is not None and len(counts) != len(ids)):
         wrong = "ids, last_use and counts of different lengths"
     elif not 0 < reserved <= len(ids) or (last_use < FREE).any():
-        wrong = "rows in use that cannot be"
+        wrong = "an impossible number of reserved rows, or impossible times of last use"
     elif "sightings" in arrays and (arrays["sightings"].dtype.kind != "u" or not arrays["sightings"].size):
         wrong = f"sightings of {arrays['sightings'].dtype}"
     elif len(arrays["origin"]) != 2:
-        wrong = "another origin"
+        wrong = f"an origin of {len(arrays['origin'])} numbers"
     elif any(
         numbers[name] < 0 for name in ("clock", "draws", "sightings_added", "hand", "admitted_now", "admitted_lately")
     ):

@@ -89,7 +89,7 @@ class SavedVocabulary(Base):
         Raises
         ------
         InvalidValueError
-            The state is none, or that of a vocabulary with another padding.
+            The state is malformed, or that of a vocabulary with another padding.
         HostMemoryError
             There are more ids than this vocabulary may have rows for.
         """
@@ -127,7 +127,7 @@ class SavedVocabulary(Base):
                 f"{owner}: the state of the vocabulary has an id twice ({error}); load what state_dict() returned"
             ) from None
         placement = self._placement(saved, num_saved, num_rows, sources, rows)
-        return LoadPlan(saved, placement, num_rows, sources, ids, rows, index)
+        return LoadPlan(saved, placement, num_rows, sources, ids, rows, index, state)
 
     def _most_rows(self) -> int | None:
         """Return the number of rows that the table may have; None: as the memory allows."""
