@@ -57,7 +57,7 @@ WRONG = [
     ({"max_capacity": 0}, "at least 1"),
     ({"capacity": 5, "max_capacity": 4}, "but capacity is 5"),
     ({"max_capacity": "48"}, "such as '48 GB'"),
-    ({"max_capacity": "0 GB"}, "no byte"),
+    ({"max_capacity": "0 GB"}, "less than one byte"),
     ({"max_capacity": 1e6}, "or math.inf"),
     ({"max_capacity": math.nan}, "or math.inf"),
     ({"max_capacity": [1]}, "or math.inf"),
@@ -243,6 +243,21 @@ def test_a_gradient_by_hand_after_rows_changed() -> None:
     module(ids(3, 4))
     with pytest.raises(InvalidValueError, match="activate"):
         active.add_grad(torch.ones(1, DIM))
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("unseen", ["initial", "zeros", "row"])
+def test_active_rows_of_unseen_ids_are_the_row_that_the_table_has_for_them(unseen: str, is_training: bool) -> None:
+    module, vocabulary = made(4, admit=2, unseen=unseen)
+    module(ids(1, 1))
+    module.train(is_training)
+    active = module.activate(ids(2, 1, 3))
+    assert active.ids.tolist() == [0, *vocabulary.rows([1]).tolist()]
+    assert torch.equal(active.rows.detach(), module.table.gather(active.ids))
+    assert torch.equal(active.rows[active.inverse[1]], module(ids(1))[0])
+    # What forward reads with unseen="initial" is in no row.
+    found = module.eval()(ids(2, 3)).detach()
+    assert torch.equal(active.rows.detach()[active.inverse[[0, 2]]], found) == (unseen != "initial")
 
 
 def test_gradients_of_all_rows_go_to_the_ids_of_then() -> None:

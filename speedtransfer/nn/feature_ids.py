@@ -135,7 +135,7 @@ def first_beyond(ids: Tensor, num_rows: int | Tensor) -> int | None:
 def rows_of(ids: Tensor, start: Any, num_rows: Any, padding: Any) -> tuple[Tensor, Tensor | None]:
     """Return the rows of `ids` in the table, and which ids are `padding`, if that is not None.
 
-    Where `first_beyond` cannot look, ids beyond their feature become -1, which is no row of the table either.
+    Where `first_beyond` cannot look, ids beyond their feature become -1, which is not a row of the table either.
     """
     index = ids + start
     if ids.device.type != "cpu" or in_transform():

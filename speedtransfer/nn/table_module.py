@@ -145,8 +145,9 @@ class TableModule(VocabularyModule):
         ----------
         ids : tensor, ndarray, list or UniqueRows
             Row numbers, any integer dtype, shape and device. Or the result of `tables.unique_rows` for ids on the CPU, made
-            with the `padding_idx` of this module, if it has one. With a vocabulary its ids; what is returned has rows of the
-            table.
+            with the `padding_idx` of this module, if it has one. With a vocabulary its ids; what is returned has the numbers
+            of their rows in the table. Ids without a row all have that of unseen ids there, which holds zeros unless it is
+            trained (``unseen="row"``): what forward reads for them with ``unseen="initial"`` is not in the table.
         """
         if not self._has_rows():
             raise InvalidTypeError(

@@ -123,7 +123,7 @@ def find_rows(handle: VocabularyHandle, ids: Any, admit: bool, on_device: bool =
 
 
 def _given(handle: VocabularyHandle, ids: Any) -> Tensor:
-    """Return the ids of a lookup, int64; raise for what are none."""
+    """Return the ids of a lookup, int64; raise for anything else."""
     if isinstance(ids, VocabularyTicket):
         ids.check(handle)
         ids = ids.source
@@ -280,9 +280,9 @@ class VocabularyTicket(Ticket):
 
 
 def refuse_without_rows(handle: Any) -> None:
-    """Raise for a lookup in a weight that was swapped in, or within a transform, where ids are no rows."""
+    """Raise for a lookup in a weight that was swapped in, or within a transform, where ids are not row numbers."""
     if isinstance(handle, VocabularyHandle):
         raise InvalidTypeError(
-            f"{handle} has a vocabulary, and its ids are not the rows of a weight that is swapped in (functional_call, a "
+            f"{handle} has a vocabulary, and its ids are not row numbers of a weight that is swapped in (functional_call, a "
             "parametrization, torch.func); call the module as it is, outside of transforms"
         )

@@ -17,7 +17,7 @@ MaxCapacity = int | str | float | None
 
 
 def check_max_capacity(limit: Any, capacity: int | None) -> MaxCapacity:
-    """Return a limit of the number of ids, or raise where it is none."""
+    """Return a valid limit of the number of ids; raise for anything else."""
     if limit is None or (isinstance(limit, float) and limit == math.inf):
         return limit
     if isinstance(limit, str):
@@ -39,13 +39,11 @@ def parse_bytes(text: str) -> int:
     """Return the bytes that a text such as "48 GB" or "16GiB" names."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B\s*", text.upper())
     if found is None or found[2] == "I":
-        raise InvalidValueError(
-            f"max_capacity is {text!r} but bytes are written such as '48 GB' or '16 GiB'; pass so many"
-        )
+        raise InvalidValueError(f"max_capacity is {text!r} but must be a size such as '48 GB' or '16 GiB'; pass one")
     num_bytes = int(float(found[1]) * _UNITS[found[2]])
     if not num_bytes:
         raise InvalidValueError(
-            f"max_capacity is {text!r}, which is no byte; pass more, or None for a table that stays as it is"
+            f"max_capacity is {text!r}, which is less than one byte; pass more, or None for a table that does not grow"
         )
     return num_bytes
 

@@ -81,7 +81,7 @@ class Changes(NamedTuple):
         Raises
         ------
         StorageError
-            It is missing, truncated, or nothing of that.
+            It is missing, truncated, or not such a file.
         """
         path = _check_path(path)
         header = files.open_header(path)
@@ -103,7 +103,7 @@ class Changes(NamedTuple):
             raise
         except (SpeedtransferError, ValueError, KeyError, TypeError) as error:
             raise StorageError(
-                f"{str(path)!r} holds no changes of a vocabulary ({error}); pass a file that Changes.save has written"
+                f"{str(path)!r} does not hold changes of a vocabulary ({error}); pass a file that Changes.save has written"
             ) from error
         return changes
 

@@ -217,7 +217,7 @@ class Contents(Base):
         if origin != changes.origin:
             raise InvalidValueError(
                 f"{owner}: a dump is missing: the changes are those since clock {changes.since} of a vocabulary that this one "
-                "is no copy of (any more: it was trained, or the other has loaded a state); begin with changed_since(0)"
+                "does not copy, or no longer (it was trained, or the other has loaded a state); begin with changed_since(0)"
             )
         if changes.since > clock:
             raise InvalidValueError(
@@ -294,7 +294,7 @@ class Contents(Base):
         with owner.rows.lock:
             if since > self.clock:
                 raise InvalidValueError(
-                    f"{owner}: clock is {since} but that of this vocabulary is {self.clock}; pass one of before, or 0 for "
+                    f"{owner}: clock is {since} but that of this vocabulary is {self.clock}; pass an earlier one, or 0 for "
                     "everything"
                 )
             now = self.clock

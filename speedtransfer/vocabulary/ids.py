@@ -14,14 +14,14 @@ _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torc
 
 
 def as_ids(ids: Any) -> Tensor:
-    """Return ids as a contiguous int64 tensor of their shape, on their device; what is no tensor is put on the CPU.
+    """Return ids as a contiguous int64 tensor of their shape, on their device; anything but a tensor becomes one on the CPU.
 
     An id of uint64 from 2**63 on is the negative id of the same 64 bits.
 
     Raises
     ------
     InvalidTypeError
-        They are no integers (bool counts as none).
+        They are not integers (bool does not count as one).
     InvalidValueError
         One has more than 64 bits, or they are ragged.
     """

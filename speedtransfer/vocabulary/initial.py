@@ -40,7 +40,7 @@ def check_initial(initial: Any) -> Initial:
     Raises
     ------
     InvalidTypeError, InvalidValueError
-        It is nothing of this, a number is not finite, `std` is negative or `low` above `high`.
+        It is none of these, a number is not finite, `std` is negative or `low` above `high`.
     """
     if _is_number(initial):
         return _finite(initial, "initial")
@@ -56,7 +56,9 @@ def check_initial(initial: Any) -> Initial:
     kind, *given = initial
     for number in given:
         if not _is_number(number):
-            raise InvalidTypeError(f"initial is {initial!r} but {number!r} is no number; pass {_KINDS[kind]} as floats")
+            raise InvalidTypeError(
+                f"initial is {initial!r} but {number!r} is not a number; pass {_KINDS[kind]} as floats"
+            )
     first, second = (_finite(number, f"a number of initial {initial!r}") for number in given)
     if kind == "normal" and second < 0:
         raise InvalidValueError(f"initial is {initial!r}, whose standard deviation is negative; pass 0 or more")

@@ -123,7 +123,7 @@ class Eviction:
 
 
 def check_admit(admit: Any) -> Admit:
-    """Return `admit`, or raise where it is no rule."""
+    """Return a valid `admit`; raise for anything else."""
     if isinstance(admit, str):
         if admit != "always":
             raise InvalidValueError(f"admit is {admit!r}, not one of its values{suggest(admit, ['always'])}")
@@ -142,7 +142,7 @@ def check_admit(admit: Any) -> Admit:
 
 
 def check_evict(evict: Any) -> Evict:
-    """Return `evict`, or raise where it is no rule."""
+    """Return a valid `evict`; raise for anything else."""
     if evict is None or callable(evict):
         return evict
     if isinstance(evict, str):
@@ -160,7 +160,7 @@ def check_evict(evict: Any) -> Evict:
 
 
 def check_half_life(half_life: Any) -> float:
-    """Return the half-life of counts, or raise where it is no positive number."""
+    """Return a valid half-life of counts; raise unless it is a positive number."""
     number = isinstance(half_life, numbers.Real) and not isinstance(half_life, bool)
     if not number or not 0 < half_life < math.inf:
         raise InvalidValueError(
