@@ -3,6 +3,8 @@ ids, the engine and its blocks. About three minutes on a GPU with 40 GB of host 
 
     python bench/first_look.py [--sizes 0.25,2,8,32] [--seconds 200]
 
+Last come ids without a bound: the map on the device, steps that admit ids after them, tables that grow.
+
 Each line is one cell of the table, in GB/s of rows of 512 bytes: medians of calls, timed by events on the device ("staged": by
 the clock, until the rows are there). They are in ``bench/results/<device>/first_look.json`` too, as far as it has come. What a
 machine does not have is said in its line.
@@ -21,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import first_look_ids
 import torch
 from store import ROOT, path_of, write
 from torch import Tensor
@@ -126,8 +129,9 @@ def main(arguments: list[str] | None = None) -> int:
     about = header(ROOT, PART)
     path = path_of(ROOT, about["environment"]["device"], PART)
     cells: list[dict[str, Any]] = []
+    of_ids: list[dict[str, Any]] = []
     memory: dict[str, str] = {}
-    result = {**about, "rows": args.rows, "row_bytes": 4 * DIM, "memory": memory, "cells": cells}
+    result = {**about, "rows": args.rows, "row_bytes": 4 * DIM, "memory": memory, "cells": cells, "ids": of_ids}
     room = SHARE * (physical_bytes() or 8e9)
     sizes = [size for size in sorted(args.sizes) if size * 2**30 <= room]
     look = _Look(args.rows, args.repeats, time.monotonic() + args.seconds)
@@ -138,6 +142,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name:10} {cell['gb']:6} GB  {cell['ids']:8} {cell['engine']:12} {rates} GB/s", flush=True)
             write(path, result)
         print(f"{name}: {memory[name]}", flush=True)
+    for found in first_look_ids.look(args.rows, args.repeats, look.end):
+        of_ids.append(found)
+        print("ids: " + ", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
+        write(path, result)
     result["complete"] = not look.late
     write(path, result)
     print(f"{'the time was up' if look.late else 'all measured'}; wrote {path.relative_to(ROOT)}")

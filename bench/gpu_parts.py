@@ -10,6 +10,15 @@ from typing import NamedTuple
 FACTS, FIRST_TESTS, FIRST_LOOK = "facts", "first_tests", "first_look"  # beside the parts of store.PARTS
 FIRST_FILES = [f"tests/gpu/test_{name}.py" for name in ("devices", "streams", "faults", "all_kernels")]
 
+# What only a GPU proves, and the tests of tests/gpu that run it.
+FEATURES = {
+    "every kernel": "all_kernels",
+    "ids found on the device (kernels/ids.cu)": "vocabulary_map",
+    "new ids admitted after the step (deferred=True)": "vocabulary_map",
+    "tables in page-locked memory that grow": "tables",
+    "suite vocabulary": "benchmark_vocabulary",
+}
+
 
 class Task(NamedTuple):
     """Something to run: what, for how many seconds at most, and whether in its quick form."""

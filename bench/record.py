@@ -9,6 +9,7 @@ it (see store.py). Needs only what the tests need; the package need not be insta
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import sys
 import tarfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,14 @@ import bars
 import speedtorch_loop_words
 import word2vec_scale_figure
 import word2vec_statistics
-from gpu_parts import FACTS, FIRST_FILES, FIRST_LOOK, FIRST_TESTS, GPU_PARTS, Task
+from gpu_parts import FACTS, FEATURES, FIRST_FILES, FIRST_LOOK, FIRST_TESTS, GPU_PARTS, Task
 from running import logged, run, say
 from store import (
+    DRIFT,
     FULL,
     IDLE,
     LOOP,
+    NGRAM_EXAMPLE,
     PARTIAL,
     PARTS,
     QUICK,
@@ -124,13 +128,23 @@ def summary(junit: Path, complete: bool) -> dict[str, Any]:
             name = f"{case.get('classname')}.{case.get('name')}"
             failures[name] = (problem.get("message") or "").strip().splitlines()[:1]
     skipped = sum(case.find("skipped") is not None for case in cases)
+    passed = [case for case in cases if len(case) == 0 or {part.tag for part in case} <= _NO_OUTCOME]
     return {
+        "files": dict(Counter(name for name in map(_file_of, passed) if name)),
         "passed": len(cases) - len(failures) - skipped,
         "failed": len(failures),
         "skipped": skipped,
         "seconds": sum(float(case.get("time", 0)) for case in cases),
         "failures": failures,
     }
+
+
+_NO_OUTCOME = {"system-out", "system-err", "properties"}
+
+
+def _file_of(case: ElementTree.Element) -> str:
+    """Return the name of the file of a test without its folder and suffix; nothing where it cannot be told."""
+    return next((name for name in (case.get("classname") or "").split(".") if name.startswith("test_")), "")
 
 
 def run_sanitizer(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
@@ -315,6 +329,8 @@ def status(root: Path = ROOT) -> int:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     if not gpu:
         print("\nno GPU results yet; run `make gpu` on a machine with a CUDA device")
+    if lacking_tests := never_run(root):
+        print("\nnever run on a GPU (no test of it has passed there):", *lacking_tests, sep="\n  ")
     for device, results in (*suites.items(), *cpus.items()):
         lacking = any(result["quick"] or not result["complete"] for result in results.values())
         note = ", of quick or incomplete runs in part" if lacking else ""
@@ -325,6 +341,22 @@ def status(root: Path = ROOT) -> int:
         except (AttributeError, KeyError, TypeError, ValueError) as error:  # foreign figures
             print(f"\n{device}: the bars cannot be judged ({type(error).__name__}: {error}); record the suites again")
     return 0
+
+
+def never_run(root: Path = ROOT) -> list[str]:
+    """Return the features, and the other files of tests/gpu, of which no recorded run on a GPU has passed a test."""
+    passed: set[str] = set()
+    for path in sorted((root / "bench" / "results").glob("*/*.json")):
+        if path.name.partition(".")[0] in ("tests", FIRST_TESTS):
+            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+                result = read(path)
+                passed |= set(result["files"]) if result["environment"]["cuda"] else set()
+    features = {what: f"test_{name}" for what, name in FEATURES.items() if f"test_{name}" not in passed}
+    files = {path.stem for path in (root / "tests" / "gpu").glob("test_*.py")} - passed - set(features.values())
+    return [
+        *(f"{what}: tests/gpu/{name}.py" for what, name in features.items()),
+        *(f"tests/gpu/{name}.py" for name in sorted(files)),
+    ]
 
 
 def _outcome(part: str, result: dict[str, Any]) -> str:
@@ -339,6 +371,10 @@ def _outcome(part: str, result: dict[str, Any]) -> str:
         )
     elif part == LOOP:
         text = speedtorch_loop_words.in_short(result) + (", quick" if result["quick"] else "")
+    elif part == DRIFT:
+        text = ", ".join(f"{name} {len(stream['runs'])} tables" for name, stream in result["streams"].items())
+    elif part == NGRAM_EXAMPLE:
+        text = f"{len(result['contenders'])} contenders"
     elif part in (WORD2VEC, SCALE):
         text = (word2vec_statistics if part == WORD2VEC else word2vec_scale_figure).in_short(result)
         text += ", quick" if result["quick"] else ""

@@ -192,6 +192,35 @@ def test_an_unreadable_result(record, store, tree, capsys, content):
     assert "record it again" in line
 
 
+def test_what_never_ran_on_a_gpu(record, store, tree, capsys, monkeypatch):
+    """Of a feature or a file only a test that has passed there counts."""
+    monkeypatch.setattr(record, "FEATURES", {"a new kernel": "kernel", "a lookup": "lookup"})
+    for name in ("kernel", "lookup", "other"):
+        (tree / f"tests/gpu/test_{name}.py").write_text("")
+    path = put(store, tree, "tests", files={"test_device": 3, "test_lookup": 1})
+    result = store.read(path)
+    text = "\n".join(listed(record, tree, capsys))
+    assert "never run on a GPU" in text
+    missing = ["a new kernel: tests/gpu/test_kernel.py", "tests/gpu/test_other.py"]
+    assert record.never_run(tree) == missing
+    # The tests of tests/gpu that need no device run on CPUs too.
+    store.write(path, {**result, "environment": {**result["environment"], "cuda": False}})
+    assert "a lookup: tests/gpu/test_lookup.py" in record.never_run(tree)
+    store.write(path, {**result, "files": {f"test_{name}": 1 for name in ("device", "kernel", "lookup", "other")}})
+    assert not record.never_run(tree)
+    assert "never run" not in "\n".join(listed(record, tree, capsys))
+
+
+def test_features_are_those_of_tests_that_are_there(record):
+    for name in record.FEATURES.values():
+        assert (record.ROOT / f"tests/gpu/test_{name}.py").exists()
+
+
+def test_every_recorded_result_of_this_repository_is_readable(record, capsys):
+    assert record.status() == 0
+    assert "unreadable" not in capsys.readouterr().out
+
+
 def test_folder_of_a_device(store, tmp_path):
     path = store.path_of(tmp_path, "NVIDIA GeForce RTX 4090 (Laptop)", "step")
     assert path.relative_to(tmp_path).as_posix() == "bench/results/nvidia-geforce-rtx-4090-laptop/step.json"
@@ -214,6 +243,7 @@ def test_the_gpu_tests(record, store, tree, gpu, monkeypatch):
     assert record.record(["tests"], False, 100, 100, tree) == 1
     found = store.read(store.path_of(tree, gpu["device"], "tests"))
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
+    assert found["files"] == {"test_device": 1}
     assert found["failures"]["tests.gpu.test_device.test_bad"] == ["assert 1 == 2"]
     assert (found["environment"]["commit"], found["environment"]["dirty"]) == ("abc", True)
     assert found["digest"] == store.digest(tree, "tests")
@@ -746,8 +776,7 @@ def test_a_pass_that_does_not_count(seconds, params, options, state):
 def test_bars_are_shown_for_a_gpu(record, store, tree, capsys):
     put(store, tree, "step")
     lines = listed(record, tree, capsys)
-    assert lines[3] == "NVIDIA H200, the bars"
-    assert len(lines) == 4 + 13
+    assert len(lines) - lines.index("NVIDIA H200, the bars") == 1 + 13
 
 
 def test_a_cpu_has_a_bar_for_steps(record, store, tree, capsys):
