@@ -20,8 +20,12 @@ class Machine:
         The GPU's full name; None: rows are computed on the CPU.
     device_bytes, device_bytes_per_s : float, optional
         Memory of one GPU and its bandwidth.
+    link : str, optional
+        What connects host memory and the GPU, such as "PCIe 5.0 x16".
     link_up_bytes_per_s, link_down_bytes_per_s : float, optional
         From host memory to the GPU and back, one direction at a time.
+    peer_bytes_per_s : float, optional
+        What one GPU can send to the others of the machine while all do; None: by way of host memory.
     host_bytes, host_bytes_per_s : float, optional
         Host memory that a process may take, and its bandwidth.
     pinned_bytes : float, optional
@@ -35,14 +39,18 @@ class Machine:
     currency : str, optional
     sources : mapping of str to str
         Where each figure is from, by attribute: "measured", "given", or a publication with its date.
+    notes : tuple of str
+        Sentences about figures that could not be had, or that need a word.
     """
 
     name: str
     device: str | None = None
     device_bytes: float | None = None
     device_bytes_per_s: float | None = None
+    link: str | None = None
     link_up_bytes_per_s: float | None = None
     link_down_bytes_per_s: float | None = None
+    peer_bytes_per_s: float | None = None
     host_bytes: float | None = None
     host_bytes_per_s: float | None = None
     pinned_bytes: float | None = None
@@ -54,6 +62,7 @@ class Machine:
     hourly_price: float | None = None
     currency: str | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def figure(self, name: str) -> float:
         """Return the figure `name`.
