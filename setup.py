@@ -63,11 +63,13 @@ setup(
     package_data={
         "speedtransfer": ["py.typed"],
         "speedtransfer.kernels": ["*.cu", "*.cuh"],
+        "speedtransfer.planning": ["*.yaml"],
         "speedtransfer.word2vec": ["corpora/*"],
     },
     install_requires=[
         "numba>=0.60",  # compiled loops on the host; everything runs without it too, slower
         "numpy>=2",
+        "pyyaml>=6",  # files of machines and of prices; imported when one is read
         "rich>=13",
         "safetensors>=0.4.3",
         "tomli>=2; python_version < '3.11'",

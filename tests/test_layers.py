@@ -129,7 +129,7 @@ def test_import_starts_no_cuda_and_loads_no_cupy():
 
 
 def test_import_is_light():
-    heavy = ["cupy", "numba", "rich", "typer", "safetensors", "torch._dynamo", "torch.testing"]
+    heavy = ["cupy", "numba", "rich", "typer", "safetensors", "torch._dynamo", "torch.testing", "yaml"]
     parts = ["benchmark", "cli", "speedtorch", "word2vec"]
     names = [*heavy, *(f"speedtransfer.{part}" for part in parts)]
     code = f"import sys, torch; had = set(sys.modules); import speedtransfer; print({{*{names}}} & ({{*sys.modules}} - had))"
