@@ -46,6 +46,7 @@ _PACKAGE = ("speedtransfer/**/*.py", "speedtransfer/**/*.cu", "speedtransfer/**/
 _NO_ROWS = (  # move none for the benchmarks
     "!speedtransfer/cli.py",
     "!speedtransfer/__main__.py",
+    "!speedtransfer/planning/**/*.py",
     "!speedtransfer/speedtorch/**/*.py",
     "!speedtransfer/word2vec/**/*.py",
 )
@@ -56,6 +57,7 @@ _NO_TRAINING = (
     "!speedtransfer/__main__.py",
     "!speedtransfer/benchmark/**/*.py",
     "!speedtransfer/checkpoint/**/*.py",
+    "!speedtransfer/planning/**/*.py",
     *(
         f"!speedtransfer/word2vec/{name}.py"
         for name in (
@@ -84,7 +86,6 @@ _SHOWING = (
     "headlines",
     "html",
     "output",
-    "plan",
     "plots",
     "report",
     "run",
@@ -133,7 +134,7 @@ def _sources(part: str) -> tuple[str, ...]:
     if part == LAYOUT:
         return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "!speedtransfer/benchmark/**/*.py", "bench/layout.py")
     if part == LOOP:
-        others = (f"!speedtransfer/{name}/**/*.py" for name in ("benchmark", "checkpoint", "word2vec"))
+        others = (f"!speedtransfer/{name}/**/*.py" for name in ("benchmark", "checkpoint", "planning", "word2vec"))
         return (
             *_PACKAGE,
             "!speedtransfer/cli.py",

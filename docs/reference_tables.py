@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import typer
 
-from speedtransfer.benchmark.plan_optimizer import optimizer_named
 from speedtransfer.benchmark.suites import SUITES
 from speedtransfer.cli import app as root
 from speedtransfer.errors import format_bytes
 from speedtransfer.nn.sizing import table_size
+from speedtransfer.planning.optimizer_name import optimizer_named
 from speedtransfer.word2vec.optimizers import DEFAULT_LR, DEFAULT_OPTIONS, default_lr
 from speedtransfer.word2vec.settings import SETTINGS
 from speedtransfer.word2vec.signature import described

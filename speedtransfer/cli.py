@@ -20,11 +20,11 @@ from rich.table import Table as TextTable
 
 from speedtransfer import jit
 from speedtransfer.benchmark.commands import bench
-from speedtransfer.benchmark.plan import plan
 from speedtransfer.cuda import cuda_status, resolve_device
 from speedtransfer.engines import calibrate_device
 from speedtransfer.engines.calibration import file_of, load
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes
+from speedtransfer.planning.command import plan
 from speedtransfer.system import physical_bytes
 from speedtransfer.version import __version__
 from speedtransfer.word2vec.commands import app as word2vec_app

@@ -9,13 +9,13 @@ import torch
 import typer
 from rich.console import Console
 
-from speedtransfer.benchmark.plan_one import show_size
-from speedtransfer.benchmark.plan_optimizer import NONE, optimizer_named
-from speedtransfer.benchmark.plan_ranks import Rates, show_ranks
 from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.encoding import STATE_DTYPES, STORAGE_DTYPES
 from speedtransfer.errors import InvalidValueError, check_size, suggest
 from speedtransfer.nn.sizing import table_size
+from speedtransfer.planning.optimizer_name import NONE, optimizer_named
+from speedtransfer.planning.shown_ranks import Rates, show_ranks
+from speedtransfer.planning.shown_size import show_size
 from speedtransfer.ranks.zipf import expected_unique
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORAGE_DTYPES}
