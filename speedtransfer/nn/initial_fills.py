@@ -50,7 +50,7 @@ def _refuse_truncation(handle: VocabularyHandle) -> None:
     mean, std, low, high = (float(frame.f_locals[name]) for name in ("mean", "std", "a", "b"))
     if max(low - mean, mean - high) > -FARTHEST * std:
         raise InvalidTypeError(
-            f"{handle} has a vocabulary, whose rows begin with values of all sizes, and trunc_normal_ would cut them off at "
+            f"{handle} has a vocabulary, whose initial values have no bounds, and trunc_normal_ would cut them off at "
             f"{low} and {high}; use torch.nn.init.normal_, or wider bounds, {FARTHEST} standard deviations from the mean"
         )
 

@@ -83,6 +83,6 @@ def check_capacity(vocabulary: Vocabulary, weight: Tensor | None, num_embeddings
         )
     if isinstance(limit, int) and limit < capacity:
         raise InvalidValueError(
-            f"max_capacity is {limit} but there are {capacity} rows; pass at least as many, or None"
+            f"max_capacity is {limit} but capacity (by default num_embeddings) is {capacity}; pass as much, or None"
         )
     return capacity

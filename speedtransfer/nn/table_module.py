@@ -18,7 +18,7 @@ from speedtransfer.nn.options import TableOptions, complete, refuse_vocabulary
 from speedtransfer.nn.sharded_table import ShardedTable
 from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import refuse_to_record, unrecorded
-from speedtransfer.nn.vocabulary_lookup import FoundRows, VocabularyTicket
+from speedtransfer.nn.vocabulary_lookup import VocabularyTicket
 from speedtransfer.nn.vocabulary_module import VocabularyModule
 from speedtransfer.nn.weight import TableWeight
 from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle, find_handle, install
@@ -154,22 +154,10 @@ class TableModule(VocabularyModule):
                 f"weight of {type(self).__name__} was swapped from outside (functional_call, a parametrization), so there are "
                 "no rows of the table to activate; call the module instead, which computes with what was swapped in"
             )
-        handle, training = self._handle, torch.is_grad_enabled() and self._handle.requires_grad
-
-        def read(found: FoundRows, padding: int | None) -> ActiveRows:
-            return activate(handle, found.rows, training, self.max_norm, self.norm_type, padding, by_hand=True)
-
-        if not isinstance(handle, VocabularyHandle):
-            return read(FoundRows(ids), self.padding_idx)
-
-        def read_by_id(found: FoundRows) -> ActiveRows:
-            active = read(found, handle.padding_row)
-            # A gradient may be added by hand later.
-            handle.date(active.ids)
-            self._note_missed(active, found)
-            return active
-
-        return self._read_by_id(ids, training, read_by_id)
+        training = torch.is_grad_enabled() and self._handle.requires_grad
+        if isinstance(self._handle, VocabularyHandle):
+            return self._activate_by_id(self._handle, ids, training)
+        return activate(self._handle, ids, training, self.max_norm, self.norm_type, self.padding_idx, by_hand=True)
 
     @unrecorded
     def prefetch(self, ids: Any) -> Ticket:

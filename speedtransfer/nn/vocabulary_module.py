@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.nn.active import ActiveRows
+from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.module_state import ModuleState
 from speedtransfer.nn.vocabulary_lookup import FoundRows, UnseenValues, find_rows
 from speedtransfer.optim import Handle, VocabularyHandle
@@ -62,6 +62,19 @@ class VocabularyModule(ModuleState):
                 return result
             if not vocabulary.have_changed(found.rows.reshape(-1).cpu().numpy(), generation):
                 return result
+
+    def _activate_by_id(self, handle: VocabularyHandle, ids: Any, training: bool) -> ActiveRows:
+        """Return the unique rows of ids, as `TableModule.activate`."""
+
+        def read(found: FoundRows) -> ActiveRows:
+            limits = self.max_norm, self.norm_type
+            active = activate(handle, found.rows, training, *limits, handle.padding_row, by_hand=True)
+            # A gradient may be added by hand later.
+            handle.date(active.ids)
+            self._note_missed(active, found)
+            return active
+
+        return self._read_by_id(ids, training, read)
 
     def _found_rows(self, ids: Any, training: bool) -> FoundRows:
         handle, on_device = self._handle, self.max_norm is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -13,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidTypeError
 from speedtransfer.optim.handle import Handle
+from speedtransfer.optim.vocabulary_gradient import VocabularyGradient
 from speedtransfer.rows import LAST_STEP, Rows
-from speedtransfer.vocabulary import PADDING_ROW, UNSEEN_ROW, LoadPlan, NotedIds, Vocabulary
+from speedtransfer.vocabulary import PADDING_ROW, UNSEEN_ROW, LoadPlan, Vocabulary
 
 
-class VocabularyHandle(Handle):
+class VocabularyHandle(VocabularyGradient):
     """Tie a parameter to a table whose rows a vocabulary gives to ids.
 
     The parameter has the shape of the table, in the order of rows. It reads as a whole; to write it as a whole raises, except
@@ -37,11 +37,6 @@ class VocabularyHandle(Handle):
     """
 
     acts_after_steps = True
-    vocabulary: Vocabulary
-    # How many share the ids out.
-    processes = 1
-    # Whether the pending gradient may be of rows that were not looked up since the last step.
-    _late = False
     # What other processes know of the last ids that were found.
     asked: Any = None
 
@@ -58,10 +53,9 @@ class VocabularyHandle(Handle):
 
     def _bind(self, vocabulary: Vocabulary, padding_idx: int | None) -> None:
         """Have `vocabulary` give ids the rows of the table."""
-        # Leaves whose gradient has not come, by the id() of the tensor of their rows, which is kept here, or of a leaf of all.
-        self._held: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}
-        # Ids that lookups of the pending gradient could not admit; whether that was warned of.
-        self._num_missed, self._has_warned = 0, False
+        self._start_holding()
+        # Whether it was warned of ids that lookups could not admit.
+        self._has_warned = False
         vocabulary.bind(self, padding_idx)
         self.vocabulary, self.padding_idx = vocabulary, None if padding_idx is None else PADDING_ROW
 
@@ -118,130 +112,7 @@ class VocabularyHandle(Handle):
     def refuse_ids(self, admit: bool) -> None:
         """Do nothing: no other process waits for ids that cannot be looked up."""
 
-    # --- rows in use --------------------------------------------------------------------------------------------------
-
-    def track_leaf(self, leaf: Tensor, ids: Tensor | None) -> None:
-        """Remember a leaf of autograd, as `Handle.track_leaf`; its rows stay those of their ids until its gradient comes."""
-        super().track_leaf(leaf, ids)
-        self._hold(leaf, ids)
-
-    def whole_leaf(self) -> Tensor:
-        """Return all rows as a leaf of autograd, as `Handle.whole_leaf`: maybe one that has got a gradient already."""
-        leaf = super().whole_leaf()
-        self._hold(leaf, None)
-        return leaf
-
-    def _hold(self, leaf: Tensor, ids: Tensor | None) -> None:
-        key = leaf if ids is None else ids
-        self.date(key)
-        self._held = {key: entry for key, entry in self._held.items() if entry[0]() is not None}
-        self._held[id(key)] = weakref.ref(leaf), ids
-
-    def date(self, tensor: Tensor) -> None:
-        """Note on the rows of a lookup, (n,), or on a leaf over all rows, which ids the rows have now."""
-        tensor._dated = self.vocabulary.generation, self.num_rows  # type: ignore[attr-defined]
-        tensor._clock = self.vocabulary.clock  # type: ignore[attr-defined]
-
-    def know(self, ids: Tensor, noted: NotedIds | None) -> None:
-        """Let the host know the rows `ids` of a lookup by the ids looked up, so that it need not wait for the device."""
-        if ids.is_cuda and noted is not None:
-            ids._noted = (noted,)  # type: ignore[attr-defined]
-
-    def _on_host(self, ids: Tensor) -> np.ndarray:
-        """Return rows on the host, (n,), some perhaps twice; without padding."""
-        noted = getattr(ids, "_noted", None)
-        parts = [ids.cpu().numpy()] if noted is None else [self.vocabulary.noted_rows(part) for part in noted]
-        rows = np.concatenate(parts)
-        return rows[(rows >= 0) & (rows < self.num_rows)]
-
-    def rows_in_use(self) -> np.ndarray | None:
-        """Return the rows of which a gradient may come or is pending, (n,), some perhaps twice; None: of all."""
-        held = [ids for leaf, ids in self._held.values() if leaf() is not None]
-        if any(ids is None for ids in held) or (self.used_whole and self.grad is not None):
-            return None
-        arriving = [ids for ids, _ in self._arriving.values()]
-        # One that zero_grad(set_to_none=False) has made zero is that of no batch.
-        pending = [] if self.ids is None or self.is_cleared() else [self.ids]
-        parts = [self._on_host(ids) for ids in (*held, *arriving, *pending) if ids is not None]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-
-    def rows_released(self, rows: np.ndarray) -> None:
-        """Leave `rows` (n,), which no id has any more, out of a gradient that is zero."""
-        if self.ids is None or self.grad is None or self._assigned is not None:
-            return
-        if not np.isin(self._on_host(self.ids), rows).any():
-            return
-        stay = torch.from_numpy(~np.isin(self.ids.cpu().numpy(), rows)).to(self.ids.device)
-        if not bool(stay.all()):
-            self._set_gradient(self.ids[stay], self.grad[stay])
-            # It is still one that the next backward replaces.
-            self._grad_version = -1
-
-    def deposit(self, ids: Tensor, grad: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Add a gradient, as `PendingGradient.deposit`; that of the row of unseen ids only if it is trained.
-
-        Raises
-        ------
-        InvalidValueError
-            A row has become that of another id since the lookup.
-        """
-        with self.rows.lock:
-            self._held.pop(id(ids), None)
-            generation, num_rows = getattr(ids, "_dated", (self.vocabulary.generation, 0))
-            if generation != self.vocabulary.generation:
-                rows = self._on_host(ids)
-                if self.vocabulary.have_changed(rows[rows < num_rows], generation):
-                    raise InvalidValueError(
-                        f"{self}: a gradient comes for rows of ids that were taken off since their lookup (a second backward "
-                        "after a step, or activate() without gradients); look the ids up again"
-                    )
-            self._num_missed = getattr(ids, "_num_missed", 0) + (0 if self.grad is None else self._num_missed)
-            before = self.ids
-            late = self.vocabulary.by_time or getattr(ids, "_clock", None) != self.vocabulary.clock
-            super().deposit(ids, self.own_gradient(ids, grad), *args, **kwargs)
-            self._late = self._late or late
-            self._join_noted(before, ids)
-
-    def _join_noted(self, *parts: Tensor | None) -> None:
-        """Let the host know the rows of the pending gradient if it knows those that it was made of."""
-        noted = [getattr(ids, "_noted", None) for ids in parts if ids is not None]
-        if self.ids is not None and not any(self.ids is ids for ids in parts) and None not in noted:
-            self.ids._noted = tuple(one for part in noted for one in part or ())  # type: ignore[attr-defined]
-
-    def deposit_whole(self, leaf: Tensor, grad: Tensor) -> None:
-        """Add the gradient of a leaf over all rows; that of rows which other ids, or new ones, have by now goes nowhere."""
-        with self.rows.lock:
-            self._held.pop(id(leaf), None)
-            generation, _ = leaf._dated  # type: ignore[attr-defined]
-            others = self.vocabulary.changed_rows(generation)
-            others = others[others < len(grad)]
-            if len(others):
-                grad = grad.clone()
-                grad[torch.from_numpy(others).to(grad.device)] = 0
-            super().deposit_whole(leaf, grad)
-            self._late = True
-
-    def assign_gradient(self, grad: Tensor | None) -> None:
-        """Set or clear the gradient, as `PendingGradient.assign_gradient`."""
-        super().assign_gradient(grad)
-        self._late = grad is not None
-
-    def clear(self) -> None:
-        """Clear the gradient, as `PendingGradient.clear`."""
-        super().clear()
-        self._late = False
-
-    def own_gradient(self, ids: Tensor | None, grad: Tensor) -> Tensor:
-        """Return a gradient, ``(*, n, dim)``, that is zero for the row of unseen ids, unless that is trained."""
-        return grad if self.vocabulary.unseen == "row" else _without(grad, ids, UNSEEN_ROW)
-
-    def refresh(self) -> None:
-        """Read the active rows, as `Stepping.refresh`; a gradient given for all rows trains the row of unseen ids no more."""
-        given = self._touched is not None or self._assigned is not None or self.has_hooks()
-        super().refresh()
-        if given and self.ids is not None and self.grad is not None:
-            self.grad = self.own_gradient(self.ids, self.grad)
-            self._grad_version = self.grad._version
+    # --- steps --------------------------------------------------------------------------------------------------------
 
     def end_step(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """End a step, as `Stepping.end_step`, which the clock of the vocabulary counts."""
@@ -277,11 +148,6 @@ class VocabularyHandle(Handle):
     def fresh_rows(self) -> Tensor:
         """Return the rows (n,) that ids got, or lost, since the last step."""
         return torch.from_numpy(self.vocabulary.changed_rows(self.vocabulary.generation_of_step))
-
-    def rows_changed(self, rows: np.ndarray) -> None:
-        """Forget a pending gradient of one of `rows` (n,), which have other ids now, or none."""
-        if self.ids is not None and np.isin(self._on_host(self.ids), rows).any():
-            self.clear()
 
     # --- saved state --------------------------------------------------------------------------------------------------
 
@@ -349,7 +215,7 @@ class VocabularyHandle(Handle):
 
     def _refuse(self, what: str) -> NoReturn:
         raise InvalidTypeError(
-            f"{self} has rows of ids that come and go, in the order in which they came, and cannot be {what}; use "
+            f"{self} has a vocabulary and rows in the order in which ids came, and cannot be {what}; use "
             "vocabulary.update(ids, rows), and for first values Vocabulary(initial=...) or torch.nn.init.normal_, uniform_, "
             "constant_"
         )
@@ -372,16 +238,6 @@ class VocabularyHandle(Handle):
 
     def _state(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.vocabulary.state_dict().items()}
-
-
-def _without(grad: Tensor, ids: Tensor | None, row: int) -> Tensor:
-    """Return a gradient, ``(*, n, dim)``, that is zero at `row`: the first of `ids` (n,), if it is there; None: all rows."""
-    if not grad.shape[-2] or (ids is not None and not ids.is_cuda and int(ids[0]) != row):
-        return grad
-    first = torch.zeros_like(grad[..., :1, :])
-    if ids is not None and ids.is_cuda:
-        first = torch.where(ids[:1, None] == row, first, grad[..., :1, :])
-    return torch.cat([first, grad[..., 1:, :]], dim=-2)
 
 
 def _unpickle(

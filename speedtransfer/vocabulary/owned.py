@@ -130,7 +130,7 @@ class Owned(Base):
         """Raise unless a module can use it."""
         if self._owner is not None and self._owner() is not None:
             raise InvalidValueError(
-                "this vocabulary is that of another module, whose ids have the rows of another table; pass vocabulary.copy()"
+                "this vocabulary belongs to another module, and maps ids to the rows of its table; pass vocabulary.copy()"
             )
 
     def _bound(self) -> tuple[IdRows, Owner]:

@@ -152,7 +152,7 @@ def check_evict(evict: Any) -> Evict:
     in_time, in_steps = isinstance(evict, datetime.timedelta), isinstance(evict, numbers.Integral)
     if in_time or (in_steps and not isinstance(evict, bool)):
         if not evict > (datetime.timedelta(0) if in_time else 0):
-            raise InvalidValueError(f"evict is {evict!r} but a time to live is positive; pass a longer one")
+            raise InvalidValueError(f"evict is {evict!r} but a time to live must be positive; pass a longer one")
         return evict if in_time else int(evict)
     raise InvalidTypeError(
         f"evict is {evict!r} but must be None, 'lru', 'lfu', an int (steps), a timedelta or a callable; pass one of them"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.vocabulary.capacity import check_max_capacity
+from speedtransfer.vocabulary.change_log import ChangeLog
 from speedtransfer.vocabulary.contents import Contents
 from speedtransfer.vocabulary.initial import check_initial
 from speedtransfer.vocabulary.lookups import Lookups
@@ -23,7 +24,7 @@ from speedtransfer.vocabulary.vocabulary_stats import VocabularyStats
 UNSEEN = ("initial", "zeros", "row")
 
 
-class Vocabulary(Contents, SavedVocabulary, Lookups, Room, Owned):
+class Vocabulary(Contents, ChangeLog, SavedVocabulary, Lookups, Room, Owned):
     """Give ids of 64 bits, as they come, the rows of a table: the argument `vocabulary` of a module makes its ids unbounded.
 
     Ids are any integers: int64, or uint64, whose values from 2**63 on are the negative ids of the same bits. In training
