@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +41,12 @@ def make_shard(
     partition = Partition(shape[0], exchange.ranks)
     names = ("memory", "idle", "storage_dtype", "state_dtype", "scale_block", "comm_dtype")
     about = f"{shape[0]} x {shape[1]} {dtype}, " + ", ".join(f"{name}={dict(options)[name]}" for name in names)
-    rows, error = None, None
-    # Before the memory, which processes of one host make together.
-    for make in (False, True):
-        try:
-            if make:
-                rows = _make_rows(shape, device, dtype, options, exchange, partition)
-            else:
-                check_shard(dtype, options)
-        except ProcessGroupError:
-            # Raised in all.
-            raise
-        except Exception as raised:
-            error = raised
-        exchange.agree_on_error("makes a table", error, about)
-    assert rows is not None
+
+    def check() -> str:
+        check_shard(dtype, options)
+        return about
+
+    rows = make_in_all(exchange, check, lambda: _make_rows(shape, device, dtype, options, exchange, partition))
     # The seeds of processes may differ.
     rows.load_state_dict({"seed": int(exchange.agree("makes a table", [as_int64(rows.seed)])[0])})
     kind = SharedHandle if options["memory"] == "shared" else ShardHandle
@@ -62,6 +54,34 @@ def make_shard(
     if weight is not None:
         handle.load(weight)
     return handle
+
+
+def make_in_all(exchange: Exchange, check: Callable[[], str], make: Callable[[], Rows]) -> Rows:
+    """Return ``make()`` after ``check()``, which returns what must be the same in all processes. Collective.
+
+    Raises
+    ------
+    ProcessGroupError
+        It is not the same, or another process has raised.
+    """
+    rows: Rows | None = None
+    error: Exception | None = None
+    about = ""
+    # Checked before there is memory, which processes of one host make together.
+    for is_checked in (False, True):
+        try:
+            if is_checked:
+                rows = make()
+            else:
+                about = check()
+        except ProcessGroupError:
+            # Raised in all.
+            raise
+        except Exception as raised:
+            error = raised
+        exchange.agree_on_error("makes a table", error, about)
+    assert rows is not None
+    return rows
 
 
 def check_shard(dtype: torch.dtype, options: TableOptions) -> None:

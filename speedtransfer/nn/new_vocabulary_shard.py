@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidValueError, ProcessGroupError
-from speedtransfer.nn.new_shard import check_shard, path_of
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.nn.new_shard import check_shard, make_in_all, path_of
 from speedtransfer.nn.new_vocabulary import check_capacity, check_rows, check_vocabulary
 from speedtransfer.nn.options import TableOptions
 from speedtransfer.optim import Rows, VocabularyShardHandle
@@ -38,22 +38,17 @@ def make_vocabulary_shard(
         The processes do not make the same table, or one of them could not.
     """
     exchange = exchange_of(options["process_group"])
-    vocabulary, rows, error, about = options["vocabulary"], None, None, ""
-    for make in (False, True):
-        try:
-            if make:
-                rows = _make_rows(weight, shape, device, dtype, options, padding_idx, exchange)
-            else:
-                vocabulary = check_vocabulary(options)
-                dtype = _check(vocabulary, weight, dtype, options)
-                about = _described(vocabulary, shape, dtype, options, padding_idx)
-        except ProcessGroupError:
-            # Raised in all.
-            raise
-        except Exception as raised:
-            error = raised
-        exchange.agree_on_error("makes a table", error, about)
-    assert rows is not None
+
+    def check() -> str:
+        nonlocal dtype
+        given = check_vocabulary(options)
+        dtype = _check(given, weight, dtype, options)
+        return _described(given, shape, dtype, options, padding_idx)
+
+    rows = make_in_all(
+        exchange, check, lambda: _make_rows(weight, shape, device, dtype, options, padding_idx, exchange)
+    )
+    vocabulary = options["vocabulary"]
     assert vocabulary is not None
     # The seeds of processes may differ: those of rank 0 are used.
     seeds = exchange.agree("makes a table", [as_int64(rows.seed), as_int64(vocabulary.seed)])[0].tolist()
