@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from io import BufferedWriter
 from pathlib import Path
+from typing import NamedTuple
 
 from speedtransfer.errors import StorageError
 
@@ -26,21 +27,69 @@ def physical_bytes() -> int:
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return 0
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups of version 2 and 1
-        with contextlib.suppress(OSError):
-            limit = Path("/sys/fs/cgroup", name).read_text().strip()
-            have = min(have, int(limit)) if limit.isdigit() else have
-    return have
+    return min([have, *(group.limit for group in _limits())])
 
 
 def available_bytes() -> int:
-    """Return the bytes of memory that may be taken without swapping, as the system estimates it."""
+    """Return the bytes of memory that this process may take without swapping, as the system estimates it.
+
+    What others hold is not in it, and neither is what the control groups of this process hold of their limits.
+    """
     have = physical_bytes()
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return min(have, int(line.split()[1]) * 1024)
+                return min([have, int(line.split()[1]) * 1024, *map(_left, _limits())])
     return have // 2
+
+
+class _Group(NamedTuple):
+    """A control group of this process that limits its memory: what it may hold, its folder, and what its files are called."""
+
+    limit: int
+    folder: Path
+    held: str
+    droppable: str
+
+
+# Control groups of version 2 and 1: where they are, and what their files of a limit and of what is held are called, and the
+# line that says how much of that is pages of files which can be let go of.
+_GROUPS = {
+    "/sys/fs/cgroup": ("memory.max", "memory.current", "inactive_file"),
+    "/sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def _limits() -> Iterator[_Group]:
+    """Yield the control groups of this process that limit its memory, those around it among them."""
+    for root, (limit_file, held, droppable) in _GROUPS.items():
+        for parts in [(), *_own_groups("" if root == "/sys/fs/cgroup" else "memory")]:
+            folder = Path(root, *parts)
+            with contextlib.suppress(OSError):
+                limit = Path(folder, limit_file).read_text().strip()
+                if limit.isdigit():
+                    yield _Group(int(limit), folder, held, droppable)
+
+
+def _own_groups(controller: str) -> list[tuple[str, ...]]:
+    """Return the path of this process's group and of those around it, below the root; version 2 has no controller's name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                parts = Path(path).parts[1:]
+                return [parts[: depth + 1] for depth in range(len(parts))]
+    return []
+
+
+def _left(group: _Group) -> int:
+    """Return what is left of a group's limit, with pages of files that it can let go of."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        held = int(Path(group.folder, group.held).read_text())
+        lines = Path(group.folder, "memory.stat").read_text().splitlines()
+        files = next(int(line.split()[1]) for line in lines if line.startswith(f"{group.droppable} "))
+        return max(0, group.limit - held + files)
+    return group.limit
 
 
 def cpu_model() -> str:

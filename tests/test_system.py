@@ -51,6 +51,56 @@ class TestPhysicalBytes:
         assert system.physical_bytes() == (1_000_000 if counts else alone)
 
 
+class TestControlGroups:
+    """Limits of the groups around this process, as files that are made up for it."""
+
+    @pytest.fixture
+    def files(self, monkeypatch, of_this_machine):
+        found: dict[str, str] = {"/proc/meminfo": "MemAvailable: 4000000 kB\n"}
+
+        def read(path, *args):
+            if str(path) in found:
+                return found[str(path)]
+            raise FileNotFoundError(path)
+
+        monkeypatch.setattr(Path, "read_text", read)
+        monkeypatch.setattr(
+            system.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1 << 12, "SC_PHYS_PAGES": 1 << 20}[name]
+        )
+        return found
+
+    def test_without_groups(self, files):
+        assert (system.physical_bytes(), system.available_bytes()) == (1 << 32, 4_096_000_000)
+
+    def test_the_smallest_limit_of_those_around_it(self, files):
+        files["/proc/self/cgroup"] = "0::/user/job/step\n"
+        files["/sys/fs/cgroup/user/memory.max"] = "3000000000\n"
+        files["/sys/fs/cgroup/user/job/memory.max"] = "2000000000\n"
+        files["/sys/fs/cgroup/user/job/step/memory.max"] = "max\n"
+        assert system.physical_bytes() == system.available_bytes() == 2_000_000_000
+
+    @pytest.mark.parametrize(
+        ("line", "folder", "names"),
+        [
+            ("0::/job", "/sys/fs/cgroup/job", ("memory.max", "memory.current", "inactive_file")),
+            (
+                "7:cpu,cpuacct:/job\n4:memory:/job",
+                "/sys/fs/cgroup/memory/job",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            ),
+        ],
+    )
+    def test_what_a_group_holds_is_not_available(self, files, line, folder, names):
+        limit, held, droppable = names
+        files |= {"/proc/self/cgroup": line, f"{folder}/{limit}": "2000000000", f"{folder}/{held}": "1500000000"}
+        assert system.available_bytes() == 2_000_000_000, "what is held is not told"
+        files[f"{folder}/memory.stat"] = f"anon 5\n{droppable} 300000000\n"
+        assert system.available_bytes() == 800_000_000
+        assert system.physical_bytes() == 2_000_000_000
+        files[f"{folder}/{held}"] = "2400000000"
+        assert system.available_bytes() == 0
+
+
 def test_cache_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("SPEEDTRANSFER_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

@@ -15,8 +15,8 @@ _NUMBER = re.compile(
 )
 
 
-def parse_bytes(text: str) -> float:
-    """Return the bytes that `text` says: a number, or a number and a unit such as GB (1e9) or GiB (2**30).
+def parse_size(text: str) -> float:
+    """Return the bytes that `text` says: a number, or a number and a unit such as GB (1e9) or GiB (2**30), in any case.
 
     Raises
     ------
@@ -29,6 +29,8 @@ def parse_bytes(text: str) -> float:
 def parse_rate(text: str) -> float:
     """Return the bytes per second that `text` says: a number, or a number and a unit such as GB/s (1e9).
 
+    Small letters are no units here: Gb/s is bits, to many.
+
     Raises
     ------
     InvalidValueError
@@ -38,7 +40,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_number(text: str) -> float:
-    """Return a number above 0, as :func:`parse_bytes` does, without a unit."""
+    """Return a number above 0, as :func:`parse_size` does, without a unit."""
     return _parse(text, {}, "a number", "1599")
 
 
@@ -47,6 +49,7 @@ def _parse(text: str, units: dict[str, float], what: str, example: str) -> float
     if found is None:
         raise InvalidValueError(f"{text!r} but must be {what}; write for instance {example}")
     number, unit = found.groups()
+    unit = next((each for each in units if units is _UNITS and each.lower() == unit.lower()), unit)
     if unit and unit not in units:
         if not units:
             raise InvalidValueError(f"{text!r} but must be a number without a unit; write for instance {example}")

@@ -62,7 +62,9 @@ def show_ranking(console: Console, ranking: Ranking) -> None:
     if ranking.prices:
         dates = sorted(price.date for price in ranking.prices)
         when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-        console.print(Text(f"\nprices in {ranking.currency}, of {when}, as given; their sources are in the data (--json)"))
+        console.print(
+            Text(f"\nprices in {ranking.currency}, of {when}, as given; their sources are in the data (--json)")
+        )
 
 
 def ranking_data(ranking: Ranking) -> dict[str, Any]:
