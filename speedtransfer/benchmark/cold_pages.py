@@ -110,15 +110,8 @@ class TableFiles:
 
     def share_in_memory(self) -> float:
         """Return the share of the pages of all files that are in memory."""
-        inside = total = 0
-        for block, start in self._maps.values():
-            found = bytearray(-(-len(block) // PAGE))
-            room = (ctypes.c_ubyte * len(found)).from_buffer(found)
-            if ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(block)), room):
-                raise PagesStayError("the system does not tell which pages are in memory (mincore); this needs Linux")
-            inside += int((np.frombuffer(found, dtype=np.uint8) & 1).sum())
-            total += len(found)
-        return inside / max(1, total)
+        counted = [pages_in_memory(block, start) for block, start in self._maps.values()]
+        return sum(inside for inside, _ in counted) / max(1, sum(total for _, total in counted))
 
     def pages(self, rows: Tensor, planes: Sequence[str]) -> list[tuple[int, np.ndarray]]:
         """Return the pages in which `rows` (n,) begin, for `read_pages`: a descriptor and (n,) page numbers for each plane."""
@@ -126,6 +119,21 @@ class TableFiles:
         return [
             (self.descriptors[name], (self._places[name][0] + index * self._places[name][1]) // PAGE) for name in planes
         ]
+
+
+def pages_in_memory(block: mmap.mmap, start: int) -> tuple[int, int]:
+    """Return how many pages of a map at address `start` are in memory, and how many it has.
+
+    Raises
+    ------
+    PagesStayError
+        The system does not tell.
+    """
+    found = bytearray(-(-len(block) // PAGE))
+    room = (ctypes.c_ubyte * len(found)).from_buffer(found)
+    if ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(block)), room):
+        raise PagesStayError("the system does not tell which pages are in memory (mincore); this needs Linux")
+    return int((np.frombuffer(found, dtype=np.uint8) & 1).sum()), len(found)
 
 
 def read_pages(wanted: Sequence[tuple[int, np.ndarray]], threads: int) -> None:
