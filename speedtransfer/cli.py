@@ -20,7 +20,8 @@ from rich.table import Table as TextTable
 
 from speedtransfer import jit
 from speedtransfer.benchmark.commands import bench
-from speedtransfer.cuda import cuda_status, resolve_device
+from speedtransfer.cuda import CudaStatus, cuda_status, resolve_device
+from speedtransfer.cuda.status import cupy_package
 from speedtransfer.engines import calibrate_device
 from speedtransfer.engines.calibration import file_of, load
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes
@@ -63,7 +64,24 @@ def info() -> None:
     table.add_column(overflow="fold")
     for name, value in _rows():
         table.add_row(name, value)
-    Console(soft_wrap=True).print(table)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(table)
+    status = cuda_status()
+    calibrated = status.available and load(resolve_device(None)) is not None
+    console.print(f"\nnext: {_next_step(status, calibrated)}", markup=False)
+
+
+def _next_step(status: CudaStatus, calibrated: bool) -> str:
+    """Return what to do next on this machine, in a line."""
+    if status.available and calibrated:
+        return "`speedtransfer plan --rows 1e9 --dim 128 --lookups 65536`, or measure: `speedtransfer bench transfer`"
+    if status.available:
+        return "`speedtransfer calibrate` measures which way of moving rows is fastest here, once"
+    if status.devices and status.cupy is None:
+        return f"`pip install '{cupy_package()}[ctk]'`, without which no table uses {status.devices[0]}"
+    if status.driver is not None:  # something else is wrong with CUDA: the reason ends with what to do
+        return f"{status.reason.rpartition('; ')[2]}; or stay on the CPU: `speedtransfer word2vec demo -o demo`"
+    return "`speedtransfer word2vec demo -o demo` trains vectors on the CPU, in a minute or so, and draws them"
 
 
 @app.command()

@@ -10,7 +10,7 @@ import torch
 
 import speedtransfer
 from speedtransfer.cli import main
-from speedtransfer.cuda import cuda_status
+from speedtransfer.cuda import CudaStatus, cuda_status
 
 
 @pytest.fixture
@@ -33,6 +33,58 @@ def test_info_says_what_there_is(run):
     assert "host memory" in out
     if not cuda_status().available:
         assert cuda_status().reason.split(";")[0] in " ".join(out.split())
+
+
+REASONS = {
+    "CuPy is missing": ("CuPy is not installed; pip install 'cupy-cuda13x[ctk]'", None, "13.0", ("H200",)),
+    "CuPy is broken": (
+        "CuPy 14.2 cannot compile kernels here: no headers; pip install 'x[ctk]'",
+        "14.2",
+        "13.0",
+        ("H200",),
+    ),
+    "torch for the CPU": (
+        "torch 2.13 is built without CUDA; install a CUDA build of torch from pytorch.org",
+        None,
+        "13.0",
+        (),
+    ),
+    "no driver": ("this machine has no NVIDIA driver; install one, or stay on the CPU", None, None, ()),
+    "all there": ("", "14.2", "13.0", ("H200",)),
+}
+
+
+@pytest.mark.parametrize(
+    ("state", "calibrated", "words"),
+    [
+        ("CuPy is missing", False, "next: `pip install 'cupy-cuda1"),
+        ("CuPy is broken", False, "next: pip install 'x[ctk]'; or stay on the CPU"),
+        ("torch for the CPU", False, "next: install a CUDA build of torch from pytorch.org; or stay on the CPU"),
+        ("no driver", False, "next: `speedtransfer word2vec demo -o demo` trains vectors on the CPU"),
+        ("all there", False, "next: `speedtransfer calibrate` measures"),
+        ("all there", True, "next: `speedtransfer plan --rows 1e9 --dim 128 --lookups 65536`, or measure"),
+    ],
+)
+def test_info_ends_with_what_to_do_next(run, monkeypatch, state, calibrated, words):
+    from speedtransfer import cli
+
+    reason, cupy, driver, devices = REASONS[state]
+    status = CudaStatus(not reason, reason, cupy, "13.0", driver, devices)
+    monkeypatch.setattr(cli, "cuda_status", lambda: status)
+    monkeypatch.setattr(cli, "resolve_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(cli, "load", lambda device: object() if calibrated else None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (1, 2))
+    monkeypatch.setattr(cli, "_link", lambda number: "link")
+    code, out, err = run("info")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1].startswith(words)
+
+
+@pytest.mark.parametrize(
+    "command", ["plan --rows 1e9 --dim 128 --lookups 65536", "calibrate --help", "word2vec demo --help"]
+)
+def test_commands_that_info_names_are_there(run, command):
+    assert run(*command.split())[0] == 0
 
 
 def test_version(run):
