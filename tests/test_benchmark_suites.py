@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from speedtransfer.benchmark import memory, precision, step, step_idle, step_models, step_training, tax
+from speedtransfer.benchmark import memory, peak, precision, step, step_idle, step_models, step_training, tax
 from speedtransfer.benchmark.headlines import headlines
 from speedtransfer.benchmark.kinds import DIM, PLANES, ROW_BYTES, kinds
 from speedtransfer.benchmark.measure import CaseResult, GroupResult, measure
@@ -491,8 +491,8 @@ def test_less_than_its_planes_is_no_measurement(monkeypatch, share):
 
 
 def test_page_locked_bytes_count_once():
-    assert memory.with_page_locked(150, 1000) == 1150
-    assert memory.with_page_locked(1150, 1000) == 1150
+    assert peak.with_page_locked(150, 1000) == 1150
+    assert peak.with_page_locked(1150, 1000) == 1150
 
 
 def test_groups_of_memory():

@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +16,7 @@ from torch import nn
 
 from speedtransfer.benchmark.kinds import DIM, OURS, PLANES, ROW_BYTES, Kind, kinds
 from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.peak import LEAST, from_process, peak_bytes, reset_peak, with_page_locked
 from speedtransfer.errors import DeviceError, HostMemoryError, SpeedtransferError, check_size, format_bytes
 from speedtransfer.system import physical_bytes
 
@@ -28,7 +25,6 @@ NOTE = (
     "process of its own. Of a mmap table, host memory is pages of its file, which the system may take back."
 )
 TOLERANCE = 1.05  # times its planes is the most that a large table may take
-LEAST = 0.95  # times its planes is the least that a table can take of which every row has been touched
 
 _ROWS, _QUICK_ROWS = 3_000_000, 100_000
 _SHARE = 0.6  # of the memory of this machine: the largest kind has twice the weights and two planes of state
@@ -116,15 +112,8 @@ def measured(kind: str, optimizer: str, rows: int, device: torch.device) -> dict
     HostMemoryError
         That process did not succeed: it has no room, or the system has killed it for what it took.
     """
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    argv = [sys.executable, "-m", "speedtransfer.benchmark.memory", kind, optimizer, str(rows), str(device)]
-    environment = {**os.environ, "PYTHONPATH": path, "SPEEDTRANSFER_CALIBRATE": "0"}  # which takes buffers of its own
-    done = subprocess.run(argv, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise HostMemoryError(f"the process that trains it ended with code {done.returncode}: {last}")
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    arguments = [kind, optimizer, str(rows), str(device)]
+    return from_process("speedtransfer.benchmark.memory", arguments, "the process that trains it")
 
 
 # --- the process --------------------------------------------------------------------------------------------------------
@@ -137,21 +126,13 @@ def _child(kind_name: str, optimizer: str, rows: int, device: torch.device) -> d
     base = torch.cuda.memory_allocated(device) if cuda else 0
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    host_base = _reset_peak()
+    host_base = reset_peak()
     emb: Any = _train(kind, optimizer, rows, device)
-    host = _peak_bytes() - host_base
+    host = peak_bytes() - host_base
     if kind.name == OURS.format("pinned"):
         host = with_page_locked(host, emb.table.nbytes)
     del emb
     return {"host_bytes": max(0, host), "device_bytes": torch.cuda.max_memory_allocated(device) - base if cuda else 0}
-
-
-def with_page_locked(seen_bytes: int, locked_bytes: int) -> int:
-    """Return what a process holds that was seen to take `seen_bytes` and has a table of `locked_bytes` of page-locked memory.
-
-    Such pages belong to the driver, which may or may not have them counted as this process's.
-    """
-    return seen_bytes if seen_bytes >= LEAST * locked_bytes else seen_bytes + locked_bytes
 
 
 def _train(kind: Kind, optimizer: str, rows: int, device: torch.device) -> nn.Module:
@@ -168,31 +149,6 @@ def _train(kind: Kind, optimizer: str, rows: int, device: torch.device) -> nn.Mo
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return emb
-
-
-def _reset_peak() -> int:
-    """Make the peak what this process holds now, and return it."""
-    with contextlib.suppress(OSError):  # elsewhere the peak so far is the base
-        Path("/proc/self/clear_refs").write_text("5")
-    return _peak_bytes()
-
-
-def _peak_bytes() -> int:
-    """Return the most memory that this process has held.
-
-    Linux's own record comes first: what `getrusage` says may be that of the process which started this one.
-    """
-    try:
-        return _kilobytes("/proc/self/status", "VmHWM:")
-    except (OSError, LookupError):
-        import resource  # not on Windows
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _kilobytes(path: str, name: str) -> int:
-    fields = dict(line.split()[:2] for line in Path(path).read_text().splitlines() if len(line.split()) > 1)
-    return int(fields[name]) * 1024
 
 
 if __name__ == "__main__":
