@@ -61,5 +61,5 @@ GPU_PARTS = {
     2: Part(560, 110e9, (Task("tests", REST),)),
     # With more memory the step on the largest table would not be reached.
     3: Part(560, 67e9, (Task("transfer", 240), Task("step", 230), Task("speedtorch", REST))),
-    4: Part(560, 67e9, (Task("sanitizer", 200), Task("precision", 120), Task("memory", REST))),
+    4: Part(560, 67e9, (Task("sanitizer", 200), Task("precision", 110), Task("mixed", 110), Task("memory", REST))),
 }

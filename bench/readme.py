@@ -61,7 +61,8 @@ WORD2VEC_SECTION = Section(
 SPEEDTORCH_LOOP = Section("speedtorch loop", ((LOOP, "speedtorch_loop_figure"),), "docs/migration.md")
 EXAMPLE = Section("ngram example", ((NGRAM_EXAMPLE, "ngram_example_figure"),), "docs/ngrams.md")
 DRIFTING = Section("vocabulary drift", ((DRIFT, "vocabulary_drift_figure"),), "docs/vocabulary.md")
-SECTIONS = (IN_NUMBERS, IDLE_ROWS, WORD2VEC_SECTION, SPEEDTORCH_LOOP, EXAMPLE, DRIFTING)
+MIXED = Section("mixed precision", (("mixed", "mixed_figure"),), "docs/mixed-precision.md")
+SECTIONS = (IN_NUMBERS, IDLE_ROWS, WORD2VEC_SECTION, SPEEDTORCH_LOOP, EXAMPLE, DRIFTING, MIXED)
 
 
 class Recorded(NamedTuple):

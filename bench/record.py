@@ -65,7 +65,7 @@ On a machine that is lent for ten minutes a command, thirty minutes are three co
                                                                  the first look (bench/first_look.py), transfer --quick
   make gpu PY=python3 ARGS="--part 2 --archive $OUT/part2.tgz"   9 min: all tests of tests/gpu
   make gpu PY=python3 ARGS="--part 3 --archive $OUT/part3.tgz"   9 min: transfer, step, speedtorch
-  make gpu PY=python3 ARGS="--part 4 --archive $OUT/part4.tgz"   9 min: sanitizer, precision, memory; if time is left
+  make gpu PY=python3 ARGS="--part 4 --archive $OUT/part4.tgz"   9 min: sanitizer, precision, mixed, memory; if time is left
 Each ends by itself in its time and leaves two files: the archive (results, pictures, JUnit files and logs; kept up to date
 while tasks run), to be unpacked at the root of the repository, where bench/readme.py then draws the results, and a plain log
 beside it. A task that fails costs no other. --total gives a part another time. COMMIT=1a2b3c+changes names the commit where

@@ -20,6 +20,7 @@ SUITES = (
     "tax",
     "step",
     "precision",
+    "mixed",
     "memory",
     "prefetch",
     "cache",

@@ -100,6 +100,15 @@ def cpu_model() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def cpu_features() -> frozenset[str]:
+    """Return the extensions that the system lists of the processor, such as "avx512f"; none where it lists none."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    # x86 calls them flags, Arm features.
+    listed = [line.split(":", 1)[1].split() for line in lines if line.lower().startswith(("flags", "features"))]
+    return frozenset(listed[0]) if listed else frozenset()
+
+
 def cache_folder() -> Path:
     """Return $SPEEDTRANSFER_CACHE, or `speedtransfer` in the user's cache folder; RuntimeError for a user without a home."""
     folder = os.environ.get("SPEEDTRANSFER_CACHE")

@@ -123,6 +123,26 @@ def precision():
     ]
 
 
+def mixed():
+    def one(name, seconds, share, accuracy):
+        figures = {"accuracy": accuracy, "loss": 3.7} if accuracy else {"would_take_s": 99.0}
+        return case(name, "ours", seconds, memory={"host_bytes": int(1e8 * share)}, figures=figures)
+
+    return [
+        GroupResult(
+            f"next word, {batch} windows",
+            {"batch": batch, "hardware": {"bfloat16": ["amx_bf16"], "float16": []}},
+            [
+                one("FP32", 1e-5 * batch, 1, 0.4),
+                one("BF16, all of it", 5e-6 * batch, 0.5, 0.38),
+                one("AMP, bfloat16", 6e-6 * batch, 0.9, 0.4),
+                one("AMP, float16 + GradScaler", 2e-4 * batch, 0.9, 0.0),
+            ],
+        )
+        for batch in (512, 128)
+    ]
+
+
 def memory():
     cases = [
         case("speedtransfer, pinned", "ours", memory={"host_bytes": 5_100_000_000, "device_bytes": 10_000_000}),
@@ -177,6 +197,7 @@ SUITES = {
     "tax": tax,
     "step": step,
     "precision": precision,
+    "mixed": mixed,
     "memory": memory,
     "prefetch": prefetch,
     "cache": cache,
@@ -227,6 +248,23 @@ def test_summaries_put_groups_side_by_side():
     assert steps.rows[1] == ["nn.Embedding + AdamW", "1.00 ms", "10.0 ms", ""]
     assert limit.title == "5 GB of GPU memory"
     assert [table.title.split(",")[0] for table in summary_tables(recorded("tax"))] == ["matmul", "mlp"]
+
+
+def test_precisions_are_shown_by_batch():
+    times, held, accuracy = summary_tables(recorded("mixed"))
+    assert times.rows[1] == ["BF16, all of it", "2.56 ms", "640 us"]
+    assert held.rows[1] == ["BF16, all of it", "50 MB", "50 MB"]
+    assert accuracy.rows[1] == ["BF16, all of it", "38.0%", "38.0%"]
+    assert accuracy.rows[3] == ["AMP, float16 + GradScaler", "", ""]
+    assert group_table(mixed()[0]).header == [
+        "",
+        "time / FP32",
+        "median",
+        "quartiles",
+        "loss",
+        "accuracy",
+        "host memory",
+    ]
 
 
 def test_what_processes_send_is_counted_or_computed():

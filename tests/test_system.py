@@ -1,5 +1,6 @@
 """This machine: how much memory it has, where caches go, and files that are replaced whole or not at all."""
 
+import platform
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,29 @@ class TestReplaceFile:
             system.replace_file(tmp_path / "missing" / "file", **options),
         ):
             pytest.fail("there is no such folder")
+
+
+class TestCpuFeatures:
+    def test_of_this_machine(self):
+        if Path("/proc/cpuinfo").exists() and platform.machine() == "x86_64":
+            assert {"fpu", "sse2"} <= system.cpu_features()
+
+    @pytest.mark.parametrize(
+        ("text", "features"),
+        [
+            (
+                "processor\t: 0\nflags\t\t: fpu amx_bf16\n\nprocessor\t: 1\nflags\t\t: fpu amx_bf16\n",
+                {"fpu", "amx_bf16"},
+            ),
+            ("processor\t: 0\nFeatures\t: fp asimdhp bf16\n", {"fp", "asimdhp", "bf16"}),
+            ("processor\t: 0\n", set()),
+            (None, set()),
+        ],
+        ids=["x86", "Arm", "silent", "another system"],
+    )
+    def test_as_a_system_lists_them(self, tmp_path, monkeypatch, text, features):
+        info = tmp_path / "cpuinfo"
+        if text is not None:
+            info.write_text(text)
+        monkeypatch.setattr(system, "Path", lambda path: info)
+        assert system.cpu_features() == features

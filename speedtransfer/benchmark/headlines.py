@@ -7,6 +7,7 @@ from collections.abc import Callable
 from speedtransfer.benchmark import (
     shown_cache,
     shown_lookup,
+    shown_mixed,
     shown_ngram,
     shown_prefetch,
     shown_ranks,
@@ -30,6 +31,7 @@ def headlines(suite: str, groups: list[GroupResult]) -> list[str]:
         "tax": _tax,
         "step": _step,
         "precision": _precision,
+        "mixed": shown_mixed.sentences,
         "memory": _memory,
         "prefetch": shown_prefetch.sentences,
         "cache": shown_cache.sentences,

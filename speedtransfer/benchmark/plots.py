@@ -12,6 +12,7 @@ import numpy as np
 from speedtransfer.benchmark import (
     shown_cache,
     shown_lookup,
+    shown_mixed,
     shown_ngram,
     shown_prefetch,
     shown_ranks,
@@ -43,6 +44,7 @@ def plot(result: dict[str, Any]) -> bytes | None:
         "tax": _tax,
         "step": _step,
         "precision": _precision,
+        "mixed": shown_mixed.draw,
         "memory": _memory,
         "prefetch": shown_prefetch.draw,
         "cache": shown_cache.draw,

@@ -52,6 +52,7 @@ def group_table(group: GroupResult) -> TextTable:
         ("device", lambda case: format_seconds(case.device_s) if overhead and case.device_s else ""),
         ("moved", lambda case: format_bytes(case.figures["moved_bytes"]) if "moved_bytes" in case.figures else ""),
         ("loss", lambda case: f"{case.figures['loss']:.4f}" if "loss" in case.figures else ""),
+        ("accuracy", accuracy),
         ("sent a step", sent),
         *_memory_columns(),
     ]
@@ -69,6 +70,11 @@ def group_table(group: GroupResult) -> TextTable:
     header = ["", *(label for label, _ in columns)]
     ours = frozenset(case.name for case in cases if case.role == "ours")
     return TextTable(group.title, [header[i] for i in kept], [[row[i] for i in kept] for row in rows], ours)
+
+
+def accuracy(case: CaseResult) -> str:
+    """Return the share of answers that are right, as a percentage; nothing where none is known."""
+    return f"{100 * case.figures['accuracy']:.1f}%" if "accuracy" in case.figures else ""
 
 
 def sent(case: CaseResult) -> str:
@@ -108,16 +114,10 @@ def summary_tables(result: dict[str, Any]) -> list[TextTable]:
         by_size = parts.pop("size", [])
         table = _pivot("a step, by rows of the table", by_size, lambda group: format_count(group.params["rows"]), _time)
         return [table, *(group_table(group) for part in parts.values() for group in part)]
-    if suite == "precision":
-        shown: dict[str, Callable[[GroupResult, CaseResult], str]] = {
-            "a step": _time,
-            "moved a step": lambda group, case: format_bytes(case.figures["moved_bytes"]),
-            "memory": lambda group, case: format_bytes(sum(case.memory.values())),
-            "loss reached": lambda group, case: f"{case.figures['loss']:.4f}",
-        }
+    if suite in _BY_BATCH:
         return [
             _pivot(f"{title}, by examples of a batch", groups, lambda group: f"{group.params['batch']:,}", show)
-            for title, show in shown.items()
+            for title, show in _BY_BATCH[suite].items()
         ]
     if suite == "ranks":
         columns = {"a step": _time, "sent a step by a process": lambda group, case: sent(case)}
@@ -161,6 +161,22 @@ def _by(groups: Iterable[GroupResult], key: str) -> dict[Any, list[GroupResult]]
 
 def _time(group: GroupResult, case: CaseResult) -> str:
     return format_seconds(case.median_s)
+
+
+def _held(group: GroupResult, case: CaseResult) -> str:
+    return format_bytes(sum(case.memory.values())) if case.memory else ""
+
+
+# What is shown of the suites whose groups differ by the size of a batch.
+_BY_BATCH: dict[str, dict[str, Callable[[GroupResult, CaseResult], str]]] = {
+    "precision": {
+        "a step": _time,
+        "moved a step": lambda group, case: format_bytes(case.figures["moved_bytes"]),
+        "memory": _held,
+        "loss reached": lambda group, case: f"{case.figures['loss']:.4f}",
+    },
+    "mixed": {"a step": _time, "memory": _held, "accuracy": lambda group, case: accuracy(case)},
+}
 
 
 def _rate_and_share(group: GroupResult, case: CaseResult) -> str:

@@ -53,6 +53,7 @@ SUITES = {
         Suite("tax", "Compute against transfer"),
         Suite("step", "A training step, by the size of the table", frozenset({"rows"})),
         Suite("precision", "A training step, by how the table is stored", frozenset({"rows"})),
+        Suite("mixed", "Mixed precision by batch size: time, memory, accuracy"),
         Suite("memory", "Memory that a table takes", frozenset({"rows"})),
         Suite("prefetch", "Waiting for rows of a file, and how much of it is hidden", frozenset({"rows"})),
         Suite("cache", "Rows that a cache of hot rows serves", frozenset({"rows"})),

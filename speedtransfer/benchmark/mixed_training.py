@@ -1,0 +1,218 @@
+"""Trains a network that predicts the next word, in float32, in 16 bits, or in both, and says how often it is right.
+
+The network is that of Bengio et al., "A Neural Probabilistic Language Model" (JMLR 2003), with ReLU for tanh: the rows of the
+words before, side by side, a hidden layer or two, and a softmax over the commonest words.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speedtransfer.benchmark.mixed_text import Windows
+from speedtransfer.errors import DeviceError
+from speedtransfer.nn import Embedding
+
+LR, LR_BATCH = 1e-3, 128  # of AdamW, at this batch size; at others it grows with the root of the batch
+_EVALUATED_AT_ONCE = 2048
+
+
+class Sizes(NamedTuple):
+    """Sizes of the network and of its training.
+
+    Attributes
+    ----------
+    context, classes : int
+        Words before the one to be predicted; words to choose from.
+    dim, hidden, layers : int
+        Values of a row; units of a hidden layer; hidden layers.
+    windows, epochs, held_out : int
+        Windows to train on, times that they are gone through, and windows to be judged by.
+    """
+
+    context: int
+    classes: int
+    dim: int
+    hidden: int
+    layers: int
+    windows: int
+    epochs: int
+    held_out: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """Which numbers have 16 bits.
+
+    Attributes
+    ----------
+    name : str
+    computed : torch.dtype
+        What the layers compute in.
+    value_bytes : int
+        Of a value in the table, and of AdamW's two for it.
+    autocast : bool
+        Parameters are float32, and ``torch.autocast`` computes; float16 with a GradScaler.
+    whole : bool
+        The model is converted, parameters and optimizer state too.
+    options : dict
+        Arguments of the embedding.
+    """
+
+    name: str
+    computed: torch.dtype
+    value_bytes: int = 4
+    autocast: bool = False
+    whole: bool = False
+    options: dict[str, torch.dtype] = field(default_factory=dict)
+
+
+FP32, BF16, AMP_BF16, AMP_FP16, BF16_ROWS = FORMS = (
+    Form("FP32", torch.float32),
+    Form("BF16, all of it", torch.bfloat16, value_bytes=2, whole=True),
+    Form("AMP, bfloat16", torch.bfloat16, autocast=True),
+    Form("AMP, float16 + GradScaler", torch.float16, autocast=True),
+    Form(
+        "FP32, rows in BF16",
+        torch.float32,
+        value_bytes=2,
+        options={"storage_dtype": torch.bfloat16, "state_dtype": torch.bfloat16},
+    ),
+)
+
+
+class NextWord(nn.Module):
+    """Logits of the next word, ``(n, classes)``, from the numbers of those before it, ``(n, context)``."""
+
+    def __init__(self, sizes: Sizes, num_words: int, device: torch.device, table: type = Embedding, **options: Any):
+        super().__init__()
+        self.words = table(num_words, sizes.dim, device=device, **options)
+        widths = [sizes.context * sizes.dim, *[sizes.hidden] * sizes.layers]
+        layers: list[nn.Module] = []
+        for inputs, outputs in itertools.pairwise(widths):
+            layers += [nn.Linear(inputs, outputs, device=device), nn.ReLU()]
+        self.mlp = nn.Sequential(*layers, nn.Linear(widths[-1], sizes.classes, device=device))
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return the logits."""
+        out: Tensor = self.mlp(self.words(words).flatten(1))
+        return out
+
+
+class Training:
+    """A network, its optimizer and its batches. It is made at the first step.
+
+    Parameters
+    ----------
+    form : Form
+    sizes : Sizes
+    windows : Windows
+    batch : int
+        Windows of a step.
+    device : torch.device
+    seed : int
+        Of the first weights, which windows are trained on, and their order; all forms have the same.
+    table : type
+        Makes the table; one with the arguments of `torch.nn.Embedding`.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        sizes: Sizes,
+        windows: Windows,
+        batch: int,
+        device: torch.device,
+        seed: int = 0,
+        table: type = Embedding,
+    ) -> None:
+        self.form, self.sizes, self.windows, self.batch, self.device = form, sizes, windows, batch, device
+        self._seed, self._table = seed, table
+        chosen = torch.randperm(len(windows.train), generator=torch.Generator().manual_seed(seed))[: sizes.windows]
+        self._mine = windows.train[chosen].to(device)
+        self._model: NextWord | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps of all epochs."""
+        return self.sizes.epochs * (len(self._mine) // self.batch)
+
+    @property
+    def model(self) -> NextWord:
+        """The network, and beside it optimizer, GradScaler and batches from the first on."""
+        if self._model is None:
+            self.restart()
+        assert self._model is not None
+        return self._model
+
+    def restart(self) -> None:
+        """Begin anew, as all forms do."""
+        form = self.form
+        self._model = None  # before there are two
+        with torch.random.fork_rng():
+            torch.manual_seed(self._seed)
+            model = NextWord(self.sizes, self.windows.num_words, self.device, self._table, **form.options)
+        if form.whole:
+            model = model.to(form.computed)
+        lr = LR * math.sqrt(self.batch / LR_BATCH)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=form.computed == torch.float16)
+        self._batches = self._all_batches()
+        self._model = model
+
+    def _all_batches(self) -> Iterator[Tensor]:
+        draw = torch.Generator().manual_seed(self._seed + 1)
+        while True:
+            for places in torch.randperm(len(self._mine), generator=draw).to(self.device).split(self.batch):
+                if len(places) == self.batch:
+                    yield self._mine[places]
+
+    def step(self) -> Tensor:
+        """Take a step and return its loss.
+
+        Raises
+        ------
+        DeviceError
+            torch does not compute in this form here.
+        """
+        model = self.model
+        windows = next(self._batches)
+        loss = F.cross_entropy(self._logits(model, windows[:, :-1]), windows[:, -1])
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def _logits(self, model: NextWord, words: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, self.form.computed, enabled=self.form.autocast):
+            logits = model(words)
+        if logits.dtype != self.form.computed:
+            wanted, got = (str(dtype).removeprefix("torch.") for dtype in (self.form.computed, logits.dtype))
+            raise DeviceError(f"this torch computes in {got} on {self.device.type} where {wanted} is asked for")
+        return logits.float()
+
+    def train(self) -> None:
+        """Begin anew and go through all epochs."""
+        self.restart()
+        for _ in range(self.steps):
+            self.step()
+
+    @torch.no_grad()
+    def judge(self) -> tuple[float, float]:
+        """Return the share of windows held out whose word is the most probable one, and the mean loss."""
+        held_out = self.windows.held_out[: self.sizes.held_out]
+        right = loss = 0.0
+        for part in held_out.split(_EVALUATED_AT_ONCE):
+            words = part.to(self.device)
+            logits = self._logits(self.model, words[:, :-1])
+            right += float((logits.argmax(1) == words[:, -1]).sum())
+            loss += float(F.cross_entropy(logits, words[:, -1], reduction="sum"))
+        return right / len(held_out), loss / len(held_out)
