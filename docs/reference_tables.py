@@ -50,6 +50,7 @@ def _options(*path: str) -> str:
     command: Any = typer.main.get_command(root)
     for name in path:
         command = command.commands[name]
+        command = getattr(command, "loaded", command)  # one that is imported when it is used
     rows = []
     for param in command.params:
         if param.name == "help" or (path[-1] == "train" and param.name in SETTINGS):

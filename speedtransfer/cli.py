@@ -1,34 +1,28 @@
 """The command line: ``speedtransfer info | calibrate | bench | plan | word2vec ...``, also as ``python -m speedtransfer``.
 
 An error that this package raises on purpose is one line on the standard error and exit code 2, without a traceback.
+torch is imported when a command runs: ``--help`` answers without it.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import platform
 import subprocess
 import sys
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import numpy
-import torch
 import typer
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table as TextTable
+from typer.core import TyperCommand
 
-from speedtransfer import jit
-from speedtransfer.benchmark.commands import bench
-from speedtransfer.cuda import CudaStatus, cuda_status, resolve_device
-from speedtransfer.cuda.status import cupy_package
-from speedtransfer.engines import calibrate_device
-from speedtransfer.engines.calibration import file_of, load
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes
-from speedtransfer.planning.command import plan
-from speedtransfer.system import physical_bytes
 from speedtransfer.version import __version__
 from speedtransfer.word2vec.commands import app as word2vec_app
+
+if TYPE_CHECKING:
+    from speedtransfer.cuda import CudaStatus
 
 app = typer.Typer(
     help="Embedding tables larger than GPU memory, trained with any row-by-row torch.optim optimizer.",
@@ -37,8 +31,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(word2vec_app, name="word2vec")
-app.command()(bench)
-app.command()(plan)
+
+
+def _add_later(name: str, module: str, help: str) -> None:
+    """Add the command that is the function `name` of `module`, which is imported when the command is used."""
+
+    class Later(TyperCommand):
+        @functools.cached_property
+        def loaded(self) -> Any:
+            alone = typer.Typer(add_completion=False)
+            alone.command(name)(getattr(importlib.import_module(module), name))
+            return typer.main.get_command(alone)
+
+        def make_context(self, *args: Any, **kwargs: Any) -> Any:
+            return self.loaded.make_context(*args, **kwargs)
+
+    app.command(name, cls=Later, help=help)(lambda: None)
+
+
+_add_later("bench", "speedtransfer.benchmark.commands", "Measure how fast rows move on this machine.")
+_add_later("plan", "speedtransfer.planning.command", "Compute what a table takes: memory, and bytes and time of a step.")
 
 
 def _print_version(wanted: bool) -> None:
@@ -59,7 +71,13 @@ def _root(
 @app.command()
 def info() -> None:
     """Print what this machine has: device, driver, link, memory and versions, or plainly what is missing."""
-    table = TextTable(show_header=False, box=None, pad_edge=False)
+    from rich.console import Console
+    from rich.table import Table
+
+    from speedtransfer.cuda import cuda_status, resolve_device
+    from speedtransfer.engines.calibration import load
+
+    table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in _rows():
@@ -73,6 +91,8 @@ def info() -> None:
 
 def _next_step(status: CudaStatus, calibrated: bool) -> str:
     """Return what to do next on this machine, in a line."""
+    from speedtransfer.cuda.status import cupy_package
+
     if status.available and calibrated:
         return "`speedtransfer plan --rows 1e9 --dim 128 --lookups 65536`, or measure: `speedtransfer bench transfer`"
     if status.available:
@@ -95,6 +115,14 @@ def calibrate(
     `table.engine` overrides the choice.
     On the CPU rows are moved by `host` whatever is measured, unless one of these names `reference`.
     """
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from speedtransfer.cuda import resolve_device
+    from speedtransfer.engines import calibrate_device
+    from speedtransfer.engines.calibration import file_of, load
+
     target = resolve_device(device)
     found = load(target)
     if show and found is None:
@@ -108,7 +136,7 @@ def calibrate(
     machine = ", ".join(f"{name} {value}" for name, value in found.machine.items() if value is not None)
     console.print(f"{machine}\none large copy: {found.copy_bytes_per_s / 1e9:.1f} GB/s\n", highlight=False)
     engines = list(dict.fromkeys(name for point in found.points for name in point.seconds))
-    table = TextTable(
+    table = Table(
         "table", "direction", "row bytes", "rows", *(f"{name}, GB/s" for name in engines), "fastest", box=None
     )
     for point in found.points:
@@ -123,6 +151,13 @@ def calibrate(
 
 
 def _rows() -> list[tuple[str, str]]:
+    import numpy
+    import torch
+
+    from speedtransfer import jit
+    from speedtransfer.cuda import cuda_status
+    from speedtransfer.system import physical_bytes
+
     status = cuda_status()
     rows = [
         ("speedtransfer", __version__),
@@ -154,6 +189,8 @@ def _rows() -> list[tuple[str, str]]:
 
 def _link(number: int) -> str:
     """Return what the driver says of the link between the host and CUDA device `number`."""
+    import torch
+
     query = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
     uuid = getattr(torch.cuda.get_device_properties(number), "uuid", number)  # its number may differ for the driver
     command = ["nvidia-smi", "-i", f"GPU-{uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]

@@ -154,15 +154,40 @@ def test_pinned_without_cuda_says_why(run, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("command", ["", "info", "word2vec", "word2vec train", "word2vec nearest"])
+def test_help_imports_neither_torch_nor_numpy(command):
+    """It is there at once."""
+    code = """
+import sys
+from speedtransfer.cli import main
+try:
+    main()
+finally:
+    print({"numpy", "numba", "rich.progress", "torch"} & {*sys.modules})
+"""
+    argv = [sys.executable, "-W", "error", "-c", code, *command.split(), "--help"]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True)
+    assert "Usage:" in result.stdout
+    assert result.stdout.endswith("set()\n")
+
+
+@pytest.mark.parametrize("command", ["bench", "plan"])
+def test_commands_imported_late_have_their_own_help(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert "--device" in out or "--rows" in out
+    assert run(command, "--no-such-flag")[0] == 2
+
+
 def test_calibrate(run, monkeypatch, tmp_path):
-    from speedtransfer import cli
+    from speedtransfer import engines as package
     from speedtransfer.engines import HostEngine, ReferenceEngine, timing
 
     monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path))
     plane = torch.zeros(1 << 16, dtype=torch.uint8)
     engines = {"host": HostEngine(), "reference": ReferenceEngine()}
     monkeypatch.setattr(
-        cli,
+        package,
         "calibrate_device",
         lambda device, progress: timing.calibrate(engines, device, plane, (16, 512), (10, 100), progress),
     )

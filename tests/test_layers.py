@@ -16,7 +16,7 @@ import speedtransfer
 PACKAGE = Path(speedtransfer.__file__).parent
 # Lowest first; modules of one entry may import each other.
 LAYERS = [
-    {"errors", "version", "dtypes"},
+    {"errors", "version", "dtypes", "lazy"},
     {"system", "jit", "progress", "eager"},
     {"buffers", "safetensors_io", "cuda", "kernels"},
     {"engines", "encoding", "idle"},
@@ -132,9 +132,21 @@ def test_import_is_light():
     heavy = ["cupy", "numba", "rich", "typer", "safetensors", "torch._dynamo", "torch.testing", "yaml"]
     parts = ["benchmark", "cli", "speedtorch", "word2vec"]
     names = [*heavy, *(f"speedtransfer.{part}" for part in parts)]
-    code = f"import sys, torch; had = set(sys.modules); import speedtransfer; print({{*{names}}} & ({{*sys.modules}} - had))"
+    imports = "import sys, torch; had = {*sys.modules}; from speedtransfer import Embedding"
+    code = f"{imports}; print({{*{names}}} & ({{*sys.modules}} - had))"
     result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
+
+
+def test_names_are_imported_when_they_are_used():
+    code = """
+import sys, speedtransfer as st
+st.errors.SpeedtransferError, dir(st), dir(st.word2vec), hasattr(st, "Embeding")
+before = "torch" in sys.modules
+print(before, st.Embedding is st.nn.Embedding, "Embedding" in vars(st), "torch" in sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "True", "True", "True"]
 
 
 def test_public_face_shows_the_public_names_alone():

@@ -1,17 +1,12 @@
 """Several processes, by torch.distributed: who has which row, messages between them, and what training beside tables needs."""
 
-import importlib
-from typing import Any
-
+from speedtransfer.lazy import lazy_names
 from speedtransfer.ranks.equal_steps import EqualSteps, equal_steps
 from speedtransfer.ranks.exchange import DifferenceError, Exchange, Segment, Traffic, as_int64, exchange_of, is_first
 from speedtransfer.ranks.interleaved import Interleaved
 from speedtransfer.ranks.partition import Partition
 from speedtransfer.ranks.shared_memory import SharedMemory
 from speedtransfer.ranks.torchrun import joined, world
-
-# What few programs use, and what imports parts of torch that are slow to import.
-_LATER = {"BlockMomentumAverager": "averaging", "OneBitState": "comm_hooks", "one_bit_hook": "comm_hooks"}
 
 __all__ = [
     "DifferenceError",
@@ -30,8 +25,7 @@ __all__ = [
     "world",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# What few programs use, and what imports parts of torch that are slow to import.
+__getattr__ = lazy_names(
+    __name__, ["BlockMomentumAverager", "OneBitState", "one_bit_hook"], ["averaging", "comm_hooks"]
+)

@@ -3,17 +3,24 @@
 ``train`` takes a corpus to ``Vectors``; the other names are its parts.
 """
 
-from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.evaluation import Analogies, Similarity, evaluate, load_set
-from speedtransfer.word2vec.extras import MissingPackageError
-from speedtransfer.word2vec.model import Word2Vec
-from speedtransfer.word2vec.ngram_vectors import NgramVectors
-from speedtransfer.word2vec.run import train
-from speedtransfer.word2vec.sampler import Block, Sampler
-from speedtransfer.word2vec.settings import Settings
-from speedtransfer.word2vec.trainer import Trainer
-from speedtransfer.word2vec.vectors import UnknownWordError, Vectors
-from speedtransfer.word2vec.vocabulary import Vocabulary
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from speedtransfer.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from speedtransfer.word2vec.corpus import Corpus
+    from speedtransfer.word2vec.evaluation import Analogies, Similarity, evaluate, load_set
+    from speedtransfer.word2vec.extras import MissingPackageError
+    from speedtransfer.word2vec.model import Word2Vec
+    from speedtransfer.word2vec.ngram_vectors import NgramVectors
+    from speedtransfer.word2vec.run import train
+    from speedtransfer.word2vec.sampler import Block, Sampler
+    from speedtransfer.word2vec.settings import Settings
+    from speedtransfer.word2vec.trainer import Trainer
+    from speedtransfer.word2vec.vectors import UnknownWordError, Vectors
+    from speedtransfer.word2vec.vocabulary import Vocabulary
 
 __all__ = [
     "Analogies",
@@ -33,3 +40,25 @@ __all__ = [
     "load_set",
     "train",
 ]
+
+__getattr__ = lazy_names(
+    __name__,
+    __all__,
+    [
+        "corpus",
+        "evaluation",
+        "extras",
+        "model",
+        "ngram_vectors",
+        "run",
+        "sampler",
+        "settings",
+        "trainer",
+        "vectors",
+        "vocabulary",
+    ],
+)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,4 +1,7 @@
-"""The commands ``speedtransfer word2vec train | demo | ...``: options in, a few lines out, no logic."""
+"""The commands ``speedtransfer word2vec train | demo | ...``: options in, a few lines out, no logic.
+
+What needs torch is imported when a command runs: ``--help`` answers without it.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
-from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, format_bytes
-from speedtransfer.ranks import is_first, joined
 from speedtransfer.word2vec import commands_vectors
 from speedtransfer.word2vec.config import read_config
-from speedtransfer.word2vec.demo import run_demo
-from speedtransfer.word2vec.output import VECTORS, OutputFolder, check_apart, check_format
-from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.rescue import save_or_rescue, warn_of_little_room
-from speedtransfer.word2vec.run import Run, Watching
 from speedtransfer.word2vec.settings import SETTINGS, Settings
 from speedtransfer.word2vec.signature import described, shows_settings
-from speedtransfer.word2vec.stopping import StopOnSignal, exit_code
-from speedtransfer.word2vec.tablefiles import table_files
-from speedtransfer.word2vec.text import find_files
-from speedtransfer.word2vec.trainer import Trainer
 
 app = typer.Typer(
     help="Word vectors: train them on text, look at them.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -114,6 +106,17 @@ def train(
     **flags: Any,
 ) -> None:
     """Train vectors on a corpus. Ctrl-C and SIGTERM stop early and save what there is (exit codes 130 and 143)."""
+    from speedtransfer.cuda import resolve_device
+    from speedtransfer.ranks import is_first, joined
+    from speedtransfer.word2vec.output import VECTORS, OutputFolder, check_apart, check_format
+    from speedtransfer.word2vec.progress import TrainingProgress
+    from speedtransfer.word2vec.rescue import save_or_rescue, warn_of_little_room
+    from speedtransfer.word2vec.run import Run, Watching
+    from speedtransfer.word2vec.stopping import StopOnSignal
+    from speedtransfer.word2vec.tablefiles import table_files
+    from speedtransfer.word2vec.text import find_files
+    from speedtransfer.word2vec.trainer import Trainer
+
     settings = _read_settings(ctx, config, option or [], flags)
     suffix = check_format(format)
     if checkpoint is not None:
@@ -174,11 +177,15 @@ def demo(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder; files of an earlier demo are replaced.")],
 ) -> None:
     """Train on the World Factbook, which comes with the package: one or two minutes on two cores."""
+    from speedtransfer.word2vec.demo import run_demo
+
     _exit_after(run_demo(output, show=typer.echo).stop_signal)
 
 
 def _exit_after(stop_signal: int | None) -> None:
     if stop_signal is not None:
+        from speedtransfer.word2vec.stopping import exit_code
+
         raise SystemExit(exit_code(stop_signal))  # typer.Exit(130) would be reported as an abort, and this is none
 
 

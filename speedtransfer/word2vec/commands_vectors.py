@@ -1,23 +1,23 @@
-"""The commands ``speedtransfer word2vec evaluate | nearest | analogy | plot | convert``: what one does with vectors."""
+"""The commands ``speedtransfer word2vec evaluate | nearest | analogy | plot | convert``: what one does with vectors.
+
+What needs torch is imported when a command runs: ``--help`` answers without it.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.system import replace_file
-from speedtransfer.word2vec.evaluation import Analogies, Section, Similarity, load_set
-from speedtransfer.word2vec.evaluation import evaluate as measure
-from speedtransfer.word2vec.formats import find_format
-from speedtransfer.word2vec.output import find_vectors
-from speedtransfer.word2vec.plot import plot as draw
-from speedtransfer.word2vec.vectors import Vectors
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from speedtransfer.word2vec.evaluation import Analogies, Section, Similarity
+    from speedtransfer.word2vec.vectors import Vectors
 
 _SHOW_UNKNOWN = 20
 
@@ -31,6 +31,13 @@ def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
     for command in (evaluate, nearest, analogy, plot, convert):
         app.command()(command)
+
+
+def _load(path: Path, max_words: int | None = None) -> Vectors:
+    from speedtransfer.word2vec.output import find_vectors
+    from speedtransfer.word2vec.vectors import Vectors
+
+    return Vectors.load(find_vectors(path), max_words)
 
 
 def _check_new(path: Path, overwrite: bool) -> None:
@@ -53,10 +60,16 @@ def evaluate(
     overwrite: _Overwrite = False,
 ) -> None:
     """Measure vectors with similarity sets and analogies; the figures are those of gensim's evaluators."""
+    from rich.console import Console
+
+    from speedtransfer.system import replace_file
+    from speedtransfer.word2vec.evaluation import Analogies, Similarity, load_set
+    from speedtransfer.word2vec.evaluation import evaluate as measure
+
     if json_file is not None:
         _check_new(json_file, overwrite)
     loaded = [load_set(path) for path in sets]  # a malformed one ends it before vectors are read
-    known = Vectors.load(find_vectors(vectors))
+    known = _load(vectors)
     results = [measure(known, one, restrict) for one in loaded]
     if json_file is not None:
         facts = {"vectors": str(vectors), "restrict": restrict, "sets": [result.as_dict() for result in results]}
@@ -78,6 +91,8 @@ def evaluate(
 
 
 def _similarity_table(results: list[Similarity]) -> Table:
+    from rich.table import Table
+
     table = Table("similarity set", box=None)
     for title in ("pairs", "left out", "Spearman", "95% interval", "Pearson"):
         table.add_column(title, justify="right")
@@ -91,6 +106,8 @@ def _similarity_table(results: list[Similarity]) -> Table:
 
 
 def _analogy_table(result: Analogies) -> Table:
+    from rich.table import Table
+
     table = Table(result.name, box=None)
     for title in ("correct", "questions", "accuracy", "95% interval"):
         table.add_column(title, justify="right")
@@ -117,7 +134,7 @@ def nearest(
     number: Annotated[int, typer.Option("-n", "--number", help="Neighbours a word.")] = 10,
 ) -> None:
     """Show the words nearest to each WORD, with their cosines."""
-    loaded = Vectors.load(find_vectors(vectors))
+    loaded = _load(vectors)
     loaded[words]  # one message for all that are unknown
     for word in words:
         typer.echo(f"{word}: {_listed(loaded.most_similar(word, number))}")
@@ -135,7 +152,7 @@ def analogy(
     number: Annotated[int, typer.Option("-n", "--number", help="How many answers.")] = 10,
 ) -> None:
     """A is to B as C is to what? Show the nearest answers, with their cosines."""
-    loaded = Vectors.load(find_vectors(vectors))
+    loaded = _load(vectors)
     typer.echo(f"{a} : {b} = {c} : {_listed(loaded.analogy(a, b, c, number))}")
 
 
@@ -150,9 +167,11 @@ def plot(
     overwrite: _Overwrite = False,
 ) -> None:
     """Draw words as a map on which words of a kind stand together."""
+    from speedtransfer.word2vec.plot import plot as draw
+
     _check_new(output, overwrite)
     given = None if words is None else [word.strip() for word in words.split(",") if word.strip()]
-    draw(Vectors.load(find_vectors(vectors)), output, number, words=given)
+    draw(_load(vectors), output, number, words=given)
     typer.echo(f"picture: {output}")
 
 
@@ -170,8 +189,10 @@ def convert(
 
     Also reads .txt.gz, .vec.gz, .glove.gz and .bin.gz. A .kv file is a pickle: read only those that you trust.
     """
+    from speedtransfer.word2vec.formats import find_format
+
     find_format(target)
     _check_new(target, overwrite)
-    loaded = Vectors.load(find_vectors(source), max_words)
+    loaded = _load(source, max_words)
     loaded.save(target)
     typer.echo(f"{len(loaded):,} words, dim {loaded.dim}: {target}")

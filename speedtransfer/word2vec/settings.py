@@ -1,4 +1,7 @@
-"""What a training run is asked to do: names, defaults and rules of every setting, in one place."""
+"""What a training run is asked to do: names, defaults and rules of every setting, in one place.
+
+torch is imported when settings are checked, not before: ``--help`` shows them without it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
-from speedtransfer.tables import MEMORIES
-from speedtransfer.word2vec.gradients import POOLS
-from speedtransfer.word2vec.optimizers import check_optimizer, default_lr, find_optimizer
 
 Check = Callable[[Any, str], Any]  # (value, name) -> the value as it is kept, or an error
 
@@ -57,6 +57,13 @@ def _choice(*choices: str) -> Any:
         return value
 
     return field(default=choices[0], metadata={"check": check, "choices": choices})
+
+
+def _check_optimizer(value: Any, name: str) -> str:
+    from speedtransfer.word2vec.optimizers import find_optimizer
+
+    find_optimizer(value)
+    return str(value)
 
 
 def _check_options(value: Any, name: str) -> dict[str, Any]:
@@ -149,7 +156,7 @@ class Settings:
     """
 
     dim: int = _size(128, minimum=1)
-    optimizer: str = field(default="adamw", metadata={"check": lambda value, name: find_optimizer(value) and value})
+    optimizer: str = field(default="adamw", metadata={"check": _check_optimizer})
     lr: float | None = _number(None, "above 0")
     clip: float | None = _number(None, "above 0")
     options: Mapping[str, Any] | None = field(default=None, metadata={"check": _check_options})
@@ -173,7 +180,7 @@ class Settings:
     block_words: int | None = _size(None, minimum=2)
     shared_negatives: int | None = _size(None, minimum=1)
     seed: int = _size(1, minimum=0)
-    memory: str = _choice("auto", *MEMORIES, "shared")
+    memory: str = _choice("auto", "pinned", "pageable", "mmap", "device", "shared")  # `tables.MEMORIES`
     path: str | os.PathLike[str] | None = field(default=None, metadata={"check": check_path})
     device: Any = None
 
@@ -194,16 +201,22 @@ class Settings:
             raise InvalidValueError(
                 f"path is {str(self.path)!r} but memory={self.memory!r} has no files; drop path or pass memory='mmap'"
             )
+        from speedtransfer.word2vec.optimizers import check_optimizer
+
         check_optimizer(self.optimizer, self.first_lr, self.options)
 
     @property
     def first_lr(self) -> float:
         """The learning rate that training starts from."""
+        from speedtransfer.word2vec.optimizers import default_lr
+
         return default_lr(self.optimizer, self.model) if self.lr is None else self.lr
 
     @property
     def pool(self) -> int:
         """`shared_negatives`, filled in."""
+        from speedtransfer.word2vec.gradients import POOLS
+
         return POOLS[self.model] if self.shared_negatives is None else self.shared_negatives
 
     def as_dict(self) -> dict[str, Any]:

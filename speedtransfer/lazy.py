@@ -1,0 +1,36 @@
+"""Import when something is first used (PEP 562): `import speedtransfer` and ``--help`` then do without torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def lazy_names(package: str, names: Sequence[str], modules: Sequence[str]) -> Callable[[str], Any]:
+    """Return `__getattr__` for a package that imports its public names, and its submodules, when they are first used.
+
+    Parameters
+    ----------
+    package : str
+        Full name of the package.
+    names : sequence of str
+        Its public names.
+    modules : sequence of str
+        Submodules to look for those names in, in this order.
+    """
+
+    def find(name: str) -> Any:
+        full = f"{package}.{name}"
+        if not name.startswith("_") and importlib.util.find_spec(full) is not None:
+            return importlib.import_module(full)
+        for module in modules if name in names else ():
+            face = importlib.import_module(f"{package}.{module}")
+            if hasattr(face, name):
+                setattr(sys.modules[package], name, getattr(face, name))  # the next use finds it there
+                return getattr(face, name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
+
+    return find
