@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -169,6 +170,22 @@ finally:
     result = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True)
     assert "Usage:" in result.stdout
     assert result.stdout.endswith("set()\n")
+
+
+def test_help_of_train_is_in_groups(run):
+    _, out, _ = run("word2vec", "train", "--help")
+    groups = re.findall(r"^╭─ (\w+) ─", out, re.MULTILINE)
+    assert groups == [
+        "Arguments",
+        "Options",
+        "Corpus",
+        "Model",
+        "Training",
+        "Optimizer",
+        "Memory",
+        "Evaluation",
+        "Output",
+    ]
 
 
 @pytest.mark.parametrize("command", ["bench", "plan"])

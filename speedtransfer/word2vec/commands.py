@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from speedtransfer.errors import InvalidValueError, format_bytes
 from speedtransfer.word2vec import commands_vectors
@@ -45,6 +46,24 @@ _NONE_MEANS = {
     "max_words": "all",
     "device": "cuda if there is one",
 }
+# The groups of `train --help` after the first one, in this order, with the settings in each.
+_PANELS = {
+    "Corpus": ("kind", "min_count", "max_words", "phrases", "phrase_threshold", "walks", "walk_length", "p", "q"),
+    "Model": ("model", "dim", "window", "negative", "buckets", "min_n", "max_n"),
+    "Training": ("epochs", "sample", "block_words", "shared_negatives", "seed"),
+    "Optimizer": ("optimizer", "lr", "clip"),
+    "Memory": ("memory", "path", "device"),
+    "Evaluation": (),
+    "Output": (),
+}
+
+
+class _InGroups(TyperCommand):
+    """A command whose help has the groups of `_PANELS`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        order = [None, *_PANELS]
+        return sorted(super().get_params(ctx), key=lambda param: order.index(getattr(param, "rich_help_panel", None)))
 
 
 def _as_option(name: str, kind: Any) -> Any:
@@ -57,7 +76,7 @@ def _as_option(name: str, kind: Any) -> Any:
             help=described(name),
             metavar="|".join(SETTINGS[name].metadata.get("choices", ())) or None,
             show_default=_NONE_MEANS.get(name, SETTINGS[name].default is not None),
-            rich_help_panel="Settings (a config file has them by the same names, with _ for -)",
+            rich_help_panel=next(panel for panel, names in _PANELS.items() if name in names),
         ),
     ]
 
@@ -73,7 +92,7 @@ def _read_settings(ctx: typer.Context, config: Path | None, options: list[str], 
     return Settings(**values)
 
 
-@app.command()
+@app.command(cls=_InGroups)
 @shows_settings(_as_option)
 def train(
     ctx: typer.Context,
@@ -85,7 +104,10 @@ def train(
     config: Annotated[
         Path | None, typer.Option(help="TOML file of settings, or the settings.json of a run; flags win over it.")
     ] = None,
-    option: Annotated[list[str] | None, typer.Option(help="Optimizer argument, name=value.")] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="Optimizer argument, name=value; repeatable.", rich_help_panel="Optimizer"),
+    ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder to save the state of training in; at Ctrl-C, SIGTERM and the end, too.")
     ] = None,
@@ -97,10 +119,17 @@ def train(
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard: curves, frequent words.")] = None,
     evaluate: Annotated[
         list[Path] | None,
-        typer.Option(help="Similarity or analogy set to evaluate on as training goes on; repeatable."),
+        typer.Option(
+            help="Similarity or analogy set to evaluate on during training; repeatable.", rich_help_panel="Evaluation"
+        ),
     ] = None,
-    evaluate_every: Annotated[float, typer.Option(help="Epochs between evaluations.")] = 1.0,
-    format: Annotated[str, typer.Option(help="Of the vectors: txt, vec, bin, safetensors, glove or kv.")] = "txt",
+    evaluate_every: Annotated[
+        float, typer.Option(help="Epochs between evaluations.", rich_help_panel="Evaluation")
+    ] = 1.0,
+    format: Annotated[
+        str,
+        typer.Option(help="Format of the vectors: txt, vec, bin, safetensors, glove or kv.", rich_help_panel="Output"),
+    ] = "txt",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     **flags: Any,

@@ -24,7 +24,7 @@ _SHOW_UNKNOWN = 20
 _Vectors = Annotated[
     Path, typer.Argument(metavar="VECTORS", help="Vector file, or the folder that train wrote.", show_default=False)
 ]
-_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")]
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -53,13 +53,13 @@ def evaluate(
         list[Path],
         typer.Argument(metavar="SETS...", help="Files of scored word pairs or of analogies.", show_default=False),
     ],
-    restrict: Annotated[int, typer.Option(help="Use the first so many words only.")] = 300_000,
+    restrict: Annotated[int, typer.Option(help="Only the first N words.")] = 300_000,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures there too.", show_default=False)
+        Path | None, typer.Option("--json", help="Also write the results to this file.", show_default=False)
     ] = None,
     overwrite: _Overwrite = False,
 ) -> None:
-    """Measure vectors with similarity sets and analogies; the figures are those of gensim's evaluators."""
+    """Evaluate vectors on similarity and analogy sets; the results are those of gensim's evaluators."""
     from rich.console import Console
 
     from speedtransfer.system import replace_file
@@ -131,7 +131,7 @@ def _analogy_cells(section: Section) -> tuple[Any, ...]:
 def nearest(
     vectors: _Vectors,
     words: Annotated[list[str], typer.Argument(metavar="WORD...", help="Words to look up.", show_default=False)],
-    number: Annotated[int, typer.Option("-n", "--number", help="Neighbours a word.")] = 10,
+    number: Annotated[int, typer.Option("-n", "--number", help="Number of neighbours.")] = 10,
 ) -> None:
     """Show the words nearest to each WORD, with their cosines."""
     loaded = _load(vectors)
@@ -149,7 +149,7 @@ def analogy(
     a: Annotated[str, typer.Argument(metavar="A", help="for instance man", show_default=False)],
     b: Annotated[str, typer.Argument(metavar="B", help="for instance king", show_default=False)],
     c: Annotated[str, typer.Argument(metavar="C", help="for instance woman", show_default=False)],
-    number: Annotated[int, typer.Option("-n", "--number", help="How many answers.")] = 10,
+    number: Annotated[int, typer.Option("-n", "--number", help="Number of answers.")] = 10,
 ) -> None:
     """A is to B as C is to what? Show the nearest answers, with their cosines."""
     loaded = _load(vectors)
@@ -159,14 +159,16 @@ def analogy(
 def plot(
     vectors: _Vectors,
     output: Annotated[Path, typer.Option("-o", "--output", help="The picture, .png.", show_default=False)],
-    number: Annotated[int, typer.Option("-n", "--number", help="Draw so many words, the first in the file.")] = 200,
+    number: Annotated[int, typer.Option("-n", "--number", help="Draw the first N words of the file.")] = 200,
     words: Annotated[
         str | None,
-        typer.Option(help="Draw these, with commas between them, and their neighbours.", show_default="frequent words"),
+        typer.Option(
+            help="Draw these words, separated by commas, and their neighbours.", show_default="frequent words"
+        ),
     ] = None,
     overwrite: _Overwrite = False,
 ) -> None:
-    """Draw words as a map on which words of a kind stand together."""
+    """Draw words as a map: words with similar vectors are close together."""
     from speedtransfer.word2vec.plot import plot as draw
 
     _check_new(output, overwrite)
@@ -180,9 +182,7 @@ def convert(
     target: Annotated[
         Path, typer.Argument(metavar="OUT", help="Ends in .txt, .vec, .bin, .safetensors, .glove or .kv.")
     ],
-    max_words: Annotated[
-        int | None, typer.Option(help="Keep only the first so many words.", show_default="all")
-    ] = None,
+    max_words: Annotated[int | None, typer.Option(help="Only the first N words.", show_default="all")] = None,
     overwrite: _Overwrite = False,
 ) -> None:
     """Write vectors in another format: word2vec text or binary, safetensors, GloVe text, gensim KeyedVectors.

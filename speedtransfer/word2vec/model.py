@@ -36,13 +36,13 @@ class Word2Vec(nn.Module):
     vocabulary : Vocabulary, sequence of str, or int
         The words, or only how many there are: enough for training where `buckets` is 0.
     dim : int
-        Numbers in a vector.
+        Vector dimension.
     model : {"skipgram", "cbow"}
         Skip-gram predicts the words around a word from its vector, CBOW a word from the mean of the vectors around it.
     negative : int
-        Negatives for each prediction.
+        Negative samples for each prediction.
     clip : float, optional
-        Longest gradient of a row, or of a word's vector; longer ones are shortened to it.
+        Maximum L2 norm of a row's gradient.
     buckets : int
         Rows that hashed character n-grams share. Then the vector of a word is the mean of its own row and those of its
         n-grams (`subwords`), as in fastText. 0: each word has a row and nothing else.

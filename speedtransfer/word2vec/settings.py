@@ -91,59 +91,58 @@ class Settings:
     Attributes
     ----------
     dim : int
-        Numbers in a vector.
+        Vector dimension.
     optimizer : str
-        Any optimizer of torch.optim that works row by row; case does not matter.
+        Name of an optimizer of torch.optim that works row by row, in any case.
     lr : float, optional
-        First learning rate, falling linearly to 1e-4 of it; by default one that suits the optimizer and the model.
+        Initial learning rate; decays linearly to 1e-4 of it. By default one that suits the optimizer and the model.
     clip : float, optional
-        Longest gradient of a row in a step, longer ones are shortened to it; by default there is no limit.
+        Maximum L2 norm of a row's gradient in a step; by default unlimited.
     options : mapping, optional
         Further arguments of the optimizer, for instance ``{"momentum": 0.9}``.
     model : {"skipgram", "cbow"}
         What is predicted: the words around a word, or a word from the words around it.
     epochs : int, optional
-        Passes over the corpus; by default 5, or up to 50 over a corpus too small to train on in 5.
+        Passes over the corpus; by default 5, or up to 50 for a small corpus.
     window : int
-        Largest window to each side; the window of a word is drawn evenly from 1 to this.
+        Maximum distance between a word and its context; the distance used is drawn evenly from 1 to this for each word.
     negative : int
-        Negatives a pair.
+        Negative samples per (word, context) pair.
     min_count : int
-        Words that occur less often are left out.
+        Ignore words that occur fewer times.
     max_words : int, optional
-        Keep only this many of the most frequent words.
+        Keep only the N most frequent words.
     sample : float
-        Threshold of subsampling frequent words: 1e-3 for a small corpus, 1e-4 or 1e-5 for a large one, 0 for none.
+        Subsampling threshold for frequent words: 1e-3 for a small corpus, 1e-4 or 1e-5 for a large one, 0 for none.
     buckets : int
-        Rows for the character n-grams of words, which share them by hashing; 0: whole words only.
+        Rows of a hash table for character n-grams, as in fastText; 0: no n-grams.
     min_n : int
-        Shortest n-gram, the marks at both ends of a word counted.
+        Minimum n-gram length, in characters; the marks at both ends of a word count.
     max_n : int
-        Longest n-gram.
+        Maximum n-gram length.
     kind : {"text", "lines", "graph", "adjacency"}
-        The corpus is one stream of words; or a sequence a line; or the lines of a graph, which is walked: edges, ``u v`` or
-        ``u v weight``, or nodes with their neighbours, ``u v1 v2 ...``.
+        What a line of the corpus is: part of one stream of words; a sequence by itself; an edge of a graph, ``u v`` or
+        ``u v weight``; a node and its neighbours, ``u v1 v2 ...``. Graphs are sampled by random walks.
     phrases : int
-        Passes that join pairs of words which often stand together into one, as in ``new_york``.
+        Passes that join frequent pairs of words into one, as in ``new_york``.
     phrase_threshold : float
-        The score from which a pair is joined: higher is fewer.
+        Minimum score of a pair to be joined: higher joins fewer.
     walks : int
-        Walks from each node of a graph.
+        Random walks from each node of a graph.
     walk_length : int
         Nodes in a walk.
     p : float
-        Return parameter of the walks (node2vec): above 1 they seldom step back.
+        Return parameter of node2vec: above 1 walks seldom step back.
     q : float
-        In-out parameter of the walks (node2vec): above 1 they stay near, below 1 they go far.
+        In-out parameter of node2vec: above 1 walks stay near where they were, below 1 they go far.
     block_words : int, optional
-        Words a step, after subsampling; by default 16,384, or down to 32 where the corpus is too small for 1,000 such steps.
+        Words in a step, after subsampling; by default 16,384, or down to 32 for a small corpus.
     shared_negatives : int, optional
-        Negatives drawn for every 512 words of a step: the pool from which its words take theirs. By default 512 for skip-gram
-        and 256 for CBOW, which takes fewer of them.
+        Negative samples drawn for every 512 words of a step, which these share; by default 512, for CBOW 256.
     seed : int
-        Of first weights and every draw; on a CPU the same seed, threads and versions give the same bits.
+        Random seed; on a CPU the same seed, number of threads and versions give the same bits.
     memory : {"auto", "pinned", "pageable", "mmap", "device", "shared"}
-        Where the rows live.
+        Where the tables live.
     path : path-like, optional
         Folder for the table files of memory "mmap".
     device : torch.device or str or int, optional

@@ -67,7 +67,7 @@ class Vectors:
 
     @property
     def dim(self) -> int:
-        """Numbers in a vector."""
+        """Vector dimension."""
         return self.matrix.shape[1]
 
     def __len__(self) -> int:
