@@ -71,9 +71,9 @@ def test_info_ends_with_what_to_do_next(run, monkeypatch, state, calibrated, wor
 
     reason, cupy, driver, devices = REASONS[state]
     status = CudaStatus(not reason, reason, cupy, "13.0", driver, devices)
-    monkeypatch.setattr(cli, "cuda_status", lambda: status)
-    monkeypatch.setattr(cli, "resolve_device", lambda device: torch.device("cpu"))
-    monkeypatch.setattr(cli, "load", lambda device: object() if calibrated else None)
+    monkeypatch.setattr("speedtransfer.cuda.cuda_status", lambda: status)
+    monkeypatch.setattr("speedtransfer.cuda.resolve_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr("speedtransfer.engines.calibration.load", lambda device: object() if calibrated else None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (1, 2))
     monkeypatch.setattr(cli, "_link", lambda number: "link")
     code, out, err = run("info")
