@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.planning.quantities import parse_number, parse_rate, parse_size
+from speedtransfer.planning.quantities import parse_bytes, parse_number, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from speedtransfer.planning.quantities import parse_number, parse_rate, parse_si
     ],
 )
 def test_sizes(text, expected):
-    assert parse_size(text) == expected
+    assert parse_bytes(text) == expected
 
 
 @pytest.mark.parametrize(("text", "expected"), [("55.6 GB/s", 55.6e9), ("4.8TB/s", 4.8e12), ("2e10", 2e10)])
@@ -41,7 +41,7 @@ def test_numbers():
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", ".nan", "inf", "-.inf", "1e999"])
-@pytest.mark.parametrize(("parse", "unit"), [(parse_size, " GB"), (parse_rate, "GB/s"), (parse_number, "")])
+@pytest.mark.parametrize(("parse", "unit"), [(parse_bytes, " GB"), (parse_rate, "GB/s"), (parse_number, "")])
 def test_no_number_above_0(parse, unit, text):
     for written in (text, text + unit):
         with pytest.raises(InvalidValueError, match="must be finite and above 0; leave it out"):
@@ -51,15 +51,15 @@ def test_no_number_above_0(parse, unit, text):
 @pytest.mark.parametrize(
     ("parse", "text", "words"),
     [
-        (parse_size, "much", "'much' but must be a size; write for instance 80 GB"),
-        (parse_size, "", "'' but must be a size"),
+        (parse_bytes, "much", "'much' but must be a size; write for instance 80 GB"),
+        (parse_bytes, "", "'' but must be a size"),
         (parse_rate, "80 gb/s", "has the unit 'gb/s'; did you mean"),
-        (parse_size, "80 GB/s", "has the unit 'GB/s'; did you mean"),
+        (parse_bytes, "80 GB/s", "has the unit 'GB/s'; did you mean"),
         (parse_rate, "80 GB", "has the unit 'GB'; did you mean"),
         (parse_rate, "80 Gb/s", "has the unit 'Gb/s'; did you mean"),  # bits
         (parse_rate, "0x10", "has the unit 'x10'"),
-        (parse_size, "1_", "must be finite"),
-        (parse_size, "1 2", "has the unit '2'"),
+        (parse_bytes, "1_", "must be finite"),
+        (parse_bytes, "1 2", "has the unit '2'"),
     ],
 )
 def test_what_is_no_quantity(parse, text, words):

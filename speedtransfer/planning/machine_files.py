@@ -12,7 +12,7 @@ from speedtransfer.errors import InvalidValueError, suggest
 from speedtransfer.planning.links import link_named
 from speedtransfer.planning.located_yaml import YamlMapping, read_yaml
 from speedtransfer.planning.machine import Machine
-from speedtransfer.planning.quantities import parse_number, parse_rate, parse_size
+from speedtransfer.planning.quantities import parse_bytes, parse_number, parse_rate
 
 PUBLISHED = Path(__file__).with_name("machines.yaml")
 _SUFFIXES = (".yaml", ".yml")
@@ -29,7 +29,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "device": str,
     "devices": _parse_devices,
     "currency": str,
-    **{f"{name}_bytes": parse_size for name in ("device", "host", "pinned", "disk")},
+    **{f"{name}_bytes": parse_bytes for name in ("device", "host", "pinned", "disk")},
     **{f"{n}_bytes_per_s": parse_rate for n in ("device", "link_up", "link_down", "peer", "host", "disk")},
     **{f"{name}_price": parse_number for name in ("device", "machine", "hourly")},
 }

@@ -15,7 +15,7 @@ _NUMBER = re.compile(
 )
 
 
-def parse_size(text: str) -> float:
+def parse_bytes(text: str) -> float:
     """Return the bytes that `text` says: a number, or a number and a unit such as GB (1e9) or GiB (2**30), in any case.
 
     Raises
@@ -40,7 +40,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_number(text: str) -> float:
-    """Return a number above 0, as :func:`parse_size` does, without a unit."""
+    """Return a number above 0, as :func:`parse_bytes` does, without a unit."""
     return _parse(text, {}, "a number", "1599")
 
 

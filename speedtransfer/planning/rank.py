@@ -32,7 +32,7 @@ class StepTime(NamedTuple):
     reason: str = ""
 
 
-Estimate = Callable[[Machine], StepTime]
+Estimator = Callable[[Machine], StepTime]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Ranking:
 
 def rank(
     machines: Sequence[Machine],
-    estimate: Estimate,
+    estimate: Estimator,
     *,
     by: str = "time",
     devices: int | None = None,
@@ -184,7 +184,7 @@ def rank(
     return Ranking(by, steps, tuple(order), tuple(left_out), _currency(machines, used_prices), used_prices)
 
 
-def _seconds(estimate: Estimate, machine: Machine) -> tuple[float | None, str]:
+def _seconds(estimate: Estimator, machine: Machine) -> tuple[float | None, str]:
     try:
         seconds, reason = estimate(machine)
     except SpeedtransferError as error:

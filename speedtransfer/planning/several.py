@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from speedtransfer.planning.machine import Machine
-from speedtransfer.planning.rank import Estimate, StepTime
+from speedtransfer.planning.rank import Estimator, StepTime
 from speedtransfer.ranks.cost import StepCost, sharded_step
 from speedtransfer.ranks.row_counts import RowForm, expected_counts
 
@@ -51,7 +51,7 @@ def exchange_seconds(machine: Machine, cost: StepCost, call_s: float = CALL_S) -
 
 
 def sharded(
-    make: Callable[[int, float], Estimate],
+    make: Callable[[int, float], Estimator],
     form: RowForm,
     rows: int,
     unique: float,
@@ -59,7 +59,7 @@ def sharded(
     *,
     training: bool = True,
     call_s: float = CALL_S,
-) -> Estimate:
+) -> Estimator:
     """Return the estimate of a table that is sharded among the GPUs of a machine, each of which takes a batch a step.
 
     With one GPU it is that of the table itself. With several, each process owns a share of the rows and reads, for all of
