@@ -169,6 +169,12 @@ class TestFiles:
         with pytest.raises(InvalidValueError, match=r"has no machine 'c'"):
             load_machine(f"{path}#c")
 
+    def test_the_example(self):
+        machine = load_machine(str(Path(__file__).parents[1] / "examples" / "machine.yaml"))
+        assert (machine.name, machine.devices, machine.host_bytes) == ("our-server", 2, 512e9)
+        assert machine.device_bytes == load_machine("h100-pcie").device_bytes
+        assert machine.link_up_bytes_per_s == load_machine("h100-pcie").link_up_bytes_per_s / 2
+
     def test_any_file_that_is_there(self, file):
         assert load_machine(file("device_bytes: 8e9", "machine")).device_bytes == 8e9
 
@@ -201,9 +207,9 @@ class TestFiles:
             ("device: !!python/object/apply:os.system [ls]", 1, "device is a list"),
             ("device: !!python/name:os.system x", 1, "has the tag"),
             ("device: !mine x", 1, "has the tag '!mine'"),
-            ("devices: 0", 1, "devices is '0' but must be a number of GPUs, from 1 on"),
+            ("devices: 0", 1, "devices is '0' but must be a whole number from 1 on"),
             ("devices: -1", 1, "devices is '-1' but must be"),
-            ("devices: 1.5", 1, "'1.5' but must be a number of GPUs"),
+            ("devices: 1.5", 1, "'1.5' but must be a whole number"),
             ("devices: null", 1, "devices is null"),
             ("link: PCI 5", 1, "link is 'PCI 5', whose rates are not known here"),
             ("device_price: 5 USD", 1, "device_price is '5 USD' but must be a number without a unit"),

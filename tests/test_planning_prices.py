@@ -63,7 +63,7 @@ def test_the_example_is_what_it_says():
         (
             "h200: {hourly_price: 5, currency: USD, date: 2026, devices: 0}",
             1,
-            "devices is '0' but must be a number of GPUs",
+            "devices is '0' but must be a whole number",
         ),
         ("a: {device_price: 5, currency: USD, date: 2026}\na: 1", 2, "'a' is given again, first on line 1"),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.planning.quantities import parse_bytes, parse_number, parse_rate
+from speedtransfer.planning.quantities import parse_bytes, parse_count, parse_number, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,16 @@ def test_no_number_above_0(parse, unit, text):
     for written in (text, text + unit):
         with pytest.raises(InvalidValueError, match="must be finite and above 0; leave it out"):
             parse(written)
+
+
+def test_counts():
+    assert parse_count("8") == 8
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "1e3", "", "x", "9" * 5000, "\u0663"])
+def test_what_is_no_count(text):
+    with pytest.raises(InvalidValueError, match="must be a whole number from 1 on"):
+        parse_count(text)
 
 
 @pytest.mark.parametrize(

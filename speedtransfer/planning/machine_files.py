@@ -12,22 +12,16 @@ from speedtransfer.errors import InvalidValueError, suggest
 from speedtransfer.planning.links import link_named
 from speedtransfer.planning.located_yaml import YamlMapping, read_yaml
 from speedtransfer.planning.machine import Machine
-from speedtransfer.planning.quantities import parse_bytes, parse_number, parse_rate
+from speedtransfer.planning.quantities import parse_bytes, parse_count, parse_number, parse_rate
 
 PUBLISHED = Path(__file__).with_name("machines.yaml")
 _SUFFIXES = (".yaml", ".yml")
 _WHAT = "a machine"
 
 
-def _parse_devices(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 2**31:
-        raise InvalidValueError(f"{text!r} but must be a number of GPUs, from 1 on; leave it out for one")
-    return int(text)
-
-
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "device": str,
-    "devices": _parse_devices,
+    "devices": parse_count,
     "currency": str,
     **{f"{name}_bytes": parse_bytes for name in ("device", "host", "pinned", "disk")},
     **{f"{n}_bytes_per_s": parse_rate for n in ("device", "link_up", "link_down", "peer", "host", "disk")},

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.planning.located_yaml import YamlMapping, read_yaml
-from speedtransfer.planning.quantities import parse_number
+from speedtransfer.planning.quantities import parse_count, parse_number
 
 _WHAT = "prices of machines"
 _PRICES = ("device_price", "machine_price", "hourly_price")
@@ -92,19 +92,11 @@ def _price(name: str, entry: YamlMapping) -> Price:
     return Price(
         name,
         **prices,
-        devices=entry.parsed("devices", _parse_devices),
+        devices=entry.parsed("devices", parse_count),
         currency=str(entry.text("currency")),
         date=str(entry.parsed("date", _parse_date)),
         source=entry.text("source"),
     )
-
-
-def _parse_devices(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 2**31:
-        raise InvalidValueError(
-            f"{text!r} but must be a number of GPUs, from 1 on; leave it out for those of the machine"
-        )
-    return int(text)
 
 
 def _parse_date(text: str) -> str:

@@ -44,6 +44,13 @@ def parse_number(text: str) -> float:
     return _parse(text, {}, "a number", "1599")
 
 
+def parse_count(text: str) -> int:
+    """Return a whole number from 1 on; raises as :func:`parse_bytes` does."""
+    if not (text.isascii() and text.isdecimal()) or len(text) > 9 or not int(text):
+        raise InvalidValueError(f"{text!r} but must be a whole number from 1 on, below 1e9; write for instance 8")
+    return int(text)
+
+
 def _parse(text: str, units: dict[str, float], what: str, example: str) -> float:
     found = _NUMBER.fullmatch(text.strip())
     if found is None:

@@ -83,10 +83,12 @@ class _Findings:
         self.sources = dict[str, str]()
         self.notes = list[str]()
 
-    def add(self, name: str, find: Callable[[], float], what: str) -> None:
-        """Add the figure that `find` returns, or a note that it could not."""
+    def add(self, names: str, find: Callable[[], float | tuple[float, ...]], what: str) -> None:
+        """Add the figures that `find` returns, by their names with spaces between, or a note that it could not."""
         try:
-            self.figures[name] = float(find())
+            values = find()
+            several = values if isinstance(values, tuple) else (values,)
+            self.figures |= dict(zip(names.split(), map(float, several), strict=True))
         except (SpeedtransferError, OSError, RuntimeError, MemoryError) as error:
             self.notes.append(f"{what} is not known: {_first_line(error)}")
 
@@ -128,11 +130,8 @@ def _gpu(found: _Findings, number: int, rates: Collection[str]) -> None:
         )
     calibrated = load(device)
     if "link" in rates:
-        try:
-            up, down = measured_rates.link_bytes_per_s(device)
-            found.figures |= {"link_up_bytes_per_s": up, "link_down_bytes_per_s": down}
-        except (SpeedtransferError, OSError, RuntimeError, MemoryError) as error:
-            found.notes.append(f"the link to cuda:{number} is not known: {_first_line(error)}")
+        names = "link_up_bytes_per_s link_down_bytes_per_s"
+        found.add(names, lambda: measured_rates.link_bytes_per_s(device), f"the link to cuda:{number}")
     if calibrated is not None and calibrated.copy_bytes_per_s > 0:
         found.figures["link_up_bytes_per_s"] = calibrated.copy_bytes_per_s
         found.sources["link_up_bytes_per_s"] = f"{_MEASURED} by `speedtransfer calibrate`"
