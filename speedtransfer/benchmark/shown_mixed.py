@@ -137,6 +137,9 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
         axes.set_xlim(-0.5, len(groups) - 0.5)
     for axes in (times, ratios):
         axes.set_yscale("log")
+        if axes is ratios:  # from half to twice at least: small differences are to look small
+            low, high = axes.get_ylim()
+            axes.set_ylim(min(low, 0.45), max(high, 2.2))
         plain_numbers(axes)
     memory.set_ylim(bottom=0)
     accuracy.set_xlabel("windows of a batch", color=INK)
