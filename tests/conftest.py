@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 import torch
+from sweeps import mark_the_rest_as_slow
 
 # What was measured on this machine must not decide which engine a test runs on; set before anything looks, for children too.
 _cache = tempfile.TemporaryDirectory(prefix="speedtransfer-test-")
@@ -14,6 +15,12 @@ os.environ["SPEEDTRANSFER_CACHE"] = _cache.name
 os.environ["SPEEDTRANSFER_CALIBRATE"] = "0"
 
 pytest.register_assert_rewrite("cases", "engine_cases", "table_cases")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Before -m takes out what is slow."""
+    mark_the_rest_as_slow(items)
 
 
 def pytest_collection_finish():

@@ -1,0 +1,79 @@
+"""``@pytest.mark.sweep``: of a test's many cases `make test` runs those that cover all values, `make test-slow` runs every one.
+
+| mark | cases that always run |
+|---|---|
+| ``sweep`` | have every value of every parameter |
+| ``sweep(strength=2)`` | have every pair of values of two parameters |
+| ``sweep("case", "dtype")`` | have every value of these parameters |
+
+Arguments of one ``parametrize`` are one parameter, unless the mark names them. The class counts as a parameter: on a class that
+inherits its tests the mark spreads their cases over it and the others of its module with the mark. The other cases are marked
+`slow`. Which they are depends on the ids of all cases collected, so a case named on the command line runs whatever its mark.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+# A parameter, or several of one `parametrize`, and its value.
+Factor = tuple[str, Any]
+
+
+def mark_the_rest_as_slow(items: Iterable[pytest.Item]) -> None:
+    """Mark as slow the cases of swept tests that add nothing to what the others cover."""
+    sweeps = collections.defaultdict(dict)
+    for item in items:
+        mark = item.get_closest_marker("sweep")
+        if mark and not item.get_closest_marker("slow"):
+            key = item.path, item.function.__qualname__, mark.args, mark.kwargs.get("strength", 1)
+            sweeps[key][item.nodeid] = item
+    for (*_, names, strength), cases in sweeps.items():
+        kept = cover({nodeid: factors(item, names) for nodeid, item in cases.items()}, strength)
+        for nodeid, item in cases.items():
+            if nodeid not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
+def factors(item: pytest.Item, names: Sequence[str] = ()) -> list[Factor]:
+    """Return the class of a case and the values of its parameters, or of those of these `names`."""
+    found = [("class", item.cls.__qualname__)] if item.cls else []
+    values = {name: _key(value) for name, value in item.callspec.params.items()} if hasattr(item, "callspec") else {}
+    if names:
+        if unknown := set(names) - values.keys():
+            given = ", ".join(values)
+            raise pytest.UsageError(f"{item.nodeid}: the mark sweep names {', '.join(unknown)}; choose from {given}")
+        return found + [(name, values[name]) for name in names]
+    for mark in item.iter_markers("parametrize"):
+        together = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        found.append((",".join(together), tuple(values.pop(name) for name in together)))
+    return found + list(values.items())
+
+
+def cover(cases: Mapping[str, Sequence[Factor]], strength: int) -> set[str]:
+    """Return ids of cases that have all combinations of `strength` factors that any case has.
+
+    Greedy: those that cover most come first. Among equals a hash of the id decides and not the order, so a case that is added
+    changes few of the others, and the same run in every process.
+    """
+    groups = {name: set(itertools.combinations(case, min(strength, len(case)))) for name, case in cases.items()}
+    order = sorted(groups, key=lambda name: (zlib.crc32(name.encode()), name))
+    left, kept = set().union(*groups.values()), set()
+    for gain in range(max(map(len, groups.values())), 0, -1):
+        for name in order:
+            if len(groups[name] & left) >= gain:
+                kept.add(name)
+                left -= groups[name]
+    return kept
+
+
+def _key(value: Any) -> Any:
+    """Return what is equal for equal values, of objects that cannot be compared for the same object."""
+    plain = isinstance(value, str | bytes | int | float | type | torch.dtype | None)
+    return (type(value), value) if plain else id(value)
