@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import hashlib
 import importlib.resources
 import shutil
 import subprocess
@@ -26,14 +27,43 @@ FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror",
 FLAGS += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
 
 
+# As pytest keeps other folders. They are built anew when a source, a flag or the compiler has changed.
+BUILDS = Path(__file__).parents[1] / ".pytest_cache" / "d" / "kernels"
+
+
 @functools.cache
 def cpu_kernels() -> CpuKernels:
-    """Return the kernels, built once a process; the test is skipped without g++."""
+    """Return the kernels, which are built if nobody has; the test is skipped without g++."""
     if COMPILER is None:
         pytest.skip("g++ is not installed")
-    folder = tempfile.mkdtemp(prefix="speedtransfer-kernels")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return CpuKernels(Path(folder))
+    sources = sorted(path.stem for path in SHIM.glob("*.cpp"))
+    try:
+        BUILDS.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a checkout that may not be written to
+        folder = Path(tempfile.mkdtemp(prefix="speedtransfer-kernels"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        build_kernels(folder, sources, FLAGS)
+        return CpuKernels(folder)
+    folder = BUILDS / _digest()
+    if not folder.exists():
+        made = Path(tempfile.mkdtemp(dir=BUILDS))
+        build_kernels(made, sources, FLAGS)
+        try:
+            made.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(made)
+    return CpuKernels(folder)
+
+
+def _digest() -> str:
+    """Return a name for what is built of these sources by this compiler with these flags."""
+    version = subprocess.run([str(COMPILER), "--version"], capture_output=True, check=True).stdout
+    found = hashlib.sha256(version + " ".join(FLAGS).encode())
+    with importlib.resources.as_file(importlib.resources.files("speedtransfer.kernels")) as kernels:
+        for path in sorted([*SHIM.iterdir(), *kernels.iterdir()]):
+            if path.is_file():
+                found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def build_kernels(folder: Path, sources: Sequence[str], flags: Sequence[str]) -> None:
@@ -53,12 +83,10 @@ def build_kernels(folder: Path, sources: Sequence[str], flags: Sequence[str]) ->
 
 
 class CpuKernels:
-    """Built into `folder`."""
+    """What is in `folder`."""
 
     def __init__(self, folder: Path) -> None:
-        sources = sorted(path.stem for path in SHIM.glob("*.cpp"))
-        build_kernels(folder, sources, FLAGS)
-        self._libraries = {source: ctypes.CDLL(str(folder / f"{source}.so")) for source in sources}
+        self._libraries = {path.stem: ctypes.CDLL(str(path)) for path in sorted(folder.glob("*.so"))}
         self.set_engine()
 
     @property
