@@ -156,6 +156,11 @@ def write_by_array(emb):
     emb.table.numpy()[4] = 7.0
 
 
+def write_to_a_view_before_a_write_of_another_row(emb):
+    emb.table.torch()[4] = 7.0
+    emb.table.scatter([9], torch.zeros(1, DIM))
+
+
 WRITES = [value for name, value in list(globals().items()) if name.startswith("write_")]
 
 
@@ -354,6 +359,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(
     "kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adamax], ids=lambda kind: kind.__name__
