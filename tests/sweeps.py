@@ -1,4 +1,4 @@
-"""``@pytest.mark.sweep``: of a test's many cases `make test` runs those that cover all values, `make test-slow` runs every one.
+"""``@pytest.mark.sweep``: of the many cases of a test `make test` runs those that cover all values, `make test-slow` all.
 
 | mark | cases that always run |
 |---|---|
@@ -6,9 +6,9 @@
 | ``sweep(strength=2)`` | have every pair of values of two parameters |
 | ``sweep("case", "dtype")`` | have every value of these parameters |
 
-Arguments of one ``parametrize`` are one parameter, unless the mark names them. The class counts as a parameter: on a class that
-inherits its tests the mark spreads their cases over it and the others of its module with the mark. The other cases are marked
-`slow`. Which they are depends on the ids of all cases collected, so a case named on the command line runs whatever its mark.
+Arguments of one ``parametrize`` are one parameter, unless the mark names them. The class counts as a parameter: classes of a
+module that inherit a test and have the mark share its cases. The other cases are marked `slow`. A case is chosen among those
+that are collected, so one that is named on the command line runs.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ def no_make(monkeypatch):
 
 
 # The suites themselves are run by test_benchmark.py and test_benchmark_suites.py; memory starts processes, which takes long.
-@pytest.mark.parametrize("groups", ["speedtorch", pytest.param("not memory", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", ["speedtorch", "not memory"])
 def test_groups_run_small_under_pytest_benchmark(groups):
     environment = {**os.environ, "BENCH_ROWS": "2000"}
     argv = [

@@ -38,6 +38,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_does(bench, folder, capfd):
     out = folder / "result.json"
     command = ["--data", str(folder), "--kind", "table", "sharded", "--dtype", "float64", "--out", str(out), *SIZES]

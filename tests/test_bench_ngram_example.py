@@ -25,6 +25,7 @@ def text(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_run_is_recorded_and_shown(bench, text, tmp_path):
     example, store = bench("ngram_example"), bench("store")
     root = tmp_path / "root"

@@ -602,6 +602,7 @@ def test_zipf_is_drawn_by_its_counts():
     assert stats.chisquare(drawn, 200_000 * counts / counts.sum()).pvalue > 1e-3
 
 
+@pytest.mark.slow
 def test_steps_over_a_vocabulary(tmp_path, capsys):
     out = tmp_path / "word2vec_scale.json"
     arguments = ["--rows", "2k", "--steps", "3", "--dim", "4", "--folder", str(tmp_path), "--out", str(out)]

@@ -381,6 +381,7 @@ def test_crossings_are_drawn_where_there_is_a_device(monkeypatch, cuda):
     assert marks == ([100, 185] * 2 if cuda else [])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("suite", SUITES)
 @pytest.mark.parametrize("seconds", [1e-7, 1e-6, 1e-3, 1.0])
 def test_a_picture_of_one_point(suite, seconds):

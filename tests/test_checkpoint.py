@@ -317,6 +317,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tensor", [False, True])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers(name: str, tensor: bool, tmp_path: Path) -> None:

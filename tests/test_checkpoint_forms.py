@@ -29,6 +29,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["adamw", "sgd-momentum", "adagrad", "rmsprop-centered", "nadam-decoupled"])
 def test_resumed_bit_for_bit(name: str, form: str, tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def test_moved_script_gives_the_same_numbers(tmp_path, monkeypatch, capsys):
     assert [float(x) for x in ours[1::2]] == pytest.approx([float(x) for x in theirs[1::2]], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_word2vec_commands_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["river", "water", "bank", "stone", "the", "of"]

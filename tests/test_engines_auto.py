@@ -24,6 +24,7 @@ def cache(tmp_path, monkeypatch):
     calibration._known.clear()
 
 
+@pytest.mark.sweep
 class TestAuto(OnCpu):
     @pytest.fixture
     def engine(self):

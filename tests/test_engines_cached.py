@@ -70,6 +70,7 @@ class TestCached(OnHost):
     pass
 
 
+@pytest.mark.sweep
 class TestCachedTwice(OnHost):
     kind = Twice
 

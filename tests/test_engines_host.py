@@ -43,6 +43,7 @@ class TestCompiled(OnHost):
         pass
 
 
+@pytest.mark.sweep
 class TestCompiledInCache(OnHost):
     """Results short enough to stay in the cache are written as usual."""
 
@@ -51,6 +52,7 @@ class TestCompiledInCache(OnHost):
         monkeypatch.setattr(host, "_STREAMING_BYTES", 1 << 40)
 
 
+@pytest.mark.sweep
 class TestWithoutNumba(OnHost):
     @pytest.fixture(autouse=True)
     def no_numba(self, monkeypatch):
@@ -59,7 +61,7 @@ class TestWithoutNumba(OnHost):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
-@pytest.mark.parametrize("row_bytes", [1, 15, 16, 48, 64, 100, 128, 400, 512, 1088, 4100])
+@pytest.mark.parametrize("row_bytes", [1, 15, 16, 48, 64, 79, 100, 128, 400, 512, 1088, 4100])
 def test_every_copy_on_every_number_of_threads(always_compiled, monkeypatch, threads, row_bytes):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     content, index = any_bits((301, row_bytes), torch.uint8), np.random.default_rng(0).permutation(301)[:257]

@@ -98,6 +98,7 @@ def test_encoded_rows(kind: str, idle: str) -> None:
     assert_grows(lambda rows: pageable(rows, dtype=dtype), case_named("adamw"), idle, **options)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["adamw", "adagrad-initial", "rprop", "asgd"])
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize(

@@ -270,6 +270,7 @@ def steps_of(case: OptimizerCase, count: int, dtype: torch.dtype) -> tuple[Rule,
     return rule, steps
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiled_steps_equal_those_of_python(
@@ -277,18 +278,18 @@ def test_compiled_steps_equal_those_of_python(
 ) -> None:
     """Of every rule: while the table grows, after it was swept, and where lines are final."""
     pytest.importorskip("numba")
-    rule, steps = steps_of(case, 620, dtype)
-    index = torch.arange(621)
+    rule, steps = steps_of(case, 420, dtype)
+    index = torch.arange(421)
     lines = []
     for compiled in (jit.available(), False):
         monkeypatch.setattr("speedtransfer.jit.available", lambda answer=compiled: answer)
         history = History(rule, dtype)
-        for step in steps[:300]:
+        for step in steps[:270]:
             history.record(step)
         history.sweep()
         for step in steps:
             history.record(step)
-        assert (history.base, history.length, history.now) == (300, 620, 920)
+        assert (history.base, history.length, history.now) == (270, 420, 690)
         lines.append(history.sums.lines(index))
     torch.testing.assert_close(*lines, rtol=1e-13, atol=0, equal_nan=False)
 

@@ -36,6 +36,7 @@ COMPILED = [
 
 @pytest.mark.skipif(nvrtc.library() is None, reason="nvidia-cuda-nvrtc is not installed")
 class TestCompile:
+    @pytest.mark.sweep("source", "architecture")
     @pytest.mark.parametrize(("source", "architecture"), COMPILED)
     def test_compiles(self, source, architecture):
         cubin, log = nvrtc.compile_cubin(kernel_source(source), source, architecture, ("-Xptxas", "-v"))

@@ -318,6 +318,7 @@ def make_form(**options) -> GPT:
     return model.float() if "storage_dtype" in options else model
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("when", ["at the begin of the step", "a batch ahead", "by the loader"])
 def test_reading_ahead_changes_nothing(form, when, monkeypatch):

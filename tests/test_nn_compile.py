@@ -443,6 +443,7 @@ class Tied(nn.Module):
         return h.sum(-1) + self.words.weight.square().mean() + self.words.weight.shape[0]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("use", ["transposed", "linear", "rows", "penalty"])
 @pytest.mark.parametrize("options", [{}, {"cache_rows": 4}], ids=str)
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])

@@ -68,6 +68,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("case", BASE, ids=ids_of)
 def test_schedulers(case: OptimizerCase, schedule: str) -> None:

@@ -81,7 +81,11 @@ def assert_equal(ours: Any, dense: Any, where: str = "") -> None:
         assert ours == dense, where
 
 
-@pytest.mark.parametrize("case", [*BASE, *FUSED], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*BASE, *(pytest.param(case, marks=() if case.kind is torch.optim.AdamW else pytest.mark.slow) for case in FUSED)],
+    ids=str,
+)
 def test_there_and_back(case: OptimizerCase) -> None:
     dense = Run(case, nn)
     assert_equal(Run(case, LAZY).saved()["opt"], dense.saved()["opt"])  # Adagrad has state before it steps

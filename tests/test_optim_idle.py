@@ -16,11 +16,13 @@ from optimizer_cases import FUSED, OptimizerCase, case_named
 from torch.optim import lr_scheduler
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("steps", [200, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_dense_training(case: OptimizerCase, dtype: torch.dtype) -> None:
+def test_equals_dense_training(case: OptimizerCase, dtype: torch.dtype, steps: int) -> None:
     pair = Exact(case, dtype)
-    pair.train(pair.batches(400), *pair.schedulers(warmup_and_cosine))
+    pair.train(pair.batches(steps), *pair.schedulers(warmup_and_cosine))
     pair.assert_same()
 
 

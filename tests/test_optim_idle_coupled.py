@@ -33,6 +33,7 @@ def history_of(pair: Exact) -> Any:
     return find_handle(pair.ours.weight).rows.lag._history
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("case", COUPLED, ids=str)
 def test_equals_dense_training_with_evaluation_in_between(case: OptimizerCase, dtype: torch.dtype) -> None:
@@ -50,6 +51,7 @@ def test_equals_dense_training_with_evaluation_in_between(case: OptimizerCase, d
     pair.assert_same(TOLERANCE[dtype])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kwargs", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("case", [case for case in COUPLED if case.name != "adam-coupled-small"], ids=str)
 def test_implementations(case: OptimizerCase, kwargs: dict[str, Any]) -> None:
@@ -60,6 +62,7 @@ def test_implementations(case: OptimizerCase, kwargs: dict[str, Any]) -> None:
     pair.assert_same(2e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("case", COUPLED, ids=str)
 def test_without_numba(case: OptimizerCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import speedtransfer
 from speedtransfer.errors import OptimizerError
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dim", [16, 6, 5, 2])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
 @pytest.mark.parametrize("kind", REFUSED_STYLES, ids=lambda kind: kind.__name__)

@@ -91,6 +91,7 @@ class Pair:
             torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: n + m)
 
 
+@pytest.mark.sweep(strength=2)
 @pytest.mark.parametrize("idle", IDLE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_trains_as_torch(make: Callable[..., Optimizer], dtype: torch.dtype, idle: str) -> None:
@@ -307,6 +308,7 @@ def test_a_step_that_fails_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None
 # --- checkpoints --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("idle", IDLE)
 def test_state_dicts_go_both_ways(make: Callable[..., Optimizer], idle: str) -> None:
     pair, other = Pair(make, idle=idle), Pair(make, idle=idle)
@@ -333,6 +335,7 @@ def test_the_sparse_momentum_of_torch_loads_here() -> None:
     pair.assert_same(1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("idle", IDLE)
 def test_checkpoints(make: Callable[..., Optimizer], idle: str, tmp_path) -> None:
     pair = Pair(make, idle=idle)

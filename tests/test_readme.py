@@ -30,6 +30,7 @@ def commands() -> list[str]:
     return [line for line in lines if line]
 
 
+@pytest.mark.slow
 def test_the_first_python_block_runs_alone(tmp_path):
     subprocess.run([sys.executable, "-W", "error", "-c", blocks("python")[0]], cwd=tmp_path, check=True, timeout=300)
 

@@ -443,6 +443,7 @@ def test_every_part_goes_into_the_archive(record, store, tree, gpu, monkeypatch,
     assert f"cannot write {tree / 'file' / 'results.tgz'}: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_suite(record, store, tree, gpu, capfd):
     """Of this package, on this machine, in a process of its own."""
     assert record.record(["tax"], True, 500, 500, tree) == 0
@@ -618,6 +619,7 @@ def test_what_is_there_is_kept_while_a_program_runs(running, tmp_path, monkeypat
     assert (code, text) == (0, "1\n")
 
 
+@pytest.mark.slow
 def test_the_facts_need_no_gpu(tmp_path):
     """And what is not here is named."""
     environment = {**os.environ, "PATH": str(tmp_path)}

@@ -67,9 +67,9 @@ def test_a_lazy_row_starts_anew(case: OptimizerCase) -> None:
 @pytest.mark.parametrize("case", [*CASES, *COUPLED], ids=str)
 def test_an_exact_row_starts_anew_and_misses_no_step_before(case: OptimizerCase) -> None:
     pair = Exact(case)
-    batches = pair.batches(60)
-    for start in (0, 20, 40):
-        pair.train(batches[start : start + 20])
+    batches = pair.batches(30)
+    for start in (0, 10, 20):
+        pair.train(batches[start : start + 10])
         reset_both(pair.ours, pair.dense, pair.dense_opt, IDS)
         assert torch.equal(pair.ours(IDS), pair.dense(IDS))
     pair.train(batches)

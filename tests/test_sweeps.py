@@ -128,7 +128,9 @@ def product(*sizes):
 def test_few_cases_cover_all(sizes, strength, most):
     cases = product(*sizes)
     kept = cover(cases, strength)
-    combinations = [{part for name in names for part in itertools.combinations(cases[name], strength)} for names in (cases, kept)]
+    combinations = [
+        {part for name in names for part in itertools.combinations(cases[name], strength)} for names in (cases, kept)
+    ]
     assert combinations[0] == combinations[1]
     assert len(kept) <= most
 

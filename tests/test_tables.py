@@ -51,6 +51,7 @@ class TestPageable(OnCpu):
     memory = "pageable"
 
 
+@pytest.mark.sweep
 class TestPageableRecords(OnCpu):
     memory, kind = "pageable", TableOfRecords
 
@@ -60,6 +61,7 @@ class TestPageableRecords(OnCpu):
         assert plane.stride() == (8, 1)
 
 
+@pytest.mark.sweep
 class TestDevice(OnCpu):
     memory = "device"
 
@@ -258,6 +260,7 @@ class OpenWithoutRoom:
         raise OSError(28, "No space left on device")
 
 
+@pytest.mark.sweep
 class TestMmapNpy(OnDisk):
     suffix, dtypes = ".npy", NPY_DTYPES
 
@@ -274,6 +277,7 @@ class TestMmapSafetensors(OnDisk):
     suffix = ".safetensors"
 
 
+@pytest.mark.sweep
 class TestMmapRecords(OnDisk):
     suffix, kind = ".safetensors", TableOfRecords
 

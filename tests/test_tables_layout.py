@@ -298,6 +298,7 @@ class OverRecords(EngineCases):
         return in_record
 
 
+@pytest.mark.sweep
 class TestReference(OverRecords):
     @pytest.fixture
     def engine(self):

@@ -100,20 +100,24 @@ class TestParts(ReadOnly):
     pass
 
 
+@pytest.mark.sweep
 class TestManyParts(ReadOnly):
     parts = 30
 
 
+@pytest.mark.sweep
 class TestMisalignedParts(ReadOnly):
     """Values begin at any byte, in each file at another one."""
 
     pads = (1, 3, 6, 2)
 
 
+@pytest.mark.sweep
 class TestPartsThroughACache(ReadOnly):
     options = {"cache_rows": 3}
 
 
+@pytest.mark.sweep
 class TestPartsByTorch(ReadOnly):
     @pytest.fixture(autouse=True)
     def _without_numba(self, monkeypatch):
@@ -126,6 +130,7 @@ class TestOneTensor(ReadOnly):
         return st.Table.open(write_file(path, {"weight": values, "other": torch.zeros(3)}), device=self.device)
 
 
+@pytest.mark.sweep
 class TestOneMisalignedTensor(ReadOnly):
     def filled(self, values, **kwargs):
         return st.Table.open(write_file(self.new_path(".safetensors"), {"weight": values}, 5), device=self.device)

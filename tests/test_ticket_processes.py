@@ -136,7 +136,9 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end", [pytest.param(end, marks=pytest.mark.slow if end in ("by an error", "in a loop") else ()) for end in ENDS]
+)
 def test_python_ends(end):
     if "fork" in ENDS[end] and not hasattr(os, "fork"):
         pytest.skip("needs fork")

@@ -108,7 +108,7 @@ class WritingMachine(TicketMachine):
 
 
 MODERATE = settings(
-    max_examples=50,
+    max_examples=30,
     stateful_step_count=20,
     deadline=None,
     derandomize=True,

@@ -91,8 +91,8 @@ print("killed", killed)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("moments", [4, pytest.param(60, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("memory", ["pageable", "mmap"])
+@pytest.mark.parametrize("moments", [2, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("memory", [pytest.param("pageable", marks=pytest.mark.slow), "mmap"])
 def test_killed_at_any_moment(memory: str, moments: int, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])

@@ -78,6 +78,7 @@ CASES = [(case, *list(WAYS.items())[number % 3]) for number, case in enumerate(B
 CASES += [(case_named("adamw"), *way) for way in WAYS.items()]
 
 
+@pytest.mark.sweep("case", "way", "idle")
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize(("case", "way", "capacity"), CASES, ids=str)
 def test_training_goes_on_with_the_same_bits(

@@ -63,6 +63,7 @@ def batches(steps: int, size: int = 6) -> list[tuple[Tensor, Tensor]]:
     return [(IDS[one], torch.randn(size, DIM, generator=draw)) for one in at]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("case", [*BASE, *COUPLED[:2]], ids=str)
 def test_a_vocabulary_that_never_evicts_trains_the_same_bits(case: OptimizerCase, idle: str) -> None:
@@ -75,6 +76,7 @@ def test_a_vocabulary_that_never_evicts_trains_the_same_bits(case: OptimizerCase
     pair.check()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("case", BASE, ids=str)
 def test_an_id_that_comes_later_starts_anew_then(case: OptimizerCase, idle: str) -> None:
@@ -87,6 +89,7 @@ def test_an_id_that_comes_later_starts_anew_then(case: OptimizerCase, idle: str)
     pair.check()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("case", BASE, ids=str)
 def test_an_evicted_id_that_returns_starts_anew(case: OptimizerCase, idle: str) -> None:

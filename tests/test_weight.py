@@ -68,6 +68,7 @@ def compare(case: Case, kind: Kind, dtype: torch.dtype, moment: str, grad: bool)
     return dict(wanted)
 
 
+@pytest.mark.sweep("case", "kind", "dtype", "moment", "grad")
 @pytest.mark.parametrize(("case", "kind", "dtype", "moment", "grad"), RUNS)
 def test_as_torch(case: Case, kind: Kind, dtype: torch.dtype, moment: str, grad: bool, monkeypatch) -> None:
     if kind.name == "copies":  # as on CUDA, where no tensor is over the memory of the table

@@ -154,6 +154,7 @@ def check(name: str, options: dict[str, Any], most: int) -> int:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("letter", sorted({name[0] for name in NAMES}))
 def test_first_arguments(letter: str, kind: str) -> None:

@@ -356,7 +356,7 @@ def long_training():
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a signal of the terminal")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_says_so(folder, number):
     with long_training() as process:
         lines = iter(process.stderr.readline, "")

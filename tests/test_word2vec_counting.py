@@ -63,6 +63,7 @@ def make_tables():
     return WordDict(), WordTable()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("line_end", [0, LINE_END])
 @pytest.mark.parametrize("seed", range(5))
 def test_tokeniser_agrees_with_split(seed, line_end):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -334,11 +335,11 @@ def test_killed_with_tables_on_disk(tmp_path, monkeypatch):
         watchdog = threading.Timer(100, process.kill)
         watchdog.start()
         while process.poll() is None and not Path("point/manifest.json").exists():
-            pass
+            time.sleep(0.005)
         tables = Path("tables/input.safetensors"), Path("tables/output.safetensors")
         saved = [table.read_bytes() for table in tables]
         while process.poll() is None and saved == [table.read_bytes() for table in tables]:
-            pass
+            time.sleep(0.005)
         process.kill()  # the tables are ahead of the checkpoint
         watchdog.cancel()
     assert process.returncode == -signal.SIGKILL

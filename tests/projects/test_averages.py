@@ -188,6 +188,7 @@ OF_TORCH = (torch_average, torch_ema_model, torch_swa, by_hand, target_network)
 OF_PACKAGES = (ema_pytorch, ema_pytorch_lerp, torch_ema, timm_v2, timm_v3)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("run", OF_TORCH, ids=lambda run: run.__name__)

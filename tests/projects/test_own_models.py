@@ -120,6 +120,7 @@ TRAINERS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
 @pytest.mark.parametrize("way", [*WAYS, LATE])
 @pytest.mark.parametrize("case", CASES)

@@ -115,7 +115,9 @@ def losses(has_table: bool) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("has_table", [False, True], ids=["dense", "sharded table"])
+@pytest.mark.parametrize(
+    "has_table", [pytest.param(False, marks=pytest.mark.slow), True], ids=["dense", "sharded table"]
+)
 def test_trains_to_the_loss_of_all_reduce(three, has_table):
     for found in three(losses, has_table):
         for way, margin in MARGINS.items():

@@ -157,24 +157,24 @@ def run_sharded(tables: Tables) -> tuple[list[StepCost], StepCost]:
     return steps, watch(embs, evaluate, 2)[0]
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_sharded(two, three, name):
+def test_sharded(pool, world, name):
     tables = CASES[name]
-    for ranks in (two, three):
-        world = ranks.world
-        for rank, (steps, evaluation) in enumerate(ranks(run_sharded, tables)):
-            for number, found in enumerate(steps, 1):
-                rows = counted(tables, world, rank, number)
-                wanted = sharded_step(rows, world, tables=tables.count, clips=tables.clips)
-                if tables.module or tables.lookups > 1:
-                    # max_norm reads and writes rows once more; rows of two lookups may be the same.
-                    found = dataclasses.replace(found, bus_up=wanted.bus_up, bus_down=wanted.bus_down)
-                assert found == wanted
-                assert wanted.sent > 0
-            wanted = sharded_step(counted(tables, world, rank, 9), world, tables=tables.count, training=False)
-            if not tables.module and tables.idle == "lazy":
-                assert evaluation == wanted
-            assert sent_of(evaluation) == sent_of(wanted)
+    for rank, (steps, evaluation) in enumerate(pool.of(world)(run_sharded, tables)):
+        for number, found in enumerate(steps, 1):
+            rows = counted(tables, world, rank, number)
+            wanted = sharded_step(rows, world, tables=tables.count, clips=tables.clips)
+            if tables.module or tables.lookups > 1:
+                # max_norm reads and writes rows once more; rows of two lookups may be the same.
+                found = dataclasses.replace(found, bus_up=wanted.bus_up, bus_down=wanted.bus_down)
+            assert found == wanted
+            assert wanted.sent > 0
+        wanted = sharded_step(counted(tables, world, rank, 9), world, tables=tables.count, training=False)
+        if not tables.module and tables.idle == "lazy":
+            assert evaluation == wanted
+        assert sent_of(evaluation) == sent_of(wanted)
 
 
 def run_ahead(tables: Tables, steps: int) -> StepCost:

@@ -33,7 +33,10 @@ def test_every_script_is_run_by_a_command():
         assert re.search(rf"^torchrun --nproc-per-node 2 {name}$", PAGE, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", PRINTED)
+# Each starts three processes that import torch.
+@pytest.mark.parametrize(
+    "name", [name if name == "train.py" else pytest.param(name, marks=pytest.mark.slow) for name in PRINTED]
+)
 def test_script(name, tmp_path):
     script = tmp_path / name
     script.write_text(SCRIPTS[name])
@@ -76,6 +79,7 @@ def rows_by_kind(run: Run) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("small", [False, True])
 def test_all_kinds_have_the_same_bits(three, idle, small):

@@ -61,6 +61,7 @@ def bits(kind: str, options: dict[str, Any], idle: str, small_chunks: bool) -> t
     return torch.equal(found, wanted), float((wanted - start).abs().max())
 
 
+@pytest.mark.sweep(strength=2)
 @pytest.mark.parametrize("kind", ["sharded", "shared"])
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("name", FORMS)
@@ -110,6 +111,7 @@ def rounded(kind: str, comm_dtype: torch.dtype) -> tuple[float, float, float]:
     return float((total / 300 - wanted).abs().max()) / scale, float((first - wanted).abs().max()) / scale, scale
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["sharded", "shared"])
 @pytest.mark.parametrize(("comm_dtype", "step"), [(torch.bfloat16, 2**-7), (torch.int8, 1 / 100)])
 def test_rounded_gradients_are_unbiased(two, kind, comm_dtype, step):
@@ -118,6 +120,7 @@ def test_rounded_gradients_are_unbiased(two, kind, comm_dtype, step):
         assert mean <= step / 6
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["sharded", "shared"])
 @pytest.mark.parametrize("comm_dtype", [torch.bfloat16, torch.int8])
 def test_rounded_gradients_train_as_exact_ones(two, kind, comm_dtype):

@@ -199,6 +199,7 @@ def dies(kind: str, where: str) -> float:
     return -1.0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["sharded", "shared"])
 @pytest.mark.parametrize("where", ["backward", "step"])
 def test_a_rank_that_dies_has_the_others_raise_soon(two, kind, where):

@@ -60,6 +60,7 @@ def both(options: dict, depth: int, evaluate: bool) -> tuple:
     return trained(False, depth, options, evaluate), trained(True, depth, options, evaluate)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("depth", [1, 3])
 def test_same_bits_in_fewer_messages(two, case, depth):

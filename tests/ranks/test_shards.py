@@ -35,10 +35,18 @@ RUNS = {
 }
 
 
-# By three processes too, in every run of the tests; others behind `slow`.
+# By two processes of every kind, and by three of one kind, in every run of the tests; of other runs one kind.
 CORE = {"adamw", "adamw exact", "uneven, empty ranks", "GradScaler", "two lookups"}
+
+
+def _marks(world, name):
+    if world == 4 or (world == 3 and name not in CORE):
+        return [pytest.mark.slow]
+    return [pytest.mark.sweep("kind", "name")] if world == 3 or name not in CORE else []
+
+
 CASES = [
-    pytest.param(world, kind, name, marks=[pytest.mark.slow] if world == 4 or (world == 3 and name not in CORE) else [])
+    pytest.param(world, kind, name, marks=_marks(world, name))
     for world in (2, 3, 4)
     for name in RUNS
     for kind in ("sharded", "shared", "replicas")

@@ -48,6 +48,7 @@ def few_rows(kind: str, rows: int, sizes: tuple[int, ...], optimizer: str, idle:
     return pair.distance(), norms
 
 
+@pytest.mark.sweep(strength=2)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize(("rows", "sizes"), [(1, (2, 2)), (1, (0, 3)), (2, (1, 0)), (ROWS, (0, 0)), (ROWS, (0, 4))])
@@ -570,7 +571,7 @@ def made_and_dropped(kind: str, times: int) -> tuple[int, ...]:
 
 
 def test_nothing_is_left_of_tables(two, kind):
-    for left in two(made_and_dropped, kind, 100 if kind == "shared" else 20):
+    for left in two(made_and_dropped, kind, 40 if kind == "shared" else 10):
         # What tests before have left may have gone.
         assert max(left) <= 0
 

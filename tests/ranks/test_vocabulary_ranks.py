@@ -166,7 +166,7 @@ RUNS = {
     "grows as the memory allows": Run(capacity=4, vocabulary={"max_capacity": "1 MB"}, ids=200),
     "time to live, one table": Run(vocabulary={"evict": 3}, ids=100, capacity=150),
 }
-BY_THREE = {"always", "by chance, zeros for unseen ids", "used longest ago"}
+BY_THREE = {"by chance, zeros for unseen ids", "used longest ago"}
 CASES = [
     pytest.param(world, name, marks=[pytest.mark.slow] if world == 3 and name not in BY_THREE else [])
     for world in (2, 3)

@@ -45,7 +45,14 @@ def apart(words: list[str], matrix: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"optimizer": "sgd"}, {"model": "cbow", "optimizer": "adagrad"}, {"buckets": 50}, {"memory": "shared"}],
+    [
+        {},
+        {"memory": "shared"},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in ({"optimizer": "sgd"}, {"model": "cbow", "optimizer": "adagrad"}, {"buckets": 50})
+        ),
+    ],
     ids=str,
 )
 def test_topics_come_apart_as_in_one_process(two, tmp_path, options):
@@ -61,6 +68,7 @@ def test_topics_come_apart_as_in_one_process(two, tmp_path, options):
     assert ours > 0.8 * theirs
 
 
+@pytest.mark.slow
 def test_by_torchrun(tmp_path):
     path = text(tmp_path / "topics.txt")
     command = ["-m", "speedtransfer", "word2vec", "train", str(path), "-o", str(tmp_path / "run"), "--dim", "16"]
