@@ -17,7 +17,7 @@ from speedtransfer.cuda import count_graphs
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import Rule, choose_rule, has_rule
-from speedtransfer.optim import backward, replicas, state_dicts
+from speedtransfer.optim import backward, data_parallel, replicas, state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
 from speedtransfer.optim.pending import count_step
 from speedtransfer.optim.probe import Findings, leaves_idle_rows, probe_optimizer
@@ -36,6 +36,7 @@ def install() -> None:
         state_dicts.install(take_loaded)
         backward.install()
         replicas.install()
+        data_parallel.install()
         _guard_steps()
         _installed = True
 
