@@ -378,6 +378,8 @@ def _outcome(part: str, result: dict[str, Any]) -> str:
     elif part in (WORD2VEC, SCALE):
         text = (word2vec_statistics if part == WORD2VEC else word2vec_scale_figure).in_short(result)
         text += ", quick" if result["quick"] else ""
+    elif part not in SUITES:
+        text = "came to its end"
     else:
         skipped = sum(bool(group["skipped"]) for group in result["groups"])
         text = f"{len(result['groups']) - skipped} groups measured" + (f", {skipped} not" if skipped else "")

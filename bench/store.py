@@ -27,6 +27,7 @@ SUITES = (
     "lookup",
     "vocabulary",
     "ranks",
+    "exchange",
     "ngram",
 )
 CHECKS = ("tests", "sanitizer")  # need a GPU
@@ -34,13 +35,14 @@ PARTS = (*CHECKS, *SUITES)
 IDLE = "idle"  # of bench/idle.py, which needs data that are not here
 NODE2VEC = "node2vec"  # of bench/node2vec.py
 NGRAM_EXAMPLE = "ngram_example"  # of bench/ngram_example.py, shown in docs/ngrams.md
+PARALLEL_EXAMPLE = "parallel_example"  # of bench/parallel_example.py, shown in docs/parallel.md
 GOWALLA = "gowalla"  # of bench/gowalla.py
 WORD2VEC = "word2vec"  # of bench/word2vec.py, which needs such data, too
 SCALE = "word2vec_scale"  # of bench/word2vec_scale.py
 LOOP = "speedtorch_loop"  # of bench/speedtorch_loop.py
 DRIFT = "vocabulary_drift"  # of bench/vocabulary_drift.py, shown in docs/vocabulary.md
 LAYOUT = "layout"  # of bench/layout.py, which no page shows
-OTHERS = (IDLE, WORD2VEC, SCALE, LOOP, NGRAM_EXAMPLE, DRIFT)
+OTHERS = (IDLE, WORD2VEC, SCALE, LOOP, NGRAM_EXAMPLE, PARALLEL_EXAMPLE, DRIFT)
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 
 _PACKAGE = ("speedtransfer/**/*.py", "speedtransfer/**/*.cu", "speedtransfer/**/*.cuh")
@@ -132,6 +134,9 @@ def _sources(part: str) -> tuple[str, ...]:
             "!examples/ngram_lm/table_text.py",
         )
         return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "examples/ngram_lm/*.py", *aside)
+    if part == PARALLEL_EXAMPLE:
+        own = ("examples/parallel/run.py", "examples/parallel/training.py")
+        return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "!speedtransfer/benchmark/**/*.py", *own)
     if part == LAYOUT:
         return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "!speedtransfer/benchmark/**/*.py", "bench/layout.py")
     if part == LOOP:

@@ -10,8 +10,18 @@ import torch
 from speedtransfer.benchmark import ranks
 from speedtransfer.benchmark.headlines import headlines
 from speedtransfer.benchmark.measure import measure
-from speedtransfer.benchmark.ranks_worker import DENSE, ORDINARY, SHARDED, SHARED, SPARSE, Sizes, batches_of, part_of
-from speedtransfer.benchmark.ranks_world import World, WorldError
+from speedtransfer.benchmark.ranks_worker import (
+    DENSE,
+    ORDINARY,
+    SHARDED,
+    SHARED,
+    SPARSE,
+    Sizes,
+    Worker,
+    batches_of,
+    part_of,
+)
+from speedtransfer.benchmark.world import World, WorldError
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.ranks.zipf import expected_unique
 
@@ -23,7 +33,7 @@ SIZES = Sizes(ROWS, 16, 256, 8, 1.05, 0)
 
 @pytest.fixture(scope="module")
 def processes():
-    one, two = World(1), World(2)
+    one, two = World(1, Worker), World(2, Worker)
     yield one, two
     one.end()
     two.end()
@@ -35,7 +45,7 @@ def worlds(processes, monkeypatch):
     for world in processes:
         for method in (SHARDED, SHARED, ORDINARY, SPARSE, DENSE):
             world.call("forget", method)
-    monkeypatch.setattr(ranks, "World", lambda count: processes[count - 1])
+    monkeypatch.setattr(ranks, "World", lambda count, worker: processes[count - 1])
     return processes
 
 
@@ -108,7 +118,7 @@ def test_one_process_is_compared_with_the_same_by_hand(worlds):
 
 
 def test_a_process_that_fails_or_ends_is_told_and_replaced():
-    world = World(2)
+    world = World(2, Worker)
     assert not world.processes
     with pytest.raises(WorldError, match=r"process [01]: KeyError: 'x'"):
         world.call("state", "x", torch.tensor([0]))

@@ -831,6 +831,7 @@ def test_options(record, monkeypatch, capsys):
                 "lookup",
                 "vocabulary",
                 "ranks",
+                "exchange",
                 "ngram",
             ],
             False,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from speedtransfer.benchmark import (
     shown_cache,
+    shown_exchange,
     shown_lookup,
     shown_mixed,
     shown_ngram,
@@ -38,6 +39,7 @@ def headlines(suite: str, groups: list[GroupResult]) -> list[str]:
         "lookup": shown_lookup.sentences,
         "vocabulary": shown_vocabulary.sentences,
         "ranks": shown_ranks.sentences,
+        "exchange": shown_exchange.sentences,
         "ngram": shown_ngram.sentences,
     }[suite]
     return say([group for group in groups if group.ran])

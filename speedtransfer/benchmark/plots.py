@@ -11,6 +11,7 @@ import numpy as np
 
 from speedtransfer.benchmark import (
     shown_cache,
+    shown_exchange,
     shown_lookup,
     shown_mixed,
     shown_ngram,
@@ -51,6 +52,7 @@ def plot(result: dict[str, Any]) -> bytes | None:
         "lookup": shown_lookup.draw,
         "vocabulary": shown_vocabulary.draw,
         "ranks": shown_ranks.draw,
+        "exchange": shown_exchange.draw,
         "ngram": shown_ngram.draw,
     }[result["suite"]]
     with warnings.catch_warnings():

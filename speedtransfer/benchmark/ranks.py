@@ -20,10 +20,11 @@ from speedtransfer.benchmark.ranks_worker import (
     SHARED,
     SPARSE,
     Sizes,
+    Worker,
     batches_of,
     part_of,
 )
-from speedtransfer.benchmark.ranks_world import World
+from speedtransfer.benchmark.world import World
 from speedtransfer.errors import HostMemoryError, check_size, format_bytes
 from speedtransfer.ranks.cost import ddp_dense_step, ddp_sparse_step
 from speedtransfer.system import physical_bytes
@@ -81,8 +82,8 @@ def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
 
 
 def _cases(sizes: Sizes, ranks: int, steps: int) -> list[Case]:
-    one = World(1)
-    world = one if ranks == 1 else World(ranks)
+    one = World(1, Worker)
+    world = one if ranks == 1 else World(ranks, Worker)
     chosen: list[tuple[str, str, Role, World]] = [(ONE, ORDINARY, "ours", one)]
     for method in (SHARDED, SHARED, ORDINARY) if ranks > 1 else (SHARDED,):
         chosen.append((f"speedtransfer, {method}", method, "ours", world))

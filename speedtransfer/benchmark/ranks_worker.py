@@ -1,17 +1,11 @@
-"""The processes of suite `ranks`: each trains its part of every batch, and does what it is told through a pipe."""
+"""What each process of suite `ranks` does: it trains its part of every batch."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import functools
 import itertools
-import os
-import sys
 import warnings
 import zlib
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +21,6 @@ from speedtransfer.ranks import exchange_of
 
 ORDINARY, SHARDED, SHARED = "ordinary table", "sharded", 'memory="shared"'
 SPARSE, DENSE, BY_HAND = "nn.Embedding(sparse=True) + SparseAdam", "nn.Embedding + AdamW", "by hand"
-# Seconds after which a process that waits for others gives up.
-TIMEOUT_S = 300
 BATCHES = 4
 _WIDTH = 128
 
@@ -132,7 +124,7 @@ def _optimizers(method: str, net: _Model) -> list[Any]:
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-class _Worker:
+class Worker:
     """What a process does when it is told: each method is a command."""
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -159,24 +151,3 @@ class _Worker:
     def forget(self, method: str) -> None:
         """Let go of a model."""
         self._trainings.pop(method, None)
-
-
-def serve(pipe: Connection, rank: int, ranks: int, store: str, threads: int) -> None:
-    """Answer commands until the pipe is closed."""
-    torch.set_num_threads(threads)
-    if sys.platform == "linux":
-        # The name of a machine need not resolve to an address that it has.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # The process that started this one is told to stop, and tells this one.
-    with contextlib.suppress(KeyboardInterrupt, EOFError, ConnectionError):
-        limit = datetime.timedelta(seconds=TIMEOUT_S)
-        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
-        worker = _Worker(rank, ranks)
-        while True:
-            command, *arguments = pipe.recv()
-            do: Callable[..., Any] = getattr(worker, command)
-            try:
-                answer = True, do(*arguments)
-            except Exception as error:
-                answer = False, f"{type(error).__name__}: {' '.join(str(error).split())}"
-            pipe.send(answer)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from speedtransfer.benchmark.headlines import headlines
 from speedtransfer.benchmark.measure import CaseResult, GroupResult
+from speedtransfer.benchmark.shown_exchange import sent_in_all
 from speedtransfer.benchmark.suites import SUITES
 from speedtransfer.benchmark.units import format_count, format_rate, format_ratio, format_seconds, format_share
 from speedtransfer.errors import format_bytes
@@ -53,6 +54,7 @@ def group_table(group: GroupResult) -> TextTable:
         ("moved", lambda case: format_bytes(case.figures["moved_bytes"]) if "moved_bytes" in case.figures else ""),
         ("loss", lambda case: f"{case.figures['loss']:.4f}" if "loss" in case.figures else ""),
         ("accuracy", accuracy),
+        ("steps", lambda case: f"{case.figures['steps']:,.0f}" if "steps" in case.figures else ""),
         ("sent a step", sent),
         *_memory_columns(),
     ]
@@ -123,6 +125,17 @@ def summary_tables(result: dict[str, Any]) -> list[TextTable]:
         columns = {"a step": _time, "sent a step by a process": lambda group, case: sent(case)}
         return [
             _pivot(f"{title}, by processes", groups, lambda group: f"{group.params['ranks']}", show)
+            for title, show in columns.items()
+        ]
+    if suite == "exchange":
+        columns = {
+            "sent by a process until then": lambda group, case: format_bytes(sent_in_all(case)),
+            "steps": lambda group, case: f"{case.figures['steps']:,.0f}",
+            "time": _time,
+        }
+        return [
+            _pivot(f"{kind}, {title}, by processes", part, lambda group: f"{group.params['ranks']}", show)
+            for kind, part in _by(groups, "kind").items()
             for title, show in columns.items()
         ]
     return [group_table(group) for group in groups]

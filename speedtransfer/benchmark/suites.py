@@ -60,6 +60,7 @@ SUITES = {
         Suite("lookup", "Frozen lookups of a few ids", frozenset({"rows"})),
         Suite("vocabulary", "Ids without a bound beside a plain table", frozenset({"rows"})),
         Suite("ranks", "The same steps in several processes", frozenset({"rows"})),
+        Suite("exchange", "Gradients in fewer bytes: to the same loss"),
         Suite("ngram", "A language model with n-gram tables", frozenset({"rows"})),
     )
 }

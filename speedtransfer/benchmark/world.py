@@ -1,20 +1,28 @@
-"""Start the processes of suite `ranks`, tell them what to do, and end them."""
+"""Processes of this machine that do together what they are told: suites `ranks` and `exchange` train in them."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import multiprocessing
+import os
 import shutil
+import sys
 import tempfile
 import time
 import weakref
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from speedtransfer.benchmark.ranks_worker import TIMEOUT_S, serve
 from speedtransfer.errors import SpeedtransferError
+
+# Seconds after which a process that waits for others gives up.
+TIMEOUT_S = 300
 
 
 class WorldError(SpeedtransferError, RuntimeError):
@@ -22,10 +30,21 @@ class WorldError(SpeedtransferError, RuntimeError):
 
 
 class World:
-    """`ranks` processes of this machine with a gloo group, started at the first call; the threads are divided among them."""
+    """Processes of this machine in one group, started at the first call; the threads of torch are divided among them.
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    Parameters
+    ----------
+    ranks : int
+        How many.
+    worker : callable
+        Makes, in each process, of its rank and their number the object whose methods are the commands; of a module, as the
+        processes import it.
+    cuda : bool
+        A GPU for each process, with NCCL; else they use gloo.
+    """
+
+    def __init__(self, ranks: int, worker: Callable[[int, int], Any], cuda: bool = False) -> None:
+        self.ranks, self._worker, self._cuda = ranks, worker, cuda
         # Empty where none have been started.
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -83,13 +102,14 @@ class World:
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
-            context.set_forkserver_preload(["torch", "torch.distributed", "speedtransfer.benchmark.ranks_worker"])
+            context.set_forkserver_preload(["torch", "torch.distributed", __name__, self._worker.__module__])
         self._folders.append(tempfile.mkdtemp(prefix="speedtransfer-bench-"))
         store = str(Path(self._folders[0], "store"))
         threads = max(1, torch.get_num_threads() // self.ranks)
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, rank, self.ranks, store, threads), daemon=True)
+            about = theirs, rank, self.ranks, store, threads, self._worker, self._cuda
+            process = context.Process(target=serve, args=about, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -107,3 +127,37 @@ def _end(processes: list[Any], pipes: list[Connection], folders: list[str]) -> N
         shutil.rmtree(folder, ignore_errors=True)
     for some in (processes, pipes, folders):
         some.clear()
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def serve(
+    pipe: Connection,
+    rank: int,
+    ranks: int,
+    store: str,
+    threads: int,
+    make: Callable[[int, int], Any],
+    cuda: bool,
+) -> None:
+    """Answer commands until the pipe is closed."""
+    torch.set_num_threads(threads)
+    if sys.platform == "linux":
+        # The name of a machine need not resolve to an address that it has.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if cuda:
+        torch.cuda.set_device(rank)
+    # The process that started this one is told to stop, and tells this one.
+    with contextlib.suppress(KeyboardInterrupt, EOFError, ConnectionError):
+        limit, backend = datetime.timedelta(seconds=TIMEOUT_S), "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
+        worker = make(rank, ranks)
+        while True:
+            command, *arguments = pipe.recv()
+            do: Callable[..., Any] = getattr(worker, command)
+            try:
+                answer = True, do(*arguments)
+            except Exception as error:
+                answer = False, f"{type(error).__name__}: {' '.join(str(error).split())}"
+            pipe.send(answer)

@@ -1,0 +1,142 @@
+"""The methods of suite `exchange`: what they send is what the sockets say, and they train as they should."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from speedtransfer.benchmark.exchange_methods import (
+    ALL_REDUCE,
+    BLOCK_MOMENTUM,
+    COMM_DTYPES,
+    EIGHT_BITS,
+    FP16,
+    LOCAL_SGD,
+    NO_ERRORS,
+    ONE_BIT,
+    POWER_SGD,
+    Sent,
+    send_by,
+)
+from speedtransfer.benchmark.exchange_worker import Sizes, Training
+
+SIZES = Sizes(width=64, rows=1000, dim=64, examples=48, lr=0.1, table_lr=0.03, seed=0)
+METHODS = (ALL_REDUCE, FP16, EIGHT_BITS, POWER_SGD, ONE_BIT, NO_ERRORS, LOCAL_SGD, BLOCK_MOMENTUM, *COMM_DTYPES)
+STEPS = 16
+# Of struct tcp_info of Linux.
+BYTES_SENT = 200
+
+
+def bytes_on_sockets() -> int:
+    """Return the bytes that the TCP sockets of this process have sent."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as each:
+                    if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
+                        info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                        total += struct.unpack_from("Q", info, BYTES_SENT)[0]
+    return total
+
+
+def counted_and_sent() -> dict[str, tuple[float, int]]:
+    found = {}
+    for method in METHODS:
+        training = Training(method, SIZES._replace(width=256), dist.get_rank(), dist.get_world_size())
+        training.steps(8)
+        dist.barrier()
+        counted, sent = training.sent(), bytes_on_sockets()
+        training.steps(STEPS)
+        dist.barrier()
+        found[method] = training.sent() - counted, bytes_on_sockets() - sent
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what a socket has sent")
+def test_counted_bytes_are_those_of_the_sockets(ranks):
+    answers = ranks(counted_and_sent)
+    if not any(sent for _, sent in answers[0].values()):
+        pytest.skip("the sockets do not say what they have sent")
+    for method in METHODS:
+        counted, sent = (sum(answer[method][i] for answer in answers) / len(answers) for i in (0, 1))
+        # Each call has headers of some hundred bytes for each other process.
+        headers = STEPS * 2000 * (len(answers) - 1)
+        assert counted <= sent <= counted + headers, method
+        assert counted > 3 * headers, method
+
+
+def test_the_calls_are_given_back(two):
+    two(calls_are_given_back)
+
+
+def calls_are_given_back() -> None:
+    before = dist.all_reduce, dist.all_gather
+    counting = Sent(nested=False)
+    with contextlib.suppress(KeyError), counting:
+        dist.all_reduce(torch.zeros(6, dtype=torch.float64))
+        raise KeyError
+    assert (dist.all_reduce, dist.all_gather) == before
+    dist.all_reduce(torch.zeros(6))
+    assert counting.bytes == 48
+
+
+def losses(steps: int) -> dict[str, float]:
+    found = {}
+    for method in (ALL_REDUCE, FP16, EIGHT_BITS, ONE_BIT, NO_ERRORS):
+        training = Training(method, SIZES._replace(examples=64), dist.get_rank(), dist.get_world_size())
+        training.steps(steps)
+        found[method] = training.loss()
+    return found
+
+
+def test_signs_need_the_errors_that_are_sent_later(two):
+    first, second = two(losses, 240)
+    assert first == second
+    whole = first[ALL_REDUCE]
+    assert first[FP16] == pytest.approx(whole, rel=0.01)
+    assert first[EIGHT_BITS] == pytest.approx(whole, rel=0.05)
+    bound = 1.1 * whole
+    assert first[ONE_BIT] < bound < first[NO_ERRORS]
+
+
+def trained(method: str, momentum: float) -> torch.Tensor:
+    """Return the parameters after some steps, where models are averaged after each."""
+    training = Training(ALL_REDUCE, SIZES, dist.get_rank(), dist.get_world_size())
+    net = training.task.model()
+    model = DistributedDataParallel(net)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        # As this test shows.
+        warnings.filterwarnings("ignore", "When period is 1, no need to use model averaging")
+        opt = send_by(method, model, opt, warmup=0, period=1, momentum=momentum)
+    for _ in range(12):
+        inputs, targets = (values[training._part] for values in training.task.batch(SIZES.examples))
+        opt.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        opt.step()
+    return nn.utils.parameters_to_vector(net.parameters()).detach()
+
+
+def distances() -> dict[str, float]:
+    whole = trained(ALL_REDUCE, 0.0)
+    ways = {"torch": (LOCAL_SGD, 0.0), "block": (BLOCK_MOMENTUM, 0.0), "momentum": (BLOCK_MOMENTUM, 0.5)}
+    return {name: (trained(*way) - whole).abs().max().item() for name, way in ways.items()}
+
+
+def test_averaging_each_step_without_momentum_is_all_reduce(ranks):
+    for found in ranks(distances):
+        assert found["torch"] < 1e-6
+        assert found["block"] < 1e-6
+        assert found["momentum"] > 1e-3
