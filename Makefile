@@ -18,7 +18,7 @@ $(if $(filter 12-13,$(CUDA_MAJOR)-$(TORCH_MAJOR)),$(warning this driver runs CUD
 comma := ,
 EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 
-.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale node2vec gowalla vocabulary-drift ngram-lm speedtorch-loop optimizers torch-suite projects gpu gpu-status launches clean
+.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale node2vec gowalla vocabulary-drift ngram-lm parallel speedtorch-loop optimizers torch-suite projects gpu gpu-status launches clean
 
 help:
 	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (a few minutes)"
@@ -34,6 +34,7 @@ help:
 	@echo "make gowalla DATA=FOLDER  a recommender in one process and in two: replicas, shards, shared tables; see bench/gowalla.py"
 	@echo "make vocabulary-drift DATA=FOLDER  tables with fewer rows than ids, by what is evicted; see bench/vocabulary_drift.py"
 	@echo "make ngram-lm    a small GPT with hashed n-gram tables: dense, SparseAdam, ours lazy and exact (a few minutes)"
+	@echo "make parallel    one device, DataParallel and DistributedDataParallel: the same losses (under a minute)"
 	@echo "make word2vec-scale  word2vec steps on up to 50 million words in files (20 GB of disk)"
 	@echo "make speedtorch-loop  SpeedTorch's word2vec example by its names, by the drop-in and in plain torch (7 GB of host memory)"
 	@echo "make optimizers  train a small table by every optimizer of four packages, beside an oracle (minutes)"
@@ -111,6 +112,10 @@ vocabulary-drift: $(ENV)
 # ARGS="--data TEXT --dtype float64": on a text of your own, in double precision. ARGS="--only lazy dense": these ways alone.
 ngram-lm: $(ENV)
 	$(PY) examples/ngram_lm/run.py $(ARGS)
+
+# ARGS="--processes 4": others than two.
+parallel: $(ENV)
+	$(PY) examples/parallel/run.py $(ARGS)
 
 word2vec-scale: $(ENV)
 	$(PY) bench/word2vec_scale.py $(ARGS) && $(PY) bench/readme.py

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from store import DRIFT, IDLE, LOOP, NGRAM_EXAMPLE, ROOT, SCALE, SUITES, WORD2VEC, read, recorded
+from store import DRIFT, IDLE, LOOP, NGRAM_EXAMPLE, PARALLEL_EXAMPLE, ROOT, SCALE, SUITES, WORD2VEC, read, recorded
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
@@ -60,9 +60,11 @@ WORD2VEC_SECTION = Section(
 )
 SPEEDTORCH_LOOP = Section("speedtorch loop", ((LOOP, "speedtorch_loop_figure"),), "docs/migration.md")
 EXAMPLE = Section("ngram example", ((NGRAM_EXAMPLE, "ngram_example_figure"),), "docs/ngrams.md")
+PARALLEL = Section("parallel example", ((PARALLEL_EXAMPLE, "parallel_example_figure"),), "docs/parallel.md")
+EXCHANGE = Section("exchange", (("exchange", "exchange_figure"),), "docs/compressed-exchange.md")
 DRIFTING = Section("vocabulary drift", ((DRIFT, "vocabulary_drift_figure"),), "docs/vocabulary.md")
 MIXED = Section("mixed precision", (("mixed", "mixed_figure"),), "docs/mixed-precision.md")
-SECTIONS = (IN_NUMBERS, IDLE_ROWS, WORD2VEC_SECTION, SPEEDTORCH_LOOP, EXAMPLE, DRIFTING, MIXED)
+SECTIONS = (IN_NUMBERS, IDLE_ROWS, WORD2VEC_SECTION, SPEEDTORCH_LOOP, EXAMPLE, DRIFTING, MIXED, PARALLEL, EXCHANGE)
 
 
 class Recorded(NamedTuple):

@@ -1,0 +1,80 @@
+"""bench/parallel_example.py and the figures of suite `exchange`: recorded, and shown in the documentation."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    return importlib.import_module
+
+
+def test_a_run_is_recorded_and_shown(bench, tmp_path):
+    example, store, readme = bench("parallel_example"), bench("store"), bench("readme")
+    root = tmp_path / "root"
+    assert example.main(["--quick", "--steps", "6"], root) == 0
+    ((part, path),) = store.recorded(root)
+    assert part == store.PARALLEL_EXAMPLE
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert result["complete"]
+    assert result["digest"] == store.digest(ROOT, part)
+    assert 5000 < path.with_suffix(".png").stat().st_size < 150_000
+    (root / "docs").mkdir()
+    page = root / readme.PARALLEL.page
+    page.write_text(f"before\n\n{readme.PARALLEL.begin}\n\n{readme.PARALLEL.end}\n\nafter\n", encoding="utf-8")
+    (root / "README.md").write_text(f"{readme.BEGIN}\n\n{readme.END}\n", encoding="utf-8")
+    shown = readme.documents(root, [])[page]
+    assert "| DDP, sharded | (32, 5) | 50 | " in shown
+    assert "6 steps of 64 examples, 2 processes of DistributedDataParallel, table of 100 x 8; first loss " in shown
+    assert f"](../{path.with_suffix('.png').relative_to(root).as_posix()})" in shown
+
+
+def test_losses_that_differ_are_not_recorded(bench, tmp_path):
+    example = bench("parallel_example")
+    assert example.main(["--quick", "--batch", "63"], tmp_path / "root") == 2
+    assert not (tmp_path / "root").exists()
+
+
+def test_suite_exchange_is_shown(bench, tmp_path):
+    measure = bench("speedtransfer.benchmark.measure")
+    figures = {"sent_bytes": 1e6, "steps": 8.0, "loss": 0.5}
+    cases = [
+        measure.CaseResult(name, "other", 0, [seconds], figures=figures)
+        for name, seconds in (("all-reduce", 1.0), ("st.one_bit_hook", 2.0))
+    ]
+    cases.append(measure.CaseResult("1 bit, errors dropped", "other", 0, error="did not come to a loss of 0.1"))
+    group = measure.GroupResult("train", {"kind": "gradients", "ranks": 2}, cases)
+    environment = {
+        "device": "CPU",
+        "commit": "0" * 40,
+        "dirty": False,
+        "date": "2026-01-02",
+        "versions": {"torch": "2"},
+    }
+    result = {"suite": "exchange", "quick": False, "environment": environment, "groups": [group.to_json()]}
+    figure = bench("exchange_figure")
+    text = figure.markdown(result, "picture.png")
+    assert "| all-reduce | 8 MB |" in text
+    assert "- train, 1 bit, errors dropped: did not come to a loss of 0.1" in text
+    assert "](picture.png)" in text
+    assert figure.save(result, tmp_path / "picture.png") == ""
+    assert (tmp_path / "picture.png").stat().st_size > 2000
+
+
+def test_the_pages_have_the_marks_and_digests_the_sources(bench):
+    readme, store = bench("readme"), bench("store")
+    for section in (readme.PARALLEL, readme.EXCHANGE):
+        text = (ROOT / section.page).read_text(encoding="utf-8")
+        assert text.index(section.begin) < text.index(section.end)
+    assert "examples/parallel/training.py" in store._sources(store.PARALLEL_EXAMPLE)
+    excluded = {pattern for pattern in store._sources("exchange") if pattern.startswith("!")}
+    assert "!speedtransfer/benchmark/ranks_*.py" in excluded
+    assert "!speedtransfer/benchmark/exchange_*.py" not in excluded
