@@ -555,7 +555,7 @@ def run_job(path: Path, *kills: str) -> tuple[dict, str]:
 
 
 LIVES = {
-    "in a save": ["1 save 400"],
+    "in a save": ["1 save 900"],
     "in backward, in a save": ["0 backward 3", "1 save 400"],
     "in forward, in a step": ["0 step 3", "1 forward 5"],
     # A save takes about 1200 lines in rank 0 and 600 in others; the first one here ends.
