@@ -18,7 +18,7 @@ $(if $(filter 12-13,$(CUDA_MAJOR)-$(TORCH_MAJOR)),$(warning this driver runs CUD
 comma := ,
 EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 
-.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale node2vec gowalla vocabulary-drift ngram-lm parallel speedtorch-loop optimizers torch-suite projects gpu gpu-status launches clean
+.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale node2vec gowalla vocabulary-drift plan-accuracy ngram-lm parallel speedtorch-loop optimizers torch-suite projects gpu gpu-status launches clean
 
 help:
 	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (a few minutes)"
@@ -33,6 +33,7 @@ help:
 	@echo "make node2vec DATA=FOLDER  node2vec beside gensim on the same walks: which groups of nodes are told; see bench/node2vec.py"
 	@echo "make gowalla DATA=FOLDER  a recommender in one process and in two: replicas, shards, shared tables; see bench/gowalla.py"
 	@echo "make vocabulary-drift DATA=FOLDER  tables with fewer rows than ids, by what is evicted; see bench/vocabulary_drift.py"
+	@echo "make plan-accuracy  ten plans beside what training at full size takes (minutes; 8 GB of memory and disk)"
 	@echo "make ngram-lm    a small GPT with hashed n-gram tables: dense, SparseAdam, ours lazy and exact (a few minutes)"
 	@echo "make parallel    one device, DataParallel and DistributedDataParallel: the same losses (under a minute)"
 	@echo "make word2vec-scale  word2vec steps on up to 50 million words in files (20 GB of disk)"
@@ -108,6 +109,10 @@ gowalla: $(ENV)
 # ARGS="--quick": little of everything. Without DATA: python bench/vocabulary_drift.py, on the ids that it draws alone.
 vocabulary-drift: $(ENV)
 	$(PY) bench/vocabulary_drift.py --data "$(DATA)" $(ARGS)
+
+# ARGS="--only SGD": these configurations alone. ARGS=--quick: small tables.
+plan-accuracy: $(ENV)
+	$(PY) bench/plan_accuracy.py $(ARGS) && $(PY) bench/readme.py
 
 # ARGS="--data TEXT --dtype float64": on a text of your own, in double precision. ARGS="--only lazy dense": these ways alone.
 ngram-lm: $(ENV)

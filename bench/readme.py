@@ -13,7 +13,20 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from store import DRIFT, IDLE, LOOP, NGRAM_EXAMPLE, PARALLEL_EXAMPLE, ROOT, SCALE, SUITES, WORD2VEC, read, recorded
+from store import (
+    DRIFT,
+    IDLE,
+    LOOP,
+    NGRAM_EXAMPLE,
+    PARALLEL_EXAMPLE,
+    PLAN,
+    ROOT,
+    SCALE,
+    SUITES,
+    WORD2VEC,
+    read,
+    recorded,
+)
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
@@ -64,7 +77,19 @@ PARALLEL = Section("parallel example", ((PARALLEL_EXAMPLE, "parallel_example_fig
 EXCHANGE = Section("exchange", (("exchange", "exchange_figure"),), "docs/compressed-exchange.md")
 DRIFTING = Section("vocabulary drift", ((DRIFT, "vocabulary_drift_figure"),), "docs/vocabulary.md")
 MIXED = Section("mixed precision", (("mixed", "mixed_figure"),), "docs/mixed-precision.md")
-SECTIONS = (IN_NUMBERS, IDLE_ROWS, WORD2VEC_SECTION, SPEEDTORCH_LOOP, EXAMPLE, DRIFTING, MIXED, PARALLEL, EXCHANGE)
+PLAN_ACCURACY = Section("plan accuracy", ((PLAN, "plan_accuracy_figure"),), "docs/plan.md")
+SECTIONS = (
+    IN_NUMBERS,
+    IDLE_ROWS,
+    WORD2VEC_SECTION,
+    SPEEDTORCH_LOOP,
+    EXAMPLE,
+    DRIFTING,
+    MIXED,
+    PARALLEL,
+    EXCHANGE,
+    PLAN_ACCURACY,
+)
 
 
 class Recorded(NamedTuple):

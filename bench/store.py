@@ -41,8 +41,9 @@ WORD2VEC = "word2vec"  # of bench/word2vec.py, which needs such data, too
 SCALE = "word2vec_scale"  # of bench/word2vec_scale.py
 LOOP = "speedtorch_loop"  # of bench/speedtorch_loop.py
 DRIFT = "vocabulary_drift"  # of bench/vocabulary_drift.py, shown in docs/vocabulary.md
+PLAN = "plan_accuracy"  # of bench/plan_accuracy.py, shown in docs/plan.md
 LAYOUT = "layout"  # of bench/layout.py, which no page shows
-OTHERS = (IDLE, WORD2VEC, SCALE, LOOP, NGRAM_EXAMPLE, PARALLEL_EXAMPLE, DRIFT)
+OTHERS = (IDLE, WORD2VEC, SCALE, LOOP, NGRAM_EXAMPLE, PARALLEL_EXAMPLE, DRIFT, PLAN)
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 
 _PACKAGE = ("speedtransfer/**/*.py", "speedtransfer/**/*.cu", "speedtransfer/**/*.cuh")
@@ -127,6 +128,11 @@ def _sources(part: str) -> tuple[str, ...]:
     if part == DRIFT:
         own = (f"bench/{name}.py" for name in ("vocabulary_drift", "vocabulary_drift_training", "idle_data"))
         return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "!speedtransfer/benchmark/**/*.py", *own)
+    if part == PLAN:
+        # A plan measures, so that it is among what is measured; how it is shown is not.
+        shown = (f"!speedtransfer/planning/{name}.py" for name in ("command", "plan_*", "rank*", "shown_*", "price*"))
+        kept = (pattern for pattern in _NO_ROWS if "planning" not in pattern)
+        return (*_PACKAGE, *kept, _WORD2VEC_KERNEL, *shown, "bench/plan_accuracy.py", "bench/plan_accuracy_cases.py")
     if part == NGRAM_EXAMPLE:
         aside = (
             "!speedtransfer/benchmark/**/*.py",

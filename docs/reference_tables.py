@@ -21,6 +21,7 @@ from speedtransfer.cli import app as root
 from speedtransfer.errors import format_bytes
 from speedtransfer.nn.sizing import table_size
 from speedtransfer.planning.optimizer_name import optimizer_named
+from speedtransfer.planning.planner import plan
 from speedtransfer.word2vec.optimizers import DEFAULT_LR, DEFAULT_OPTIONS, default_lr
 from speedtransfer.word2vec.settings import SETTINGS
 from speedtransfer.word2vec.signature import described
@@ -187,6 +188,18 @@ def _third_party() -> str:
     return _table(("", *(f"{package} {version}" for package, version in sweep["versions"].items())), rows)
 
 
+# MLPerf's DLRM of 2023 on the click logs of Criteo, 1 TB: rows of its 26 tables, at most 40 million each; a batch is 65,536.
+CRITEO_ROWS = (
+    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938, 155, 4,
+    976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
+)  # fmt: skip
+
+
+def _plan(sizes: Any, **given: Any) -> str:
+    """Return what a plan for a machine prints."""
+    return f"```text\n{plan(sizes, **given)}\n```"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "settings": _settings,
     "rates": _rates,
@@ -195,6 +208,21 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench": lambda: _options("bench"),
     "plan": lambda: _options("plan"),
     "ngram sizes": _ngram_sizes,
+    "plan criteo": lambda: _plan(
+        [(rows, 128) for rows in CRITEO_ROWS], optimizer="Adagrad", batch=65_536, machine="h200", host_memory="512GB"
+    ),
+    "plan n-grams": lambda: _plan(
+        _PUBLISHED[0][:2], batch=65_536, lookups=16, machine="h200", host_memory="512GB", disk="4TB"
+    ),
+    "plan frozen": lambda: _plan(
+        [(384_000_000, 256)] * 2,
+        optimizer=None,
+        batch=4096,
+        lookups=12,
+        machine="h200",
+        host_memory="512GB",
+        storage_dtype="float8_e4m3fn",
+    ),
     **{f"weight {group}": lambda group=group: _weight(group) for group in ("read", "write", "grad", "swap", "train")},
     **{
         f"word2vec {name}": lambda name=name: _options("word2vec", name)

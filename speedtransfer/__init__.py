@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         table_parameters,
         to_dense,
     )
+    from speedtransfer.planning.planner import plan
     from speedtransfer.ranks.averaging import BlockMomentumAverager
     from speedtransfer.ranks.comm_hooks import OneBitState, one_bit_hook
     from speedtransfer.ranks.equal_steps import equal_steps
@@ -54,6 +55,7 @@ __all__ = [
     "hash_ids",
     "load_checkpoint",
     "one_bit_hook",
+    "plan",
     "prefetch",
     "replace_embeddings",
     "save_checkpoint",
@@ -65,7 +67,9 @@ __all__ = [
 ]
 
 
-__getattr__ = lazy_names(__name__, __all__, ["tables", "nn", "ngrams", "vocabulary", "checkpoint", "ranks"])
+__getattr__ = lazy_names(
+    __name__, __all__, ["tables", "nn", "ngrams", "vocabulary", "checkpoint", "ranks", "planning.planner"]
+)
 
 
 def __dir__() -> list[str]:

@@ -50,9 +50,7 @@ def _add_later(name: str, module: str, help: str) -> None:
 
 
 _add_later("bench", "speedtransfer.benchmark.commands", "Measure how fast rows move on this machine.")
-_add_later(
-    "plan", "speedtransfer.planning.command", "Compute what a table takes: memory, and bytes and time of a step."
-)
+_add_later("plan", "speedtransfer.planning.command", "Tell whether tables fit, where, and how long a step takes.")
 
 
 def _print_version(wanted: bool) -> None:

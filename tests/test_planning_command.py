@@ -24,7 +24,8 @@ def run(monkeypatch, capfd):
 
 def lines(text: str) -> dict[str, list[str]]:
     """The cells of a table, by the first."""
-    rows = [line for line in text.splitlines() if "  " in line]
+    planes = text.partition("this machine:")[0]
+    rows = [line for line in planes.splitlines() if "  " in line]
     return {cells[0]: cells[1:] for cells in ([c for c in row.split("  ") if c.strip()] for row in rows)}
 
 

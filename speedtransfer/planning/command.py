@@ -1,8 +1,11 @@
-"""The command ``speedtransfer plan``: what a table takes, in one process or in several, computed and not measured."""
+"""The command ``speedtransfer plan``: what tables take, where they fit, how long a step is; in one process or several."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from json import dumps
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -10,16 +13,17 @@ import typer
 from rich.console import Console
 
 from speedtransfer.dtypes import FLOAT8_DTYPES
-from speedtransfer.encoding import STATE_DTYPES, STORAGE_DTYPES
 from speedtransfer.errors import InvalidValueError, check_size, suggest
-from speedtransfer.nn.sizing import table_size
-from speedtransfer.planning.optimizer_name import NONE, optimizer_named
+from speedtransfer.nn.sizing import MakeOptimizer, TableSize, table_size
+from speedtransfer.planning.forms import FLOAT32, STATE, STORAGE, Form
+from speedtransfer.planning.optimizer_name import NONE, named, optimizer_named
+from speedtransfer.planning.plan_files import check_writable, write_text
+from speedtransfer.planning.plan_text import WIDTH, as_renderable
+from speedtransfer.planning.planner import plan as make_plan
 from speedtransfer.planning.shown_ranks import Rates, show_ranks
 from speedtransfer.planning.shown_size import show_size
 from speedtransfer.ranks.zipf import expected_unique
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORAGE_DTYPES}
-_STATE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STATE_DTYPES}
 _COMM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _IDLE = {name: name for name in ("auto", "exact", "lazy")}
 # Rates where none is given. Round numbers, not those of a machine.
@@ -27,13 +31,18 @@ ASSUMED_CALL_US, ASSUMED_NETWORK_GBPS, ASSUMED_BUS_GBPS = 50.0, 10.0, 20.0
 
 
 def plan(
-    rows: Annotated[float, typer.Option(help="Rows of the table, for instance 1e9.")],
-    dim: Annotated[int, typer.Option(help="Columns.")],
-    ranks: Annotated[
-        int | None, typer.Option(help="Processes; without it the memory of one is shown.", show_default="one")
+    rows: Annotated[list[float], typer.Option(help="Rows of the table, for instance 1e9; again for each other table.")],
+    dim: Annotated[list[int], typer.Option(help="Columns of all tables, or again for each.")],
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Samples of a step; --lookups are then those of a sample.", show_default="1"),
     ] = None,
     lookups: Annotated[
-        int | None, typer.Option(help="Lookups of one process in a step.", show_default="tokens x rows a token")
+        float | None,
+        typer.Option(
+            help="Lookups of one process in a step, in each table; of a sample with --batch.",
+            show_default="tokens x rows a token",
+        ),
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of a step, in place of --lookups.")] = None,
     rows_per_token: Annotated[int | None, typer.Option(help="Lookups of a token.", show_default="1")] = None,
@@ -42,11 +51,13 @@ def plan(
         typer.Option(help="Of torch.optim, such as SGD(momentum=0.9), or package.Class; none: the table is frozen."),
     ] = "AdamW",
     storage_dtype: Annotated[
-        str, typer.Option("--storage-dtype", "--storage", help=f"Of rows in the table: {', '.join(_DTYPES)}.")
-    ] = "float32",
+        str | None,
+        typer.Option("--storage-dtype", "--storage", help=f"Of rows: {', '.join(STORAGE)}.", show_default="several"),
+    ] = None,
     state_dtype: Annotated[
-        str, typer.Option("--state-dtype", "--state", help=f"Of state in the table: {', '.join(_STATE_DTYPES)}.")
-    ] = "float32",
+        str | None,
+        typer.Option("--state-dtype", "--state", help=f"Of state: {', '.join(STATE)}.", show_default="several"),
+    ] = None,
     scale_block: Annotated[
         int | None, typer.Option(help="Columns that share a scale of float8 rows.", show_default="128")
     ] = None,
@@ -55,6 +66,26 @@ def plan(
     unique: Annotated[
         float | None, typer.Option(help="Distinct rows that one process looks up in a step.", show_default="by --zipf")
     ] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="A name, such as h200, or a YAML file.", show_default="this one")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="In place of the machine's own, for instance 512GB.", show_default="machine's")
+    ] = None,
+    disk: Annotated[
+        str | None, typer.Option(help="Room for files, for instance 4TB.", show_default="machine's")
+    ] = None,
+    dense_ms: Annotated[float, typer.Option(help="Milliseconds of a step of the rest of the model, added.")] = 0.0,
+    measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Measure on this machine, or estimate only.")
+    ] = True,
+    json: Annotated[
+        str | None, typer.Option(help="Write the plan to this file, or - for the screen.", show_default=False)
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the time of a step by size of the tables, a PNG.", show_default=False)
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Processes; computed and not measured.", show_default="one")] = None,
     distinct_share: Annotated[
         float | None,
         typer.Option(help="Distinct rows of all processes over the sum of those of each.", show_default="by --zipf"),
@@ -68,73 +99,153 @@ def plan(
         float, typer.Option(help="Between host memory and the device of one process, 1e9 bytes a second.")
     ] = ASSUMED_BUS_GBPS,
 ) -> None:
-    """Compute the host memory of a table with its optimizer's state, what a step moves, and what several processes send.
+    """Tell what tables take with their optimizer's state, where they fit, how long a step is, and what to use.
 
-    Nothing is measured. The rates have defaults that are round numbers and no machine's: give those of yours.
+    On this machine a step is measured, with tables that are cut to fewer rows where they are large; on another it is estimated
+    from its figures. With --ranks the command computes what several processes hold and send; of those rates have defaults that
+    are round numbers and no machine's.
     """
-    if not rows.is_integer():
-        raise InvalidValueError(f"--rows is {rows} but must be a number of rows; pass for instance 1e9")
-    count = check_size(int(rows), "--rows", 1)
-    check_size(dim, "--dim", 1)
-    asked = _lookups(lookups, tokens, rows_per_token)
-    stored = _form("--storage-dtype", storage_dtype, _DTYPES)
-    _check_scale_block(scale_block, storage_dtype)
+    counts = [_whole(each) for each in rows]
+    dims = [check_size(each, "--dim", 1) for each in dim]
+    if len(dims) not in (1, len(counts)):
+        raise InvalidValueError(
+            f"--dim is given {len(dims)} times and --rows {len(counts)}; pass one --dim, or one for each"
+        )
+    dims *= len(counts) if len(dims) == 1 else 1
+    per_sample, samples = _lookups(lookups, tokens, rows_per_token, batch)
+    _chosen("--idle", idle, _IDLE)
+    for option, name, choices in (("--storage-dtype", storage_dtype, STORAGE), ("--state-dtype", state_dtype, STATE)):
+        if name is not None:
+            _chosen(option, name, choices)
+    _check_scale_block(scale_block, storage_dtype or FLOAT32)
     _check_number("--zipf", zipf, zero=True)
     _check_number("--call-us", call_us, zero=True)
+    _check_number("--dense-ms", dense_ms, zero=True)
     _check_number("--network-gbps", network_gbps)
     _check_number("--bus-gbps", bus_gbps)
-    size = table_size(
-        count,
-        dim,
-        optimizer_named(optimizer),
-        storage_dtype=stored,
-        state_dtype=_form("--state-dtype", state_dtype, _STATE_DTYPES),
-        scale_block=scale_block,
-        idle=_chosen("--idle", idle, _IDLE),
-    )
-    rates = Rates(call_us, network_gbps, bus_gbps)
     comm = _chosen("--comm-dtype", comm_dtype, _COMM_DTYPES)
-    if asked is not None and unique is None:
-        unique = expected_unique(count, zipf, asked)
-    if asked is None and unique is not None:
-        raise InvalidValueError(f"--unique is {unique} without the lookups of a step; pass --lookups as well")
-    if asked is not None and unique is not None and not 0 < unique <= min(asked, count):
+    make = optimizer_named(optimizer)
+    asked = None if per_sample is None else round(per_sample * samples)
+    unique = _check_unique(unique, asked, counts, zipf)
+    given = None if ranks is None else _check_ranks(ranks, counts, asked, unique, optimizer)
+    form = Form(storage_dtype or FLOAT32, state_dtype or FLOAT32, scale_block)
+    sizes = [_size(count, width, make, form, idle) for count, width in zip(counts, dims, strict=True)]
+    console = Console(highlight=False, width=None if Console().is_terminal else WIDTH)
+    rates = Rates(call_us, network_gbps, bus_gbps)
+    if given is not None and asked is not None and unique is not None:
+        show_ranks(console, sizes[0], given, asked, unique, zipf, distinct_share, comm, rates)
+        return
+    # Before anything is measured.
+    for path in (picture, None if json in (None, "-") else Path(str(json))):
+        check_writable(path)
+    names = ["table"] if len(counts) == 1 else [f"table{number}" for number in range(len(counts))]
+    found = make_plan(
+        dict(zip(names, zip(counts, dims, strict=True), strict=True)),
+        make if make is None else named(make, optimizer),
+        samples,
+        1 if per_sample is None else per_sample,
+        zipf=zipf,
+        unique=None if unique is None or len(counts) > 1 else unique,
+        machine=machine,
+        host_memory=host_memory,
+        disk=disk,
+        idle=idle,
+        storage_dtype=storage_dtype,
+        state_dtype=state_dtype,
+        scale_block=scale_block,
+        dense_ms=dense_ms,
+        measure=measure and asked is not None,
+    )
+    if json == "-":
+        typer.echo(dumps(found.data(), indent=1))
+    else:
+        if len(sizes) == 1:
+            trained = "frozen" if make is None else optimizer
+            show_size(console, sizes[0], trained, asked, unique, rates)
+            console.print()
+        console.print(as_renderable(found, heading=len(sizes) > 1, steps=asked is not None))
+        if json is not None:
+            write_text(Path(json), dumps(found.data(), indent=1) + "\n")
+    if picture is not None:
+        found.draw(picture)
+
+
+def _whole(rows: float) -> int:
+    if not rows.is_integer():
+        raise InvalidValueError(f"--rows is {rows} but must be a number of rows; pass for instance 1e9")
+    return check_size(int(rows), "--rows", 1)
+
+
+def _size(rows: int, dim: int, make: MakeOptimizer | None, form: Form, idle: str) -> TableSize:
+    return table_size(
+        rows,
+        dim,
+        make,
+        storage_dtype=form.storage_dtype,
+        state_dtype=form.state_dtype,
+        scale_block=form.scale_block,
+        idle=idle,
+    )
+
+
+def _check_unique(unique: float | None, asked: int | None, counts: Sequence[int], zipf: float) -> float | None:
+    """Return the distinct rows of a step of the first table; None where its lookups are not known."""
+    if asked is None:
+        if unique is not None:
+            raise InvalidValueError(f"--unique is {unique} without the lookups of a step; pass --lookups as well")
+        return None
+    if unique is None:
+        return expected_unique(counts[0], zipf, asked)
+    if len(counts) > 1:
+        raise InvalidValueError(f"--unique is {unique} for {len(counts)} tables; leave it out, or plan them one by one")
+    if not 0 < unique <= min(asked, counts[0]):
         raise InvalidValueError(
-            f"--unique is {unique} but must be above 0 and at most --lookups and --rows, {min(asked, count)}; "
+            f"--unique is {unique} but must be above 0 and at most --lookups and --rows, {min(asked, counts[0])}; "
             "pass a number between"
         )
-    console = Console(highlight=False, width=None if Console().is_terminal else 120)
-    trained = "frozen" if optimizer.lower() == NONE else optimizer
-    if ranks is None:
-        show_size(console, size, trained, asked, unique, rates)
-        return
+    return unique
+
+
+def _check_ranks(ranks: int, counts: Sequence[int], asked: int | None, unique: float | None, optimizer: str) -> int:
     check_size(ranks, "--ranks", 1)
+    if len(counts) > 1:
+        raise InvalidValueError(
+            f"--ranks is for one table but --rows is given {len(counts)} times; plan them one by one"
+        )
     if asked is None or unique is None:
         raise InvalidValueError("--ranks is given without the lookups of a step; pass --lookups as well")
     if optimizer.lower() == NONE:
         raise InvalidValueError("--ranks shows training steps but --optimizer is none; leave out one of them")
-    show_ranks(console, size, ranks, asked, unique, zipf, distinct_share, comm, rates)
+    return ranks
 
 
-def _lookups(lookups: int | None, tokens: int | None, rows_per_token: int | None) -> int | None:
-    """Return the lookups of a step, given as they are or by tokens; None where nothing is given."""
+def _lookups(
+    lookups: float | None, tokens: int | None, rows_per_token: int | None, batch: int | None
+) -> tuple[float | None, int]:
+    """Return the lookups of a sample, None where nothing is given, and the samples of a step: one unless --batch says."""
+    samples = 1 if batch is None else check_size(batch, "--batch", 1)
     if lookups is not None:
         if tokens is not None or rows_per_token is not None:
             raise InvalidValueError("--lookups is given, and --tokens or --rows-per-token too; pass one or the others")
-        return check_size(lookups, "--lookups", 1)
+        _check_number("--lookups", lookups)
+        if lookups < 1 or (batch is None and not float(lookups).is_integer()):
+            raise InvalidValueError(f"--lookups is {lookups:g} but must be a number from 1 on; pass for instance 65536")
+        return lookups, samples
     if tokens is None:
         if rows_per_token is not None:
             raise InvalidValueError("--rows-per-token is given without --tokens; pass both")
-        return None
+        return (None if batch is None else 1.0), samples
+    if batch is not None:
+        raise InvalidValueError("--batch is given, and --tokens too; pass one of them")
     per_token = 1 if rows_per_token is None else check_size(rows_per_token, "--rows-per-token", 1)
-    return check_size(tokens, "--tokens", 1) * per_token
+    return float(check_size(tokens, "--tokens", 1) * per_token), samples
 
 
 def _check_scale_block(scale_block: int | None, storage_dtype: str) -> None:
     if scale_block is None:
         return
     check_size(scale_block, "--scale-block", 1)
-    if _DTYPES[storage_dtype] not in FLOAT8_DTYPES:
+    if STORAGE[storage_dtype] not in FLOAT8_DTYPES:
         raise InvalidValueError(
             f"--scale-block is {scale_block} but --storage is {storage_dtype!r}, and only float8 rows have blocks; leave it "
             "out, or pass --storage float8_e4m3fn"
@@ -153,9 +264,3 @@ def _chosen(option: str, name: str, choices: dict[str, Any]) -> Any:
     if name not in choices:
         raise InvalidValueError(f"{option} is {name!r}{suggest(name, choices)}")
     return choices[name]
-
-
-def _form(option: str, name: str, choices: dict[str, torch.dtype]) -> torch.dtype | None:
-    """Return a dtype to store values in; None: as they are."""
-    chosen: torch.dtype = _chosen(option, name, choices)
-    return None if chosen == torch.float32 else chosen

@@ -6,6 +6,9 @@ An exponent of 0 is uniform. The ids of real data may be distributed otherwise: 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -44,6 +47,43 @@ def expected_distinct_share(num_rows: int, exponent: float, lookups: int, ranks:
     return expected_unique(num_rows, exponent, ranks * lookups) / (ranks * each) if each else 1.0
 
 
+def expected_cached(num_rows: int, exponent: float, lookups: int, cached: Sequence[int]) -> list[float]:
+    """Return the expected number of distinct rows among `lookups` that are among the most frequent rows.
+
+    That is the sum of ``1 - (1 - p) ** lookups`` over those rows, where p is the probability of each: a cache that keeps them
+    for good serves so many rows of a step.
+
+    Parameters
+    ----------
+    num_rows : int
+        Of the table.
+    exponent : float
+        Of the Zipf law, at least 0.
+    lookups : int
+    cached : sequence of int
+        How many of the most frequent rows; a number for each.
+    """
+    counts, hits = _hits(num_rows, exponent, lookups)
+    before = counts.cumsum() - counts
+    return [float((np.clip(check_size(number, "cached") - before, 0, counts) * hits).sum()) for number in cached]
+
+
+def draw_ids(num_rows: int, exponent: float, lookups: int, draw: np.random.Generator) -> NDArray[np.int64]:
+    """Return `lookups` ids, ``(lookups,)``, drawn by a Zipf law: id 0 is the most frequent, then 1, ...
+
+    Beyond the first million all ids of a block have its mean probability, as in :func:`expected_unique`.
+    """
+    check_size(lookups, "lookups")
+    if exponent == 0:
+        return draw.integers(check_size(num_rows, "num_rows", 1), size=lookups)
+    counts, chances = _chances(num_rows, exponent)
+    ends = np.cumsum(counts * chances)
+    block = np.searchsorted(ends, draw.random(lookups) * ends[-1], side="right").clip(max=len(counts) - 1)
+    starts = np.cumsum(counts) - counts
+    within = draw.random(lookups) * counts[block]
+    return (starts[block] + within).astype(np.int64).clip(max=num_rows - 1)
+
+
 def expected_imbalance(partition: Partition, exponent: float, lookups: int) -> float:
     """Return the rows asked of the busiest owner over the mean, both expected, where id 0 is the most frequent, then 1, ...
 
@@ -61,8 +101,18 @@ def expected_imbalance(partition: Partition, exponent: float, lookups: int) -> f
 
 def _hits(num_rows: int, exponent: float, lookups: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return sizes of blocks of ids, by frequency, and for each the probability that an id of it is among the lookups."""
+    counts, chances = _chances(num_rows, exponent)
+    if not check_size(lookups, "lookups"):
+        return counts, np.zeros_like(chances)
+    with np.errstate(divide="ignore"):
+        # 1 - (1 - p) ** lookups, also where p is tiny.
+        return counts, -np.expm1(lookups * np.log1p(-chances))
+
+
+@functools.lru_cache(maxsize=4)
+def _chances(num_rows: int, exponent: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return sizes of blocks of ids, by frequency, and for each the probability that a lookup is of one certain id of it."""
     check_size(num_rows, "num_rows", 1)
-    check_size(lookups, "lookups")
     if not 0 <= exponent < float("inf"):
         raise InvalidValueError(
             f"exponent is {exponent} but must be at least 0 and finite; 1.05 is that of many data sets"
@@ -80,9 +130,4 @@ def _hits(num_rows: int, exponent: float, lookups: int) -> tuple[NDArray[np.floa
         power = 1 - exponent
         total = np.diff(np.log(ends) if abs(power) < 1e-9 else ends**power / power)
         weights = np.concatenate([weights, total / counts[exact:]])
-    chances = weights / (counts * weights).sum()
-    if not lookups:
-        return counts, np.zeros_like(chances)
-    with np.errstate(divide="ignore"):
-        # 1 - (1 - p) ** lookups, also where p is tiny.
-        return counts, -np.expm1(lookups * np.log1p(-chances))
+    return counts, weights / (counts * weights).sum()

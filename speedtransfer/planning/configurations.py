@@ -1,0 +1,245 @@
+"""The configurations of a plan: what each takes, whether it fits, how long a step is, and the code that makes it."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from speedtransfer.planning.estimate import Estimate, estimate_step
+from speedtransfer.planning.footprint import (
+    DENSE,
+    MMAP,
+    SPARSE,
+    Footprint,
+    Moved,
+    SparseWay,
+    footprint,
+    memories,
+    misfit,
+    moved,
+    sparse_way,
+)
+from speedtransfer.planning.forms import Form
+from speedtransfer.planning.machine import Machine
+from speedtransfer.planning.timed_trial import TrialTime
+from speedtransfer.planning.workload import BAG, EMBEDDING, MULTI, Load, Workload
+
+MEASURED, ESTIMATED = "measured", "estimated"
+# What replace_embeddings leaves alone by itself.
+_MIN_ROWS = 10_000
+
+
+@dataclass(frozen=True)
+class Option:
+    """One configuration of all tables.
+
+    Attributes
+    ----------
+    memory : str
+        "device", "pinned", "pageable" or "mmap"; or "nn.Embedding" or "nn.Embedding(sparse=True)", as torch trains them.
+    form : Form
+        How rows and state are stored.
+    need : Footprint
+        Bytes of each memory.
+    moved : Moved
+        Bytes that a step reads from the tables and writes to them.
+    reason : str
+        Why it does not fit; empty where it does.
+    code : str
+        Python that makes it.
+    same : bool
+        Whether it trains with the optimizer that was asked for; else its numbers are others, and it is not recommended.
+    trial : TrialTime, optional
+        What was measured.
+    estimate : Estimate, optional
+        What follows from the figures of the machine. Of a "mmap" table that was measured: the disk alone.
+    dense_s : float
+        Seconds of the rest of the model, as given.
+    """
+
+    memory: str
+    form: Form
+    need: Footprint
+    moved: Moved
+    reason: str
+    code: str
+    same: bool = True
+    trial: TrialTime | None = None
+    estimate: Estimate | None = None
+    dense_s: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether every memory has room for it."""
+        return not self.reason
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is a table of this package."""
+        return self.memory not in (DENSE, SPARSE)
+
+    @property
+    def level(self) -> int:
+        """How much is lost, see `Form.level`; 3: files."""
+        return 3 if self.memory == MMAP else self.form.level
+
+    @property
+    def how(self) -> str:
+        """Where the time of a step is from: "measured", "estimated", both, or nothing."""
+        parts = [MEASURED] * (self.trial is not None)
+        parts += [ESTIMATED] * (self.estimate is not None and (self.trial is None or self.estimate.disk_s > 0))
+        return " and ".join(parts)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step without reading ahead, with the rest of the model as it was given."""
+        if self.trial is not None:
+            disk = 0.0 if self.estimate is None else self.estimate.disk_s
+            return self.trial.seconds + disk + self.dense_s
+        return None if self.estimate is None else self.estimate.seconds + self.dense_s
+
+    @property
+    def ahead_s(self) -> float | None:
+        """Seconds of a step while the rows of the next are read; None where that was not estimated."""
+        if self.trial is not None or self.estimate is None or not self.is_table:
+            return None
+        return max(self.estimate.ahead_s, self.estimate.compute_s + self.dense_s)
+
+    @property
+    def bound(self) -> str:
+        """What a step waits for longest: "host", "bus", "copies", "compute" or "disk"; empty where that is not known."""
+        if self.trial is not None:
+            disk = 0.0 if self.estimate is None else self.estimate.disk_s
+            return "disk" if disk > self.trial.seconds else ""
+        return "" if self.estimate is None else self.estimate.bound
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes of all memories."""
+        return self.need.device + self.need.host + self.need.disk
+
+    def data(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {
+            "memory": self.memory,
+            "storage_dtype": self.form.storage,
+            "state_dtype": self.form.state,
+            "level": self.level,
+            "fits": self.fits,
+            "reason": self.reason,
+            "bytes": self.need._asdict(),
+            "step_bytes": self.moved._asdict(),
+            "step_s": self.step_s,
+            "prefetched_s": self.ahead_s,
+            "how": self.how,
+            "bound": self.bound,
+            "same_numbers": self.same,
+            "code": self.code,
+        }
+
+
+def make_options(workload: Workload, forms: Sequence[Form], machine: Machine, dense_s: float = 0.0) -> list[Option]:
+    """Return all configurations with what they take, without times."""
+    sparse = sparse_way(workload)
+    found = [_torch_option(workload, DENSE, machine, dense_s)]
+    if sparse is not None:
+        found.append(_torch_option(workload, SPARSE, machine, dense_s, sparse))
+    for form in forms:
+        for memory in memories(machine):
+            need = footprint(workload, form, memory, machine)
+            code = code_for(workload, form, memory)
+            found.append(
+                Option(memory, form, need, moved(workload, form), misfit(need, machine), code, dense_s=dense_s)
+            )
+    return found
+
+
+def _torch_option(
+    workload: Workload, memory: str, machine: Machine, dense_s: float, sparse: SparseWay | None = None
+) -> Option:
+    need = footprint(workload, Form(), memory, machine)
+    code = _torch_code(workload, memory, sparse)
+    # The rows do not travel: they are in the memory that they are computed in.
+    same = sparse is None or sparse.same
+    return Option(memory, Form(), need, Moved(0.0, 0.0), misfit(need, machine), code, same, dense_s=dense_s)
+
+
+def estimated(option: Option, workload: Workload, machine: Machine) -> Option:
+    """Return an option with what its step takes by the figures of the machine."""
+    return replace(option, estimate=estimate_step(workload, option.form, option.memory, machine))
+
+
+def disk_estimated(option: Option, workload: Workload, machine: Machine) -> Option:
+    """Return an option that was measured in the page cache with what the disk adds, where that is known."""
+    if option.memory != MMAP:
+        return option
+    found = estimate_step(workload, option.form, MMAP, machine)
+    return option if found is None else replace(option, estimate=Estimate(disk_s=found.disk_s))
+
+
+# --- code -----------------------------------------------------------------------------------------------------------------
+
+
+def code_for(workload: Workload, form: Form, memory: str) -> str:
+    """Return the Python that makes the tables: of a model a call of ``replace_embeddings``, of sizes the modules."""
+    options = [f"memory={memory!r}"]
+    if form.storage_dtype is not None:
+        options.append(f"storage_dtype={form.storage_dtype}")
+    if form.state_dtype is not None and workload.trainer.make is not None:
+        options.append(f"state_dtype={form.state_dtype}")
+    if form.scale_block is not None:
+        options.append(f"scale_block={form.scale_block}")
+    if workload.idle != "auto":
+        options.append(f"idle={workload.idle!r}")
+    lines: list[str] = []
+    replaced = [table for table in workload.tables if table.named and not table.is_table]
+    if replaced:
+        few = ["min_rows=1"] if min(table.rows for table in replaced) < _MIN_ROWS else []
+        if memory == MMAP:
+            for table in replaced:
+                names = [f"names={list(table.names)!r}"] if len(workload.tables) > 1 else []
+                own = ["model", *few, *names, *options, f"path={_file(table)!r}"]
+                lines.append(f"st.replace_embeddings({', '.join(own)})")
+        else:
+            lines.append(f"st.replace_embeddings({', '.join(['model', *few, *options])})")
+    for table in workload.tables:
+        if table.named and not table.is_table:
+            continue
+        path = [f"path={_file(table)!r}"] if memory == MMAP else []
+        frozen = ["_freeze=True"] if workload.trainer.make is None and table.kind != BAG else []
+        own = [*_shape(table), *frozen, *options, *path]
+        lines.append(f"{_variable(table)} = st.{table.kind}({', '.join(own)})")
+    return "\n".join(lines)
+
+
+def _torch_code(workload: Workload, memory: str, sparse: SparseWay | None) -> str:
+    more = ["sparse=True"] if memory == SPARSE else []
+    frozen = ["_freeze=True"] if workload.trainer.make is None else []
+    lines = []
+    for table in workload.tables:
+        if table.named and not table.is_table and memory == DENSE:
+            continue
+        kind = table.kind if table.kind != MULTI else EMBEDDING
+        own = [str(table.rows), str(table.dim), *more, *(frozen if kind == EMBEDDING else [])]
+        lines.append(f"{_variable(table)} = torch.nn.{kind}({', '.join(own)})")
+    if sparse is not None and not sparse.same:
+        lines.append(f"# trained by torch.optim.{sparse.name}, whose numbers are others")
+    return "\n".join(lines) or "# the model as it is"
+
+
+def _shape(table: Load) -> list[str]:
+    if table.kind == MULTI:
+        return [str([rows for rows, _ in table.features]), str(table.dim)]
+    return [str(table.rows), str(table.dim)]
+
+
+def _variable(table: Load) -> str:
+    """Return a name of Python for a table."""
+    text = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in table.name)
+    return text if text.isidentifier() and not keyword.iskeyword(text) else f"table_{text}"
+
+
+def _file(table: Load) -> str:
+    return f"{_variable(table)}.safetensors"

@@ -1,0 +1,215 @@
+r"""Estimate the time of a training step of tables from the figures of a machine, where it cannot be measured.
+
+A step reads `up` bytes of rows and state from where the table lives, computes with them, and writes `down` bytes back:
+
+========= =====================================================================================================
+part      seconds
+========= =====================================================================================================
+host      calls of the host for each table and step, as counted in bench/results: assumed, see `HOST`
+bus       `up` over the link to the device, plus `down` over the link from it
+copies    of "pageable" and "mmap" tables on a machine with a GPU: the host reads and writes all these bytes twice
+compute   bytes of the rows of a step, with gradient and state, each read and written twice, over the bandwidth of the
+          memory that they are in
+disk      of "mmap": pages of the distinct rows that the page cache does not hold, read and written back
+========= =====================================================================================================
+
+Without reading ahead they follow each other; only a host that queues its work ("device" and "pinned") is done meanwhile. With
+:func:`speedtransfer.prefetch` the slowest of them decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from speedtransfer.planning.footprint import (
+    DENSE,
+    DEVICE,
+    MMAP,
+    PINNED,
+    SPARSE,
+    active_bytes,
+    footprint,
+    moved,
+    page_bytes,
+)
+from speedtransfer.planning.forms import FLOAT32, Form, bytes_of, is_exact, size_of, state_planes
+from speedtransfer.planning.machine import Machine
+from speedtransfer.planning.workload import Workload
+from speedtransfer.ranks.zipf import expected_cached, expected_unique
+
+
+class HostCost(NamedTuple):
+    """Microseconds of the host for the first table of a step, and for each other one, and kernels launched for each."""
+
+    first_us: float
+    other_us: float
+    first_launches: float
+    other_launches: float
+
+
+# As bench/launches.py has counted them for 1 and for 26 tables (tests/test_planning_estimate.py compares): CPU time of the
+# host on an emulated device, without its driver, to which `LAUNCH_US` a kernel is added. Encoded rows take `CODEC_US` more.
+HOST: Mapping[str, HostCost] = {
+    DENSE: HostCost(159, 61, 30, 22),
+    "lazy": HostCost(544, 279, 22, 14.8),
+    "exact": HostCost(680, 321, 23, 15.8),
+    "frozen": HostCost(185, 185, 15, 15),
+}
+CODEC_US, LAUNCH_US = 336.0, 2.5
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of the parts of a step.
+
+    Attributes
+    ----------
+    host_s, up_s, down_s, copies_s, compute_s, disk_s : float
+    queued : bool
+        Whether the host queues its work and goes on, so that its calls and the work of the device overlap.
+    """
+
+    host_s: float = 0.0
+    up_s: float = 0.0
+    down_s: float = 0.0
+    copies_s: float = 0.0
+    compute_s: float = 0.0
+    disk_s: float = 0.0
+    queued: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """A step without reading ahead."""
+        rest = self.up_s + self.down_s + self.copies_s + self.compute_s + self.disk_s
+        return max(self.host_s, rest) if self.queued else self.host_s + rest
+
+    @property
+    def ahead_s(self) -> float:
+        """A step while the rows of the next are read: both directions of the bus, the disk and the device work at once."""
+        return max(self.host_s, self.up_s, self.down_s, self.copies_s, self.compute_s, self.disk_s)
+
+    @property
+    def bound(self) -> str:
+        """Which part is the longest: "host", "bus", "copies", "compute" or "disk"."""
+        parts = {
+            "host": self.host_s,
+            "bus": self.up_s + self.down_s,
+            "copies": self.copies_s,
+            "compute": self.compute_s,
+            "disk": self.disk_s,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+def estimate_step(
+    workload: Workload, form: Form, memory: str, machine: Machine, cached: float = 0.0
+) -> Estimate | None:
+    """Return the time of a step; None where a rate that it needs is not known of the machine.
+
+    Parameters
+    ----------
+    workload : Workload
+    form : Form
+    memory : str
+        One of the memories, or a module of torch.
+    machine : Machine
+    cached : float
+        Share of the distinct rows of a step that a cache on the device serves.
+    """
+    gpu = machine.device is not None
+    near = machine.device_bytes_per_s if gpu else machine.host_bytes_per_s
+    up_rate, down_rate, host_rate = (
+        machine.link_up_bytes_per_s,
+        machine.link_down_bytes_per_s,
+        machine.host_bytes_per_s,
+    )
+    if near is None:
+        return None
+    active = active_bytes(workload, gpu)
+    if memory in (DENSE, SPARSE):
+        touched = 4 * active
+        if memory == DENSE and workload.trainer.make is not None:
+            # Weights and state are read and written; the gradient is filled with zeros and read.
+            whole = bytes_of(workload, Form())
+            touched += 2 * (whole.weight + whole.state) + 2 * whole.weight
+        return Estimate(host_s=_host_s(workload, DENSE, Form()), compute_s=touched / near, queued=gpu)
+    step = moved(workload, form)
+    up, down = (1 - cached) * step.up, (1 - cached) * step.down
+    host_s = _host_s(workload, _kind(workload), form)
+    compute_s = 4 * active / near
+    disk_s = 0.0
+    if memory == MMAP:
+        found = disk_bytes(workload, form, machine)
+        if found and machine.disk_bytes_per_s is None:
+            return None
+        disk_s = found / machine.disk_bytes_per_s if machine.disk_bytes_per_s else 0.0
+    if not gpu:
+        # Rows are read from the table and written to it by the same memory that they are computed in.
+        return Estimate(host_s=host_s, compute_s=compute_s + (up + down) / near, disk_s=disk_s)
+    if memory == DEVICE:
+        return Estimate(host_s=host_s, compute_s=compute_s + (up + down) / near, queued=True)
+    if up_rate is None or down_rate is None:
+        return None
+    if memory == PINNED:
+        return Estimate(host_s, up / up_rate, down / down_rate, 0.0, compute_s, queued=True)
+    if host_rate is None:
+        return None
+    return Estimate(host_s, up / up_rate, down / down_rate, 2 * (up + down) / host_rate, compute_s, disk_s)
+
+
+def _kind(workload: Workload) -> str:
+    if workload.trainer.make is None:
+        return "frozen"
+    return "exact" if is_exact(workload) else "lazy"
+
+
+def _host_s(workload: Workload, kind: str, form: Form) -> float:
+    cost, more = HOST[kind], len(workload.tables) - 1
+    codec = CODEC_US if form.storage != FLOAT32 or (form.state != FLOAT32 and state_planes(workload)) else 0.0
+    launches = cost.first_launches + more * cost.other_launches
+    return 1e-6 * (cost.first_us + more * cost.other_us + codec * (more + 1) + LAUNCH_US * launches)
+
+
+def disk_bytes(workload: Workload, form: Form, machine: Machine) -> float:
+    """Return the bytes that a step reads from files, and writes to them, beyond what the page cache holds.
+
+    The cache is taken to hold the pages of the most frequent rows, as many as host memory has room for.
+    """
+    need = footprint(workload, form, MMAP, machine)
+    room = max(0.0, (machine.host_bytes or 0.0) - need.host)
+    share = min(1.0, room / max(1.0, need.disk))
+    total = 0.0
+    if share == 1.0:
+        return total
+    for table in workload.tables:
+        pages = page_bytes(workload, table, form)
+        # A page holds the rows beside it, too, which are as rare as any.
+        rows_held = share * size_of(workload, table, form).row_bytes / pages
+        missed = 1 - served_share(workload, [rows_held])[0]
+        total += missed * table.unique * pages * (1 + (workload.trainer.make is not None))
+    return total
+
+
+def served_share(workload: Workload, shares: list[float]) -> list[float]:
+    """Return which share of the distinct rows of a step is among the most frequent rows of the tables.
+
+    Parameters
+    ----------
+    workload : Workload
+    shares : list of float
+        Of the rows of each table; a result for each.
+
+    Notes
+    -----
+    The sum of ``1 - (1 - p) ** n`` over the most frequent rows, over that of all; p is the probability of a row by the Zipf
+    law and n the number of lookups.
+    """
+    served, whole = [0.0] * len(shares), 0.0
+    for table in workload.tables:
+        for rows, count in table.features:
+            whole += expected_unique(rows, workload.zipf, count)
+            found = expected_cached(rows, workload.zipf, count, [min(rows, round(share * rows)) for share in shares])
+            served = [before + more for before, more in zip(served, found, strict=True)]
+    return [part / whole if whole else 1.0 for part in served]

@@ -1,0 +1,204 @@
+"""What tables take of each memory of a machine, whether that fits, and what a step moves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from speedtransfer.errors import InvalidValueError, format_bytes
+from speedtransfer.nn.sizing import MakeOptimizer
+from speedtransfer.planning.forms import Form, bytes_of, size_of, state_planes
+from speedtransfer.planning.machine import Machine
+from speedtransfer.planning.workload import Load, Workload
+
+DENSE, SPARSE = "nn.Embedding", "nn.Embedding(sparse=True)"
+DEVICE, PINNED, PAGEABLE, MMAP = "device", "pinned", "pageable", "mmap"
+_PAGE = 4096
+# Of the staged engine: its ring of page-locked buffers, as large as they grow.
+_RING_BYTES = 8 * (4 << 20)
+# Lookups on a CUDA device have room for as many rows as there are ids, up to so many bytes.
+_PADDED_BYTES = 512 << 20
+
+
+class Footprint(NamedTuple):
+    """Bytes of one configuration.
+
+    Attributes
+    ----------
+    device : float
+        Memory of the compute device: tables that live there, rows of a step with their gradient and state, what lookups
+        return with its gradient, and all other parameters of the model. On a machine without a GPU this is host memory, and
+        counted as such.
+    host : float
+        Host memory, page-locked or not.
+    pinned : float
+        Page-locked host memory, which is part of `host`.
+    disk : float
+        Files of tables.
+    """
+
+    device: float = 0.0
+    host: float = 0.0
+    pinned: float = 0.0
+    disk: float = 0.0
+
+
+class Moved(NamedTuple):
+    """Bytes of rows and state that a step reads from where the table lives, and writes to it."""
+
+    up: float
+    down: float
+
+
+def memories(machine: Machine) -> tuple[str, ...]:
+    """Return the memories that a table can live in on a machine."""
+    return (PAGEABLE, MMAP) if machine.device is None else (DEVICE, PINNED, PAGEABLE, MMAP)
+
+
+def active_bytes(workload: Workload, on_gpu: bool) -> float:
+    """Return the bytes of the rows of a step, with gradient and state, and of what lookups return and its gradient."""
+    planes = state_planes(workload)
+    trained = workload.trainer.make is not None
+    total = 0.0
+    for table in workload.tables:
+        rows = min(table.lookups, table.rows) if on_gpu else table.unique
+        if 4 * table.dim * rows > _PADDED_BYTES:
+            rows = table.unique
+        returned = table.lookups / table.bag * (1 + trained)
+        total += 4 * table.dim * (rows * (1 + trained + planes) + returned)
+    return total
+
+
+def dense_bytes(workload: Workload) -> float:
+    """Return the bytes of all other parameters, with gradients and state of the same optimizer."""
+    if workload.trainer.make is None:
+        return float(workload.dense_bytes)
+    return float(workload.dense_bytes * (2 + state_planes(workload)))
+
+
+def footprint(workload: Workload, form: Form, memory: str, machine: Machine) -> Footprint:
+    """Return what tables take in one of the `memories`, or as a module of torch.
+
+    A dense ``nn.Embedding`` takes its weights, a gradient of all rows and the optimizer's state; a sparse one weights and
+    state, and a gradient of the rows of a step. A table takes what :func:`speedtransfer.nn.sizing.table_size` says, where it
+    lives. Rows of a step are on the compute device in any case.
+    """
+    on_gpu = machine.device is not None
+    table = float(bytes_of(workload, form).total)
+    device = active_bytes(workload, on_gpu) + dense_bytes(workload)
+    host = pinned = disk = 0.0
+    if memory in (DENSE, SPARSE):
+        held = bytes_of(workload, Form())
+        gradient = held.weight if memory == DENSE and workload.trainer.make is not None else 0
+        device += held.weight + held.state + gradient
+    elif memory == DEVICE:
+        device += table
+    elif memory == MMAP:
+        disk = table
+    else:
+        host = table
+    if on_gpu and memory in (PAGEABLE, MMAP):
+        host, pinned = host + _RING_BYTES, float(_RING_BYTES)
+    if memory == PINNED:
+        pinned = host
+    return Footprint(device, host, pinned, disk) if on_gpu else Footprint(0.0, host + device, 0.0, disk)
+
+
+def misfit(need: Footprint, machine: Machine) -> str:
+    """Return why it does not fit, or that nobody can tell as a size is not known; nothing where it fits."""
+    reasons = []
+    for words, wanted, have in (
+        (f"memory on the {machine.device or 'device'}", need.device, machine.device_bytes),
+        ("host memory", need.host, machine.host_bytes),
+        ("page-locked host memory", need.pinned, machine.pinned_bytes or machine.host_bytes),
+        ("disk", need.disk, machine.disk_bytes),
+    ):
+        if not wanted:
+            continue
+        if have is None:
+            # Of page-locked memory the same has been said.
+            if words != "page-locked host memory":
+                reasons.append(f"needs {format_bytes(wanted)} of {words}; how much {machine.name!r} has is not known")
+        elif wanted > have:
+            said = words != "page-locked host memory" or need.host <= (machine.host_bytes or math.inf)
+            reasons += [f"needs {format_bytes(wanted)} of {words}, {format_bytes(have)} are available"] * said
+    return "; ".join(reasons)
+
+
+def moved(workload: Workload, form: Form) -> Moved:
+    """Return the bytes that a step reads from a table and writes to it, of the distinct rows that it looks up."""
+    steps = [size_of(workload, table, form).step(min(table.unique, table.rows)) for table in workload.tables]
+    return Moved(sum(step.up for step in steps), sum(step.down for step in steps))
+
+
+def page_bytes(workload: Workload, table: Load, form: Form) -> float:
+    """Return the bytes of the pages that a row in files is on, one file for each plane, on average over rows."""
+    total = 0.0
+    for plane in size_of(workload, table, form).planes:
+        if plane.row_bytes:
+            total += _PAGE * (1 + (plane.row_bytes - math.gcd(plane.row_bytes, _PAGE)) / _PAGE)
+    return total
+
+
+@dataclass(frozen=True)
+class SparseWay:
+    """How torch trains a sparse ``nn.Embedding``.
+
+    Attributes
+    ----------
+    make : callable
+        Makes the optimizer.
+    name : str
+    same : bool
+        Whether it is the optimizer that was asked for; else the numbers are others.
+    """
+
+    make: MakeOptimizer
+    name: str
+    same: bool
+
+
+def sparse_way(workload: Workload) -> SparseWay | None:
+    """Return how torch trains these tables with sparse gradients; None where no optimizer does.
+
+    That is tried with a few rows: SGD and Adagrad take sparse gradients. SparseAdam stands in for Adam and AdamW; it leaves
+    idle rows as they are and has no weight decay.
+    """
+    make = workload.trainer.make
+    if make is None:
+        return None
+    if _takes_sparse(make):
+        return SparseWay(make, workload.trainer.name, True)
+    made = make([nn.Parameter(torch.zeros(2, 2, device="cpu"))])
+    if type(made) in (torch.optim.Adam, torch.optim.AdamW):
+        return SparseWay(torch.optim.SparseAdam, "SparseAdam", False)
+    return None
+
+
+def _takes_sparse(make: MakeOptimizer) -> bool:
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        module = nn.Embedding(4, 2, sparse=True, device="cpu")
+        try:
+            optimizer = make(list(module.parameters()))
+            for _ in range(2):
+                module(torch.tensor([1, 2], device="cpu")).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except (RuntimeError, ValueError, TypeError):
+            return False
+    # SGD with momentum keeps a sparse buffer, which grows with every row that was ever touched.
+    values = [value for value in optimizer.state[module.weight].values() if isinstance(value, torch.Tensor)]
+    return not any(value.is_sparse for value in values)
+
+
+def check_machine(machine: Machine) -> None:
+    """Raise unless the size of the memory is known that rows are computed in."""
+    name = "host_bytes" if machine.device is None else "device_bytes"
+    if not machine.figure(name) >= 0:
+        raise InvalidValueError(
+            f"{name} of {machine.name!r} is {machine.figure(name)} but must be at least 0; pass bytes"
+        )

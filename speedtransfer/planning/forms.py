@@ -1,0 +1,163 @@
+"""The forms that rows and their state can be stored in, from the least lossy on, and the bytes of a table in each."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from speedtransfer.encoding import STATE_DTYPES, STORAGE_DTYPES
+from speedtransfer.errors import InvalidValueError, suggest
+from speedtransfer.nn.sizing import TableSize, table_size
+from speedtransfer.planning.workload import Load, Workload, dtype_name
+
+STORAGE = {dtype_name(dtype): dtype for dtype in STORAGE_DTYPES}
+STATE = {dtype_name(dtype): dtype for dtype in STATE_DTYPES}
+FLOAT32 = "float32"
+
+
+class Form(NamedTuple):
+    """How rows and their state are stored.
+
+    Attributes
+    ----------
+    storage, state : str
+        Names of dtypes.
+    scale_block : int, optional
+        Columns that share a scale of float8 rows.
+    """
+
+    storage: str = FLOAT32
+    state: str = FLOAT32
+    scale_block: int | None = None
+
+    @property
+    def level(self) -> int:
+        """0: nothing is rounded; 1: rows in 16 bits, or state in fewer than 32; 2: rows in 8 bits."""
+        if STORAGE[self.storage].itemsize == 1:
+            return 2
+        return int(self.storage != FLOAT32 or self.state != FLOAT32)
+
+    @property
+    def storage_dtype(self) -> torch.dtype | None:
+        """What :class:`speedtransfer.Embedding` takes: None for float32."""
+        return None if self.storage == FLOAT32 else STORAGE[self.storage]
+
+    @property
+    def state_dtype(self) -> torch.dtype | None:
+        """What :class:`speedtransfer.Embedding` takes: None for float32."""
+        return None if self.state == FLOAT32 else STATE[self.state]
+
+    def __str__(self) -> str:
+        return self.storage if self.storage == self.state else f"{self.storage} rows, {self.state} state"
+
+
+# What is planned where no form is asked for. float16 takes the bytes of bfloat16 and has a smaller range.
+_TRAINED: tuple[Form, ...] = (
+    Form(),
+    Form(state="uint8"),
+    Form("bfloat16", "bfloat16"),
+    Form("bfloat16", "uint8"),
+    Form("int8", "uint8"),
+    Form("float8_e4m3fn", "uint8"),
+)
+
+
+def forms_for(workload: Workload, storage: str | None, state: str | None, scale_block: int | None = None) -> list[Form]:
+    """Return the forms to plan: the one that is asked for, or all that differ.
+
+    Parameters
+    ----------
+    workload : Workload
+    storage, state : str, optional
+        Names of dtypes; where one of them is given, the other is float32 by default.
+    scale_block : int, optional
+    """
+    if storage is not None or state is not None:
+        rows, values = _checked("storage_dtype", storage, STORAGE), _checked("state_dtype", state, STATE)
+        return [Form(rows, values, scale_block)]
+    kept = _TRAINED
+    if not has_wide_state(workload):
+        kept = tuple(Form(name, FLOAT32) for name in dict.fromkeys(form.storage for form in _TRAINED))
+    return [form._replace(scale_block=scale_block) if form.storage.startswith("float8") else form for form in kept]
+
+
+def _checked(label: str, name: str | None, choices: dict[str, torch.dtype]) -> str:
+    if name is None:
+        return FLOAT32
+    if name not in choices:
+        raise InvalidValueError(f"{label} is {name!r}{suggest(name, choices)}")
+    return name
+
+
+def has_wide_state(workload: Workload) -> bool:
+    """Tell whether the optimizer keeps state as wide as the rows, which can be stored in fewer bits."""
+    return state_planes(workload) > 0
+
+
+def state_planes(workload: Workload) -> int:
+    """Return how many values of state the optimizer keeps for each value of a row."""
+    dim = 3  # no other entry of a row is as wide
+    size = _row_size(workload, dim, Form())
+    return sum(plane.row_bytes == 4 * dim and plane.name != "weight" for plane in size.planes)
+
+
+@functools.lru_cache(maxsize=256)
+def _row_size_of(make: object, idle: str, dim: int, form: Form) -> TableSize:
+    return table_size(
+        1,
+        dim,
+        make,  # type: ignore[arg-type]
+        storage_dtype=form.storage_dtype,
+        state_dtype=form.state_dtype,
+        scale_block=form.scale_block,
+        idle=idle,
+    )
+
+
+def _row_size(workload: Workload, dim: int, form: Form) -> TableSize:
+    return _row_size_of(workload.trainer.make, workload.idle, dim, form)
+
+
+def size_of(workload: Workload, table: Load, form: Form) -> TableSize:
+    """Return the bytes of a table in a form, from a few rows that are really made and trained."""
+    return replace(_row_size(workload, table.dim, form), rows=table.rows)
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of all tables, by what they are.
+
+    Attributes
+    ----------
+    weight, state, last_step, scale : int
+        Weights as they are stored; the optimizer's state; the last step of each row, for exact idle rows; scales of both.
+    """
+
+    weight: int = 0
+    state: int = 0
+    last_step: int = 0
+    scale: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weight + self.state + self.last_step + self.scale
+
+
+def bytes_of(workload: Workload, form: Form) -> Bytes:
+    """Return the bytes of all tables in a form."""
+    sizes = [size_of(workload, table, form) for table in workload.tables]
+    return Bytes(
+        sum(size.weight_bytes for size in sizes),
+        sum(size.state_bytes for size in sizes),
+        sum(size.last_step_bytes for size in sizes),
+        sum(size.scale_bytes for size in sizes),
+    )
+
+
+def is_exact(workload: Workload) -> bool:
+    """Tell whether rows remember the last step that they have taken."""
+    return _row_size(workload, workload.tables[0].dim, Form()).exact

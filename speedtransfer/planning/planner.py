@@ -1,0 +1,241 @@
+"""The function :func:`speedtransfer.plan`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from speedtransfer.cuda import resolve_device
+from speedtransfer.errors import InvalidValueError, suggest
+from speedtransfer.nn.options import IDLE
+from speedtransfer.planning.configurations import MEASURED, Option, disk_estimated, estimated, make_options
+from speedtransfer.planning.estimate import disk_bytes, estimate_step, served_share
+from speedtransfer.planning.findings import CacheSize
+from speedtransfer.planning.footprint import (
+    DENSE,
+    MMAP,
+    PAGEABLE,
+    PINNED,
+    SPARSE,
+    check_machine,
+    dense_bytes,
+    footprint,
+    moved,
+    sparse_way,
+)
+from speedtransfer.planning.forms import Form, bytes_of, forms_for
+from speedtransfer.planning.given_machine import machine_given
+from speedtransfer.planning.machine import Machine
+from speedtransfer.planning.optimizer_name import optimizer_given
+from speedtransfer.planning.plan_result import Plan
+from speedtransfer.planning.recommendation import best_option, smallest_option
+from speedtransfer.planning.this_machine import this_machine
+from speedtransfer.planning.timed_trial import TrialTime, time_tables, time_torch
+from speedtransfer.planning.trial_bar import TrialBar
+from speedtransfer.planning.workload import Workload, dtype_name, make_workload
+
+_BANDWIDTHS = ("host", "device", "link")
+_CACHED = (0.001, 0.01, 0.05, 0.1, 0.25)  # shares of the rows
+Size = tuple[int, int]
+
+
+def plan(
+    model: nn.Module | Size | Sequence[Size] | Mapping[str, Size],
+    optimizer: Any = "AdamW",
+    batch: int = 1,
+    lookups: float | Mapping[str, float] = 1,
+    *,
+    zipf: float = 1.05,
+    unique: float | Mapping[str, float] | None = None,
+    machine: str | Machine | None = None,
+    host_memory: str | float | None = None,
+    disk: str | float | None = None,
+    idle: str = "auto",
+    storage_dtype: torch.dtype | str | None = None,
+    state_dtype: torch.dtype | str | None = None,
+    scale_block: int | None = None,
+    dense_ms: float = 0.0,
+    measure: bool = True,
+    progress: bool | None = None,
+) -> Plan:
+    """Tell whether tables fit, where, how long a step takes there, and what to use.
+
+    Nothing of their size is allocated. On this machine the time of a step is measured: with the very modules, forms and
+    optimizer, after every row has been trained once, with tables of at most 0.4 GB that are cut to fewer rows where they are
+    larger, on ids that are drawn as they are given. On another machine it is estimated from its figures. Bytes are those of a
+    few rows that are really made.
+
+    Parameters
+    ----------
+    model : nn.Module, (int, int), sequence of (int, int), or mapping of str to (int, int)
+        A model, of which every ``nn.Embedding``, ``nn.EmbeddingBag`` and table of this package is planned, those that share a
+        weight once; modules on the meta device will do. Or sizes, ``(rows, dim)``.
+    optimizer : type, str, Optimizer, callable or None
+        Of torch or any package: a class, "AdamW", "SGD(momentum=0.9)", one that was made, or what makes one of a list of
+        parameters. None: the tables are frozen, and a step is a lookup.
+    batch : int
+        Samples of a step.
+    lookups : float or mapping of str to float
+        Ids of a sample, for every table or by name; a table that is not named has one.
+    zipf : float
+        Exponent of the distribution of ids, 0: uniform.
+    unique : float or mapping of str to float, optional
+        Distinct rows of a step where they are known; by default those expected of `zipf`.
+    machine : str or Machine, optional
+        A name ("h200"), the path of a YAML file, or a machine; by default this one.
+    host_memory, disk : str or float, optional
+        Bytes that there are, such as "512GB", in place of those of the machine.
+    idle : {"auto", "exact", "lazy"}
+        As in :class:`speedtransfer.Embedding`.
+    storage_dtype, state_dtype : torch.dtype or str, optional
+        Plan these forms of rows and state alone; by default several.
+    scale_block : int, optional
+        Columns that share a scale of float8 rows.
+    dense_ms : float
+        Milliseconds of a step of the rest of the model, which are added.
+    measure : bool
+        False: times are estimated here as for any other machine, from bandwidths that are measured in about a second each.
+    progress : bool, optional
+        Show a bar if measuring takes more than a second; by default on a terminal.
+
+    Returns
+    -------
+    Plan
+        ``print`` shows it; `best` is the configuration to use.
+
+    Raises
+    ------
+    InvalidValueError, InvalidTypeError
+        Something given breaks a rule; nothing has been measured then.
+    OptimizerError
+        The optimizer cannot train rows on their own, or ``idle="exact"`` has no rule for it.
+    StorageError
+        The file of a machine cannot be read.
+    """
+    if idle not in IDLE:
+        raise InvalidValueError(f"idle is {idle!r}, not one of its values{suggest(str(idle), IDLE)}")
+    if isinstance(dense_ms, bool) or not isinstance(dense_ms, int | float) or not 0 <= dense_ms < float("inf"):
+        raise InvalidValueError(f"dense_ms is {dense_ms!r} but must be a number from 0 on; pass milliseconds")
+    workload = make_workload(model, optimizer_given(optimizer), batch, lookups, zipf, unique, idle)
+    forms = forms_for(workload, _name(storage_dtype), _name(state_dtype), scale_block)
+    # An optimizer that cannot train rows raises here, before anything is measured.
+    held = {form: bytes_of(workload, form) for form in forms}
+    target, here = machine_given(machine, host_memory, disk, () if measure else _BANDWIDTHS)
+    check_machine(target)
+    options = make_options(workload, forms, target, dense_ms / 1e3)
+    if here and measure:
+        target = _with_disk_rate(target, workload, options)
+        options = _measured(options, workload, target, progress)
+    else:
+        options = [estimated(option, workload, target) for option in options]
+    best = best_option(options)
+    cache = _caches(workload, options, best, target)
+    return Plan(
+        workload,
+        target,
+        here,
+        held,
+        tuple(options),
+        best,
+        smallest_option(options),
+        cache,
+        dense_bytes(workload),
+    )
+
+
+def _with_disk_rate(machine: Machine, workload: Workload, options: Sequence[Option]) -> Machine:
+    """Return this machine with the rate of its disk, measured if files would not be in the page cache."""
+    files = [option for option in options if option.fits and option.memory == MMAP]
+    if not any(disk_bytes(workload, option.form, machine) for option in files):
+        return machine
+    rate = this_machine(rates=("disk",)).disk_bytes_per_s
+    return replace(machine, disk_bytes_per_s=rate, sources={**machine.sources, "disk_bytes_per_s": MEASURED})
+
+
+def _name(dtype: torch.dtype | str | None) -> str | None:
+    return dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+
+
+def _measured(options: Sequence[Option], workload: Workload, machine: Machine, progress: bool | None) -> list[Option]:
+    """Return options with the times of those that fit; of files only where they are needed, or rows are float32."""
+    device = resolve_device(None) if machine.device is not None else torch.device("cpu")
+    only_files = all(option.memory == MMAP for option in options if option.fits)
+    wanted = [
+        option
+        for option in options
+        if option.fits and (option.memory != MMAP or only_files or option.form == options[0].form)
+    ]
+    found: list[Option] = []
+    with TrialBar(len(wanted), progress) as bar:
+        for option in options:
+            if option not in wanted:
+                found.append(option)
+                continue
+            bar.show(sum(other.trial is not None for other in found), f"{option.memory}, {option.form}")
+            timed = replace(option, trial=_trial(option, workload, device))
+            found.append(disk_estimated(timed, workload, machine))
+    return found
+
+
+def _trial(option: Option, workload: Workload, device: torch.device) -> TrialTime:
+    if option.memory == DENSE:
+        return time_torch(workload, workload.trainer.make, False, device)
+    if option.memory == SPARSE:
+        way = sparse_way(workload)
+        assert way is not None
+        return time_torch(workload, way.make, True, device)
+    return time_tables(workload, option.form, option.memory, device, _folder())
+
+
+def _folder() -> Path:
+    """Return where files of a trial go: the working directory, or where temporary ones go if that cannot be written."""
+    here = Path.cwd()
+    return here if os.access(here, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _caches(
+    workload: Workload, options: Sequence[Option], best: Option | None, machine: Machine
+) -> tuple[CacheSize, ...]:
+    """Return caches of several sizes, up to what fits on the device."""
+    kinds = (PINNED, PAGEABLE, MMAP) if machine.device is not None else (MMAP,)
+    of_host = [option for option in options if option.memory in kinds]
+    chosen = best if best in of_host else next((option for option in of_host if option.fits), None)
+    chosen = chosen or next(iter(of_host), None)
+    # On the CPU it is of use for files alone.
+    if chosen is None or (machine.device is None and chosen is not best):
+        return ()
+    rows = sum(table.rows for table in workload.tables)
+    total = bytes_of(workload, chosen.form).total
+    need = footprint(workload, chosen.form, chosen.memory, machine)
+    room = (
+        (machine.device_bytes or 0) - need.device
+        if machine.device is not None
+        else (machine.host_bytes or 0) - need.host
+    )
+    largest = max(0.0, room / total)
+    shares = [share for share in _CACHED if share <= largest and share * rows >= 1]
+    if _CACHED[-1] > largest > 0 and largest * rows >= 1:
+        shares.append(largest)
+    step = moved(workload, chosen.form)
+    found = []
+    for share, served in zip(shares, served_share(workload, shares), strict=True):
+        timed = None if machine.device is None else estimate_step(workload, chosen.form, chosen.memory, machine, served)
+        left = 1 - served
+        seconds = None if timed is None else timed.seconds
+        found.append(
+            CacheSize(int(share * rows), int(share * total), served, left * step.up, left * step.down, seconds)
+        )
+    return tuple(found)
+
+
+def estimate_for(workload: Workload, forms: Sequence[Form], machine: Machine, dense_s: float = 0.0) -> Option | None:
+    """Return the best configuration on a machine, estimated; None where none fits."""
+    check_machine(machine)
+    return best_option([estimated(each, workload, machine) for each in make_options(workload, forms, machine, dense_s)])

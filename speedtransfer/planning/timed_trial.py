@@ -1,0 +1,300 @@
+"""Measure a training step of tables on this machine: the very configuration, with fewer rows where there are many.
+
+Modules and optimizer are real ones. All rows are trained once first, so that state and pages exist as after a while of
+training. Where even a step would be too large, part of its distinct rows is looked up, and what it takes beyond a step with
+next to no rows is multiplied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from speedtransfer.benchmark.measure import synchronize
+from speedtransfer.nn import Embedding, EmbeddingBag
+from speedtransfer.nn.sizing import MakeOptimizer
+from speedtransfer.planning.footprint import DEVICE, MMAP, PINNED
+from speedtransfer.planning.forms import Form, size_of, state_planes
+from speedtransfer.planning.id_draws import Draws, drawn_unique
+from speedtransfer.planning.workload import BAG, Load, Workload
+from speedtransfer.system import available_bytes
+
+# Of the tables of a trial, more than caches of processors hold; and the part of what is available that they take at most.
+TRIAL_BYTES, _TRIAL_PART = 256 << 20, 1 / 8
+_CHUNK_VALUES = 1 << 22  # of rows that are trained at once, before
+_WARM, _LEAST, _MOST = 3, 3, 9  # steps
+_LIMIT_S, _ALL_S = 0.4, 1.0  # seconds of those that are timed, and of all with what is drawn for them; after the least
+# A dense module, whose time is in proportion to its rows, has this part of it, and is measured with fewer rows too.
+_DENSE_PART, _FEWER = 1 / 2, 4
+
+
+@dataclass(frozen=True)
+class TrialTime:
+    """Seconds of a step, by what they grow with.
+
+    Attributes
+    ----------
+    fixed_s : float
+        Whatever the step looks up.
+    unique_s : float
+        In proportion to the distinct rows, and the lookups, of a step.
+    rows_s : float
+        In proportion to the rows of the tables.
+    """
+
+    fixed_s: float
+    unique_s: float
+    rows_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of a step."""
+        return self.fixed_s + self.unique_s + self.rows_s
+
+
+def trial_bytes() -> int:
+    """Return how many bytes the tables of a trial may take here."""
+    return max(1 << 20, min(TRIAL_BYTES, int(_TRIAL_PART * available_bytes())))
+
+
+def time_tables(workload: Workload, form: Form, memory: str, device: torch.device, folder: Path) -> TrialTime:
+    """Measure a step of tables in one memory and form.
+
+    Parameters
+    ----------
+    workload : Workload
+    form : Form
+    memory : {"device", "pinned", "pageable", "mmap"}
+    device : torch.device
+        The compute device.
+    folder : Path
+        Where files of tables are made, and removed.
+    """
+    row_bytes = [size_of(workload, table, form).row_bytes for table in workload.tables]
+    cut = _Cut(workload, row_bytes, trial_bytes())
+    with _quiet(), tempfile.TemporaryDirectory(dir=folder, prefix=".speedtransfer-plan-") as files:
+        modules = []
+        for number, (table, rows) in enumerate(zip(workload.tables, cut.rows, strict=True)):
+            kind = EmbeddingBag if table.kind == BAG else Embedding
+            path = Path(files, f"{number}.safetensors") if memory == MMAP else None
+            options: dict[str, Any] = {"memory": memory, "path": path, "idle": workload.idle}
+            options |= {"storage_dtype": form.storage_dtype, "state_dtype": form.state_dtype}
+            options |= {"scale_block": form.scale_block}
+            zeros = torch.zeros(1, 1, device="cpu").expand(sum(rows), table.dim)
+            modules.append(kind(sum(rows), table.dim, _weight=zeros, device=device, **options))
+        ids_on = device if memory in (DEVICE, PINNED) else torch.device("cpu")
+        steps = _Steps(workload, cut, modules, workload.trainer.make, device, ids_on)
+        fixed, whole = steps.measured(few=True), steps.measured()
+        del steps, modules
+    fixed = min(fixed, whole)
+    return TrialTime(fixed, (whole - fixed) * cut.times)
+
+
+def time_torch(workload: Workload, make: MakeOptimizer | None, sparse: bool, device: torch.device) -> TrialTime:
+    """Measure a step of modules of torch: ``nn.Embedding`` and ``nn.EmbeddingBag``, dense or sparse.
+
+    A dense one is measured with few and with more rows, as its step reads and writes all of them.
+    """
+    planes = state_planes(workload)
+    row_bytes = [4 * table.dim * (1 + planes + (make is not None and not sparse)) for table in workload.tables]
+    cut = _Cut(workload, row_bytes, trial_bytes() if sparse else int(_DENSE_PART * trial_bytes()))
+    with _quiet():
+        steps = _Steps(workload, cut, _of_torch(workload, cut.rows, sparse, device), make, device, device)
+        few, whole = steps.measured(few=True), steps.measured()
+        few = min(few, whole)
+        if sparse or make is None:
+            return TrialTime(few, (whole - few) * cut.times)
+        del steps
+        less = [tuple(max(1, rows // _FEWER) for rows in of_table) for of_table in cut.rows]
+        steps = _Steps(workload, cut, _of_torch(workload, less, sparse, device), make, device, device)
+        small = min(steps.measured(few=True), few)
+        del steps
+    had, fewer = (_values(workload, rows) for rows in (cut.rows, less))
+    by_value = (few - small) / max(1, had - fewer)
+    planned = sum(table.rows * table.dim for table in workload.tables)
+    return TrialTime(max(0.0, small - by_value * fewer), (whole - few) * cut.times, by_value * planned)
+
+
+def _of_torch(
+    workload: Workload, rows: Sequence[Sequence[int]], sparse: bool, device: torch.device
+) -> list[nn.Embedding | nn.EmbeddingBag]:
+    modules = []
+    for table, of_table in zip(workload.tables, rows, strict=True):
+        kind = nn.EmbeddingBag if table.kind == BAG else nn.Embedding
+        weight = torch.zeros(sum(of_table), table.dim, device=device)
+        modules.append(kind(sum(of_table), table.dim, sparse=sparse, _weight=weight))
+    return modules
+
+
+def _values(workload: Workload, rows: Sequence[Sequence[int]]) -> int:
+    return sum(table.dim * sum(of_table) for table, of_table in zip(workload.tables, rows, strict=True))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Draw none of the caller's random numbers, in any mode, and repeat no warning that training will give."""
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class _Cut:
+    """How many rows each feature has in a trial, and which part of a step's distinct rows it looks up.
+
+    Parameters
+    ----------
+    workload : Workload
+    row_bytes : sequence of int
+        Of each table.
+    budget : int
+        Bytes of all tables, and four times those of the lookups of a step.
+    """
+
+    def __init__(self, workload: Workload, row_bytes: Sequence[int], budget: int) -> None:
+        whole = [
+            (rows * size, at, number)
+            for at, (table, size) in enumerate(zip(workload.tables, row_bytes, strict=True))
+            for number, (rows, _) in enumerate(table.features)
+        ]
+        kept = [[rows for rows, _ in table.features] for table in workload.tables]
+        # The smallest first: what they leave of their part is for the larger ones.
+        left = float(budget)
+        for done, (size, at, number) in enumerate(sorted(whole)):
+            part = left / (len(whole) - done)
+            if size > part:
+                kept[at][number] = max(1, min(kept[at][number], int(part / row_bytes[at])))
+            left -= min(size, part)
+        self.rows = [tuple(rows) for rows in kept]
+        looked_up = sum(3 * 4 * table.dim * min(table.lookups, 1 << 40) for table in workload.tables)
+        shares = [1.0, budget / 4 / max(1, looked_up)]
+        drawn = 0.0
+        for table, of_table in zip(workload.tables, self.rows, strict=True):
+            ratio = table.unique / sum(drawn_unique(rows, count, workload.zipf) for rows, count in table.features)
+            for (rows, count), kept_rows in zip(table.features, of_table, strict=True):
+                unique = min(drawn_unique(rows, count, workload.zipf) * min(ratio, 1.0), rows)
+                drawn += unique
+                if kept_rows < rows:
+                    shares.append(kept_rows / 4 / max(unique, 1e-9))
+        self.share = min(shares)
+        # What the part of a step that grows with it is multiplied by.
+        self.times = max(1.0, workload.unique / max(drawn * self.share, 1e-9)) if self.share < 1 else 1.0
+
+
+class _Steps:
+    """Steps of modules, on ids that are drawn anew for each."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        cut: _Cut,
+        modules: Sequence[Any],
+        make: MakeOptimizer | None,
+        device: torch.device,
+        ids_on: torch.device,
+    ) -> None:
+        self._modules, self._device, self._ids_on = modules, device, ids_on
+        self._bags = [table.bag for table in workload.tables]
+        self._draws = [
+            _draws_of(table, workload.zipf, rows, cut.share)
+            for table, rows in zip(workload.tables, cut.rows, strict=True)
+        ]
+        params = [param for module in modules for param in module.parameters()]
+        self._optimizer = None if make is None else make(params)
+        self._grads = [torch.empty(0, table.dim, device=device) for table in workload.tables]
+        if self._optimizer is None:
+            for param in params:
+                param.requires_grad_(False)
+        else:
+            self._train_all()
+
+    def measured(self, few: bool = False) -> float:
+        """Return the median time of a step; of one with a single row of each table if `few`."""
+        times: list[float] = []
+        begin = time.perf_counter()
+        for number in range(_WARM + _MOST):
+            ids = self._single(number) if few else self._drawn()
+            self._synchronize()
+            start = time.perf_counter()
+            self._step(ids)
+            self._synchronize()
+            now = time.perf_counter()
+            # Where a step takes long, one has warmed up all that matters.
+            if number >= _WARM or (number and now - begin > _ALL_S):
+                times.append(now - start)
+            if len(times) >= _LEAST and (sum(times) > _LIMIT_S or now - begin > _ALL_S):
+                break
+        return statistics.median(times)
+
+    def _single(self, number: int) -> list[Tensor]:
+        """Return ids of one row of each table."""
+        rows = [(number * 1_000_003) % module.num_embeddings for module in self._modules]
+        return [torch.full((bag,), row, device=self._ids_on) for row, bag in zip(rows, self._bags, strict=True)]
+
+    def _synchronize(self) -> None:
+        synchronize(self._device)
+
+    def _drawn(self) -> list[Tensor]:
+        found = []
+        for draws in self._draws:
+            begin, parts = 0, []
+            for draw, rows in draws:
+                parts.append(draw.step() + begin)
+                begin += rows
+            found.append(torch.from_numpy(np.concatenate(parts)).to(self._ids_on))
+        return found
+
+    def _train_all(self) -> None:
+        """Take steps that touch every row once."""
+        sizes = [max(256, _CHUNK_VALUES // module.embedding_dim) for module in self._modules]
+        most = max(-(-module.num_embeddings // size) for module, size in zip(self._modules, sizes, strict=True))
+        for number in range(most):
+            spans = [
+                (number * size, min((number + 1) * size, module.num_embeddings))
+                for module, size in zip(self._modules, sizes, strict=True)
+            ]
+            # One that has come to its end begins again: all modules have gradients in every step.
+            spans = [(begin, end) if begin < end else (0, 1) for begin, end in spans]
+            self._step([torch.arange(begin, end, device=self._ids_on) for begin, end in spans])
+
+    def _step(self, ids: Sequence[Tensor]) -> None:
+        outs = []
+        for module, own, bag in zip(self._modules, ids, self._bags, strict=True):
+            if isinstance(module, nn.EmbeddingBag):
+                outs.append(module(own, torch.arange(0, len(own), bag, device=own.device)))
+            else:
+                outs.append(module(own))
+        if self._optimizer is None:
+            return
+        torch.autograd.backward(outs, [self._grad(number, len(out)) for number, out in enumerate(outs)])
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _grad(self, number: int, count: int) -> Tensor:
+        """Return a gradient of so many rows."""
+        if len(self._grads[number]) < count:
+            self._grads[number] = torch.full_like(
+                self._grads[number].new_empty(count, self._grads[number].shape[1]), 1e-2
+            )
+        return self._grads[number][:count]
+
+
+def _draws_of(table: Load, zipf: float, kept: Sequence[int], share: float) -> list[tuple[Draws, int]]:
+    """Return what draws the ids of each feature, and its rows."""
+    expected = [drawn_unique(rows, count, zipf) for rows, count in table.features]
+    ratio = table.unique / sum(expected)
+    found = []
+    for number, ((rows, count), own, unique) in enumerate(zip(table.features, kept, expected, strict=True)):
+        told = None if abs(ratio - 1) < 1e-6 or ratio > 1 else ratio * unique
+        found.append((Draws(rows, own, count, zipf, share, told, number), own))
+    return found

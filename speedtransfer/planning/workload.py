@@ -1,0 +1,271 @@
+"""What a plan is made for: tables, the rows of them that a step looks up, and the optimizer that trains them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
+from speedtransfer.nn.feature import Feature
+from speedtransfer.nn.multi import MultiEmbedding
+from speedtransfer.nn.table_module import TableModule
+from speedtransfer.planning.optimizer_name import Trainer
+from speedtransfer.ranks.zipf import expected_unique
+
+# Rows and columns at most: more are a slip. A few rows are really made, so that columns are fewer.
+MAX_SIZE, MAX_DIM = 1 << 48, 1 << 20
+EMBEDDING, BAG, MULTI = "Embedding", "EmbeddingBag", "MultiEmbedding"
+
+
+@dataclass(frozen=True)
+class Load:
+    """One table and its part in a step.
+
+    Attributes
+    ----------
+    name : str
+        As in ``model.named_modules()``, or as given.
+    rows, dim : int
+    features : tuple of (int, int)
+        The rows, and the lookups of a step, of each feature in the table; they add up to `rows`.
+    unique : float
+        Distinct rows that a step looks up, expected.
+    kind : {"Embedding", "EmbeddingBag", "MultiEmbedding"}
+    bag : int
+        Lookups that an "EmbeddingBag" adds up.
+    is_table : bool
+        Whether the module has a table already, so that ``replace_embeddings`` leaves it alone.
+    names : tuple of str
+        Of a model, the modules that share it; empty where sizes were given.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    features: tuple[tuple[int, int], ...]
+    unique: float
+    kind: str = EMBEDDING
+    bag: int = 1
+    is_table: bool = False
+    names: tuple[str, ...] = ()
+
+    @property
+    def named(self) -> bool:
+        """Whether it is a module of a model."""
+        return bool(self.names)
+
+    @property
+    def lookups(self) -> int:
+        """Lookups of a step."""
+        return sum(count for _, count in self.features)
+
+    def with_rows(self, factor: float, zipf: float) -> Load:
+        """Return a table with `factor` times the rows, as often looked up."""
+        scaled = tuple((max(1, round(rows * factor)), count) for rows, count in self.features)
+        # Numbers that were given, and not computed, stay in proportion.
+        ratio = self.unique / max(_expected(self.features, zipf), 1e-12)
+        unique = min(_expected(scaled, zipf) * ratio, sum(rows for rows, _ in scaled), self.lookups)
+        return replace(self, rows=sum(rows for rows, _ in scaled), features=scaled, unique=unique)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tables that are trained together.
+
+    Attributes
+    ----------
+    tables : tuple of Load
+    batch : int
+        Samples of a step.
+    zipf : float
+        Exponent of the distribution of ids; 0: uniform.
+    trainer : Trainer
+    idle : {"auto", "exact", "lazy"}
+    dense_values : int
+        Values of all other parameters of the model.
+    dense_bytes : int
+        Bytes of these.
+    """
+
+    tables: tuple[Load, ...]
+    batch: int
+    zipf: float
+    trainer: Trainer
+    idle: str = "auto"
+    dense_values: int = 0
+    dense_bytes: int = 0
+
+    @property
+    def lookups(self) -> int:
+        """Lookups of a step in all tables."""
+        return sum(table.lookups for table in self.tables)
+
+    @property
+    def unique(self) -> float:
+        """Distinct rows of a step in all tables, expected."""
+        return sum(table.unique for table in self.tables)
+
+    def with_rows(self, factor: float) -> Workload:
+        """Return a workload whose tables have `factor` times the rows."""
+        return replace(self, tables=tuple(table.with_rows(factor, self.zipf) for table in self.tables))
+
+
+def _expected(features: Sequence[tuple[int, int]], zipf: float) -> float:
+    return sum(expected_unique(rows, zipf, count) for rows, count in features)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A table before it is known how often it is looked up."""
+
+    name: str
+    features: tuple[int, ...]
+    dim: int
+    kind: str = EMBEDDING
+    is_table: bool = False
+    names: tuple[str, ...] = ()
+
+
+def make_workload(
+    given: Any,
+    trainer: Trainer,
+    batch: Any,
+    lookups: Any,
+    zipf: Any,
+    unique: Any,
+    idle: str,
+) -> Workload:
+    """Check and complete what :func:`speedtransfer.plan` is given, which documents it."""
+    batch = check_size(batch, "batch", 1)
+    exponent = _number(zipf, "zipf", 0.0)
+    if isinstance(given, nn.Module):
+        found, values, others = _of_model(given)
+    else:
+        found, values, others = _of_sizes(given), 0, 0
+    names = [table.name for table in found]
+    per_sample = _by_name(lookups, names, "lookups", lambda value: _number(value, "lookups", 1.0))
+    told = (
+        {} if unique is None else _by_name(unique, names, "unique", lambda value: _number(value, "unique", 0.0), True)
+    )
+    tables = []
+    for table in found:
+        features = tuple((rows, round(batch * per_sample[table.name])) for rows in table.features)
+        rows, count = sum(table.features), sum(number for _, number in features)
+        check_size(count, "lookups of a step", 1)
+        if count >= MAX_SIZE:
+            raise InvalidValueError(
+                f"lookups of a step in {table.name!r} are {count} but must be below 2**48; pass fewer"
+            )
+        distinct = told.get(table.name)
+        if distinct is None:
+            distinct = _expected(features, exponent)
+        elif not 0 < distinct <= min(count, rows):
+            raise InvalidValueError(
+                f"unique is {distinct} but must be above 0 and at most the lookups and the rows of {table.name!r}, "
+                f"{min(count, rows)}; pass a number between"
+            )
+        bag = round(per_sample[table.name]) if table.kind == BAG else 1
+        tables.append(
+            Load(table.name, rows, table.dim, features, distinct, table.kind, bag, table.is_table, table.names)
+        )
+    return Workload(tuple(tables), batch, exponent, trainer, idle, values, others)
+
+
+def _number(value: Any, name: str, minimum: float) -> float:
+    """Return a finite number of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidTypeError(f"{name} is {value!r} ({type(value).__name__}) but must be a number; pass one")
+    if not math.isfinite(value) or value < minimum:
+        raise InvalidValueError(f"{name} is {value} but must be a number from {minimum:g} on; pass one")
+    return float(value)
+
+
+def _by_name(
+    given: Any, names: Sequence[str], label: str, check: Callable[[Any], float], one_only: bool = False
+) -> dict[str, float]:
+    """Return a number for each table: the same for all, or by name; a table that is not named has 1, or none if `one_only`."""
+    if not isinstance(given, Mapping):
+        if one_only and len(names) > 1:
+            raise InvalidValueError(f"{label} is {given!r} for {len(names)} tables; pass a dict with a number for each")
+        return dict.fromkeys(names, check(given))
+    for name in given:
+        if name not in names:
+            raise InvalidValueError(f"{label} names a table {name!r}, which is not there{suggest(str(name), names)}")
+    numbers = {name: check(value) for name, value in given.items()}
+    return numbers if one_only else {name: numbers.get(name, 1.0) for name in names}
+
+
+def _of_sizes(given: Any) -> list[_Found]:
+    """Return tables of ``(rows, dim)``, of a sequence of these, or of a mapping of names to these."""
+    wrong = f"sizes are {given!r} but must be (rows, dim), a list of these or a dict of name to these; or pass a model"
+    if isinstance(given, Mapping):
+        pairs = {str(name): size for name, size in given.items()}
+    elif isinstance(given, Sequence) and not isinstance(given, str | bytes):
+        one = len(given) == 2 and not any(isinstance(part, Sequence) for part in given)
+        pairs = {"table": given} if one else {f"table{number}": size for number, size in enumerate(given)}
+    else:
+        raise InvalidTypeError(wrong)
+    if not pairs:
+        raise InvalidValueError("sizes are empty; pass at least one (rows, dim)")
+    found = []
+    for name, size in pairs.items():
+        if not isinstance(size, Sequence) or isinstance(size, str | bytes) or len(size) != 2:
+            raise InvalidTypeError(wrong)
+        rows, dim = _size(size[0], f"rows of {name!r}", MAX_SIZE), _size(size[1], f"dim of {name!r}", MAX_DIM)
+        found.append(_Found(name, (rows,), dim))
+    return found
+
+
+def _size(value: Any, name: str, most: int) -> int:
+    """Return a number of rows or columns; a float such as 1e9 is one."""
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise InvalidValueError(f"{name} is {value} but must be a whole number; pass for instance 1e9")
+        value = int(value)
+    if isinstance(value, int) and value > most:
+        raise InvalidValueError(
+            f"{name} is {value} but must be at most 2**{most.bit_length() - 1}; pass a smaller number"
+        )
+    size = check_size(value, name, 1)
+    return size
+
+
+def _of_model(model: nn.Module) -> tuple[list[_Found], int, int]:
+    """Return the embeddings of a model, those that share a weight once, and the values and bytes of its other parameters."""
+    found: dict[int, _Found] = {}
+    weights: set[int] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag | MultiEmbedding) or isinstance(module, Feature):
+            continue
+        weight = module._parameters.get("weight")
+        key = id(module) if weight is None else id(weight)
+        weights.add(key)
+        name = name or type(module).__name__
+        if key in found:
+            found[key] = replace(found[key], names=(*found[key].names, name))
+            continue
+        kind = (
+            MULTI if isinstance(module, MultiEmbedding) else BAG if isinstance(module, nn.EmbeddingBag) else EMBEDDING
+        )
+        rows = tuple(each.num_embeddings for each in module.values()) if isinstance(module, MultiEmbedding) else ()
+        rows = tuple(size for size in rows or (module.num_embeddings,) if size)
+        if rows:
+            is_table = isinstance(module, TableModule)
+            found[key] = _Found(name, rows, module.embedding_dim, kind, is_table, (name,))
+    if not found:
+        raise InvalidValueError(
+            f"the model, a {type(model).__name__}, has no nn.Embedding, nn.EmbeddingBag or table of this package; pass sizes "
+            "such as (rows, dim)"
+        )
+    others = [param for param in model.parameters() if id(param) not in weights]
+    return list(found.values()), sum(p.numel() for p in others), sum(p.numel() * p.element_size() for p in others)
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """Return a dtype without its package; "float32" for None, as values are stored without a codec."""
+    return str(torch.float32 if dtype is None else dtype).removeprefix("torch.")
