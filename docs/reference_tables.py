@@ -46,6 +46,15 @@ def _table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(str(cell).replace("|", r"\|") for cell in line) + " |" for line in lines)
 
 
+def _classed(name: str, table: str) -> str:
+    """Return a table with a class of _static/site.css, which says how a phone shows it."""
+    return f"::::{{table}}\n:class: {name}\n\n{table}\n::::"
+
+
+def _flags(rows: Iterable[Iterable[str]]) -> str:
+    return _classed("flags", _table(("flag", "default", "meaning"), rows))
+
+
 def _options(*path: str) -> str:
     """Return the arguments and options of a command; settings have a table of their own."""
     command: Any = typer.main.get_command(root)
@@ -61,7 +70,7 @@ def _options(*path: str) -> str:
         else:
             name, default = ", ".join(f"`{opt}`" for opt in param.opts), _default(param)
         rows.append((name, default, param.help or ""))
-    return _table(("", "default", ""), rows)
+    return _flags(rows)
 
 
 def _default(param: Any) -> str:
@@ -79,8 +88,8 @@ def _settings() -> str:
         flag = "`--option NAME=VALUE`" if name == "options" else f"`--{name.replace('_', '-')}`"
         default = "" if setting.default is None else f"`{setting.default}`"
         meaning = described(name) + (f" One of {', '.join(f'`{c}`' for c in choices)}." if choices else "")
-        rows.append((flag, f"`{name}`", default, meaning))
-    return _table(("flag", "in Python and in a file", "default", ""), rows)
+        rows.append((flag, default, meaning))
+    return _flags(rows)
 
 
 def _rates() -> str:
@@ -106,7 +115,7 @@ def _weight(group: str) -> str:
     plain = [case.code for case in cases if not _remarks(case)]
     rows = [(_remarks(case), case.code) for case in cases if _remarks(case)]
     lines = ["```python", *("\n".join(plain).splitlines()), "```", ""] if plain else []
-    lines += ["::::{list-table}", ":widths: 30 70", ""]
+    lines += ["::::{list-table}", ":widths: 20 80", ":class: cases", ""]
     for title, code in rows:
         lines += [f"* - {title}", "  - ```python", *(f"    {line}" for line in code.splitlines()), "    ```"]
     return "\n".join([*lines, "::::"])
@@ -184,8 +193,9 @@ def _third_party() -> str:
         names.setdefault(kind, {}).setdefault(one["package"], []).append(one["name"])
     order = ["works", *(say for _, say in _REASONS), *sorted(names)]
     kinds = [kind for kind in dict.fromkeys(order) if kind in names]
-    rows = [(kind, *(", ".join(names[kind].get(package, [])) for package in sweep["versions"])) for kind in kinds]
-    return _table(("", *(f"{package} {version}" for package, version in sweep["versions"].items())), rows)
+    rows = [(kind, ". ".join(f"**{package}**: {', '.join(of)}" for package, of in names[kind].items())) for kind in kinds]
+    packages = ", ".join(f"{package} {version}" for package, version in sweep["versions"].items())
+    return _classed("cases", _table(("outcome", f"optimizers of {packages}"), rows))
 
 
 # MLPerf's DLRM of 2023 on the click logs of Criteo, 1 TB: rows of its 26 tables, at most 40 million each; a batch is 65,536.
