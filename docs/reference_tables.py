@@ -31,13 +31,17 @@ SWEEP = Path(__file__).with_name("optimizer_sweep.json")
 MARK = re.compile(r"^<!-- table: (.+) -->$", re.MULTILINE)
 # To the page of a device, as it is in the repository; docs/results is bench/results.
 _DEVICE_PAGE = re.compile(r"(?<!!)\[(.+?)\]\(\.\./bench/(results/.+?)\.md\)")
+# A row of a table, and the space between a figure and its unit, where a narrow column must not break.
+_ROW = re.compile(r"^\|.*$", re.MULTILINE)
+_UNIT = re.compile(r"(?<=\d) (?=(?:ns|us|ms|s|B|[kKMGT]B|GB/s)(?!\w))")
 
 
 def fill(text: str) -> str:
     """Return the text of a page with every table in its place."""
     # A role, since Markdown's links are followed to where bench/results really is, outside the pages.
     text = _DEVICE_PAGE.sub(r"{doc}`\1 </\2>`", text)
-    return MARK.sub(lambda mark: TABLES[mark[1]](), text)
+    text = MARK.sub(lambda mark: TABLES[mark[1]](), text)
+    return _ROW.sub(lambda row: _UNIT.sub("\u00a0", row[0]), text)
 
 
 def _table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -168,6 +172,33 @@ def _ngram_sizes() -> str:
     return _table(titles, lines)
 
 
+# Of a step: words, an optimizer as `speedtransfer plan` names it, and arguments of `table_size`.
+_STEPS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("SGD", "SGD", {}),
+    ("Adagrad", "Adagrad", {}),
+    ("SGD with momentum", "SGD(momentum=0.9)", {}),
+    ("RMSprop", "RMSprop", {}),
+    ("Adam, AdamW", "AdamW", {}),
+    ('AdamW, `idle="lazy"`', "AdamW", {"idle": "lazy"}),
+    ("AdamW, bfloat16 rows and state", "AdamW", {"storage_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}),
+    ("AdamW, int8 rows, 8-bit state", "AdamW", {"storage_dtype": torch.int8, "state_dtype": torch.uint8}),
+    ("AMSGrad", "AdamW(amsgrad=True)", {}),
+    ("none: a frozen table", "none", {}),
+)
+_STEP_DIM, _STEP_ROWS = 128, 100_000
+
+
+def _step_bytes() -> str:
+    """Return what a training step moves for a row, by optimizer: measured on a few rows, as `speedtransfer plan` does."""
+    lines = []
+    for words, optimizer, given in _STEPS:
+        size = table_size(_STEP_ROWS, _STEP_DIM, optimizer_named(optimizer), **given)
+        step = size.step(_STEP_ROWS)
+        row = (f"{size.up_row_bytes:,.0f} B", f"{size.down_row_bytes:,.0f} B", format_bytes(round(step.up + step.down)))
+        lines.append((words, *row, ", ".join(f"`{plane.name}`" for plane in size.planes)))
+    return _table(("optimizer", "gather", "scatter", f"{_STEP_ROWS:,} rows", "planes"), lines)
+
+
 # Words of a reason, and what to say of those with it; the last takes all others.
 _REASONS = (
     ("depends on the other rows", "refused: the update of a row, or shared state, depends on the other rows"),
@@ -193,7 +224,9 @@ def _third_party() -> str:
         names.setdefault(kind, {}).setdefault(one["package"], []).append(one["name"])
     order = ["works", *(say for _, say in _REASONS), *sorted(names)]
     kinds = [kind for kind in dict.fromkeys(order) if kind in names]
-    rows = [(kind, ". ".join(f"**{package}**: {', '.join(of)}" for package, of in names[kind].items())) for kind in kinds]
+    rows = [
+        (kind, ". ".join(f"**{package}**: {', '.join(of)}" for package, of in names[kind].items())) for kind in kinds
+    ]
     packages = ", ".join(f"{package} {version}" for package, version in sweep["versions"].items())
     return _classed("cases", _table(("outcome", f"optimizers of {packages}"), rows))
 
@@ -208,6 +241,19 @@ CRITEO_ROWS = (
 def _plan(sizes: Any, **given: Any) -> str:
     """Return what a plan for a machine prints."""
     return f"```text\n{plan(sizes, **given)}\n```"
+
+
+_START = ("quickstart", "move-your-model", "how-it-works", "notebooks", "limits")
+
+
+def _first_screen() -> str:
+    """Return where to begin, beside the picture that README.md shows and the sentence below it."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- in numbers:")[2]
+    picture, sentence = re.findall(r"^(?:!\[.+\]\(.+\)|- .+)$", section, re.MULTILINE)[:2]
+    picture = picture.replace("](bench/", "](../bench/")
+    links = "\n".join(f"- {{doc}}`{page}`" for page in _START)
+    beside = f":::{{container}} start\n**Start here**\n\n{links}\n\n{sentence.removeprefix('- ')}\n:::"
+    return f"::::{{container}} first-screen\n{picture}\n\n{beside}\n::::"
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -233,6 +279,8 @@ TABLES: dict[str, Callable[[], str]] = {
         host_memory="512GB",
         storage_dtype="float8_e4m3fn",
     ),
+    "step bytes": _step_bytes,
+    "first screen": _first_screen,
     **{f"weight {group}": lambda group=group: _weight(group) for group in ("read", "write", "grad", "swap", "train")},
     **{
         f"word2vec {name}": lambda name=name: _options("word2vec", name)
