@@ -91,7 +91,8 @@ def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """Leave only metadata that is the same on every machine, and return the notebook."""
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
     for cell in notebook.cells:
-        cell.metadata = nbformat.from_dict({})
+        # What the site says of a picture.
+        cell.metadata = nbformat.from_dict({key: cell.metadata[key] for key in cell.metadata if key == "mystnb"})
         for output in cell.get("outputs", []):
             if "metadata" in output:
                 output.metadata = nbformat.from_dict({})

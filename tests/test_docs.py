@@ -9,10 +9,12 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
 import typer
+from bs4 import BeautifulSoup
 
 import speedtransfer
 from speedtransfer import errors, speedtorch, word2vec
@@ -77,6 +79,72 @@ def test_figures_and_tables_are_filled_in(site):
         assert flag in text["word2vec"]
     for marker in re.findall(r"^<!-- table: .*-->$", "\n".join(PAGES.values()), re.MULTILINE):
         assert not any(marker in page for page in text.values())
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    """Every page that has a text of ours, parsed: all but the search and the indexes."""
+    made = {"search.html", "genindex.html", "py-modindex.html"}
+    paths = [path for path in sorted(site.rglob("*.html")) if path.name not in made and "_static" not in path.parts]
+    return {path: BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser") for path in paths}
+
+
+def test_every_page_has_one_title(pages):
+    for path, page in pages.items():
+        (title,) = page.article.find_all("h1")
+        assert title.get_text(strip=True), path.name
+        assert page.title.get_text().strip(), path.name
+
+
+def test_pictures_exist_and_say_what_they_show(pages):
+    shown = set()
+    for path, page in pages.items():
+        for picture in page.article.find_all("img"):
+            file = (path.parent / unquote(picture["src"])).resolve()
+            assert file.stat().st_size > 0, (path.name, picture["src"])
+            assert len(picture["alt"].split()) > 1, (path.name, picture["src"])  # and not the name of a file
+            shown.add(file.name)
+    assert {"step.png", "step.svg"} <= shown
+
+
+def test_tables_and_code_scroll_in_their_box(pages):
+    """A phone shows no page wider than itself: tables and code are in the containers for which furo has scrollbars."""
+    count = 0
+    for path, page in pages.items():
+        for table in page.article.select("table.docutils"):
+            assert "table-wrapper" in table.parent["class"], path.name
+            count += 1
+        for code in page.article.find_all("pre"):
+            assert code.find_parent("div", class_="highlight"), path.name
+    assert count > 50
+
+
+def test_links_lead_to_what_is_there(site, pages):
+    named = {path: {tag["id"] for tag in page.find_all(id=True)} for path, page in pages.items()}
+    for path, page in pages.items():
+        for link in page.article.find_all("a", href=True):
+            url = urlsplit(link["href"])
+            if url.scheme:
+                continue
+            target = (path.parent / unquote(url.path)).resolve() if url.path else path
+            assert target.exists(), (path.name, link["href"])
+            if url.fragment and target in named:
+                assert unquote(url.fragment) in named[target], (path.name, link["href"])
+
+
+def test_classes_of_tables_have_a_style():
+    style = (DOCS / "_static" / "site.css").read_text(encoding="utf-8")
+    tables = (DOCS / "reference_tables.py").read_text(encoding="utf-8")
+    names = set(re.findall(r'(?:_classed\("|:class: |container\}\} )([a-z-]+)', tables))
+    assert {"cases", "flags", "first-screen"} <= names
+    for name in names:
+        assert f".{name} " in style or f".{name}." in style, name
+
+
+def test_search_knows_every_page(site):
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    for page in PAGES:
+        assert f'"{page}"' in index, page
 
 
 @pytest.mark.parametrize(("page", "number"), CODE, ids=[f"{page}-{number}" for page, number in CODE])

@@ -85,6 +85,7 @@ def test_outputs_are_written_in_place_and_clean(tmp_path):
     )
     notebook = read(path)
     notebook.metadata["orig_nbformat"] = notebook.cells[1].metadata["tags"] = ["of an editor"]
+    notebook.cells[1].metadata["mystnb"] = {"image": {"alt": "a picture"}}
     nbformat.write(notebook, path)
     done = run(path)
     assert done.returncode == 0, done.stderr
@@ -93,7 +94,7 @@ def test_outputs_are_written_in_place_and_clean(tmp_path):
     assert notebook.cells[1].outputs[0].text == "[] None\n"  # an empty folder, the normal size
     assert notebook.cells[2].outputs[0].data["text/plain"] == "True"
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
-    assert not any(cell.metadata for cell in notebook.cells)
+    assert [set(cell.metadata) for cell in notebook.cells] == [set(), {"mystnb"}, set()]
 
 
 @pytest.mark.parametrize(
