@@ -825,6 +825,7 @@ def test_options(record, monkeypatch, capsys):
                 "tax",
                 "step",
                 "precision",
+                "mixed",
                 "memory",
                 "prefetch",
                 "cache",
