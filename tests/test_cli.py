@@ -116,7 +116,7 @@ def test_runs_as_a_module_and_fails_in_one_line():
         ),
         (["word2vec", "train", "good.txt", "-o", "out", "--memory", "pined"], ["pined", "pinned"]),
         (["word2vec", "train", "good.txt", "-o", "out", "--dim", "-3"], ["dim", "-3"]),
-        (["word2vec", "train", "good.txt", "-o", "out", "--memory", "mmap"], ["mmap", "path"]),
+        (["word2vec", "train", "good.txt", "-o", "out", "--path", "tables"], ["path", "mmap"]),
         (["word2vec", "train", "good.txt", "-o", "out", "--dim", "x"], ["--dim", "integer"]),
         (["word2vec", "train", "good.txt"], ["-o"]),
         (["word2vec", "train", "good.txt", "-o", "out", "--dimm", "3"], ["--dimm"]),

@@ -21,13 +21,15 @@ from gensim.models import KeyedVectors
 from typer.testing import CliRunner
 
 import speedtransfer
+from speedtransfer.checkpoint import save_checkpoint
 from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.word2vec import Settings, Vectors, Vocabulary, rescue
+from speedtransfer.word2vec import NgramVectors, Settings, Vectors, Vocabulary, rescue
 from speedtransfer.word2vec import demo as demo_module
 from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.demo import run_demo
 from speedtransfer.word2vec.output import OutputFolder
 from speedtransfer.word2vec.settings import SETTINGS
+from speedtransfer.word2vec.trainer import Trainer
 
 QUICK = ["--dim", "8", "--epochs", "1", "--device", "cpu", "--quiet"]
 
@@ -334,10 +336,10 @@ def test_words_shown_are_in_the_shipped_corpus():
 
 
 @contextmanager
-def long_training():
-    # SIGINT as a terminal has it, also where the tests run in the background and it is ignored.
+def long_training(handler="default_int_handler"):
+    # SIGINT as a terminal has it, also where the tests run in the background and it is ignored; or ignored.
     code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from speedtransfer import cli; "
+        f"import signal; signal.signal(signal.SIGINT, signal.{handler}); from speedtransfer import cli; "
         "from speedtransfer.word2vec import progress as p; p.LINE_EVERY_S = 0.2; cli.main()"
     )
     root = str(Path(speedtransfer.__file__).parents[1])
@@ -356,11 +358,21 @@ def long_training():
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a signal of the terminal")
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_signal_saves_and_says_so(folder, number):
-    with long_training() as process:
+@pytest.mark.parametrize(
+    ("number", "handler"),
+    [
+        (signal.SIGINT, "default_int_handler"),
+        pytest.param(signal.SIGTERM, "default_int_handler", marks=pytest.mark.slow),
+        (signal.SIGTERM, "SIG_IGN"),  # as in the background jobs of a script
+    ],
+)
+def test_a_signal_saves_and_says_so(folder, number, handler):
+    with long_training(handler) as process:
         lines = iter(process.stderr.readline, "")
         assert any(line.startswith("epoch") for line in lines)  # training has begun
+        if handler == "SIG_IGN":
+            process.send_signal(signal.SIGINT)
+            assert any(line.startswith("epoch") for line in lines)  # it goes on
         process.send_signal(number)
         out, err = process.communicate()
     assert process.returncode == 128 + number
@@ -369,6 +381,7 @@ def test_a_signal_saves_and_says_so(folder, number):
     assert "aborted" not in err  # it came to an orderly end
     assert "vectors: out" in out
     assert names(folder) == ["corpus.txt", "out"]
+    assert names(folder / "out") == ["checkpoint", "settings.json", "vectors.txt", "vocab.txt"]
     assert len(Vectors.load(folder / "out" / "vectors.txt")) == 50
     facts = json.loads((folder / "out" / "settings.json").read_text())
     assert 0 < facts["steps"] < facts["of_steps"]
@@ -442,7 +455,7 @@ def test_resume_without_a_checkpoint_begins(folder):
     assert run(*flags).exit_code == 0
     assert Path("out/vectors.txt").read_bytes() == before
     flags[5] = "pont"
-    fails_with(InvalidValueError, "'out' holds a run but there is no checkpoint in 'pont' to resume; check", *flags)
+    fails_with(InvalidValueError, "'out' holds a run but there is no checkpoint in 'pont' to resume; pass", *flags)
     assert names(folder) == ["corpus.txt", "out", "point"]
     assert run(*flags, "--overwrite").exit_code == 0
 
@@ -482,6 +495,125 @@ def test_nothing_else_goes_into_the_checkpoint(folder, name, flags):
         "--checkpoint", "point", *flags, *QUICK,
     )  # fmt: skip
     assert names(folder) == ["corpus.txt"]
+
+
+def test_vectors_of_words_that_the_corpus_did_not_have(folder):
+    words = ["riverbank", "river", "riverside", "stone", "stones", "milestone"]
+    Path("words.txt").write_text(" ".join(words[(i * i + i // 5) % 6] for i in range(3000)))
+    arguments = ["train", "words.txt", "-o", "run", "--buckets", "50", "--min-n", "3", "--max-n", "4", *QUICK]
+    result = run(*arguments)
+    assert "n-grams: run/ngrams.safetensors" in result.stdout
+    assert names(folder / "run") == ["ngrams.safetensors", "settings.json", "vectors.txt", "vocab.txt"]
+    vectors, ngrams = Vectors.load("run/vectors.txt"), NgramVectors.load("run/ngrams.safetensors")
+    assert (ngrams.matrix.shape, ngrams.min_n, ngrams.max_n) == ((50, 8), 3, 4)
+    expected = vectors.most_similar(ngrams["riverstone"], 3)
+    known = vectors.most_similar("river", 3)
+    shown = ["riverstone: " + ", ".join(f"{word} {cosine:.3f}" for word, cosine in expected)]
+    shown.append("river: " + ", ".join(f"{word} {cosine:.3f}" for word, cosine in known))
+    for where in ("run", "run/vectors.txt"):
+        assert run("nearest", where, "riverstone", "river", "-n", 3).stdout.splitlines() == shown
+    fails_with(KeyError, "'' is not among", "nearest", "run", "riverstone", "")
+    result = run(*arguments[:4], "--overwrite", *QUICK)  # without n-grams now
+    assert names(folder / "run") == ["settings.json", "vectors.txt", "vocab.txt"]
+    fails_with(KeyError, "'riverstone' is not among", "nearest", "run", "riverstone")
+
+
+# --- one run, one folder ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_started_and_resumed_in_its_folder(folder, monkeypatch, fresh_signals):
+    """What a signal interrupted goes on with --resume alone, and ends with the bits of a run without a break."""
+    arguments = ["train", "corpus.txt", "--dim", "8", "--device", "cpu", "--quiet", "--memory", "mmap", "--epochs", "3"]
+    assert run(*arguments, "-o", "whole").exit_code == 0
+    step = Trainer.train_step
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Trainer,
+            "train_step",
+            lambda trainer: (step(trainer), trainer.step == 9 and signal.raise_signal(signal.SIGTERM)),
+        )
+        assert run(*arguments, "-o", "run").exit_code == 143
+    assert {"checkpoint", "tables", "vectors.txt"} <= set(names(folder / "run"))
+    assert json.loads(Path("run/settings.json").read_text())["steps"] == 9
+    fails_with(InvalidValueError, "pass --resume to go on or --overwrite", *arguments, "-o", "run")
+    fails_with(InvalidValueError, "dim is 9 but the checkpoint", *arguments, "-o", "run", "--resume", "--dim", "9")
+    Path("run").rename("moved")
+    result = run(*arguments, "-o", "moved", "--resume", "--curves")
+    assert result.exit_code == 0, result.output
+    assert "note" not in result.stderr
+    assert Path("moved/vectors.txt").read_bytes() == Path("whole/vectors.txt").read_bytes()
+    assert names(folder) == ["corpus.txt", "moved", "whole"]
+    assert names(folder / "moved") == [
+        "checkpoint", "settings.json", "tables", "tensorboard", "vectors.txt", "vocab.txt",
+    ]  # fmt: skip
+    assert names(folder / "whole") == ["settings.json", "tables", "vectors.txt", "vocab.txt"]  # it was not stopped
+    assert names(folder / "whole" / "tables") == ["input.safetensors", "output.safetensors"]
+
+
+def test_resume_starts_a_run_and_overwriting_leaves_nothing_of_it(folder):
+    arguments = ["train", "corpus.txt", "-o", "run", *QUICK]
+    result = run(*arguments, "--resume", "--memory", "mmap", "--curves")
+    assert result.exit_code == 0, result.output
+    assert "there is no checkpoint in 'run/checkpoint' yet: training begins" in result.stderr
+    Path("run/thesis.tex").write_text("precious")
+    assert run(*arguments, "--overwrite", "--seed", "2").exit_code == 0
+    assert names(folder / "run") == ["settings.json", "thesis.tex", "vectors.txt", "vocab.txt"]
+    Path("run/thesis.tex").unlink()
+    fails_with(InvalidValueError, "'run' holds a run but there is no checkpoint in", *arguments, "--resume")
+
+
+def test_resumed_where_nothing_was_saved_before_the_run_was_killed(folder):
+    Path("run/tables").mkdir(parents=True)
+    Path("run/tables/input.safetensors").write_text("half")
+    result = run("train", "corpus.txt", "-o", "run", "--resume", "--memory", "mmap", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert len(Vectors.load("run/vectors.txt")) == 50
+
+
+def test_a_checkpoint_of_something_else_is_not_overwritten(folder):
+    save_checkpoint("run/checkpoint", torch.nn.Linear(1, 1))
+    before = names(folder / "run" / "checkpoint")
+    for flag in ("--overwrite", "--resume"):
+        fails_with(
+            InvalidValueError, "is of no word2vec run; choose another", "train", "corpus.txt", "-o", "run", flag, *QUICK
+        )
+    assert names(folder / "run" / "checkpoint") == before
+
+
+def test_settings_of_a_run_with_tables_in_its_folder_are_for_other_folders_too(folder):
+    assert run("train", "corpus.txt", "-o", "one", "--memory", "mmap", *QUICK).exit_code == 0
+    result = run("train", "corpus.txt", "-o", "two", "--config", "one/settings.json", "--quiet")
+    assert result.exit_code == 0, result.output
+    assert names(folder / "two" / "tables") == ["input.safetensors", "output.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--checkpoint", "point"],
+            "note: --checkpoint is not needed any more: without it the folder is out/checkpoint",
+        ),
+        (
+            ["--tensorboard", "board"],
+            "note: --tensorboard is not needed any more: without it the folder is out/tensorboard",
+        ),
+        (
+            ["--memory", "mmap", "--path", "t"],
+            "note: --path is not needed any more: without it the folder is out/tables",
+        ),
+    ],
+)
+def test_folders_of_their_own_go_on_to_work(folder, flags, said):
+    result = run("train", "corpus.txt", "-o", "out", *flags, *QUICK)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.startswith(said)
+    assert names(folder) == sorted(["corpus.txt", "out", flags[-1]])
+    assert names(folder / "out") == ["settings.json", "vectors.txt", "vocab.txt"]
+    assert names(folder / flags[-1])
+
+
+# --- guards -----------------------------------------------------------------------------------------------------------
 
 
 def test_tables_of_another_run_are_found_before_the_corpus_is_read(folder):

@@ -26,7 +26,7 @@ from speedtransfer.word2vec.output import check_writable
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.schedule import CHOSEN
 from speedtransfer.word2vec.settings import Settings
-from speedtransfer.word2vec.tablefiles import table_files
+from speedtransfer.word2vec.tablefiles import remove_tables, table_files
 from speedtransfer.word2vec.trainer import Trainer
 
 _HASH_CHUNK = 1 << 20  # words
@@ -49,6 +49,8 @@ class Checkpoints:
         Go on from the checkpoint in `path`, if there is one (`resumes` tells); begin otherwise.
     overwrite : bool
         Replace the checkpoint of another run at the first save.
+    when_stopped : bool
+        Save at a signal to stop, and at no other time.
 
     Raises
     ------
@@ -59,9 +61,14 @@ class Checkpoints:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], every: int | None = None, resume: bool = False, overwrite: bool = False
+        self,
+        path: str | os.PathLike[str],
+        every: int | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+        when_stopped: bool = False,
     ) -> None:
-        self.path = Path(path)
+        self.path, self._when_stopped = Path(path), when_stopped
         self.resumes = resume and os.path.lexists(self.path / manifest.NAME)
         self._begins = resume and not self.resumes
         self.every = None if every is None else check_size(every, "checkpoint_every", 1)
@@ -79,6 +86,8 @@ class Checkpoints:
             raise InvalidValueError(
                 f"{str(self.path)!r} holds the checkpoint of a run; resume it, or choose another folder for this run"
             )
+        if os.path.lexists(self.path / manifest.NAME):
+            _facts_of_run(self.path)
 
     def check_settings(self, settings: Settings) -> None:
         """Raise `InvalidValueError` where the saved run had other settings than this one."""
@@ -95,10 +104,13 @@ class Checkpoints:
         chosen = {name: self._facts["settings"][name] for name in CHOSEN if getattr(settings, name) is None}
         return dataclasses.replace(settings, **chosen)
 
-    def restore(self, corpus: Corpus, settings: Settings, progress: TrainingProgress) -> Trainer:
+    def restore(
+        self, corpus: Corpus, settings: Settings, progress: TrainingProgress, own_tables: bool = False
+    ) -> Trainer:
         """Return a trainer over `corpus` as the saved one was.
 
-        Table files of the saved run are replaced: they may be ahead of the checkpoint.
+        Table files of the saved run are replaced: they may be ahead of the checkpoint. With `own_tables` those in
+        `settings.path` are such files, wherever they were when they were saved.
 
         Raises
         ------
@@ -109,7 +121,8 @@ class Checkpoints:
         """
         settings = self.complete(settings)
         self._check_corpus(corpus)
-        self._remove_tables(settings)
+        if own_tables or self._facts["settings"]["path"] == _comparable(settings)["path"]:
+            self._remove_tables(settings)
         trainer = Trainer(corpus, settings)
         try:
             load_checkpoint(self.path, trainer.model, trainer.optimizer, progress=False)
@@ -134,11 +147,12 @@ class Checkpoints:
             self._say(f"there is no checkpoint in {str(self.path)!r} yet: training begins at the first step")
 
     def after_step(self, trainer: Trainer) -> None:  # noqa: D102 (Watcher)
-        if trainer.step % (self.every or math.ceil(trainer.steps_an_epoch)) == 0 and trainer.step < trainer.num_steps:
+        is_due = trainer.step % (self.every or math.ceil(trainer.steps_an_epoch)) == 0
+        if is_due and trainer.step < trainer.num_steps and not self._when_stopped:
             self._try_to_save(trainer)
 
     def finish(self, trainer: Trainer) -> None:  # noqa: D102 (Watcher)
-        if self._saved_step != trainer.step:
+        if self._saved_step != trainer.step and (trainer.interrupted or not self._when_stopped):
             self._try_to_save(trainer)
         if trainer.interrupted and self._saved_step == trainer.step:
             self._say(f"checkpoint in {str(self.path)!r}: resume it to train on from here")
@@ -185,6 +199,14 @@ class Checkpoints:
         )
         self._saved_step, self._last = trainer.step, self._stamp()
 
+    def remove(self) -> None:
+        """Remove the checkpoint of an earlier run, which `overwrite` lets this one replace."""
+        names = manifest.names_in(self.path) if os.path.lexists(self.path / manifest.NAME) else None
+        if names and not self.resumes:
+            for name in (manifest.NAME, *names):  # without a manifest the others are none
+                (self.path / name).unlink(missing_ok=True)
+            self._last = None
+
     def _stamp(self) -> tuple[int, int] | None:
         """Return what changes whenever a checkpoint is saved; None without one."""
         try:
@@ -211,24 +233,16 @@ class Checkpoints:
 
     def _remove_tables(self, settings: Settings) -> None:
         """Remove the table files of the saved run, once it is sure that the checkpoint can replace them."""
-        if settings.path is None or self._facts["settings"]["path"] != os.path.abspath(settings.path):
-            return
         tables = [file for file in table_files(settings.path) if file.exists()]
         if tables:
             with ExitStack() as stack:
                 for reader in open_checkpoint(self.path, stack)[1].values():
                     reader.check(lambda num_bytes: None)
-        for table in tables:
-            try:
-                table.unlink()
-            except OSError as error:
-                raise StorageError(
-                    f"cannot replace table {str(table)!r} ({error.strerror}); check the permissions of its folder"
-                ) from error
+        remove_tables(settings.path)
 
 
-def _read_facts(path: Path) -> dict[str, Any]:
-    """Return what a run has saved in the checkpoint at `path` beside its tensors."""
+def _facts_of_run(path: Path) -> dict[str, Any]:
+    """Return what a run, of any version, has saved in the checkpoint at `path` beside its tensors."""
     content = manifest.parse(manifest.read_bytes(path), path / manifest.NAME)
     try:
         facts: dict[str, Any] = decode(content["extra"], _no_tensor)["word2vec"]
@@ -237,6 +251,12 @@ def _read_facts(path: Path) -> dict[str, Any]:
         is_run = False
     if not is_run:
         raise InvalidValueError(f"the checkpoint in {str(path)!r} is of no word2vec run; choose another folder")
+    return facts
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    """Return what a run has saved at `path`, if this version can go on from there."""
+    facts = _facts_of_run(path)
     if facts.get("gradients") != GRADIENTS:
         raise InvalidValueError(
             f"the run in {str(path)!r} was begun by another version of speedtransfer, which makes other steps; begin "

@@ -6,14 +6,13 @@ What needs torch is imported when a command runs: ``--help`` answers without it.
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from speedtransfer.errors import InvalidValueError, format_bytes
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec import commands_vectors
 from speedtransfer.word2vec.config import read_config
 from speedtransfer.word2vec.settings import SETTINGS, Settings
@@ -81,13 +80,22 @@ def _as_option(name: str, kind: Any) -> Any:
     ]
 
 
-def _read_settings(ctx: typer.Context, config: Path | None, options: list[str], flags: dict[str, Any]) -> Settings:
-    """Return the settings: flags that were given win over the file, and the file over the defaults."""
+def _read_settings(
+    ctx: typer.Context, config: Path | None, options: list[str], flags: dict[str, Any], output: Path
+) -> Settings:
+    """Return the settings: flags that were given win over the file, and the file over the defaults.
+
+    Table files have their place in the folder `output`, unless another is named.
+    """
     values = {} if config is None else read_config(config)
     for name, value in flags.items():
         source = ctx.get_parameter_source(name)
         if source is None or not source.name.startswith("DEFAULT"):
             values[name] = value
+    if values.get("memory") == "mmap" and values.get("path") is None:
+        from speedtransfer.word2vec.output import TABLES
+
+        values["path"] = output / TABLES
     values["options"] = {**(values.get("options") or {}), **_parse_options(options)}
     return Settings(**values)
 
@@ -100,23 +108,24 @@ def train(
         str,
         typer.Argument(metavar="CORPUS", help="Text file (.gz and .xz too), folder of them, or - for standard input."),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="New folder for vectors, vocabulary and settings.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder of the run: vectors, vocabulary, settings, checkpoint.")
+    ],
     config: Annotated[
         Path | None, typer.Option(help="TOML file of settings, or the settings.json of a run; flags win over it.")
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Start, or go on with the run in the output folder; saves a checkpoint each epoch."
+        ),
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     option: Annotated[
         list[str] | None,
         typer.Option(help="Optimizer argument, name=value; repeatable.", rich_help_panel="Optimizer"),
     ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder to save the state of training in; at Ctrl-C, SIGTERM and the end, too.")
-    ] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between saves.", show_default="an epoch")] = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Go on from the checkpoint, if there is one, with the same settings."),
-    ] = False,
-    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard: curves, frequent words.")] = None,
     evaluate: Annotated[
         list[Path] | None,
         typer.Option(
@@ -130,75 +139,51 @@ def train(
         str,
         typer.Option(help="Format of the vectors: txt, vec, bin, safetensors, glove or kv.", rich_help_panel="Output"),
     ] = "txt",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps between checkpoints.",
+            show_default="an epoch with --resume, else at Ctrl-C and SIGTERM",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    curves: Annotated[
+        bool,
+        typer.Option("--curves", help="Write TensorBoard's curves into the output folder.", rich_help_panel="Output"),
+    ] = False,
+    # Folders of their own, from before the run had one.
+    checkpoint: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    tensorboard: Annotated[Path | None, typer.Option(hidden=True)] = None,
     **flags: Any,
 ) -> None:
-    """Train vectors on a corpus. Ctrl-C and SIGTERM stop early and save what there is (exit codes 130 and 143)."""
-    from speedtransfer.cuda import resolve_device
-    from speedtransfer.ranks import is_first, joined
-    from speedtransfer.word2vec.output import VECTORS, OutputFolder, check_apart, check_format
-    from speedtransfer.word2vec.progress import TrainingProgress
-    from speedtransfer.word2vec.rescue import save_or_rescue, warn_of_little_room
-    from speedtransfer.word2vec.run import Run, Watching
-    from speedtransfer.word2vec.stopping import StopOnSignal
-    from speedtransfer.word2vec.tablefiles import table_files
-    from speedtransfer.word2vec.text import find_files
-    from speedtransfer.word2vec.trainer import Trainer
+    """Train vectors on a corpus. Ctrl-C and SIGTERM stop early and save what there is (exit codes 130 and 143).
 
-    settings = _read_settings(ctx, config, option or [], flags)
-    suffix = check_format(format)
-    if checkpoint is not None:
-        check_apart("output", output, checkpoint)
-    folder = OutputFolder(
-        output,
-        overwrite or resume,
-        remedy=" or pass --overwrite",
-        only_own=resume and not overwrite,  # the run that is resumed has left its files there when it was interrupted
-        within=[path for path in (checkpoint, tensorboard) if path is not None] + table_files(settings.path),
-    )
-    run = Run(
-        settings,
-        Watching(checkpoint, checkpoint_every, resume, tensorboard, evaluate or [], evaluate_every, overwrite),
-    )
-    if resume and not run.resumes and not overwrite and folder.holds_a_run:
-        raise InvalidValueError(
-            f"output folder {str(output)!r} holds a run but there is no checkpoint in {str(checkpoint)!r} to resume; check "
-            "the path of the checkpoint, or pass --overwrite to begin anew"
-        )
-    if corpus != "-":
-        find_files(corpus)
-    with folder, ExitStack() as saving:
-        others = saving.enter_context(joined(resolve_device(settings.device)))
-        if others is not None and (tensorboard is not None or settings.path is not None):
-            raise InvalidValueError("tensorboard and path are for one process; leave them out with torchrun")
-        stop = StopOnSignal()
+    All files of the run are in the output folder. The same command with --resume goes on after a stop or a crash.
+    """
+    from speedtransfer.word2vec.output import BOARD, CHECKPOINT, TABLES
+    from speedtransfer.word2vec.run import Watching
+    from speedtransfer.word2vec.run_folder import train_into
 
-        def begin(trainer: Trainer) -> None:
-            # From the first step until all is saved a signal ends nothing but training.
-            saving.enter_context(stop)
-            if is_first():
-                warn_of_little_room(folder, trainer, suffix, progress.say)
-
-        with TrainingProgress(not quiet and is_first()) as progress:
-            trainer = run.train(corpus, progress, begin)
-        # All processes have some of the vectors, one writes them.
-        trainer.keep_vectors()
-        first = is_first()
-        if first:
-            save_or_rescue(folder, trainer, corpus, suffix)
-    if not first:
-        _exit_after(stop.requested)
-        return
-    to_device, back = trainer.moved_bytes
-    typer.echo(
-        f"{len(trainer.corpus.vocabulary):,} words, {trainer.num_steps:,} steps of {trainer.block_words:,} words (epochs: "
-        f"{trainer.epochs}), {trainer.elapsed_s:.1f} s of training, "
-        f"{trainer.words_per_s:,.0f} words/s, loss {trainer.loss:.3f}; rows moved: {format_bytes(to_device)} in, "
-        f"{format_bytes(back)} out"
+    settings = _read_settings(ctx, config, option or [], flags, output)
+    for name, folder, instead in (
+        ("checkpoint", checkpoint, f"{output / CHECKPOINT}, and --resume alone starts or goes on"),
+        ("tensorboard", tensorboard, f"{output / BOARD} with --curves"),
+        ("path", flags["path"], f"{output / TABLES}"),
+    ):
+        if folder is not None:
+            typer.echo(f"note: --{name} is not needed any more: without it the folder is {instead}", err=True)
+    watching = Watching(
+        checkpoint=checkpoint or output / CHECKPOINT,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        tensorboard=tensorboard or (output / BOARD if curves else None),
+        evaluate=evaluate or [],
+        evaluate_every=evaluate_every,
+        overwrite=overwrite,
+        when_stopped=not (resume or checkpoint or checkpoint_every),
+        folder=output,
     )
-    typer.echo(f"vectors: {folder.path / (VECTORS + suffix)}")
-    _exit_after(stop.requested)
+    _exit_after(train_into(output, corpus, settings, watching, format, quiet, typer.echo))
 
 
 @app.command()

@@ -5,6 +5,7 @@ What needs torch is imported when a command runs: ``--help`` answers without it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ import typer
 from speedtransfer.errors import InvalidValueError
 
 if TYPE_CHECKING:
+    import numpy as np
     from rich.table import Table
 
     from speedtransfer.word2vec.evaluation import Analogies, Section, Similarity
@@ -38,6 +40,22 @@ def _load(path: Path, max_words: int | None = None) -> Vectors:
     from speedtransfer.word2vec.vectors import Vectors
 
     return Vectors.load(find_vectors(path), max_words)
+
+
+def _unseen(path: Path, words: list[str], known: Vectors) -> dict[str, np.ndarray]:
+    """Return the vectors of those of `words` that only have n-grams; raise one `UnknownWordError` for all without a vector."""
+    from speedtransfer.word2vec.ngram_vectors import NgramVectors
+    from speedtransfer.word2vec.output import find_ngrams
+    from speedtransfer.word2vec.vectors import UnknownWordError
+
+    file, found = find_ngrams(path), {}
+    ngrams = None if file is None else NgramVectors.load(file)
+    for word in words:
+        if ngrams is not None and word not in known:
+            with contextlib.suppress(UnknownWordError):  # too short to have n-grams
+                found[word] = ngrams[word]
+    known[[word for word in words if word not in found]]
+    return found
 
 
 def _check_new(path: Path, overwrite: bool) -> None:
@@ -133,11 +151,14 @@ def nearest(
     words: Annotated[list[str], typer.Argument(metavar="WORD...", help="Words to look up.", show_default=False)],
     number: Annotated[int, typer.Option("-n", "--number", help="Number of neighbours.")] = 10,
 ) -> None:
-    """Show the words nearest to each WORD, with their cosines."""
+    """Show the words nearest to each WORD, with their cosines; of a run with --buckets, WORD may be any.
+
+    A word that the corpus did not have gets its vector from its character n-grams.
+    """
     loaded = _load(vectors)
-    loaded[words]  # one message for all that are unknown
+    unseen = _unseen(vectors, words, loaded)
     for word in words:
-        typer.echo(f"{word}: {_listed(loaded.most_similar(word, number))}")
+        typer.echo(f"{word}: {_listed(loaded.most_similar(unseen.get(word, word), number))}")
 
 
 def _listed(found: list[tuple[str, float]]) -> str:

@@ -25,7 +25,11 @@ VECTORS = "vectors"
 VOCABULARY = "vocab.txt"
 SETTINGS = "settings.json"
 PICTURE = "words.png"
-OWN_FILES = frozenset({VOCABULARY, SETTINGS, PICTURE, *(VECTORS + suffix for suffix in FORMATS)})
+NGRAMS = "ngrams.safetensors"
+OWN_FILES = frozenset({VOCABULARY, SETTINGS, PICTURE, NGRAMS, *(VECTORS + suffix for suffix in FORMATS)})
+# Folders within that of a run: its state, the files of memory "mmap", TensorBoard's.
+CHECKPOINT, TABLES, BOARD = "checkpoint", "tables", "tensorboard"
+OWN_FOLDERS = frozenset({CHECKPOINT, TABLES, BOARD})
 
 
 class OutputFolder:
@@ -70,7 +74,7 @@ class OutputFolder:
         if self.path.exists() and not overwrite:
             raise InvalidValueError(f"output folder {str(path)!r} exists; choose another folder{remedy}")
         if only_own and self.path.exists():
-            own = OWN_FILES.union(*(_below(self.path, folder).parts[:1] for folder in within))
+            own = (OWN_FILES | OWN_FOLDERS).union(*(_below(self.path, folder).parts[:1] for folder in within))
             others = sorted(set(os.listdir(self.path)) - own)
             if others:
                 raise InvalidValueError(
@@ -188,8 +192,8 @@ def check_format(name: str) -> str:
     return suffix
 
 
-def save_run(folder: Path, trainer: Trainer, corpus: str, suffix: str = ".txt") -> None:
-    """Write vectors, vocabulary and settings of a run into `folder`.
+def save_run(folder: Path, trainer: Trainer, corpus: str, suffix: str = ".txt", run_folder: Path | None = None) -> None:
+    """Write vectors, those of n-grams if any, vocabulary and settings of a run into `folder`.
 
     Parameters
     ----------
@@ -199,15 +203,23 @@ def save_run(folder: Path, trainer: Trainer, corpus: str, suffix: str = ".txt") 
         What the settings call the corpus.
     suffix : str
         Of the vector file.
+    run_folder : Path, optional
+        The folder of the run: settings do not name table files in there, since those of another run with them are elsewhere.
     """
+    settings = trainer.settings.as_dict()
+    if run_folder is not None and trainer.settings.path == run_folder / TABLES:
+        settings["path"] = None
     trainer.vectors().save(folder / (VECTORS + suffix))
     trainer.corpus.vocabulary.save(folder / VOCABULARY)
+    ngrams = trainer.ngram_vectors()
+    if ngrams is not None:
+        ngrams.save(folder / NGRAMS)
     facts: dict[str, Any] = {
         "versions": _versions(),
         "device": str(trainer.model.input.table.device),
         "threads": torch.get_num_threads(),
         "corpus": corpus,
-        "settings": trainer.settings.as_dict(),
+        "settings": settings,
         "corpus_words": trainer.corpus.num_raw_words,
         "vocabulary_words": len(trainer.corpus.vocabulary),
         "steps": trainer.step,
@@ -249,3 +261,9 @@ def find_vectors(path: str | os.PathLike[str]) -> Path:
                 return path / (VECTORS + suffix)
         raise StorageError(f"folder {str(path)!r} holds no {VECTORS} file ({', '.join(FORMATS)}); pass the file itself")
     return path
+
+
+def find_ngrams(path: str | os.PathLike[str]) -> Path | None:
+    """Return the file of n-gram vectors beside the vectors at `path`, a file or the folder of a run; None without one."""
+    found = find_vectors(path).with_name(NGRAMS)
+    return found if found.exists() else None

@@ -21,7 +21,8 @@ def warn_of_little_room(folder: OutputFolder, trainer: Trainer, suffix: str, say
     while not above.exists():
         above = above.parent
     free = shutil.disk_usage(above).free
-    needed = len(trainer.corpus.vocabulary) * trainer.settings.dim * _BYTES_A_NUMBER.get(suffix, 4)
+    settings = trainer.settings
+    needed = settings.dim * (len(trainer.corpus.vocabulary) * _BYTES_A_NUMBER.get(suffix, 4) + settings.buckets * 4)
     if needed > free:
         say(
             f"output folder {str(folder.path)!r} has {format_bytes(free)} free but the vectors will take about "
@@ -38,7 +39,7 @@ def save_or_rescue(folder: OutputFolder, trainer: Trainer, corpus: str, suffix: 
         `folder` cannot be written; the message names the place where the vectors are instead.
     """
     try:
-        save_run(folder.staging, trainer, corpus, suffix)
+        save_run(folder.staging, trainer, corpus, suffix, folder.path)
         folder.commit()
         return
     except OSError as error:
@@ -50,7 +51,7 @@ def save_or_rescue(folder: OutputFolder, trainer: Trainer, corpus: str, suffix: 
         kept: Path | None = None
         try:
             kept = Path(tempfile.mkdtemp(dir=place, prefix="speedtransfer-vectors-"))
-            save_run(kept, trainer, corpus, suffix)
+            save_run(kept, trainer, corpus, suffix, folder.path)
         except OSError:
             if kept is not None:
                 shutil.rmtree(kept, ignore_errors=True)

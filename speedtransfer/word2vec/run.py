@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from typing_extensions import Unpack
 
@@ -15,14 +17,14 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables import PathLike
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.output import check_apart
+from speedtransfer.word2vec.output import BOARD, CHECKPOINT, OWN_FOLDERS, TABLES, check_apart
 from speedtransfer.word2vec.periodic import Evaluations
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.settings import MoreSettings, Settings, check_path
 from speedtransfer.word2vec.signature import shows_settings
 from speedtransfer.word2vec.stopping import exit_code
-from speedtransfer.word2vec.tablefiles import check_no_tables
-from speedtransfer.word2vec.tensorboard import TensorBoard
+from speedtransfer.word2vec.tablefiles import check_no_tables, remove_tables
+from speedtransfer.word2vec.tensorboard import TensorBoard, remove_curves
 from speedtransfer.word2vec.text import Source
 from speedtransfer.word2vec.trainer import Trainer, Watcher
 from speedtransfer.word2vec.vectors import Vectors
@@ -32,7 +34,8 @@ from speedtransfer.word2vec.vectors import Vectors
 class Watching:
     """What is done beside training, and changes none of its bits; the attributes are arguments of `train`.
 
-    `overwrite` lets the checkpoint of another run be replaced.
+    `overwrite` lets the checkpoint of another run be replaced; with `when_stopped` one is saved at a signal to stop and at no
+    other time. `folder` is that of the run: what an earlier run left of checkpoint, tables and curves in there gives way.
     """
 
     checkpoint: PathLike | None = None
@@ -42,6 +45,8 @@ class Watching:
     evaluate: Sequence[PathLike] = ()
     evaluate_every: float = 1.0
     overwrite: bool = False
+    when_stopped: bool = False
+    folder: Path | None = None
 
 
 class Run:
@@ -75,15 +80,36 @@ class Run:
         self.checkpoints = None
         if watching.checkpoint is not None:
             self.checkpoints = Checkpoints(
-                watching.checkpoint, watching.checkpoint_every, watching.resume, watching.overwrite
+                watching.checkpoint,
+                watching.checkpoint_every,
+                watching.resume,
+                watching.overwrite,
+                watching.when_stopped,
             )
             if self.checkpoints.resumes:
                 self.checkpoints.check_settings(settings)
         elif watching.resume or watching.checkpoint_every is not None:
             given = "resume" if watching.resume else "checkpoint_every"
             raise InvalidValueError(f"{given} was given but no checkpoint, the folder; pass checkpoint")
-        if settings.path is not None and not self.resumes:
+        self._folder = watching.folder
+        if settings.path is not None and not self.resumes and not self._has_own(settings.path, TABLES):
             check_no_tables(settings.path)
+
+    def _has_own(self, path: PathLike | None, name: str) -> bool:
+        """Tell whether `path` is the folder `name` within that of the run."""
+        return self._folder is not None and path is not None and Path(path) == self._folder / name
+
+    def _clear(self) -> None:
+        """Remove from the folder of the run what an earlier one left there that this one does not go on from."""
+        if self._folder is None:
+            return
+        remove_tables(self._folder / TABLES)
+        remove_curves(self._folder / BOARD)
+        if self.checkpoints is not None and self._has_own(self.checkpoints.path, CHECKPOINT):
+            self.checkpoints.remove()
+        for name in OWN_FOLDERS:
+            with contextlib.suppress(OSError):  # it does not exist, or has something else in it
+                (self._folder / name).rmdir()
 
     @property
     def resumes(self) -> bool:
@@ -126,8 +152,9 @@ class Run:
                 seed=settings.seed,
             )
         if self.checkpoints is not None and self.checkpoints.resumes:
-            trainer = self.checkpoints.restore(corpus, settings, progress)
+            trainer = self.checkpoints.restore(corpus, settings, progress, self._has_own(settings.path, TABLES))
         else:
+            self._clear()
             trainer = Trainer(corpus, settings)
         try:
             with ExitStack() as stack:

@@ -25,6 +25,17 @@ def check_no_tables(folder: str | os.PathLike[str]) -> None:
             )
 
 
+def remove_tables(folder: str | os.PathLike[str] | None) -> None:
+    """Remove the tables in `folder`, if any; raise `StorageError` where that fails."""
+    for table in table_files(folder):
+        try:
+            table.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot replace table {str(table)!r} ({error.strerror}); check the permissions of its folder"
+            ) from error
+
+
 class TableFiles:
     """Where the tables of a model have their files; makes the folder for them.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,14 @@ class TensorBoard:
             named = {"metadata": vectors.words, "global_step": trainer.step, "tag": "words"}
             self._write("add_embedding", vectors.matrix, **named)
         self._write("flush")
+
+
+def remove_curves(path: Path) -> None:
+    """Remove what a run has written to the folder `path`, and nothing else in it."""
+    for file in [*path.glob("events.out.tfevents.*"), *path.glob("projector_config.pbtxt")]:
+        file.unlink(missing_ok=True)
+    for projected in path.glob("[0-9]*/words/tensors.tsv"):  # `finish`
+        shutil.rmtree(projected.parents[1], ignore_errors=True)
 
 
 def _import_writer() -> Any:

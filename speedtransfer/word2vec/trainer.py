@@ -17,6 +17,7 @@ from speedtransfer.errors import InvalidValueError
 from speedtransfer.ranks import exchange_of, world
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.model import Word2Vec
+from speedtransfer.word2vec.ngram_vectors import NgramVectors
 from speedtransfer.word2vec.optimizers import block_rate, make_optimizer, set_lr
 from speedtransfer.word2vec.outcome import (
     MOST_WORDS,
@@ -129,6 +130,7 @@ class Trainer:
         self.evaluation: list[dict[str, Any]] = []
         self._blocks: Iterator[Block] | None = None
         self._kept: Vectors | None = None
+        self._kept_ngrams: NgramVectors | None = None
         self._corpus_words, self._has_learned = 0, False
         self._loss_sum = self._pair_sum = 0.0
         self._losses = Losses()
@@ -328,9 +330,12 @@ class Trainer:
         self.model.discard()
 
     def keep_vectors(self) -> None:
-        """Let `vectors` return those of now from here on; of several processes, which have them together, all call this."""
+        """Let `vectors` and `ngram_vectors` return those of now from here on.
+
+        Several processes have them together, so all call this.
+        """
         if self._ranks > 1:
-            self._kept = self.vectors()
+            self._kept, self._kept_ngrams = self.vectors(), self.ngram_vectors()
 
     def vectors(self, num_words: int | None = None) -> Vectors:
         """Return the vectors as they are now, or those of the `num_words` most frequent words.
@@ -341,6 +346,12 @@ class Trainer:
             return self._kept
         vocabulary, some = self.corpus.vocabulary, slice(num_words)
         return Vectors(vocabulary.words[some], self.model.word_vectors(num_words), vocabulary.counts[some])
+
+    def ngram_vectors(self) -> NgramVectors | None:
+        """Return the rows of the n-grams as they are now; None where `buckets` is 0."""
+        if self._kept_ngrams is not None or self.model.subwords is None:
+            return self._kept_ngrams
+        return self.model.ngram_vectors()
 
 
 @contextlib.contextmanager
