@@ -9,7 +9,7 @@ import torch
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from torch import nn
 
-from speedtransfer.benchmark import mixed, mixed_memory, mixed_training
+from speedtransfer.benchmark import mixed, mixed_memory
 from speedtransfer.benchmark.headlines import headlines
 from speedtransfer.benchmark.measure import CaseResult, GroupResult, WrongResultError, measure
 from speedtransfer.benchmark.mixed_text import read_windows
@@ -21,7 +21,7 @@ from speedtransfer.nn import Embedding
 
 CPU = torch.device("cpu")
 FAST = {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01}
-TINY = Sizes(context=2, classes=50, dim=8, hidden=16, layers=2, windows=5120, epochs=1, held_out=1000)
+TINY = Sizes(context=2, classes=50, dim=8, hidden=16, layers=2, windows=5120, epochs=1, held_out=1000, lr=1e-2)
 NAMES = ["FP32", "BF16, all of it", "AMP, bfloat16", "AMP, float16 + GradScaler", "FP32, rows in BF16"]
 ENVIRONMENT = {"device": "CPU", "cuda": False, "versions": {}, "commit": "abc", "dirty": False, "date": "2026-01-02"}
 
@@ -43,7 +43,6 @@ def small(monkeypatch):
         return {form.name: {"host_bytes": 1000 * number} for number, form in enumerate(forms, start=1)}
 
     monkeypatch.setattr(mixed, "_QUICK", TINY)
-    monkeypatch.setattr(mixed_training, "LR", 1e-2)  # little is enough to learn something
     monkeypatch.setattr(mixed_memory, "of_host", of_host)
     # Whatever else this machine does.
     monkeypatch.setattr(mixed, "_MOST_STEP_S", math.inf)

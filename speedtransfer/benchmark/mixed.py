@@ -32,9 +32,12 @@ NOTE = (
 ACCURACY, LOSS, WOULD_TAKE = "accuracy", "loss", "would_take_s"
 FAR = 1.05  # times the loss of FP32 is the most that another form may end with, but for one without float32 weights
 
-_CPU = Sizes(context=4, classes=2000, dim=64, hidden=256, layers=1, windows=61_440, epochs=2, held_out=20_000)
-_CUDA = Sizes(context=8, classes=2000, dim=256, hidden=4096, layers=2, windows=102_400, epochs=2, held_out=20_000)
-_QUICK = Sizes(context=2, classes=500, dim=16, hidden=32, layers=1, windows=8_192, epochs=1, held_out=2_000)
+_CPU = Sizes(context=4, classes=2000, dim=64, hidden=256, layers=1, windows=61_440, epochs=2, held_out=20_000, lr=1e-3)
+# Wide layers want small steps.
+_CUDA = Sizes(
+    context=8, classes=2000, dim=256, hidden=4096, layers=2, windows=102_400, epochs=2, held_out=20_000, lr=2.5e-4
+)
+_QUICK = Sizes(context=2, classes=500, dim=16, hidden=32, layers=1, windows=8_192, epochs=1, held_out=2_000, lr=1e-3)
 _BATCHES, _QUICK_BATCHES = (128, 256, 512, 1024, 2048), (128, 512)
 # A form that takes far longer than FP32 says so by few steps: the others are to have their turn.
 _MOST_STEP_S, _MOST_TRAINING_S, _MOST_TIMES = 1.0, 10.0, 3.0

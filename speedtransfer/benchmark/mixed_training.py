@@ -20,7 +20,7 @@ from speedtransfer.benchmark.mixed_text import Windows
 from speedtransfer.errors import DeviceError
 from speedtransfer.nn import Embedding
 
-LR, LR_BATCH = 1e-3, 128  # of AdamW, at this batch size; at others it grows with the root of the batch
+LR_BATCH = 128  # that a learning rate is for; at others it grows with the root of the batch
 _EVALUATED_AT_ONCE = 2048
 
 
@@ -35,6 +35,8 @@ class Sizes(NamedTuple):
         Values of a row; units of a hidden layer; hidden layers.
     windows, epochs, held_out : int
         Windows to train on, times that they are gone through, and windows to be judged by.
+    lr : float
+        AdamW's learning rate at batches of `LR_BATCH`.
     """
 
     context: int
@@ -45,6 +47,7 @@ class Sizes(NamedTuple):
     windows: int
     epochs: int
     held_out: int
+    lr: float
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ class Training:
             model = NextWord(self.sizes, self.windows.num_words, self.device, self._table, **form.options)
         if form.whole:
             model = model.to(form.computed)
-        lr = LR * math.sqrt(self.batch / LR_BATCH)
+        lr = self.sizes.lr * math.sqrt(self.batch / LR_BATCH)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=form.computed == torch.float16)
         self._batches = self._all_batches()
