@@ -29,7 +29,7 @@ def draw(result: dict[str, Any]) -> Any:
     for number, (kind, run) in enumerate(runs.items()):
         steps = range(1, len(run["losses"]) + 1)
         # Lines of the same numbers lie on each other, the thinner ones above.
-        colour, width = QUIET if kind == ONE else COLOURS[number], 2 * (len(runs) - number) - 1
+        colour, width = QUIET if kind == ONE else COLOURS[number], 1.0 + 1.2 * (len(runs) - number - 1)
         losses.plot(steps, run["losses"], label=kind, color=colour, lw=width)
         if kind != ONE:
             differences.plot(steps, run["differences"], color=colour, lw=width)
