@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -147,3 +148,52 @@ def test_what_makes_no_sense_of_one_process_is_refused(run, arguments, words):
     code, _, err = run(*TABLE, *arguments)
     assert code == 2
     assert words in err
+
+
+FAST = ["--rows", "1000", "--dim", "8", "--machine", "h200", "--host-memory", "512GB"]
+
+
+def test_another_machine(run):
+    code, out, _ = run(*FAST, "--batch", "64", "--lookups", "2", "--dense-ms", "1")
+    assert code == 0
+    assert "h200: 141 GB of" in out
+    assert "estimated" in out
+    assert "recommended: " in out
+
+
+def test_several_tables_as_json_and_a_picture(run, tmp_path):
+    picture = tmp_path / "plan.png"
+    code, out, _ = run(*FAST, "--rows", "2000", "--batch", "64", "--json", "-", "--picture", str(picture))
+    assert code == 0
+    found = json.loads(out)
+    assert [(table["rows"], table["dim"], table["lookups"]) for table in found["tables"]] == [
+        (1000, 8, 64),
+        (2000, 8, 64),
+    ]
+    assert picture.stat().st_size > 5000
+    code, _, _ = run(*FAST, "--batch", "64", "--json", str(tmp_path / "plan.json"))
+    assert code == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["batch"] == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch", "0"], "--batch is 0 but must be at least 1"),
+        (["--lookups", "0.5"], "--lookups is 0.5 but must be a number from 1 on"),
+        (["--lookups", "nan"], "--lookups is nan"),
+        (["--dim", "8", "--dim", "9"], "--dim is given 3 times and --rows 1"),
+        (["--rows", "5", "--lookups", "2", "--unique", "2"], "--unique is 2.0 for 2 tables"),
+        (["--rows", "5", "--lookups", "2", "--ranks", "2"], "--ranks is for one table"),
+        (["--picture", "none/plan.png"], "cannot write 'none/plan.png' (there is no folder 'none')"),
+        (["--json", "none/plan.json"], "cannot write 'none/plan.json'"),
+        (["--machine", "h2000"], "machine is 'h2000'"),
+        (["--dense-ms", "-1"], "--dense-ms is -1.0"),
+        (["--rows", "1e15"], "rows of 'table1' is 1000000000000000 but must be at most 2**48"),
+    ],
+)
+def test_what_makes_no_sense_of_a_plan_is_refused(run, arguments, words):
+    code, _, err = run(*FAST, *arguments)
+    assert code == 2
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
