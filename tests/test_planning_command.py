@@ -197,3 +197,45 @@ def test_what_makes_no_sense_of_a_plan_is_refused(run, arguments, words):
     assert code == 2
     assert words in err
     assert len(err.strip().splitlines()) == 1
+
+
+RANKED = ["--rows", "1e6", "--dim", "64", "--lookups", "65536", "--rank", "--host-memory", "64GB"]
+
+
+def test_machines_are_ranked(run, tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text("base: h200\nname: mine\nhourly_price: 3\ncurrency: EUR\n")
+    out = tmp_path / "ranking.json"
+    code, text, _ = run(*RANKED, "--machine", str(own), "--json", str(out), "--picture", str(tmp_path / "rank.png"))
+    assert code == 0
+    assert "by the time of a step" in text
+    data = json.loads(out.read_text())
+    assert {"h200", "a100-pcie", "mine"} <= {each["machine"] for each in data["ranked"]}
+    assert (tmp_path / "rank.png").read_bytes().startswith(b"\x89PNG")
+    code, text, _ = run(*RANKED, "--machine", str(own), "--by", "hour", "--json", "-")
+    assert json.loads(text)["ranked"][0]["machine"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--by", "hours", "--rank"], "--by is 'hours'; did you mean 'hour'?"),
+        (["--by", "hour"], "--by is 'hour' without --rank"),
+        (["--devices", "2"], "--devices is '2' without --rank"),
+        (["--rank", "--devices", "0"], "devices is 0 but must be at least 1"),
+        (["--rank", "--prices", "none.yaml"], "none.yaml"),
+        (["--rank", "--by", "hour"], "no machine that fits has a hourly_price"),
+        (["--rank", "--machine", "h20"], "did you mean 'h200'"),
+    ],
+)
+def test_a_wrong_ranking_is_one_line(run, arguments, words):
+    code, _, err = run("--rows", "1e6", "--dim", "64", "--lookups", "4096", *arguments)
+    assert code == 2
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_ranking_needs_lookups(run):
+    code, _, err = run("--rows", "1e6", "--dim", "64", "--rank")
+    assert code == 2
+    assert "pass --lookups" in err

@@ -14,10 +14,10 @@ from speedtransfer.planning.machine_files import load_machine, published_machine
 from speedtransfer.planning.prices import Price
 from speedtransfer.planning.rank import MEASURES, StepTime, rank
 from speedtransfer.planning.rank_picture import draw_ranking
-from speedtransfer.planning.several import exchange_seconds, one_of, peer_bytes_per_s, sharded
+from speedtransfer.planning.several import exchange_seconds, one_of, peer_bytes_per_s
 from speedtransfer.planning.shown_ranking import HOW_TO_PRICE, ranking_data, show_ranking
-from speedtransfer.ranks.cost import StepCost, sharded_step
-from speedtransfer.ranks.row_counts import expected_counts, row_form
+from speedtransfer.ranks.cost import StepCost
+from speedtransfer.ranks.row_counts import row_form
 
 BYTES = 1e9
 
@@ -179,32 +179,6 @@ class TestSeveral:
     def test_exchange(self):
         cost = StepCost(ids=1e9, rows=2e9, gradients=1e9, calls=10)
         assert exchange_seconds(Machine("x", peer_bytes_per_s=4e9), cost, 1e-3) == pytest.approx(1.01)
-
-    def test_a_step_of_shards(self):
-        asked = []
-
-        def make(rows, unique):
-            def estimate(machine):
-                asked.append((rows, unique, machine.devices))
-                return StepTime(unique * 1e-6)
-
-            return estimate
-
-        machine = Machine("box", devices=4, peer_bytes_per_s=1e10)
-        estimate = sharded(make, self.FORM, 1000, 400, lambda ranks: 0.5, call_s=1e-5)
-        found = estimate(machine)
-        cost = sharded_step([expected_counts(self.FORM, 400, 0.5, 4)], 4)
-        assert asked == [(250, 200, 1)]
-        assert found.seconds == pytest.approx(200e-6 + cost.calls * 1e-5 + cost.sent / 1e10)
-        asked.clear()
-        assert estimate(Machine("one")).seconds == pytest.approx(400e-6)
-        assert asked == [(1000, 400, 1)]
-
-    def test_a_shard_that_does_not_fit(self):
-        estimate = sharded(
-            lambda rows, unique: lambda machine: StepTime(None, "too small"), self.FORM, 10, 5, lambda ranks: 1
-        )
-        assert estimate(Machine("box", devices=2)) == (None, "too small")
 
 
 def shown(ranking) -> str:

@@ -15,13 +15,21 @@ from rich.console import Console
 from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.errors import InvalidValueError, check_size, suggest
 from speedtransfer.nn.sizing import MakeOptimizer, TableSize, table_size
-from speedtransfer.planning.forms import FLOAT32, STATE, STORAGE, Form
-from speedtransfer.planning.optimizer_name import NONE, named, optimizer_named
+from speedtransfer.planning.forms import FLOAT32, STATE, STORAGE, Form, forms_for
+from speedtransfer.planning.given_machine import machine_given
+from speedtransfer.planning.machine import Machine
+from speedtransfer.planning.machine_files import load_machines, published_machines
+from speedtransfer.planning.optimizer_name import NONE, named, optimizer_given, optimizer_named
 from speedtransfer.planning.plan_files import check_writable, write_text
 from speedtransfer.planning.plan_text import WIDTH, as_renderable
 from speedtransfer.planning.planner import plan as make_plan
+from speedtransfer.planning.prices import read_prices
+from speedtransfer.planning.rank import MEASURES
+from speedtransfer.planning.ranked_workload import rank_machines
+from speedtransfer.planning.shown_ranking import ranking_data, show_ranking
 from speedtransfer.planning.shown_ranks import Rates, show_ranks
 from speedtransfer.planning.shown_size import show_size
+from speedtransfer.planning.workload import make_workload
 from speedtransfer.ranks.zipf import expected_unique
 
 _COMM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -85,6 +93,20 @@ def plan(
     picture: Annotated[
         Path | None, typer.Option(help="Draw the time of a step by size of the tables, a PNG.", show_default=False)
     ] = None,
+    rank: Annotated[
+        bool,
+        typer.Option(
+            "--rank", help="Rank the machines that are known, and those of --machine FILE, for this workload."
+        ),
+    ] = False,
+    by: Annotated[
+        str | None, typer.Option(help=f"Order of --rank: {', '.join(MEASURES)}.", show_default="time")
+    ] = None,
+    devices: Annotated[int | None, typer.Option(help="GPUs of each machine ranked.", show_default="its own")] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(help="YAML file of prices for --rank; examples/prices.yaml is one.", show_default=False),
+    ] = None,
     ranks: Annotated[int | None, typer.Option(help="Processes; computed and not measured.", show_default="one")] = None,
     distinct_share: Annotated[
         float | None,
@@ -135,13 +157,46 @@ def plan(
     if given is not None and asked is not None and unique is not None:
         show_ranks(console, sizes[0], given, asked, unique, zipf, distinct_share, comm, rates)
         return
+    for option, value in {"--by": by, "--devices": devices, "--prices": prices}.items():
+        if value is not None and not rank:
+            raise InvalidValueError(f"{option} is {str(value)!r} without --rank, which it is for; pass --rank too")
+    if by is not None:
+        _chosen("--by", by, MEASURES)
     # Before anything is measured.
     for path in (picture, None if json in (None, "-") else Path(str(json))):
         check_writable(path)
     names = ["table"] if len(counts) == 1 else [f"table{number}" for number in range(len(counts))]
+    tables = dict(zip(names, zip(counts, dims, strict=True), strict=True))
+    trainer = make if make is None else named(make, optimizer)
+    if rank:
+        if asked is None:
+            raise InvalidValueError("--rank is given without the lookups of a step; pass --lookups as well")
+        workload = make_workload(
+            tables, optimizer_given(trainer), samples, per_sample, zipf, None if len(counts) > 1 else unique, idle
+        )
+        ranking = rank_machines(
+            workload,
+            forms_for(workload, storage_dtype, state_dtype, scale_block),
+            _machines(machine, host_memory, disk),
+            dense_s=dense_ms / 1e3,
+            by=by or "time",
+            devices=devices,
+            prices=None if prices is None else read_prices(prices),
+        )
+        if json == "-":
+            typer.echo(dumps(ranking_data(ranking), indent=1))
+        else:
+            show_ranking(console, ranking)
+            if json is not None:
+                write_text(Path(json), dumps(ranking_data(ranking), indent=1) + "\n")
+        if picture is not None:
+            from speedtransfer.planning.rank_picture import draw_ranking  # drawing is loaded where it is wanted
+
+            draw_ranking(ranking, picture)
+        return
     found = make_plan(
-        dict(zip(names, zip(counts, dims, strict=True), strict=True)),
-        make if make is None else named(make, optimizer),
+        tables,
+        trainer,
         samples,
         1 if per_sample is None else per_sample,
         zipf=zipf,
@@ -168,6 +223,17 @@ def plan(
             write_text(Path(json), dumps(found.data(), indent=1) + "\n")
     if picture is not None:
         found.draw(picture)
+
+
+def _machines(machine: str | None, host_memory: str | None, disk: str | None) -> list[Machine]:
+    """Return the machines to rank: those known and those of a file, with the host memory and disk given where theirs is not known."""
+    more = [] if machine is None else load_machines(machine)
+    found = {each.name: each for each in [*published_machines(), *more]}
+    given = []
+    for each in found.values():
+        host = host_memory if each.host_bytes is None else None
+        given.append(machine_given(each, host, disk if each.disk_bytes is None else None)[0])
+    return given
 
 
 def _whole(rows: float) -> int:

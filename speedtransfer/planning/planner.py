@@ -30,7 +30,7 @@ from speedtransfer.planning.footprint import (
     moved,
     sparse_way,
 )
-from speedtransfer.planning.forms import Form, bytes_of, forms_for
+from speedtransfer.planning.forms import bytes_of, forms_for
 from speedtransfer.planning.given_machine import machine_given
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.optimizer_name import optimizer_given
@@ -233,9 +233,3 @@ def _caches(
             CacheSize(int(share * rows), int(share * total), served, left * step.up, left * step.down, seconds)
         )
     return tuple(found)
-
-
-def estimate_for(workload: Workload, forms: Sequence[Form], machine: Machine, dense_s: float = 0.0) -> Option | None:
-    """Return the best configuration on a machine, estimated; None where none fits."""
-    check_machine(machine)
-    return best_option([estimated(each, workload, machine) for each in make_options(workload, forms, machine, dense_s)])
