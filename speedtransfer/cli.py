@@ -20,6 +20,7 @@ from typer.core import TyperCommand
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes
 from speedtransfer.version import __version__
 from speedtransfer.word2vec.commands import app as word2vec_app
+from speedtransfer.word2vec.commands import in_flags
 
 if TYPE_CHECKING:
     from speedtransfer.cuda import CudaStatus
@@ -212,7 +213,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except SpeedtransferError as error:
-        _fail(str(error))
+        _fail(in_flags(str(error)) if sys.argv[1:2] == ["word2vec"] else str(error))
     except _UsageProblem as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
             error.show()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from speedtransfer.checkpoint import save_checkpoint
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.word2vec import NgramVectors, Settings, Vectors, Vocabulary, rescue
 from speedtransfer.word2vec import demo as demo_module
-from speedtransfer.word2vec.commands import app
+from speedtransfer.word2vec.commands import app, in_flags
 from speedtransfer.word2vec.demo import run_demo
 from speedtransfer.word2vec.output import OutputFolder
 from speedtransfer.word2vec.settings import SETTINGS
@@ -207,6 +208,34 @@ def test_options_reach_the_optimizer(folder):
     )
 
 
+@pytest.mark.parametrize("betas", ["0.8,0.9", "[0.8, 0.9]"])
+def test_lists_as_options(folder, betas):
+    assert run("train", "corpus.txt", "-o", "out", "--option", f"betas={betas}", *QUICK).exit_code == 0
+    assert json.loads(Path("out/settings.json").read_text())["settings"]["options"] == {"betas": [0.8, 0.9]}
+    fails_with(
+        InvalidValueError, "AdamW does not take betas=0.9: it must be 2 numbers; pass for instance betas=[0.9, 0.999]",
+        "train", "corpus.txt", "-o", "x", "--option", "betas=0.9",
+    )  # fmt: skip
+
+
+def test_optimizers_that_are_offered_work(folder):
+    with pytest.raises(InvalidValueError, match="choose from") as caught:
+        Settings(optimizer="none of these")
+    offered = re.findall(r"'(\w+)'", str(caught.value).partition("choose from")[2])
+    assert {"adamw", "sgd", "adagrad"} <= set(offered)
+    Path("short.txt").write_text("a b c d " * 30)
+    for name in offered:
+        result = run("train", "short.txt", "-o", name, "--optimizer", name, "--block-words", "64", *QUICK)
+        assert result.exit_code == 0, (name, result.output)
+
+
+def test_messages_speak_of_flags():
+    told = "device='cuda' needs CUDA; pass memory='mmap', min_count=1 or less, or the file 'dim=8.txt' or {'p': 1}"
+    assert in_flags(told) == (
+        "--device cuda needs CUDA; pass --memory mmap, --min-count 1 or less, or the file 'dim=8.txt' or {'p': 1}"
+    )
+
+
 def test_tables_in_files(folder):
     result = run("train", "corpus.txt", "-o", "out", "--memory", "mmap", "--path", "tables", *QUICK)
     assert result.exit_code == 0, result.output
@@ -278,6 +307,10 @@ def test_nearest(folder):
     fails_with(KeyError, "'d' is not among the 3 words", "nearest", "v.bin", "a", "d")
     assert run("nearest", "v.bin", "a", "d").stdout == ""
     Path("empty").mkdir()
+    fails_with(
+        StorageError, "'nope' does not exist; pass a file of vectors, or the folder of a run", "nearest", "nope", "a"
+    )
+    assert run("nearest", "v.bin", "a", "-n", "0").exit_code == 2
     fails_with(StorageError, "folder 'empty' holds no vectors file", "nearest", "empty", "a")
 
 

@@ -47,7 +47,11 @@ from speedtransfer.word2vec.signature import described
         ({"phrase_threshold": 0}, InvalidValueError, "phrase_threshold is 0 but must be above 0; the default is 10"),
         ({"lr": 10**400}, InvalidValueError, "lr is 1000.* but must be finite"),
         ({"options": {"lr": 1}}, InvalidValueError, "options holds lr=1, which is a setting of its own; pass it as lr"),
-        ({"options": {"betas": (0.9,)}}, InvalidValueError, "AdamW does not take .*index out of range"),
+        (
+            {"options": {"betas": (0.9,)}},
+            InvalidValueError,
+            "AdamW does not take betas=.0.9,.: it must be 2 numbers; pass for instance betas=.0.9, 0.999.",
+        ),
         ({"options": {"betas": {}}}, InvalidValueError, "AdamW does not take .*betas"),
         ({"memory": "mmap", "path": "a\0b"}, InvalidValueError, "path is .*not a path"),
         ({"memory": "mmap", "path": ""}, InvalidValueError, "path is '', not a path"),

@@ -167,7 +167,10 @@ def _driver_version() -> str | None:
 def _missing(driver: str | None, cupy_version: str | None) -> tuple[str, tuple[str, ...]]:
     """Return why CUDA does not work ("" where it does) and the names of the devices."""
     if driver is None:
-        return "this machine has no NVIDIA driver; install one, or stay on the CPU with memory='pageable'", ()
+        return (
+            "this machine has no NVIDIA driver; install one, or stay on the CPU with device='cpu' and memory='pageable'",
+            (),
+        )
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA; install a CUDA build of torch from pytorch.org", ()
     if not torch.cuda.is_available():

@@ -5,7 +5,9 @@ What needs torch is imported when a command runs: ``--help`` answers without it.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,17 +26,24 @@ app = typer.Typer(
 
 
 def _parse_options(pairs: list[str]) -> dict[str, Any]:
-    """Turn ``["momentum=0.9", "betas=[0.9, 0.98]"]`` into arguments of an optimizer: values are JSON, else text."""
+    """Turn ``["momentum=0.9", "betas=0.9,0.98"]`` into arguments of an optimizer: values are JSON, else text."""
     options: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not (name and equals):
             raise InvalidValueError(f"option {pair!r} is no name=value; pass for instance --option momentum=0.9")
-        try:
-            options[name] = json.loads(text)
-        except json.JSONDecodeError:
-            options[name] = text
+        options[name] = text
+        for written in (text, f"[{text}]"):  # numbers with commas between them are a list
+            with contextlib.suppress(json.JSONDecodeError):
+                options[name] = json.loads(written)
+                break
     return options
+
+
+def in_flags(message: str) -> str:
+    """Return a message with settings as flags: ``memory='mmap'`` becomes ``--memory mmap``; names of files stay."""
+    pattern = rf"(?<![\w'\"/])({'|'.join(SETTINGS)})='?([^\s,;()']+)'?"
+    return re.sub(pattern, lambda found: f"--{found[1].replace('_', '-')} {found[2]}", message)
 
 
 _SHELL_TYPES: dict[str, Any] = {"path": Path | None, "device": str | None}
@@ -142,6 +151,7 @@ def train(
     checkpoint_every: Annotated[
         int | None,
         typer.Option(
+            min=1,
             help="Steps between checkpoints.",
             show_default="an epoch with --resume, else at Ctrl-C and SIGTERM",
             rich_help_panel="Output",

@@ -71,7 +71,7 @@ def evaluate(
         list[Path],
         typer.Argument(metavar="SETS...", help="Files of scored word pairs or of analogies.", show_default=False),
     ],
-    restrict: Annotated[int, typer.Option(help="Only the first N words.")] = 300_000,
+    restrict: Annotated[int, typer.Option(min=1, help="Only the first N words.")] = 300_000,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the results to this file.", show_default=False)
     ] = None,
@@ -149,7 +149,7 @@ def _analogy_cells(section: Section) -> tuple[Any, ...]:
 def nearest(
     vectors: _Vectors,
     words: Annotated[list[str], typer.Argument(metavar="WORD...", help="Words to look up.", show_default=False)],
-    number: Annotated[int, typer.Option("-n", "--number", help="Number of neighbours.")] = 10,
+    number: Annotated[int, typer.Option("-n", "--number", min=1, help="Number of neighbours.")] = 10,
 ) -> None:
     """Show the words nearest to each WORD, with their cosines; of a run with --buckets, WORD may be any.
 
@@ -170,7 +170,7 @@ def analogy(
     a: Annotated[str, typer.Argument(metavar="A", help="for instance man", show_default=False)],
     b: Annotated[str, typer.Argument(metavar="B", help="for instance king", show_default=False)],
     c: Annotated[str, typer.Argument(metavar="C", help="for instance woman", show_default=False)],
-    number: Annotated[int, typer.Option("-n", "--number", help="Number of answers.")] = 10,
+    number: Annotated[int, typer.Option("-n", "--number", min=1, help="Number of answers.")] = 10,
 ) -> None:
     """A is to B as C is to what? Show the nearest answers, with their cosines."""
     loaded = _load(vectors)
@@ -180,7 +180,7 @@ def analogy(
 def plot(
     vectors: _Vectors,
     output: Annotated[Path, typer.Option("-o", "--output", help="The picture, .png.", show_default=False)],
-    number: Annotated[int, typer.Option("-n", "--number", help="Draw the first N words of the file.")] = 200,
+    number: Annotated[int, typer.Option("-n", "--number", min=1, help="Draw the first N words of the file.")] = 200,
     words: Annotated[
         str | None,
         typer.Option(
@@ -203,7 +203,7 @@ def convert(
     target: Annotated[
         Path, typer.Argument(metavar="OUT", help="Ends in .txt, .vec, .bin, .safetensors, .glove or .kv.")
     ],
-    max_words: Annotated[int | None, typer.Option(help="Only the first N words.", show_default="all")] = None,
+    max_words: Annotated[int | None, typer.Option(min=1, help="Only the first N words.", show_default="all")] = None,
     overwrite: _Overwrite = False,
 ) -> None:
     """Write vectors in another format: word2vec text or binary, safetensors, GloVe text, gensim KeyedVectors.

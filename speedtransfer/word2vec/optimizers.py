@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -50,6 +51,7 @@ DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
 }
 STEPS_AS_GIVEN = frozenset({"asgd", "sgd"})  # optimizers that move a row by lr times its gradient
 LR_END = 1e-4
+_NOT_BY_ROWS = frozenset({"adafactor", "lbfgs", "muon", "sparseadam"})  # refused at the first step: not offered
 _OWN_CHOICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # of how torch computes a step
 
 
@@ -76,7 +78,8 @@ def find_optimizer(name: str) -> type[Optimizer]:
         raise InvalidTypeError(f"optimizer is {name!r} but must be the name of one of torch.optim; pass 'adamw'")
     by_lower = {known.lower(): known for known in optimizer_names()}
     if name.lower() not in by_lower:
-        raise InvalidValueError(f"optimizer {name!r} is not in torch.optim{suggest(name, by_lower)}")
+        offered = sorted(by_lower.keys() - _NOT_BY_ROWS)
+        raise InvalidValueError(f"optimizer {name!r} is not in torch.optim{suggest(name, offered)}")
     found: type[Optimizer] = getattr(torch.optim, by_lower[name.lower()])
     return found
 
@@ -127,7 +130,19 @@ def make_optimizer(
     try:
         return kind(params, **arguments)
     except Exception as error:  # of whatever kind: torch looks into some options before it looks at them
-        raise InvalidValueError(f"{kind.__name__} does not take {arguments} ({error}); mend lr or options") from error
+        _check_lengths(kind, options or {})
+        raise InvalidValueError(f"{kind.__name__} does not take {arguments} ({error}); fix lr or options") from error
+
+
+def _check_lengths(kind: type[Optimizer], options: Mapping[str, Any]) -> None:
+    """Raise `InvalidValueError` for an option that is not as many numbers as the default of `kind` has, such as betas."""
+    for name, value in options.items():
+        usual = getattr(inspect.signature(kind).parameters.get(name), "default", None)
+        if isinstance(usual, tuple) and not (isinstance(value, list | tuple) and len(value) == len(usual)):
+            raise InvalidValueError(
+                f"{kind.__name__} does not take {name}={value!r}: it must be {len(usual)} numbers; pass for instance "
+                f"{name}={json.dumps(usual)}"
+            )
 
 
 def check_optimizer(name: str, lr: float, options: Mapping[str, Any] | None) -> None:

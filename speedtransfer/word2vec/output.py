@@ -252,9 +252,11 @@ def find_vectors(path: str | os.PathLike[str]) -> Path:
     Raises
     ------
     StorageError
-        A folder without vectors.
+        There is nothing at `path`, or a folder without vectors.
     """
     path = Path(path)
+    if not path.exists() and path.suffix not in (*FORMATS, ".gz"):
+        raise StorageError(f"{str(path)!r} does not exist; pass a file of vectors, or the folder of a run")
     if path.is_dir():
         for suffix in FORMATS:
             if (path / (VECTORS + suffix)).exists():

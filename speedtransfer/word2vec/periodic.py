@@ -26,7 +26,7 @@ class Evaluations:
     every : float
         Epochs from one evaluation to the next.
     progress : TrainingProgress
-        Gets a line a set.
+        Gets a line for each evaluation.
     note : callable, optional
         Gets the figures, too.
 
@@ -70,19 +70,19 @@ class Evaluations:
         self._last_step = trainer.step
         vectors = trainer.vectors(WORDS)  # anew: it keeps lengths
         epochs = round(trainer.step / trainer.steps_an_epoch, 3)
-        found = []
+        found, told = [], [f"epoch {epochs:g}"]
         for path, words in self._sets:
             try:
                 result = evaluate(vectors, words)
             except InvalidValueError as error:  # such as equal cosines: no reason to lose a run
-                self._progress.say(f"epoch {epochs:g}  {error}")
+                told.append(str(error))
                 continue
             figures = figures_of(result)
-            text = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
-            self._progress.say(f"epoch {epochs:g}  {result.name}: {text}")
+            told.append(f"{result.name}: " + " ".join(f"{name} {value:.3f}" for name, value in figures.items()))
             if self._note is not None:
                 self._note(result.name, figures, trainer.step)
             found.append({"set": path, "epochs": epochs, "step": trainer.step, **figures, **_counts(result)})
+        self._progress.say("  ".join(told))
         trainer.evaluation = found
 
 

@@ -222,7 +222,7 @@ def train(
         A folder for TensorBoard: loss, learning rate, words a second, bytes of rows moved, figures of `evaluate`, and the
         frequent words in the projector.
     evaluate : path-like or sequence of path-like
-        Similarity or analogy sets to evaluate the vectors on while they are trained: a line a set on standard error.
+        Similarity or analogy sets to evaluate the vectors on during training; each evaluation is a line on standard error.
     evaluate_every : float
         Epochs from one evaluation to the next; there is one at the end as well.
     progress : bool
