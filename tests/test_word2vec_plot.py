@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import sys
 
@@ -11,7 +12,7 @@ import pytest
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.word2vec import Vectors
 from speedtransfer.word2vec import plot as plot_module
-from speedtransfer.word2vec.layout import neighbour_map, spread_labels
+from speedtransfer.word2vec.layout import _covered, neighbour_map, spread_labels
 from speedtransfer.word2vec.plot import plot
 
 
@@ -137,3 +138,16 @@ def test_words_and_their_neighbours(tmp_path, monkeypatch):
     assert words[2:4] == [vectors.most_similar("w30", 1)[0][0], vectors.most_similar("w1", 1)[0][0]]
     plot(vectors, tmp_path / "words.png", num_words=40)
     assert drawn[1] == ([f"w{i}" for i in range(40)], 4)
+
+
+@pytest.mark.parametrize("num_boxes", [0, 1, 2, 60])
+def test_pairs_that_cover_one_another_are_all_found(num_boxes):
+    draw = np.random.default_rng(num_boxes)
+    place, sizes = draw.uniform(0, 100, (num_boxes, 2)), draw.uniform(1, 20, (num_boxes, 2))
+    pairs = itertools.combinations(range(num_boxes), 2)
+    expected = {(i, j) for i, j in pairs if (np.abs(place[i] - place[j]) < (sizes[i] + sizes[j]) / 2).all()}
+    first, second, apart, overlap = _covered(place, sizes)
+    assert {(min(pair), max(pair)) for pair in zip(first.tolist(), second.tolist(), strict=True)} == expected
+    assert len(first) == len(expected)
+    assert np.array_equal(apart, place[first] - place[second])
+    assert (overlap > 0).all()

@@ -38,10 +38,15 @@ def neighbour_map(matrix: np.ndarray, perplexity: float = 12.0, steps: int = 600
     place *= 1e-2 / max(place.std(), _TINY)
     speed, gain = np.zeros_like(place), np.ones_like(place)
     early = steps // 4  # at first clusters pull four times as hard, so that they find one another
+    closeness, pull = np.empty((num_rows, num_rows)), np.empty((num_rows, num_rows))
     for step in range(steps):
-        closeness = 1 / (1 + _squared_distances(place))
+        _squared_distances(place, closeness, pull)
+        closeness += 1
+        np.reciprocal(closeness, out=closeness)
         np.fill_diagonal(closeness, 0)
-        pull = (wanted * (4.0 if step < early else 1.0) - closeness / closeness.sum()) * closeness
+        np.divide(closeness, closeness.sum(), out=pull)
+        np.subtract(wanted * 4.0 if step < early else wanted, pull, out=pull)
+        pull *= closeness
         slope = 4 * (pull.sum(axis=1, keepdims=True) * place - pull @ place)
         gain = np.maximum(np.where(np.sign(slope) == np.sign(speed), gain * 0.8, gain + 0.2), 0.01)
         speed = (0.5 if step < early else 0.8) * speed - max(num_rows / 12, 10.0) * gain * slope
@@ -60,10 +65,13 @@ def _main_axes(rows: np.ndarray) -> np.ndarray:
     return centered @ (axes * np.sign(largest))
 
 
-def _squared_distances(place: np.ndarray) -> np.ndarray:
-    across, up = (axis[:, None] - axis[None, :] for axis in place.T)
-    distance: np.ndarray = across * across + up * up
-    return distance
+def _squared_distances(place: np.ndarray, out: np.ndarray, spare: np.ndarray) -> None:
+    """Write the squared distances of points to `out`; both arrays are (n, n)."""
+    np.subtract(place[:, None, 0], place[None, :, 0], out=out)
+    out *= out
+    np.subtract(place[:, None, 1], place[None, :, 1], out=spare)
+    spare *= spare
+    out += spare
 
 
 def _affinities(distance: np.ndarray, perplexity: float) -> np.ndarray:
@@ -109,20 +117,34 @@ def spread_labels(
     place = centers.astype(np.float64)
     low = np.full_like(place, -np.inf) if frame is None else sizes / 2
     high = np.full_like(place, np.inf) if frame is None else np.maximum(np.array(frame) - sizes / 2, low)
-    reach = (sizes[:, None, :] + sizes[None, :, :]) / 2
     for _ in range(rounds):
         place = np.clip(place, low, high)
-        apart = place[:, None, :] - place[None, :, :]
-        overlap = reach - np.abs(apart)
-        covered = (overlap > 0).all(axis=2)
-        np.fill_diagonal(covered, False)
-        if not covered.any():
+        first, second, apart, overlap = _covered(place, sizes)
+        if not len(first):
             break
         # Push along the axis that needs less; a later word goes up or right where two share one spot.
-        axis = overlap.argmin(axis=2)
-        ahead = np.sign(np.where(axis == 0, apart[:, :, 0], apart[:, :, 1]))
-        order = np.sign(np.arange(len(place))[:, None] - np.arange(len(place))[None, :])
-        push = np.where(covered, np.where(ahead == 0, order, ahead) * overlap.min(axis=2) * 0.3, 0.0)
-        place[:, 0] += np.where(axis == 0, push, 0.0).sum(axis=1)
-        place[:, 1] += np.where(axis == 1, push, 0.0).sum(axis=1)
+        axis = overlap.argmin(axis=1)
+        ahead = np.sign(apart[np.arange(len(axis)), axis])
+        push = np.where(ahead == 0, np.sign(first - second), ahead) * overlap.min(axis=1) * 0.3
+        for way in (0, 1):
+            along = np.where(axis == way, push, 0.0)
+            place[:, way] += np.bincount(first, along, len(place)) - np.bincount(second, along, len(place))
     return np.clip(place, low, high)
+
+
+def _covered(place: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the pairs of boxes that cover one another: both boxes, how far apart they are and by how much they overlap.
+
+    Only boxes whose heights can meet are compared, which are next to each other by their place upwards: few of all pairs.
+    """
+    order = np.argsort(place[:, 1], kind="stable")
+    height = place[order, 1]
+    upper = np.searchsorted(height, height + sizes[:, 1].max(initial=0.0))
+    counts = np.maximum(upper - np.arange(len(place)) - 1, 0)
+    lower = np.repeat(np.arange(len(place)), counts)
+    later = np.arange(len(lower)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first, second = order[lower], order[lower + 1 + later]
+    apart = place[first] - place[second]
+    overlap = (sizes[first] + sizes[second]) / 2 - np.abs(apart)
+    covered = (overlap > 0).all(axis=1)
+    return first[covered], second[covered], apart[covered], overlap[covered]
