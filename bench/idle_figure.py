@@ -51,14 +51,17 @@ def draw(result: dict[str, Any]) -> bytes:
     for way in (LAZY, SPARSE, EXACT, DOUBLE):
         distance.plot(counts[1:], curves[way]["distance"], **_STYLES[way])
     distance.set_yscale("log")
-    for axes, way, key, text, side in (
-        (recall, EXACT, "recall", "dense, and exact on top of it", "bottom"),
-        (recall, LAZY, "recall", "lazy, SparseAdam", "top"),
-        (distance, LAZY, "distance", "lazy, SparseAdam", "top"),
-        (distance, EXACT, "distance", "exact", "top"),
-        (distance, DOUBLE, "distance", "dense in float64: rounding", "bottom"),
+    # Points above the line, or below it where negative; between SparseAdam and the broad line of dense there is little room.
+    for axes, way, key, text, lift in (
+        (recall, EXACT, "recall", "dense, and exact on top of it", 7),
+        (recall, SPARSE, "recall", "SparseAdam", 2),
+        (recall, LAZY, "recall", "lazy", -7),
+        (distance, SPARSE, "distance", "SparseAdam", 7),
+        (distance, LAZY, "distance", "lazy", -7),
+        (distance, EXACT, "distance", "exact", -7),
+        (distance, DOUBLE, "distance", "dense in float64: rounding", 7),
     ):
-        _label(axes, counts, curves[way][key], text, _STYLES[way]["color"], side)
+        _label(axes, counts, curves[way][key], text, _STYLES[way]["color"], lift)
     titles = {
         loss: "training loss",
         recall: f"recall@{TOP} on held-out items (higher is better)",
@@ -71,18 +74,18 @@ def draw(result: dict[str, Any]) -> bytes:
         tidy(axes)
     for axes in (loss, recall):
         axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
-    distance.set_ylim(bottom=0.4 * distance.get_ylim()[0])
+    low, high = distance.get_ylim()
+    distance.set_ylim(0.4 * low, 3 * high)
     legend_below(figure, loss)
     target = io.BytesIO()
     figure.savefig(target, format="png")
     return target.getvalue()
 
 
-def _label(axes: Any, counts: list[int], values: list[float], text: str, colour: str, side: str) -> None:
-    """Name a line above ("bottom") or below ("top") where it ends."""
+def _label(axes: Any, counts: list[int], values: list[float], text: str, colour: str, lift: int) -> None:
+    """Name a line where it ends, `lift` points above it or below."""
     beside = values[int(len(values) * max(0.0, 1 - len(text) / 36)) :]  # a line of text is as wide as about 36 letters
-    place = max(beside) if side == "bottom" else min(beside)
-    lift = 7 if side == "bottom" else -7
+    place, side = (max(beside), "bottom") if lift > 0 else (min(beside), "top")
     style = {"fontsize": 9, "color": colour, "ha": "right", "va": side}
     axes.annotate(text, (counts[-1], place), (0, lift), textcoords="offset points", **style)
 

@@ -381,6 +381,22 @@ def test_crossings_are_drawn_where_there_is_a_device(monkeypatch, cuda):
     assert marks == ([100, 185] * 2 if cuda else [])
 
 
+def test_lines_that_leave_the_axis_are_marked(monkeypatch):
+    figures = []
+    make = plots.require_matplotlib()
+    monkeypatch.setattr(plots, "require_matplotlib", lambda: lambda *size: figures.append(make(*size)) or figures[-1])
+    result = recorded("transfer")
+    assert plots.plot(result)
+    ours = next(group for group in result["groups"] if len(group["params"]) > 1)["cases"][0]
+    ours["samples_s"] = [second / 1000 for second in ours["samples_s"]]
+    assert plots.plot(result)
+    before, after = ([axes.texts for axes in figure.axes] for figure in figures)
+    assert not any(before)
+    (mark,) = [text for texts in after for text in texts]
+    assert float(mark.get_text().replace(",", "")) > 160
+    assert all(axes.get_ylim()[1] <= 160 for axes in figures[1].axes[2:])
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("suite", SUITES)
 @pytest.mark.parametrize("seconds", [1e-7, 1e-6, 1e-3, 1.0])

@@ -58,6 +58,17 @@ def line(axes: Any, x: Sequence[float], y: Sequence[Any], label: str, style: dic
         axes.plot(*zip(*there, strict=True), label=label, **style)
 
 
+def end_at(axes: Any, top: float) -> None:
+    """Let the axis end at `top`, and say with an arrow where a line leaves it, and how far it goes."""
+    axes.set_ylim(top=top)
+    for drawn in axes.get_lines():
+        points = [(x, y) for x, y in zip(drawn.get_xdata(), drawn.get_ydata(), strict=True) if y > top]
+        for x, y in points:
+            style = {"color": drawn.get_color(), "zorder": 5}
+            axes.plot(x, top, marker="^", ms=8, clip_on=False, **style)
+            axes.annotate(f"{y:,.0f}", (x, top), (7, -9), textcoords="offset points", fontsize=8, **style)
+
+
 def tidy(axes: Any) -> None:
     """Leave a light grid and the numbers."""
     axes.grid(visible=True, color=_GRID, lw=0.8)

@@ -34,6 +34,12 @@ th:first-child, td:first-child { text-align: left; white-space: normal; min-widt
 tbody tr:nth-child(even) { background: #f5f6f8 }
 tr.ours td:first-child { font-weight: 600; color: #0072b2 }
 summary { cursor: pointer; margin: .5rem 0 }
+@media (max-width: 46rem) {
+  .wide img { max-width: none; width: 44rem }
+  th, td { padding: .25rem .4rem }
+  th:first-child, td:first-child { min-width: 7.5rem; position: sticky; left: 0; background: #fff }
+  tbody tr:nth-child(even) td:first-child { background: #f5f6f8 }
+}
 </style>
 </head>
 <body>
@@ -61,7 +67,8 @@ def _suite(result: dict[str, Any], picture: bytes | None) -> str:
     parts.append(_list(headlines(suite.name, groups)))
     if picture is not None:
         code = base64.b64encode(picture).decode("ascii")
-        parts.append(f'<img alt="{html.escape(suite.title)}" src="data:image/png;base64,{code}">')
+        image = f'<img alt="{html.escape(suite.title)}" src="data:image/png;base64,{code}">'
+        parts.append(f'<div class="wide">{image}</div>')
     if suite.note:
         parts.append(f'<p class="note">{html.escape(suite.note)}</p>')
     parts += [_table(table) for table in summary_tables(result)]
