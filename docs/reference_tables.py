@@ -256,6 +256,14 @@ def _first_screen() -> str:
     return f"::::{{container}} first-screen\n{picture}\n\n{beside}\n::::"
 
 
+def _status() -> str:
+    """Return what README.md says of the state of things."""
+    (status,) = re.findall(
+        r"^\*\*Status: .+?(?=\n\n)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    return f"{status} See {{doc}}`gpu`."
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "settings": _settings,
     "rates": _rates,
@@ -281,6 +289,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "step bytes": _step_bytes,
     "first screen": _first_screen,
+    "status": _status,
     **{f"weight {group}": lambda group=group: _weight(group) for group in ("read", "write", "grad", "swap", "train")},
     **{
         f"word2vec {name}": lambda name=name: _options("word2vec", name)

@@ -40,7 +40,7 @@ def bench(
     table_bytes: Annotated[
         float | None, typer.Option(help="Bytes of the table (transfer), for instance 50e9.", show_default="suite's")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of everything drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
     """Measure how fast rows move on this machine, against PyTorch's ways and against a plain copy."""
     if table_bytes is not None and not math.isfinite(table_bytes):
