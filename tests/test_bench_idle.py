@@ -112,6 +112,7 @@ def result(tmp_path, capsys):
     return path
 
 
+@pytest.mark.slow
 def test_exact_is_dense_and_lazy_is_not(result, capsys):
     found, ways = json.loads(result.read_text()), importlib.import_module("idle_training").WAYS
     curves = found["curves"]
@@ -130,6 +131,7 @@ def test_exact_is_dense_and_lazy_is_not(result, capsys):
     assert result.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_the_docs_and_the_list_of_results_show_it(result, tmp_path, capsys):
     readme, record = importlib.import_module("readme"), importlib.import_module("record")
     begin, end = readme.IDLE_ROWS.begin, readme.IDLE_ROWS.end

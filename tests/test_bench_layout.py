@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_every_case_is_measured(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", "1e9")  # the bench sets it

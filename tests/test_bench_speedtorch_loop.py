@@ -34,6 +34,7 @@ def result(training, tmp_path, monkeypatch, capsys):
     return path
 
 
+@pytest.mark.slow
 def test_ways_are_timed_and_train(result, training, capsys):
     found = json.loads(result.read_text())
     assert (found["part"], found["complete"], found["quick"]) == ("speedtorch_loop", True, True)
@@ -56,6 +57,7 @@ def test_ways_are_timed_and_train(result, training, capsys):
     assert result.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_the_migration_page_shows_it(result, tmp_path, capsys):
     readme, record = importlib.import_module("readme"), importlib.import_module("record")
     assert readme.main(check=True, root=tmp_path) == 0  # there is no page yet

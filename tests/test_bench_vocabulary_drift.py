@@ -33,6 +33,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_all_policies_are_trained_and_shown(bench, folder, capsys, monkeypatch):
     out = folder / "result.json"
     training = bench("_training")

@@ -229,7 +229,9 @@ def run_job_here(script, job, end):
     return {**json.loads(json.dumps(found)), "peak_bytes": peak}
 
 
-@pytest.fixture(scope="module", params=["here", pytest.param("in processes", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in ("here", "in processes")]
+)
 def small_run(request, tmp_path_factory):
     """The folder of a run that was stopped after gensim's turn and taken up again, smaller, and what was printed."""
     folder = tmp_path_factory.mktemp("small")

@@ -271,25 +271,26 @@ def steps_of(case: OptimizerCase, count: int, dtype: torch.dtype) -> tuple[Rule,
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize(("first", "count"), [(270, 420), pytest.param(300, 620, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiled_steps_equal_those_of_python(
-    case: OptimizerCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    case: OptimizerCase, dtype: torch.dtype, first: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every rule: while the table grows, after it was swept, and where lines are final."""
     pytest.importorskip("numba")
-    rule, steps = steps_of(case, 420, dtype)
-    index = torch.arange(421)
+    rule, steps = steps_of(case, count, dtype)
+    index = torch.arange(count + 1)
     lines = []
     for compiled in (jit.available(), False):
         monkeypatch.setattr("speedtransfer.jit.available", lambda answer=compiled: answer)
         history = History(rule, dtype)
-        for step in steps[:270]:
+        for step in steps[:first]:
             history.record(step)
         history.sweep()
         for step in steps:
             history.record(step)
-        assert (history.base, history.length, history.now) == (270, 420, 690)
+        assert (history.base, history.length, history.now) == (first, count, first + count)
         lines.append(history.sums.lines(index))
     torch.testing.assert_close(*lines, rtol=1e-13, atol=0, equal_nan=False)
 

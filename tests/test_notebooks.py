@@ -106,8 +106,8 @@ def test_outputs_are_written_in_place_and_clean(tmp_path):
             60,
             ["has an error or a warning", "path of this machine"],
         ),
-        ("while True: pass", 1, ["timed out"]),
-        ("import os\nos._exit(1)", 60, ["Kernel died"]),
+        pytest.param("while True: pass", 1, ["timed out"], marks=pytest.mark.slow),
+        pytest.param("import os\nos._exit(1)", 60, ["Kernel died"], marks=pytest.mark.slow),
     ],
 )
 def test_a_notebook_that_must_not_be_shown_stays_as_it_is(code, timeout_s, messages, tmp_path):

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("steps", [200, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [100, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_dense_training(case: OptimizerCase, dtype: torch.dtype, steps: int) -> None:

@@ -34,12 +34,13 @@ def history_of(pair: Exact) -> Any:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("steps", [150, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("case", COUPLED, ids=str)
-def test_equals_dense_training_with_evaluation_in_between(case: OptimizerCase, dtype: torch.dtype) -> None:
+def test_equals_dense_training_with_evaluation_in_between(case: OptimizerCase, dtype: torch.dtype, steps: int) -> None:
     pair = Exact(case, dtype)
     schedulers, everything = pair.schedulers(warmup_and_cosine), torch.arange(60)
-    for number, batch in enumerate(pair.batches(400)):
+    for number, batch in enumerate(pair.batches(steps)):
         pair.train([batch], *schedulers)
         if number % 57 == 20:
             with torch.no_grad():

@@ -64,12 +64,13 @@ def test_a_lazy_row_starts_anew(case: OptimizerCase) -> None:
     twins.assert_same()
 
 
+@pytest.mark.parametrize("between", [7, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [*CASES, *COUPLED], ids=str)
-def test_an_exact_row_starts_anew_and_misses_no_step_before(case: OptimizerCase) -> None:
+def test_an_exact_row_starts_anew_and_misses_no_step_before(case: OptimizerCase, between: int) -> None:
     pair = Exact(case)
-    batches = pair.batches(30)
-    for start in (0, 10, 20):
-        pair.train(batches[start : start + 10])
+    batches = pair.batches(3 * between)
+    for start in range(0, 3 * between, between):
+        pair.train(batches[start : start + between])
         reset_both(pair.ours, pair.dense, pair.dense_opt, IDS)
         assert torch.equal(pair.ours(IDS), pair.dense(IDS))
     pair.train(batches)

@@ -208,7 +208,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 MODERATE = settings(
-    max_examples=25,
+    max_examples=15,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,

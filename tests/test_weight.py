@@ -76,7 +76,13 @@ def test_as_torch(case: Case, kind: Kind, dtype: torch.dtype, moment: str, grad:
     compare(case, kind, dtype, moment, grad)
 
 
-@pytest.mark.parametrize("name", CASES)
+# One case of each group always: this is of torch alone.
+OF_EACH_GROUP = {case.group: name for name, case in CASES.items()}.values()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in OF_EACH_GROUP else pytest.mark.slow) for name in CASES]
+)
 def test_torch_twice(name: str) -> None:
     """The comparison is a fair one: torch alone gives one outcome. And what is called a write changes the rows."""
     case = CASES[name]

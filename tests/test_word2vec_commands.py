@@ -159,6 +159,7 @@ def test_what_was_chosen_from_the_corpus_holds_when_a_run_is_resumed(folder, cho
     fails_with(InvalidValueError, "block_words is 32 but the", *arguments, "--resume", "--block-words", "32")
 
 
+# test_word2vec_outcome.py has the same runs by `train`.
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -166,12 +167,17 @@ def test_what_was_chosen_from_the_corpus_holds_when_a_run_is_resumed(folder, cho
             ["--epochs", "1", "--block-words", "2048"],
             "too few to train much (fewer than 100); pass a smaller block_words",
         ),
-        (["--lr", "30"], "above the 4.159 that it began with; pass a smaller lr than 30"),
-        (
+        pytest.param(
+            ["--lr", "30"],
+            "above the 4.159 that it began with; pass a smaller lr than 30",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ["--lr", "1e-9"],
             "little was learnt; pass more epochs than 40, a smaller block_words, or a larger lr than 1e-09",
+            marks=pytest.mark.slow,
         ),
-        ([], ""),
+        pytest.param([], "", marks=pytest.mark.slow),
     ],
 )
 def test_runs_that_train_nothing_say_so(folder, caplog, flags, told):

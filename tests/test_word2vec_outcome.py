@@ -76,7 +76,9 @@ def test_words_count_that_subsampling_keeps():
     assert trainer.num_steps == 5 * math.ceil(20_000 / 64) == 5 * len(trainer.sampler)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "adamax"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", "sgd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adagrad", "adamax"))]
+)
 def test_a_small_text_is_learnt_by_default(optimizer, caplog):
     """4,000 words in sentences of ten, each of one topic."""
     rng = np.random.default_rng(0)
