@@ -145,19 +145,24 @@ class EngineCases:
         expected[[10, 2, 3]] = bits(new)
         np.testing.assert_array_equal(bits(plane), expected)
 
-    @pytest.mark.parametrize("dim", [*range(1, 66), 100, 128, 300, 1024, 4099])
-    def test_every_dim(self, engine, device, store, dim):
-        generator = np.random.default_rng(dim)
-        content, new = any_bits((29, dim), torch.float32), any_bits((17, dim), torch.float32, seed=1)
-        plane = store(content)
-        index = generator.integers(0, 29, 40).tolist()
-        (rows,) = self.gather(engine, device, [plane], index)
-        np.testing.assert_array_equal(bits(rows), bits(content)[index])
-        index = generator.permutation(29)[:17].tolist()
-        self.scatter(engine, device, [plane], index, [new])
-        expected = bits(content).copy()
-        expected[index] = bits(new)
-        np.testing.assert_array_equal(bits(plane), expected)
+    @pytest.mark.parametrize(
+        "dims",
+        [range(1, 33), range(33, 66), (100, 128, 300, 1024, 4099)],
+        ids=lambda dims: f"{min(dims)}-{max(dims)}",
+    )
+    def test_every_dim(self, engine, device, store, dims):
+        for dim in dims:
+            generator = np.random.default_rng(dim)
+            content, new = any_bits((29, dim), torch.float32), any_bits((17, dim), torch.float32, seed=1)
+            plane = store(content)
+            index = generator.integers(0, 29, 40).tolist()
+            (rows,) = self.gather(engine, device, [plane], index)
+            np.testing.assert_array_equal(bits(rows), bits(content)[index], f"gather, dim={dim}")
+            index = generator.permutation(29)[:17].tolist()
+            self.scatter(engine, device, [plane], index, [new])
+            expected = bits(content).copy()
+            expected[index] = bits(new)
+            np.testing.assert_array_equal(bits(plane), expected, f"scatter, dim={dim}")
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=["float32", "int8"])
     @pytest.mark.parametrize(("start", "dim", "stride"), [(0, 4, 8), (1, 4, 7), (3, 16, 32), (1, 16, 16)])
@@ -202,6 +207,7 @@ class EngineCases:
         assert not plane.requires_grad
         assert plane.tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
 
+    @pytest.mark.sweep(strength=2)
     @pytest.mark.parametrize(("stored", "dense"), CONVERSIONS, ids=lambda dtype: str(dtype).removeprefix("torch."))
     @pytest.mark.parametrize("dim", [1, 3, 8, 20, 129, 1024])
     def test_conversion(self, engine, device, store, stored, dense, dim):

@@ -241,6 +241,7 @@ def test_a_table_of_another_form_is_noticed(small, monkeypatch):
 # --- memory -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_memory_in_a_process_of_its_own():
     """Most of it is that of rows: the weights of all, and the state of those that are touched."""
     sizes = TINY._replace(dim=512)

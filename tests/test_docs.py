@@ -50,6 +50,7 @@ def site(tmp_path_factory):
     return folder / "html"
 
 
+@pytest.mark.slow
 def test_every_page_is_built(site):
     assert {"index", "quickstart", "memory", "optimizers", "word2vec", "benchmarks", "migration"} <= PAGES.keys()
     notebooks = {path.stem for path in ROOT.glob("notebooks/*.ipynb")}
@@ -57,6 +58,7 @@ def test_every_page_is_built(site):
         assert (site / f"{page}.html").exists(), page
 
 
+@pytest.mark.slow
 def test_every_public_name_is_in_the_api(site):
     api = "".join(path.read_text(encoding="utf-8") for path in (site / "api").glob("*.html"))
     described = set(re.findall(r'id="(?:module-)?(speedtransfer[\w.]*)"', api))
@@ -70,6 +72,7 @@ def test_every_public_name_is_in_the_api(site):
     assert wanted <= described, sorted(wanted - described)
 
 
+@pytest.mark.slow
 def test_figures_and_tables_are_filled_in(site):
     text = {page: (site / f"{page}.html").read_text(encoding="utf-8") for page in PAGES}
     assert "results/" in text["benchmarks"]

@@ -109,6 +109,7 @@ def test_at_every_size(num: int, threads: int) -> None:
     compare((ours, dense), lambda module, scale: scaled(module(ids), scale))
 
 
+@pytest.mark.sweep(strength=2)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num", [NEAR // 2 - 1, NEAR * 2 + 2])

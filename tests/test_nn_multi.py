@@ -143,6 +143,7 @@ class TestNumbers:
 
 
 class TestTraining:
+    @pytest.mark.sweep
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("name", OPTIMIZERS)
     def test_exact_as_torch(self, name, form):

@@ -22,6 +22,7 @@ def three(pool: Pool) -> Ranks:
     return pool.of(3)
 
 
-@pytest.fixture(params=[2, 3, pytest.param(4, marks=pytest.mark.slow)])
+# By three, which rows and sizes are seldom divided by.
+@pytest.fixture(params=[pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request, pool: Pool) -> Ranks:
     return pool.of(request.param)

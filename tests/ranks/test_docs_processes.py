@@ -34,9 +34,8 @@ def test_every_script_is_run_by_a_command():
 
 
 # Each starts three processes that import torch.
-@pytest.mark.parametrize(
-    "name", [name if name == "train.py" else pytest.param(name, marks=pytest.mark.slow) for name in PRINTED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRINTED)
 def test_script(name, tmp_path):
     script = tmp_path / name
     script.write_text(SCRIPTS[name])
