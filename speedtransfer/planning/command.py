@@ -226,7 +226,7 @@ def plan(
 
 
 def _machines(machine: str | None, host_memory: str | None, disk: str | None) -> list[Machine]:
-    """Return the machines to rank: those known and those of a file, with the host memory and disk given where theirs is not known."""
+    """Return the machines to rank, those known and those of a file; what is given is for those whose own is not known."""
     more = [] if machine is None else load_machines(machine)
     found = {each.name: each for each in [*published_machines(), *more]}
     given = []
