@@ -67,7 +67,7 @@ def format_bytes(num_bytes: float) -> str:
         if abs(value) < 999.5:
             return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.3g} {unit}"
         value /= 1000
-    return f"{value:.3g} TB"
+    return f"{value:.3g} TB" if abs(value) < 999.5 else f"{value:,.0f} TB"
 
 
 def check_size(value: object, name: str, minimum: int = 0) -> int:

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as TextTable
 from rich.text import Text
 
-from speedtransfer.benchmark.units import format_count, format_seconds, format_share
+from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds, format_share
 from speedtransfer.errors import format_bytes
 from speedtransfer.planning.configurations import Option
 from speedtransfer.planning.findings import Findings
@@ -226,5 +226,5 @@ def _why(plan: Findings, best: Option) -> str:
     why = "only files are large enough" if best.level == 3 else lost[best.level]
     dense = plan.options[0]
     if dense.fits and dense.step_s and best.step_s:
-        why += f", {dense.step_s / best.step_s:.3g} times as fast as dense nn.Embedding"
+        why += f", {format_ratio(dense.step_s / best.step_s)} the speed of dense nn.Embedding"
     return f"{words}: {why}"
