@@ -363,7 +363,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("memory", ["pageable", "device"])
     @pytest.mark.parametrize(
-        ("num_rows", "dim", "size"), [(10**12, 128, "512 TB"), (2**62, 1, "1.84e+07 TB"), (1, 2**62, "1.84e+07 TB")]
+        ("num_rows", "dim", "size"), [(10**12, 128, "512 TB"), (2**62, 1, "18,446,744 TB"), (1, 2**62, "18,446,744 TB")]
     )
     def test_more_than_the_machine_has(self, memory, num_rows, dim, size):
         with pytest.raises(MemoryError, match="of memory; pass memory='mmap'") as error:
