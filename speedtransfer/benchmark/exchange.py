@@ -66,7 +66,7 @@ def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
     sizes = (_QUICK if quick else _FULL)._replace(seed=options.get("seed") or 0)
     steps = _QUICK_STEPS if quick else _STEPS
     # Each sample is a training from its beginning.
-    effort = {"turns": 1, "samples": 1, "budget_s": 1.0} if quick else {"turns": 2, "samples": 3, "budget_s": 40.0}
+    effort = {"turns": 1, "samples": 1, "budget_s": 1.0} if quick else {"turns": 2, "samples": 2, "budget_s": 40.0}
     about = {
         GRADIENTS: f"a network {sizes.width} wide",
         TABLE: f"a sharded table of {sizes.rows:,} x {sizes.dim}",
