@@ -41,7 +41,9 @@ def hang_on(rank: int) -> None:
 
 
 def die_on(rank: int) -> str:
+    dist.barrier()  # a rank that dies while the others still connect to it fails them, too
     if dist.get_rank() == rank:
+        time.sleep(0.2)  # until the others have left the barrier
         os.kill(os.getpid(), signal.SIGKILL)
     return "alive"
 
