@@ -222,6 +222,8 @@ def test_machines_are_ranked(run, tmp_path):
         (["--by", "hours", "--rank"], "--by is 'hours'; did you mean 'hour'?"),
         (["--by", "hour"], "--by is 'hour' without --rank"),
         (["--devices", "2"], "--devices is '2' without --rank"),
+        (["--rank", "--ranks", "2"], "--rank is given with --ranks"),
+        (["--json", "x.json", "--ranks", "2"], "--json is given with --ranks"),
         (["--rank", "--devices", "0"], "devices is 0 but must be at least 1"),
         (["--rank", "--prices", "none.yaml"], "none.yaml"),
         (["--rank", "--by", "hour"], "no machine that fits has a hourly_price"),

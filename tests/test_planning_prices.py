@@ -49,7 +49,7 @@ def test_the_example_is_what_it_says():
         ("{}", 1, "no prices are in the file"),
         ("- h200", 1, "prices of machines is a list"),
         ("h200: 5", 1, "the price of 'h200' is a single value but must be a mapping"),
-        ("h200:\n  price: 5", 2, "'price' is no key of the price of 'h200'; choose from 'device_price'"),
+        ("h200:\n  price: 5", 2, "'price' is not a key of the price of 'h200'; choose from 'device_price'"),
         ("h200:\n  device_price: 0", 2, "device_price is '0' but must be finite and above 0"),
         ("h200:\n  device_price: -1", 2, "device_price is '-1'"),
         ("h200:\n  device_price: .inf", 2, "device_price is '.inf'"),

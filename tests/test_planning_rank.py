@@ -93,7 +93,7 @@ class TestOrders:
     def test_an_estimate_that_is_no_time(self, seconds):
         ranking = rank([FAST], lambda machine: StepTime(seconds))
         assert not ranking.ranked
-        assert "which is no time" in ranking.left_out[0][1]
+        assert "must be finite and above 0" in ranking.left_out[0][1]
 
     def test_published_machines(self):
         ranking = rank(published_machines(), moved, devices=1)
@@ -131,7 +131,7 @@ class TestPrices:
             ({"steps": float("nan")}, "steps is nan"),
             (
                 {"prices": price("fst", device_price=1)},
-                "a price is given for 'fst', which is no machine; did you mean 'fast'",
+                "a price is given for 'fst', which is not a machine; did you mean 'fast'",
             ),
         ],
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -154,12 +154,10 @@ def plan(
     sizes = [_size(count, width, make, form, idle) for count, width in zip(counts, dims, strict=True)]
     console = Console(highlight=False, width=None if Console().is_terminal else WIDTH)
     rates = Rates(call_us, network_gbps, bus_gbps)
+    _check_kind(ranks is not None, rank, {"--by": by, "--devices": devices, "--prices": prices}, json, picture)
     if given is not None and asked is not None and unique is not None:
         show_ranks(console, sizes[0], given, asked, unique, zipf, distinct_share, comm, rates)
         return
-    for option, value in {"--by": by, "--devices": devices, "--prices": prices}.items():
-        if value is not None and not rank:
-            raise InvalidValueError(f"{option} is {str(value)!r} without --rank, which it is for; pass --rank too")
     if by is not None:
         _chosen("--by", by, MEASURES)
     # Before anything is measured.
@@ -168,12 +166,11 @@ def plan(
     names = ["table"] if len(counts) == 1 else [f"table{number}" for number in range(len(counts))]
     tables = dict(zip(names, zip(counts, dims, strict=True), strict=True))
     trainer = make if make is None else named(make, optimizer)
+    given_unique = None if len(counts) > 1 else unique
     if rank:
         if asked is None:
             raise InvalidValueError("--rank is given without the lookups of a step; pass --lookups as well")
-        workload = make_workload(
-            tables, optimizer_given(trainer), samples, per_sample, zipf, None if len(counts) > 1 else unique, idle
-        )
+        workload = make_workload(tables, optimizer_given(trainer), samples, per_sample, zipf, given_unique, idle)
         ranking = rank_machines(
             workload,
             forms_for(workload, storage_dtype, state_dtype, scale_block),
@@ -183,12 +180,7 @@ def plan(
             devices=devices,
             prices=None if prices is None else read_prices(prices),
         )
-        if json == "-":
-            typer.echo(dumps(ranking_data(ranking), indent=1))
-        else:
-            show_ranking(console, ranking)
-            if json is not None:
-                write_text(Path(json), dumps(ranking_data(ranking), indent=1) + "\n")
+        _write(json, ranking_data(ranking), lambda: show_ranking(console, ranking))
         if picture is not None:
             from speedtransfer.planning.rank_picture import draw_ranking  # drawing is loaded where it is wanted
 
@@ -200,7 +192,7 @@ def plan(
         samples,
         1 if per_sample is None else per_sample,
         zipf=zipf,
-        unique=None if unique is None or len(counts) > 1 else unique,
+        unique=given_unique,
         machine=machine,
         host_memory=host_memory,
         disk=disk,
@@ -211,18 +203,38 @@ def plan(
         dense_ms=dense_ms,
         measure=measure and asked is not None,
     )
-    if json == "-":
-        typer.echo(dumps(found.data(), indent=1))
-    else:
+
+    def show() -> None:
         if len(sizes) == 1:
-            trained = "frozen" if make is None else optimizer
-            show_size(console, sizes[0], trained, asked, unique, rates)
+            show_size(console, sizes[0], "frozen" if make is None else optimizer, asked, unique, rates)
             console.print()
         console.print(as_renderable(found, heading=len(sizes) > 1, steps=asked is not None))
-        if json is not None:
-            write_text(Path(json), dumps(found.data(), indent=1) + "\n")
+
+    _write(json, found.data(), show)
     if picture is not None:
         found.draw(picture)
+
+
+def _write(json: str | None, data: dict[str, Any], show: Callable[[], None]) -> None:
+    """Show what was found, or write it as JSON to the screen alone; and to a file if one is named."""
+    text = dumps(data, indent=1)
+    if json == "-":
+        typer.echo(text)
+        return
+    show()
+    if json is not None:
+        write_text(Path(json), text + "\n")
+
+
+def _check_kind(of_ranks: bool, rank: bool, of_rank: dict[str, Any], json: str | None, picture: Path | None) -> None:
+    """Raise for an option that would be ignored: of a ranking without --rank, or one that --ranks does not know."""
+    for option, value in of_rank.items():
+        if value is not None and not rank:
+            raise InvalidValueError(f"{option} is {str(value)!r} without --rank, which it is for; pass --rank too")
+    if of_ranks:
+        ignored = {"--rank": rank, "--json": json, "--picture": picture}
+        for option in (option for option, value in ignored.items() if value):
+            raise InvalidValueError(f"{option} is given with --ranks, which only prints a table; leave out one of them")
 
 
 def _machines(machine: str | None, host_memory: str | None, disk: str | None) -> list[Machine]:

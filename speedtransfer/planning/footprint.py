@@ -165,8 +165,8 @@ class SparseWay:
 def sparse_way(workload: Workload) -> SparseWay | None:
     """Return how torch trains these tables with sparse gradients; None where no optimizer does.
 
-    That is tried with a few rows: SGD and Adagrad take sparse gradients. SparseAdam stands in for Adam and AdamW; it leaves
-    idle rows as they are and has no weight decay.
+    That is tried with a few rows: SGD and Adagrad take sparse gradients. SparseAdam takes the place of Adam and AdamW; it
+    leaves idle rows as they are and has no weight decay.
     """
     make = workload.trainer.make
     if make is None:

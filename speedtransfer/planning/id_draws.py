@@ -1,4 +1,4 @@
-"""Draw the ids of steps for a table that stands in for a larger one: as many distinct rows, as often the same."""
+"""Draw the ids of steps for a table that was cut to fewer rows: as many distinct rows as of the whole, repeated as often."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class YamlMapping:
         """Raise InvalidValueError for the first key that is not in `known`."""
         for key in self._nodes:
             if key not in known:
-                raise self.error(key, f"{key!r} is no key of {self._what}{suggest(key, known)}")
+                raise self.error(key, f"{key!r} is not a key of {self._what}{suggest(key, known)}")
 
     def mapping(self, key: str, what: str) -> YamlMapping:
         """Return the mapping below `key`."""

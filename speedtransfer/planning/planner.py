@@ -38,8 +38,8 @@ from speedtransfer.planning.plan_result import Plan
 from speedtransfer.planning.recommendation import best_option, smallest_option
 from speedtransfer.planning.this_machine import this_machine
 from speedtransfer.planning.timed_trial import TrialTime, time_tables, time_torch
-from speedtransfer.planning.trial_bar import TrialBar
 from speedtransfer.planning.workload import Workload, dtype_name, make_workload
+from speedtransfer.progress import LateBar
 
 _BANDWIDTHS = ("host", "device", "link")
 _CACHED = (0.001, 0.01, 0.05, 0.1, 0.25)  # shares of the rows
@@ -173,12 +173,12 @@ def _measured(options: Sequence[Option], workload: Workload, machine: Machine, p
         if option.fits and (option.memory != MMAP or only_files or option.form == options[0].form)
     ]
     found: list[Option] = []
-    with TrialBar(len(wanted), progress) as bar:
+    with LateBar("measuring", len(wanted), progress) as bar:
         for option in options:
             if option not in wanted:
                 found.append(option)
                 continue
-            bar.show(sum(other.trial is not None for other in found), f"{option.memory}, {option.form}")
+            bar.show(sum(other.trial is not None for other in found), f"measuring {option.memory}, {option.form}")
             timed = replace(option, trial=_trial(option, workload, device))
             found.append(disk_estimated(timed, workload, machine))
     return found

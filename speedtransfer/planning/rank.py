@@ -190,7 +190,7 @@ def _seconds(estimate: Estimator, machine: Machine) -> tuple[float | None, str]:
     except SpeedtransferError as error:
         return None, str(error)
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
-        return None, f"the estimate of a step is {seconds} s, which is no time"
+        return None, f"the estimate of a step is {seconds} s, but must be finite and above 0"
     return seconds, reason
 
 
@@ -226,7 +226,7 @@ def _check_names(prices: Mapping[str, Price], machines: Sequence[Machine]) -> No
     for key, price in prices.items():
         if key not in known:
             raise InvalidValueError(
-                f"a price is given for {price.name!r}, which is no machine{suggest(price.name, names)}"
+                f"a price is given for {price.name!r}, which is not a machine{suggest(price.name, names)}"
             )
 
 
