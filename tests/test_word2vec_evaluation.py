@@ -10,7 +10,7 @@ import scipy.stats
 from lazy_oracle import one_thread  # noqa: F401 (acts by being imported)
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
-from speedtransfer.word2vec import Vectors, analogies
+from speedtransfer.word2vec import Vectors, lookup
 from speedtransfer.word2vec.evaluation import Section, Similarity, evaluate, load_set
 
 CASES = [
@@ -92,8 +92,8 @@ def test_analogies_in_small_pieces_are_the_same(tmp_path, monkeypatch):
     vectors = some_vectors()
     path = write_questions(tmp_path / "questions.txt", vectors)
     whole = evaluate(vectors, path)
-    monkeypatch.setattr(analogies, "_QUESTIONS_AT_ONCE", 7)
-    monkeypatch.setattr(analogies, "_WORDS_AT_ONCE", 16)
+    monkeypatch.setattr(lookup, "_QUESTIONS_AT_ONCE", 7)
+    monkeypatch.setattr(lookup, "_WORDS_AT_ONCE", 16)
     assert evaluate(vectors, path) == whole
 
 
@@ -101,7 +101,7 @@ def test_most_questions_are_answered_together(tmp_path, monkeypatch):
     vectors = Vectors([f"w{i}" for i in range(200)], np.random.default_rng(0).standard_normal((200, 8)))
     path = write_questions(tmp_path / "questions.txt", vectors)
     one_by_one = []
-    monkeypatch.setattr(analogies, "_answer_one", lambda *args: bool(one_by_one.append(args)))
+    monkeypatch.setattr(lookup, "_answer_one", lambda *args: bool(one_by_one.append(args)))
     evaluate(vectors, path)
     assert len(one_by_one) < 4
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from speedtransfer.word2vec.evaluation_sets import Question
-
+Question = tuple[str, str, str, str]
 _Z = 1.959963984540054  # 97.5% of a normal distribution lie below: intervals of 95%
 _SYNTACTIC = "gram"  # how the names of Google's syntactic sections begin
 
