@@ -65,14 +65,12 @@ _NO_TRAINING = (
     *(
         f"!speedtransfer/word2vec/{name}.py"
         for name in (
-            "analogies",
             "commands*",
             "config",
             "demo",
             "evaluation*",
             "extras",
-            "formats/*",
-            "gensim_bridge",
+            "formats*",
             "lookup",
             "ngram_vectors",
             "output",

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
-from speedtransfer.word2vec import formats, gensim_bridge
+from speedtransfer.word2vec import formats
 from speedtransfer.word2vec.lookup import TINY, UnknownWordError, find_rows, lengths, nearest_rows
 
 __all__ = ["UnknownWordError", "Vectors"]
@@ -200,7 +200,7 @@ class Vectors:
         MissingPackageError
             gensim is not installed.
         """
-        return gensim_bridge.to_keyed_vectors(self.words, self.matrix, self.counts)
+        return formats.to_keyed_vectors(self.words, self.matrix, self.counts)
 
     @classmethod
     def from_gensim(cls, keyed_vectors: Any) -> Vectors:
@@ -213,7 +213,7 @@ class Vectors:
         MissingPackageError
             gensim is not installed.
         """
-        return cls(*gensim_bridge.from_keyed_vectors(keyed_vectors))
+        return cls(*formats.from_keyed_vectors(keyed_vectors))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the vectors; the suffix of `path` says how. A file that was there stays whole until the new one is.

@@ -1,0 +1,180 @@
+"""The files that hold word vectors: word2vec text and binary, GloVe text, safetensors, gensim's own.
+
+The suffix of a path chooses among them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+import torch
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.safetensors_io import header_bytes, make_header
+from speedtransfer.system import replace_file
+from speedtransfer.tables import files
+from speedtransfer.word2vec.extras import import_extra
+from speedtransfer.word2vec.formats_text import (
+    ROWS_AT_ONCE,
+    Stored,
+    encode,
+    read_binary,
+    read_text,
+    write_binary,
+    write_glove,
+    write_text,
+)
+
+
+class Format(NamedTuple):
+    """How to write and read one kind of file.
+
+    `write` takes path, words, float32 vectors of shape (num_words, dim) and counts, written where the format has a place for
+    them; `read` the path and, if not None, how many words to stop after.
+    """
+
+    write: Callable[[Path, Sequence[str], np.ndarray, np.ndarray | None], None]
+    read: Callable[[Path, int | None], Stored]
+    check: Callable[[], object] = lambda: None  # raises where a package is missing
+    packed: bool = True  # may be read from a .gz file
+
+
+def import_gensim() -> Any:
+    """Return gensim's module of `KeyedVectors`. Raises MissingPackageError where gensim is not installed."""
+    return import_extra("gensim.models.keyedvectors", "KeyedVectors and .kv files", "gensim")
+
+
+def to_keyed_vectors(words: list[str], matrix: np.ndarray, counts: np.ndarray | None) -> Any:
+    """Return `KeyedVectors` over the same memory as `matrix` (float32); counts are its attribute "count"."""
+    keyed = import_gensim().KeyedVectors(matrix.shape[1])
+    # Set at once: `add_vectors` copies the matrix and goes through the words one by one.
+    keyed.index_to_key = list(words)
+    keyed.key_to_index = {word: row for row, word in enumerate(words)}
+    keyed.vectors = matrix
+    keyed.next_index = len(words)
+    if counts is not None:
+        keyed.expandos["count"] = counts.copy()
+    return keyed
+
+
+def from_keyed_vectors(keyed: Any) -> tuple[list[str], np.ndarray, np.ndarray | None]:
+    """Return words, vectors and counts (None without) of `KeyedVectors`, or of a model that has them as `wv`.
+
+    Raises
+    ------
+    InvalidTypeError
+        It is neither, or its keys are no words (vectors of numbered documents).
+    """
+    keyed = getattr(keyed, "wv", keyed)
+    if not isinstance(keyed, import_gensim().KeyedVectors):
+        raise InvalidTypeError(
+            f"{type(keyed).__name__} is no gensim KeyedVectors and has none as `wv`; pass gensim's model.wv"
+        )
+    words = list(keyed.index_to_key)
+    odd = next((word for word in words if not isinstance(word, str)), None)
+    if odd is not None:
+        raise InvalidTypeError(f"key {odd!r} is no word (str) but {type(odd).__name__}; pass KeyedVectors of words")
+    counts = keyed.expandos.get("count")
+    return words, keyed.vectors, None if counts is None else np.asarray(counts)
+
+
+def write_safetensors(path: Path, words: Sequence[str], matrix: np.ndarray, counts: np.ndarray | None = None) -> None:
+    """Write the tensors `vectors`, `word_ends`, `words` and, where there are counts, `counts`."""
+    encoded = [encode(word) for word in words]
+    ends = np.cumsum([len(word) for word in encoded], dtype="<i8")
+    parts = [("vectors", torch.float32, matrix.shape), ("word_ends", torch.int64, ends.shape)]
+    if counts is not None:
+        parts.append(("counts", torch.int64, counts.shape))
+    parts.append(("words", torch.uint8, (sum(map(len, encoded)),)))
+    with replace_file(path) as file:
+        file.write(header_bytes(make_header(parts, {"format": "speedtransfer word vectors 1"})))
+        for start in range(0, len(words), ROWS_AT_ONCE):
+            file.write(matrix[start : start + ROWS_AT_ONCE].astype("<f4", copy=False).tobytes())
+        file.write(ends.tobytes())
+        if counts is not None:
+            file.write(counts.astype("<i8").tobytes())
+        file.write(b"".join(encoded))
+
+
+def read_safetensors(path: Path, max_words: int | None = None) -> Stored:
+    """Read what `write` wrote; the matrix is mapped, not read. Raises StorageError where it is damaged."""
+    matrix, _ = files.open_mapped(path, writable=False, key="vectors")
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            ends = file.get_tensor("word_ends")
+            data = file.get_tensor("words").tobytes()
+            counts = file.get_tensor("counts") if "counts" in file.keys() else None  # noqa: SIM118 (no mapping)
+        if ends.ndim != 1 or ends.dtype != np.int64 or (np.diff(ends, prepend=0) < 0).any():
+            raise ValueError("word_ends are no rising positions")
+        if len(data) != (ends[-1] if len(ends) else 0):
+            raise ValueError(f"the words take {len(data)} bytes but end elsewhere")
+        words = [data[start:end].decode() for start, end in itertools.pairwise([0, *ends.tolist()])]
+    except Exception as error:  # a damaged header makes the library raise whatever its parts do
+        what = " ".join(str(error).split())
+        raise StorageError(f"{str(path)!r} holds no words ({what}); get the file again") from error
+    if len(words) != len(matrix):
+        raise StorageError(f"{str(path)!r} holds {len(words)} words but {len(matrix)} vectors; get the file again")
+    return Stored(words[:max_words], matrix.numpy()[:max_words], None if counts is None else counts[:max_words])
+
+
+def write_gensim(path: Path, words: Sequence[str], matrix: np.ndarray, counts: np.ndarray | None = None) -> None:
+    """Write one file, without the .npy files that gensim puts beside large ones when it is given a name."""
+    keyed = to_keyed_vectors(list(words), matrix, counts)
+    with replace_file(path) as file:
+        keyed.save(file)
+
+
+def read_gensim(path: Path, max_words: int | None = None) -> Stored:
+    """Read what gensim saved: `KeyedVectors`, or a model that has them as `wv`. Raises StorageError where it cannot."""
+    keyedvectors = import_gensim()
+    try:
+        loaded = keyedvectors.utils.SaveLoad.load(str(path))
+        words, matrix, counts = from_keyed_vectors(loaded)
+    except OSError as error:
+        raise StorageError(f"cannot read {str(path)!r} ({error.strerror or error}); check the path") from error
+    except Exception as error:  # a damaged pickle raises anything
+        what = " ".join(str(error).split()) or type(error).__name__
+        raise StorageError(f"{str(path)!r} holds no gensim KeyedVectors ({what}); get the file again") from error
+    return Stored(words[:max_words], matrix[:max_words], None if counts is None else counts[:max_words])
+
+
+_TEXT = Format(write_text, read_text)
+FORMATS = {
+    ".txt": _TEXT,
+    ".vec": _TEXT,
+    ".bin": Format(write_binary, read_binary),
+    ".safetensors": Format(write_safetensors, read_safetensors, packed=False),
+    ".glove": Format(write_glove, read_text),
+    ".kv": Format(write_gensim, read_gensim, import_gensim, packed=False),
+}
+
+
+def find_format(path: Path, reading: bool = False) -> Format:
+    """Return the format that the suffix of `path` names.
+
+    Raises
+    ------
+    InvalidValueError
+        The suffix names none; or it ends in .gz and is not one to read, or of no format that may be packed.
+    MissingPackageError
+        The format needs a package that is not installed.
+    """
+    packed = path.suffix == ".gz"
+    suffix = Path(path.stem).suffix if packed else path.suffix
+    if suffix not in FORMATS:
+        raise InvalidValueError(
+            f"{str(path)!r} ends in {path.suffix!r} but vectors are {', '.join(FORMATS)}; use one of these endings"
+        )
+    found = FORMATS[suffix]
+    if packed and not (reading and found.packed):
+        packable = ", ".join(name for name, format in FORMATS.items() if format.packed)
+        raise InvalidValueError(
+            f"{str(path)!r} ends in '.gz', which is only read, and only of {packable}; use a path without .gz"
+        )
+    found.check()
+    return found

@@ -1,0 +1,234 @@
+"""Vectors as word2vec text and binary, which begin with a line ``words dim``, and as GloVe text, without it."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import string
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, cast
+
+import numpy as np
+
+from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.system import replace_file
+
+HEADER_BYTES = 100  # a header is shorter
+ROWS_AT_ONCE = 4096
+_MOST_PACKED = 1032  # deflate makes nothing smaller than this share of it
+_WORD_BYTES = 100_000  # a longer "word" means that the reader is lost
+_BYTES_AT_ONCE = 1 << 20
+_MAX_DIM = 2**31
+
+
+class Stored(NamedTuple):
+    """What a file holds: words, their vectors (num_words, dim) and how often each occurred, where it says so."""
+
+    words: list[str]
+    matrix: np.ndarray
+    counts: np.ndarray | None = None
+
+
+def check_words(words: Sequence[str], path: Path) -> None:
+    """Raise where a word is empty, or holds white space, which separates words in text and binary files, or is no UTF-8."""
+    white = set(string.whitespace)
+    for word in words:
+        encode(word)
+        if not word or not white.isdisjoint(word):
+            raise InvalidValueError(
+                f"word {word!r} is empty or holds white space, which separates words in {path.suffix} files; "
+                "save to .safetensors"
+            )
+
+
+def encode(word: str) -> bytes:
+    """Return `word` as UTF-8. Raises InvalidValueError where it holds half a character, which Python allows in a str."""
+    try:
+        return word.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidValueError(
+            f"word {word!r} cannot be written as UTF-8 ({error.reason}); read the text as UTF-8, or leave it out"
+        ) from None
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """Open `path`, unpacked where it ends in .gz; what fails while it is read is a StorageError."""
+    try:
+        with open(path, "rb") as file:
+            if path.suffix == ".gz":
+                with gzip.open(file) as unpacked:
+                    yield cast(BinaryIO, unpacked)
+            else:
+                yield file
+    except StorageError:
+        raise
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise StorageError(f"{str(path)!r} is no whole gzip file ({error}); get it again") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {str(path)!r} ({error.strerror or error}); check the path") from error
+
+
+def parse_header(line: bytes, path: Path) -> tuple[int, int]:
+    """Return the number of words and of dimensions that the first line of a word2vec file promises."""
+    parts = line.split()
+    if not line.endswith(b"\n") or len(parts) != 2 or not all(part.isdigit() for part in parts):
+        raise StorageError(
+            f"line 1 of {str(path)!r} is no word2vec header ('words dim') but {line[:40]!r}; pass a file of vectors"
+        )
+    num_words, dim = map(int, parts)
+    if dim >= _MAX_DIM:
+        raise StorageError(
+            f"line 1 of {str(path)!r} promises vectors of {dim} numbers, which no file has; get it again"
+        )
+    return num_words, dim
+
+
+def check_room(path: Path, least_bytes: int, promise: str = "its header promises") -> None:
+    """Raise where the file is too short for the vectors it promises, before memory is taken for them."""
+    size = path.stat().st_size
+    if size * (_MOST_PACKED if path.suffix == ".gz" else 1) < least_bytes:
+        raise StorageError(
+            f"{str(path)!r} is truncated: it has {size} bytes but {promise} at least {least_bytes}; get it again"
+        )
+
+
+def write_text(
+    path: Path, words: Sequence[str], matrix: np.ndarray, counts: np.ndarray | None = None, header: bool = True
+) -> None:
+    """Write `matrix` in nine digits, enough to read the same float32 numbers back; text has no place for counts."""
+    check_words(words, path)
+    line = "%s" + " %.9g" * matrix.shape[1] + "\n"
+    with replace_file(path) as file:
+        if header:
+            file.write(f"{len(words)} {matrix.shape[1]}\n".encode())
+        for start in range(0, len(words), ROWS_AT_ONCE):
+            some = slice(start, start + ROWS_AT_ONCE)
+            rows = zip(words[some], matrix[some].tolist(), strict=True)
+            file.write("".join(line % (word, *row) for word, row in rows).encode())
+
+
+def write_glove(path: Path, words: Sequence[str], matrix: np.ndarray, counts: np.ndarray | None = None) -> None:
+    """Write without the first line. Raises InvalidValueError where readers could not tell what such a file holds."""
+    if not words or matrix.shape[1] < 2:
+        raise InvalidValueError(
+            f"GloVe text, without a header, needs a word and a dim of 2 at least but there are {len(words)} words of dim "
+            f"{matrix.shape[1]}; save to .txt"
+        )
+    write_text(path, words, matrix, header=False)
+
+
+def read_text(path: Path, max_words: int | None = None) -> Stored:
+    """Read word2vec or GloVe text: two fields in the first line are a header, more are a word and its vector.
+
+    GloVe's own files hold a few words with spaces (``. . .``); as word2vec's readers end a word there, so do these where
+    there is a header.
+
+    Raises
+    ------
+    StorageError
+        The file is missing or damaged; the message names the line.
+    """
+    with reading(path) as file:
+        first = file.readline(HEADER_BYTES)
+        if len(first.split()) > 2 or len(first) == HEADER_BYTES:  # no header is as long
+            num_words, dim, header = *_measure(path), False
+            file.seek(0)
+            promised = num_words
+        else:
+            promised, dim = parse_header(first, path)
+            header = True
+        promise = (
+            "its header promises" if header else f"{promised} vectors as long as the first one, {dim} numbers, take"
+        )
+        check_room(path, promised * (2 * dim + 2) - (not header), promise)
+        num_words = promised if max_words is None else min(promised, max_words)
+        words: list[str] = []
+        matrix = np.empty((num_words, dim), dtype=np.float32)
+        lines = ((n, line) for n, line in enumerate(file, start=1 + header) if not line.isspace())
+        for number, line in itertools.islice(lines, num_words):
+            try:
+                word, values = _split(line, dim, spaces=not header)
+                matrix[len(words)] = list(map(float, values))
+                words.append(word.decode())
+            except ValueError as error:
+                raise StorageError(
+                    f"line {number} of {str(path)!r} is no word and vector ({error}); get it again"
+                ) from None
+        more = num_words == promised and next(lines, None) is not None
+        if len(words) < num_words or more:
+            holds = "more" if more else f"only {len(words)}"
+            raise StorageError(
+                f"{str(path)!r} promises {promised} words in its first line but holds {holds}; get it again"
+            )
+    return Stored(words, matrix)
+
+
+def _measure(path: Path) -> tuple[int, int]:
+    """Return how many lines that are not blank a file without a header has, and the numbers in its first one."""
+    with reading(path) as file:
+        dim = len(file.readline().rstrip(b"\r\n ").split(b" ")) - 1
+        return 1 + sum(1 for line in file if not line.isspace()), dim
+
+
+def _split(line: bytes, dim: int, spaces: bool) -> tuple[bytes, list[bytes]]:
+    """Return the word and its numbers; with `spaces`, fields too many belong to the word unless one is a number."""
+    word, *values = line.rstrip(b"\r\n ").split(b" ")
+    extra = len(values) - dim
+    if spaces and extra > 0 and not any(map(_is_number, values[:extra])):
+        word, values = b" ".join([word, *values[:extra]]), values[extra:]
+    if len(values) != dim:
+        raise ValueError(f"{len(values)} numbers, not {dim}")
+    return word, values
+
+
+def _is_number(field: bytes) -> bool:
+    try:
+        float(field)
+    except ValueError:
+        return False
+    return True
+
+
+def write_binary(path: Path, words: Sequence[str], matrix: np.ndarray, counts: np.ndarray | None = None) -> None:
+    """Write as word2vec.c does: a line end after every vector, which readers skip; it has no place for counts."""
+    check_words(words, path)
+    with replace_file(path) as file:
+        file.write(f"{len(words)} {matrix.shape[1]}\n".encode())
+        for word, row in zip(words, matrix, strict=True):
+            file.write(b"%b %b\n" % (word.encode(), row.astype("<f4", copy=False).tobytes()))
+
+
+def read_binary(path: Path, max_words: int | None = None) -> Stored:
+    """Read it, with or without line ends. Raises StorageError, which names the word, where the file is damaged."""
+    words: list[str] = []
+    with reading(path) as file:
+        header = file.readline(HEADER_BYTES)
+        promised, dim = parse_header(header, path)
+        check_room(path, len(header) + promised * (4 * dim + 2))
+        num_words = promised if max_words is None else min(promised, max_words)
+        matrix = np.empty((num_words, dim), dtype=np.float32)
+        data, position, passed = b"", 0, len(header)  # `passed` bytes of the file come before `data`
+        for number in range(num_words):
+            place = f"at word {number + 1} of {promised}, byte {passed + position}"
+            end = data.find(b" ", position, position + _WORD_BYTES)
+            while end < 0 or end + 1 + 4 * dim > len(data):
+                more = file.read(max(_BYTES_AT_ONCE, 4 * dim))
+                data, passed, position = data[position:] + more, passed + position, 0
+                end = data.find(b" ", 0, _WORD_BYTES)
+                if not more or (end < 0 and len(data) > _WORD_BYTES):
+                    raise StorageError(f"{str(path)!r} ends or is damaged {place}; get the file again")
+            try:
+                words.append(data[position:end].lstrip(b"\n").decode())
+            except UnicodeDecodeError:
+                raise StorageError(f"{str(path)!r} has no UTF-8 word {place}; get the file again") from None
+            matrix[number] = np.frombuffer(data, dtype="<f4", count=dim, offset=end + 1)
+            position = end + 1 + 4 * dim
+        if num_words == promised and (data[position:] + file.read(_BYTES_AT_ONCE)).strip(b"\n"):
+            raise StorageError(
+                f"{str(path)!r} goes on after its {promised} words, at byte {passed + position}; get it again"
+            )
+    return Stored(words, matrix)
