@@ -37,7 +37,7 @@ class Bar(NamedTuple):
 
 def judge(results: dict[str, dict[str, Any]]) -> list[Bar]:
     """Return every bar for the `results`, by suite, of one device."""
-    from speedtransfer.benchmark.measure import GroupResult
+    from speedtransfer.benchmark.results import GroupResult
 
     groups = {name: [GroupResult.from_json(g) for g in result["groups"]] for name, result in results.items()}
     transfer = _Transfer(groups.get("transfer", []), results.get("transfer", {}).get("options", {}))
@@ -61,8 +61,8 @@ def judge(results: dict[str, dict[str, Any]]) -> list[Bar]:
 
 def judge_step(results: dict[str, dict[str, Any]], cuda: bool) -> list[Bar]:
     """Return the bars that hold for a CPU as well: for suite `step`."""
-    from speedtransfer.benchmark.headlines import exact_and_lazy
-    from speedtransfer.benchmark.measure import GroupResult
+    from speedtransfer.benchmark.results import GroupResult
+    from speedtransfer.benchmark.step import exact_and_lazy
 
     groups = [GroupResult.from_json(g) for g in results.get("step", {}).get("groups", [])]
     pairs = (exact_and_lazy(g) for g in groups if g.params.get("optimizer") == "AdamW")
@@ -74,7 +74,7 @@ def judge_step(results: dict[str, dict[str, Any]], cuda: bool) -> list[Bar]:
 
 def _host_of_tables(groups: list[Any]) -> Bar:
     """Return the host's time of a step of many tables, of that of one."""
-    from speedtransfer.benchmark.headlines import exact_and_lazy
+    from speedtransfer.benchmark.step import exact_and_lazy
     from speedtransfer.benchmark.step_models import MANY, ONE
 
     # Of many tables there is a group of exact steps alone, too.
@@ -86,9 +86,10 @@ def _host_of_tables(groups: list[Any]) -> Bar:
 
 def _small_step(groups: list[Any]) -> Bar:
     """Return what a step of few rows takes with lazy idle rows, of one of SparseAdam."""
-    from speedtransfer.benchmark.headlines import SMALL_STEP, exact_and_lazy
+    from speedtransfer.benchmark.step import exact_and_lazy
+    from speedtransfer.benchmark.step_models import SMALL
 
-    small = next((g for g in groups if g.params["experiment"] == SMALL_STEP and exact_and_lazy(g)), None)
+    small = next((g for g in groups if g.params["experiment"] == SMALL and exact_and_lazy(g)), None)
     sparse = next((c for c in small.ran if c.name.endswith("SparseAdam")), None) if small else None
     ratio = exact_and_lazy(small)[1].median_s / sparse.median_s if sparse else None
     return _at_most("AdamW step of few rows, of one of SparseAdam", 2.0, ratio, "{:.2f}x")
@@ -96,7 +97,7 @@ def _small_step(groups: list[Any]) -> Bar:
 
 def _many_tables(groups: list[Any]) -> Iterator[Bar]:
     """Yield what a step of many tables with exact idle rows takes, of one with lazy rows and of a dense one."""
-    from speedtransfer.benchmark.headlines import exact_and_lazy
+    from speedtransfer.benchmark.step import exact_and_lazy
 
     tables = next((g for g in groups if g.params["experiment"] == "many tables" and exact_and_lazy(g)), None)
     exact, lazy = exact_and_lazy(tables) if tables else (None, None)

@@ -7,8 +7,7 @@ from typing import Any
 
 from pictures import save_picture
 
-from speedtransfer.benchmark.plots import plot
-from speedtransfer.benchmark.report import markdown_table, missing, provenance, summary_tables
+from speedtransfer.benchmark.report import markdown_table, missing, plot, provenance, summary_tables
 
 
 def save(result: dict[str, Any], path: Path) -> str:

@@ -11,7 +11,7 @@ from idle_training import DENSE, EXACT, LAZY
 from store import IDLE, NGRAM_EXAMPLE, WORD2VEC
 from word2vec_text import OPTIMIZERS
 
-from speedtransfer.benchmark.measure import GroupResult
+from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.units import format_count
 
 STEP = "step"  # of the suites; its picture is shown, too

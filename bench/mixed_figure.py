@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from speedtransfer.benchmark.measure import GroupResult
 from speedtransfer.benchmark.report import markdown as of_suite
+from speedtransfer.benchmark.results import GroupResult
 
 
 def save(result: dict[str, Any], path: Path) -> str:

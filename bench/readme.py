@@ -165,7 +165,7 @@ def draw(found: list[Recorded]) -> None:
         from PIL import Image  # matplotlib brings it
 
         from speedtransfer.benchmark.drawing import require_matplotlib
-        from speedtransfer.benchmark.plots import plot
+        from speedtransfer.benchmark.report import plot
 
         require_matplotlib()
     except (ImportError, SpeedtransferError) as error:

@@ -85,13 +85,10 @@ _NO_TRAINING = (
 _SHOWING = (
     "commands",
     "drawing",
-    "headlines",
     "html",
     "output",
-    "plots",
     "report",
     "run",
-    "shown",
     "suites",
     "units",
 )

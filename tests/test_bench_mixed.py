@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from speedtransfer.benchmark.measure import CaseResult, GroupResult
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -44,14 +44,14 @@ def test_losses_that_differ_are_not_recorded(bench, tmp_path):
 
 
 def test_suite_exchange_is_shown(bench, tmp_path):
-    measure = bench("speedtransfer.benchmark.measure")
+    results = bench("speedtransfer.benchmark.results")
     figures = {"sent_bytes": 1e6, "steps": 8.0, "loss": 0.5}
     cases = [
-        measure.CaseResult(name, "other", 0, [seconds], figures=figures)
+        results.CaseResult(name, "other", 0, [seconds], figures=figures)
         for name, seconds in (("all-reduce", 1.0), ("st.one_bit_hook", 2.0))
     ]
-    cases.append(measure.CaseResult("1 bit, errors dropped", "other", 0, error="did not come to a loss of 0.1"))
-    group = measure.GroupResult("train", {"kind": "gradients", "ranks": 2}, cases)
+    cases.append(results.CaseResult("1 bit, errors dropped", "other", 0, error="did not come to a loss of 0.1"))
+    group = results.GroupResult("train", {"kind": "gradients", "ranks": 2}, cases)
     environment = {
         "device": "CPU",
         "commit": "0" * 40,

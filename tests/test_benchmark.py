@@ -9,7 +9,8 @@ import torch
 
 from speedtransfer.benchmark import speedtorch, transfer, ways
 from speedtransfer.benchmark.environment import commit_of, environment
-from speedtransfer.benchmark.measure import Case, CaseResult, Group, GroupResult, WrongResultError, measure
+from speedtransfer.benchmark.measure import Case, Group, WrongResultError, measure
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.benchmark.suites import SUITES
 from speedtransfer.benchmark.workload import Ids, Tables, Workload, distinct_ids, workload, zipf_ids
 from speedtransfer.errors import HostMemoryError, InvalidValueError

@@ -7,8 +7,9 @@ import torch
 
 from speedtransfer.benchmark import cache
 from speedtransfer.benchmark.cold_pages import PagesStayError
-from speedtransfer.benchmark.headlines import headlines
-from speedtransfer.benchmark.measure import CaseResult, GroupResult, WrongResultError, measure
+from speedtransfer.benchmark.measure import WrongResultError, measure
+from speedtransfer.benchmark.report import headlines
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.benchmark.workload import zipf_ids, zipf_shares
 
 CPU = torch.device("cpu")

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from speedtransfer.benchmark import commands, suites
-from speedtransfer.benchmark.measure import Case, Group, GroupResult
+from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.run import run_suite
 from speedtransfer.benchmark.suites import SUITES, Suite
 from speedtransfer.cli import main

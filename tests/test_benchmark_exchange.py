@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from speedtransfer.benchmark import exchange
+from speedtransfer.benchmark.exchange import sent_in_all
 from speedtransfer.benchmark.exchange_methods import (
     ALL_REDUCE,
     BLOCK_MOMENTUM,
@@ -20,11 +21,9 @@ from speedtransfer.benchmark.exchange_methods import (
     WARMUP,
 )
 from speedtransfer.benchmark.exchange_worker import Worker
-from speedtransfer.benchmark.headlines import headlines
-from speedtransfer.benchmark.measure import Case, Group, GroupResult, measure
-from speedtransfer.benchmark.plots import plot
-from speedtransfer.benchmark.report import summary_tables
-from speedtransfer.benchmark.shown_exchange import sent_in_all
+from speedtransfer.benchmark.measure import Case, Group, measure
+from speedtransfer.benchmark.report import headlines, plot, summary_tables
+from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.world import World
 
 CPU = torch.device("cpu")

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from speedtransfer.benchmark import lookup
-from speedtransfer.benchmark.headlines import headlines
-from speedtransfer.benchmark.measure import CaseResult, GroupResult, WrongResultError, measure
+from speedtransfer.benchmark.measure import WrongResultError, measure
+from speedtransfer.benchmark.report import headlines
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.errors import InvalidValueError
 
 CPU = torch.device("cpu")

@@ -10,12 +10,11 @@ from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from torch import nn
 
 from speedtransfer.benchmark import mixed, mixed_memory
-from speedtransfer.benchmark.headlines import headlines
-from speedtransfer.benchmark.measure import CaseResult, GroupResult, WrongResultError, measure
+from speedtransfer.benchmark.measure import WrongResultError, measure
 from speedtransfer.benchmark.mixed_text import read_windows
 from speedtransfer.benchmark.mixed_training import AMP_BF16, AMP_FP16, BF16, FORMS, FP32, Form, Sizes, Training
-from speedtransfer.benchmark.plots import plot
-from speedtransfer.benchmark.report import markdown
+from speedtransfer.benchmark.report import headlines, markdown, plot
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.errors import DeviceError, HostMemoryError, SpeedtransferError
 from speedtransfer.nn import Embedding
 

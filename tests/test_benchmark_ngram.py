@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from speedtransfer.benchmark import ngram
-from speedtransfer.benchmark.headlines import headlines
-from speedtransfer.benchmark.measure import CaseResult, GroupResult, measure
+from speedtransfer.benchmark.measure import measure
+from speedtransfer.benchmark.ngram import added_share
 from speedtransfer.benchmark.ngram_model import Gpt, Sizes, token_batches
-from speedtransfer.benchmark.shown_ngram import added_share
+from speedtransfer.benchmark.report import headlines
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn import Embedding
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from speedtransfer.benchmark import prefetch, shown_prefetch
+from speedtransfer.benchmark import prefetch
 from speedtransfer.benchmark.cold_pages import PAGE, PagesStayError, TableFiles, read_page_by_page, read_pages
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables
-from speedtransfer.benchmark.headlines import headlines
-from speedtransfer.benchmark.measure import CaseResult, Group, GroupResult, measure
+from speedtransfer.benchmark.measure import Group, measure
+from speedtransfer.benchmark.report import headlines
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.tables import Table
 
 CPU = torch.device("cpu")
@@ -232,7 +233,7 @@ def test_nothing_is_hidden_where_nothing_waits_or_reading_ahead_is_slower():
     group = result(9e-3, without=9e-3)
     assert "none of the waiting" in headlines("prefetch", [group])[0]
     without, ahead, memory, _ = group.cases
-    assert shown_prefetch.hidden_share(without, ahead, memory) is None
+    assert prefetch.hidden_share(without, ahead, memory) is None
 
 
 def test_noise_is_said():

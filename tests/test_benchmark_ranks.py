@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from speedtransfer.benchmark import ranks
-from speedtransfer.benchmark.headlines import headlines
 from speedtransfer.benchmark.measure import measure
 from speedtransfer.benchmark.ranks_worker import (
     DENSE,
@@ -21,6 +20,7 @@ from speedtransfer.benchmark.ranks_worker import (
     batches_of,
     part_of,
 )
+from speedtransfer.benchmark.report import headlines
 from speedtransfer.benchmark.world import World, WorldError
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.ranks.zipf import expected_unique

@@ -8,10 +8,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from speedtransfer.benchmark import html, plots
-from speedtransfer.benchmark.headlines import headlines
-from speedtransfer.benchmark.measure import CaseResult, GroupResult
-from speedtransfer.benchmark.report import group_table, groups_of, markdown, missing, summary_tables
+from speedtransfer.benchmark import html, report
+from speedtransfer.benchmark.report import group_table, groups_of, headlines, markdown, missing, plot, summary_tables
+from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.suites import module_of
 from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds, format_share
 
 
@@ -345,7 +345,7 @@ def test_markdown(suite):
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_pictures(suite):
-    picture = plots.plot(recorded(suite, quick=True))
+    picture = plot(recorded(suite, quick=True))
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", picture[16:24])
     assert min(width, height) > 200
@@ -354,8 +354,9 @@ def test_pictures(suite):
 def labels(monkeypatch, result):
     """Return the legend of the picture of `result`."""
     found = []
-    monkeypatch.setattr(plots, "legend_below", lambda figure, axes: found.extend(axes.get_legend_handles_labels()[1]))
-    assert plots.plot(result)
+    module = module_of(result["suite"])
+    monkeypatch.setattr(module, "legend_below", lambda figure, axes: found.extend(axes.get_legend_handles_labels()[1]))
+    assert plot(result)
     return found
 
 
@@ -373,23 +374,23 @@ def test_legends_name_what_is_there(monkeypatch):
 @pytest.mark.parametrize("cuda", [True, False])
 def test_crossings_are_drawn_where_there_is_a_device(monkeypatch, cuda):
     marks = []
-    monkeypatch.setattr(plots, "_mark", lambda axes, size, *line: marks.append(round(size)))
+    monkeypatch.setattr(module_of("tax"), "_mark", lambda axes, size, *line: marks.append(round(size)))
     result = recorded("tax")
     for group in result["groups"]:
         group["params"]["cuda"] = cuda
-    plots.plot(result)
+    plot(result)
     assert marks == ([100, 185] * 2 if cuda else [])
 
 
 def test_lines_that_leave_the_axis_are_marked(monkeypatch):
     figures = []
-    make = plots.require_matplotlib()
-    monkeypatch.setattr(plots, "require_matplotlib", lambda: lambda *size: figures.append(make(*size)) or figures[-1])
+    make = report.require_matplotlib()
+    monkeypatch.setattr(report, "require_matplotlib", lambda: lambda *size: figures.append(make(*size)) or figures[-1])
     result = recorded("transfer")
-    assert plots.plot(result)
+    assert plot(result)
     ours = next(group for group in result["groups"] if len(group["params"]) > 1)["cases"][0]
     ours["samples_s"] = [second / 1000 for second in ours["samples_s"]]
-    assert plots.plot(result)
+    assert plot(result)
     before, after = ([axes.texts for axes in figure.axes] for figure in figures)
     assert not any(before)
     (mark,) = [text for texts in after for text in texts]
@@ -407,7 +408,7 @@ def test_a_picture_of_one_point(suite, seconds):
     for one in result["groups"][0]["cases"][:]:
         one["samples_s"] = [seconds] * 5
     del result["groups"][0]["cases"][1:]
-    picture = plots.plot(result)
+    picture = plot(result)
     assert picture is None or picture.startswith(b"\x89PNG")  # some suites show nothing of one case
 
 
@@ -416,7 +417,7 @@ def test_no_picture_of_nothing(suite):
     result = recorded(suite)
     for group in result["groups"]:
         group["cases"] = []
-    assert plots.plot(result) is None
+    assert plot(result) is None
     assert markdown(result)
     assert html.page([result], {})
 
@@ -444,7 +445,7 @@ class Page(HTMLParser):
 
 def test_html_is_whole_and_needs_no_network():
     results = [recorded(suite) for suite in SUITES]
-    pictures = {result["suite"]: plots.plot(result) for result in results}
+    pictures = {result["suite"]: plot(result) for result in results}
     page = Page(html.page(results, pictures))
     assert not page.open
     assert len(page.sources) == len(SUITES)

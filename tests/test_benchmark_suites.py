@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from speedtransfer.benchmark import memory, peak, precision, step, step_idle, step_models, step_training, tax
-from speedtransfer.benchmark.headlines import headlines
 from speedtransfer.benchmark.kinds import DIM, PLANES, ROW_BYTES, kinds
-from speedtransfer.benchmark.measure import CaseResult, GroupResult, measure
+from speedtransfer.benchmark.measure import measure
+from speedtransfer.benchmark.report import headlines
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
 
 CPU = torch.device("cpu")

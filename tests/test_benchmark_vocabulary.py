@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from speedtransfer.benchmark import vocabulary, vocabulary_steps
-from speedtransfer.benchmark.headlines import headlines
-from speedtransfer.benchmark.measure import CaseResult, GroupResult, measure
-from speedtransfer.benchmark.plots import plot
+from speedtransfer.benchmark.measure import measure
+from speedtransfer.benchmark.report import headlines, plot
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.benchmark.vocabulary_steps import BY_DICT, EVICTED, KNOWN, NEW, PLAIN, names_of, numbers_of
 from speedtransfer.errors import HostMemoryError, InvalidValueError
 

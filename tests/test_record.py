@@ -16,9 +16,10 @@ import psutil
 import pytest
 import torch
 
-from speedtransfer.benchmark import measure, step, transfer
+from speedtransfer.benchmark import step, transfer
 from speedtransfer.benchmark.kinds import PLANES
-from speedtransfer.benchmark.measure import Case, CaseResult, Group, GroupResult
+from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.results import DEFAULT, UNCHECKED, CaseResult, GroupResult
 from speedtransfer.cuda import CudaStatus, cuda_status
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
@@ -55,7 +56,7 @@ def tree(tmp_path, monkeypatch):
         "speedtransfer/word2vec/model.py",
         "speedtransfer/benchmark/measure.py",
         "speedtransfer/benchmark/step.py",
-        "speedtransfer/benchmark/plots.py",
+        "speedtransfer/benchmark/report.py",
         "tests/gpu/test_device.py",
         "tests/engine_cases.py",
         "tests/test_other.py",
@@ -158,7 +159,7 @@ def test_every_part_is_listed(record, store, tree, capsys):
         ("speedtransfer/new.py", {"tests", "sanitizer", "transfer", "step"}),
         ("speedtransfer/benchmark/measure.py", {"transfer", "step"}),
         ("speedtransfer/benchmark/step.py", {"step"}),
-        ("speedtransfer/benchmark/plots.py", set()),
+        ("speedtransfer/benchmark/report.py", set()),
         ("speedtransfer/word2vec/model.py", set()),
         ("speedtransfer/cli.py", set()),
         ("tests/gpu/test_device.py", {"tests", "sanitizer"}),
@@ -743,7 +744,7 @@ def test_the_bar_of_a_small_step_on_a_cpu():
 
 def test_the_names_are_those_of_the_package():
     bars = importlib.import_module("bars")
-    assert (bars.CHECKED, bars.UNCHECKED) == (measure.DEFAULT, measure.UNCHECKED)
+    assert (bars.CHECKED, bars.UNCHECKED) == (DEFAULT, UNCHECKED)
     assert bars.FEW_BLOCKS == transfer.FEW_BLOCKS
 
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from speedtransfer.benchmark.measure import GroupResult
 from speedtransfer.benchmark.output import Output
+from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.run import run_suite
 from speedtransfer.benchmark.suites import MIN_TABLE_BYTES, SUITES, Suite
 from speedtransfer.cuda import resolve_device

@@ -69,6 +69,29 @@ def end_at(axes: Any, top: float) -> None:
             axes.annotate(f"{y:,.0f}", (x, top), (7, -9), textcoords="offset points", fontsize=8, **style)
 
 
+def bars(
+    axes: Any,
+    names: Sequence[str],
+    values: Sequence[float],
+    texts: Sequence[str],
+    colours: Sequence[str],
+    height: float = 0.72,
+    room: float = 0.25,
+    fontsize: float = 8.5,
+) -> None:
+    """Draw a bar for each of `names`, one below the other, and a text at its end; `room` is the share of the axis for it."""
+    style = {"va": "center", "fontsize": fontsize, "color": INK, "textcoords": "offset points"}
+    for place, (value, text, colour) in enumerate(zip(values, texts, colours, strict=True)):
+        axes.barh(place, value, height, color=colour)
+        axes.annotate(text, (value, place), (4, 0), **style)
+    tidy(axes)
+    axes.grid(visible=False, axis="y")
+    axes.set_yticks(range(len(names)), names, parse_math=False)
+    axes.invert_yaxis()
+    axes.margins(x=room)
+    axes.set_xlim(left=0)
+
+
 def tidy(axes: Any) -> None:
     """Leave a light grid and the numbers."""
     axes.grid(visible=True, color=_GRID, lw=0.8)

@@ -6,10 +6,12 @@ All methods of a group train the same model on the same batches, each process it
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from speedtransfer.benchmark.drawing import COLOURS, INK, tidy
 from speedtransfer.benchmark.exchange_methods import (
     ALL_REDUCE,
     BLOCK_MOMENTUM,
@@ -20,14 +22,20 @@ from speedtransfer.benchmark.exchange_methods import (
     NO_ERRORS,
     ONE_BIT,
     PERIOD,
+    POWER_RANK,
     POWER_SGD,
     ROWS,
+    ROWS_BFLOAT16,
+    ROWS_INT8,
     WARMUP,
 )
 from speedtransfer.benchmark.exchange_worker import Sizes, Worker
-from speedtransfer.benchmark.measure import Case, Group, Role
+from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.report import TextTable, pivot
+from speedtransfer.benchmark.results import CaseResult, GroupResult, Role, case_names, noise, split_by
+from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds
 from speedtransfer.benchmark.world import World
-from speedtransfer.errors import SpeedtransferError
+from speedtransfer.errors import SpeedtransferError, format_bytes
 
 GRADIENTS, TABLE = "gradients", "rows of a table"
 SENT, STEPS, LOSS = "sent_bytes", "steps", "loss"
@@ -152,3 +160,114 @@ class Way:
         self.before()
         self.run()
         assert self.world.call("loss")[0] == self.figures[LOSS], "the same steps give another loss"
+
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+_BAR = 0.8  # of the room for the bars of a method
+_SHORT = {
+    FP16: "float16",
+    EIGHT_BITS: "8 bits",
+    POWER_SGD: f"PowerSGD, rank {POWER_RANK}",
+    ONE_BIT: "1 bit (st)",
+    LOCAL_SGD: f"local SGD, {PERIOD} steps",
+    BLOCK_MOMENTUM: "block momentum (st)",
+    ROWS: "float32 (st)",
+    ROWS_BFLOAT16: "bfloat16 (st)",
+    ROWS_INT8: "int8 (st)",
+}
+
+
+def sent_in_all(case: CaseResult) -> float:
+    """Return the bytes that a process sends in all steps of a case."""
+    return case.figures[SENT] * case.figures[STEPS]
+
+
+def sentences(groups: list[GroupResult]) -> list[str]:
+    """Return a sentence for each group: what a process sends to come to the loss, and in how many steps, by each method."""
+    return [_sentence(group) for group in groups]
+
+
+def _sentence(group: GroupResult) -> str:
+    base, *others = group.ran
+    text = (
+        f"{group.title}: {base.name} {format_bytes(sent_in_all(base))} sent by a process in {base.figures[STEPS]:,.0f} "
+    )
+    text += f"steps and {format_seconds(base.median_s)}"
+    for case in others:
+        ratios = sent_in_all(case) / sent_in_all(base), case.median_s / base.median_s
+        text += f"; {case.name} {format_ratio(ratios[0])} the bytes, {case.figures[STEPS]:,.0f} steps, "
+        text += f"{format_ratio(ratios[1])} the time"
+    return text + "".join(f"; {case.name} {case.error}" for case in group.cases if case.error) + noise(*group.ran)
+
+
+_MEASURES: tuple[tuple[str, Callable[[CaseResult], float], Callable[[float], str]], ...] = (
+    ("sent by a process", sent_in_all, format_bytes),
+    ("steps", lambda case: case.figures[STEPS], format_count),
+    ("time", lambda case: case.median_s, format_seconds),
+)
+
+
+def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
+    """Draw the bytes, steps and seconds of each method until the loss is reached, a bar for each number of processes."""
+    parts = split_by(groups, "kind")
+    names = {kind: case_names(part) for kind, part in parts.items()}
+    heights = [0.8 + sum(0.21 * len(parts[kind]) + 0.06 for _ in names[kind]) for kind in parts]
+    figure = make_figure(7, 0.5 + sum(heights))
+    panels = figure.subplots(len(parts), len(_MEASURES), squeeze=False, height_ratios=heights)
+    for row, (kind, part) in zip(panels, parts.items(), strict=True):
+        for axes, (title, value, show) in zip(row, _MEASURES, strict=True):
+            _bars(axes, part, names[kind], value, show)
+            axes.set_title(title, fontsize=10, color=INK, loc="left")
+            if axes is not row[0]:
+                axes.set_yticklabels([])
+        row[0].set_title(f"{kind}:\nsent by a process", fontsize=10, color=INK, loc="left")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=10)
+    return figure
+
+
+def _bars(
+    axes: Any,
+    groups: list[GroupResult],
+    names: list[str],
+    value: Callable[[CaseResult], float],
+    show: Callable[[float], str],
+) -> None:
+    height = _BAR / len(groups)
+    for number, group in enumerate(groups):
+        cases = group.by_name
+        there = [(place, value(cases[name])) for place, name in enumerate(names) if name in cases]
+        places = [place + (number - (len(groups) - 1) / 2) * height for place, _ in there]
+        label = f"{group.params['ranks']} processes"
+        bars = axes.barh(places, [v for _, v in there], height * 0.92, color=COLOURS[number], label=label)
+        axes.bar_label(bars, [f" {show(v)}" for _, v in there], fontsize=8.5, color=INK)
+    tidy(axes)
+    axes.grid(visible=False)
+    axes.set_yticks(range(len(names)), [_SHORT.get(name, name) for name in names], parse_math=False)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xticks([])
+    axes.margins(x=0.35)
+    axes.set_xlim(left=0)
+    axes.tick_params(labelsize=10)
+
+
+def _shown(
+    value: Callable[[CaseResult], float], show: Callable[[float], str], group: GroupResult, case: CaseResult
+) -> str:
+    return show(value(case))
+
+
+def tables(groups: list[GroupResult]) -> list[TextTable]:
+    """Return bytes, steps and time until the loss is reached, by the number of processes."""
+    return [
+        pivot(
+            f"{kind}, {'sent by a process until then' if title == 'sent by a process' else title}, by processes",
+            part,
+            lambda group: f"{group.params['ranks']}",
+            functools.partial(_shown, value, show),
+        )
+        for kind, part in split_by(groups, "kind").items()
+        for title, value, show in _MEASURES
+    ]

@@ -7,8 +7,15 @@ import html
 from string import Template
 from typing import Any
 
-from speedtransfer.benchmark.headlines import headlines
-from speedtransfer.benchmark.report import TextTable, group_table, groups_of, missing, provenance, summary_tables
+from speedtransfer.benchmark.report import (
+    TextTable,
+    group_table,
+    groups_of,
+    headlines,
+    missing,
+    provenance,
+    summary_tables,
+)
 from speedtransfer.benchmark.suites import SUITES
 
 _PAGE = Template("""\

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from speedtransfer.benchmark.measure import Role
+from speedtransfer.benchmark.results import Role
 from speedtransfer.nn import Embedding
 
 DIM = 128

@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speedtransfer.benchmark.drawing import COLOURS, INK, tidy
 from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.results import GroupResult, case_names, noise
+from speedtransfer.benchmark.units import format_ratio, format_seconds
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding
 
@@ -95,3 +98,37 @@ def _cases(device: torch.device, rows: int, tokens: int, seed: int) -> list[Case
         role: Any = "ours" if name == OURS else "other"
         found.append(Case(name, lookups.run, lookups.check, role=role, queues=cuda and name != BY_HAND))
     return found
+
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+def sentences(groups: list[GroupResult]) -> list[str]:
+    """Return a sentence for each number of ids: host time against that of torch."""
+    found = []
+    for group in groups:
+        ours = group.by_name.get(OURS)
+        others = [case for case in group.ran if case.name != OURS]
+        if ours is None or not others:
+            continue
+        text = f"{group.title}: {format_seconds(ours.median_host_s)} of the host a call"
+        for case in others:
+            ratio = format_ratio(ours.median_host_s / case.median_host_s)
+            text += f", {ratio} the {format_seconds(case.median_host_s)} of {case.name}"
+        found.append(text + noise(*group.ran))
+    return found
+
+
+def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
+    """Draw the host time of a call by the number of ids, a line for each way."""
+    figure = make_figure(7, 4)
+    axes = figure.subplots()
+    for name, colour in zip(case_names(groups), COLOURS, strict=False):
+        times = {g.params["tokens"]: g.by_name[name].median_host_s for g in groups if name in g.by_name}
+        axes.plot(list(times), [1e6 * time for time in times.values()], "o-", color=colour, label=name)
+    tidy(axes)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("ids of a lookup", color=INK)
+    axes.set_ylabel("microseconds of the host, less is better", color=INK)
+    axes.legend(fontsize=8, frameon=False)
+    return figure

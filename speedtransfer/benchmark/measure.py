@@ -6,18 +6,14 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from statistics import median, quantiles
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from speedtransfer.benchmark.results import CaseResult, GroupResult, Role
 from speedtransfer.errors import SpeedtransferError
 
-Role = Literal["ours", "other", "roof"]
-
-DEFAULT, UNCHECKED = "speedtransfer", "speedtransfer, check=False"  # our call with all checks, and as training makes it
-NOISY = 1.5  # times the first quartile is the most that the third may be of figures that mean something
 # How much of the time goes to a group, by whether the run is a quick one.
 EFFORT: dict[bool, dict[str, Any]] = {
     True: {"turns": 2, "samples": 3, "budget_s": 0.6},
@@ -96,97 +92,6 @@ class Group:
     params: dict[str, Any] = field(default_factory=dict)
     reserved_s: float = 0.0
     effort: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class CaseResult:
-    """Samples of one case. `samples_s` are seconds of one repetition, `host_s` those until its calls had returned.
-
-    `device_s` is what one repetition keeps the device busy, for cases that queue their work; `error` why a case did not run.
-    """
-
-    name: str
-    role: Role
-    payload_bytes: int
-    samples_s: list[float] = field(default_factory=list)
-    host_s: list[float] = field(default_factory=list)
-    memory: dict[str, int] = field(default_factory=dict)
-    device_s: float | None = None
-    error: str = ""
-    figures: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def median_s(self) -> float:
-        """Median seconds of a repetition."""
-        return median(self.samples_s)
-
-    @property
-    def quartiles_s(self) -> tuple[float, float]:
-        """First and third quartile of the seconds."""
-        if len(self.samples_s) < 2:
-            return self.samples_s[0], self.samples_s[0]
-        low, _, high = quantiles(self.samples_s, n=4, method="inclusive")
-        return low, high
-
-    @property
-    def noisy(self) -> bool:
-        """Whether the samples differ too much to rely on their median."""
-        low, high = self.quartiles_s
-        return high > NOISY * low
-
-    @property
-    def median_host_s(self) -> float:
-        """Median seconds until the calls of a repetition had returned."""
-        return median(self.host_s)
-
-    @property
-    def gb_per_s(self) -> float | None:
-        """Payload per second in 1e9 bytes; None where there is no payload."""
-        return self.payload_bytes / self.median_s / 1e9 if self.payload_bytes else None
-
-
-@dataclass
-class GroupResult:
-    """What :func:`measure` found for a group; `skipped` is the reason where it could not run."""
-
-    title: str
-    params: dict[str, Any]
-    cases: list[CaseResult] = field(default_factory=list)
-    skipped: str = ""
-
-    @property
-    def ran(self) -> list[CaseResult]:
-        """The cases that have samples."""
-        return [case for case in self.cases if case.samples_s]
-
-    @property
-    def ours(self) -> CaseResult | None:
-        """The first case of this library that ran."""
-        return next((case for case in self.ran if case.role == "ours"), None)
-
-    @property
-    def unchecked(self) -> CaseResult | None:
-        """The call of this library that moves rows and checks nothing, as training makes it; `ours` where there is none."""
-        return next((case for case in self.ran if case.name == UNCHECKED), self.ours)
-
-    @property
-    def roof(self) -> CaseResult | None:
-        """The fastest of the plain copies that no way can be expected to beat, where the group has one."""
-        return min((case for case in self.ran if case.role == "roof"), key=lambda case: case.median_s, default=None)
-
-    def share_of_roof(self, case: CaseResult) -> float | None:
-        """Return the bandwidth of `case` over that of the roof."""
-        roof, rate = self.roof, case.gb_per_s
-        return rate / roof.gb_per_s if roof is not None and rate is not None and roof.gb_per_s else None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> GroupResult:
-        """Return what `to_json` was made of."""
-        return cls(data["title"], data["params"], [CaseResult(**case) for case in data["cases"]], data["skipped"])
 
 
 def measure(

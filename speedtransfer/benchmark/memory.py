@@ -8,15 +8,19 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from speedtransfer.benchmark.drawing import COLOURS, INK, legend_below, tidy
 from speedtransfer.benchmark.kinds import DIM, OURS, PLANES, ROW_BYTES, Kind, kinds
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.peak import LEAST, from_process, peak_bytes, reset_peak, with_page_locked
+from speedtransfer.benchmark.results import GroupResult
+from speedtransfer.benchmark.units import format_ratio
 from speedtransfer.errors import DeviceError, HostMemoryError, SpeedtransferError, check_size, format_bytes
 from speedtransfer.system import physical_bytes
 
@@ -27,6 +31,7 @@ NOTE = (
 TOLERANCE = 1.05  # times its planes is the most that a large table may take
 
 _ROWS, _QUICK_ROWS = 3_000_000, 100_000
+_TELLING_BYTES = 1e9  # the buffers of a step vanish beside a table of this size
 _SHARE = 0.6  # of the memory of this machine: the largest kind has twice the weights and two planes of state
 _LOOKUPS = 32_768
 # The buffers of a step have a fixed size: they vanish beside a large table, and a small one cannot show the bound.
@@ -114,6 +119,57 @@ def measured(kind: str, optimizer: str, rows: int, device: torch.device) -> dict
     """
     arguments = [kind, optimizer, str(rows), str(device)]
     return from_process("speedtransfer.benchmark.memory", arguments, "the process that trains it")
+
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+def sentences(groups: list[GroupResult]) -> list[str]:
+    """Return what our large tables take, and how much that is of their planes."""
+    lines = []
+    for group in groups:
+        planes = group.params["planes_bytes"]
+        for case in group.ran:
+            taken = max(case.memory.values(), default=0)
+            if case.role == "ours" and taken and planes >= _TELLING_BYTES:
+                beyond = f"{format_ratio(taken / planes)} the {format_bytes(planes)} of its planes"
+                lines.append(f"{group.title}, {case.name}: {format_bytes(taken)}, {beyond}")
+    return lines
+
+
+def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
+    """Draw a bar for each kind of table: what it takes of the host and of the device."""
+    bars = [(group, case) for group in groups for case in group.ran if case.memory]
+    if not bars:
+        return None
+    several = len({_table_of(group) for group, _ in bars}) > 1
+    labels = [f"{case.name}\n{_table_of(group)}" if several else case.name for group, case in bars]
+    figure = make_figure(9, 1.6 + (0.55 if several else 0.42) * len(bars))
+    axes = figure.subplots()
+    left = np.zeros(len(bars))
+    for number, (key, label) in enumerate((("host_bytes", "host"), ("device_bytes", "device"))):
+        sizes = np.array([case.memory.get(key, 0) / 1e9 for _, case in bars])
+        if not sizes.any():
+            continue  # a machine without a GPU has no device memory to tell of
+        axes.barh(range(len(bars)), sizes, 0.7, left=left, color=COLOURS[number], label=label)
+        left += sizes
+    for place, total in enumerate(left):
+        axes.annotate(f"{total:.3g}", (total, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(range(len(bars)), labels, fontsize=8.5, parse_math=False)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.set_xlabel("GB")
+    title = "Memory that a table takes" + ("" if several else f": {_table_of(bars[0][0])}")
+    axes.set_title(title, fontsize=11, color=INK)
+    tidy(axes)
+    axes.grid(visible=False, axis="y")
+    legend_below(figure, axes)
+    return figure
+
+
+def _table_of(group: GroupResult) -> str:
+    rows, dim, optimizer = (group.params.get(key, "") for key in ("rows", "dim", "optimizer"))
+    return f"{rows:,} x {dim}" + (f", {optimizer}" if optimizer else "")
 
 
 # --- the process --------------------------------------------------------------------------------------------------------

@@ -7,15 +7,18 @@ the beginning of the step on, or while the batch before is computed) and with th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from speedtransfer.benchmark.measure import Case, Group, Role
+from speedtransfer.benchmark.drawing import COLOURS, INK, bars
+from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.ngram_model import HEADS, Sizes, token_batches
 from speedtransfer.benchmark.ngram_training import AHEAD, AT_BEGIN, DENSE, LR, NO_TABLES, SPARSE, Training, plain_rows
+from speedtransfer.benchmark.results import CaseResult, GroupResult, Role, noise
+from speedtransfer.benchmark.units import format_ratio, format_seconds, format_share
 from speedtransfer.errors import HostMemoryError, check_size, format_bytes
 from speedtransfer.nn import Embedding
 from speedtransfer.nn.sizing import table_size
@@ -184,3 +187,52 @@ class _Way:
             table.wait()
             stats = table.stats()
             self.figures["moved_bytes"] = stats.gathered_bytes + stats.scattered_bytes
+
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+def added_share(case: CaseResult, base: CaseResult) -> float:
+    """Return by which share of its time a step is longer with tables than without."""
+    return case.median_s / base.median_s - 1
+
+
+def sentences(groups: list[GroupResult]) -> list[str]:
+    """Return a sentence for each group."""
+    return [_sentence(group) for group in groups if group.ours is not None]
+
+
+def _sentence(group: GroupResult) -> str:
+    base, ours = group.by_name.get(NO_TABLES), [case for case in group.ran if case.role == "ours"]
+    others = [case for case in group.ran if case.role == "other" and case is not base]
+    text = f"{group.title}: "
+    if base is None:
+        text += ", ".join(f"{case.name} {format_seconds(case.median_s)}" for case in [*ours, *others])
+    else:
+        text += f"{format_seconds(base.median_s)} without tables; more with "
+        text += ", ".join(f"{case.name} {_added(case, base)}" for case in [*ours, *others])
+    best = min(ours, key=lambda case: case.median_s)
+    ratios = [f"{format_ratio(case.median_s / best.median_s)} of {case.name}" for case in others]
+    text += f"; {best.name} is " + ", ".join(ratios).replace(" of ", " the speed of ", 1) if ratios else ""
+    return text + noise(*group.ran)
+
+
+def _added(case: CaseResult, base: CaseResult) -> str:
+    share = added_share(case, base)
+    # Of a step that is not longer `format_share` would print digits that mean nothing.
+    return format_share(share) if share >= 0.001 else "nothing"
+
+
+def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
+    """Draw a panel for each group: a bar for each way, with what it adds to a step without tables."""
+    height = max(len(group.ran) for group in groups)
+    figure = make_figure(11, 0.8 + (0.7 + 0.32 * height) * len(groups))
+    for axes, group in zip(figure.subplots(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
+        base = group.by_name.get(NO_TABLES)
+        colours = [COLOURS[0] if c.role == "ours" else COLOURS[6] if c is base else "#b8bec8" for c in group.ran]
+        more = ["" if base is None or c is base else f", {_added(c, base)} more" for c in group.ran]
+        texts = [format_seconds(case.median_s) + text for case, text in zip(group.ran, more, strict=True)]
+        bars(axes, [case.name for case in group.ran], [1e3 * case.median_s for case in group.ran], texts, colours)
+        axes.set_title(group.title, fontsize=10, color=INK, loc="left", parse_math=False)
+    axes.set_xlabel("milliseconds a step, less is better")
+    return figure

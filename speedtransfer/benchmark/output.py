@@ -8,8 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from speedtransfer.benchmark import html, plots
+from speedtransfer.benchmark import html
 from speedtransfer.benchmark.drawing import require_matplotlib
+from speedtransfer.benchmark.report import plot
 from speedtransfer.errors import StorageError
 from speedtransfer.system import replace_file
 
@@ -64,7 +65,7 @@ class Output:
             self._plots.mkdir(parents=True, exist_ok=True)
             pictures = {}
             for result in self._results.values():
-                picture = plots.plot(result)
+                picture = plot(result)
                 if picture is not None:
                     pictures[result["suite"]] = picture
                     self._write(self._plots / f"{result['suite']}.png", picture)

@@ -12,10 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speedtransfer.benchmark.drawing import legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.benchmark.kinds import DIM
 from speedtransfer.benchmark.measure import Case, Group, cycle, synchronize
+from speedtransfer.benchmark.report import TextTable, pivot, show_held, show_time
+from speedtransfer.benchmark.results import CaseResult, GroupResult, case_names, noise, sorted_by
+from speedtransfer.benchmark.units import format_ratio
 from speedtransfer.benchmark.workload import zipf_ids
-from speedtransfer.errors import check_size
+from speedtransfer.errors import check_size, format_bytes
 from speedtransfer.nn import Embedding
 
 NOTE = (
@@ -188,3 +192,62 @@ class _Training:
             synchronize(self.device)
             found["device_bytes"] = found.get("device_bytes", 0) + torch.cuda.max_memory_allocated(self.device) - base
         return found
+
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+def sentences(groups: list[GroupResult]) -> list[str]:
+    """Return a sentence for each form beside FP32, at the largest batch."""
+    last = max(groups, key=lambda group: group.params["batch"], default=None)
+    if last is None or not last.ran:
+        return []
+    plain, *others = last.ran
+    lines = []
+    for case in others:
+        shares = [
+            f"{format_ratio(case.median_s / plain.median_s)} the time",
+            f"{format_ratio(case.figures['table_bytes'] / plain.figures['table_bytes'])} the memory of the table",
+            f"{format_ratio(case.figures['moved_bytes'] / plain.figures['moved_bytes'])} the bytes moved",
+        ]
+        losses = f"loss {case.figures['loss']:.4f} against {plain.figures['loss']:.4f}"
+        batch = f"{last.params['batch']:,} examples a step"
+        lines.append(f"{case.name} to {plain.name}, {batch}: {', '.join(shares)}, {losses}" + noise(case, plain))
+    return lines
+
+
+def tables(groups: list[GroupResult]) -> list[TextTable]:
+    """Return time, bytes moved, memory and loss, by the size of a batch."""
+    columns: dict[str, Callable[[GroupResult, CaseResult], str]] = {
+        "a step": show_time,
+        "moved a step": lambda group, case: format_bytes(case.figures["moved_bytes"]),
+        "memory": show_held,
+        "loss reached": lambda group, case: f"{case.figures['loss']:.4f}",
+    }
+    return [
+        pivot(f"{title}, by examples of a batch", groups, lambda group: f"{group.params['batch']:,}", show)
+        for title, show in columns.items()
+    ]
+
+
+def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
+    """Draw the time of a step and the memory, by the size of a batch."""
+    groups = sorted_by(groups, "batch")
+    figure = make_figure(10, 4.8)
+    time, memory = figure.subplots(1, 2)
+    sizes = [group.params["batch"] for group in groups]
+    for number, name in enumerate(case_names(groups)):
+        cases = [group.by_name.get(name) for group in groups]
+        line(time, sizes, [group.milliseconds(name) for group in groups], name, line_style(number, False))
+        taken = [case and sum(case.memory.values()) / 1e9 for case in cases]
+        line(memory, sizes, taken, name, line_style(number, False))
+    time.set(yscale="log", ylabel="milliseconds a step", title="Time")
+    memory.set(ylabel="GB, table and state (GPU: and a step)", title="Memory", ylim=(0, None))
+    for axes in (time, memory):
+        axes.set(xscale="log", xlabel="examples of a batch")
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axes.minorticks_off()
+        tidy(axes)
+    plain_numbers(time)
+    legend_below(figure, time)
+    return figure

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from speedtransfer.benchmark.cold_pages import PAGE, read_pages
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables
+from speedtransfer.benchmark.drawing import COLOURS, INK, bars
 from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.results import CaseResult, GroupResult, noise
+from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds, format_share
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding, prefetch
 from speedtransfer.system import physical_bytes
@@ -183,3 +186,75 @@ def _cases(tables: ColdTables, training: bool, width: int, sizes: Sizes) -> list
         name = PREADS.format(threads).replace("1 threads", "1 thread")
         found.append(Case(name, reads.run, None, page_bytes, "roof", before=reads.before, parts=sizes.steps))
     return found
+
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+def hidden_share(without: CaseResult, ahead: CaseResult, in_memory: CaseResult) -> float | None:
+    """Return the share of the waiting that `ahead` hides: 1 takes the time of a table in memory, 0 that without.
+
+    None where there was no waiting: a step in the file takes no longer than one in memory.
+    """
+    waiting = without.median_s - in_memory.median_s
+    return (without.median_s - ahead.median_s) / waiting if waiting > 0 else None
+
+
+def sentences(groups: list[GroupResult]) -> list[str]:
+    """Return a sentence for each group."""
+    return [_sentence(group) for group in groups if group.ours is not None]
+
+
+def _sentence(group: GroupResult) -> str:
+    without, in_memory, roof = group.ours, _in_memory(group), group.roof
+    assert without is not None
+    text = f"{group.title}: {format_seconds(without.median_s)} without prefetch"
+    if in_memory is not None:
+        text += f", {format_seconds(in_memory.median_s)} with the table in memory"
+    best = min(_ahead(group), key=lambda case: case.median_s, default=None)
+    if best is not None:
+        text += f", {format_seconds(best.median_s)} with {best.name}"
+        text += f": {format_ratio(without.median_s / best.median_s)} the speed"
+        text += f", {format_count(group.params['lookups'] / best.median_s)} rows a second"
+        if in_memory is not None:
+            shares = ", ".join(_share(group, case) for case in _ahead(group))
+            depths = ", ".join(case.name.rpartition(" ")[2] for case in _ahead(group))
+            text += f"; {shares} of the waiting is hidden at depth {depths}"
+    if roof is not None:
+        text += f"; the disk takes {format_seconds(roof.median_s)} for the same pages"
+    return text + noise(without, in_memory, best)
+
+
+def _ahead(group: GroupResult) -> list[CaseResult]:
+    return [case for case in group.ran if case.role == "ours" and case.name.startswith("prefetch")]
+
+
+def _in_memory(group: GroupResult) -> CaseResult | None:
+    return next((case for case in group.ran if case.role == "other"), None)
+
+
+def _share(group: GroupResult, case: CaseResult) -> str:
+    without, in_memory = group.ours, _in_memory(group)
+    assert without is not None
+    share = None if in_memory is None else hidden_share(without, case, in_memory)
+    # A share below zero is a loss, which `format_share` would print with digits that mean nothing.
+    return "none" if share is None or share < 0.005 else format_share(share)
+
+
+def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
+    """Draw a panel for each group: a bar for each way, with the share of the waiting that it hides."""
+    height = max(len(group.ran) for group in groups)
+    figure = make_figure(11, 0.8 + (0.7 + 0.32 * height) * len(groups))
+    for axes, group in zip(figure.subplots(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
+        cases, ahead = group.ran, _ahead(group)
+        texts = [format_seconds(case.median_s) for case in cases]
+        if group.ours is not None and _in_memory(group) is not None:
+            texts = [
+                f"{text}, {_share(group, case)} of the waiting hidden" if case in ahead else text
+                for text, case in zip(texts, cases, strict=True)
+            ]
+        colours = [COLOURS[0] if c in ahead else COLOURS[5] if c.role == "ours" else "#b8bec8" for c in cases]
+        bars(axes, [c.name for c in cases], [1e3 * c.median_s for c in cases], texts, colours, room=0.3)
+        axes.set_title(group.title, fontsize=10, color=INK, loc="left", parse_math=False)
+    axes.set_xlabel("milliseconds a step, less is better")
+    return figure

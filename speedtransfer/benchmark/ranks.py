@@ -6,12 +6,14 @@ All cases of a group take the same batches, each process its part; the model but
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from speedtransfer.benchmark.measure import Case, Group, Role
+from speedtransfer.benchmark.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
+from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.ranks_worker import (
     BY_HAND,
     DENSE,
@@ -24,6 +26,9 @@ from speedtransfer.benchmark.ranks_worker import (
     batches_of,
     part_of,
 )
+from speedtransfer.benchmark.report import TextTable, pivot, sent, show_time
+from speedtransfer.benchmark.results import CaseResult, GroupResult, Role, case_names, noise, sorted_by
+from speedtransfer.benchmark.units import format_ratio, format_seconds
 from speedtransfer.benchmark.world import World
 from speedtransfer.errors import HostMemoryError, check_size, format_bytes
 from speedtransfer.ranks.cost import ddp_dense_step, ddp_sparse_step
@@ -171,3 +176,67 @@ def check_close(what: str, values: Tensor, right: Tensor, start: Tensor) -> None
     assert largest > 0, f"no {what} have moved in one process"
     error = float((values - right).abs().max()) / largest
     assert error <= TOLERANCE, f"{what} are off by {error:.2g} of the largest move in one process"
+
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+def sent_bytes(case: CaseResult) -> float | None:
+    """Return the bytes that a process sends in a step, counted or computed."""
+    return case.figures.get(SENT, case.figures.get(COMPUTED))
+
+
+def sentences(groups: list[GroupResult]) -> list[str]:
+    """Return a sentence for each method in several processes."""
+    found = []
+    for group in groups:
+        one = group.ours
+        for case in group.ran:
+            if group.params["ranks"] == 1 or case is one:
+                continue
+            text = f"{group.params['ranks']} processes, {case.name}: {format_seconds(case.median_s)} a step"
+            if one is not None:
+                ratio = format_ratio(case.median_s / one.median_s)
+                text += f", {ratio} the {format_seconds(one.median_s)} of one process"
+            count = sent_bytes(case)
+            if count is not None:
+                text += f"; a process sends {format_bytes(count)}"
+                text += " (computed)" if COMPUTED in case.figures else ""
+            found.append(text + noise(case, one))
+    return found
+
+
+def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
+    """Draw the time of a step, and the bytes that a process sends, by the number of processes."""
+    groups = sorted_by(groups, "ranks")
+    ranks = [group.params["ranks"] for group in groups]
+    figure = make_figure(11, 5.2)
+    time, sent = figure.subplots(1, 2)
+    for number, name in enumerate(case_names(groups)):
+        cases = [group.by_name.get(name) for group in groups]
+        style = line_style(number, any(case is not None and case.role == "ours" for case in cases))
+        line(time, ranks, [group.milliseconds(name) for group in groups], name, style)
+        # A process alone sends nothing, for which a logarithmic axis has no place.
+        line(sent, ranks, [((case and sent_bytes(case)) or 0) / 1e6 or None for case in cases], name, style)
+    time.set(yscale="log", ylabel="milliseconds a step")
+    sent.set(yscale="log", ylabel="MB that a process sends in a step")
+    time.set_title("The same batch in all processes together", fontsize=11, color=INK)
+    sent.set_title("For the table; of torch.nn computed", fontsize=11, color=INK)
+    for axes in (time, sent):
+        axes.set_xlabel("processes")
+        axes.set_xticks(ranks, [str(count) for count in ranks])
+        tidy(axes)
+    plain_numbers(time)
+    if sent.lines:
+        plain_numbers(sent)
+    legend_below(figure, time)
+    return figure
+
+
+def tables(groups: list[GroupResult]) -> list[TextTable]:
+    """Return the time of a step, and what is sent in one, by the number of processes."""
+    columns = {"a step": show_time, "sent a step by a process": lambda group, case: sent(case)}
+    return [
+        pivot(f"{title}, by processes", groups, lambda group: f"{group.params['ranks']}", show)
+        for title, show in columns.items()
+    ]

@@ -1,15 +1,16 @@
-"""Figures as text: tables and sentences from the recorded JSON of a suite, for the terminal, markdown and HTML alike."""
+"""Recorded suites shown, from their JSON alone: as tables, sentences and a picture. What a suite says is in its module."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import io
+import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from speedtransfer.benchmark.headlines import headlines
-from speedtransfer.benchmark.measure import CaseResult, GroupResult
-from speedtransfer.benchmark.shown_exchange import sent_in_all
-from speedtransfer.benchmark.suites import SUITES
-from speedtransfer.benchmark.units import format_count, format_rate, format_ratio, format_seconds, format_share
+from speedtransfer.benchmark.drawing import QUIET, require_matplotlib
+from speedtransfer.benchmark.results import CaseResult, GroupResult, case_names
+from speedtransfer.benchmark.suites import SUITES, module_of
+from speedtransfer.benchmark.units import format_rate, format_ratio, format_seconds, format_share
 from speedtransfer.errors import format_bytes
 
 PUBLISHED = "published (K80, 2019): "
@@ -94,117 +95,55 @@ def _memory_columns() -> list[tuple[str, Callable[[CaseResult], str]]]:
     return [("host memory", shown("host_bytes")), ("device memory", shown("device_bytes"))]
 
 
+def headlines(suite: str, groups: list[GroupResult]) -> list[str]:
+    """Return what `groups` of `suite` say, in sentences: the shares and ratios that this library is judged by."""
+    found: list[str] = module_of(suite).sentences([group for group in groups if group.ran])
+    return found
+
+
 def summary_tables(result: dict[str, Any]) -> list[TextTable]:
-    """Return the compact tables of a suite: a line for each case, a column for each group that belongs beside the others."""
+    """Return the compact tables of a suite: by default all that there is of each group."""
     groups = [group for group in groups_of(result) if group.ran]
-    suite = result["suite"]
-    if suite == "transfer":
-        title = "{}, GB/s and share of a plain copy, by bytes of a row"
-        return [
-            _pivot(title.format(direction), part, lambda group: f"{group.params['row_bytes']:,} B", _rate_and_share)
-            for direction, part in _by(sweep(groups), "direction").items()
-        ]
-    if suite == "speedtorch":
-        return [_with_published(part) for part in _by(groups, "memory").values()]
-    if suite == "tax":
-        return [
-            _pivot(f"{experiment}, time by size", part, lambda group: f"{group.params['size']:,}", _time)
-            for experiment, part in _by(groups, "experiment").items()
-        ]
-    if suite == "step":
-        parts = _by(groups, "experiment")
-        by_size = parts.pop("size", [])
-        table = _pivot("a step, by rows of the table", by_size, lambda group: format_count(group.params["rows"]), _time)
-        return [table, *(group_table(group) for part in parts.values() for group in part)]
-    if suite in _BY_BATCH:
-        return [
-            _pivot(f"{title}, by examples of a batch", groups, lambda group: f"{group.params['batch']:,}", show)
-            for title, show in _BY_BATCH[suite].items()
-        ]
-    if suite == "ranks":
-        columns = {"a step": _time, "sent a step by a process": lambda group, case: sent(case)}
-        return [
-            _pivot(f"{title}, by processes", groups, lambda group: f"{group.params['ranks']}", show)
-            for title, show in columns.items()
-        ]
-    if suite == "exchange":
-        columns = {
-            "sent by a process until then": lambda group, case: format_bytes(sent_in_all(case)),
-            "steps": lambda group, case: f"{case.figures['steps']:,.0f}",
-            "time": _time,
-        }
-        return [
-            _pivot(f"{kind}, {title}, by processes", part, lambda group: f"{group.params['ranks']}", show)
-            for kind, part in _by(groups, "kind").items()
-            for title, show in columns.items()
-        ]
-    return [group_table(group) for group in groups]
+    module = module_of(result["suite"])
+    found: list[TextTable] = module.tables(groups) if hasattr(module, "tables") else [group_table(g) for g in groups]
+    return found
 
 
-def _with_published(groups: list[GroupResult]) -> TextTable:
-    """Return the figures of suite `speedtorch` for one memory, and below them those of 2019."""
-    memory = groups[0].params.get("memory")
-    title = "time a call" + (f", {memory} table" if memory else "")
-    table = _pivot(title, groups, lambda group: str(group.params["kind"]), _time)
-    published = [group.params["published"] for group in groups]
-    names = dict.fromkeys(name for column in published for name in column)
-    extra = [[PUBLISHED + name, *(format_seconds(column.get(name)) for column in published)] for name in names]
-    return table._replace(rows=table.rows + extra)
+def plot(result: dict[str, Any]) -> bytes | None:
+    """Return the picture of a recorded suite as PNG, drawn from its JSON alone; None where it has nothing to show."""
+    make_figure = require_matplotlib()
+    groups = [group for group in groups_of(result) if group.ran]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Attempting to set identical")  # one point only: it widens the axis
+        figure = module_of(result["suite"]).draw(make_figure, groups) if groups else None
+        if figure is None:
+            return None
+        device = result["environment"]["device"] + (" (quick run)" if result["quick"] else "")
+        figure.suptitle(device, fontsize=8, color=QUIET, parse_math=False)
+        file = io.BytesIO()
+        figure.savefig(file, format="png")
+    return file.getvalue()
 
 
-def sweep(groups: Iterable[GroupResult]) -> list[GroupResult]:
-    """Return the groups of suite `transfer` that differ by direction and bytes of a row alone, in that order."""
-    same = [group for group in groups if group.params.get("kind") == "ways" and group.params["ids"] == "uniform"]
-    if not same:
-        return []
-    first = same[0].params
-    batches = [g for g in same if g.params["memory"] == first["memory"] and g.params["rows"] >= first["rows"] // 8]
-    chosen: dict[tuple[str, int], GroupResult] = {}
-    for group in batches:
-        chosen.setdefault((group.params["direction"], group.params["row_bytes"]), group)
-    return [chosen[key] for key in sorted(chosen)]
-
-
-def _by(groups: Iterable[GroupResult], key: str) -> dict[Any, list[GroupResult]]:
-    parts: dict[Any, list[GroupResult]] = {}
-    for group in groups:
-        parts.setdefault(group.params.get(key), []).append(group)
-    return parts
-
-
-def _time(group: GroupResult, case: CaseResult) -> str:
+def show_time(group: GroupResult, case: CaseResult) -> str:
+    """Return the time of a case."""
     return format_seconds(case.median_s)
 
 
-def _held(group: GroupResult, case: CaseResult) -> str:
+def show_held(group: GroupResult, case: CaseResult) -> str:
+    """Return the memory of a case, of host and device together."""
     return format_bytes(sum(case.memory.values())) if case.memory else ""
 
 
-# What is shown of the suites whose groups differ by the size of a batch.
-_BY_BATCH: dict[str, dict[str, Callable[[GroupResult, CaseResult], str]]] = {
-    "precision": {
-        "a step": _time,
-        "moved a step": lambda group, case: format_bytes(case.figures["moved_bytes"]),
-        "memory": _held,
-        "loss reached": lambda group, case: f"{case.figures['loss']:.4f}",
-    },
-    "mixed": {"a step": _time, "memory": _held, "accuracy": lambda group, case: accuracy(case)},
-}
-
-
-def _rate_and_share(group: GroupResult, case: CaseResult) -> str:
-    share = group.share_of_roof(case) if case.role != "roof" else None
-    return format_rate(case.gb_per_s) + (f" ({format_share(share)})" if share is not None else "")
-
-
-def _pivot(
+def pivot(
     title: str,
     groups: list[GroupResult],
     label: Callable[[GroupResult], str],
     show: Callable[[GroupResult, CaseResult], str],
 ) -> TextTable:
+    """Return a line for each case and a column for each group, headed by its `label`, of what `show` has of each."""
     found = [{case.name: show(group, case) for case in group.ran} for group in groups]
-    names = list(dict.fromkeys(name for column in found for name in column))
+    names = case_names(groups)
     # A way that one group alone has would be a line of blanks.
     names = [name for name in names if 2 * sum(name in column for column in found) >= len(found)]
     ours = frozenset(case.name for group in groups for case in group.ran if case.role == "ours")

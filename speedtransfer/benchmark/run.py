@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from speedtransfer.benchmark.environment import environment
-from speedtransfer.benchmark.headlines import headlines
-from speedtransfer.benchmark.measure import EFFORT, GroupResult, measure
-from speedtransfer.benchmark.report import TextTable, group_table
+from speedtransfer.benchmark.measure import EFFORT, measure
+from speedtransfer.benchmark.report import TextTable, group_table, headlines
+from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.suites import Suite
 from speedtransfer.errors import SpeedtransferError, format_bytes
 

@@ -8,13 +8,18 @@ are distinct, so that the rows written can be checked.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from speedtransfer.benchmark import ways
+from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, legend_below, plain_numbers, tidy
 from speedtransfer.benchmark.measure import Case, Group, cycle
+from speedtransfer.benchmark.report import PUBLISHED as PUBLISHED_ROW
+from speedtransfer.benchmark.report import TextTable, pivot, show_time
+from speedtransfer.benchmark.results import GroupResult, case_names, noise, split_by, times_the_speed
+from speedtransfer.benchmark.units import format_seconds
 from speedtransfer.benchmark.ways import Way
 from speedtransfer.benchmark.workload import Tables, Workload, workload
 from speedtransfer.engines import Direction
@@ -132,3 +137,72 @@ def _named(work: Workload, direction: Direction) -> dict[str, Way]:
         if way is not None:
             found[name] = way
     return found
+
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+def sentences(groups: list[GroupResult]) -> list[str]:
+    """Return a sentence for each memory and direction."""
+    lines = []
+    for group in groups:
+        if group.ours is None:
+            continue
+        ours, *others = [case for case in group.ran if case.role == "ours"]
+        rivals = [case for case in group.ran if case.role == "other"]
+        text = f"{group.title}: {ours.name} {format_seconds(ours.median_s)}"
+        text += "".join(f", {case.name} {format_seconds(case.median_s)}" for case in others)
+        lines.append(text + times_the_speed(ours, rivals) + noise(ours, *others, *rivals))
+    return lines
+
+
+def tables(groups: list[GroupResult]) -> list[TextTable]:
+    """Return the times for each memory, and below them those of 2019."""
+    return [_with_published(part) for part in split_by(groups, "memory").values()]
+
+
+def _with_published(groups: list[GroupResult]) -> TextTable:
+    """Return the figures of suite `speedtorch` for one memory, and below them those of 2019."""
+    memory = groups[0].params.get("memory")
+    title = "time a call" + (f", {memory} table" if memory else "")
+    table = pivot(title, groups, lambda group: str(group.params["kind"]), show_time)
+    published = [group.params["published"] for group in groups]
+    names = dict.fromkeys(name for column in published for name in column)
+    extra = [[PUBLISHED_ROW + name, *(format_seconds(column.get(name)) for column in published)] for name in names]
+    return table._replace(rows=table.rows + extra)
+
+
+def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
+    """Draw a bar for each way and direction; those of 2019 are pale."""
+    kinds = list(dict.fromkeys(group.params["kind"] for group in groups))
+    names = case_names(groups)
+    published = list(dict.fromkeys(name for group in groups for name in group.params["published"]))
+    labels = [*names, *(f"K80, 2019: {name}" for name in published)]
+    figure = make_figure(10, 1.8 + 0.45 * len(labels))
+    axes = figure.subplots()
+    height = 0.8 / len(kinds)
+    for number, kind in enumerate(kinds):
+        part = [group for group in groups if group.params["kind"] == kind]  # one for each memory
+        times = {case.name: case.median_s for group in part for case in group.ran}
+        times_2019 = {name: s for group in part for name, s in group.params["published"].items()}
+        seconds = [*map(times.get, names), *map(times_2019.get, published)]
+        shown = [(place, s) for place, s in enumerate(seconds) if s]
+        places = [place + (number - (len(kinds) - 1) / 2) * height for place, _ in shown]
+        bars = axes.barh(places, [1e3 * s for _, s in shown], height * 0.92, color=COLOURS[number], label=kind)
+        for bar, (place, _) in zip(bars, shown, strict=True):
+            bar.set_alpha(1.0 if place < len(names) else 0.45)
+        axes.bar_label(bars, [f" {format_seconds(s)}" for _, s in shown], fontsize=7.5, color=INK)
+    tidy(axes)
+    axes.grid(visible=False, axis="y")
+    axes.axhline(len(names) - 0.5, color=QUIET, lw=0.8, ls=":")
+    axes.set_yticks(range(len(labels)), labels, parse_math=False)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.margins(x=0.12, y=0.02)
+    axes.set_xlabel("milliseconds a call, less is better (log scale)")
+    plain_numbers(axes, "x")
+    axes.set_title(
+        f"SpeedTorch's benchmark: {groups[0].title.split(', ', 1)[1].rpartition(', ')[0]}", fontsize=11, color=INK
+    )
+    legend_below(figure, axes)
+    return figure

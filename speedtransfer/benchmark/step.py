@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from speedtransfer.benchmark import step_fused, step_idle, step_models
+from speedtransfer.benchmark.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.benchmark.kinds import DIM, OURS, PLANES, ROW_BYTES, Kind, kinds
 from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.report import TextTable, group_table, pivot, show_time
+from speedtransfer.benchmark.results import CaseResult, GroupResult, case_names, noise, sorted_by, split_by
 from speedtransfer.benchmark.step_idle import HISTORY, QUICK_HISTORY
 from speedtransfer.benchmark.step_training import Batches, Step, fitting
+from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds
 from speedtransfer.errors import check_size, format_bytes
 from speedtransfer.system import physical_bytes
 
@@ -30,6 +34,15 @@ LARGE_S = 100.0  # that page-locking so much takes, and the steps
 
 _ROWS, _LOOKUPS = 1_000_000, 98_304  # of the smallest table
 _QUICK_ROWS, _QUICK_LOOKUPS, _QUICK_BYTES = 20_000, 8_192, 600e6
+# Experiments with exact idle rows.
+_EXACT = (
+    step_models.SMALL,
+    step_models.MANY,
+    step_models.ONE,
+    step_models.WHOLE,
+    step_models.DEEPFM,
+    step_idle.EXPERIMENT,
+)
 _SHARE, _LARGE_SHARE = 0.6, 0.8  # of the memory of this machine or its device that tables may take
 
 
@@ -135,3 +148,104 @@ def _under_gpu_limit(device: torch.device, batches: Batches, room_bytes: float) 
     title = f"AdamW step with {format_bytes(LIMIT_BYTES)} of GPU memory, pinned table of {taken} and one of 1 GB"
     params = {"experiment": "gpu limit", "rows": large, "dim": DIM, "limit_bytes": int(LIMIT_BYTES)}
     return Group(title, make, params, reserved_s=LARGE_S)
+
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+def exact_and_lazy(group: GroupResult) -> tuple[CaseResult, CaseResult] | None:
+    """Return the exact and the lazy step of a group of suite `step`, where it has both."""
+    ours = [case for case in group.ran if case.role == "ours"]
+    exact, lazy = ([case for case in ours if ("idle=exact" in case.name) == wanted] for wanted in (True, False))
+    compared = group.params["experiment"] in _EXACT and exact and lazy
+    return (exact[0], lazy[0]) if compared else None
+
+
+def _idle(group: GroupResult, exact: CaseResult, lazy: CaseResult) -> str:
+    ratio = format_ratio(exact.median_s / lazy.median_s)
+    others = [case for case in group.ran if case.role == "other"]
+    text = f"{group.title}: {format_seconds(exact.median_s)} with idle=exact"
+    text += f", {ratio} the {format_seconds(lazy.median_s)} with lazy"
+    return text + "".join(f", {format_ratio(exact.median_s / c.median_s)} of {c.name}" for c in others)
+
+
+def _small(group: GroupResult, exact: CaseResult, lazy: CaseResult) -> str:
+    others = [case for case in group.ran if case.role == "other"]
+    text = f"{group.title}: {format_seconds(lazy.median_s)}"
+    text += "".join(f", {format_ratio(lazy.median_s / case.median_s)} of {case.name}" for case in others)
+    return f"{text}; {format_seconds(exact.median_s)} with idle=exact"
+
+
+def _is_beside_dense(group: GroupResult) -> bool:
+    """Tell whether exact steps are compared with dense ones alone."""
+    return len(group.ran) == 2 and group.params["experiment"] in _EXACT and exact_and_lazy(group) is None
+
+
+def _beside_dense(group: GroupResult) -> str:
+    exact, dense = group.ran
+    share = format_ratio(exact.median_s / dense.median_s)
+    return f"{group.title}: {format_seconds(exact.median_s)} with idle=exact, {share} of {dense.name}"
+
+
+def sentences(groups: list[GroupResult]) -> list[str]:
+    """Return what idle rows, small steps and large tables cost."""
+    pairs = [(group, *pair) for group in groups if (pair := exact_and_lazy(group))]
+    lines = [
+        (_small if group.params["experiment"] == step_models.SMALL else _idle)(group, exact, lazy) + noise(*group.ran)
+        for group, exact, lazy in pairs
+    ]
+    lines += [_beside_dense(group) + noise(*group.ran) for group in groups if _is_beside_dense(group)]
+    lines += [
+        f"{group.title}: the large one takes {format_ratio(large.median_s / small.median_s)} the time of the small one"
+        + noise(large, small)
+        for group in groups
+        if group.params["experiment"] == "gpu limit" and len(group.ran) == 2
+        for large, small in [group.ran]
+    ]
+    groups = sorted_by((g for g in groups if g.params["experiment"] == "size"), "rows")
+    first = {case.name: (group, case) for group in reversed(groups) for case in group.ran}
+    last = {case.name: (group, case) for group in groups for case in group.ran}
+    for name, (group, case) in last.items():
+        small, before = first[name]
+        if group is not small:
+            growth = format_ratio(case.median_s / before.median_s)
+            sizes = f"{format_count(small.params['rows'])} to {format_count(group.params['rows'])} rows"
+            lines.append(f"{name}: {format_seconds(case.median_s)} a step, {growth} from {sizes}" + noise(case, before))
+    return lines
+
+
+def tables(groups: list[GroupResult]) -> list[TextTable]:
+    """Return the times by the rows of the table, and all figures of the other experiments."""
+    parts = split_by(groups, "experiment")
+    by_size = parts.pop("size", [])
+    table = pivot("a step, by rows of the table", by_size, lambda group: format_count(group.params["rows"]), show_time)
+    return [table, *(group_table(group) for part in parts.values() for group in part)]
+
+
+def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
+    """Draw the time of a step by the rows of the table."""
+    groups = sorted_by((g for g in groups if g.params["experiment"] == "size"), "rows")
+    if not groups:
+        return None
+    figure = make_figure(8, 5.2)
+    axes = figure.subplots()
+    sizes = [group.params["rows"] for group in groups]
+    for number, name in enumerate(case_names(groups)):
+        ours = any(case.name == name and case.role == "ours" for group in groups for case in group.ran)
+        label = name + _end_of(groups, name)
+        line(axes, sizes, [group.milliseconds(name) for group in groups], label, line_style(number, ours))
+    axes.set(xscale="log", yscale="log", xlabel="rows of the table", ylabel="milliseconds a step")
+    axes.set_xticks(sizes, [format_count(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_title("A training step: the cost must not grow with the table", fontsize=11, color=INK)
+    tidy(axes)
+    plain_numbers(axes)
+    legend_below(figure, axes)
+    return figure
+
+
+def _end_of(groups: list[GroupResult], name: str) -> str:
+    """Return why the line of case `name` ends before the last of `groups`, where that is for lack of room."""
+    last = max(i for i, group in enumerate(groups) if name in group.by_name)
+    failed = any(case.name == name and case.error for group in groups[last + 1 : last + 2] for case in group.cases)
+    return f" (no room beyond {format_count(groups[last].params['rows'])} rows)" if failed else ""

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from speedtransfer.benchmark.by_hand import AdamWByHand, TableByHand
 from speedtransfer.benchmark.kinds import OURS
-from speedtransfer.benchmark.measure import Case, Group, Role
+from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.results import Role
 from speedtransfer.nn import Embedding
 
 SMALL, MANY, ONE, WHOLE, DEEPFM = "small step", "many tables", "one table", "whole table", "DeepFM"

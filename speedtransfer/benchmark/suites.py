@@ -1,4 +1,13 @@
-"""The suites of ``speedtransfer bench``: a suite is a module with a function `groups`, and a line here."""
+"""The suites of ``speedtransfer bench``: a suite is a line here and a module of its name.
+
+Its module has
+
+- ``groups(device, quick, **options)``, what is compared, as a list of :class:`~speedtransfer.benchmark.measure.Group`;
+- ``sentences(groups)``, what the recorded groups that ran say, as a list of str;
+- ``draw(make_figure, groups)``, their picture, or None where there is nothing to draw;
+- ``tables(groups)``, compact tables of them; without it all figures of each group are shown;
+- ``NOTE``, what a reader of the figures should know.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +51,12 @@ class Suite:
         return str(getattr(self._module(), "NOTE", ""))
 
     def _module(self) -> Any:
-        return importlib.import_module(f"speedtransfer.benchmark.{self.name}")
+        return module_of(self.name)
+
+
+def module_of(suite: str) -> Any:
+    """Return the module of a suite."""
+    return importlib.import_module(f"speedtransfer.benchmark.{suite}")
 
 
 SUITES = {

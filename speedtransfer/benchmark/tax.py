@@ -17,7 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.measure import Case, Group, GroupResult
+from speedtransfer.benchmark.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
+from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.report import TextTable, pivot, show_time
+from speedtransfer.benchmark.results import GroupResult, case_names, sorted_by, split_by
 
 NOTE = (
     "Copies go from and to page-locked memory. Without CUDA the CPU is the device as well: what is copied then is memory to "
@@ -259,3 +262,59 @@ class _TorchMLP:
 
     def weights(self) -> list[np.ndarray]:
         return [w.detach().cpu().numpy() for w in self.layers]
+
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+def sentences(groups: list[GroupResult]) -> list[str]:
+    """Return from which size on the device pays, where there is one."""
+    lines = []
+    groups = [group for group in groups if group.params.get("cuda")]  # else the CPU is the device: nothing can pay
+    for experiment, part in split_by(groups, "experiment").items():
+        part = sorted_by(part, "size")
+        lines += [f"{experiment}: {fast} {pays(part, HOST, fast)[0]}" for fast in (RESIDENT, COPIES)]
+    return lines
+
+
+def tables(groups: list[GroupResult]) -> list[TextTable]:
+    """Return the times by size, a table for each experiment."""
+    return [
+        pivot(f"{experiment}, time by size", part, lambda group: f"{group.params['size']:,}", show_time)
+        for experiment, part in split_by(groups, "experiment").items()
+    ]
+
+
+def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
+    """Draw the times by size, a panel for each experiment, and mark where lines cross."""
+    titles = {"matmul": "matrix product, n x n", "mlp": "training step of an MLP, width n"}
+    parts = {experiment: sorted_by(part, "size") for experiment, part in split_by(groups, "experiment").items()}
+    figure = make_figure(5.5 * len(parts), 4.8)
+    panels = figure.subplots(1, len(parts), squeeze=False)[0]
+    for axes, (experiment, part) in zip(panels, parts.items(), strict=True):
+        sizes = [group.params["size"] for group in part]
+        times = {name: [group.milliseconds(name) for group in part] for name in case_names(part)}
+        for number, (name, values) in enumerate(times.items()):
+            line(axes, sizes, values, name, line_style(number, False))
+        for fast in (RESIDENT, COPIES) if all(group.params.get("cuda") for group in part) else ():
+            size = pays(part, HOST, fast)[1]
+            if size is not None:
+                there = [(n, ms) for n, ms in zip(sizes, times[fast], strict=True) if ms is not None]
+                _mark(axes, size, *zip(*there, strict=True))
+        axes.set(xscale="log", yscale="log", xlabel="n", ylabel="milliseconds")
+        axes.set_title(titles.get(experiment, experiment), fontsize=11, color=INK)
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=30)
+        axes.minorticks_off()
+        tidy(axes)
+        plain_numbers(axes)
+    legend_below(figure, panels[0])
+    return figure
+
+
+def _mark(axes: Any, size: float, sizes: Sequence[float], values: Sequence[Any]) -> None:
+    """Mark where two lines cross, on the line of `values`."""
+    at = float(np.exp(np.interp(np.log(size), np.log(sizes), np.log(values))))
+    axes.plot([size], [at], "o", ms=13, mfc="none", mec=INK, mew=1.4, zorder=5)
+    axes.annotate(
+        f"crossing at {size:,.0f}", (size, at), (12, -16), textcoords="offset points", fontsize=8.5, color=INK
+    )

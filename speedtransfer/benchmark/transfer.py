@@ -5,15 +5,28 @@ Batches of ids take turns, drawn from a table much larger than the cache: what i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from speedtransfer.benchmark import ways
+from speedtransfer.benchmark.drawing import COLOURS, INK, end_at, legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.report import TextTable, pivot
+from speedtransfer.benchmark.results import (
+    DEFAULT,
+    UNCHECKED,
+    CaseResult,
+    GroupResult,
+    case_names,
+    noise,
+    split_by,
+    times_the_speed,
+)
 from speedtransfer.benchmark.suites import MIN_TABLE_BYTES
 from speedtransfer.benchmark.together import together_cases
+from speedtransfer.benchmark.units import format_rate, format_seconds, format_share
 from speedtransfer.benchmark.ways import Way
 from speedtransfer.benchmark.workload import Tables, Workload, default_table_bytes, workload
 from speedtransfer.engines import DIRECTIONS, Direction, MappedEngine
@@ -25,6 +38,9 @@ _SECOND_TABLE_BYTES = 1 << 30  # of other memories than the main one
 _OVERHEAD_ROWS = 1000
 FEW_BLOCKS = 16  # that should do: a launch so small leaves the device to training
 _LAUNCH_S = 8.0  # that a run with little time keeps for each of the groups which tell
+
+# Percent of a plain copy, the most that the picture shows: more is a noisy roof, and would flatten the rest.
+_MOST_SHARE = 160
 
 NOTE = """\
 The roof is one cudaMemcpy of page-locked memory; without CUDA it is the faster of torch's copy_ on all cores and a copy that \
@@ -220,3 +236,141 @@ class _Plan:
             "kind": kind, "direction": direction, "memory": memory, "rows": count, "row_bytes": row_bytes, "ids": ids,
             "headline": headline, "table_bytes": self._bytes(memory),
         }  # fmt: skip
+
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+def sentences(groups: list[GroupResult]) -> list[str]:
+    """Return a sentence for each group that is a headline."""
+    say: dict[str, Callable[[GroupResult], str]] = {"ways": _rows, "both": _rows, "overhead": _overhead}
+    return [say[g.params["kind"]](g) for g in groups if g.params.get("headline") and g.ours and g.params["kind"] in say]
+
+
+def _rows(group: GroupResult) -> str:
+    ours = group.ours
+    assert ours is not None
+    rivals, unchecked = _rivals(group), group.unchecked
+    text = f"{group.title}: {format_rate(ours.gb_per_s)} GB/s"
+    if group.roof is not None:
+        text += f", {format_share(group.share_of_roof(ours))} of {group.roof.name}"
+        if unchecked is not None and unchecked is not ours:
+            text += f", {format_share(group.share_of_roof(unchecked))} with check=False"
+        engines = [case for case in group.ran if case.role == "ours" and case.name.startswith("engine")]
+        if engines:
+            best = min(engines, key=lambda case: case.median_s)
+            text += f" and {format_share(group.share_of_roof(best))} by {best.name}"
+    return text + times_the_speed(ours, rivals) + noise(ours, unchecked, group.roof, *rivals)
+
+
+def _rivals(group: GroupResult) -> list[CaseResult]:
+    """Return the fastest way of torch alone, the plainest (t[idx]), and the fastest that uses CuPy or a view made with it."""
+    others = sorted((case for case in group.ran if case.role == "other"), key=lambda case: case.median_s)
+    views = [case for case in others if case.name.startswith("CuPy") or "UVA" in case.name]
+    torch_only = [case for case in others if case not in views]
+    plain = [case for case in torch_only if case.name.startswith("t[idx]")]
+    return list({case.name: case for case in (*torch_only[:1], *plain[:1], *views[:1])}.values())
+
+
+def _overhead(group: GroupResult) -> str:
+    ours = group.ours
+    assert ours is not None
+    unchecked = group.unchecked
+    text = f"{group.title}: {format_seconds(ours.median_host_s)} of host time a call"
+    if unchecked is not None and unchecked is not ours:
+        text += f", {format_seconds(unchecked.median_host_s)} with check=False"
+    empty = next((case for case in group.ran if case.name == "empty launch"), None)
+    busy = [case for case in group.ran if case.role == "ours" and case.device_s]
+    if busy and empty and empty.device_s:
+        shown = ", ".join(f"{case.name} {format_seconds(case.device_s)}" for case in busy)
+        text += f"; on the device {shown}, an empty launch {format_seconds(empty.device_s)}"
+    return text + noise(ours, unchecked, empty)
+
+
+def tables(groups: list[GroupResult]) -> list[TextTable]:
+    """Return rate and share of the roof by the bytes of a row, a table for each direction."""
+    title = "{}, GB/s and share of a plain copy, by bytes of a row"
+    return [
+        pivot(title.format(direction), part, lambda group: f"{group.params['row_bytes']:,} B", _rate_and_share)
+        for direction, part in split_by(sweep(groups), "direction").items()
+    ]
+
+
+def _rate_and_share(group: GroupResult, case: CaseResult) -> str:
+    share = group.share_of_roof(case) if case.role != "roof" else None
+    return format_rate(case.gb_per_s) + (f" ({format_share(share)})" if share is not None else "")
+
+
+def sweep(groups: Iterable[GroupResult]) -> list[GroupResult]:
+    """Return the groups of suite `transfer` that differ by direction and bytes of a row alone, in that order."""
+    same = [group for group in groups if group.params.get("kind") == "ways" and group.params["ids"] == "uniform"]
+    if not same:
+        return []
+    first = same[0].params
+    batches = [g for g in same if g.params["memory"] == first["memory"] and g.params["rows"] >= first["rows"] // 8]
+    chosen: dict[tuple[str, int], GroupResult] = {}
+    for group in batches:
+        chosen.setdefault((group.params["direction"], group.params["row_bytes"]), group)
+    return [chosen[key] for key in sorted(chosen)]
+
+
+def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
+    """Draw rates, and shares of the roof, by the bytes of a row."""
+    wide = sweep(groups)
+    if not wide:
+        return None
+    figure = make_figure(11, 8)
+    panels = figure.subplots(2, 2, sharex=True, sharey="row")
+    parts = {d: [group for group in wide if group.params["direction"] == d] for d in ("gather", "scatter")}
+    lines = {direction: _sweep_names(part) for direction, part in parts.items()}
+    # The ways of the two directions come in the same order: a line is the same idea in both.
+    labels = [
+        gather if gather == scatter else f"{gather} / {scatter}"
+        for gather, scatter in zip(*lines.values(), strict=False)
+    ]
+    for column, (direction, part) in enumerate(parts.items()):
+        sizes = [group.params["row_bytes"] for group in part]
+        rate, share = panels[0][column], panels[1][column]
+        for number, (name, label) in enumerate(zip(lines[direction], labels, strict=False)):
+            cases = [group.by_name.get(name) for group in part]
+            style = line_style(number, name in (DEFAULT, UNCHECKED))
+            line(rate, sizes, [case and case.gb_per_s for case in cases], label, style)
+            shares = [case and group.share_of_roof(case) for group, case in zip(part, cases, strict=True)]
+            line(share, sizes, [value and 100 * value for value in shares], label, style)
+        roofs = [group.roof and group.roof.gb_per_s for group in part]
+        roof_name = next((group.roof.name for group in part if group.roof), "plain copy")
+        line(rate, sizes, roofs, f"{roof_name} (roof)", {"color": INK, "ls": "--", "lw": 1.3})
+        share.axhline(100, color=INK, ls="--", lw=1.3)
+        moved = (
+            f"up to {max(g.params['rows'] for g in part):,} rows a call, {part[0].params['memory']} table"
+            if part
+            else ""
+        )
+        rate.set_title(f"{direction}: {moved}", fontsize=11, color=INK)
+        rate.set_yscale("log")
+        share.set_xlabel("bytes of a row")
+        for axes in (rate, share):
+            tidy(axes)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sizes, [_short_bytes(size) for size in sizes])
+    panels[0][0].set_ylabel("GB/s of rows")
+    panels[1][0].set_ylabel("% of the plain copy")
+    # Both directions have one axis.
+    highest = min(_MOST_SHARE, panels[1][0].get_ylim()[1])
+    panels[1][0].set_ylim(bottom=0)
+    for share in panels[1]:
+        end_at(share, highest)
+    plain_numbers(panels[0][0])
+    legend_below(figure, panels[0][0])
+    return figure
+
+
+def _sweep_names(groups: list[GroupResult]) -> list[str]:
+    """Return the cases that make a line over `groups`, as many as there are colours."""
+    roofs = {case.name for group in groups for case in group.ran if case.role == "roof"}
+    names = [name for name in case_names(groups) if name not in roofs]
+    return [name for name in names if sum(name in group.by_name for group in groups) > 1][: len(COLOURS)]
+
+
+def _short_bytes(size: int) -> str:
+    return f"{size // 1024} K" if size >= 1024 and size % 1024 == 0 else str(size)

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from speedtransfer.benchmark import vocabulary_steps
-from speedtransfer.benchmark.measure import Case, Group, Role, cycle
-from speedtransfer.benchmark.vocabulary_steps import names_of
+from speedtransfer.benchmark.drawing import COLOURS, INK, bars
+from speedtransfer.benchmark.measure import Case, Group, cycle
+from speedtransfer.benchmark.results import CaseResult, GroupResult, Role, noise
+from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds
+from speedtransfer.benchmark.vocabulary_steps import PLAIN, names_of
 from speedtransfer.errors import HostMemoryError, check_size, format_bytes
 from speedtransfer.nn import Embedding
 from speedtransfer.system import physical_bytes
@@ -264,3 +267,59 @@ def _insert_cases(rows: int, batch: int, seed: int) -> list[Case]:
         run = _refuse(error) if error and role == "other" else filling.run
         found.append(Case(name, run, filling.check, role=role, before=filling.before))
     return found
+
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+def sentences(groups: list[GroupResult]) -> list[str]:
+    """Return a sentence for each group: ids a second beside those of others; or times beside those of a plain table."""
+    return [found for group in groups if (found := (_rates if _is_rate(group) else _times)(group))]
+
+
+def _is_rate(group: GroupResult) -> bool:
+    return group.params["kind"] in (FIND, INSERT)
+
+
+def _rate(group: GroupResult, case: CaseResult) -> float:
+    """Return ids a second."""
+    return float(group.params["ids"]) / case.median_s
+
+
+def _rates(group: GroupResult) -> str:
+    ours = [case for case in group.ran if case.role == "ours"]
+    others = sorted((case for case in group.ran if case.role != "ours"), key=lambda case: case.median_s)
+    if not ours:
+        return ""
+    shown = ", ".join(f"{case.name} {format_count(_rate(group, case))} ids a second" for case in ours)
+    beside = ", ".join(f"{case.name} {format_count(_rate(group, case))}" for case in others)
+    return f"{group.title}: {shown}" + (f"; {beside}" if beside else "") + noise(*group.ran)
+
+
+def _times(group: GroupResult) -> str:
+    plain = group.by_name.get(PLAIN)
+    if plain is None or len(group.ran) < 2:
+        return ""
+    ratios = ", ".join(
+        f"{case.name} {format_ratio(case.median_s / plain.median_s)}" for case in group.ran if case is not plain
+    )
+    return f"{group.title}: of the {format_seconds(plain.median_s)} of the {PLAIN}: {ratios}" + noise(*group.ran)
+
+
+def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
+    """Draw a bar for each way: ids a second, or the time."""
+    figure = make_figure(7.5, 0.5 + sum(0.75 + 0.27 * len(group.ran) for group in groups))
+    ratios = [1 + len(group.ran) for group in groups]
+    for axes, group in zip(
+        figure.subplots(len(groups), 1, height_ratios=ratios, squeeze=False)[:, 0], groups, strict=True
+    ):
+        cases, is_rate = group.ran, _is_rate(group)
+        values = [_rate(group, case) / 1e6 if is_rate else 1e3 * case.median_s for case in cases]
+        texts = [f"{v:.3g}" if is_rate else format_seconds(c.median_s) for v, c in zip(values, cases, strict=True)]
+        colours = [COLOURS[0 if c.role == "ours" else 5 if c.name == PLAIN else 6] for c in cases]
+        bars(axes, [case.name for case in cases], values, texts, colours, 0.7, 0.15, 8)
+        axes.set_ylim(len(cases) - 0.5, -0.5)
+        axes.tick_params(labelsize=8)
+        unit = "million ids a second, more is better" if is_rate else "milliseconds, less is better"
+        axes.set_title(f"{group.title}\n{unit}", fontsize=8.5, color=INK, loc="left", parse_math=False)
+    return figure

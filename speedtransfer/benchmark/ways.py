@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer import jit
-from speedtransfer.benchmark.measure import DEFAULT, UNCHECKED, Case, Role, cycle, synchronize
+from speedtransfer.benchmark.measure import Case, cycle, synchronize
+from speedtransfer.benchmark.results import DEFAULT, UNCHECKED, Role
 from speedtransfer.benchmark.workload import Ids, Workload
 from speedtransfer.cuda import mapped_view, pinned_empty, to_cupy, torch_stream
 from speedtransfer.engines import (
