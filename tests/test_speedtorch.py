@@ -546,6 +546,7 @@ def test_bad_calls_write_nothing():
         (torch.arange(10).lt(2).byte(), InvalidTypeError, r"pass index.bool\(\) or index.long\(\)"),
         ([torch.empty((), device="meta")] * 2, InvalidTypeError, "pass one tensor, as of torch.stack"),
         ([[1], [2, 3]], InvalidValueError, "ragged"),
+        (None, InvalidTypeError, "index"),
     ):
         with pytest.raises(error, match=message) as caught:
             weights.afterOptimizerStep(index)

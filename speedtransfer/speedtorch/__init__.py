@@ -9,8 +9,16 @@ New code needs none of this: :class:`speedtransfer.Embedding` moves its rows and
 
 from typing import NoReturn
 
-from speedtransfer.speedtorch.cupy_classes import COM, DataGadget, ModelFactory, OptimizerFactory
-from speedtransfer.speedtorch.mapped_classes import COMMM, DataGadgetMM, ModelFactoryMM, OptimizerFactoryMM
+from speedtransfer.speedtorch.array_classes import (
+    COM,
+    COMMM,
+    DataGadget,
+    DataGadgetMM,
+    ModelFactory,
+    ModelFactoryMM,
+    OptimizerFactory,
+    OptimizerFactoryMM,
+)
 from speedtransfer.speedtorch.torch_classes import (
     CPUPytorchCOM,
     CPUPytorchModelFactory,

@@ -9,16 +9,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from speedtransfer.cuda import wait_until_filled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
-from speedtransfer.speedtorch.common import Held
+from speedtransfer.speedtorch.arrays import dtype_of, names_rows, stored_as, tensor_from
 from speedtransfer.speedtorch.files import read_npy
-from speedtransfer.speedtorch.index import names_rows
+from speedtransfer.speedtorch.held import Held, OneArray
 from speedtransfer.speedtorch.rows import Column, Rows
-from speedtransfer.speedtorch.values import dtype_of, stored_as, stored_dtype, tensor_from, to_copy
-from speedtransfer.tables import PathLike, Table, copy_plane
+from speedtransfer.tables import PathLike, Table
 
 
 class Indexed(Held):
@@ -124,37 +123,19 @@ class MappedGadgets(Gadgets):
         )
 
 
-class Matrices(Indexed):
+class Matrices(OneArray, Indexed):
     """What the matrices of co-occurrences share."""
 
     _begin_by = "comInit()"
+    _fixed_by = "total_classes is {}"
 
-    def _setup(self, total_classes: int, datatype: Any) -> None:
+    def __init__(self, total_classes: int, datatype: Any = torch.int32) -> None:
         self.total_classes = check_size(total_classes, "total_classes")
-        self.datatype = self.dtype = datatype
-        self._column = Column((self.total_classes,), dtype_of(datatype))
+        self._set_shape((self.total_classes, self.total_classes), datatype)
 
-    def _zeros(self) -> Rows:
-        table = self._place().table(self.total_classes, self.total_classes, stored_dtype(self._column.dtype))
-        return Rows(table, {"weight": self._column})
-
-    def _init(self) -> None:
-        if self._held is None:
-            self._held = self._zeros()
-        else:
-            self._rows.table.zero_()
-
-    def _take(self, tensors: list[Tensor]) -> None:
-        (tensor,) = tensors
-        if tuple(tensor.shape) != (self.total_classes, self.total_classes):
-            raise InvalidValueError(
-                f"the array has shape {tuple(tensor.shape)} but total_classes is {self.total_classes}; load a square one of it"
-            )
-        source = to_copy(self._column.dtype, tensor, "the array")
-        held = self._zeros() if self._held is None else self._rows
-        copy_plane(held.table.torch(), source)
-        wait_until_filled(held.table.torch())
-        self._held = held
+    def comInit(self) -> None:
+        """Make the matrix, of zeros."""
+        self._begin(lambda rows: rows.table.zero_())
 
 
 def _as_plane(tensor: Tensor) -> tuple[Column, Tensor]:

@@ -67,7 +67,7 @@ def read_npy(path: PathLike, writable: bool = False) -> np.ndarray:
         raise StorageError(f"cannot read {os.fspath(path)!r} ({error.strerror or error}); check the path") from error
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         reason = " ".join(str(error).split())
-        raise StorageError(f"{os.fspath(path)!r} is no .npy file of numbers ({reason}); write it again") from error
+        raise StorageError(f"{os.fspath(path)!r} is not a .npy file of numbers ({reason}); write it again") from error
     if not isinstance(array, np.ndarray):
         array.close()
         raise StorageError(
@@ -98,5 +98,5 @@ def read_torch(path: PathLike) -> Any:
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
         raise StorageError(
-            f"{os.fspath(path)!r} is no file of tensors by torch.save ({reason}); write it again"
+            f"{os.fspath(path)!r} is not a file of tensors by torch.save ({reason}); write it again"
         ) from error

@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from speedtransfer.cuda import wait_until_filled
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.optim import find_handle
-from speedtransfer.speedtorch.common import Held
-from speedtransfer.speedtorch.rows import Column, Rows
-from speedtransfer.speedtorch.values import dtype_of, stored_dtype, to_copy
-from speedtransfer.tables import Table, copy_plane
+from speedtransfer.speedtorch.held import OneArray
+from speedtransfer.speedtorch.rows import Rows
 
 # Parameter -> weak reference to its switcher: some optimizers keep a copy of the weights.
 _switchers: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -32,7 +30,19 @@ def all_weights(param: Tensor) -> Tensor | None:
     return None if switcher is None or switcher._held is None else switcher._rows.whole("weight")
 
 
-class Models(Held):
+def find_parameter(model: nn.Module, variable_name: str) -> nn.Parameter:
+    """Return the parameter of that name, or of the module of that name."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name in (variable_name, f"{variable_name}.weight"):
+        if name in named:
+            return named[name]
+    names = [name.removesuffix(".weight") for name in named]
+    raise InvalidValueError(
+        f"variable_name is {variable_name!r} but the model has no such parameter{suggest(variable_name, names or ['none'])}"
+    )
+
+
+class Models(OneArray):
     """What the model factories share; they differ in where the rows live."""
 
     _begin_by = (
@@ -40,7 +50,11 @@ class Models(Held):
         "loadCupy(file)"
     )
 
-    def _setup(self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any) -> None:
+    _fixed_by = "total_classes and embed_dimension are {} and {}"
+
+    def __init__(
+        self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any = torch.float
+    ) -> None:
         weight = getattr(model_variable, "weight", None)
         if not isinstance(weight, Tensor):
             raise InvalidTypeError(
@@ -54,39 +68,33 @@ class Models(Held):
         self.model_variable = model_variable
         self.total_classes = check_size(total_classes, "total_classes")
         self.embed_dimension = check_size(embed_dimension, "embed_dimension")
-        self.datatype = self.dtype = datatype
-        self._column = Column((self.embed_dimension,), dtype_of(datatype))
+        self._set_shape((self.total_classes, self.embed_dimension), datatype)
 
     def _variable(self) -> Tensor:
         weight: Tensor = self.model_variable.weight
         return weight
 
-    def _begin(self, first_values: Callable[[Table], Any]) -> None:
-        """Make the table, or take the one there is, and have its weights filled."""
-        if self._held is not None:
-            first_values(self._rows.table)
-            return
-        dtype = stored_dtype(self._column.dtype)
-        table = self._place().table(self.total_classes, self.embed_dimension, dtype)
-        first_values(table)
-        self._held = Rows(table, {"weight": self._column})
-        _switchers[self._variable()] = weakref.ref(self)
+    def _begin(self, fill: Callable[[Rows], Any]) -> None:
+        fresh = self._held is None
+        super()._begin(fill)
+        if fresh:
+            _switchers[self._variable()] = weakref.ref(self)
 
     def zerosInit(self) -> None:
         """Set all rows to zero."""
-        self._begin(lambda table: table.zero_())
+        self._begin(lambda rows: rows.table.zero_())
 
     def uniformDistributionInit(self, low: float, high: float) -> None:
         """Draw all rows uniformly from ``[low, high)``, by torch's generator."""
         if not low <= high:
             raise InvalidValueError(f"low is {low} but must not be above high, {high}; swap them")
-        self._begin(lambda table: table.uniform_(low, high))
+        self._begin(lambda rows: rows.table.uniform_(low, high))
 
     def normalDistributionInit(self, mean: float, stdDev: float) -> None:
         """Draw all rows from a normal distribution, by torch's generator."""
         if not stdDev >= 0:
             raise InvalidValueError(f"stdDev is {stdDev} but must not be negative; pass {-stdDev}")
-        self._begin(lambda table: table.normal_(mean, stdDev))
+        self._begin(lambda rows: rows.table.normal_(mean, stdDev))
 
     def customInit(self, initFunction: Callable[..., Any], *args: Any) -> None:
         """Call ``initFunction(rows, *args)``, such as ``torch.nn.init.xavier_uniform_``, with all rows as one tensor.
@@ -94,31 +102,15 @@ class Models(Held):
         It fills the tensor in place, or returns another of the same shape.
         """
 
-        def fill(table: Table) -> None:
-            rows = table.torch()
+        def fill(rows: Rows) -> None:
+            weights = rows.table.torch()
             with torch.no_grad():
-                result = initFunction(rows, *args)
-                if isinstance(result, Tensor) and result is not rows:
-                    rows.copy_(result)
-            wait_until_filled(rows)
+                result = initFunction(weights, *args)
+                if isinstance(result, Tensor) and result is not weights:
+                    weights.copy_(result)
+            wait_until_filled(weights)
 
         self._begin(fill)
-
-    def _take(self, tensors: list[Tensor]) -> None:
-        (tensor,) = tensors
-        shape = (self.total_classes, self.embed_dimension)
-        if tuple(tensor.shape) != shape:
-            raise InvalidValueError(
-                f"the array has shape {tuple(tensor.shape)} but total_classes and embed_dimension say {shape}; load another "
-                "file, or make the factory for this shape"
-            )
-        source = to_copy(self._column.dtype, tensor, "the array")
-
-        def copy(table: Table) -> None:
-            copy_plane(table.torch(), source)
-            wait_until_filled(table.torch())
-
-        self._begin(copy)
 
     def variableTransformer(self, batchSize: int, posPerBatch: int, negPerBatch: int | None = None) -> Any:
         """Return the dummy input of the model's forward pass: the places of a batch's rows in the variable.
@@ -157,9 +149,9 @@ class Models(Held):
             A row that is not there; an index that holds no integers; the rows have not been initialised.
         """
         rows = self._rows
-        index = rows.index(*[part for part in (retrievedPosIndexes, retrievedNegIndexes) if part is not None])
+        index = rows.batch(retrievedPosIndexes, retrievedNegIndexes)
         with torch.inference_mode(False):  # an inference tensor could never be trained
-            values = rows.read(index, ["weight"])["weight"].view(len(index.flat), self.embed_dimension)
+            values = rows.read(index, ["weight"])["weight"]
             weight = self._variable()
             if weight.shape != values.shape:
                 # A loss that is still held keeps autograd's notion of the old shape alive, which another dtype ends.
@@ -185,5 +177,4 @@ class Models(Held):
             As `beforeForwardPass`; also where the variable holds another number of rows. Nothing has been written then.
         """
         rows = self._rows
-        index = rows.index(*[part for part in (retrievedPosIndexes, retrievedNegIndexes) if part is not None])
-        rows.write(index._replace(shape=tuple(index.flat.shape)), {"weight": self._variable().data})
+        rows.write(rows.batch(retrievedPosIndexes, retrievedNegIndexes), {"weight": self._variable().data})

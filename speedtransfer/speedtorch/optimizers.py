@@ -15,17 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtransfer.cuda import wait_until_filled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, check_size
 from speedtransfer.optim import PlaneSpec, probe_optimizer
 from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.probe import Trial, without_gradients
-from speedtransfer.speedtorch.common import Held
-from speedtransfer.speedtorch.models import all_weights
-from speedtransfer.speedtorch.parameters import find_parameter, place_in
-from speedtransfer.speedtorch.rows import Column, Index, Rows
-from speedtransfer.speedtorch.values import dtype_of, stored_dtype, tensor_from, to_copy
-from speedtransfer.tables import copy_plane
+from speedtransfer.speedtorch.arrays import dtype_of, stored_dtype, tensor_from, to_copy
+from speedtransfer.speedtorch.held import Held
+from speedtransfer.speedtorch.models import all_weights, find_parameter
+from speedtransfer.speedtorch.rows import Column, Rows
 
 
 class States(list[Any]):
@@ -45,14 +42,14 @@ class Optimizers(Held):
     _several = True
     _begin_by = "optInit()"
 
-    def _setup(
+    def __init__(
         self,
         given_optimizer: Optimizer,
         total_classes: int,
         embed_dimension: int,
         model: nn.Module,
         variable_name: str,
-        dtype: Any,
+        dtype: Any = torch.float,
     ) -> None:
         if not isinstance(given_optimizer, Optimizer):
             kind = type(given_optimizer).__name__
@@ -83,7 +80,7 @@ class Optimizers(Held):
         A trial has dense gradients, and what SparseAdam keeps is what Adam keeps.
         """
         optimizer = self.given_optimizer
-        self.optimizerKey, group = place_in(optimizer, self._param, self.variable_name)
+        self.optimizerKey, group = _place_in(optimizer, self._param, self.variable_name)
         if not isinstance(optimizer, torch.optim.SparseAdam):
             return optimizer, group
         adam = torch.optim.Adam([nn.Parameter(self._like)], **{key: group[key] for key in ("lr", "betas", "eps")})
@@ -139,19 +136,18 @@ class Optimizers(Held):
                     f"state {name!r} has shape {tuple(plane.shape)} but starts as a copy of the weights, which have "
                     f"{tuple(weights.shape)}; make both factories for one shape"
                 )
-            copy_plane(plane, weights)
-            wait_until_filled(plane)
+            rows.fill(_plane(name), weights)
         self._copies = []
 
     def _get_array(self) -> Any:
-        shown = States(super()._get_array(), self._set_item)
-        self._shown = True
-        return shown
+        return self._states(super()._get_array())
 
     def _get_tensor(self) -> Any:
-        shown = States(super()._get_tensor(), self._set_item)
+        return self._states(super()._get_tensor())
+
+    def _states(self, shown: Any) -> States:
         self._shown = True
-        return shown
+        return States(shown, self._set_item)
 
     def _set_item(self, at: Any, value: Any) -> None:
         names = self.optVarList[at]
@@ -182,9 +178,7 @@ class Optimizers(Held):
         rows = self._held or self._make()
         rows.settle()
         for name, source in zip(names, sources, strict=True):
-            plane = rows.table.plane(_plane(name))
-            copy_plane(plane, source.reshape(plane.shape))
-            wait_until_filled(plane)
+            rows.fill(_plane(name), source)
         self._shown, self._copies = True, [name for name in self._copies if name not in names]
 
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
@@ -202,7 +196,8 @@ class Optimizers(Held):
         OptimizerError
             A state starts as a copy of the weights, and there is no model factory with them.
         """
-        rows, index = self._rows, self._index(retrievedPosIndexes, retrievedNegIndexes)
+        rows = self._rows
+        index = rows.batch(retrievedPosIndexes, retrievedNegIndexes)
         state = self.given_optimizer.state.get(self._param)
         if not state:
             if not self._shown:
@@ -225,7 +220,8 @@ class Optimizers(Held):
         OptimizerError
             The optimizer keeps something that it did not keep when the factory was made.
         """
-        rows, index = self._rows, self._index(retrievedPosIndexes, retrievedNegIndexes)
+        rows = self._rows
+        index = rows.batch(retrievedPosIndexes, retrievedNegIndexes)
         state = leaves(self.given_optimizer.state.get(self._param) or {})
         unknown = [name for name, value in state.items() if name not in self._specs and value.dim() > 0]
         if unknown:
@@ -234,10 +230,6 @@ class Optimizers(Held):
                 "factory anew after a change of hyperparameters"
             )
         rows.write(index, {_plane(name): state[name] for name in self.optVarList if name in state})
-
-    def _index(self, *parts: Any) -> Index:
-        index = self._rows.index(*[part for part in parts if part is not None])
-        return index._replace(shape=tuple(index.flat.shape))
 
     def _first_state(self) -> dict[str, Any]:
         """Return the state that the optimizer begins with, of some rows."""
@@ -256,3 +248,16 @@ def _plane(state: str) -> str:
 
 def _width(tail: tuple[int, ...]) -> int:
     return int(torch.Size(tail).numel())
+
+
+def _place_in(optimizer: Optimizer, param: nn.Parameter, name: str) -> tuple[int, dict[str, Any]]:
+    """Return the number of `param` in the optimizer's state dict, and its group."""
+    number = 0
+    for group in optimizer.param_groups:
+        for other in group["params"]:
+            if other is param:
+                return number, group
+            number += 1
+    raise InvalidValueError(
+        f"variable_name is {name!r}, whose parameter given_optimizer does not train; make the optimizer with it"
+    )

@@ -13,9 +13,19 @@ from torch import Tensor
 
 from speedtransfer.cuda import mapped_view, to_cupy, wait_until_filled
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.speedtorch.index import for_numpy, is_basic, row_numbers, unfit, unreadable
-from speedtransfer.speedtorch.values import BITS, host_array, stored_as, tensor_from, wait_for
-from speedtransfer.tables import Table, as_index, as_rows, overlap, unique_rows
+from speedtransfer.speedtorch.arrays import (
+    BITS,
+    for_numpy,
+    host_array,
+    is_basic,
+    row_numbers,
+    stored_as,
+    tensor_from,
+    unfit,
+    unreadable,
+    wait_for,
+)
+from speedtransfer.tables import Table, as_index, as_rows, copy_plane, overlap, unique_rows
 
 
 class Column(NamedTuple):
@@ -56,22 +66,22 @@ class Rows:
                 wait_for(self._array)
             self.table.wait()
 
-    def index(self, *parts: Any) -> Index:
-        """Return the rows that the `parts` name, one after the other: in the shape of a single one, flat where there are more.
-
-        A part is a slice, a mask of all rows, or what a table takes; a negative number counts from the end.
+    def index(self, index: Any) -> Index:
+        """Return the rows that a slice, a mask of all rows, or a table's index names; negative numbers count from the end.
 
         Raises
         ------
         RowIndexError, InvalidTypeError, InvalidValueError
             As :meth:`speedtransfer.Table.gather`.
         """
-        num_rows, device = self.table.num_rows, self.table.device
-        found = [Index(*as_index(row_numbers(part, num_rows), num_rows, device)) for part in parts]
-        if len(found) == 1:
-            return found[0]
-        where = found[0].flat.device if len({one.flat.device for one in found}) == 1 else device
-        flat = torch.cat([one.flat.to(where) for one in found])
+        num_rows = self.table.num_rows
+        return Index(*as_index(row_numbers(index, num_rows), num_rows, self.table.device))
+
+    def batch(self, positive: Any, negative: Any = None) -> Index:
+        """Return the rows of a batch, flat: those that `positive` names, then those that `negative` names if it is there."""
+        found = [self.index(positive), *([] if negative is None else [self.index(negative)])]
+        where = found[0].flat.device if len({one.flat.device for one in found}) == 1 else self.table.device
+        flat = torch.cat([one.flat.to(where) for one in found]) if len(found) > 1 else found[0].flat
         return Index(flat, tuple(flat.shape), all(one.checked for one in found))
 
     def read(self, index: Index, names: list[str]) -> dict[str, Tensor]:
@@ -105,7 +115,7 @@ class Rows:
 
     def array(self, name: str) -> Any:
         """Return all rows over their memory: a CuPy array where CUDA reaches it, else a NumPy array."""
-        plane, column = self.table.plane(name), self.columns[name]
+        plane = self.table.plane(name)
         if plane.is_cuda:
             array = to_cupy(plane)
         elif self.table.memory == "pinned" and self.table.device.type == "cuda":
@@ -113,17 +123,18 @@ class Rows:
             self.lend()
         else:
             array = host_array(plane)
-        if column.dtype in BITS:
-            array = array.view(str(column.dtype).removeprefix("torch."))
-        return array.reshape(len(plane), *column.tail)
+        return self._as_array(name, array)
 
     def numpy(self, name: str) -> np.ndarray:
         """Return a copy of all rows on the host."""
-        column = self.columns[name]
-        array = host_array(self.table.plane(name).to("cpu", copy=True))
-        if column.dtype in BITS:
-            array = array.view(str(column.dtype).removeprefix("torch."))
-        return array.reshape(len(array), *column.tail)
+        array: np.ndarray = self._as_array(name, host_array(self.table.plane(name).to("cpu", copy=True)))
+        return array
+
+    def fill(self, name: str, values: Tensor) -> None:
+        """Copy `values`, of all rows and as `to_copy` returns them, into a plane."""
+        plane = self.table.plane(name)
+        copy_plane(plane, values.reshape(plane.shape))
+        wait_until_filled(plane)
 
     def pick(self, name: str, index: Any) -> Tensor:
         """Return a copy of the values that any index of NumPy's names, tuples of slices among them, on the compute device."""
@@ -164,6 +175,12 @@ class Rows:
         width = math.prod(column.tail)
         flat = tensor.reshape(math.prod(shape), width)
         return as_rows(flat, (len(flat), width), tensor.dtype, self.table.device, what)
+
+    def _as_array(self, name: str, array: Any) -> Any:
+        column = self.columns[name]
+        if column.dtype in BITS:
+            array = array.view(str(column.dtype).removeprefix("torch."))
+        return array.reshape(self.table.num_rows, *column.tail)
 
     def _shown(self, name: str, values: Tensor, shape: tuple[int, ...]) -> Tensor:
         column = self.columns[name]

@@ -1,92 +1,82 @@
-"""The classes whose rows are tensors of torch: on the GPU, on the CPU, or on either."""
+"""The classes that show rows as tensors: on the GPU, on the CPU, or on either."""
 
-# ruff: noqa: N802, N803 - the names are SpeedTorch's
+# ruff: noqa: N803 - the names are SpeedTorch's
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.speedtorch.data import Matrices
-from speedtransfer.speedtorch.memories import Cpu, Either, Gpu
+from speedtransfer.speedtorch.held import Held, view_of
 from speedtransfer.speedtorch.models import Models
 from speedtransfer.speedtorch.optimizers import Optimizers
+from speedtransfer.speedtorch.place import Place, cpu_or_cuda, on_cuda
+
+_TENSOR = "All rows over their memory, as `getTorchVar` returns them; assign a tensor to load it."
+
+
+class Gpu(Held):
+    """Rows on the GPU."""
+
+    def _place(self) -> Place:
+        return on_cuda("device")
+
+    pytorchGPUVar = view_of("getTorchVar", _TENSOR)  # noqa: N815
 
 
 class GPUPytorchModelFactory(Models, Gpu):
     """A :class:`~speedtransfer.speedtorch.ModelFactory` on the GPU, with tensors for arrays."""
 
-    def __init__(
-        self, model_variable: nn.Module, total_classes: int, embed_dimension: int, datatype: Any = torch.float
-    ) -> None:
-        self._setup(model_variable, total_classes, embed_dimension, datatype)
-
 
 class GPUPytorchOptimizerFactory(Optimizers, Gpu):
     """An :class:`~speedtransfer.speedtorch.OptimizerFactory` on the GPU, with tensors for arrays."""
-
-    def __init__(
-        self,
-        given_optimizer: Optimizer,
-        total_classes: int,
-        embed_dimension: int,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Any = torch.float,
-    ) -> None:
-        self._setup(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype)
 
 
 class GPUPytorchCOM(Matrices, Gpu):
     """A :class:`~speedtransfer.speedtorch.COM` on the GPU, with a tensor for an array."""
 
-    def __init__(self, total_classes: int, datatype: Any = torch.int32) -> None:
-        self._setup(total_classes, datatype)
 
-    def comInit(self) -> None:
-        """Make the matrix, of zeros."""
-        self._init()
+class Cpu(Held):
+    """Rows in page-locked memory."""
+
+    def _place(self) -> Place:
+        return on_cuda("pinned")
+
+    pytorchCPUVar = view_of("getTorchVar", _TENSOR)  # noqa: N815
 
 
 class CPUPytorchModelFactory(Models, Cpu):
     """A :class:`~speedtransfer.speedtorch.ModelFactory` in page-locked memory, with tensors for arrays."""
 
-    def __init__(
-        self, model_variable: nn.Module, total_classes: int, embed_dimension: int, datatype: Any = torch.float
-    ) -> None:
-        self._setup(model_variable, total_classes, embed_dimension, datatype)
-
 
 class CPUPytorchOptimizerFactory(Optimizers, Cpu):
     """An :class:`~speedtransfer.speedtorch.OptimizerFactory` in page-locked memory, with tensors for arrays."""
-
-    def __init__(
-        self,
-        given_optimizer: Optimizer,
-        total_classes: int,
-        embed_dimension: int,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Any = torch.float,
-    ) -> None:
-        self._setup(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype)
 
 
 class CPUPytorchCOM(Matrices, Cpu):
     """A :class:`~speedtransfer.speedtorch.COM` in page-locked memory, with a tensor for an array."""
 
-    def __init__(self, total_classes: int, datatype: Any = torch.int32) -> None:
-        self._setup(total_classes, datatype)
 
-    def comInit(self) -> None:
-        """Make the matrix, of zeros."""
-        self._init()
+class AnyDevice(Held):
+    """Rows on the GPU, or in ordinary or page-locked memory."""
+
+    deviceType: Any  # noqa: N815
+    pinType: bool  # noqa: N815
+
+    def _variable(self) -> Tensor | None:
+        return None
+
+    def _place(self) -> Place:
+        return cpu_or_cuda(self.deviceType, self.pinType, self._variable())
+
+    pytorchGPUVar = view_of("getTorchVar", _TENSOR)  # noqa: N815
 
 
-class PytorchModelFactory(Models, Either):
+class PytorchModelFactory(Models, AnyDevice):
     """A :class:`~speedtransfer.speedtorch.ModelFactory` on the GPU or on the CPU, with tensors for arrays.
 
     Parameters
@@ -108,11 +98,11 @@ class PytorchModelFactory(Models, Either):
         deviceType: str = "cuda",
         pinType: bool = False,
     ) -> None:
+        super().__init__(model_variable, total_classes, embed_dimension, datatype)
         self.deviceType, self.pinType = deviceType, pinType
-        self._setup(model_variable, total_classes, embed_dimension, datatype)
 
 
-class PytorchOptimizerFactory(Optimizers, Either):
+class PytorchOptimizerFactory(Optimizers, AnyDevice):
     """An :class:`~speedtransfer.speedtorch.OptimizerFactory` on the GPU or on the CPU, with tensors for arrays.
 
     Parameters
@@ -134,19 +124,15 @@ class PytorchOptimizerFactory(Optimizers, Either):
         deviceType: str = "cuda",
         pinType: bool = False,
     ) -> None:
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype)
         self.deviceType, self.pinType = deviceType, pinType
-        self._setup(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype)
 
 
-class PytorchCOM(Matrices, Either):
+class PytorchCOM(Matrices, AnyDevice):
     """A :class:`~speedtransfer.speedtorch.COM` on the GPU or on the CPU, with a tensor for an array."""
 
     def __init__(
         self, total_classes: int, datatype: Any = torch.int32, deviceType: str = "cuda", pinType: bool = False
     ) -> None:
+        super().__init__(total_classes, datatype)
         self.deviceType, self.pinType = deviceType, pinType
-        self._setup(total_classes, datatype)
-
-    def comInit(self) -> None:
-        """Make the matrix, of zeros."""
-        self._init()

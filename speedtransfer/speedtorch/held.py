@@ -1,30 +1,31 @@
-"""What all SpeedTorch classes share: the rows once they are there, views and copies of them, and files."""
+"""What all SpeedTorch classes share: their rows, views and copies of them, and files."""
 
 # ruff: noqa: N802, N803 - the names are SpeedTorch's
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.speedtorch.arrays import dtype_of, stored_dtype, tensor_from, to_copy
 from speedtransfer.speedtorch.files import npy_path, read_npy, read_torch, write_npy, write_torch
 from speedtransfer.speedtorch.place import Place
-from speedtransfer.speedtorch.rows import Rows
-from speedtransfer.speedtorch.values import tensor_from
+from speedtransfer.speedtorch.rows import Column, Rows
 from speedtransfer.tables import PathLike
 
 
 class NoRowsError(InvalidValueError, AttributeError):
-    """Rows are asked for that have not been made; until then there is no attribute of them, for hasattr()."""
+    """The rows have not been made yet. An AttributeError too, so that hasattr() of a view says False until then."""
 
 
 class Held(ABC):
     """Rows in one memory.
 
-    A subclass says where they live (`_place`), how they begin, and what an array from outside becomes (`_take`).
+    A subclass says where they live (`_place`), how they are made, and how arrays are loaded (`_take`).
     """
 
     _several: ClassVar[bool] = False  # arrays, one for each state of an optimizer
@@ -33,7 +34,7 @@ class Held(ABC):
 
     @abstractmethod
     def _place(self) -> Place:
-        """Return where the rows are to live."""
+        """Return where to make the rows."""
 
     @abstractmethod
     def _take(self, tensors: list[Tensor]) -> None:
@@ -60,9 +61,7 @@ class Held(ABC):
         return self._one_or_all(self._whole())
 
     def _set(self, value: Any) -> None:
-        self._take(
-            [tensor_from(one, "the array") for one in value] if self._several else [tensor_from(value, "the array")]
-        )
+        self._take([tensor_from(one, "the array") for one in (value if self._several else [value])])
 
     def getCupyVar(self) -> Any:
         """Return all rows over their memory: a CuPy array where CUDA reaches it, else a NumPy array, which is used alike.
@@ -123,16 +122,15 @@ class Held(ABC):
         found = read_torch(loadFileName)
         tensors = list(found) if isinstance(found, list | tuple) else [found]
         if not all(isinstance(tensor, Tensor) for tensor in tensors) or isinstance(found, Tensor) is self._several:
-            what = "a list of tensors, one a state" if self._several else "a tensor"
+            what = "a list of tensors, one for each state" if self._several else "a tensor"
             raise StorageError(
-                f"{str(loadFileName)!r} holds no {what.removeprefix('a ')} but a {type(found).__name__}; "
-                f"save {what} with torch.save"
+                f"{str(loadFileName)!r} holds a {type(found).__name__} but must hold {what}; save one with torch.save"
             )
         self._take([tensor.detach() for tensor in tensors])
 
 
 def view_of(get: str, doc: str) -> property:
-    """Return a property that shows all rows, `get` of :class:`Held`, takes others in their place, and frees them."""
+    """Return a property: reading calls the method `get` of :class:`Held`, assigning loads an array, and del frees the rows."""
 
     def read(self: Held) -> Any:
         return getattr(self, get)()
@@ -147,3 +145,34 @@ def view_of(get: str, doc: str) -> property:
         self._held = None
 
     return property(read, write, delete, doc)
+
+
+class OneArray(Held):
+    """Rows of one array, whose shape the constructor fixes."""
+
+    _fixed_by: ClassVar[str]  # says which arguments name the shape; formatted with its two sizes
+
+    def _set_shape(self, shape: tuple[int, int], datatype: Any) -> None:
+        self._shape = shape
+        self.datatype = self.dtype = datatype
+        self._column = Column(shape[1:], dtype_of(datatype))
+
+    def _begin(self, fill: Callable[[Rows], Any]) -> None:
+        """Have `fill` set the rows, which are made if there are none."""
+        rows = self._rows if self._held is not None else self._new_rows()
+        fill(rows)
+        self._held = rows
+
+    def _new_rows(self) -> Rows:
+        table = self._place().table(*self._shape, stored_dtype(self._column.dtype))
+        return Rows(table, {"weight": self._column})
+
+    def _take(self, tensors: list[Tensor]) -> None:
+        (tensor,) = tensors
+        if tuple(tensor.shape) != self._shape:
+            raise InvalidValueError(
+                f"the array has shape {tuple(tensor.shape)} but {self._fixed_by.format(*self._shape)}; load one of shape "
+                f"{self._shape}, or make a {type(self).__name__} for this one"
+            )
+        source = to_copy(self._column.dtype, tensor, "the array")
+        self._begin(lambda rows: rows.fill("weight", source))
