@@ -76,7 +76,6 @@ _NO_TRAINING = (
             "output",
             "periodic",
             "plot",
-            "signature",
             "tensorboard",
         )
     ),

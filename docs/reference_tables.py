@@ -22,9 +22,9 @@ from speedtransfer.errors import format_bytes
 from speedtransfer.nn.sizing import table_size
 from speedtransfer.planning.optimizer_name import optimizer_named
 from speedtransfer.planning.planner import plan
+from speedtransfer.word2vec.config import described
 from speedtransfer.word2vec.optimizers import DEFAULT_LR, DEFAULT_OPTIONS, default_lr
 from speedtransfer.word2vec.settings import SETTINGS
-from speedtransfer.word2vec.signature import described
 
 ROOT = Path(__file__).resolve().parents[1]
 SWEEP = Path(__file__).with_name("optimizer_sweep.json")

@@ -14,9 +14,8 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageErr
 from speedtransfer.tables import MEMORIES
 from speedtransfer.word2vec import Settings, train
 from speedtransfer.word2vec.commands import app
-from speedtransfer.word2vec.config import read_config
-from speedtransfer.word2vec.settings import SETTINGS, MoreSettings
-from speedtransfer.word2vec.signature import described
+from speedtransfer.word2vec.config import MoreSettings, described, read_config
+from speedtransfer.word2vec.settings import SETTINGS
 
 
 @pytest.mark.parametrize(

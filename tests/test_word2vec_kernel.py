@@ -9,7 +9,7 @@ from test_word2vec_gradients import draw_block, draw_tables
 from test_word2vec_model import BUCKETS, WORDS
 from test_word2vec_model import draw_block as draw_words
 
-from speedtransfer.word2vec import cuda_spans, gradients, torch_spans
+from speedtransfer.word2vec import gradients, spans
 from speedtransfer.word2vec.gradients import MODELS
 from speedtransfer.word2vec.places import Places
 from speedtransfer.word2vec.subwords import Subwords
@@ -18,7 +18,7 @@ from speedtransfer.word2vec.subwords import Subwords
 def train(tables, places, model, threads=16, backwards=False, rate=0.05, with_loss=True, negative=5):
     rows = [tables[0][places.bags.rows.ids], tables[1][places.outputs.ids]]
     losses = torch.zeros(threads, dtype=torch.float64) if with_loss else None
-    packed, room = cuda_spans.pack_spans(*rows, places, model == "cbow", negative, rate, losses)
+    packed, room = spans.pack_spans(*rows, places, model == "cbow", negative, rate, losses)
     room.fill_(float("nan"))  # what was there before must not count
     cpu_kernels().launch("train_spans", 1, threads, packed, backwards)
     return [*rows, losses.sum().to(torch.float32) if with_loss else None]
@@ -26,7 +26,7 @@ def train(tables, places, model, threads=16, backwards=False, rate=0.05, with_lo
 
 def train_in_torch(tables, places, model, rate=0.05, negative=5):
     rows = [tables[0][places.bags.rows.ids], tables[1][places.outputs.ids]]
-    return [*rows, torch_spans.train(*rows, places, model == "cbow", negative, rate, True)]
+    return [*rows, spans.train_in_torch(*rows, places, model == "cbow", negative, rate, True)]
 
 
 def check_same(found, expected):
@@ -62,7 +62,7 @@ def test_any_number_of_threads_in_any_order_gives_the_same_bits(model):
     places = Places.find(block.words, block.before, block.after, block.negatives, 60, 11)
     first, *others = [
         train(tables, places, model, threads, backwards)
-        for threads, backwards in ((1, False), (7, False), (64, True), (256, False), (cuda_spans.THREADS, True))
+        for threads, backwards in ((1, False), (7, False), (64, True), (256, False), (spans.THREADS, True))
     ]
     for other in others:
         assert torch.equal(other[0], first[0])
@@ -93,7 +93,7 @@ def test_a_kernel_is_tried_out_before_it_is_used(fault, monkeypatch):
     def launch(kernel, blocks, threads, packed, stream):
         cpu_kernels().launch(kernel, blocks, threads, packed)
 
-    right = torch_spans.train
+    right = spans.train_in_torch
 
     def other(center_rows, *arguments):
         loss = right(center_rows, *arguments)
@@ -101,8 +101,8 @@ def test_a_kernel_is_tried_out_before_it_is_used(fault, monkeypatch):
             center_rows[3, 2] += 1e-3
         return loss + 1 if fault == "loss" else loss
 
-    monkeypatch.setattr(cuda_spans, "_kernel", lambda device: "train_spans")
-    monkeypatch.setattr(cuda_spans, "current_stream", lambda device: None)
-    monkeypatch.setattr(cuda_spans, "launch_kernel", launch)
-    monkeypatch.setattr(torch_spans, "train", other)
+    monkeypatch.setattr(spans, "_kernel", lambda device: "train_spans")
+    monkeypatch.setattr(spans, "current_stream", lambda device: None)
+    monkeypatch.setattr(spans, "launch_kernel", launch)
+    monkeypatch.setattr(spans, "train_in_torch", other)
     assert gradients._check_kernel(torch.device("cpu")) == (fault is None)

@@ -16,9 +16,8 @@ from typer.core import TyperCommand
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec import commands_vectors
-from speedtransfer.word2vec.config import read_config
+from speedtransfer.word2vec.config import described, read_config, shows_settings
 from speedtransfer.word2vec.settings import SETTINGS, Settings
-from speedtransfer.word2vec.signature import described, shows_settings
 
 app = typer.Typer(
     help="Word vectors: train them on text, look at them.", no_args_is_help=True, pretty_exceptions_enable=False

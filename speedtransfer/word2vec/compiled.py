@@ -1,4 +1,6 @@
-"""Training within a block, compiled by numba: `host_spans` uses it.
+"""Train the rows of a block on the host, compiled by numba.
+
+One core does all of it: a second one, given half of the rows to copy, takes them out of the caches of the first.
 
 A pair costs a dot product and two additions of a row, all in the cache: the rows of a block are few beside the tables. The
 negatives of a span are one for all its words, so what they cost are products of small matrices.
@@ -14,7 +16,9 @@ import math
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
+from speedtransfer.buffers import empty
 from speedtransfer.word2vec.lane_rows import (
     add_products,
     add_row,
@@ -26,26 +30,21 @@ from speedtransfer.word2vec.lane_rows import (
     set_columns,
     set_products,
     set_scores,
+    set_way,
     sigmoid,
     weighted_sum,
+    widen,
     zero_rows,
 )
 from speedtransfer.word2vec.lanes import WIDTH, fill, load, negative, store
+from speedtransfer.word2vec.places import Places
 
 
 @compile_inlined
 def _find_pairs(
-    start: int,
-    stop: int,
-    low: int,
-    before: np.ndarray,
-    after: np.ndarray,
-    pair_near: np.ndarray,
-    pair_slots: np.ndarray,
-    pair_shares: np.ndarray,
-    near_words: np.ndarray,
-    near_sizes: np.ndarray,
-) -> None:
+    start: int, stop: int, low: int, before: np.ndarray, after: np.ndarray, pair_near: np.ndarray,
+    pair_slots: np.ndarray, pair_shares: np.ndarray, near_words: np.ndarray, near_sizes: np.ndarray
+) -> None:  # fmt: skip
     """List the pairs of the words from `start` to `stop`: whom they are near, and one by the size of the window.
 
     `near_words` gets, for each word near, up to `WIDTH` words that have it in their window, and `pair_slots` where there.
@@ -74,16 +73,9 @@ def _loss(score: Any) -> float:
 
 @compile_inlined
 def _predict(
-    counts: np.ndarray,
-    words: int,
-    vectors: np.ndarray,
-    context_rows: np.ndarray,
-    predicted: np.ndarray,
-    slopes: np.ndarray,
-    moves: np.ndarray,
-    rate: Any,
-    with_loss: bool,
-) -> float:
+    counts: np.ndarray, words: int, vectors: np.ndarray, context_rows: np.ndarray, predicted: np.ndarray,
+    slopes: np.ndarray, moves: np.ndarray, rate: Any, with_loss: bool
+) -> float:  # fmt: skip
     """Set the slopes of the rows `predicted`, `counts` of them a word, and the moves of `vectors`; return the loss."""
     n, loss = 0, 0.0
     for at in range(words):
@@ -104,19 +96,9 @@ def _predict(
 
 @compile_inlined
 def _meet_noise(
-    counts: np.ndarray,
-    words: int,
-    vectors: np.ndarray,
-    by_column: np.ndarray,
-    noise: np.ndarray,
-    weights: np.ndarray,
-    slopes: np.ndarray,
-    moves: np.ndarray,
-    negatives: int,
-    num_draws: int,
-    rate: Any,
-    with_loss: bool,
-) -> float:
+    counts: np.ndarray, words: int, vectors: np.ndarray, by_column: np.ndarray, noise: np.ndarray, weights: np.ndarray,
+    slopes: np.ndarray, moves: np.ndarray, negatives: int, num_draws: int, rate: Any, with_loss: bool
+) -> float:  # fmt: skip
     """Add to the moves of `vectors` by the rows `noise`, replace these by how far they move, and return the loss."""
     loss = 0.0
     set_columns(by_column, vectors)
@@ -138,21 +120,10 @@ def _meet_noise(
 
 @compile_loops
 def train(
-    center_rows: np.ndarray,
-    context_rows: np.ndarray,
-    bag_rows: np.ndarray,
-    starts: np.ndarray,
-    contexts: np.ndarray,
-    before: np.ndarray,
-    after: np.ndarray,
-    draws: np.ndarray,
-    dim: int,
-    most_words: int,
-    negatives: int,
-    rate: Any,
-    cbow: bool,
-    with_loss: bool,
-) -> float:
+    center_rows: np.ndarray, context_rows: np.ndarray, bag_rows: np.ndarray, starts: np.ndarray, contexts: np.ndarray,
+    before: np.ndarray, after: np.ndarray, draws: np.ndarray, dim: int, most_words: int, negatives: int, rate: Any,
+    cbow: bool, with_loss: bool
+) -> float:  # fmt: skip
     """Train both kinds of rows in place, and return the loss.
 
     Parameters
@@ -209,19 +180,9 @@ def train(
         words = stop - start
         loss += _predict(counts, words, vectors, context_rows, predicted, slopes, moves, rate, with_loss)
         loss += _meet_noise(
-            counts,
-            words,
-            vectors,
-            by_column,
-            noise,
-            noise_weights,
-            noise_slopes,
-            moves,
-            negatives,
-            num_draws,
-            rate,
-            with_loss,
-        )
+            counts, words, vectors, by_column, noise, noise_weights, noise_slopes, moves, negatives, num_draws, rate,
+            with_loss
+        )  # fmt: skip
 
         # What is written from here on is read by the next span.
         if cbow:
@@ -245,3 +206,25 @@ def train(
         for t in range(num_draws):
             add_row(context_rows, draws[number, t], noise, t)
     return loss
+
+
+def gradients(
+    starts: tuple[Tensor, Tensor], places: Places, cbow: bool, negative: int, rate: float, with_loss: bool
+) -> tuple[list[Tensor], float]:
+    """Return how far training moves the rows `starts` against the gradient, divided by `rate`, and the loss.
+
+    Arguments as `gradients.block_gradients`.
+    """
+    kind, bags, ways = (starts[0].dtype, starts[0].device), places.bags, list[Tensor]()
+    rows = [start.detach().contiguous().numpy() for start in starts]
+    copies = [empty((len(row), -(-row.shape[1] // WIDTH) * WIDTH), *kind).numpy() for row in rows]
+    for row, copy in zip(rows, copies, strict=True):
+        widen(row, copy)
+    where = bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, places.draws
+    numbers, typed_rate = [tensor.numpy() for tensor in where], rows[0].dtype.type(rate)
+    dim = rows[0].shape[1]
+    loss: float = train(*copies, *numbers, dim, places.span, negative, typed_rate, cbow, with_loss)
+    for row, copy in zip(rows, copies, strict=True):
+        ways.append(empty(row.shape, *kind))
+        set_way(row, copy, typed_rate, ways[-1].numpy())
+    return ways, loss

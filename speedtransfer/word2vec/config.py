@@ -1,20 +1,56 @@
-"""Settings in a file: TOML by their names, or the `settings.json` that a run left behind."""
+"""Settings as they are passed: as keyword arguments, as flags, in TOML files and in the `settings.json` of a run."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar, get_type_hints
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, suggest
-from speedtransfer.word2vec.settings import SETTINGS, check_setting
+from speedtransfer.word2vec.settings import SETTINGS, Settings, check_setting
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class MoreSettings(TypedDict, total=False):
+    """The settings but `dim`, `optimizer` and `lr`, as keyword arguments of a function: see :class:`Settings`."""
+
+    clip: float | None
+    options: Mapping[str, Any] | None
+    model: str
+    epochs: int | None
+    window: int
+    negative: int
+    min_count: int
+    max_words: int | None
+    sample: float
+    buckets: int
+    min_n: int
+    max_n: int
+    kind: str
+    phrases: int
+    phrase_threshold: float
+    walks: int
+    walk_length: int
+    p: float
+    q: float
+    block_words: int | None
+    shared_negatives: int | None
+    seed: int
+    memory: str
+    path: str | os.PathLike[str] | None
+    device: Any
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -79,3 +115,38 @@ def _parse(path: Path) -> dict[str, Any]:
             f'config {str(path)!r} has no object "settings"; pass the settings.json of a run, or TOML'
         )
     return settings
+
+
+def shows_settings(annotate: Callable[[str, Any], Any] = lambda name, kind: kind) -> Callable[[Function], Function]:
+    """Return a decorator for a function with ``**settings``: its signature names each setting it does not name itself.
+
+    So ``help``, notebooks and typer, which look at the signature while the program runs, see names, types and defaults.
+
+    Parameters
+    ----------
+    annotate : callable
+        Takes name and type of a setting and returns its annotation, or None to leave it out.
+    """
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function, eval_str=True)
+        shown = {n: p for n, p in signature.parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+        kinds = get_type_hints(Settings)
+        for name, field in SETTINGS.items():
+            annotation = None if name in shown else annotate(name, kinds[name])
+            if annotation is not None:
+                shown[name] = inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation
+                )
+        signature = signature.replace(parameters=list(shown.values()))
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        function.__annotations__ = {n: p.annotation for n, p in shown.items()} | {"return": signature.return_annotation}
+        return function
+
+    return decorate
+
+
+def described(name: str) -> str | None:
+    """Return what the docstring of `Settings` says of a setting; None where Python dropped docstrings (``-OO``)."""
+    found = re.search(rf"^{name} : .*\n((?:    .*\n)+)", inspect.cleandoc(Settings.__doc__ or ""), re.MULTILINE)
+    return " ".join(found[1].split()).replace("`", "") if found else None

@@ -11,7 +11,7 @@ Words are taken in spans of a few (`Places.span`): all scores of a span are of t
 next to nothing, since few words occur twice in it, and its words share their negatives, weighted to stand for `negative` a
 prediction. These come from a pool that the block draws from the noise distribution (`sampler`). One that happens to be the
 context word itself is not skipped, as it would be in word2vec.c: it has the weight of its small probability. On the host numba
-goes along the pairs (`host_spans`), on a CUDA device a kernel (`cuda_spans`); torch (`torch_spans`) replaces either.
+goes along the pairs (`compiled`), on a CUDA device a kernel (`spans`); torch (`spans`, too) replaces either.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import is_trusted
 from speedtransfer.jit import compiled_module
-from speedtransfer.word2vec import cuda_spans, torch_spans
+from speedtransfer.word2vec import spans
 from speedtransfer.word2vec.places import Places
 
 # Negatives of a span for each of `negative`. A word of skip-gram makes six predictions with windows of 1 to 5, one of CBOW
@@ -106,7 +106,7 @@ def block_gradients(
     compiled = _compiled() if _may_be_compiled(center_rows) else None
     if compiled is None:
         center, context = center_rows.clone(), context_rows.clone()
-        train = cuda_spans.train if _may_use_kernel(center_rows, places) else torch_spans.train
+        train = spans.train_by_kernel if _may_use_kernel(center_rows, places) else spans.train_in_torch
         loss = train(center, context, places, cbow, negative, rate, with_loss)
         for start, end in zip(starts, (center, context), strict=True):
             torch.sub(start, end, out=end).div_(rate)
@@ -122,13 +122,13 @@ def _may_be_compiled(rows: Tensor) -> bool:
 
 
 def _compiled() -> Any:
-    """Return the module `host_spans`, or None where numba does not work."""
-    return compiled_module("speedtransfer.word2vec.host_spans")
+    """Return the module `compiled`, or None where numba does not work."""
+    return compiled_module("speedtransfer.word2vec.compiled")
 
 
 def _may_use_kernel(rows: Tensor, places: Places) -> bool:
-    """Tell whether the kernel of `cuda_spans` can train these rows, which is tried out once a device."""
-    suitable = cuda_spans.are_suitable(rows, places)
+    """Tell whether the kernel of `spans` can train these rows, which is tried out once a device."""
+    suitable = spans.fits_kernel(rows, places)
     return suitable and is_trusted("word2vec", rows.device, lambda: _check_kernel(rows.device))
 
 
@@ -139,7 +139,7 @@ def _check_kernel(device: torch.device) -> bool:
     places = Places.find(words, before, after, torch.arange(0, 22, 2), 23, num_draws=5).to(device)
     for model in MODELS:
         found = []
-        for train in (cuda_spans.train, torch_spans.train):
+        for train in (spans.train_by_kernel, spans.train_in_torch):
             numbers = torch.arange(23 * 6, dtype=torch.float32, device=device).view(23, 6)
             center, context = (numbers[: len(rows.ids)].sin() for rows in (places.bags.rows, places.outputs))
             loss = train(center, context, places, model == "cbow", 5, 0.1, True)

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 
@@ -238,33 +238,3 @@ def check_setting(name: str, value: Any) -> Any:
     if check is None or (value is None and SETTINGS[name].default is None):
         return value
     return check(value, name)
-
-
-class MoreSettings(TypedDict, total=False):
-    """The settings but `dim`, `optimizer` and `lr`, as keyword arguments of a function: see :class:`Settings`."""
-
-    clip: float | None
-    options: Mapping[str, Any] | None
-    model: str
-    epochs: int | None
-    window: int
-    negative: int
-    min_count: int
-    max_words: int | None
-    sample: float
-    buckets: int
-    min_n: int
-    max_n: int
-    kind: str
-    phrases: int
-    phrase_threshold: float
-    walks: int
-    walk_length: int
-    p: float
-    q: float
-    block_words: int | None
-    shared_negatives: int | None
-    seed: int
-    memory: str
-    path: str | os.PathLike[str] | None
-    device: Any

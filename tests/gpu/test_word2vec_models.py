@@ -10,7 +10,7 @@ import torch
 
 from gpu.tools import synchronizing
 from speedtransfer.errors import RowIndexError
-from speedtransfer.word2vec import Block, Corpus, Settings, Trainer, Vocabulary, Word2Vec, cuda_spans, torch_spans
+from speedtransfer.word2vec import Block, Corpus, Settings, Trainer, Vocabulary, Word2Vec, spans
 from speedtransfer.word2vec.progress import TrainingProgress
 
 WORDS = [f"{first}{second}ing" for first in "bcdfgklm" for second in ("a", "ea", "é", "oo")]
@@ -87,13 +87,11 @@ def test_a_kernel_does_it_and_torch_where_it_does_not_suit(kernel, kind, buckets
     expected = train(block, "cpu", "pageable", model=kind, buckets=buckets)
     train(block, "cuda", "device", model=kind, buckets=buckets)  # tries the kernel out
     used = []
-    for name, module in (("kernel", cuda_spans), ("torch", torch_spans)):
-        right = module.train
-        monkeypatch.setattr(
-            module, "train", lambda *given, right=right, name=name: (used.append(name), right(*given))[1]
-        )
+    for name, way in (("kernel", "train_by_kernel"), ("torch", "train_in_torch")):
+        right = getattr(spans, way)
+        monkeypatch.setattr(spans, way, lambda *given, right=right, name=name: (used.append(name), right(*given))[1])
     if not kernel:
-        monkeypatch.setattr(cuda_spans, "are_suitable", lambda rows, places: False)
+        monkeypatch.setattr(spans, "fits_kernel", lambda rows, places: False)
     got = train(block, "cuda", "device", model=kind, buckets=buckets)
     assert {*used} == {"kernel" if kernel else "torch"}
     for ours, host in zip(got, expected, strict=True):
