@@ -65,6 +65,7 @@ _NO_TRAINING = (
     *(
         f"!speedtransfer/word2vec/{name}.py"
         for name in (
+            "watchers",
             "commands*",
             "config",
             "demo",
@@ -74,9 +75,7 @@ _NO_TRAINING = (
             "lookup",
             "ngram_vectors",
             "output",
-            "periodic",
             "plot",
-            "tensorboard",
         )
     ),
 )

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import speedtransfer
 from speedtransfer.checkpoint import save_checkpoint
 from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.word2vec import NgramVectors, Settings, Vectors, Vocabulary, rescue
+from speedtransfer.word2vec import NgramVectors, Settings, Vectors, Vocabulary, run_folder
 from speedtransfer.word2vec import demo as demo_module
 from speedtransfer.word2vec.commands import app, in_flags
 from speedtransfer.word2vec.demo import run_demo
@@ -428,8 +428,8 @@ def test_a_signal_saves_and_says_so(folder, number, handler):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_vectors_are_saved_waits_until_they_are(folder, monkeypatch, fresh_signals, number):
-    save = rescue.save_run
-    monkeypatch.setattr(rescue, "save_run", lambda *args: (signal.raise_signal(number), save(*args)))
+    save = run_folder.save_run
+    monkeypatch.setattr(run_folder, "save_run", lambda *args: (signal.raise_signal(number), save(*args)))
     result = run("train", "corpus.txt", "-o", "out", *QUICK)
     assert result.exit_code == 128 + number
     assert len(Vectors.load(folder / "out" / "vectors.txt")) == 50
@@ -441,7 +441,7 @@ def test_a_signal_while_vectors_are_saved_waits_until_they_are(folder, monkeypat
 
 def full_disk(monkeypatch, *folders):
     """No file can be saved below these."""
-    save = rescue.save_run
+    save = run_folder.save_run
 
     def save_run(folder, *args):
         if any(folder.resolve().is_relative_to(full.resolve()) for full in folders):
@@ -449,7 +449,7 @@ def full_disk(monkeypatch, *folders):
             raise OSError(errno.ENOSPC, "No space left on device")
         save(folder, *args)
 
-    monkeypatch.setattr(rescue, "save_run", save_run)
+    monkeypatch.setattr(run_folder, "save_run", save_run)
 
 
 @pytest.mark.parametrize("elsewhere", ["beside the corpus", "for temporary files"])
@@ -479,7 +479,7 @@ def test_no_room_anywhere(folder, monkeypatch):
 
 
 def test_too_little_room_is_told_before_training(folder, monkeypatch):
-    monkeypatch.setattr(rescue.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9999, 8888, 1111))
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9999, 8888, 1111))
     result = run("train", "corpus.txt", "-o", "out", *QUICK)
     assert result.exit_code == 0
     assert "output folder 'out' has 1.11 kB free but the vectors will take about 4.4 kB; make room" in result.stderr

@@ -22,11 +22,10 @@ from speedtransfer.checkpoint.plain_data import decode
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, StorageError, check_size
 from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.output import check_writable
+from speedtransfer.word2vec.output import check_writable, remove_tables, table_files
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.schedule import CHOSEN
 from speedtransfer.word2vec.settings import Settings
-from speedtransfer.word2vec.tablefiles import remove_tables, table_files
 from speedtransfer.word2vec.trainer import Trainer
 
 _HASH_CHUNK = 1 << 20  # words

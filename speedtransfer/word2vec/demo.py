@@ -12,11 +12,13 @@ from pathlib import Path
 
 from speedtransfer.errors import InvalidValueError, format_bytes
 from speedtransfer.word2vec.extras import MissingPackageError
-from speedtransfer.word2vec.output import PICTURE, VECTORS, OutputFolder, save_run
+from speedtransfer.word2vec.formats import VECTORS
+from speedtransfer.word2vec.output import PICTURE, OutputFolder
 from speedtransfer.word2vec.output import SETTINGS as SETTINGS_FILE
 from speedtransfer.word2vec.plot import plot
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.run import Run
+from speedtransfer.word2vec.run_folder import save_run
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.stopping import StopOnSignal
 from speedtransfer.word2vec.trainer import Trainer

@@ -6,6 +6,7 @@ The suffix of a path chooses among them.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 import safetensors
 import torch
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, suggest
 from speedtransfer.safetensors_io import header_bytes, make_header
 from speedtransfer.system import replace_file
 from speedtransfer.tables import files
@@ -29,6 +30,9 @@ from speedtransfer.word2vec.formats_text import (
     write_glove,
     write_text,
 )
+
+VECTORS = "vectors"  # the file of a run without its suffix
+NGRAMS = "ngrams.safetensors"  # the file beside it
 
 
 class Format(NamedTuple):
@@ -178,3 +182,45 @@ def find_format(path: Path, reading: bool = False) -> Format:
         )
     found.check()
     return found
+
+
+def check_format(name: str) -> str:
+    """Return the suffix of the vector format called `name`: "txt", "bin" or another of `FORMATS`.
+
+    Raises
+    ------
+    InvalidValueError
+        There is none of that name.
+    MissingPackageError
+        It needs a package that is not installed.
+    """
+    suffix = f".{name.lower().lstrip('.')}"
+    if suffix not in FORMATS:
+        raise InvalidValueError(f"format {name!r} is unknown{suggest(name, [s[1:] for s in FORMATS])}")
+    FORMATS[suffix].check()
+    return suffix
+
+
+def find_vectors(path: str | os.PathLike[str]) -> Path:
+    """Return the vector file that `path` means: itself, or the one in the output folder of a run.
+
+    Raises
+    ------
+    StorageError
+        There is nothing at `path`, or a folder without vectors.
+    """
+    path = Path(path)
+    if not path.exists() and path.suffix not in (*FORMATS, ".gz"):
+        raise StorageError(f"{str(path)!r} does not exist; pass a file of vectors, or the folder of a run")
+    if path.is_dir():
+        for suffix in FORMATS:
+            if (path / (VECTORS + suffix)).exists():
+                return path / (VECTORS + suffix)
+        raise StorageError(f"folder {str(path)!r} holds no {VECTORS} file ({', '.join(FORMATS)}); pass the file itself")
+    return path
+
+
+def find_ngrams(path: str | os.PathLike[str]) -> Path | None:
+    """Return the file of n-gram vectors beside the vectors at `path`, a file or the folder of a run; None without one."""
+    found = find_vectors(path).with_name(NGRAMS)
+    return found if found.exists() else None

@@ -18,10 +18,10 @@ from speedtransfer.ranks import exchange_of
 from speedtransfer.tables import row_chunks, unique_rows
 from speedtransfer.word2vec.gradients import MODELS, BlockGradients, block_gradients, draws_of
 from speedtransfer.word2vec.ngram_vectors import NgramVectors
+from speedtransfer.word2vec.output import TableFiles
 from speedtransfer.word2vec.places import Places
 from speedtransfer.word2vec.sampler import Block
 from speedtransfer.word2vec.subwords import Subwords, check_ngrams, hash_word
-from speedtransfer.word2vec.tablefiles import TableFiles
 from speedtransfer.word2vec.vectors import UnknownWordError
 from speedtransfer.word2vec.vocabulary import Vocabulary
 

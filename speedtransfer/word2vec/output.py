@@ -1,34 +1,25 @@
-"""The folder that a run leaves behind: checked before any work, filled in one go at the end, never half."""
+"""The folders that a run leaves behind: checked before any work, filled in one go at the end or, those of tables, at once."""
 
 from __future__ import annotations
 
-import json
-import math
+import contextlib
 import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-import numpy as np
-import torch
+from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.word2vec.formats import FORMATS, NGRAMS, VECTORS
 
-from speedtransfer.errors import InvalidValueError, StorageError, suggest
-from speedtransfer.version import __version__
-from speedtransfer.word2vec.formats import FORMATS
-from speedtransfer.word2vec.trainer import Trainer
-
-VECTORS = "vectors"
 VOCABULARY = "vocab.txt"
 SETTINGS = "settings.json"
 PICTURE = "words.png"
-NGRAMS = "ngrams.safetensors"
 OWN_FILES = frozenset({VOCABULARY, SETTINGS, PICTURE, NGRAMS, *(VECTORS + suffix for suffix in FORMATS)})
 # Folders within that of a run: its state, the files of memory "mmap", TensorBoard's.
 CHECKPOINT, TABLES, BOARD = "checkpoint", "tables", "tensorboard"
+TABLE_NAMES = ("input", "output")
 OWN_FOLDERS = frozenset({CHECKPOINT, TABLES, BOARD})
 
 
@@ -175,97 +166,80 @@ def check_writable(path: Path, what: str) -> None:
         raise StorageError(f"cannot write {what} to {str(path)!r}; choose a folder you may write to")
 
 
-def check_format(name: str) -> str:
-    """Return the suffix of the vector format called `name`: "txt", "bin" or another of `formats.FORMATS`.
+def table_files(folder: str | os.PathLike[str] | None) -> list[Path]:
+    """Return the files of a model's tables, there or not, with memory "mmap" and `folder`."""
+    return [] if folder is None else [Path(folder) / f"{name}.safetensors" for name in TABLE_NAMES]
+
+
+def check_no_tables(folder: str | os.PathLike[str]) -> None:
+    """Raise `StorageError` where there are tables in `folder`: before a long corpus is read, not after it."""
+    for file in table_files(folder):
+        if file.exists():
+            raise StorageError(
+                f"table {str(file)!r} of another run exists and would be overwritten; delete it, or choose another path"
+            )
+
+
+def remove_tables(folder: str | os.PathLike[str] | None) -> None:
+    """Remove the tables in `folder`, if any; raise `StorageError` where that fails."""
+    for table in table_files(folder):
+        try:
+            table.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot replace table {str(table)!r} ({error.strerror}); check the permissions of its folder"
+            ) from error
+
+
+class TableFiles:
+    """Where the tables of a model have their files; makes the folder for them.
+
+    Parameters
+    ----------
+    memory : str
+        Of the tables; only "mmap" has files.
+    path : path-like, optional
+        The folder.
 
     Raises
     ------
     InvalidValueError
-        There is none of that name.
-    MissingPackageError
-        It needs a package that is not installed.
-    """
-    suffix = f".{name.lower().lstrip('.')}"
-    if suffix not in FORMATS:
-        raise InvalidValueError(f"format {name!r} is unknown{suggest(name, [s[1:] for s in FORMATS])}")
-    FORMATS[suffix].check()
-    return suffix
-
-
-def save_run(folder: Path, trainer: Trainer, corpus: str, suffix: str = ".txt", run_folder: Path | None = None) -> None:
-    """Write vectors, those of n-grams if any, vocabulary and settings of a run into `folder`.
-
-    Parameters
-    ----------
-    folder : Path
-    trainer : Trainer
-    corpus : str
-        What the settings call the corpus.
-    suffix : str
-        Of the vector file.
-    run_folder : Path, optional
-        The folder of the run: settings do not name table files in there, since those of another run with them are elsewhere.
-    """
-    settings = trainer.settings.as_dict()
-    if run_folder is not None and trainer.settings.path == run_folder / TABLES:
-        settings["path"] = None
-    trainer.vectors().save(folder / (VECTORS + suffix))
-    trainer.corpus.vocabulary.save(folder / VOCABULARY)
-    ngrams = trainer.ngram_vectors()
-    if ngrams is not None:
-        ngrams.save(folder / NGRAMS)
-    facts: dict[str, Any] = {
-        "versions": _versions(),
-        "device": str(trainer.model.input.table.device),
-        "threads": torch.get_num_threads(),
-        "corpus": corpus,
-        "settings": settings,
-        "corpus_words": trainer.corpus.num_raw_words,
-        "vocabulary_words": len(trainer.corpus.vocabulary),
-        "steps": trainer.step,
-        "of_steps": trainer.num_steps,
-        "loss": trainer.loss if math.isfinite(trainer.loss) else None,  # JSON has no nan
-        "evaluation": trainer.evaluation,
-        "training_s": round(trainer.elapsed_s, 3),
-        "words_per_s": round(trainer.words_per_s),
-    }
-    (folder / SETTINGS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-
-
-def _versions() -> dict[str, str | None]:
-    """Return the versions of what the bits of the vectors depend on."""
-    versions: dict[str, str | None] = {
-        "speedtransfer": __version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-    }
-    try:
-        versions["numba"] = metadata.version("numba")
-    except metadata.PackageNotFoundError:
-        versions["numba"] = None
-    return versions
-
-
-def find_vectors(path: str | os.PathLike[str]) -> Path:
-    """Return the vector file that `path` means: itself, or the one in the output folder of a run.
-
-    Raises
-    ------
+        `memory` is "mmap" and `path` is missing.
     StorageError
-        There is nothing at `path`, or a folder without vectors.
+        The folder cannot be made.
     """
-    path = Path(path)
-    if not path.exists() and path.suffix not in (*FORMATS, ".gz"):
-        raise StorageError(f"{str(path)!r} does not exist; pass a file of vectors, or the folder of a run")
-    if path.is_dir():
-        for suffix in FORMATS:
-            if (path / (VECTORS + suffix)).exists():
-                return path / (VECTORS + suffix)
-        raise StorageError(f"folder {str(path)!r} holds no {VECTORS} file ({', '.join(FORMATS)}); pass the file itself")
-    return path
 
+    def __init__(self, memory: str, path: str | os.PathLike[str] | None) -> None:
+        self._folder = None if path is None else Path(path)
+        self._files: list[Path] = []
+        self._folders: list[Path] = []  # that were missing, the innermost first
+        if memory != "mmap":
+            return
+        if self._folder is None:
+            raise InvalidValueError("memory='mmap' needs path, the folder for the table files; pass path='tables'")
+        self._folders = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self.discard()
+            raise StorageError(
+                f"cannot make folder {str(self._folder)!r} ({error.strerror}); choose another path"
+            ) from error
 
-def find_ngrams(path: str | os.PathLike[str]) -> Path | None:
-    """Return the file of n-gram vectors beside the vectors at `path`, a file or the folder of a run; None without one."""
-    found = find_vectors(path).with_name(NGRAMS)
-    return found if found.exists() else None
+    def path_of(self, name: str) -> Path | None:
+        """Return the path for the file of table `name`; None where there is no folder."""
+        return None if self._folder is None else self._folder / f"{name}.safetensors"
+
+    def made(self, path: Path | None) -> None:
+        """Note that the file at `path` is one of ours."""
+        if path is not None:
+            self._files.append(path)
+
+    def discard(self) -> None:
+        """Remove the files that were noted, and the folders that were made for them where nothing else is in them."""
+        for path in self._files:
+            path.unlink(missing_ok=True)
+        for folder in self._folders:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        self._files, self._folders = [], []

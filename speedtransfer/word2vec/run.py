@@ -18,16 +18,22 @@ from speedtransfer.tables import PathLike
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.config import MoreSettings, shows_settings
 from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.output import BOARD, CHECKPOINT, OWN_FOLDERS, TABLES, check_apart
-from speedtransfer.word2vec.periodic import Evaluations
+from speedtransfer.word2vec.output import (
+    BOARD,
+    CHECKPOINT,
+    OWN_FOLDERS,
+    TABLES,
+    check_apart,
+    check_no_tables,
+    remove_tables,
+)
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.settings import Settings, check_path
 from speedtransfer.word2vec.stopping import exit_code
-from speedtransfer.word2vec.tablefiles import check_no_tables, remove_tables
-from speedtransfer.word2vec.tensorboard import TensorBoard, remove_curves
 from speedtransfer.word2vec.text import Source
 from speedtransfer.word2vec.trainer import Trainer, Watcher
 from speedtransfer.word2vec.vectors import Vectors
+from speedtransfer.word2vec.watchers import Evaluations, TensorBoard, remove_curves
 
 
 @dataclass(frozen=True)

@@ -6,24 +6,35 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
 
 from speedtransfer.checkpoint import manifest
 from speedtransfer.cuda import resolve_device
-from speedtransfer.errors import InvalidValueError, format_bytes
+from speedtransfer.errors import InvalidValueError, StorageError, format_bytes
 from speedtransfer.ranks import is_first, joined
-from speedtransfer.word2vec.output import NGRAMS, VECTORS, OutputFolder, check_apart, check_format
+from speedtransfer.version import __version__
+from speedtransfer.word2vec.formats import NGRAMS, VECTORS, check_format
+from speedtransfer.word2vec.output import SETTINGS, TABLES, VOCABULARY, OutputFolder, check_apart, table_files
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.rescue import save_or_rescue, warn_of_little_room
 from speedtransfer.word2vec.run import Run, Watching
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.stopping import StopOnSignal
-from speedtransfer.word2vec.tablefiles import table_files
 from speedtransfer.word2vec.text import find_files
 from speedtransfer.word2vec.trainer import Trainer
+
+_BYTES_A_NUMBER = {".txt": 11, ".vec": 11, ".glove": 11}  # in text; 4 in the others
 
 
 def train_into(
@@ -114,3 +125,109 @@ def _report(trainer: Trainer, folder: Path, suffix: str, show: Callable[[str], N
     show(f"vectors: {folder / (VECTORS + suffix)}")
     if trainer.settings.buckets:
         show(f"n-grams: {folder / NGRAMS}, for words outside the vocabulary")
+
+
+def warn_of_little_room(folder: OutputFolder, trainer: Trainer, suffix: str, say: Callable[[str], None]) -> None:
+    """Say so where the vectors will not fit on the disk of `folder` as it is now."""
+    above = folder.path.absolute()
+    while not above.exists():
+        above = above.parent
+    free = shutil.disk_usage(above).free
+    settings = trainer.settings
+    needed = settings.dim * (len(trainer.corpus.vocabulary) * _BYTES_A_NUMBER.get(suffix, 4) + settings.buckets * 4)
+    if needed > free:
+        say(
+            f"output folder {str(folder.path)!r} has {format_bytes(free)} free but the vectors will take about "
+            f"{format_bytes(needed)}; make room before training ends"
+        )
+
+
+def save_or_rescue(folder: OutputFolder, trainer: Trainer, corpus: str, suffix: str) -> None:
+    """Write a run into `folder`; where that fails, into a new folder beside the corpus or for temporary files.
+
+    Raises
+    ------
+    StorageError
+        `folder` cannot be written; the message names the place where the vectors are instead.
+    """
+    try:
+        save_run(folder.staging, trainer, corpus, suffix, folder.path)
+        folder.commit()
+        return
+    except OSError as error:
+        failure = error
+    folder.discard()
+    problem = str(failure) if isinstance(failure, StorageError) else _describe(folder.path, failure)
+    beside = [Path(corpus).absolute().parent] if os.path.exists(corpus) else []
+    for place in (*beside, Path(tempfile.gettempdir()), Path.cwd()):
+        kept: Path | None = None
+        try:
+            kept = Path(tempfile.mkdtemp(dir=place, prefix="speedtransfer-vectors-"))
+            save_run(kept, trainer, corpus, suffix, folder.path)
+        except OSError:
+            if kept is not None:
+                shutil.rmtree(kept, ignore_errors=True)
+            continue
+        raise StorageError(f"{problem}; the vectors are in {str(kept)!r} instead") from failure
+    raise StorageError(
+        f"{problem}; nor could they be written beside the corpus or to {tempfile.gettempdir()!r}; make room, and --resume the "
+        "checkpoint if there is one"
+    ) from failure
+
+
+def _describe(path: Path, error: OSError) -> str:
+    return f"cannot write the vectors to {str(path)!r} ({error.strerror or error})"
+
+
+def save_run(folder: Path, trainer: Trainer, corpus: str, suffix: str = ".txt", run_folder: Path | None = None) -> None:
+    """Write vectors, those of n-grams if any, vocabulary and settings of a run into `folder`.
+
+    Parameters
+    ----------
+    folder : Path
+    trainer : Trainer
+    corpus : str
+        What the settings call the corpus.
+    suffix : str
+        Of the vector file.
+    run_folder : Path, optional
+        The folder of the run: settings do not name table files in there, since those of another run with them are elsewhere.
+    """
+    settings = trainer.settings.as_dict()
+    if run_folder is not None and trainer.settings.path == run_folder / TABLES:
+        settings["path"] = None
+    trainer.vectors().save(folder / (VECTORS + suffix))
+    trainer.corpus.vocabulary.save(folder / VOCABULARY)
+    ngrams = trainer.ngram_vectors()
+    if ngrams is not None:
+        ngrams.save(folder / NGRAMS)
+    facts: dict[str, Any] = {
+        "versions": _versions(),
+        "device": str(trainer.model.input.table.device),
+        "threads": torch.get_num_threads(),
+        "corpus": corpus,
+        "settings": settings,
+        "corpus_words": trainer.corpus.num_raw_words,
+        "vocabulary_words": len(trainer.corpus.vocabulary),
+        "steps": trainer.step,
+        "of_steps": trainer.num_steps,
+        "loss": trainer.loss if math.isfinite(trainer.loss) else None,  # JSON has no nan
+        "evaluation": trainer.evaluation,
+        "training_s": round(trainer.elapsed_s, 3),
+        "words_per_s": round(trainer.words_per_s),
+    }
+    (folder / SETTINGS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _versions() -> dict[str, str | None]:
+    """Return the versions of what the bits of the vectors depend on."""
+    versions: dict[str, str | None] = {
+        "speedtransfer": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+    try:
+        versions["numba"] = metadata.version("numba")
+    except metadata.PackageNotFoundError:
+        versions["numba"] = None
+    return versions

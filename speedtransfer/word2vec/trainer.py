@@ -78,7 +78,7 @@ class Trainer:
     stop_signal : int or None
         The signal, SIGINT (Ctrl-C) or SIGTERM, that came while `run` ran.
     evaluation : list of dict
-        The last figures of each set that training is evaluated on (`periodic.Evaluations`).
+        The last figures of each set that training is evaluated on (`watchers.Evaluations`).
 
     Raises
     ------
