@@ -68,9 +68,9 @@ def plan(
     """Tell whether tables fit, where, how long a step takes there, and what to use.
 
     Nothing of their size is allocated. On this machine the time of a step is measured: with the very modules, forms and
-    optimizer, after every row has been trained once, with tables of at most 0.4 GB that are cut to fewer rows where they are
-    larger, on ids that are drawn as they are given. On another machine it is estimated from its figures. Bytes are those of a
-    few rows that are really made.
+    optimizer, after every row has been trained once, with tables that are cut to fewer rows where they take more than 256 MB
+    together, on ids that are drawn as they are given. On another machine it is estimated from its figures. Bytes are those of
+    a few rows that are really made.
 
     Parameters
     ----------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import os
 import weakref
@@ -14,10 +13,8 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError
-from speedtransfer.tables.spans import AVAILABLE, NO_RESERVE, Bytes, whole_pages
+from speedtransfer.tables.spans import AVAILABLE, FAILED, NO_ACCESS, NO_RESERVE, Bytes, system_calls, whole_pages
 
-_NO_ACCESS = 0
-_FAILED = ctypes.c_void_p(-1).value
 _STEP_BYTES = 1 << 21  # memory is added in steps of the large pages of the system
 
 
@@ -48,15 +45,15 @@ class Reserved:
             raise OSError(0, "no addresses can be reserved on this system")
         self._size, self._used = whole_pages(num_bytes), 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
-        address = _system().mmap(None, self._size, _NO_ACCESS, flags, -1, 0)
-        if address is None or address == _FAILED:
+        address = system_calls().mmap(None, self._size, NO_ACCESS, flags, -1, 0)
+        if address is None or address == FAILED:
             _raise_last()
         self.address = int(address)
         # At exit threads may still use it.
-        weakref.finalize(self, _system().munmap, self.address, self._size).atexit = False
+        weakref.finalize(self, system_calls().munmap, self.address, self._size).atexit = False
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # As of `buffers.anonymous`. Where the system has no large pages it says so, which does not matter.
-            _system().madvise(self.address, self._size, mmap.MADV_HUGEPAGE)
+            system_calls().madvise(self.address, self._size, mmap.MADV_HUGEPAGE)
 
     def __len__(self) -> int:
         return self._size
@@ -70,7 +67,7 @@ class Reserved:
         end = min(-(-num_bytes // _STEP_BYTES) * _STEP_BYTES, self._size)
         if end > self._used:
             access = mmap.PROT_READ | mmap.PROT_WRITE
-            if _system().mprotect(self.address + self._used, end - self._used, access):
+            if system_calls().mprotect(self.address + self._used, end - self._used, access):
                 _raise_last()
             self._used = end
 
@@ -107,16 +104,6 @@ class NamelessMap(mmap.mmap):
     def tensor(self) -> Tensor:
         """Return a uint8 tensor over the map, which keeps it."""
         return torch.from_numpy(np.frombuffer(self, dtype=np.uint8))
-
-
-@functools.cache
-def _system() -> ctypes.CDLL:
-    library = ctypes.CDLL(None, use_errno=True)
-    size, number, address = ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
-    library.mmap.argtypes, library.mmap.restype = (address, size, number, number, number, ctypes.c_int64), address
-    library.munmap.argtypes = (address, size)
-    library.madvise.argtypes = library.mprotect.argtypes = (address, size, number)
-    return library
 
 
 def _raise_last() -> NoReturn:

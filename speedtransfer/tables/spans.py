@@ -21,8 +21,8 @@ from speedtransfer.errors import InvalidTypeError, StorageError
 # The mmap module has no MAP_FIXED, and MAP_NORESERVE of Python 3.13 on; the numbers are those of <sys/mman.h>.
 _MAP_FIXED = 0x10
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", {"linux": 0x4000, "darwin": 0x40}.get(sys.platform, 0))
-_NO_ACCESS = 0
-_FAILED = ctypes.c_void_p(-1).value
+NO_ACCESS = 0
+FAILED = ctypes.c_void_p(-1).value
 # Where the system can map files at addresses that are given.
 AVAILABLE = sys.platform != "win32"
 
@@ -69,9 +69,9 @@ class Span:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         # Without MAP_NORESERVE Linux refuses a private map that may be written to where it exceeds the memory.
         flags = mmap.MAP_PRIVATE | NO_RESERVE
-        self.address = _map(None, self._size, _NO_ACCESS, flags | mmap.MAP_ANONYMOUS, -1, 0, pieces[0].path)
+        self.address = _map(None, self._size, NO_ACCESS, flags | mmap.MAP_ANONYMOUS, -1, 0, pieces[0].path)
         # At exit threads may still read.
-        weakref.finalize(self, _system().munmap, self.address, self._size).atexit = False
+        weakref.finalize(self, system_calls().munmap, self.address, self._size).atexit = False
         self.addresses = list[int]()
         at = self.address
         for piece, start, length in zip(pieces, starts, lengths, strict=True):
@@ -101,7 +101,7 @@ class Span:
 
     def madvise(self, advice: int, start: int = 0, length: int | None = None) -> None:
         """Advise the system on `length` bytes from `start` on, as `mmap.mmap.madvise`; what it says to that is ignored."""
-        _system().madvise(self.address + start, self._size - start if length is None else length, advice)
+        system_calls().madvise(self.address + start, self._size - start if length is None else length, advice)
 
     def tensor(self, address: int, num_bytes: int) -> Tensor:
         """Return a uint8 tensor over the bytes from `address` on, which keeps the range."""
@@ -131,17 +131,19 @@ def _opened(path: Path) -> Any:
 
 
 @functools.cache
-def _system() -> ctypes.CDLL:
+def system_calls() -> ctypes.CDLL:
+    """Return the C library with the signatures of ``mmap``, ``munmap``, ``madvise`` and ``mprotect``."""
     library = ctypes.CDLL(None, use_errno=True)
     size, number, address = ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
     library.mmap.argtypes, library.mmap.restype = (address, size, number, number, number, ctypes.c_int64), address
-    library.munmap.argtypes, library.madvise.argtypes = (address, size), (address, size, number)
+    library.munmap.argtypes = (address, size)
+    library.madvise.argtypes = library.mprotect.argtypes = (address, size, number)
     return library
 
 
 def _map(at: int | None, size: int, access: int, flags: int, file: int, offset: int, path: Path) -> int:
-    found = _system().mmap(at, size, access, flags, file, offset)
-    if found is None or found == _FAILED:
+    found = system_calls().mmap(at, size, access, flags, file, offset)
+    if found is None or found == FAILED:
         reason = os.strerror(ctypes.get_errno())
         raise StorageError(
             f"cannot map {str(path)!r} ({reason}, {size} bytes of addresses); raise the limits of this process (ulimit -v, "
