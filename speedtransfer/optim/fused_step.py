@@ -113,8 +113,8 @@ def make_step(plan: FusedStep, state: RowState, ids: Tensor, grad: Tensor, activ
 
 def _is_altered(optimizer: Optimizer) -> bool:
     """Tell whether somebody else takes part in the steps of `optimizer`, or looks at a gradient before them."""
-    # One is ours.
-    if optimizer._optimizer_step_pre_hooks or len(_global_optimizer_pre_hooks) > 1:
+    # One of each is ours.
+    if len(optimizer._optimizer_step_pre_hooks) > 1 or len(_global_optimizer_pre_hooks) > 1:
         return True
     # GradScaler's, for optimizers that do the unscaling themselves.
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:

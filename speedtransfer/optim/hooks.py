@@ -31,7 +31,7 @@ def install() -> None:
     """Register the hooks, once a process."""
     global _installed
     if not _installed:
-        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_pre_hook(_before_hooks)
         count_graphs()
         state_dicts.install(take_loaded)
         backward.install()
@@ -83,10 +83,34 @@ def _recover(optimizer: Optimizer) -> None:
 
 
 @uncompiled
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _before_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Make `_before_step` the last hook before the steps of `optimizer`, and `_after_step` the first after them.
+
+    The hooks of others see the whole table, and gradients before they are lent.
+    """
     if not any_handles():
-        return None
+        return
     count_step()
+    # OrderedDicts. Torch comes to the hooks of one optimizer after those of all.
+    before: Any = optimizer._optimizer_step_pre_hooks
+    after: Any = optimizer._optimizer_step_post_hooks
+    is_last = next(reversed(before.values()), None) is _before_step
+    if (is_last and next(iter(after.values()), None) is _after_step) or not state_dicts.handles_of(optimizer):
+        return
+    _remove(before, _before_step)
+    _remove(after, _after_step)
+    optimizer.register_step_pre_hook(_before_step)
+    handle = optimizer.register_step_post_hook(_after_step)
+    after.move_to_end(handle.id, last=False)
+
+
+def _remove(hooks: dict[int, Callable[..., Any]], hook: Callable[..., Any]) -> None:
+    for number in [number for number, registered in hooks.items() if registered is hook]:
+        del hooks[number]
+
+
+@uncompiled
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     frame = sys._getframe().f_back
     # Even if there is a closure, which the step need not call. An argument that is not callable is something else.
@@ -125,8 +149,6 @@ def _forget_closure(optimizer: Optimizer) -> None:
 def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
     """Begin the step of `optimizer` for the tables among its parameters; return whether there are any."""
     found = state_dicts.handles_of(optimizer)
-    if found:
-        _end_with_hook(optimizer)
     shared = [handle.reducer for handle, _ in found if handle.reducer is not None]
     if shared:
         # Gradients that were written by hand, and not by backward.
@@ -239,19 +261,11 @@ def way_to_step(
     return choose_rule(handle.idle, optimizer, group, handle.rows.dtype), False
 
 
-def _end_with_hook(optimizer: Optimizer) -> None:
-    """Make `_after_step` the first post hook of `optimizer`: others may read the rows."""
-    # An OrderedDict.
-    hooks: Any = optimizer._optimizer_step_post_hooks
-    if next(iter(hooks.values()), None) is not _after_step:
-        handle = optimizer.register_step_post_hook(_after_step)
-        hooks.move_to_end(handle.id, last=False)
-
-
 @uncompiled
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _forget_closure(optimizer)
+    if optimizer in _closures:
+        _forget_closure(optimizer)
     ended = []
     for handle, group in state_dicts.handles_of(optimizer):
         if handle.state is not None and handle.state.running and handle.state.optimizer() is optimizer:

@@ -1,0 +1,269 @@
+"""Code that looks at the weight at any moment of a step sees all rows, as in torch, and changes nothing about the training."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from lazy_oracle import one_thread, skewed_batches, squared_loss  # noqa: F401 - a fixture
+from optimizer_cases import case_named
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import speedtransfer
+
+ROWS, DIM, STEPS = 41, 6, 8
+Look = Callable[[], None]
+
+
+class Run:
+    """A model with one embedding, its optimizer, and what was seen of its weight.
+
+    Parameters
+    ----------
+    idle : str
+        Of our embedding; ``"torch"`` for that of torch.
+    optimizer : str
+        A name of `optimizer_cases`.
+    """
+
+    def __init__(self, idle: str, optimizer: str) -> None:
+        torch.manual_seed(3)
+        emb = nn.Embedding(ROWS, DIM, dtype=torch.float64)
+        self.emb: Any = emb
+        if idle != "torch":
+            self.emb = speedtransfer.Embedding.from_pretrained(emb.weight.detach().clone(), freeze=False, idle=idle)
+        self.model = nn.ModuleDict({"emb": self.emb, "lin": nn.Linear(DIM, DIM, dtype=torch.float64)})
+        self.opt = case_named(optimizer).make(self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.opt, self._factor)
+        self.seen: list[Tensor] = []
+        # The number of rows that the optimizer had in each step; torch calls this at the end of the step proper.
+        self.stepped: list[int] = []
+        (weight,) = self.emb.parameters()
+        self.opt._optimizer_step_code = lambda: self.stepped.append(len(weight))  # type: ignore[method-assign]
+        # What tests do at some moments.
+        self.in_factor: Look = _nothing
+        self.in_loss: Callable[[Tensor], None] = lambda out: None
+        self.after_backward: Look = _nothing
+        self.uses_closure = False
+
+    def _factor(self, epoch: int) -> float:
+        if epoch:
+            self.in_factor()
+        return 0.9**epoch
+
+    def look(self) -> None:
+        """Read the weight, as the module has it and as the optimizer does."""
+        for weight in (self.emb.weight, self.opt.param_groups[0]["params"][0]):
+            assert weight.shape == (ROWS, DIM)
+            self.seen.append(weight.detach().norm())
+        self.seen.append(self.emb.weight.pow(2).sum().detach())
+
+    def write(self) -> None:
+        """Change the weight in place."""
+        with torch.no_grad():
+            self.opt.param_groups[0]["params"][0].clamp_(-0.7, 0.7)
+            self.emb.weight.mul_(0.99)
+
+    def _backward(self, ids: Tensor, target: Tensor) -> Tensor:
+        self.opt.zero_grad()
+        out = self.emb(ids)
+        self.in_loss(out)
+        loss = squared_loss(self.model["lin"](out), target)
+        loss.backward()
+        self.after_backward()
+        return loss
+
+    def train(self, steps: int = STEPS, seed: int = 0) -> None:
+        """Make steps."""
+        for ids, target in skewed_batches(ROWS, DIM, steps, seed, size=8, dtype=torch.float64):
+            if self.uses_closure:
+                self.opt.step(lambda ids=ids, target=target: self._backward(ids, target))
+            else:
+                self._backward(ids, target)
+                self.opt.step()
+            self.scheduler.step()
+
+
+def _nothing() -> None:
+    pass
+
+
+def before_step(run: Run, act: Look) -> None:
+    run.opt.register_step_pre_hook(lambda *_: act())
+
+
+def before_step_late(run: Run, act: Look) -> None:
+    # Ours is there now.
+    run.train(1, seed=1)
+    before_step(run, act)
+
+
+def after_step(run: Run, act: Look) -> None:
+    run.opt.register_step_post_hook(lambda *_: act())
+
+
+def after_step_late(run: Run, act: Look) -> None:
+    run.train(1, seed=1)
+    after_step(run, act)
+
+
+def after_backward(run: Run, act: Look) -> None:
+    run.after_backward = act
+
+
+def in_closure(run: Run, act: Look) -> None:
+    run.uses_closure = True
+    run.in_loss = lambda out: act()
+    run.after_backward = act
+
+
+def before_step_with_closure(run: Run, act: Look) -> None:
+    run.uses_closure = True
+    before_step(run, act)
+    after_step(run, act)
+
+
+def in_scheduler(run: Run, act: Look) -> None:
+    run.in_factor = act
+
+
+MOMENTS = [
+    before_step,
+    before_step_late,
+    after_step,
+    after_step_late,
+    after_backward,
+    in_closure,
+    before_step_with_closure,
+    in_scheduler,
+]
+
+
+def in_gradient_hook(run: Run, act: Look) -> None:
+    run.emb.weight.register_hook(lambda grad: act())
+
+
+def after_accumulating(run: Run, act: Look) -> None:
+    run.emb.weight.register_post_accumulate_grad_hook(lambda param: act())
+
+
+def in_output_hook(run: Run, act: Look) -> None:
+    run.in_loss = lambda out: out.register_hook(lambda grad: act())
+
+
+IN_BACKWARD = [in_gradient_hook, after_accumulating, in_output_hook]
+
+
+@contextmanager
+def for_all_optimizers(act: Look) -> Iterator[None]:
+    """Act in hooks of all optimizers, registered after ours."""
+    with ExitStack() as stack:
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+            stack.callback(register(lambda *_: act()).remove)
+        yield
+
+
+def clip(run: Run) -> None:
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+
+
+def save(run: Run) -> None:
+    run.seen.append(run.model.state_dict()["emb.weight"].norm())
+    run.opt.state_dict()
+
+
+def duplicate(run: Run) -> None:
+    run.seen.append(copy.deepcopy(run.model)["emb"].weight.detach().norm())
+    copy.deepcopy(run.opt)
+
+
+def pickle_model(run: Run) -> None:
+    torch.save(run.model, io.BytesIO())
+
+
+OPTIMIZERS = ["adam", "adamw", "sgd-momentum", "adagrad"]
+NO_ACT = {moment.__name__: (lambda run, act: None) for moment in [*MOMENTS, *IN_BACKWARD]}
+# These change more than what is done then.
+NO_ACT |= {m.__name__: (lambda run, act, m=m: m(run, _nothing)) for m in (before_step_late, after_step_late)}
+NO_ACT |= {m.__name__: (lambda run, act, m=m: m(run, _nothing)) for m in (in_closure, before_step_with_closure)}
+
+
+def assert_same(one: Run, two: Run, tolerance: float = 0.0) -> None:
+    options = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(one.emb.weight.detach(), two.emb.weight.detach(), **options)
+    torch.testing.assert_close(one.model["lin"].weight, two.model["lin"].weight, **options)
+
+
+def compare(moment: Callable[[Run, Look], None], act: Callable[[Run], None], idle: str, optimizer: str) -> None:
+    """Train with and without `act` at `moment`, and with torch: the same, by the rows of the batches alone."""
+    ours, never, dense = Run(idle, optimizer), Run(idle, optimizer), Run("torch", optimizer)
+    for run in (ours, dense):
+        moment(run, lambda run=run: act(run))
+    NO_ACT[moment.__name__](never, _nothing)
+    for run in (ours, never, dense):
+        run.train()
+    assert ours.stepped == never.stepped
+    assert max(ours.stepped) < ROWS
+    assert_same(ours, never, 1e-12)
+    if idle == "exact":
+        assert_same(ours, dense, 1e-9)
+        torch.testing.assert_close(ours.seen, dense.seen)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("idle", ["exact", "lazy"])
+@pytest.mark.parametrize("moment", [*MOMENTS, *IN_BACKWARD])
+def test_a_look_at_the_weight_changes_nothing(moment: Any, idle: str, optimizer: str) -> None:
+    compare(moment, Run.look, idle, optimizer)
+
+
+@pytest.mark.parametrize("idle", ["exact", "lazy"])
+@pytest.mark.parametrize("moment", [before_step, after_step, after_backward, in_closure])
+@pytest.mark.parametrize("act", [save, duplicate, pickle_model])
+def test_a_copy_of_the_weight_changes_nothing(act: Any, moment: Any, idle: str) -> None:
+    compare(moment, act, idle, "adamw")
+
+
+@pytest.mark.parametrize("idle", ["exact", "lazy"])
+def test_a_look_from_hooks_of_all_optimizers(idle: str) -> None:
+    ours, never, dense = Run(idle, "adamw"), Run(idle, "adamw"), Run("torch", "adamw")
+    for run in (ours, dense):
+        with for_all_optimizers(run.look):
+            run.train()
+    never.train()
+    assert ours.stepped == never.stepped
+    assert_same(ours, never, 1e-12)
+    if idle == "exact":
+        assert_same(ours, dense, 1e-9)
+        torch.testing.assert_close(ours.seen, dense.seen)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_what_hooks_write_is_trained_on(moment: Any, optimizer: str) -> None:
+    runs = Run("exact", optimizer), Run("torch", optimizer)
+    for run in runs:
+        moment(run, run.write)
+        run.train()
+    assert_same(*runs, 1e-9)
+
+
+@pytest.mark.parametrize("idle", ["exact", "lazy"])
+def test_gradients_clipped_in_a_hook_before_the_step(idle: str) -> None:
+    hooked, plain, dense = Run(idle, "adamw"), Run(idle, "adamw"), Run("torch", "adamw")
+    for run in (hooked, dense):
+        for act in (Run.look, clip, Run.look):
+            before_step(run, lambda run=run, act=act: act(run))
+    plain.after_backward = lambda: clip(plain)
+    for run in (hooked, plain, dense):
+        run.train()
+    assert hooked.stepped == plain.stepped
+    assert_same(hooked, plain, 1e-12)
+    if idle == "exact":
+        assert_same(hooked, dense, 1e-9)
