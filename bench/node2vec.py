@@ -34,7 +34,7 @@ from word2vec_child import cores
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
 from speedtransfer.errors import SpeedtransferError
-from speedtransfer.word2vec.walks import WalkSettings
+from speedtransfer.word2vec import Settings as Training
 
 GENSIM = "gensim"
 OPTIMIZERS = ("adamw", "sgd", "adagrad", "adamax")
@@ -140,7 +140,7 @@ def measure(data: Data, settings: Settings, seed: int, done: Container[str] = ()
         return
     with tempfile.TemporaryDirectory(prefix="speedtransfer-") as folder:
         walks = Path(folder, "walks.txt")
-        shape = WalkSettings(settings.walks, settings.walk_length, settings.p, settings.q, seed)
+        shape = Training(walks=settings.walks, walk_length=settings.walk_length, p=settings.p, q=settings.q, seed=seed)
         num_nodes = save_walks(data.graph, shape, walks)
         for system in left:
             start = time.perf_counter()

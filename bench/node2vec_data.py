@@ -14,7 +14,8 @@ sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
 from speedtransfer.word2vec.counting import LINE_END
 from speedtransfer.word2vec.graph import Graph, read_graph
-from speedtransfer.word2vec.walks import WalkSettings, write_walks
+from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.walks import write_walks
 
 GRAPH, LABELS = "bc_adjlist.txt", "bc_labels.txt"
 _FORMAT = f"{GRAPH} (or .txt.xz), a node and its neighbours a line, and {LABELS}, a node and its groups a line"
@@ -85,7 +86,7 @@ def names_of(graph: Graph) -> list[str]:
     return graph.nodes.take(np.arange(len(graph)))
 
 
-def save_walks(graph: Graph, settings: WalkSettings, path: Path) -> int:
+def save_walks(graph: Graph, settings: Settings, path: Path) -> int:
     """Write walks over `graph` to a text file, one a line; return how many nodes they have in all."""
     names = np.array([*names_of(graph), "\n"])  # LINE_END, -1, is the last
     num_nodes = 0

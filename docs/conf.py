@@ -60,7 +60,6 @@ nitpick_ignore_regex = [
 nitpick_ignore = [
     ("py:func", "read_graph"),
     ("py:func", "join_phrases"),
-    ("py:class", "WalkSettings"),
 ]
 ERRORS = {value.__name__ for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from speedtransfer.word2vec.walks import WalkSettings
+from speedtransfer.word2vec.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -89,7 +89,7 @@ def test_data(bench, folder):
 def test_walks_are_one_a_line(bench, folder):
     graph = bench("_data").read_data(folder).graph
     path = folder / "walks.txt"
-    assert bench("_data").save_walks(graph, WalkSettings(3, 7, seed=2), path) == 20 * 3 * 7
+    assert bench("_data").save_walks(graph, Settings(walks=3, walk_length=7, seed=2), path) == 20 * 3 * 7
     lines = [line.split(" ") for line in path.read_text().splitlines()]
     assert {len(line) for line in lines} == {7}
     assert sorted(line[0] for line in lines) == sorted([f"n{n}" for n in range(20)] * 3)
@@ -100,7 +100,7 @@ def test_walks_that_end_early(bench, tmp_path):
     (tmp_path / "bc_adjlist.txt").write_text("a b\nlone\n")
     (tmp_path / "bc_labels.txt").write_text("a 1\n")
     graph = bench("_data").read_data(tmp_path).graph
-    assert bench("_data").save_walks(graph, WalkSettings(1, 4), tmp_path / "walks.txt") == 4 + 4 + 1
+    assert bench("_data").save_walks(graph, Settings(walks=1, walk_length=4), tmp_path / "walks.txt") == 4 + 4 + 1
     assert sorted((tmp_path / "walks.txt").read_text().splitlines()) == ["a b a b", "b a b a", "lone"]
 
 

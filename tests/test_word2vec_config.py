@@ -37,6 +37,7 @@ from speedtransfer.word2vec.settings import SETTINGS
         ({"min_n": 0}, InvalidValueError, "min_n is 0 but must be at least 1"),
         ({"min_n": 7}, InvalidValueError, "min_n is 7 but must be at most max_n, 6; pass a smaller min_n or a larger"),
         ({"p": 0}, InvalidValueError, "p is 0 but must be above 0; the default is 1"),
+        ({"q": 20_000}, InvalidValueError, "q is 20000 but must be from 0.0001 to 10000; the default is 1"),
         ({"q": float("inf")}, InvalidValueError, "q is inf but must be finite"),
         ({"q": "1"}, InvalidTypeError, r"q is '1' \(str\) but must be a number"),
         ({"walks": 0}, InvalidValueError, "walks is 0 but must be at least 1"),

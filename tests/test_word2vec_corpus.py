@@ -127,25 +127,30 @@ class Unread:
     [
         ({"min_count": 0}, "min_count is 0 but must be at least 1"),
         ({"max_words": 1}, "max_words is 1 but must be at least 2"),
-        ({"kind": "line"}, r"kind is 'line' but must be one of 4; did you mean 'lines'\?"),
+        ({"kind": "line"}, r"kind is 'line', not one of its values; did you mean 'lines'\?"),
         ({"kind": "what"}, "choose from 'text', 'lines', 'graph', 'adjacency'"),
         ({"phrases": -1}, "phrases is -1 but must be at least 0"),
-        ({"phrases": 1, "kind": "graph"}, "phrases is 1 but the nodes of kind='graph' form none; pass phrases=0"),
-        ({"phrase_threshold": 0}, "phrase_threshold is 0 but must be above 0 and finite"),
+        ({"phrases": 1, "kind": "graph"}, "phrases is 1 but must be 0 for kind='graph': nodes are no words"),
+        ({"phrase_threshold": 0}, "phrase_threshold is 0 but must be above 0; the default is 10"),
         ({"threads": -1}, "threads is -1 but must be at least 0"),
         ({"walks": 0}, "walks is 0 but must be at least 1"),
         ({"walk_length": 1}, "walk_length is 1 but must be at least 2"),
-        ({"p": 0.0}, "p is 0.0 but must be above 0 and finite"),
-        ({"q": -1.0}, "q is -1.0 but must be above 0 and finite"),
+        ({"p": 0.0}, "p is 0.0 but must be above 0; the default is 1"),
+        ({"q": -1.0}, "q is -1.0 but must be above 0"),
         ({"q": 1e-300}, "q is 1e-300 but must be from 0.0001 to 10000"),
-        ({"q": float("nan")}, "q is nan but must be above 0"),
-        ({"p": "1"}, "p is '1' but must be a number"),
+        ({"q": float("nan")}, "q is nan but must be finite"),
+        ({"p": "1"}, r"p is \'1\' \(str\) but must be a number"),
         ({"seed": -1}, "seed is -1 but must be at least 0"),
     ],
 )
 def test_bad_arguments_are_told_before_reading(arguments, message):
     with pytest.raises((InvalidValueError, InvalidTypeError), match=message):
         Corpus(Unread(), **arguments)
+
+
+def test_settings_of_other_parts_are_refused():
+    with pytest.raises(TypeError, match="'windows' is not one of the settings taken here"):
+        Corpus(Unread(), windows=3)
 
 
 def test_ids_are_read_only_and_leave_no_file(tmp_path, monkeypatch):

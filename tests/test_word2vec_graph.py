@@ -17,7 +17,8 @@ from speedtransfer.word2vec import walks as walks_module
 from speedtransfer.word2vec.counting import LINE_END
 from speedtransfer.word2vec.graph import read_graph
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.walks import WalkSettings, write_walks
+from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.walks import write_walks
 
 # A triangle with a tail, a hub, and a node with an edge to itself; weights far apart.
 WEIGHTED = "a b 1\nb c 2.5\na c 0.5\nc d 4\nd e 1e-1\nc f\nf f 3\nf g 2\n"
@@ -141,7 +142,7 @@ def test_lines_are_counted_in_each_file_and_over_blocks(tmp_path):
 
 def walks_of(graph, **settings):
     parts = []
-    write_walks(graph, WalkSettings(**settings), parts.append)
+    write_walks(graph, Settings(**settings), parts.append)
     ids = np.concatenate(parts)
     walks = [walk.tolist() for walk in np.split(ids, np.flatnonzero(ids == LINE_END) + 1)]
     return [[node for node in walk if node != LINE_END] for walk in walks if len(walk) > 1]

@@ -21,7 +21,7 @@ from speedtransfer.word2vec.outcome import (
     warning_of_vectors,
 )
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.schedule import choose_schedule, schedule_for
+from speedtransfer.word2vec.sampler import choose_schedule, schedule_for
 
 CHANCE = 6 * math.log(2)
 BASE_RATE = math.log(6) + 5 * math.log(6 / 5)  # the loss of who knows only that one in six pairs is real

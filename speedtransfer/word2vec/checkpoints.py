@@ -24,7 +24,7 @@ from speedtransfer.errors import InvalidValueError, StorageError, check_size
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.output import check_writable, remove_tables, table_files
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.schedule import CHOSEN
+from speedtransfer.word2vec.sampler import CHOSEN
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.trainer import Trainer
 

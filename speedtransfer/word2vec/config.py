@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
@@ -23,7 +23,20 @@ else:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class MoreSettings(TypedDict, total=False):
+class SequenceSettings(TypedDict, total=False):
+    """The settings of what a line of a corpus is, as keyword arguments: see :class:`Settings`."""
+
+    kind: str
+    phrases: int
+    phrase_threshold: float
+    walks: int
+    walk_length: int
+    p: float
+    q: float
+    seed: int
+
+
+class MoreSettings(SequenceSettings, total=False):
     """The settings but `dim`, `optimizer` and `lr`, as keyword arguments of a function: see :class:`Settings`."""
 
     clip: float | None
@@ -38,16 +51,8 @@ class MoreSettings(TypedDict, total=False):
     buckets: int
     min_n: int
     max_n: int
-    kind: str
-    phrases: int
-    phrase_threshold: float
-    walks: int
-    walk_length: int
-    p: float
-    q: float
     block_words: int | None
     shared_negatives: int | None
-    seed: int
     memory: str
     path: str | os.PathLike[str] | None
     device: Any
@@ -117,7 +122,25 @@ def _parse(path: Path) -> dict[str, Any]:
     return settings
 
 
-def shows_settings(annotate: Callable[[str, Any], Any] = lambda name, kind: kind) -> Callable[[Function], Function]:
+def settings_of(names: Collection[str], given: Mapping[str, Any], **more: Any) -> Settings:
+    """Return the settings `given` to a class that takes those of `names`, and `more`.
+
+    Raises
+    ------
+    TypeError
+        One is none of `names`.
+    InvalidTypeError, InvalidValueError
+        As :class:`Settings`.
+    """
+    for name in given:
+        if name not in names:
+            raise TypeError(f"{name!r} is not one of the settings taken here{suggest(name, names)}")
+    return Settings(**given, **more)
+
+
+def shows_settings(
+    annotate: Callable[[str, Any], Any] = lambda name, kind: kind, names: Collection[str] = SETTINGS
+) -> Callable[[Function], Function]:
     """Return a decorator for a function with ``**settings``: its signature names each setting it does not name itself.
 
     So ``help``, notebooks and typer, which look at the signature while the program runs, see names, types and defaults.
@@ -126,6 +149,8 @@ def shows_settings(annotate: Callable[[str, Any], Any] = lambda name, kind: kind
     ----------
     annotate : callable
         Takes name and type of a setting and returns its annotation, or None to leave it out.
+    names : collection of str
+        The settings that the function takes; by default all.
     """
 
     def decorate(function: Function) -> Function:
@@ -133,7 +158,7 @@ def shows_settings(annotate: Callable[[str, Any], Any] = lambda name, kind: kind
         shown = {n: p for n, p in signature.parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
         kinds = get_type_hints(Settings)
         for name, field in SETTINGS.items():
-            annotation = None if name in shown else annotate(name, kinds[name])
+            annotation = None if name in shown or name not in names else annotate(name, kinds[name])
             if annotation is not None:
                 shown[name] = inspect.Parameter(
                     name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation

@@ -17,17 +17,20 @@ from functools import partial
 from typing import IO
 
 import numpy as np
+from typing_extensions import Unpack
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
+from speedtransfer.word2vec.config import SequenceSettings, settings_of, shows_settings
 from speedtransfer.word2vec.counting import LINE_END, Words, read_words
 from speedtransfer.word2vec.graph import read_graph
 from speedtransfer.word2vec.phrases import count_numbers, join_phrases
+from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.text import Source, name_of
 from speedtransfer.word2vec.vocabulary import Vocabulary
-from speedtransfer.word2vec.walks import WalkSettings, check_positive, write_walks
+from speedtransfer.word2vec.walks import write_walks
 
 CHUNK_IDS = 1 << 22
-KINDS = ("text", "lines", "graph", "adjacency")
+_SETTINGS = ("min_count", "max_words", "kind", "phrases", "phrase_threshold", "walks", "walk_length", "p", "q", "seed")
 _DROPPED = -2
 
 
@@ -39,25 +42,15 @@ class Corpus:
     source : path-like, "-" or binary file
         A text file (``.gz`` and ``.xz`` are decompressed), a folder (every .txt, .gz and .xz file below it, sorted), "-" for
         standard input, or an open binary file.
-    min_count : int
-        Words that occur less often are dropped.
-    max_words : int, optional
-        Keep only this many of the most frequent words.
+    min_count, max_words, kind, phrases, phrase_threshold, walks, walk_length, p, q, seed
+        As in :class:`Settings`; `seed` decides every walk.
     report : callable, optional
         Called with the number of words read so far, about once per megabyte of text.
-    kind : str
-        What the text is. "text": one stream of words. "lines": each line is a sequence of its own, such as a sentence, a
-        session or a basket. "graph": each line is an edge, ``node node`` or ``node node weight``, and the sequences are random
-        walks. "adjacency": the same, each line a node and its neighbours. See :func:`read_graph`.
-    phrases : int
-        How many times to join pairs of words into phrases ("new_york"): each time can double their length. For texts.
-    phrase_threshold : float
-        A higher one joins fewer; as gensim's ``Phrases(min_count, threshold)`` has it. See :func:`join_phrases`.
-    walks, walk_length, p, q, seed
-        Of a graph; see :class:`WalkSettings`.
     threads : int, optional
         That help to read a large text where numba is installed, by default all cores; 0 for none. The result
         does not depend on it.
+    settings : Settings, optional
+        All of them instead, of which those named above count.
 
     Attributes
     ----------
@@ -81,28 +74,21 @@ class Corpus:
         The distinct words do not fit in memory.
     """
 
+    @shows_settings(names=_SETTINGS)
     def __init__(
         self,
         source: Source,
-        min_count: int = 5,
-        max_words: int | None = None,
+        min_count: int = Settings.min_count,
+        max_words: int | None = Settings.max_words,
         report: Callable[[int], None] | None = None,
         *,
-        kind: str = "text",
-        phrases: int = 0,
-        phrase_threshold: float = 10.0,
-        walks: int = 10,
-        walk_length: int = 80,
-        p: float = 1.0,
-        q: float = 1.0,
-        seed: int = 1,
         threads: int | None = None,
+        settings: Settings | None = None,
+        **given: Unpack[SequenceSettings],
     ) -> None:
-        min_count = check_size(min_count, "min_count", 1)
-        max_words = None if max_words is None else check_size(max_words, "max_words", 2)
-        _check_kind(kind, check_size(phrases, "phrases"))
-        check_positive(phrase_threshold, "phrase_threshold")
-        walk_settings = WalkSettings(walks, walk_length, p, q, seed)
+        if settings is None:
+            settings = settings_of(_SETTINGS, given, min_count=min_count, max_words=max_words)
+        kind, min_count = settings.kind, settings.min_count
         threads = None if threads is None else check_size(threads, "threads")
 
         with _temporary_file() as self._file:
@@ -111,7 +97,7 @@ class Corpus:
             if kind in ("graph", "adjacency"):
                 graph = read_graph(source, adjacency=kind == "adjacency")
                 words = graph.nodes
-                write_walks(graph, walk_settings, write, report)
+                write_walks(graph, settings, write, report)
                 del graph  # the edges are no longer needed
             else:
                 words = read_words(source, write, kind == "lines", report, threads)
@@ -122,10 +108,10 @@ class Corpus:
             ids: np.ndarray = np.memmap(self._file, dtype=np.int32, mode="r+")
         counts = count_numbers(ids, len(words))
         self.num_raw_words = int(counts.sum())
-        for _ in range(phrases):
-            ids = join_phrases(ids, words, min_count, phrase_threshold)
+        for _ in range(settings.phrases):
+            ids = join_phrases(ids, words, min_count, settings.phrase_threshold)
             counts = count_numbers(ids, len(words))
-        self.vocabulary, kept = Vocabulary.choose(counts, words.take, min_count, max_words)
+        self.vocabulary, kept = Vocabulary.choose(counts, words.take, min_count, settings.max_words)
         final = np.full(len(counts) + 1, _DROPPED, np.int32)
         final[kept] = np.arange(len(kept), dtype=np.int32)
         final[LINE_END] = LINE_END
@@ -184,13 +170,6 @@ class Corpus:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-
-def _check_kind(kind: str, phrases: int) -> None:
-    if kind not in KINDS:
-        raise InvalidValueError(f"kind is {kind!r} but must be one of {len(KINDS)}{suggest(kind, KINDS)}")
-    if phrases and kind in ("graph", "adjacency"):
-        raise InvalidValueError(f"phrases is {phrases} but the nodes of kind={kind!r} form none; pass phrases=0")
 
 
 def _temporary_file() -> IO[bytes]:

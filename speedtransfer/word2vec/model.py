@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from speedtransfer.cuda import resolve_device
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn import Embedding
 from speedtransfer.ranks import exchange_of
 from speedtransfer.tables import row_chunks, unique_rows
-from speedtransfer.word2vec.gradients import MODELS, BlockGradients, block_gradients, draws_of
+from speedtransfer.word2vec.config import MoreSettings, settings_of, shows_settings
+from speedtransfer.word2vec.gradients import BlockGradients, block_gradients, draws_of
 from speedtransfer.word2vec.ngram_vectors import NgramVectors
 from speedtransfer.word2vec.output import TableFiles
 from speedtransfer.word2vec.places import Places
 from speedtransfer.word2vec.sampler import Block
-from speedtransfer.word2vec.subwords import Subwords, check_ngrams, hash_word
+from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.subwords import Subwords, hash_word
 from speedtransfer.word2vec.vectors import UnknownWordError
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
+_SETTINGS = (
+    "model", "negative", "clip", "buckets", "min_n", "max_n", "memory", "path", "device", "seed",
+)  # fmt: skip
 _WORDS_AT_ONCE = 1 << 16  # whose vectors `word_vectors` puts together
 
 
@@ -35,27 +40,11 @@ class Word2Vec(nn.Module):
     ----------
     vocabulary : Vocabulary, sequence of str, or int
         The words, or only how many there are: enough for training where `buckets` is 0.
-    dim : int
-        Vector dimension.
-    model : {"skipgram", "cbow"}
-        Skip-gram predicts the words around a word from its vector, CBOW a word from the mean of the vectors around it.
-    negative : int
-        Negative samples for each prediction.
-    clip : float, optional
-        Maximum L2 norm of a row's gradient.
-    buckets : int
-        Rows that hashed character n-grams share. Then the vector of a word is the mean of its own row and those of its
-        n-grams (`subwords`), as in fastText. 0: each word has a row and nothing else.
-    min_n, max_n : int
-        Characters of an n-gram; do nothing where `buckets` is 0.
-    memory : {"auto", "pinned", "pageable", "mmap", "device"}
-        Where the rows live.
-    path : path-like, optional
-        For memory "mmap": the folder for the files ``input.safetensors`` and ``output.safetensors``, made if missing.
-    device : torch.device, optional
-        The compute device; default: a CUDA device if there is one, else the CPU.
-    seed : int
-        Of the first weights: `input` even in ±0.5 / dim as in word2vec.c, with n-grams ±1 / dim as in fastText; `output` zero.
+    dim, model, negative, clip, buckets, min_n, max_n, memory, path, device, seed
+        As in :class:`Settings`. The input rows begin even in ±0.5 / dim as in word2vec.c, with n-grams ±1 / dim as in
+        fastText; the output rows as zeros.
+    settings : Settings, optional
+        All of them instead, of which those named above count.
     process_group : ProcessGroup, optional
         Of processes that share the rows out; as for :class:`~speedtransfer.Embedding`.
 
@@ -77,47 +66,36 @@ class Word2Vec(nn.Module):
         There is no room for the tables, or their files exist. No file is left behind.
     """
 
+    @shows_settings(names=_SETTINGS)
     def __init__(
         self,
         vocabulary: Vocabulary | Sequence[str] | int,
-        dim: int,
+        dim: int = Settings.dim,
         *,
-        model: str = "skipgram",
-        negative: int = 5,
-        clip: float | None = None,
-        buckets: int = 0,
-        min_n: int = 3,
-        max_n: int = 6,
-        memory: str = "auto",
-        path: str | os.PathLike[str] | None = None,
-        device: torch.device | str | int | None = None,
-        seed: int = 1,
+        settings: Settings | None = None,
         process_group: Any = None,
+        **given: Unpack[MoreSettings],
     ) -> None:
         super().__init__()
-        if not isinstance(model, str) or model not in MODELS:
-            raise InvalidValueError(f"model is {model!r}, not one of the models{suggest(str(model), MODELS)}")
-        self.model, self.dim, self.negative = model, check_size(dim, "dim", 1), check_size(negative, "negative", 1)
-        if clip is not None and not clip > 0:
-            raise InvalidValueError(f"clip is {clip} but must be above 0; pass 10, or None for no limit")
-        self.clip = clip
-        check_ngrams(buckets, min_n, max_n)
+        settings = settings or settings_of(_SETTINGS, given, dim=dim)
+        self.model, self.dim, self.negative, self.clip = settings.model, settings.dim, settings.negative, settings.clip
+        buckets, memory = settings.buckets, settings.memory
         self._vocabulary, self.num_words = _as_vocabulary(vocabulary)
         if buckets and self._vocabulary is None:
             raise InvalidTypeError(
                 f"vocabulary is {vocabulary} but n-grams (buckets={buckets}) need the words; pass a Vocabulary"
             )
-        generator = torch.Generator().manual_seed(check_size(seed, "seed", 0))
-        place = resolve_device(device)
+        generator = torch.Generator().manual_seed(settings.seed)
+        place = resolve_device(settings.device)
         self.subwords: Subwords | None = None
         if self._vocabulary is not None and buckets:
-            self.subwords = Subwords(self._vocabulary.words, buckets, min_n, max_n)
-        self._files = TableFiles(memory, path)
+            self.subwords = Subwords(self._vocabulary.words, buckets, settings.min_n, settings.max_n)
+        self._files = TableFiles(memory, settings.path)
         self._group = process_group
         try:
             self.input = self._make_table("input", self.num_words + buckets, memory, place)
             self.output = self._make_table("output", self.num_words, memory, place)
-            reach = (1.0 if buckets else 0.5) / dim
+            reach = (1.0 if buckets else 0.5) / self.dim
             self.input.table.uniform_(-reach, reach, generator=generator)
         except BaseException:
             self.discard()

@@ -143,20 +143,7 @@ class Run:
         """
         settings = self.settings
         if not isinstance(corpus, Corpus):
-            corpus = Corpus(
-                corpus,
-                settings.min_count,
-                settings.max_words,
-                progress.reading,
-                kind=settings.kind,
-                phrases=settings.phrases,
-                phrase_threshold=settings.phrase_threshold,
-                walks=settings.walks,
-                walk_length=settings.walk_length,
-                p=settings.p,
-                q=settings.q,
-                seed=settings.seed,
-            )
+            corpus = Corpus(corpus, report=progress.reading, settings=settings)
         if self.checkpoints is not None and self.checkpoints.resumes:
             trainer = self.checkpoints.restore(corpus, settings, progress, self._has_own(settings.path, TABLES))
         else:

@@ -29,8 +29,8 @@ def _size(default: int | None, minimum: int) -> Any:
     return field(default=default, metadata={"check": lambda value, name: check_size(value, name, minimum)})
 
 
-def _number(default: float | None, rule: str) -> Any:
-    """`rule` is "above 0" or "at least 0"."""
+def _number(default: float | None, rule: str, within: float = math.inf) -> Any:
+    """`rule` is "above 0" or "at least 0"; `within` is how many times above or below 1 the number may be."""
 
     def check(value: Any, name: str) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -38,9 +38,11 @@ def _number(default: float | None, rule: str) -> Any:
             raise InvalidTypeError(f"{name} is {value!r} ({kind}) but must be a number; pass float({name})")
         if not is_finite(value):
             raise InvalidValueError(f"{name} is {value} but must be finite; pass an ordinary number")
+        usual = "drop it for the optimizer's default" if default is None else f"the default is {default:g}"
         if value < 0 or (value == 0 and rule == "above 0"):
-            usual = "drop it for the optimizer's default" if default is None else f"the default is {default:g}"
             raise InvalidValueError(f"{name} is {value} but must be {rule}; {usual}")
+        if not 1 / within <= value <= within:
+            raise InvalidValueError(f"{name} is {value} but must be from {1 / within:g} to {within:g}; {usual}")
         return float(value)
 
     return field(default=default, metadata={"check": check})
@@ -174,8 +176,8 @@ class Settings:
     phrase_threshold: float = _number(10.0, "above 0")
     walks: int = _size(10, minimum=1)
     walk_length: int = _size(80, minimum=2)
-    p: float = _number(1.0, "above 0")
-    q: float = _number(1.0, "above 0")
+    p: float = _number(1.0, "above 0", within=1e4)  # by rejection a step takes as many draws
+    q: float = _number(1.0, "above 0", within=1e4)
     block_words: int | None = _size(None, minimum=2)
     shared_negatives: int | None = _size(None, minimum=1)
     seed: int = _size(1, minimum=0)

@@ -28,8 +28,7 @@ from speedtransfer.word2vec.outcome import (
     warning_of_vectors,
 )
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.sampler import Block, Sampler
-from speedtransfer.word2vec.schedule import schedule_for
+from speedtransfer.word2vec.sampler import Block, Sampler, schedule_for
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.stopping import StopOnSignal
 from speedtransfer.word2vec.vectors import Vectors
@@ -97,28 +96,10 @@ class Trainer:
             corpus.ids,
             corpus.vocabulary,
             starts=corpus.starts,
-            seed=settings.seed,
-            window=settings.window,
-            sample=settings.sample,
             # Of all processes together they are the words of a step.
-            block_words=max(self.block_words // self._ranks, 2),
-            shared_negatives=settings.pool,
+            settings=dataclasses.replace(settings, block_words=max(self.block_words // self._ranks, 2)),
         )
-        self.model = Word2Vec(
-            corpus.vocabulary,
-            settings.dim,
-            model=settings.model,
-            negative=settings.negative,
-            clip=settings.clip,
-            buckets=settings.buckets,
-            min_n=settings.min_n,
-            max_n=settings.max_n,
-            memory=settings.memory,
-            path=settings.path,
-            device=settings.device,
-            seed=settings.seed,
-            process_group=self._group,
-        )
+        self.model = Word2Vec(corpus.vocabulary, settings=settings, process_group=self._group)
         self.optimizer = make_optimizer(
             settings.optimizer, self.model.parameters(), settings.first_lr, settings.options
         )

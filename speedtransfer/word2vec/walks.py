@@ -8,74 +8,20 @@ only what the other factors reach is rejected that way; the rest is a chance of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.word2vec.counting import LINE_END
 from speedtransfer.word2vec.graph import Graph
+from speedtransfer.word2vec.settings import Settings
 
-_MOST = 1e4  # and its inverse the least: of p and q
 _BLOCK_STEPS = 1 << 22  # of walkers that step together: what bounds the memory
-
-
-@dataclass(frozen=True)
-class WalkSettings:
-    """How node2vec walks.
-
-    Attributes
-    ----------
-    walks : int
-        From each node.
-    walk_length : int
-        Nodes of a walk, the first included.
-    p : float
-        Return parameter: the larger, the more seldom a walk goes straight back.
-    q : float
-        In-out parameter: the larger, the nearer a walk stays to where it was. Steps take up to max(q, 1/q) times longer.
-    seed : int
-        Decides every walk.
-
-    Raises
-    ------
-    InvalidTypeError, InvalidValueError
-        `walks` is below 1, `walk_length` below 2, `p` or `q` not from 1e-4 to 1e4, `seed` negative.
-    """
-
-    walks: int = 10
-    walk_length: int = 80
-    p: float = 1.0
-    q: float = 1.0
-    seed: int = 1
-
-    def __post_init__(self) -> None:
-        check_size(self.walks, "walks", 1)
-        check_size(self.walk_length, "walk_length", 2)
-        check_size(self.seed, "seed")
-        for name in ("p", "q"):
-            value = check_positive(getattr(self, name), name)
-            if not 1 / _MOST <= value <= _MOST:  # by rejection a step would take as many draws
-                raise InvalidValueError(
-                    f"{name} is {value} but must be from {1 / _MOST:g} to {_MOST:g}; pass {1 / _MOST:g} or {_MOST:g}, which "
-                    "walks can hardly be told apart from"
-                )
-
-
-def check_positive(value: object, name: str) -> float:
-    """Return `value`, or raise an error that names it where it is no number above 0 and finite."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise InvalidTypeError(f"{name} is {value!r} but must be a number; pass float({name})")
-    if not 0 < value < math.inf:
-        raise InvalidValueError(f"{name} is {value} but must be above 0 and finite; pass 1, or another such number")
-    return value
 
 
 def write_walks(
     graph: Graph,
-    settings: WalkSettings,
+    settings: Settings,
     write: Callable[[np.ndarray], None],
     report: Callable[[int], None] | None = None,
 ) -> None:
@@ -84,7 +30,8 @@ def write_walks(
     Parameters
     ----------
     graph : Graph
-    settings : WalkSettings
+    settings : Settings
+        Of which `walks`, `walk_length`, `p`, `q` and `seed` count.
     write : callable
         Called with int32 arrays, shape (n,): node numbers, and `LINE_END` after each walk. The walk of a node without edges
         is that node.
@@ -102,7 +49,7 @@ def write_walks(
             report(num_nodes)
 
 
-def _starts(num_nodes: int, settings: WalkSettings, rng: np.random.Generator) -> Iterator[np.ndarray]:
+def _starts(num_nodes: int, settings: Settings, rng: np.random.Generator) -> Iterator[np.ndarray]:
     """Yield nodes for walks to start from together: all nodes in random order, as often as there are walks."""
     together = max(1, _BLOCK_STEPS // settings.walk_length)
     rounds = max(1, together // num_nodes)
