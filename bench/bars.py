@@ -142,14 +142,14 @@ class _Transfer:
     def of_engines(self, title: str, bar: float) -> Iterator[Bar]:
         """Yield the rate of a gather over that of the fastest engine, or of two that share it."""
         group = self._ways("gather", 512)
-        engines = [case.median_s for case in group.ran if case.name.startswith("engine")] if group else []
+        engines = [case.median_s for case in group.ran if case.kind == "engine"] if group else []
         values = self._values(group, lambda case: min(engines) / case.median_s if engines else None)
         return _lines("gather", values, lambda v: _at_least(title, bar, v, "{:.1%}", self._caveat(group)))
 
     def few_blocks(self, title: str, bar: float, direction: str) -> Bar:
         """Return the time of the best launch of few blocks over that of the best of all."""
         group = self._group("launch", direction)
-        launches = [case for case in group.ran if case.name.endswith(" blocks")] if group else []
+        launches = [case for case in group.ran if case.kind == "engine"] if group else []
         few = [case.median_s for case in launches if int(case.name.split()[-2]) <= FEW_BLOCKS]
         ratio = min(few) / min(case.median_s for case in launches) if few else None
         return _at_most(title, bar, ratio, "{:.2f}x", self._caveat(group) if group else "")
@@ -158,8 +158,8 @@ class _Transfer:
         """Yield how many times faster we are than t[idx], or than the fastest that needs nothing but torch."""
         group = self._ways(direction, 512)
         others = [case for case in group.ran if case.role == "other"] if group else []
-        others = [case for case in others if "CuPy" not in case.name and "UVA" not in case.name]
-        others = [case for case in others if case.name.startswith("t[idx]")] if plain else others
+        others = [case for case in others if case.kind != "view"]
+        others = [case for case in others if case.kind == "plain"] if plain else others
         best = min((case.median_s for case in others), default=None)
         values = self._values(group, lambda case: best and best / case.median_s)
         return _lines(direction, values, lambda v: _at_least(title, bar, v, "{:.1f}x", self._caveat(group)))

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from speedtransfer.benchmark import speedtorch, transfer, ways
+from speedtransfer.benchmark import rival_ways, speedtorch, transfer, ways
 from speedtransfer.benchmark.environment import commit_of, environment
 from speedtransfer.benchmark.measure import Case, Group, WrongResultError, measure
-from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.results import CaseResult, GroupResult, kind_of
 from speedtransfer.benchmark.suites import SUITES
 from speedtransfer.benchmark.workload import Ids, Tables, Workload, distinct_ids, workload, zipf_ids
 from speedtransfer.errors import HostMemoryError, InvalidValueError
@@ -101,7 +101,7 @@ def test_shares_and_the_way_through_json():
     assert result.cases[0].quartiles_s == (2.5e-9, 3.5e-9)
     assert GroupResult.from_json(result.to_json()) == result
     assert result.unchecked is result.ours
-    result.cases.insert(1, CaseResult("speedtransfer, check=False", "ours", 100, [2e-9]))
+    result.cases.insert(1, CaseResult("speedtransfer, check=False", "ours", 100, [2e-9], kind="unchecked"))
     assert result.unchecked is result.cases[1]
     assert not result.cases[0].noisy
     result.cases[0].samples_s = [2e-9, 6e-9]
@@ -194,7 +194,7 @@ def test_a_plain_copy_is_checked_too(direction):
 
 def test_an_empty_launch_has_nothing_to_check():
     work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 50)
-    assert ways.as_case(ways.Way("empty launch", lambda ids: None, moves=False), work, "gather").check is None
+    assert ways.as_case(ways.Way("empty launch", lambda ids: None, kind="empty"), work, "gather").check is None
 
 
 def test_our_first_way_is_the_call_with_all_checks():
@@ -217,13 +217,13 @@ def test_ways_that_cross_are_right_without_a_device(direction, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(ways, "pinned_empty", lambda size, device: torch.empty(size, dtype=torch.uint8))
     work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 50)
-    found = {"gather": ways._crossing_gathers, "scatter": ways._crossing_scatters}[direction](work)
+    found = {"gather": rival_ways._crossing_gathers, "scatter": rival_ways._crossing_scatters}[direction](work)
     for way in found:
         ways.as_case(way, work, direction).check()
-    kept = [ways.BEST_TORCH[direction], ways.PLAIN_TORCH[direction], ways.OVERLAPPED_TORCH[direction]]
+    kept = [rival_ways.BEST_TORCH[direction], rival_ways.PLAIN_TORCH[direction], rival_ways.OVERLAPPED_TORCH[direction]]
     assert [way.name for way in found[:3]] == kept
     monkeypatch.setattr(Workload, "device", torch.device("meta"))  # another one than that of the table
-    assert [way.name for way in ways.other_ways(work, direction, all_of_them=False)] == kept
+    assert [way.name for way in rival_ways.other_ways(work, direction, all_of_them=False)] == kept
 
 
 # --- suites -------------------------------------------------------------------------------------------------------------
@@ -291,3 +291,33 @@ def test_tables_of_the_benchmark_move_rows_like_any_other():
     rows = torch.randn(3, 16)
     table.scatter([5, 0, 9], rows)
     assert torch.equal(table.gather([5, 0, 9]), rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("speedtransfer", "checked"),
+        ("speedtransfer, check=False", "unchecked"),
+        ("speedtransfer, pinned", ""),
+        ("speedtransfer, pageable, idle=exact", "exact"),
+        ("engine: mapped", "engine"),
+        ("CuPy t[idx]", "view"),
+        ("index_copy_ on a UVA view", "view"),
+        ("t[idx] = rows", "plain"),
+        ("empty launch", "empty"),
+        ("prefetch, depth 2", "ahead"),
+        ("without prefetch", ""),
+    ],
+)
+def test_old_results_say_their_kinds_by_name(name, kind):
+    """What was recorded before cases told what they are; what they tell now comes first."""
+    case = {"name": name, "role": "ours", "payload_bytes": 0}
+    group = {"title": "", "params": {}, "cases": [case, {**case, "kind": "new"}], "skipped": ""}
+    assert [case.kind for case in GroupResult.from_json(group).cases] == [kind, "new"]
+
+
+@pytest.mark.parametrize("direction", ["gather", "scatter"])
+def test_kinds_of_ways_are_those_of_old_results(direction):
+    work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 10)
+    found = ways.our_ways(work, direction) + rival_ways.other_ways(work, direction)
+    assert [way.kind for way in found] == [kind_of(way.name) for way in found]

@@ -17,7 +17,7 @@ from speedtransfer.benchmark.cold_pages import PAGE, PagesStayError, TableFiles,
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables
 from speedtransfer.benchmark.measure import Group, measure
 from speedtransfer.benchmark.report import headlines
-from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.results import CaseResult, GroupResult, kind_of
 from speedtransfer.tables import Table
 
 CPU = torch.device("cpu")
@@ -214,7 +214,7 @@ def test_as_many_batches_are_read_ahead_as_are_taken(tables, monkeypatch):
 
 def result(*ahead: float, without: float = 50e-3, memory: float = 10e-3) -> GroupResult:
     def case(name, role, seconds):
-        return CaseResult(name, role, 0, [seconds] * 5, [seconds] * 5)
+        return CaseResult(name, role, 0, [seconds] * 5, [seconds] * 5, kind=kind_of(name))
 
     ways = [case(prefetch.DEPTH.format(1 << i), "ours", seconds) for i, seconds in enumerate(ahead)]
     cases = [case(prefetch.WITHOUT, "ours", without), *ways, case(prefetch.IN_MEMORY, "other", memory)]

@@ -10,13 +10,13 @@ import pytest
 
 from speedtransfer.benchmark import html, report
 from speedtransfer.benchmark.report import group_table, groups_of, headlines, markdown, missing, plot, summary_tables
-from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.results import CaseResult, GroupResult, kind_of
 from speedtransfer.benchmark.suites import module_of
 from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds, format_share
 
 
 def case(name, role="other", seconds=1e-3, payload=0, **fields):
-    return CaseResult(name, role, payload, [seconds] * 3, [seconds / 2] * 3, **fields)
+    return CaseResult(name, role, payload, [seconds] * 3, [seconds / 2] * 3, kind=kind_of(name), **fields)
 
 
 def ways(direction, row_bytes, kind="ways", **fields):

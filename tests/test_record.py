@@ -19,7 +19,7 @@ import torch
 from speedtransfer.benchmark import step, transfer
 from speedtransfer.benchmark.kinds import PLANES
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.results import DEFAULT, UNCHECKED, CaseResult, GroupResult
+from speedtransfer.benchmark.results import DEFAULT, UNCHECKED, CaseResult, GroupResult, kind_of
 from speedtransfer.cuda import CudaStatus, cuda_status
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
@@ -79,7 +79,9 @@ def gpu(monkeypatch):
 
 def group(title, samples, skipped="", **params):
     """A group of cases that took `samples` seconds by (name, role)."""
-    cases = [CaseResult(name, role, 1000, [s], [s], device_s=s) for (name, role), s in samples.items()]
+    cases = [
+        CaseResult(name, role, 1000, [s], [s], device_s=s, kind=kind_of(name)) for (name, role), s in samples.items()
+    ]
     return GroupResult(title, params, cases, skipped).to_json()
 
 

@@ -45,6 +45,8 @@ class Kind:
         Takes the parameters.
     idle : {"lazy", "exact"}
         Of ours.
+    memory : str
+        Of ours.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Kind:
     make: Callable[[int], nn.Module]
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     idle: str = "lazy"
+    memory: str = ""
 
 
 class _Ours(Embedding):
@@ -88,7 +91,7 @@ def _ours(memory: str, device: torch.device, optimizer: str, idle: str) -> Kind:
 
     place = "device" if memory == "device" else "host"
     name = OURS.format(memory) + (f", idle={idle}" if idle != "lazy" else "")
-    return Kind(name, "ours", place, PLANES[optimizer], make, _OPTIMIZERS[optimizer], idle)
+    return Kind(name, "ours", place, PLANES[optimizer], make, _OPTIMIZERS[optimizer], idle, memory)
 
 
 def _torch(device: torch.device, optimizer: str, sparse: bool) -> Kind:

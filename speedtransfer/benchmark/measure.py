@@ -54,6 +54,10 @@ class Case:
         file is in memory"). A sample is one repetition then.
     parts : int
         Equal parts of a repetition, such as steps; a sample is the time of one, and `payload_bytes` are those of one.
+    kind : str
+        What it is among the cases of its group, where a sentence or a bar asks for that: "checked" and "unchecked" calls of a
+        table, an "engine" by itself, a "plain" way of torch, one on a "view" that kernels address, an "empty" call; steps with
+        "exact" idle rows; batches read "ahead".
     """
 
     name: str
@@ -66,6 +70,7 @@ class Case:
     figures: dict[str, float] = field(default_factory=dict)
     before: Callable[[], None] | None = None
     parts: int = 1
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ def measure(
     except CANNOT_RUN as error:
         result.skipped = _reason(error)
         return result
-    found = [CaseResult(case.name, case.role, case.payload_bytes) for case in cases]
+    found = [CaseResult(case.name, case.role, case.payload_bytes, kind=case.kind) for case in cases]
     result.cases = found
     repeats = []
     for case, case_result in zip(cases, found, strict=True):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from speedtransfer.benchmark.drawing import COLOURS, INK, legend_below, tidy
-from speedtransfer.benchmark.kinds import DIM, OURS, PLANES, ROW_BYTES, Kind, kinds
+from speedtransfer.benchmark.kinds import DIM, PLANES, ROW_BYTES, Kind, kinds
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.peak import LEAST, from_process, peak_bytes, reset_peak, with_page_locked
 from speedtransfer.benchmark.results import GroupResult
@@ -93,7 +93,7 @@ class _Process:
             found = measured(self.kind.name, self.optimizer, self.rows, self.device)
             planes, taken = self.kind.planes * self.rows * ROW_BYTES, found[f"{self.kind.place}_bytes"]
             # The system may take pages of a file back. Small tables are less than what else comes and goes.
-            if self.kind.name != OURS.format("mmap") and planes >= _BUFFERS_BYTES and taken < LEAST * planes:
+            if self.kind.memory != "mmap" and planes >= _BUFFERS_BYTES and taken < LEAST * planes:
                 raise MeasurementError(
                     f"its planes have {format_bytes(planes)} and every row was touched, but {format_bytes(taken)} were seen "
                     "to be taken: the measurement is wrong"
@@ -185,7 +185,7 @@ def _child(kind_name: str, optimizer: str, rows: int, device: torch.device) -> d
     host_base = reset_peak()
     emb: Any = _train(kind, optimizer, rows, device)
     host = peak_bytes() - host_base
-    if kind.name == OURS.format("pinned"):
+    if kind.memory == "pinned":
         host = with_page_locked(host, emb.table.nbytes)
     del emb
     return {"host_bytes": max(0, host), "device_bytes": torch.cuda.max_memory_allocated(device) - base if cuda else 0}

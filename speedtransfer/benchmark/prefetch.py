@@ -176,7 +176,16 @@ def _cases(tables: ColdTables, training: bool, width: int, sizes: Sizes) -> list
     step: Callable[..., _Way] = functools.partial(_Way, tables, dense, sizes, training)
     ways = {WITHOUT: step()} | {DEPTH.format(depth): step(depth) for depth in DEPTHS}
     found = [
-        Case(name, way.run, way.check, page_bytes, "ours", before=way.before, parts=sizes.steps)
+        Case(
+            name,
+            way.run,
+            way.check,
+            page_bytes,
+            "ours",
+            before=way.before,
+            parts=sizes.steps,
+            kind="ahead" * (way.depth > 0),
+        )
         for name, way in ways.items()
     ]
     memory = step(in_file=False)
@@ -226,7 +235,7 @@ def _sentence(group: GroupResult) -> str:
 
 
 def _ahead(group: GroupResult) -> list[CaseResult]:
-    return [case for case in group.ran if case.role == "ours" and case.name.startswith("prefetch")]
+    return [case for case in group.ran if case.kind == "ahead"]
 
 
 def _in_memory(group: GroupResult) -> CaseResult | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
@@ -13,13 +14,24 @@ Role = Literal["ours", "other", "roof"]
 
 DEFAULT, UNCHECKED = "speedtransfer", "speedtransfer, check=False"  # our call with all checks, and as training makes it
 NOISY = 1.5  # times the first quartile is the most that the third may be of figures that mean something
+_KINDS = {
+    "checked": f"^{DEFAULT}$",
+    "unchecked": f"^{UNCHECKED}$",
+    "engine": "^engine",
+    "view": "^CuPy|UVA",
+    "plain": r"^t\[idx\]",
+    "empty": "^empty launch$",
+    "exact": "idle=exact",
+    "ahead": "^prefetch",
+}
 
 
 @dataclass
 class CaseResult:
     """Samples of one case. `samples_s` are seconds of one repetition, `host_s` those until its calls had returned.
 
-    `device_s` is what one repetition keeps the device busy, for cases that queue their work; `error` why a case did not run.
+    `device_s` is what one repetition keeps the device busy, for cases that queue their work; `error` why a case did not run;
+    `kind` is that of its :class:`~speedtransfer.benchmark.measure.Case`.
     """
 
     name: str
@@ -31,6 +43,7 @@ class CaseResult:
     device_s: float | None = None
     error: str = ""
     figures: dict[str, float] = field(default_factory=dict)
+    kind: str = ""
 
     @property
     def median_s(self) -> float:
@@ -89,7 +102,7 @@ class GroupResult:
     @property
     def unchecked(self) -> CaseResult | None:
         """The call of this library that moves rows and checks nothing, as training makes it; `ours` where there is none."""
-        return next((case for case in self.ran if case.name == UNCHECKED), self.ours)
+        return next((case for case in self.ran if case.kind == "unchecked"), self.ours)
 
     @property
     def roof(self) -> CaseResult | None:
@@ -113,7 +126,13 @@ class GroupResult:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> GroupResult:
         """Return what `to_json` was made of."""
-        return cls(data["title"], data["params"], [CaseResult(**case) for case in data["cases"]], data["skipped"])
+        cases = [CaseResult(**{"kind": kind_of(case["name"]), **case}) for case in data["cases"]]
+        return cls(data["title"], data["params"], cases, data["skipped"])
+
+
+def kind_of(name: str) -> str:
+    """Return what a case called `name` is: for results that were recorded before they told."""
+    return next((kind for kind, pattern in _KINDS.items() if re.search(pattern, name)), "")
 
 
 def case_names(groups: Iterable[GroupResult]) -> list[str]:

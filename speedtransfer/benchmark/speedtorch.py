@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from speedtransfer.benchmark import ways
+from speedtransfer.benchmark import rival_ways, ways
 from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, legend_below, plain_numbers, tidy
 from speedtransfer.benchmark.measure import Case, Group, cycle
 from speedtransfer.benchmark.report import PUBLISHED as PUBLISHED_ROW
@@ -124,12 +124,12 @@ def _cases(work: Workload, directions: Sequence[Direction]) -> list[Case]:
 
 def _named(work: Workload, direction: Direction) -> dict[str, Way]:
     default, unchecked, *_ = ways.our_ways(work, direction)
-    others = {way.name: way for way in ways.other_ways(work, direction)}
+    others = {way.name: way for way in rival_ways.other_ways(work, direction)}
     names = {
-        "SpeedTorch's way: CuPy t[idx]": (ways.CUPY[direction],),
-        "PyTorch t[idx]": (ways.PLAIN_TORCH[direction], "t[idx]", "t[idx] = rows"),
-        "PyTorch at its best": (ways.OVERLAPPED_TORCH[direction], "index_select(out=)", "index_copy_"),
-        "PyTorch through pinned memory in one piece": (ways.BEST_TORCH[direction],),
+        "SpeedTorch's way: CuPy t[idx]": (rival_ways.CUPY[direction],),
+        "PyTorch t[idx]": (rival_ways.PLAIN_TORCH[direction], "t[idx]", "t[idx] = rows"),
+        "PyTorch at its best": (rival_ways.OVERLAPPED_TORCH[direction], "index_select(out=)", "index_copy_"),
+        "PyTorch through pinned memory in one piece": (rival_ways.BEST_TORCH[direction],),
     }
     found = {default.name: default, unchecked.name: unchecked}
     for name, candidates in names.items():

@@ -76,7 +76,7 @@ def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
         return Group(title, functools.partial(_compare, chosen, device, size, batches, room), params)
 
     every = kinds(device)
-    in_memory, in_file = ([k for k in every if (k.name == OURS.format("mmap")) == file] for file in (False, True))
+    in_memory, in_file = ([k for k in every if (k.memory == "mmap") == file] for file in (False, True))
     # The system writes a large file to the disk while others are measured: beside them it is a small one, and one comes last.
     sizes = _sizes(rows, int(room["host"] // (PLANES["AdamW"] * ROW_BYTES)))
     found = [group(size, every if size == rows else in_memory, "size") for size in sizes]
@@ -156,7 +156,7 @@ def _under_gpu_limit(device: torch.device, batches: Batches, room_bytes: float) 
 def exact_and_lazy(group: GroupResult) -> tuple[CaseResult, CaseResult] | None:
     """Return the exact and the lazy step of a group of suite `step`, where it has both."""
     ours = [case for case in group.ran if case.role == "ours"]
-    exact, lazy = ([case for case in ours if ("idle=exact" in case.name) == wanted] for wanted in (True, False))
+    exact, lazy = ([case for case in ours if (case.kind == "exact") == wanted] for wanted in (True, False))
     compared = group.params["experiment"] in _EXACT and exact and lazy
     return (exact[0], lazy[0]) if compared else None
 

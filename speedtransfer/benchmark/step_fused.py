@@ -40,9 +40,7 @@ def groups(device: torch.device, batches: Batches, room: dict[str, float]) -> It
 
 
 def _cases(optimizer: str, device: torch.device, batches: Batches, room: dict[str, float]) -> list[Case]:
-    found = [
-        kind for kind in kinds(device, optimizer) if kind.role == "ours" and kind.name.endswith(("pinned", "device"))
-    ]
+    found = [kind for kind in kinds(device, optimizer) if kind.memory in ("pinned", "device")]
     found = [replace(kind, make=functools.partial(_mapped, kind)) for kind in found]
     pairs = [(kind, fused) for kind in found for fused in (False, True)]
     cases = []

@@ -59,7 +59,7 @@ def _cases(optimizer: str, device: torch.device, batches: Batches, room: dict[st
     for kind, error in fitting([lazy, exact, *rivals], batches.rows, room):
         step = _IdleStep(kind, batches.rows, device, batches, error)
         step.pool, step.history = pool, history if kind is exact else 0
-        cases.append(Case(kind.name, step.run, step.check, role=kind.role))
+        cases.append(Case(kind.name, step.run, step.check, role=kind.role, kind="exact" * (kind is exact)))
     return cases
 
 

@@ -112,6 +112,8 @@ class _Way:
         Makes an optimizer that trains a model of dense tables alike.
     exact : bool
         Whether rows that a step does not touch are trained, too.
+    kind : {"exact", ""}
+        Of the case.
     """
 
     name: str
@@ -120,6 +122,7 @@ class _Way:
     optimizer: Callable[[nn.Module], Any]
     dense: Callable[[nn.Module], torch.optim.Optimizer]
     exact: bool
+    kind: str = ""
 
 
 def _training(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[[nn.Module], Any]:
@@ -135,7 +138,8 @@ def _ours(device: torch.device, idle: str, optimizer: Callable[..., Any] = torch
     memory = "pinned" if device.type == "cuda" else "pageable"
     name = OURS.format(memory) + (f", idle={idle}" if idle != "lazy" else "")
     embed = functools.partial(Embedding, device=device, memory=memory, idle=idle)
-    return _way(name, "ours", embed, idle == "exact", optimizer, **options)
+    made = _way(name, "ours", embed, idle == "exact", optimizer, **options)
+    return replace(made, kind="exact" * made.exact)
 
 
 def _dense(device: torch.device, optimizer: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> _Way:
@@ -179,7 +183,7 @@ class _Task:
         draw = torch.Generator().manual_seed(self.seed)
         pool = list(torch.randint(0, self.rows, (_POOL, *self.batch), generator=draw).to(self.device))
         steps = [_Step(self, way, pool) for way in ways]
-        return [Case(step.way.name, step.run, step.check, role=step.way.role) for step in steps]
+        return [Case(step.way.name, step.run, step.check, role=step.way.role, kind=step.way.kind) for step in steps]
 
     def build(self, embed: _Embed) -> nn.Module:
         """Return the model, its first weights by the seed."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from speedtransfer.benchmark import ways
+from speedtransfer.benchmark import rival_ways, ways
 from speedtransfer.benchmark.measure import Case, cycle
 from speedtransfer.benchmark.ways import Way
 from speedtransfer.benchmark.workload import Ids, Workload
@@ -23,8 +23,8 @@ def together_cases(to: Workload, back: Workload) -> list[Case]:
 
 
 def _ways(work: Workload, direction: Direction) -> list[Way]:
-    found = ways.our_ways(work, direction) + ways.other_ways(work, direction, all_of_them=False)
-    return [way for way in found if way.name != ways.PLAIN_TORCH[direction]] + ways.roofs(work, direction)
+    found = ways.our_ways(work, direction) + rival_ways.other_ways(work, direction, all_of_them=False)
+    return [way for way in found if way.kind != "plain"] + ways.roofs(work, direction)
 
 
 def _case(
@@ -66,4 +66,5 @@ def _case(
         check,
         to.payload_bytes + back.payload_bytes,
         gather.role,
+        kind=gather.kind,
     )

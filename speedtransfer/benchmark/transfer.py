@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from speedtransfer.benchmark import ways
+from speedtransfer.benchmark import rival_ways, ways
 from speedtransfer.benchmark.drawing import COLOURS, INK, end_at, legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.report import TextTable, pivot
@@ -110,7 +110,7 @@ class _Plan:
         """Return the ways to move `rows` rows."""
 
         def make(work: Workload) -> list[Way]:
-            found = ways.our_ways(work, direction) + ways.other_ways(work, direction, all_of_them)
+            found = ways.our_ways(work, direction) + rival_ways.other_ways(work, direction, all_of_them)
             both = all_of_them and work.table.memory == "pinned" and direction == "gather"
             return [*found, ways.both_engines_way(work)] if both else found
 
@@ -121,9 +121,9 @@ class _Plan:
         """Return what a call costs that moves next to nothing."""
 
         def make(work: Workload) -> list[Way]:
-            found = ways.our_ways(work, direction) + ways.other_ways(work, direction, all_of_them=False)
+            found = ways.our_ways(work, direction) + rival_ways.other_ways(work, direction, all_of_them=False)
             if self.device.type == "cuda":
-                found.append(Way("empty launch", lambda ids: torch.cuda._sleep(0), queues=True, moves=False))
+                found.append(Way("empty launch", lambda ids: torch.cuda._sleep(0), queues=True, kind="empty"))
             return found
 
         count = self._count(min(_OVERHEAD_ROWS, self.rows), ROW_BYTES)
@@ -256,7 +256,7 @@ def _rows(group: GroupResult) -> str:
         text += f", {format_share(group.share_of_roof(ours))} of {group.roof.name}"
         if unchecked is not None and unchecked is not ours:
             text += f", {format_share(group.share_of_roof(unchecked))} with check=False"
-        engines = [case for case in group.ran if case.role == "ours" and case.name.startswith("engine")]
+        engines = [case for case in group.ran if case.kind == "engine"]
         if engines:
             best = min(engines, key=lambda case: case.median_s)
             text += f" and {format_share(group.share_of_roof(best))} by {best.name}"
@@ -266,9 +266,9 @@ def _rows(group: GroupResult) -> str:
 def _rivals(group: GroupResult) -> list[CaseResult]:
     """Return the fastest way of torch alone, the plainest (t[idx]), and the fastest that uses CuPy or a view made with it."""
     others = sorted((case for case in group.ran if case.role == "other"), key=lambda case: case.median_s)
-    views = [case for case in others if case.name.startswith("CuPy") or "UVA" in case.name]
+    views = [case for case in others if case.kind == "view"]
     torch_only = [case for case in others if case not in views]
-    plain = [case for case in torch_only if case.name.startswith("t[idx]")]
+    plain = [case for case in torch_only if case.kind == "plain"]
     return list({case.name: case for case in (*torch_only[:1], *plain[:1], *views[:1])}.values())
 
 
@@ -279,7 +279,7 @@ def _overhead(group: GroupResult) -> str:
     text = f"{group.title}: {format_seconds(ours.median_host_s)} of host time a call"
     if unchecked is not None and unchecked is not ours:
         text += f", {format_seconds(unchecked.median_host_s)} with check=False"
-    empty = next((case for case in group.ran if case.name == "empty launch"), None)
+    empty = next((case for case in group.ran if case.kind == "empty"), None)
     busy = [case for case in group.ran if case.role == "ours" and case.device_s]
     if busy and empty and empty.device_s:
         shown = ", ".join(f"{case.name} {format_seconds(case.device_s)}" for case in busy)

@@ -1,21 +1,19 @@
-"""The ways to move rows: this library's, PyTorch's at their best and at their plainest, CuPy's, and plain copies."""
+"""The ways to move rows: this library's and plain copies; others' are in `rival_ways`."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer import jit
 from speedtransfer.benchmark.measure import Case, cycle, synchronize
 from speedtransfer.benchmark.results import DEFAULT, UNCHECKED, Role
 from speedtransfer.benchmark.workload import Ids, Workload
-from speedtransfer.cuda import mapped_view, pinned_empty, to_cupy, torch_stream
+from speedtransfer.cuda import pinned_empty
 from speedtransfer.engines import (
     AutoEngine,
     Direction,
@@ -27,12 +25,7 @@ from speedtransfer.engines import (
     scatter_rows,
 )
 
-BEST_TORCH = {"gather": "index_select(out=pinned) + copy", "scatter": "copy to pinned + index_copy_"}
-PLAIN_TORCH = {"gather": "t[idx].to(device)", "scatter": "t[idx] = rows.cpu()"}
-_CHUNKS = 8  # of a batch that crosses the bus in parts
-OVERLAPPED_TORCH = {direction: f"{name}, {_CHUNKS} parts overlapped" for direction, name in BEST_TORCH.items()}
 BOTH_ENGINES = "engines: mapped and staged at once"
-CUPY = {"gather": "CuPy t[idx]", "scatter": "CuPy t[idx] = rows"}
 
 
 @dataclass(frozen=True)
@@ -47,15 +40,15 @@ class Way:
     role : {"ours", "other", "roof"}
     queues : bool
         It only queues work on the device.
-    moves : bool
-        False: it moves no rows that could be checked, but shows what a call costs that does nothing.
+    kind : str
+        That of its case. "empty": it moves no rows that could be checked, but shows what a call costs that does nothing.
     """
 
     name: str
     move: Callable[[Ids], Any]
     role: Role = "other"
     queues: bool = False
-    moves: bool = True
+    kind: str = ""
 
 
 def as_case(way: Way, work: Workload, direction: Direction) -> Case:
@@ -65,10 +58,11 @@ def as_case(way: Way, work: Workload, direction: Direction) -> Case:
     return Case(
         way.name,
         lambda: way.move(turn()),
-        (lambda: check(way, work)) if way.moves else None,
+        (lambda: check(way, work)) if way.kind != "empty" else None,
         work.payload_bytes,
         way.role,
         queues=way.queues,
+        kind=way.kind,
     )
 
 
@@ -129,13 +123,13 @@ def our_ways(work: Workload, direction: Direction) -> list[Way]:
     queues = _queues(work, direction)
     if direction == "gather":
         ways = [
-            Way(DEFAULT, lambda ids: table.gather(ids.device), "ours", queues),
-            Way(UNCHECKED, lambda ids: table.gather(ids.device, check=False), "ours", queues),
+            Way(DEFAULT, lambda ids: table.gather(ids.device), "ours", queues, "checked"),
+            Way(UNCHECKED, lambda ids: table.gather(ids.device, check=False), "ours", queues, "unchecked"),
         ]
     else:
         ways = [
-            Way(DEFAULT, lambda ids: table.scatter(ids.device, rows), "ours"),
-            Way(UNCHECKED, lambda ids: table.scatter(ids.device, rows, check=False), "ours", queues),
+            Way(DEFAULT, lambda ids: table.scatter(ids.device, rows), "ours", kind="checked"),
+            Way(UNCHECKED, lambda ids: table.scatter(ids.device, rows, check=False), "ours", queues, "unchecked"),
         ]
     return ways + [engine_way(name, engine, work, direction) for name, engine in engines(table.memory, work.device)]
 
@@ -168,7 +162,7 @@ def engine_way(name: str, engine: Engine, work: Workload, direction: Direction, 
     def scatter(ids: Ids) -> None:
         engine.scatter([work.plane], pick(ids), [work.rows], unsorted=unsorted)
 
-    return Way(f"engine: {name}", gather if direction == "gather" else scatter, "ours", queues)
+    return Way(f"engine: {name}", gather if direction == "gather" else scatter, "ours", queues, "engine")
 
 
 def both_engines_way(work: Workload) -> Way:
@@ -186,146 +180,10 @@ def both_engines_way(work: Workload) -> Way:
         current.wait_stream(side)
         return work.out
 
-    return Way(BOTH_ENGINES, move, "ours")
+    return Way(BOTH_ENGINES, move, "ours", kind="engine")
 
 
-# --- others -------------------------------------------------------------------------------------------------------------
-
-
-def other_ways(work: Workload, direction: Direction, all_of_them: bool = True) -> list[Way]:
-    """Return PyTorch's and CuPy's ways; the best of each kind and t[idx] where not `all_of_them`."""
-    if work.plane.device == work.device:  # on the CPU, or all of it on the GPU
-        ways, best = _local_gathers(work) if direction == "gather" else _local_scatters(work), 2
-    else:
-        ways, best = _crossing_gathers(work) if direction == "gather" else _crossing_scatters(work), 3
-    ways = ways if all_of_them else ways[:best]
-    if work.device.type == "cuda" and work.table.memory in ("pinned", "device"):
-        ways += _view_ways(work, direction)
-    return ways
-
-
-def _local_gathers(work: Workload) -> list[Way]:
-    plane, out = work.plane, work.out
-    return [
-        Way("index_select(out=)", lambda ids: torch.index_select(plane, 0, ids.device, out=out)),
-        Way("t[idx]", lambda ids: plane[ids.device]),
-        Way("index_select", lambda ids: plane.index_select(0, ids.device)),
-        Way("F.embedding", lambda ids: F.embedding(ids.device, plane)),
-    ]
-
-
-def _local_scatters(work: Workload) -> list[Way]:
-    plane, rows = work.plane, work.rows
-    return [
-        Way("index_copy_", lambda ids: plane.index_copy_(0, ids.device, rows)),
-        Way("t[idx] = rows", lambda ids: plane.__setitem__(ids.device, rows)),
-        Way("index_put_", lambda ids: plane.index_put_((ids.device,), rows)),
-    ]
-
-
-def _crossing_gathers(work: Workload) -> list[Way]:
-    plane, out, staging = work.plane, work.out, Staging(work.rows)
-    chunk = -(-len(out) // _CHUNKS)
-
-    def staged(ids: Ids) -> Tensor:
-        with staging as buffer:
-            torch.index_select(plane, 0, ids.host, out=buffer)
-            return out.copy_(buffer, non_blocking=True)
-
-    def overlapped(ids: Ids) -> Tensor:
-        for part, where in zip(out.split(chunk), ids.host.split(chunk), strict=True):
-            with staging as buffer:  # while the part before crosses the bus
-                torch.index_select(plane, 0, where, out=buffer[: len(part)])
-                part.copy_(buffer[: len(part)], non_blocking=True)
-        return out
-
-    return [
-        Way(BEST_TORCH["gather"], staged),
-        Way(PLAIN_TORCH["gather"], lambda ids: plane[ids.host].to(work.device)),
-        Way(OVERLAPPED_TORCH["gather"], overlapped),
-        Way("F.embedding, then .to(device)", lambda ids: F.embedding(ids.host, plane).to(work.device)),
-    ]
-
-
-def _crossing_scatters(work: Workload) -> list[Way]:
-    plane, rows, staging = work.plane, work.rows, Staging(work.rows)
-    chunk = -(-len(rows) // _CHUNKS)
-
-    def fetched() -> Tensor:
-        with staging as buffer:
-            buffer.copy_(rows, non_blocking=True)
-        staging.wait(buffer)
-        return buffer
-
-    def put(buffer: Tensor, where: Tensor) -> None:
-        staging.wait(buffer)
-        plane.index_copy_(0, where, buffer[: len(where)])
-
-    def overlapped(ids: Ids) -> None:
-        queued = None
-        for part, where in zip(rows.split(chunk), ids.host.split(chunk), strict=True):
-            with staging as buffer:
-                buffer[: len(part)].copy_(part, non_blocking=True)
-            if queued is not None:  # while this part crosses the bus
-                put(*queued)
-            queued = buffer, where
-        if queued is not None:
-            put(*queued)
-
-    return [
-        Way(BEST_TORCH["scatter"], lambda ids: plane.index_copy_(0, ids.host, fetched())),
-        Way(PLAIN_TORCH["scatter"], lambda ids: plane.__setitem__(ids.host, rows.cpu())),
-        Way(OVERLAPPED_TORCH["scatter"], overlapped),
-        Way("copy to pinned + index_put_", lambda ids: plane.index_put_((ids.host,), fetched())),
-    ]
-
-
-def _view_ways(work: Workload, direction: Direction) -> list[Way]:
-    """Return what kernels of torch and CuPy do with a table that they can address: the second is SpeedTorch's way."""
-    host = work.plane.device.type == "cpu"
-    view = mapped_view(work.plane, work.device) if host else work.plane
-    array, rows, out = to_cupy(view), to_cupy(work.rows), work.out
-    indices = {id(ids.device): to_cupy(ids.device) for ids in work.sets}  # made outside of the time, as the view is
-
-    def cupy_gather(ids: Ids) -> Any:
-        with torch_stream(work.device):
-            return array[indices[id(ids.device)]]
-
-    def cupy_scatter(ids: Ids) -> None:
-        with torch_stream(work.device):
-            array[indices[id(ids.device)]] = rows
-
-    if direction == "gather":
-        on_view = Way(
-            "index_select on a UVA view", lambda ids: torch.index_select(view, 0, ids.device, out=out), queues=True
-        )
-        by_cupy = Way(CUPY["gather"], cupy_gather, queues=True)
-    else:
-        on_view = Way("index_copy_ on a UVA view", lambda ids: view.index_copy_(0, ids.device, work.rows), queues=True)
-        by_cupy = Way(CUPY["scatter"], cupy_scatter, queues=True)
-    return [on_view, by_cupy] if host else [by_cupy]
-
-
-class Staging:
-    """Two page-locked buffers in turn: the host fills or empties one while the other crosses the bus."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._device = like.device
-        self._buffers = [pinned_like(like) for _ in range(2)]
-        self._events = {id(buffer): torch.cuda.Event() for buffer in self._buffers}
-        self._turn = itertools.cycle(self._buffers)
-
-    def __enter__(self) -> Tensor:
-        self._current = next(self._turn)
-        self.wait(self._current)
-        return self._current
-
-    def __exit__(self, *error: object) -> None:
-        self._events[id(self._current)].record(torch.cuda.current_stream(self._device))
-
-    def wait(self, buffer: Tensor) -> None:
-        """Block the host until the last copy that uses `buffer` is done."""
-        self._events[id(buffer)].synchronize()
+# --- plain copies -------------------------------------------------------------------------------------------------------
 
 
 def pinned_like(rows: Tensor) -> Tensor:
