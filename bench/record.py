@@ -2,62 +2,33 @@
 `status` tells which results exist, which still hold, and how those of a GPU compare with the bars.
 
 Each part goes to ``bench/results/<device>/<part>.json`` as soon as it is done, with device, versions, commit and a digest of
-the sources it depends on; where that has changed since, the result is stale. What quick and interrupted runs leave lies beside
-it (see store.py). Needs only what the tests need; the package need not be installed.
+the code it depends on (see sources.py); where that has changed since, the result is stale. What quick and interrupted runs
+leave lies beside it (see store.py). Needs only what the tests need; the package need not be installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import shutil
 import signal
 import sys
 import tarfile
 import time
-import xml.etree.ElementTree as ElementTree
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import bars
-import speedtorch_loop_words
-import word2vec_scale_figure
-import word2vec_statistics
-from gpu_parts import FACTS, FEATURES, FIRST_FILES, FIRST_LOOK, FIRST_TESTS, GPU_PARTS, Task
+from device_tests import ending, logs_beside, run_sanitizer, run_tests
+from gpu_parts import FACTS, FIRST_LOOK, FIRST_TESTS, GPU_PARTS, Task
 from running import logged, run, say
-from store import (
-    DRIFT,
-    FULL,
-    IDLE,
-    LOOP,
-    NGRAM_EXAMPLE,
-    PARTIAL,
-    PARTS,
-    QUICK,
-    ROOT,
-    SCALE,
-    SUITES,
-    WORD2VEC,
-    digest,
-    path_of,
-    read,
-    recorded,
-    write,
-)
+from status import status
+from store import PARTIAL, PARTS, QUICK, ROOT, SUITES, digest, path_of, read
 
 STARTED = time.monotonic()
 LIMIT_S = 300.0  # of one part, as the next must have its turn
 SPARE_S = 25.0  # of a part of `make gpu`, for stopping its last task and what comes after
 MARGIN_S = 10.0  # that a program ends by itself before it is stopped
-NO_TESTS_COLLECTED = 5  # pytest's exit code
-SANITIZER, TOOLS = "compute-sanitizer", ("memcheck", "racecheck")
-SANITIZER_FOUND = 86  # our choice, for findings where pytest is content
-STOPPED, REFUSED = "stopped at its time limit", "could not run"
-SANITIZED = ["tests/gpu", "-m", "sanitizer"]  # every kernel, little of each: all of it runs many times slower
 
 HELP = """\
 On a machine that is lent for ten minutes a command, thirty minutes are three commands, each in the order of what matters most:
@@ -96,104 +67,6 @@ def header(root: Path, part: str) -> dict[str, Any]:
 # --- the parts ----------------------------------------------------------------------------------------------------------
 
 
-def run_tests(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
-    """Run the GPU tests; return what went wrong."""
-    chosen = FIRST_FILES if about["part"] == FIRST_TESTS else ["tests/gpu"]
-    junit = logs_beside(path) / f"{about['part']}.xml"
-    junit.unlink(missing_ok=True)
-    options = ["-q", "--tb=short", "-p", "failures_at_once", f"--junitxml={junit}"]
-    code, _ = run([sys.executable, "-m", "pytest", *chosen, "-m", "gpu", *options], limit_s, cwd=root)
-    if code == NO_TESTS_COLLECTED:
-        return "there are none"
-    if not junit.exists():
-        return _ending(code)
-    complete = code in (0, 1)
-    result = {**about, **summary(junit, complete), "complete": complete}
-    write(path, result)
-    return f"{result['failed']} failed" if code == 1 else _ending(code)
-
-
-def _ending(code: int | None) -> str:
-    return {0: "", None: STOPPED}.get(code, f"ended with exit code {code}")
-
-
-def summary(junit: Path, complete: bool) -> dict[str, Any]:
-    """Return the counts, seconds and failures in a JUnit file of pytest; of one that was stopped without its last test."""
-    cases = list(ElementTree.parse(junit).iter("testcase"))
-    cases = cases if complete else cases[:-1]
-    failures = {}
-    for case in cases:
-        problem = case.find("failure") if case.find("failure") is not None else case.find("error")
-        if problem is not None:
-            name = f"{case.get('classname')}.{case.get('name')}"
-            failures[name] = (problem.get("message") or "").strip().splitlines()[:1]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    passed = [case for case in cases if len(case) == 0 or {part.tag for part in case} <= _NO_OUTCOME]
-    return {
-        "files": dict(Counter(name for name in map(_file_of, passed) if name)),
-        "passed": len(cases) - len(failures) - skipped,
-        "failed": len(failures),
-        "skipped": skipped,
-        "seconds": sum(float(case.get("time", 0)) for case in cases),
-        "failures": failures,
-    }
-
-
-_NO_OUTCOME = {"system-out", "system-err", "properties"}
-
-
-def _file_of(case: ElementTree.Element) -> str:
-    """Return the name of the file of a test without its folder and suffix; nothing where it cannot be told."""
-    return next((name for name in (case.get("classname") or "").split(".") if name.startswith("test_")), "")
-
-
-def run_sanitizer(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
-    """Run some GPU tests under compute-sanitizer, where it is installed; return what went wrong."""
-    tools: dict[str, dict[str, Any]] = {}
-    absent = shutil.which(SANITIZER) is None
-    result = {**about, "tools": tools, "absent": absent, "complete": absent}
-    write(path, result)
-    end = time.monotonic() + limit_s
-    for number, tool in enumerate(() if absent else TOOLS):
-        pytest = [sys.executable, "-m", "pytest", "-q", *SANITIZED]
-        command = [SANITIZER, "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), *pytest]
-        # Every tensor an allocation of its own: a cache would hide what lies beyond its end.
-        environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        start = time.monotonic()
-        limit = (end - start) / (len(TOOLS) - number)
-        code, output = run(command, limit, cwd=root, env=environment)
-        lines = output.splitlines()
-        findings = [line for line in lines if line.startswith("=========")]
-        tools[tool] = {
-            "exit": code,
-            "seconds": round(time.monotonic() - start, 1),
-            "summary": [line for line in findings if "SUMMARY" in line],
-            "findings": findings[:40],
-            "tests": lines[-5:],
-            "ran": any(" passed" in line for line in lines[-20:]),
-        }
-        result["complete"] = len(tools) == len(TOOLS) and not {STOPPED, REFUSED} & {*map(verdict, tools.values())}
-        write(path, result)
-    verdicts = {tool: verdict(found) for tool, found in tools.items()}
-    return ", ".join(f"{tool}: {text}" for tool, text in verdicts.items() if text not in ("clean", "no tests"))
-
-
-def verdict(found: dict[str, Any]) -> str:
-    """Return what a tool of the sanitizer says about the tests it ran."""
-    code, summary = found["exit"], found["summary"]
-    if code is None:
-        return STOPPED
-    if code == NO_TESTS_COLLECTED:
-        return "no tests"
-    if not summary or (code == 0 and not found["ran"]):
-        return REFUSED  # the device, so that nothing starts or all tests are skipped
-    if code == 0:
-        return "clean"
-    # Where a test failed the code is pytest's, whatever was found.
-    found_nothing = code != SANITIZER_FOUND and all("SUMMARY: 0 " in line for line in summary)
-    return f"tests ended with exit code {code}" if found_nothing else "NOT CLEAN"
-
-
 def run_suite(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
     """Measure a suite; return what went wrong."""
     command = [sys.executable, str(Path(__file__).with_name("suite.py")), about["part"], str(path), json.dumps(about)]
@@ -201,7 +74,7 @@ def run_suite(root: Path, path: Path, about: dict[str, Any], limit_s: float, qui
     code, _ = run(command, limit_s, cwd=root)
     if code == 0 and not read(path)["complete"]:
         return "the time was up before some groups"
-    return "a group failed" if code == 1 else _ending(code)
+    return "a group failed" if code == 1 else ending(code)
 
 
 def run_script(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
@@ -211,11 +84,13 @@ def run_script(root: Path, path: Path, about: dict[str, Any], limit_s: float, qu
         command += ["--seconds", f"{max(1.0, limit_s - MARGIN_S):.0f}"]
         command += ["--sizes", "0.02", "--rows", "1024", "--repeats", "2"] if quick else []
     code, _ = run(command, limit_s, cwd=root)
-    return _ending(code)
+    return ending(code)
 
 
-RUNNERS = {"sanitizer": "run_sanitizer", "tests": "run_tests", FIRST_TESTS: "run_tests"}
-RUNNERS |= dict.fromkeys((FACTS, FIRST_LOOK), "run_script")
+def runner_of(name: str) -> Callable[[Path, Path, dict[str, Any], float, bool], str]:
+    """Return what runs a task: a function of the root, the path of the result, its header, seconds and whether it is quick."""
+    others = {"sanitizer": run_sanitizer, "tests": run_tests, FIRST_TESTS: run_tests}
+    return {**others, FACTS: run_script, FIRST_LOOK: run_script}.get(name, run_suite)
 
 
 # --- the commands -------------------------------------------------------------------------------------------------------
@@ -277,16 +152,10 @@ def _run_task(task: Task, limit_s: float, root: Path) -> str:
         path = logs_beside(path) / f"{task.name}.json"  # a choice of the tests is no result of all
     path.unlink(missing_ok=True)
     logs_beside(path).mkdir(parents=True, exist_ok=True)
-    runner = globals()[RUNNERS.get(task.name, "run_suite")]
-    problem: str = runner(root, path, about, limit_s, task.quick)
+    problem = runner_of(task.name)(root, path, about, limit_s, task.quick)
     if path == path_of(root, device, task.name, PARTIAL) and path.exists() and read(path)["complete"]:
         path.replace(path_of(root, device, task.name))
     return problem
-
-
-def logs_beside(path: Path) -> Path:
-    """Return the folder for logs and JUnit files of a result; git ignores it."""
-    return path.parent if path.parent.name == "logs" else path.parent / "logs"
 
 
 def pack(archive: Path, folder: Path, root: Path) -> None:
@@ -300,92 +169,6 @@ def pack(archive: Path, folder: Path, root: Path) -> None:
         new.replace(archive)
     except OSError as error:  # the results are there all the same
         print(f"cannot write {archive}: {error}", file=sys.stderr)
-
-
-def status(root: Path = ROOT) -> int:
-    """Print every result and whether it is current, and the bars for each GPU."""
-    lines, gpu = [("device", "part", "date", "commit", "result", "state")], False
-    suites: dict[str, dict[str, Any]] = {}
-    cpus: dict[str, dict[str, Any]] = {}
-    for part, path in recorded(root, FULL, PARTIAL, QUICK):
-        try:
-            result = read(path)
-            facts = result["environment"]
-            state = "current" if result["digest"] == digest(root, part) else "STALE (sources changed since)"
-            commit = facts["commit"][:12] + ("+changes" if facts["dirty"] else "")
-            lines.append((facts["device"], part, facts["date"], commit, _outcome(part, result), state))
-            gpu = gpu or facts["cuda"]
-            if part in SUITES:
-                devices = suites if facts["cuda"] else cpus
-                devices.setdefault(facts["device"], {}).setdefault(part, result)  # the full one where there is one
-        except (KeyError, TypeError, ValueError) as error:
-            problem = f"unreadable ({type(error).__name__}); record it again"
-            lines.append((path.parent.name, part, "-", "-", "-", problem))
-    if len(lines) == 1:
-        print("no results yet; run `make gpu` on a machine with a CUDA device, `make bench` on any other")
-        return 0
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    if not gpu:
-        print("\nno GPU results yet; run `make gpu` on a machine with a CUDA device")
-    if lacking_tests := never_run(root):
-        print("\nnever run on a GPU (no test of it has passed there):", *lacking_tests, sep="\n  ")
-    for device, results in (*suites.items(), *cpus.items()):
-        lacking = any(result["quick"] or not result["complete"] for result in results.values())
-        note = ", of quick or incomplete runs in part" if lacking else ""
-        try:
-            found = bars.judge(results) if device in suites else bars.judge_step(results, cuda=False)
-            if device in suites or found[0].measured is not None:
-                print(f"\n{device}, the bars{note}", *found, sep="\n")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:  # foreign figures
-            print(f"\n{device}: the bars cannot be judged ({type(error).__name__}: {error}); record the suites again")
-    return 0
-
-
-def never_run(root: Path = ROOT) -> list[str]:
-    """Return the features, and the other files of tests/gpu, of which no recorded run on a GPU has passed a test."""
-    passed: set[str] = set()
-    for path in sorted((root / "bench" / "results").glob("*/*.json")):
-        if path.name.partition(".")[0] in ("tests", FIRST_TESTS):
-            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-                result = read(path)
-                passed |= set(result["files"]) if result["environment"]["cuda"] else set()
-    features = {what: f"test_{name}" for what, name in FEATURES.items() if f"test_{name}" not in passed}
-    files = {path.stem for path in (root / "tests" / "gpu").glob("test_*.py")} - passed - set(features.values())
-    return [
-        *(f"{what}: tests/gpu/{name}.py" for what, name in features.items()),
-        *(f"tests/gpu/{name}.py" for name in sorted(files)),
-    ]
-
-
-def _outcome(part: str, result: dict[str, Any]) -> str:
-    if part == "tests":
-        text = f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped"
-    elif part == "sanitizer":
-        found = (f"{tool} {verdict(facts)}" for tool, facts in result["tools"].items())
-        text = f"{SANITIZER} is not installed" if result["absent"] else ", ".join(found)
-    elif part == IDLE:
-        text = "recall " + ", ".join(
-            f"{way} {c['recall'][-1]:.3f}" for way, c in result["curves"].items() if "recall" in c
-        )
-    elif part == LOOP:
-        text = speedtorch_loop_words.in_short(result) + (", quick" if result["quick"] else "")
-    elif part == DRIFT:
-        text = ", ".join(f"{name} {len(stream['runs'])} tables" for name, stream in result["streams"].items())
-    elif part == NGRAM_EXAMPLE:
-        text = f"{len(result['contenders'])} contenders"
-    elif part in (WORD2VEC, SCALE):
-        text = (word2vec_statistics if part == WORD2VEC else word2vec_scale_figure).in_short(result)
-        text += ", quick" if result["quick"] else ""
-    elif part not in SUITES:
-        text = "came to its end"
-    else:
-        skipped = sum(bool(group["skipped"]) for group in result["groups"])
-        text = f"{len(result['groups']) - skipped} groups measured" + (f", {skipped} not" if skipped else "")
-        text += f", {len(result['failures'])} FAILED" if result["failures"] else ""
-        text += ", quick" if result["quick"] else ""
-    return text + ("" if result["complete"] else ", INCOMPLETE")
 
 
 def main(arguments: list[str] | None = None) -> int:

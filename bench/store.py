@@ -6,12 +6,16 @@ neither takes the place of a complete one.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from sources import Sources, normal_form
+from tree import in_commit, in_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITES = (
@@ -46,129 +50,84 @@ LAYOUT = "layout"  # of bench/layout.py, which no page shows
 OTHERS = (IDLE, WORD2VEC, SCALE, LOOP, NGRAM_EXAMPLE, PARALLEL_EXAMPLE, DRIFT, PLAN)
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 
-_PACKAGE = ("speedtransfer/**/*.py", "speedtransfer/**/*.cu", "speedtransfer/**/*.cuh")
-_NO_ROWS = (  # move none for the benchmarks
-    "!speedtransfer/cli.py",
-    "!speedtransfer/__main__.py",
-    "!speedtransfer/planning/**/*.py",
-    "!speedtransfer/speedtorch/**/*.py",
-    "!speedtransfer/word2vec/**/*.py",
-)
-_WORD2VEC_KERNEL = "!speedtransfer/kernels/word2vec.cu"
-_NO_TRAINING = (
-    "!speedtransfer/speedtorch/**/*.py",
-    "!speedtransfer/cli.py",
-    "!speedtransfer/__main__.py",
-    "!speedtransfer/benchmark/**/*.py",
-    "!speedtransfer/checkpoint/**/*.py",
-    "!speedtransfer/planning/**/*.py",
-    *(
-        f"!speedtransfer/word2vec/{name}.py"
-        for name in (
-            "watchers",
-            "commands*",
-            "config",
-            "demo",
-            "evaluation*",
-            "extras",
-            "formats*",
-            "lookup",
-            "ngram_vectors",
-            "output",
-            "plot",
-        )
-    ),
-)
-# What only shows figures is no part of what was measured.
-_SHOWING = (
-    "commands",
-    "drawing",
-    "html",
-    "output",
-    "report",
-    "run",
-    "suites",
-    "units",
-)
-_TESTS = (
-    "tests/gpu/**/*.py",
-    "tests/table_cases/**/*.py",
-    "tests/*_cases.py",
-    "tests/cases.py",
-    "tests/table_contract.py",
+# Where what is measured begins, for sources.py. Of a suite it is `groups`, and how cases are measured.
+_MEASURE = "speedtransfer.benchmark.measure:measure"
+BEGINS = {
+    **{suite: (f"speedtransfer.benchmark.{suite}:groups", _MEASURE) for suite in SUITES},
+    IDLE: ("idle_training:train", "idle_data:read_data"),
+    WORD2VEC: ("word2vec_child:*", "word2vec_data:prepare", "word2vec_process:run_job"),
+    SCALE: ("word2vec_scale_child:*", "word2vec_process:run_job"),
+    NODE2VEC: ("node2vec:measure", "node2vec:summary", "node2vec_data:read_data"),
+    GOWALLA: ("gowalla:train_here", "gowalla:run_processes", "gowalla:distance", "idle_data:read_data"),
+    DRIFT: (*(f"vocabulary_drift_training:{name}" for name in ("train_zipf", "train_gowalla")), "idle_data:read_data"),
+    PLAN: ("plan_accuracy_cases:planned", "plan_accuracy_cases:measured", "plan_accuracy_cases:CASES"),
+    LOOP: ("speedtorch_loop_training:train",),
+    LAYOUT: ("layout:measure",),
+    NGRAM_EXAMPLE: ("ngram_lm.run:_train", "ngram_lm.comparison:compare"),
+    PARALLEL_EXAMPLE: ("parallel.run:_train", "parallel.run:_check"),
+}
+# The tests of a device depend on every module but those that move no rows, and on what tests/gpu needs.
+_CHECKED = re.compile(
+    r"speedtransfer/(?!(benchmark|planning|speedtorch|word2vec)/|cli\.|__main__\.).*\.(py|cu|cuh)"
+    r"|tests/((gpu|table_cases)/.*|[^/]*_cases|cases|table_contract)\.py"
 )
 
 
-def _sources(part: str) -> tuple[str, ...]:
-    if part == IDLE:
-        return (
-            *_PACKAGE,
-            *_NO_ROWS,
-            _WORD2VEC_KERNEL,
-            "!speedtransfer/benchmark/**/*.py",
-            "bench/idle_data.py",
-            "bench/idle_training.py",
-        )
-    if part in (WORD2VEC, SCALE):
-        own = ("data", "child", "process") if part == WORD2VEC else ("scale", "scale_child", "process")
-        return (*_PACKAGE, *_NO_TRAINING, *(f"bench/word2vec_{name}.py" for name in own))
-    if part == NODE2VEC:
-        own = (f"bench/node2vec{name}.py" for name in ("", "_data", "_scores"))
-        return (*_PACKAGE, *_NO_TRAINING, *own)
-    if part == GOWALLA:
-        own = (f"bench/{name}.py" for name in ("gowalla", "gowalla_training", "idle_data"))
-        return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "!speedtransfer/benchmark/**/*.py", *own)
-    if part == DRIFT:
-        own = (f"bench/{name}.py" for name in ("vocabulary_drift", "vocabulary_drift_training", "idle_data"))
-        return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "!speedtransfer/benchmark/**/*.py", *own)
-    if part == PLAN:
-        # A plan measures, so that it is among what is measured; how it is shown is not.
-        shown = (f"!speedtransfer/planning/{name}.py" for name in ("command", "plan_*", "rank*", "shown_*", "price*"))
-        kept = (pattern for pattern in _NO_ROWS if "planning" not in pattern)
-        return (*_PACKAGE, *kept, _WORD2VEC_KERNEL, *shown, "bench/plan_accuracy.py", "bench/plan_accuracy_cases.py")
-    if part == NGRAM_EXAMPLE:
-        aside = (
-            "!speedtransfer/benchmark/**/*.py",
-            "!examples/ngram_lm/pictures.py",
-            "!examples/ngram_lm/table_text.py",
-        )
-        return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "examples/ngram_lm/*.py", *aside)
-    if part == PARALLEL_EXAMPLE:
-        own = ("examples/parallel/run.py", "examples/parallel/training.py")
-        return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "!speedtransfer/benchmark/**/*.py", *own)
-    if part == LAYOUT:
-        return (*_PACKAGE, *_NO_ROWS, _WORD2VEC_KERNEL, "!speedtransfer/benchmark/**/*.py", "bench/layout.py")
-    if part == LOOP:
-        others = (f"!speedtransfer/{name}/**/*.py" for name in ("benchmark", "checkpoint", "planning", "word2vec"))
-        return (
-            *_PACKAGE,
-            "!speedtransfer/cli.py",
-            "!speedtransfer/__main__.py",
-            *others,
-            _WORD2VEC_KERNEL,
-            "bench/speedtorch_loop_training.py",
-        )
-    if part in CHECKS:
-        return (*_PACKAGE, *_NO_ROWS, "!speedtransfer/benchmark/**/*.py", *_TESTS)
-    aside = (*_SHOWING, *(suite for suite in SUITES if suite != part))
-    return (
-        *_PACKAGE,
-        *_NO_ROWS,
-        _WORD2VEC_KERNEL,
-        *(f"!speedtransfer/benchmark/{name}{more}.py" for name in aside for more in ("", "_*")),
-    )
+class Tree:
+    """The sources of this repository, as they lie in a folder or as a commit has them.
+
+    Raises
+    ------
+    LookupError
+        git does not know the commit.
+    """
+
+    def __init__(self, root: Path, commit: str = "") -> None:
+        self._root, self._commit = root, commit
+        self._files = in_commit(root, commit, "speedtransfer/", "bench/", "examples/", "tests/") if commit else None
+        self.sources = Sources(in_folder(root) if self._files is None else self._files.get)
+
+    def digest(self, part: str) -> str:
+        """Return the SHA-256 of the code that the result `part` depends on, as it is here and now."""
+        if part not in CHECKS:
+            return self.sources.digest(BEGINS.get(part, (f"{part}:main",)))
+        found = hashlib.sha256()
+        for name, text in sorted(self._checked()):
+            found.update(f"{name}\0{normal_form(name, text)}\0".encode())
+        return found.hexdigest()
+
+    def _checked(self) -> Iterator[tuple[str, str]]:
+        if self._files is not None:
+            yield from ((name, text) for name, text in self._files.items() if _CHECKED.fullmatch(name))
+            return
+        for path in (path for folder in ("speedtransfer", "tests") for path in (self._root / folder).rglob("*.*")):
+            name = path.relative_to(self._root).as_posix()
+            if _CHECKED.fullmatch(name):
+                yield name, path.read_text(encoding="utf-8")
 
 
 def digest(root: Path, part: str) -> str:
-    """Return the SHA-256 of the names and contents of the files that the result `part` depends on."""
-    patterns = _sources(part)
-    chosen = {path for pattern in patterns if pattern[0] != "!" for path in root.glob(pattern)}
-    chosen -= {path for pattern in patterns if pattern[0] == "!" for path in root.glob(pattern[1:])}
-    result = hashlib.sha256()
-    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in chosen):
-        content = path.read_bytes()
-        result.update(f"{name}\0{len(content)}\0".encode() + content)
-    return result.hexdigest()
+    """Return the SHA-256 of the code in folder `root` that the result `part` depends on."""
+    return Tree(root).digest(part)
+
+
+class Current:
+    """Tells whether results still hold: the code that they depend on is what it was."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._tree = functools.cache(Tree)
+
+    def __call__(self, part: str, result: dict[str, Any]) -> bool:
+        """Compare the digests of code; of a result with a digest of another kind, the code of its commit, where git has it."""
+        now = self._tree(self._root).digest(part)
+        if result["digest"] == now:
+            return True
+        commit, changed = (result["environment"][key] for key in ("commit", "dirty"))
+        try:
+            return not changed and self._tree(self._root, commit).digest(part) == now
+        except LookupError:
+            return False
 
 
 def path_of(root: Path, device: str, part: str, run: str = FULL) -> Path:

@@ -37,6 +37,11 @@ def record():
 
 
 @pytest.fixture
+def status():
+    return importlib.import_module("status")
+
+
+@pytest.fixture
 def running():
     return importlib.import_module("running")
 
@@ -48,8 +53,19 @@ def store():
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A working tree of a few files, outside of git."""
+    """A working tree of a few files, outside of git: suite `step` moves rows, and `transfer` does it by a kernel."""
+    code = {
+        "speedtransfer/cuda/runtime.py": "def copy():\n    return 1\n\n\ndef unused():\n    return 2\n",
+        "speedtransfer/benchmark/measure.py": "from speedtransfer.cuda import runtime\ndef measure():\n    runtime.copy()\n",
+        "speedtransfer/benchmark/step.py": (
+            "from speedtransfer.benchmark.plots import draw\nTITLE = 'step'\n\ndef groups():\n    return move()\n\n"
+            "def move():\n    from speedtransfer.cuda.runtime import copy\n    return copy()\n\ndef show():\n    draw(TITLE)\n"
+        ),
+        "speedtransfer/benchmark/transfer.py": "KERNEL = 'rows.cu'\n\ndef groups():\n    return KERNEL\n",
+        "speedtransfer/cuda/__init__.py": "",
+    }
     for name in (
+        *code,
         "speedtransfer/cuda/runtime.py",
         "speedtransfer/cli.py",
         "speedtransfer/kernels/rows.cu",
@@ -64,7 +80,7 @@ def tree(tmp_path, monkeypatch):
     ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
+        path.write_text(code.get(name, name))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     return tmp_path
 
@@ -138,11 +154,12 @@ def test_every_part_is_listed(record, store, tree, capsys):
     put(store, tree, "sanitizer")
     put(store, tree, "transfer")
     put(store, tree, "step", complete=False, quick=True, failures={"a": "why"})
-    heading, *lines = listed(record, tree, capsys)[:5]
-    assert heading.split() == ["device", "part", "date", "commit", "result", "state"]
+    heading, empty, device, *lines = listed(record, tree, capsys)[:7]
+    assert heading.split() == ["part", "date", "commit", "state", "result"]
+    assert (empty, device) == ("", "NVIDIA H200")
     cells = [[cell.strip() for cell in line.split("  ") if cell] for line in lines]
     assert cells == [
-        ["NVIDIA H200", part, "2026-01-02T03:04:05+00:00", "0123456789ab", text, "current"]
+        [part, "2026-01-02", "0123456", "current", text]
         for part, text in (
             ("tests", "12 passed, 3 failed, 1 skipped"),
             ("sanitizer", "memcheck clean, racecheck NOT CLEAN"),
@@ -152,13 +169,30 @@ def test_every_part_is_listed(record, store, tree, capsys):
     ]
 
 
+def test_a_long_result_takes_several_lines(record, store, tree, capsys):
+    put(store, tree, "step")
+    tools = {f"tool{number}": tool(86, "1 hazard") for number in range(12)}
+    put(store, tree, "sanitizer", tools=tools)
+    lines = listed(record, tree, capsys)
+    table = lines[: lines.index("", 2)]
+    assert max(map(len, table)) <= 120
+    start = table[0].index("result")
+    assert all(line[:start].isspace() for line in table[4:-1])
+    assert " ".join(line[start:].strip() for line in table[3:-1]) == ", ".join(f"{name} NOT CLEAN" for name in tools)
+
+
+def states(lines):
+    """The state of each part that is listed."""
+    return {cells[0]: cells[3] for cells in map(str.split, lines) if len(cells) > 4 and cells[1][:2] == "20"}
+
+
 @pytest.mark.parametrize(
     ("changed", "stale"),
     [
         ("speedtransfer/cuda/runtime.py", {"tests", "sanitizer", "transfer", "step"}),
-        ("speedtransfer/kernels/rows.cu", {"tests", "sanitizer", "transfer", "step"}),
+        ("speedtransfer/kernels/rows.cu", {"tests", "sanitizer", "transfer"}),
         ("speedtransfer/kernels/word2vec.cu", {"tests", "sanitizer"}),
-        ("speedtransfer/new.py", {"tests", "sanitizer", "transfer", "step"}),
+        ("speedtransfer/new.py", {"tests", "sanitizer"}),
         ("speedtransfer/benchmark/measure.py", {"transfer", "step"}),
         ("speedtransfer/benchmark/step.py", {"step"}),
         ("speedtransfer/benchmark/report.py", set()),
@@ -175,10 +209,33 @@ def test_stale_after_a_change(record, store, tree, capsys, changed, stale):
     for part in parts:
         put(store, tree, part)
     (tree / changed).write_text("changed")
-    lines = listed(record, tree, capsys)[1:5]
-    assert {
-        part for part, line in zip(parts, lines, strict=True) if line.endswith("STALE (sources changed since)")
-    } == stale
+    assert states(listed(record, tree, capsys)) == {part: "STALE" if part in stale else "current" for part in parts}
+
+
+def commit(tree):
+    """Make `tree` a repository and commit all of it; return the commit."""
+    git = ["git", "-C", str(tree), "-c", "user.name=A", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
+        subprocess.run([*git, *command], check=True)
+    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("dirty", "known", "changed", "state"),
+    [
+        (False, True, "bench/record.py", "current"),
+        (False, True, "speedtransfer/benchmark/step.py", "STALE"),
+        (True, True, "bench/record.py", "STALE"),
+        (False, False, "bench/record.py", "STALE"),
+    ],
+)
+def test_an_older_digest_is_told_by_its_commit(record, store, tree, capsys, dirty, known, changed, state):
+    path = put(store, tree, "step", digest="of another kind")
+    result = store.read(path)
+    facts = {**result["environment"], "dirty": dirty, "commit": commit(tree) if known else "0" * 40}
+    store.write(path, {**result, "environment": facts})
+    (tree / changed).write_text("changed")
+    assert states(listed(record, tree, capsys)) == {"step": state}
 
 
 def test_a_renamed_file_changes_the_digest(store, tree):
@@ -190,14 +247,14 @@ def test_a_renamed_file_changes_the_digest(store, tree):
 @pytest.mark.parametrize("content", ["", "[]", '{"environment": {}}'])
 def test_an_unreadable_result(record, store, tree, capsys, content):
     put(store, tree, "tests").write_text(content)
-    _, line, *_ = listed(record, tree, capsys)
+    _, _, _, line, *_ = listed(record, tree, capsys)
     assert "unreadable" in line
     assert "record it again" in line
 
 
-def test_what_never_ran_on_a_gpu(record, store, tree, capsys, monkeypatch):
+def test_what_never_ran_on_a_gpu(record, status, store, tree, capsys, monkeypatch):
     """Of a feature or a file only a test that has passed there counts."""
-    monkeypatch.setattr(record, "FEATURES", {"a new kernel": "kernel", "a lookup": "lookup"})
+    monkeypatch.setattr(status, "FEATURES", {"a new kernel": "kernel", "a lookup": "lookup"})
     for name in ("kernel", "lookup", "other"):
         (tree / f"tests/gpu/test_{name}.py").write_text("")
     path = put(store, tree, "tests", files={"test_device": 3, "test_lookup": 1})
@@ -205,18 +262,18 @@ def test_what_never_ran_on_a_gpu(record, store, tree, capsys, monkeypatch):
     text = "\n".join(listed(record, tree, capsys))
     assert "never run on a GPU" in text
     missing = ["a new kernel: tests/gpu/test_kernel.py", "tests/gpu/test_other.py"]
-    assert record.never_run(tree) == missing
+    assert status.never_run(tree) == missing
     # The tests of tests/gpu that need no device run on CPUs too.
     store.write(path, {**result, "environment": {**result["environment"], "cuda": False}})
-    assert "a lookup: tests/gpu/test_lookup.py" in record.never_run(tree)
+    assert "a lookup: tests/gpu/test_lookup.py" in status.never_run(tree)
     store.write(path, {**result, "files": {f"test_{name}": 1 for name in ("device", "kernel", "lookup", "other")}})
-    assert not record.never_run(tree)
+    assert not status.never_run(tree)
     assert "never run" not in "\n".join(listed(record, tree, capsys))
 
 
-def test_features_are_those_of_tests_that_are_there(record):
-    for name in record.FEATURES.values():
-        assert (record.ROOT / f"tests/gpu/test_{name}.py").exists()
+def test_features_are_those_of_tests_that_are_there(store):
+    for name in importlib.import_module("gpu_parts").FEATURES.values():
+        assert (store.ROOT / f"tests/gpu/test_{name}.py").exists()
 
 
 def test_every_recorded_result_of_this_repository_is_readable(record, capsys):
@@ -301,7 +358,7 @@ def test_gpu_tests_that_hang_leave_those_before(
     found = store.read(store.path_of(tree, gpu["device"], "tests", ".partial"))
     assert (found["passed"], found["failed"], found["complete"]) == (1, 0, False)
     assert not store.path_of(tree, gpu["device"], "tests").exists()
-    assert "1 passed, 0 failed, 0 skipped, INCOMPLETE" in listed(record, tree, capsys)[1]
+    assert "1 passed, 0 failed, 0 skipped, INCOMPLETE" in listed(record, tree, capsys)[3]
 
 
 def is_dead(pid):
@@ -362,7 +419,7 @@ def test_no_sanitizer(record, store, tree, gpu, monkeypatch):
 def test_a_sanitizer_without_tests_is_no_failure(record, store, tree, gpu, monkeypatch, capsys):
     fake_sanitizer(tree, monkeypatch, 5)
     assert record.record(["sanitizer"], False, 100, 100, tree) == 0
-    assert "memcheck clean, racecheck no tests" in listed(record, tree, capsys)[1]
+    assert "memcheck clean, racecheck no tests" in listed(record, tree, capsys)[3]
 
 
 @pytest.mark.parametrize(
@@ -378,9 +435,10 @@ def test_a_sanitizer_without_tests_is_no_failure(record, store, tree, gpu, monke
         (None, "", "stopped at its time limit"),
     ],
 )
-def test_what_the_sanitizer_says(record, code, found, verdict):
-    assert record.verdict(tool(code, found)) == verdict
-    assert record.verdict(tool(0, "0 errors", ran=False)) == "could not run"  # all were skipped
+def test_what_the_sanitizer_says(code, found, verdict):
+    says = importlib.import_module("device_tests").verdict
+    assert says(tool(code, found)) == verdict
+    assert says(tool(0, "0 errors", ran=False)) == "could not run"  # all were skipped
 
 
 def test_a_refused_device_costs_no_earlier_result(record, store, tree, gpu, monkeypatch, capsys):
@@ -388,7 +446,7 @@ def test_a_refused_device_costs_no_earlier_result(record, store, tree, gpu, monk
     fake_sanitizer(tree, monkeypatch)
     (tree / "compute-sanitizer").write_text("#!/bin/sh\necho '========= Error: Device not supported'\nexit 1\n")
     assert record.record(["sanitizer"], False, 100, 100, tree) == 1
-    assert "memcheck could not run, racecheck could not run, INCOMPLETE" in listed(record, tree, capsys)[2]
+    assert "memcheck could not run, racecheck could not run, INCOMPLETE" in listed(record, tree, capsys)[4]
     assert store.path_of(tree, gpu["device"], "sanitizer").read_text() == before
 
 
@@ -408,9 +466,9 @@ def test_only_a_complete_run_takes_the_place_of_another(record, store, tree, gpu
         monkeypatch.setattr(record, "run_suite", suite(complete))
         assert record.record(["tax"], quick, 100, 100, tree) == 0
         assert full.read_text() == before
-    results = [line.split("  ")[4:] for line in listed(record, tree, capsys)[1:4]]
+    results = [line for line in listed(record, tree, capsys)[3:6] if line.startswith("tax")]
     assert len(results) == 3
-    assert [("INCOMPLETE" in str(cells), "quick" in str(cells)) for cells in results] == [
+    assert [("INCOMPLETE" in line, "quick" in line) for line in results] == [
         (False, False),
         (True, False),
         (False, True),
@@ -527,7 +585,7 @@ def test_every_part_fits_into_a_lease(record, store):
         assert last.limit_s >= part.seconds, "the last one has all that is left"
         assert sum(task.limit_s for task in limited) < part.seconds - record.SPARE_S
         for task in part.tasks:
-            is_script = record.RUNNERS.get(task.name) == "run_script" and (BENCH / f"{task.name}.py").exists()
+            is_script = record.runner_of(task.name) is record.run_script and (BENCH / f"{task.name}.py").exists()
             assert is_script or task.name in (*store.PARTS, parts.FIRST_TESTS)
     assert all((BENCH.parent / name).exists() for name in parts.FIRST_FILES)
 
