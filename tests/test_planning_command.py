@@ -8,12 +8,17 @@ import sys
 import pytest
 
 from speedtransfer.cli import main
+from speedtransfer.planning import measured_rates
 
 SIZES = ["--rows", "1e6", "--dim", "64", "--ranks", "4", "--lookups", "65536"]
 
 
 @pytest.fixture
 def run(monkeypatch, capfd):
+    # What this machine copies in a second is no matter here; test_planning_this_machine.py measures it.
+    monkeypatch.setattr(measured_rates, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(measured_rates, "_BUDGET_S", 0.01)
+
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["speedtransfer", "plan", *arguments])
         with pytest.raises(SystemExit) as stop:

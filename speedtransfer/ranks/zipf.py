@@ -20,6 +20,7 @@ from speedtransfer.ranks.partition import Partition
 _EXACT, _BLOCKS = 1 << 20, 4096
 
 
+@functools.lru_cache(maxsize=1024, typed=True)
 def expected_unique(num_rows: int, exponent: float, lookups: int) -> float:
     """Return the expected number of distinct rows among `lookups`.
 
