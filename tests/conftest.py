@@ -14,6 +14,11 @@ _cache = tempfile.TemporaryDirectory(prefix="speedtransfer-test-")
 os.environ["SPEEDTRANSFER_CACHE"] = _cache.name
 os.environ["SPEEDTRANSFER_CALIBRATE"] = "0"
 
+# Without a device of these kinds, torch.manual_seed keeps the seed and the stack as text for each: a millisecond a call.
+for _accelerator in (torch.cuda, torch.xpu, torch.mtia):
+    if not _accelerator.is_available():
+        _accelerator.manual_seed_all = lambda seed: None
+
 pytest.register_assert_rewrite("cases", "engine_cases", "table_cases")
 
 
