@@ -19,9 +19,10 @@ from typing import Any
 
 from ranks.worker import Reply, serve
 
-# Each rank is a fork of one process that has imported these, which takes seconds. Nothing of this repository: that process may
+# Each rank is a fork of one process that has imported these, which takes seconds; the first optimizer imports torch._dynamo,
+# the first table numba. Nothing of this repository: that process may
 # find another copy of it than the tests do.
-PRELOAD = ["torch", "torch.distributed", "pytest"]
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numba", "pytest"]
 # Seconds that the other ranks have left when one has failed: they may wait for it until the group's timeout.
 GRACE = 2.0
 

@@ -120,7 +120,7 @@ def losses(has_table: bool, ways: tuple[Callable, ...]) -> dict[str, float]:
     [
         pytest.param(False, tuple(MARGINS), marks=pytest.mark.slow, id="dense"),
         pytest.param(True, tuple(MARGINS), marks=pytest.mark.slow, id="sharded table"),
-        pytest.param(True, (power_sgd, one_bit, block_momentum), id="sharded table, some"),
+        pytest.param(True, (one_bit, block_momentum), id="sharded table, some"),
     ],
 )
 def test_trains_to_the_loss_of_all_reduce(three, has_table, ways):

@@ -33,7 +33,7 @@ from speedtransfer.benchmark.exchange_worker import Sizes, Training
 
 SIZES = Sizes(width=64, rows=1000, dim=64, examples=48, lr=0.1, table_lr=0.03, seed=0)
 METHODS = (ALL_REDUCE, FP16, EIGHT_BITS, POWER_SGD, ONE_BIT, NO_ERRORS, LOCAL_SGD, BLOCK_MOMENTUM, *COMM_DTYPES)
-STEPS = 16
+STEPS = 8
 # Of struct tcp_info of Linux.
 BYTES_SENT = 200
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import speedtransfer as st
 
-ROWS, DIM, STEPS = 300, 8, 12
+ROWS, DIM, STEPS = 300, 8, 9
 
 
 @dataclasses.dataclass
