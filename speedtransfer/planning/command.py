@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,14 +11,23 @@ import torch
 import typer
 from rich.console import Console
 
-from speedtransfer.dtypes import FLOAT8_DTYPES
-from speedtransfer.errors import InvalidValueError, check_size, suggest
-from speedtransfer.nn.sizing import MakeOptimizer, TableSize, table_size
+from speedtransfer.errors import InvalidValueError, check_size
+from speedtransfer.nn.sizing import table_size
+from speedtransfer.planning.command_checks import (
+    check_kind,
+    check_lookups,
+    check_number,
+    check_ranks,
+    check_scale_block,
+    check_unique,
+    chosen,
+    whole_rows,
+)
 from speedtransfer.planning.forms import FLOAT32, STATE, STORAGE, Form, forms_for
 from speedtransfer.planning.given_machine import machine_given
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.machine_files import load_machines, published_machines
-from speedtransfer.planning.optimizer_name import NONE, named, optimizer_given, optimizer_named
+from speedtransfer.planning.optimizer_name import named, optimizer_given, optimizer_named
 from speedtransfer.planning.plan_files import check_writable, write_text
 from speedtransfer.planning.plan_text import WIDTH, as_renderable
 from speedtransfer.planning.planner import plan as make_plan
@@ -30,7 +38,6 @@ from speedtransfer.planning.shown_ranking import ranking_data, show_ranking
 from speedtransfer.planning.shown_ranks import Rates, show_ranks
 from speedtransfer.planning.shown_size import show_size
 from speedtransfer.planning.workload import make_workload
-from speedtransfer.ranks.zipf import expected_unique
 
 _COMM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _IDLE = {name: name for name in ("auto", "exact", "lazy")}
@@ -127,39 +134,41 @@ def plan(
     from its figures. With --ranks the command computes what several processes hold and send; of those rates have defaults that
     are round numbers and no machine's.
     """
-    counts = [_whole(each) for each in rows]
+    counts = [whole_rows(each) for each in rows]
     dims = [check_size(each, "--dim", 1) for each in dim]
     if len(dims) not in (1, len(counts)):
         raise InvalidValueError(
             f"--dim is given {len(dims)} times and --rows {len(counts)}; pass one --dim, or one for each"
         )
     dims *= len(counts) if len(dims) == 1 else 1
-    per_sample, samples = _lookups(lookups, tokens, rows_per_token, batch)
-    _chosen("--idle", idle, _IDLE)
+    per_sample, samples = check_lookups(lookups, tokens, rows_per_token, batch)
+    chosen("--idle", idle, _IDLE)
     for option, name, choices in (("--storage-dtype", storage_dtype, STORAGE), ("--state-dtype", state_dtype, STATE)):
         if name is not None:
-            _chosen(option, name, choices)
-    _check_scale_block(scale_block, storage_dtype or FLOAT32)
-    _check_number("--zipf", zipf, zero=True)
-    _check_number("--call-us", call_us, zero=True)
-    _check_number("--dense-ms", dense_ms, zero=True)
-    _check_number("--network-gbps", network_gbps)
-    _check_number("--bus-gbps", bus_gbps)
-    comm = _chosen("--comm-dtype", comm_dtype, _COMM_DTYPES)
+            chosen(option, name, choices)
+    check_scale_block(scale_block, storage_dtype or FLOAT32)
+    check_number("--zipf", zipf, zero=True)
+    check_number("--call-us", call_us, zero=True)
+    check_number("--dense-ms", dense_ms, zero=True)
+    check_number("--network-gbps", network_gbps)
+    check_number("--bus-gbps", bus_gbps)
+    comm = chosen("--comm-dtype", comm_dtype, _COMM_DTYPES)
     make = optimizer_named(optimizer)
     asked = None if per_sample is None else round(per_sample * samples)
-    unique = _check_unique(unique, asked, counts, zipf)
-    given = None if ranks is None else _check_ranks(ranks, counts, asked, unique, optimizer)
+    unique = check_unique(unique, asked, counts, zipf)
+    given = None if ranks is None else check_ranks(ranks, counts, asked, unique, optimizer)
     form = Form(storage_dtype or FLOAT32, state_dtype or FLOAT32, scale_block)
-    sizes = [_size(count, width, make, form, idle) for count, width in zip(counts, dims, strict=True)]
+    sizes = [
+        table_size(count, width, make, **form.arguments, idle=idle) for count, width in zip(counts, dims, strict=True)
+    ]
     console = Console(highlight=False, width=None if Console().is_terminal else WIDTH)
     rates = Rates(call_us, network_gbps, bus_gbps)
-    _check_kind(ranks is not None, rank, {"--by": by, "--devices": devices, "--prices": prices}, json, picture)
+    check_kind(ranks is not None, rank, {"--by": by, "--devices": devices, "--prices": prices}, json, picture)
     if given is not None and asked is not None and unique is not None:
         show_ranks(console, sizes[0], given, asked, unique, zipf, distinct_share, comm, rates)
         return
     if by is not None:
-        _chosen("--by", by, MEASURES)
+        chosen("--by", by, MEASURES)
     # Before anything is measured.
     for path in (picture, None if json in (None, "-") else Path(str(json))):
         check_writable(path)
@@ -226,17 +235,6 @@ def _write(json: str | None, data: dict[str, Any], show: Callable[[], None]) -> 
         write_text(Path(json), text + "\n")
 
 
-def _check_kind(of_ranks: bool, rank: bool, of_rank: dict[str, Any], json: str | None, picture: Path | None) -> None:
-    """Raise for an option that would be ignored: of a ranking without --rank, or one that --ranks does not know."""
-    for option, value in of_rank.items():
-        if value is not None and not rank:
-            raise InvalidValueError(f"{option} is {str(value)!r} without --rank, which it is for; pass --rank too")
-    if of_ranks:
-        ignored = {"--rank": rank, "--json": json, "--picture": picture}
-        for option in (option for option, value in ignored.items() if value):
-            raise InvalidValueError(f"{option} is given with --ranks, which only prints a table; leave out one of them")
-
-
 def _machines(machine: str | None, host_memory: str | None, disk: str | None) -> list[Machine]:
     """Return the machines to rank, those known and those of a file; what is given is for those whose own is not known."""
     more = [] if machine is None else load_machines(machine)
@@ -246,99 +244,3 @@ def _machines(machine: str | None, host_memory: str | None, disk: str | None) ->
         host = host_memory if each.host_bytes is None else None
         given.append(machine_given(each, host, disk if each.disk_bytes is None else None)[0])
     return given
-
-
-def _whole(rows: float) -> int:
-    if not rows.is_integer():
-        raise InvalidValueError(f"--rows is {rows} but must be a number of rows; pass for instance 1e9")
-    return check_size(int(rows), "--rows", 1)
-
-
-def _size(rows: int, dim: int, make: MakeOptimizer | None, form: Form, idle: str) -> TableSize:
-    return table_size(
-        rows,
-        dim,
-        make,
-        storage_dtype=form.storage_dtype,
-        state_dtype=form.state_dtype,
-        scale_block=form.scale_block,
-        idle=idle,
-    )
-
-
-def _check_unique(unique: float | None, asked: int | None, counts: Sequence[int], zipf: float) -> float | None:
-    """Return the distinct rows of a step of the first table; None where its lookups are not known."""
-    if asked is None:
-        if unique is not None:
-            raise InvalidValueError(f"--unique is {unique} without the lookups of a step; pass --lookups as well")
-        return None
-    if unique is None:
-        return expected_unique(counts[0], zipf, asked)
-    if len(counts) > 1:
-        raise InvalidValueError(f"--unique is {unique} for {len(counts)} tables; leave it out, or plan them one by one")
-    if not 0 < unique <= min(asked, counts[0]):
-        raise InvalidValueError(
-            f"--unique is {unique} but must be above 0 and at most --lookups and --rows, {min(asked, counts[0])}; "
-            "pass a number between"
-        )
-    return unique
-
-
-def _check_ranks(ranks: int, counts: Sequence[int], asked: int | None, unique: float | None, optimizer: str) -> int:
-    check_size(ranks, "--ranks", 1)
-    if len(counts) > 1:
-        raise InvalidValueError(
-            f"--ranks is for one table but --rows is given {len(counts)} times; plan them one by one"
-        )
-    if asked is None or unique is None:
-        raise InvalidValueError("--ranks is given without the lookups of a step; pass --lookups as well")
-    if optimizer.lower() == NONE:
-        raise InvalidValueError("--ranks shows training steps but --optimizer is none; leave out one of them")
-    return ranks
-
-
-def _lookups(
-    lookups: float | None, tokens: int | None, rows_per_token: int | None, batch: int | None
-) -> tuple[float | None, int]:
-    """Return the lookups of a sample, None where nothing is given, and the samples of a step: one unless --batch says."""
-    samples = 1 if batch is None else check_size(batch, "--batch", 1)
-    if lookups is not None:
-        if tokens is not None or rows_per_token is not None:
-            raise InvalidValueError("--lookups is given, and --tokens or --rows-per-token too; pass one or the others")
-        _check_number("--lookups", lookups)
-        if lookups < 1 or (batch is None and not float(lookups).is_integer()):
-            raise InvalidValueError(f"--lookups is {lookups:g} but must be a number from 1 on; pass for instance 65536")
-        return lookups, samples
-    if tokens is None:
-        if rows_per_token is not None:
-            raise InvalidValueError("--rows-per-token is given without --tokens; pass both")
-        return (None if batch is None else 1.0), samples
-    if batch is not None:
-        raise InvalidValueError("--batch is given, and --tokens too; pass one of them")
-    per_token = 1 if rows_per_token is None else check_size(rows_per_token, "--rows-per-token", 1)
-    return float(check_size(tokens, "--tokens", 1) * per_token), samples
-
-
-def _check_scale_block(scale_block: int | None, storage_dtype: str) -> None:
-    if scale_block is None:
-        return
-    check_size(scale_block, "--scale-block", 1)
-    if STORAGE[storage_dtype] not in FLOAT8_DTYPES:
-        raise InvalidValueError(
-            f"--scale-block is {scale_block} but --storage is {storage_dtype!r}, and only float8 rows have blocks; leave it "
-            "out, or pass --storage float8_e4m3fn"
-        )
-
-
-def _check_number(option: str, value: float, zero: bool = False) -> None:
-    """Raise unless `value` is finite and above 0, or 0 where `zero`."""
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        raise InvalidValueError(
-            f"{option} is {value} but must be a number {'from 0 on' if zero else 'above 0'}; pass one, or leave it out"
-        )
-
-
-def _chosen(option: str, name: str, choices: dict[str, Any]) -> Any:
-    if name not in choices:
-        raise InvalidValueError(f"{option} is {name!r}{suggest(name, choices)}")
-    return choices[name]

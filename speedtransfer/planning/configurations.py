@@ -185,12 +185,9 @@ def disk_estimated(option: Option, workload: Workload, machine: Machine) -> Opti
 def code_for(workload: Workload, form: Form, memory: str) -> str:
     """Return the Python that makes the tables: of a model a call of ``replace_embeddings``, of sizes the modules."""
     options = [f"memory={memory!r}"]
-    if form.storage_dtype is not None:
-        options.append(f"storage_dtype={form.storage_dtype}")
-    if form.state_dtype is not None and workload.trainer.make is not None:
-        options.append(f"state_dtype={form.state_dtype}")
-    if form.scale_block is not None:
-        options.append(f"scale_block={form.scale_block}")
+    # A table that is not trained has no state.
+    given = form.arguments if workload.trainer.make is not None else {**form.arguments, "state_dtype": None}
+    options += [f"{name}={value}" for name, value in given.items() if value is not None]
     if workload.idle != "auto":
         options.append(f"idle={workload.idle!r}")
     lines: list[str] = []

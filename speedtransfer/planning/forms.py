@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from speedtransfer.encoding import STATE_DTYPES, STORAGE_DTYPES
 from speedtransfer.errors import InvalidValueError, suggest
-from speedtransfer.nn.sizing import TableSize, table_size
+from speedtransfer.nn.sizing import MakeOptimizer, TableSize, table_size
 from speedtransfer.planning.workload import Load, Workload, dtype_name
 
 STORAGE = {dtype_name(dtype): dtype for dtype in STORAGE_DTYPES}
@@ -49,6 +49,15 @@ class Form(NamedTuple):
     def state_dtype(self) -> torch.dtype | None:
         """What :class:`speedtransfer.Embedding` takes: None for float32."""
         return None if self.state == FLOAT32 else STATE[self.state]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of :class:`speedtransfer.Embedding` that make rows of this form."""
+        return {
+            "storage_dtype": self.storage_dtype,
+            "state_dtype": self.state_dtype,
+            "scale_block": self.scale_block,
+        }
 
     def __str__(self) -> str:
         return self.storage if self.storage == self.state else f"{self.storage} rows, {self.state} state"
@@ -105,16 +114,8 @@ def state_planes(workload: Workload) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _row_size_of(make: object, idle: str, dim: int, form: Form) -> TableSize:
-    return table_size(
-        1,
-        dim,
-        make,  # type: ignore[arg-type]
-        storage_dtype=form.storage_dtype,
-        state_dtype=form.state_dtype,
-        scale_block=form.scale_block,
-        idle=idle,
-    )
+def _row_size_of(make: MakeOptimizer | None, idle: str, dim: int, form: Form) -> TableSize:
+    return table_size(1, dim, make, **form.arguments, idle=idle)
 
 
 def _row_size(workload: Workload, dim: int, form: Form) -> TableSize:

@@ -99,11 +99,9 @@ def _distinct_share(table: Load, zipf: float, ranks: int) -> float:
 def _counts(workload: Workload, table: Load, form: Form, share: float, ranks: int) -> RowCounts:
     of_row = row_form(
         table.dim,
-        storage_dtype=form.storage_dtype,
-        state_dtype=form.state_dtype,
+        **form.arguments,
         state_planes=state_planes(workload),
         idle="exact" if is_exact(workload) else "lazy",
-        scale_block=form.scale_block,
     )
     return expected_counts(of_row, table.unique, share, ranks)
 

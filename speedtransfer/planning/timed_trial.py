@@ -89,8 +89,7 @@ def time_tables(workload: Workload, form: Form, memory: str, device: torch.devic
             kind = EmbeddingBag if table.kind == BAG else Embedding
             path = Path(files, f"{number}.safetensors") if memory == MMAP else None
             options: dict[str, Any] = {"memory": memory, "path": path, "idle": workload.idle}
-            options |= {"storage_dtype": form.storage_dtype, "state_dtype": form.state_dtype}
-            options |= {"scale_block": form.scale_block}
+            options |= form.arguments
             zeros = torch.zeros(1, 1, device="cpu").expand(sum(rows), table.dim)
             modules.append(kind(sum(rows), table.dim, _weight=zeros, device=device, **options))
         ids_on = device if memory in (DEVICE, PINNED) else torch.device("cpu")
