@@ -46,7 +46,7 @@ class OwnRows(NamedTuple):
 
 
 class Rows(StoredPlanes):
-    """Read and write rows of the planes of a table; its parameters are those of :class:`StoredPlanes`.
+    """Read and write rows of the planes of a table; its parameters are those of :class:`EncodedPlanes`.
 
     A read has two parts: `fetch` gathers rows as they are stored, and may run ahead of their use; `finish` decodes them and,
     with ``idle="exact"``, applies the steps that they have missed.

@@ -21,7 +21,7 @@ LAYERS = [
     {"buffers", "safetensors_io", "cuda", "kernels"},
     {"engines", "encoding", "idle"},
     {"tables"},
-    {"rows", "stored_planes"},
+    {"rows", "stored_planes", "encoded_planes"},
     {"ranks"},
     {"vocabulary"},
     {"optim"},
