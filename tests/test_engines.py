@@ -236,8 +236,10 @@ class TestMappedLogic(PaddingCases, OnCpu):
             assert sorts == expected
 
     def test_unchecked_says_nothing(self, engine):
-        engine.gather([torch.zeros(9, 8)], torch.tensor([9]), [torch.ones(1, 8)])
+        rows = torch.ones(2, 8)
+        engine.gather([torch.full((9, 8), 2.0)], torch.tensor([9, 8]), [rows])
         engine.wait()
+        assert rows[:, 0].tolist() == [0, 2]
 
     def test_a_table_made_in_inference_mode_keeps_its_faults(self, kernels):
         with torch.inference_mode():

@@ -371,4 +371,5 @@ def test_trials_do_not_warn() -> None:
     opt = Adagrad([param])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        probe_optimizer(opt, opt.param_groups[0], param, sparse=True)
+        found = probe_optimizer(opt, opt.param_groups[0], param, sparse=True)
+    assert set(found) == {"sum"}

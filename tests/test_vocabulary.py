@@ -358,11 +358,13 @@ def test_steps_of_ids_that_nothing_admits_warn_once(way: str) -> None:
 
 
 def test_gradients_in_evaluation_that_no_step_takes_are_no_matter() -> None:
-    module, _ = made()
+    module, vocabulary = made()
     optimizer = sgd(module)
     module.eval()(ids(1)).sum().backward()
+    assert not len(vocabulary)
     module.train()
     trained(module, optimizer, 1)
+    assert vocabulary.ids().tolist() == [1]
 
 
 # --- forwards within steps and backwards ------------------------------------------------------------------------------
