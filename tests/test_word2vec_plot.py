@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
-from speedtransfer.word2vec import Vectors
+from speedtransfer.word2vec import Vectors, layout
 from speedtransfer.word2vec import plot as plot_module
 from speedtransfer.word2vec.layout import _covered, neighbour_map, spread_labels
 from speedtransfer.word2vec.plot import plot
@@ -151,3 +151,10 @@ def test_pairs_that_cover_one_another_are_all_found(num_boxes):
     assert len(first) == len(expected)
     assert np.array_equal(apart, place[first] - place[second])
     assert (overlap > 0).all()
+
+
+def test_a_long_map_shows_how_far_it_is(monkeypatch):
+    shown = []
+    monkeypatch.setattr(layout.LateBar, "show", lambda bar, done, text=None: shown.append(done))
+    layout.neighbour_map(np.random.default_rng(0).standard_normal((9, 4)), steps=20)
+    assert shown == list(range(1, 21))

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.word2vec import Corpus, text
 from speedtransfer.word2vec.text import find_files, iter_lines, iter_pieces, iter_words
 
 TEXT = "the cat sat\non  the\tmat\r\n\u00e9t\u00e9 \u6771\u4eac the end"
@@ -173,3 +174,32 @@ def test_what_an_open_file_cannot_read(monkeypatch):
 def test_empty_name_is_not_the_current_folder():
     with pytest.raises(InvalidValueError, match="corpus is '' but must be a path"):
         find_files("")
+
+
+class Endless:
+    """A line without end, such as a dump of a database that puts all in one."""
+
+    name = "dump"
+    read_bytes = 0
+
+    def read(self, size):
+        self.read_bytes += size
+        return b"node " * (size // 5)
+
+
+@pytest.mark.parametrize("kind", ["graph", "adjacency"])
+def test_a_line_too_long_for_memory_is_refused(monkeypatch, kind):
+    monkeypatch.setattr(text, "LINE_BYTES", 3 << 20)
+    source = Endless()
+    with pytest.raises(
+        InvalidValueError, match=r"'dump' has a line of more than 3,145,728 bytes, up to byte \d+: .*several"
+    ):
+        Corpus(source, kind=kind)
+    assert source.read_bytes <= 5 << 20
+
+
+def test_long_lines_within_the_limit_are_read(monkeypatch):
+    monkeypatch.setattr(text, "LINE_BYTES", 250)
+    whole = "node " * 40 + "\n"
+    found = [line for _, lines in iter_lines(io.BytesIO(whole.encode() * 30), chunk_bytes=64) for line in lines]
+    assert found == [whole[:-1]] * 30 + [""]

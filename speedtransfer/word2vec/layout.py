@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from speedtransfer.progress import LateBar
+
 _BISECTIONS = 40
 _TINY = 1e-12
 
@@ -15,7 +17,7 @@ def neighbour_map(matrix: np.ndarray, perplexity: float = 12.0, steps: int = 600
     """Place vectors on the plane by t-SNE (van der Maaten and Hinton 2008), from their two main axes, by cosine distance.
 
     The same vectors always give the same map: nothing is drawn at random. Made for some hundred words; memory and time
-    grow with the square of their number.
+    grow with the square of their number. A bar on a terminal shows how far it is.
 
     Parameters
     ----------
@@ -39,18 +41,20 @@ def neighbour_map(matrix: np.ndarray, perplexity: float = 12.0, steps: int = 600
     speed, gain = np.zeros_like(place), np.ones_like(place)
     early = steps // 4  # at first clusters pull four times as hard, so that they find one another
     closeness, pull = np.empty((num_rows, num_rows)), np.empty((num_rows, num_rows))
-    for step in range(steps):
-        _squared_distances(place, closeness, pull)
-        closeness += 1
-        np.reciprocal(closeness, out=closeness)
-        np.fill_diagonal(closeness, 0)
-        np.divide(closeness, closeness.sum(), out=pull)
-        np.subtract(wanted * 4.0 if step < early else wanted, pull, out=pull)
-        pull *= closeness
-        slope = 4 * (pull.sum(axis=1, keepdims=True) * place - pull @ place)
-        gain = np.maximum(np.where(np.sign(slope) == np.sign(speed), gain * 0.8, gain + 0.2), 0.01)
-        speed = (0.5 if step < early else 0.8) * speed - max(num_rows / 12, 10.0) * gain * slope
-        place += speed
+    with LateBar("placing words", steps) as bar:
+        for step in range(steps):
+            _squared_distances(place, closeness, pull)
+            closeness += 1
+            np.reciprocal(closeness, out=closeness)
+            np.fill_diagonal(closeness, 0)
+            np.divide(closeness, closeness.sum(), out=pull)
+            np.subtract(wanted * 4.0 if step < early else wanted, pull, out=pull)
+            pull *= closeness
+            slope = 4 * (pull.sum(axis=1, keepdims=True) * place - pull @ place)
+            gain = np.maximum(np.where(np.sign(slope) == np.sign(speed), gain * 0.8, gain + 0.2), 0.01)
+            speed = (0.5 if step < early else 0.8) * speed - max(num_rows / 12, 10.0) * gain * slope
+            place += speed
+            bar.show(step + 1)
     centered: np.ndarray = place - place.mean(axis=0)
     return centered
 

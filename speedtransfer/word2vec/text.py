@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 
 CHUNK_BYTES = 1 << 20
+LINE_BYTES = 1 << 26  # that `iter_lines` holds at once; cut into words they take many times as much
 SUFFIXES = (".txt", ".gz", ".xz")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # What str.split() splits at, as UTF-8. A match of this ends behind the last white space: ".*" looks from the end.
@@ -146,12 +147,19 @@ def iter_lines(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple
     Raises
     ------
     StorageError, InvalidValueError, InvalidTypeError
-        As `iter_pieces` and `decode`.
+        As `iter_pieces` and `decode`; also a line of more than `LINE_BYTES`.
     """
     begun: list[str] = []  # a line may go on for many pieces
+    begun_bytes = 0
     for piece in iter_pieces(source, chunk_bytes):
         first, *lines = decode(piece).split("\n")
         begun.append(first)
+        begun_bytes = 0 if lines or piece.last else begun_bytes + len(piece.data)
+        if begun_bytes > LINE_BYTES:
+            raise InvalidValueError(
+                f"{piece.name} has a line of more than {LINE_BYTES:,} bytes, up to byte {piece.position + len(piece.data)}: "
+                "too long for memory; a line of a graph is an edge, or a node and neighbours, which may be in several lines"
+            )
         if lines or piece.last:
             whole = ["".join(begun), *lines]
             begun = [] if piece.last else [whole.pop()]
