@@ -148,12 +148,12 @@ def test_file_round_trip(tmp_path):
 
 @pytest.mark.parametrize("sample", [-1.0, float("nan"), float("inf")])
 def test_bad_sample(sample):
-    with pytest.raises(InvalidValueError, match=r"sample is .* but must be at least 0 and finite"):
+    with pytest.raises(InvalidValueError, match=r"sample is .* but must be (at least 0|finite)"):
         Vocabulary(["a", "b"], [1, 1]).keep_probability(sample)
 
 
 def test_bad_arguments(tmp_path):
-    with pytest.raises(InvalidTypeError, match="sample is '1e-3' but must be a number"):
+    with pytest.raises(InvalidTypeError, match=r"sample is '1e-3' \(str\) but must be a number"):
         Vocabulary(["a", "b"], [1, 1]).keep_probability("1e-3")
     with pytest.raises(InvalidValueError, match="word 'a' is there twice"):
         Vocabulary(["a", "b", "a"], [1, 1, 1])

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from speedtransfer.checkpoint import load_checkpoint, manifest, save_checkpoint
@@ -28,7 +25,6 @@ from speedtransfer.word2vec.sampler import CHOSEN
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.trainer import Trainer
 
-_HASH_CHUNK = 1 << 20  # words
 _ANY_MEMORY = ("memory", "path")  # rows are the same in all of them
 GRADIENTS = 3  # of blocks, as `gradients` computes them: a run cannot go on with those of another version
 
@@ -181,7 +177,7 @@ class Checkpoints:
                 f"another run saves its checkpoints in {str(self.path)!r}, too; give each its own folder"
             )
         if self._corpus is None:
-            self._corpus = _corpus_facts(trainer.corpus)
+            self._corpus = trainer.corpus.fingerprint()
         facts = {
             "settings": _comparable(trainer.settings),
             "corpus": self._corpus,
@@ -215,7 +211,7 @@ class Checkpoints:
         return found.st_ino, found.st_mtime_ns
 
     def _check_corpus(self, corpus: Corpus) -> None:
-        self._corpus = _corpus_facts(corpus)
+        self._corpus = corpus.fingerprint()
         saved = self._facts["corpus"]
         for what, name in (("words in the vocabulary", "vocabulary_words"), ("words", "words")):
             if saved[name] != self._corpus[name]:
@@ -276,23 +272,3 @@ def _comparable(settings: Settings) -> dict[str, Any]:
     values["path"] = None if settings.path is None else os.path.abspath(settings.path)
     plain: dict[str, Any] = json.loads(json.dumps(values, default=repr))
     return plain
-
-
-def _corpus_facts(corpus: Corpus) -> dict[str, Any]:
-    """Return what tells one corpus from another."""
-    vocabulary = hashlib.sha256()
-    words = corpus.vocabulary.words
-    for start in range(0, len(words), _HASH_CHUNK):
-        vocabulary.update("\n".join(words[start : start + _HASH_CHUNK]).encode() + b"\n")
-    vocabulary.update(np.ascontiguousarray(corpus.vocabulary.counts).tobytes())
-    text = hashlib.sha256()
-    arrays: Sequence[np.ndarray] = [corpus.ids] if corpus.starts is None else [corpus.ids, corpus.starts]
-    for array in arrays:
-        for start in range(0, len(array), _HASH_CHUNK):
-            text.update(np.ascontiguousarray(array[start : start + _HASH_CHUNK]).tobytes())
-    return {
-        "vocabulary_words": len(words),
-        "words": len(corpus.ids),
-        "vocabulary": vocabulary.hexdigest(),
-        "text": text.hexdigest(),
-    }

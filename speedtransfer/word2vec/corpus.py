@@ -11,10 +11,11 @@ and windows reach across lines and files; where each line or walk is a sequence,
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from typing_extensions import Unpack
@@ -170,6 +171,19 @@ class Corpus:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what tells one corpus from another, as JSON can hold it: numbers of words, digests of words and text."""
+        vocabulary, text = hashlib.sha256(), hashlib.sha256()
+        words = self.vocabulary.words
+        for start in range(0, len(words), CHUNK_IDS):
+            vocabulary.update("\n".join(words[start : start + CHUNK_IDS]).encode() + b"\n")
+        vocabulary.update(np.ascontiguousarray(self.vocabulary.counts).tobytes())
+        for array in [self.ids] if self.starts is None else [self.ids, self.starts]:
+            for start in range(0, len(array), CHUNK_IDS):
+                text.update(np.ascontiguousarray(array[start : start + CHUNK_IDS]).tobytes())
+        digests = {"vocabulary": vocabulary.hexdigest(), "text": text.hexdigest()}
+        return {"vocabulary_words": len(words), "words": len(self.ids), **digests}
 
 
 def _temporary_file() -> IO[bytes]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 # Words searched for a similar spelling: the search is slow, and people mostly mean frequent words.
 _SUGGEST_FROM = 50_000
@@ -33,6 +34,31 @@ class UnknownWordError(InvalidValueError, KeyError):
         self.words = tuple(words)
 
     __str__ = Exception.__str__  # KeyError shows its message in quotes
+
+
+def check_counts(counts: Any, num_words: int) -> np.ndarray:
+    """Return the counts of words as int64, shape (num_words,); raise where they are none."""
+    counts = np.asarray(counts)
+    if counts.size and not np.issubdtype(counts.dtype, np.integer):
+        raise InvalidTypeError(f"counts hold {counts.dtype} but are whole numbers; pass counts.astype('i8')")
+    if counts.shape != (num_words,):
+        raise InvalidValueError(f"counts have shape {counts.shape} but there are {num_words} words; pass one a word")
+    return counts.astype(np.int64, copy=False)
+
+
+def as_list(items: Any) -> list[Any]:
+    """Return the words and vectors that a caller passed, be it one or several, as a list; raise for anything else."""
+    if isinstance(items, torch.Tensor):
+        items = items.detach().cpu().numpy()
+    one = isinstance(items, str) or (isinstance(items, np.ndarray) and items.ndim == 1 and items.dtype.kind not in "UO")
+    items = [items] if one or not isinstance(items, Iterable) else list(items)
+    items = [item.detach().cpu().numpy() if isinstance(item, torch.Tensor) else item for item in items]
+    for item in items:
+        if not isinstance(item, str | np.ndarray):
+            raise InvalidTypeError(
+                f"{item!r} ({type(item).__name__}) is neither word nor vector; pass a str, or np.array(...) of shape (dim,)"
+            )
+    return items
 
 
 def find_rows(words: Sequence[str], row_of: Mapping[str, int]) -> list[int]:

@@ -76,9 +76,8 @@ class Run:
         for name in ("checkpoint", "tensorboard"):
             if getattr(watching, name) is not None:
                 check_path(getattr(watching, name), name)
-        if (
-            watching.checkpoint is not None
-        ):  # it takes nothing else into its folder, and would say so only at the first save
+        # It takes nothing else into its folder, and would say so only at the first save.
+        if watching.checkpoint is not None:
             for name, path in (("tensorboard", watching.tensorboard), ("path", settings.path)):
                 check_apart(name, path, watching.checkpoint)
         self.board = None if watching.tensorboard is None else TensorBoard(watching.tensorboard)

@@ -12,7 +12,15 @@ import torch
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
 from speedtransfer.word2vec import formats
-from speedtransfer.word2vec.lookup import TINY, UnknownWordError, find_rows, lengths, nearest_rows
+from speedtransfer.word2vec.lookup import (
+    TINY,
+    UnknownWordError,
+    as_list,
+    check_counts,
+    find_rows,
+    lengths,
+    nearest_rows,
+)
 
 __all__ = ["UnknownWordError", "Vectors"]
 
@@ -58,7 +66,7 @@ class Vectors:
             )
         self.words = list(words)
         self.matrix = matrix.astype(np.float32, copy=False)
-        self.counts = None if counts is None else _check_counts(counts, len(self.words))
+        self.counts = None if counts is None else check_counts(counts, len(self.words))
         self._row_of = {word: row for row, word in enumerate(self.words)}
         if len(self._row_of) != len(self.words):
             twice = next(word for row, word in enumerate(self.words) if self._row_of[word] != row)
@@ -164,7 +172,7 @@ class Vectors:
             Something is neither word nor vector.
         """
         topn = check_size(topn, "topn", 1)
-        given = [(item, 1.0) for item in _as_list(positive)] + [(item, -1.0) for item in _as_list(negative)]
+        given = [(item, 1.0) for item in as_list(positive)] + [(item, -1.0) for item in as_list(negative)]
         if not given:
             raise InvalidValueError("most_similar has no words to start from; pass a word, or positive=[...]")
         rows = self._find([item for item, _ in given if not isinstance(item, np.ndarray)])
@@ -270,26 +278,3 @@ class Vectors:
         except (InvalidValueError, InvalidTypeError) as error:
             what = str(error).partition(";")[0]
             raise StorageError(f"{str(path)!r} holds no word vectors ({what}); get the file again") from error
-
-
-def _check_counts(counts: Any, num_words: int) -> np.ndarray:
-    counts = np.asarray(counts)
-    if counts.size and not np.issubdtype(counts.dtype, np.integer):
-        raise InvalidTypeError(f"counts hold {counts.dtype} but are whole numbers; pass counts.astype('i8')")
-    if counts.shape != (num_words,):
-        raise InvalidValueError(f"counts have shape {counts.shape} but there are {num_words} words; pass one a word")
-    return counts.astype(np.int64, copy=False)
-
-
-def _as_list(items: Any) -> list[Any]:
-    if isinstance(items, torch.Tensor):
-        items = items.detach().cpu().numpy()
-    one = isinstance(items, str) or (isinstance(items, np.ndarray) and items.ndim == 1 and items.dtype.kind not in "UO")
-    items = [items] if one or not isinstance(items, Iterable) else list(items)
-    items = [item.detach().cpu().numpy() if isinstance(item, torch.Tensor) else item for item in items]
-    for item in items:
-        if not isinstance(item, str | np.ndarray):
-            raise InvalidTypeError(
-                f"{item!r} ({type(item).__name__}) is neither word nor vector; pass a str, or np.array(...) of shape (dim,)"
-            )
-    return items

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
+from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.system import replace_file
+from speedtransfer.word2vec.settings import check_setting
 
 _CHUNK_WORDS = 1 << 18
 _COUNT_DIGITS = 19  # of the largest int64
@@ -114,9 +115,7 @@ class Vocabulary:
         InvalidValueError
             Fewer than two words are left: there is nothing to tell apart.
         """
-        min_count = check_size(min_count, "min_count", 1)
-        if max_words is not None:
-            max_words = check_size(max_words, "max_words", 2)
+        min_count, max_words = check_setting("min_count", min_count), check_setting("max_words", max_words)
         _check_enough(counts, take, min_count)
         kept = np.flatnonzero(counts >= min_count)
         if max_words is not None and len(kept) > max_words:
@@ -172,10 +171,7 @@ class Vocabulary:
         InvalidTypeError, InvalidValueError
             `sample` is no number, or is negative or not finite.
         """
-        if not isinstance(sample, int | float) or isinstance(sample, bool):
-            raise InvalidTypeError(f"sample is {sample!r} but must be a number; pass 1e-3, or 0 to keep every word")
-        if not 0 <= sample < float("inf"):
-            raise InvalidValueError(f"sample is {sample} but must be at least 0 and finite; pass 1e-3, or 0 for none")
+        sample = check_setting("sample", sample)
         if sample == 0:
             return np.ones(len(self))
         keep = self.counts.astype(np.float64)
