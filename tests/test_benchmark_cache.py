@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from speedtransfer.benchmark import cache
-from speedtransfer.benchmark.cold_pages import PagesStayError
+from speedtransfer.benchmark.cold_tables import PagesStayError
 from speedtransfer.benchmark.measure import WrongResultError, measure
 from speedtransfer.benchmark.report import headlines
 from speedtransfer.benchmark.results import CaseResult, GroupResult

@@ -9,10 +9,19 @@ import torch
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from torch import nn
 
-from speedtransfer.benchmark import mixed, mixed_memory
+from speedtransfer.benchmark import mixed, mixed_cases
 from speedtransfer.benchmark.measure import WrongResultError, measure
-from speedtransfer.benchmark.mixed_text import read_windows
-from speedtransfer.benchmark.mixed_training import AMP_BF16, AMP_FP16, BF16, FORMS, FP32, Form, Sizes, Training
+from speedtransfer.benchmark.mixed_training import (
+    AMP_BF16,
+    AMP_FP16,
+    BF16,
+    FORMS,
+    FP32,
+    Form,
+    Sizes,
+    Training,
+    read_windows,
+)
 from speedtransfer.benchmark.report import headlines, markdown, plot
 from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.errors import DeviceError, HostMemoryError, SpeedtransferError
@@ -42,10 +51,10 @@ def small(monkeypatch):
         return {form.name: {"host_bytes": 1000 * number} for number, form in enumerate(forms, start=1)}
 
     monkeypatch.setattr(mixed, "_QUICK", TINY)
-    monkeypatch.setattr(mixed_memory, "of_host", of_host)
+    monkeypatch.setattr(mixed_cases, "of_host", of_host)
     # Whatever else this machine does.
-    monkeypatch.setattr(mixed, "_MOST_STEP_S", math.inf)
-    monkeypatch.setattr(mixed, "_MOST_TRAINING_S", math.inf)
+    monkeypatch.setattr(mixed_cases, "_MOST_STEP_S", math.inf)
+    monkeypatch.setattr(mixed_cases, "_MOST_TRAINING_S", math.inf)
     return asked
 
 
@@ -203,13 +212,13 @@ def test_hardware(monkeypatch):
 
 def test_what_takes_too_long_is_left_out_and_named(small, monkeypatch):
     (group, _) = mixed.groups(CPU, True)
-    monkeypatch.setattr(mixed, "_MOST_TRAINING_S", 0.0)
-    monkeypatch.setattr(mixed, "_MOST_TIMES", 0.0)
+    monkeypatch.setattr(mixed_cases, "_MOST_TRAINING_S", 0.0)
+    monkeypatch.setattr(mixed_cases, "_MOST_TIMES", 0.0)
     found = measure(group, CPU, **FAST)
     assert set(found.ran[0].figures) == {"accuracy", "loss"}
     assert all(set(case.figures) == {"would_take_s"} for case in found.ran[1:])
     assert "not trained through, for the time it would take, at batch 128 (" in headlines("mixed", [found])[2]
-    monkeypatch.setattr(mixed, "_MOST_STEP_S", 0.0)
+    monkeypatch.setattr(mixed_cases, "_MOST_STEP_S", 0.0)
     found = measure(group, CPU, **FAST)
     assert [case.name for case in found.ran] == NAMES[:1]
     assert all("too long to take more" in case.error for case in found.cases[1:])
@@ -232,7 +241,7 @@ def test_a_network_that_has_learned_nothing_is_noticed(small, monkeypatch, name,
 
 
 def test_a_table_of_another_form_is_noticed(small, monkeypatch):
-    monkeypatch.setattr(mixed, "FORMS", (FP32, Form("small", torch.float32, value_bytes=2)))
+    monkeypatch.setattr(mixed_cases, "FORMS", (FP32, Form("small", torch.float32, value_bytes=2)))
     with pytest.raises(WrongResultError, match=r"small gives a wrong result \(the table holds .* bytes, not "):
         measure(mixed.groups(CPU, True)[0], CPU, **FAST)
 
@@ -244,7 +253,7 @@ def test_a_table_of_another_form_is_noticed(small, monkeypatch):
 def test_memory_in_a_process_of_its_own():
     """Most of it is that of rows: the weights of all, and the state of those that are touched."""
     sizes = TINY._replace(dim=512)
-    found = mixed_memory.of_host([FP32, Form("unknown", torch.float32)], 64, sizes)
+    found = mixed_cases.of_host([FP32, Form("unknown", torch.float32)], 64, sizes)
     weights = 4 * sizes.dim * read_windows(sizes.context, sizes.classes).num_words
     assert weights <= found["FP32"]["host_bytes"] <= 3 * weights + 50e6
     assert isinstance(found["unknown"], HostMemoryError)
@@ -253,7 +262,7 @@ def test_memory_in_a_process_of_its_own():
 
 def test_no_memory_is_told_where_its_process_failed(small, monkeypatch):
     failed = {form.name: SpeedtransferError("no room") for form in FORMS}
-    monkeypatch.setattr(mixed_memory, "of_host", lambda *arguments: failed)
+    monkeypatch.setattr(mixed_cases, "of_host", lambda *arguments: failed)
     found = measure(mixed.groups(CPU, True)[0], CPU, **FAST)
     assert [case.memory for case in found.ran] == [{}] * 5
     said = headlines("mixed", [found])

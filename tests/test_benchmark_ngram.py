@@ -11,7 +11,7 @@ import torch
 from speedtransfer.benchmark import ngram
 from speedtransfer.benchmark.measure import measure
 from speedtransfer.benchmark.ngram import added_share
-from speedtransfer.benchmark.ngram_model import Gpt, Sizes, token_batches
+from speedtransfer.benchmark.ngram_training import Gpt, Sizes, token_batches
 from speedtransfer.benchmark.report import headlines
 from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.errors import InvalidTypeError, InvalidValueError

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from speedtransfer.benchmark import memory, peak, precision, step, step_idle, step_models, step_training, tax
-from speedtransfer.benchmark.kinds import DIM, PLANES, ROW_BYTES, kinds
+from speedtransfer.benchmark import memory, peak, precision, step, step_idle, step_models, tax, tax_cases
+from speedtransfer.benchmark.kinds import DIM, PLANES, ROW_BYTES, Batches, kinds
 from speedtransfer.benchmark.measure import measure
 from speedtransfer.benchmark.report import headlines
 from speedtransfer.benchmark.results import CaseResult, GroupResult
@@ -116,30 +116,30 @@ def test_tax_compares_the_same_three_ways_at_every_size():
         *(("matmul", n) for n in (50, 100, 200, 400)),
         *(("mlp", n) for n in (32, 64, 128)),
     }
-    assert all({case.name for case in r.cases} == {tax.HOST, tax.RESIDENT, tax.COPIES} for r in found)
+    assert all({case.name for case in r.cases} == {tax_cases.HOST, tax_cases.RESIDENT, tax_cases.COPIES} for r in found)
 
 
 def test_the_step_in_numpy_is_that_of_autograd():
     generator = np.random.default_rng(0)
     x, y, w1, w2 = (generator.standard_normal(shape) for shape in ((5, 3), 5, (3, 3), (3, 1)))
     ours = [w1.copy(), w2.copy()]
-    loss = tax.numpy_step(x, y, ours)
+    loss = tax_cases.numpy_step(x, y, ours)
     weights = [torch.tensor(w, requires_grad=True) for w in (w1, w2)]
     expected = F.mse_loss((torch.tensor(x) @ weights[0]).relu() @ weights[1], torch.tensor(y)[:, None])
     expected.backward()
     assert loss == pytest.approx(expected.item())
     for got, w in zip(ours, weights, strict=True):
-        np.testing.assert_allclose(got, (w - tax._LR * w.grad).detach())
+        np.testing.assert_allclose(got, (w - tax_cases._LR * w.grad).detach())
 
 
-@pytest.mark.parametrize("make", [tax._matmul, tax._mlp])
+@pytest.mark.parametrize("make", [tax_cases.matmul, tax_cases.mlp])
 def test_a_wrong_result_is_noticed(make):
     for case in make(40, CPU, 0):
         with pytest.raises(AssertionError, match="of its norm off"):
             case.check()  # nothing has run yet
         case.run()
         case.check()
-    network = make(40, CPU, 0) if make is tax._mlp else []
+    network = make(40, CPU, 0) if make is tax_cases.mlp else []
     for case in network:
         case.run()
         case.run()  # the check is for one step
@@ -158,7 +158,7 @@ def test_sizes():
 
 
 def test_every_size_sees_the_same_accesses():
-    batches = step_training.Batches(1000, 300, 0)
+    batches = Batches(1000, 300, 0)
     small, large = batches.ids(1000), batches.ids(64_000)
     for a, b in zip(small, large, strict=True):
         assert torch.equal(b // 64, a)
@@ -374,7 +374,7 @@ def test_a_large_table_under_a_limit_of_gpu_memory(monkeypatch):
 
     monkeypatch.setattr(step, "_GpuLimit", Limit)
     monkeypatch.setattr(step, "SMALL_BYTES", 200_000.0)
-    batches = step_training.Batches(100, 50, 0)
+    batches = Batches(100, 50, 0)
     group = step._under_gpu_limit(CPU, batches, room_bytes=6_000_000.0)
     assert group.params == {"experiment": "gpu limit", "rows": 3500, "dim": DIM, "limit_bytes": 5_000_000_000}
     assert "pinned table of 1.79 MB (5.38 MB with its state) and one of 1 GB" in group.title

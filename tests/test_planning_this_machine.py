@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from speedtransfer.benchmark.cold_pages import PagesStayError
+from speedtransfer.benchmark.cold_tables import PagesStayError
 from speedtransfer.cuda import cuda_status
 from speedtransfer.cuda.status import CudaStatus
 from speedtransfer.engines.calibration import Calibration

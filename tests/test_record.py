@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from speedtransfer.benchmark import step, transfer
+from speedtransfer.benchmark import step, transfer_groups
 from speedtransfer.benchmark.kinds import PLANES
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.results import DEFAULT, UNCHECKED, CaseResult, GroupResult, kind_of
@@ -805,7 +805,7 @@ def test_the_bar_of_a_small_step_on_a_cpu():
 def test_the_names_are_those_of_the_package():
     bars = importlib.import_module("bars")
     assert (bars.CHECKED, bars.UNCHECKED) == (DEFAULT, UNCHECKED)
-    assert bars.FEW_BLOCKS == transfer.FEW_BLOCKS
+    assert bars.FEW_BLOCKS == transfer_groups.FEW_BLOCKS
 
 
 def test_the_bars_judge_cases_by_name():

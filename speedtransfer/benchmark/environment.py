@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
+import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,19 @@ def commit_of(root: Path) -> tuple[str, bool | None]:
 def cpu_name() -> str:
     """Return what the system calls its processor, and how many threads torch uses of it."""
     return f"CPU {cpu_model()}, {torch.get_num_threads()} threads"
+
+
+@contextlib.contextmanager
+def set_variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable while this is entered."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def _version(package: str) -> str | None:

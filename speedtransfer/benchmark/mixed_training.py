@@ -1,4 +1,4 @@
-"""Trains a network that predicts the next word, in float32, in 16 bits, or in both, and says how often it is right.
+"""Trains a network that predicts the next word of a text, in float32, in 16 bits, or in both, and says how often it is right.
 
 The network is that of Bengio et al., "A Neural Probabilistic Language Model" (JMLR 2003), with ReLU for tanh: the rows of the
 words before, side by side, a hidden layer or two, and a softmax over the commonest words.
@@ -6,19 +6,71 @@ words before, side by side, a hidden layer or two, and a softmax over the common
 
 from __future__ import annotations
 
+import collections
+import functools
+import gzip
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.mixed_text import Windows
 from speedtransfer.errors import DeviceError
 from speedtransfer.nn import Embedding
+
+TEXT = "world_factbook.words.txt.gz"
+HELD_OUT = 0.1  # of the text, its end: nothing of it is trained on
+
+
+class Windows(NamedTuple):
+    """Windows of a text, ``(n, context + 1)`` int64 each; the last word of each is the one to be predicted.
+
+    Attributes
+    ----------
+    num_words : int
+        How many words there are; those that occur more often have smaller numbers. Two of them are none: the end of a line,
+        and a word that the part for training does not have.
+    train, held_out : Tensor
+    """
+
+    num_words: int
+    train: Tensor
+    held_out: Tensor
+
+
+@functools.lru_cache(maxsize=2)
+def read_windows(context: int, classes: int) -> Windows:
+    """Return the windows of the text whose last word is one of the `classes` commonest.
+
+    Parameters
+    ----------
+    context : int
+        Words before the one to be predicted.
+    classes : int
+    """
+    with resources.files("speedtransfer.word2vec").joinpath("corpora", TEXT).open("rb") as packed:
+        lines = gzip.decompress(packed.read()).decode().splitlines()
+    words = [word for line in lines for word in (*line.split(), "")]
+    split = len(words) - int(HELD_OUT * len(words))
+    counts = collections.Counter(words[:split])
+    counts.pop("")
+    numbers = {word: number for number, (word, _) in enumerate(counts.most_common())}
+    numbers[""] = len(numbers)
+    unknown = len(numbers)
+    tokens = torch.tensor([numbers.get(word, unknown) for word in words], dtype=torch.int64)
+    train, held_out = (_cut(part, context, classes) for part in (tokens[:split], tokens[split:]))
+    return Windows(unknown + 1, train, held_out)
+
+
+def _cut(tokens: Tensor, context: int, classes: int) -> Tensor:
+    windows = tokens.unfold(0, context + 1, 1)
+    return windows[windows[:, -1] < classes]
+
 
 LR_BATCH = 128  # that a learning rate is for; at others it grows with the root of the batch
 _EVALUATED_AT_ONCE = 2048

@@ -15,8 +15,19 @@ from torch import Tensor
 
 from speedtransfer.benchmark.drawing import COLOURS, INK, bars
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.ngram_model import HEADS, Sizes, token_batches
-from speedtransfer.benchmark.ngram_training import AHEAD, AT_BEGIN, DENSE, LR, NO_TABLES, SPARSE, Training, plain_rows
+from speedtransfer.benchmark.ngram_training import (
+    AHEAD,
+    AT_BEGIN,
+    DENSE,
+    HEADS,
+    LR,
+    NO_TABLES,
+    SPARSE,
+    Sizes,
+    Training,
+    plain_rows,
+    token_batches,
+)
 from speedtransfer.benchmark.results import CaseResult, GroupResult, Role, noise
 from speedtransfer.benchmark.units import format_ratio, format_seconds, format_share
 from speedtransfer.errors import HostMemoryError, check_size, format_bytes

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.cold_pages import PAGE, read_pages
-from speedtransfer.benchmark.cold_tables import DIM, ColdTables
+from speedtransfer.benchmark.cold_tables import DIM, PAGE, ColdTables, read_pages
 from speedtransfer.benchmark.drawing import COLOURS, INK, bars
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.results import CaseResult, GroupResult, noise

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from speedtransfer.benchmark.by_hand import AdamWByHand, TableByHand
+from speedtransfer.benchmark.models import AdamWByHand, TableByHand
 from speedtransfer.nn import Embedding
 from speedtransfer.ranks import exchange_of
 

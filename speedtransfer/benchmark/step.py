@@ -12,12 +12,11 @@ import torch
 
 from speedtransfer.benchmark import step_fused, step_idle, step_models
 from speedtransfer.benchmark.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
-from speedtransfer.benchmark.kinds import DIM, OURS, PLANES, ROW_BYTES, Kind, kinds
+from speedtransfer.benchmark.kinds import DIM, OURS, PLANES, ROW_BYTES, Batches, Kind, Step, fitting, kinds
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.report import TextTable, group_table, pivot, show_time
 from speedtransfer.benchmark.results import CaseResult, GroupResult, case_names, noise, sorted_by, split_by
 from speedtransfer.benchmark.step_idle import HISTORY, QUICK_HISTORY
-from speedtransfer.benchmark.step_training import Batches, Step, fitting
 from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds
 from speedtransfer.errors import check_size, format_bytes
 from speedtransfer.system import physical_bytes

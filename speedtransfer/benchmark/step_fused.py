@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from speedtransfer.benchmark.kinds import DIM, Kind, kinds
+from speedtransfer.benchmark.environment import set_variable
+from speedtransfer.benchmark.kinds import DIM, Batches, Kind, Step, fitting, kinds
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.step_training import Batches, Step, fitting
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import find_handle
 from speedtransfer.optim.fused_step import SWITCH, plan_step
@@ -64,7 +62,7 @@ class _Switched(Step):
     fused: bool
 
     def run(self) -> None:
-        with self._switched():
+        with set_variable(SWITCH, str(int(self.fused))):
             super().run()
 
     def check(self) -> None:
@@ -73,20 +71,9 @@ class _Switched(Step):
         handle = find_handle(self.emb.weight)
         assert handle is not None
         assert handle.state is not None
-        with self._switched():
+        with set_variable(SWITCH, str(int(self.fused))):
             plan = plan_step(handle.state, self._opt, self._opt.param_groups[0])
         if self.fused and plan is None:
             raise OptimizerError(
                 f"the step of {self.kind.name} is not made by one kernel; see speedtransfer.optim.fused_step"
             )
-
-    @contextlib.contextmanager
-    def _switched(self) -> Iterator[None]:
-        before = os.environ.get(SWITCH)
-        os.environ[SWITCH] = "1" if self.fused else "0"
-        try:
-            yield
-        finally:
-            os.environ.pop(SWITCH)
-            if before is not None:
-                os.environ[SWITCH] = before

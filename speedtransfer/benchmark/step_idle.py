@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.kinds import DIM, kinds
+from speedtransfer.benchmark.kinds import BATCHES, DIM, Batches, Step, fitting, kinds
 from speedtransfer.benchmark.measure import Case, Group, cycle
-from speedtransfer.benchmark.step_training import BATCHES, Batches, Step, fitting
 from speedtransfer.benchmark.workload import zipf_ids
 from speedtransfer.nn import Embedding
 

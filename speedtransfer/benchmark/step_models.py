@@ -11,86 +11,35 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.by_hand import AdamWByHand, TableByHand
 from speedtransfer.benchmark.kinds import OURS
 from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.models import (
+    IDS,
+    ROWS,
+    SMALL_IDS,
+    SMALL_ROWS,
+    SMALL_WIDTH,
+    TABLES,
+    WHOLE_IDS,
+    WHOLE_WIDTH,
+    WIDTH,
+    AdamWByHand,
+    DeepFM,
+    Embed,
+    ManyTables,
+    OneTable,
+    TableByHand,
+    WholeTable,
+)
 from speedtransfer.benchmark.results import Role
 from speedtransfer.nn import Embedding
 
 SMALL, MANY, ONE, WHOLE, DEEPFM = "small step", "many tables", "one table", "whole table", "DeepFM"
 BY_HAND = "rows by hand, unchecked"
-SMALL_ROWS, SMALL_WIDTH, SMALL_IDS = 10_000, 32, 64
-ROWS, TABLES, WIDTH, IDS, HIDDEN = 100_000, 26, 16, 256, 64
-WHOLE_WIDTH, WHOLE_IDS = 64, 64
 _POOL = 64  # batches, taken in turn
 _CHECKED = 9  # steps that weights are compared over, where idle rows are trained too
-
-_Embed = Callable[[int, int], nn.Module]
-
-
-# --- models -------------------------------------------------------------------------------------------------------------
-
-
-class _OneTable(nn.Module):
-    """The sum of the rows that a batch names: a loss that costs next to nothing."""
-
-    def __init__(self, embed: _Embed, rows: int) -> None:
-        super().__init__()
-        self.emb = embed(rows, SMALL_WIDTH)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        loss: Tensor = self.emb(batch).sum()
-        return loss
-
-
-class _ManyTables(nn.Module):
-    """The sum of squares of the rows that a batch, ``(tables, ids)``, names in each table."""
-
-    def __init__(self, embed: _Embed, rows: int, tables: int = TABLES) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(embed(rows, WIDTH) for _ in range(tables))
-        for table in self.tables:  # no gradient near zero, where steps of Adam and SparseAdam differ
-            nn.init.uniform_(table.get_parameter("weight"), 0.5, 1.5)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        parts = [table(ids) for table, ids in zip(self.tables, batch, strict=True)]
-        return torch.stack([(rows * rows).sum() for rows in parts]).sum()
-
-
-class _WholeTable(nn.Module):
-    """The loss of a softmax over all rows, which are looked up too: tied weights, as in a language model."""
-
-    def __init__(self, embed: _Embed, rows: int) -> None:
-        super().__init__()
-        self.emb = embed(rows, WHOLE_WIDTH)
-        nn.init.normal_(self.emb.get_parameter("weight"), std=0.1)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        hidden, wanted = self.emb(batch[0]), self.emb(batch[1])
-        logits = hidden @ self.emb.get_parameter("weight").T
-        return (logits.logsumexp(dim=1) - (hidden * wanted).sum(dim=1)).mean()
-
-
-class _DeepFM(nn.Module):
-    """Loss of a factorization machine and a network on the same rows: a wide table and one of single weights a feature."""
-
-    def __init__(self, embed: _Embed, rows: int) -> None:
-        super().__init__()
-        self.factors = nn.ModuleList(embed(rows, WIDTH) for _ in range(TABLES))
-        self.linear = nn.ModuleList(embed(rows, 1) for _ in range(TABLES))
-        self.deep = nn.Sequential(nn.Linear(TABLES * WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        *features, labels = batch
-        rows = torch.stack([table(ids) for table, ids in zip(self.factors, features, strict=True)], dim=1)
-        pairs = (rows.sum(dim=1).square() - rows.square().sum(dim=1)).sum(dim=1) / 2
-        linear = torch.cat([table(ids) for table, ids in zip(self.linear, features, strict=True)], dim=1).sum(dim=1)
-        return F.binary_cross_entropy_with_logits(
-            pairs + linear + self.deep(rows.flatten(1)).squeeze(1), labels.float() % 2
-        )
 
 
 # --- ways to train them ---------------------------------------------------------------------------------------------------
@@ -118,7 +67,7 @@ class _Way:
 
     name: str
     role: Role
-    embed: _Embed
+    embed: Embed
     optimizer: Callable[[nn.Module], Any]
     dense: Callable[[nn.Module], torch.optim.Optimizer]
     exact: bool
@@ -129,7 +78,7 @@ def _training(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -
     return lambda model: optimizer(model.parameters(), **options)
 
 
-def _way(name: str, role: Role, embed: _Embed, exact: bool, optimizer: Callable[..., Any], **options: Any) -> _Way:
+def _way(name: str, role: Role, embed: Embed, exact: bool, optimizer: Callable[..., Any], **options: Any) -> _Way:
     trains, dense = (_training(optimizer, **{how: True}, **options) for how in ("fused", "foreach"))
     return _Way(name, role, embed, trains, dense, exact)
 
@@ -166,7 +115,7 @@ def _by_hand(device: torch.device) -> _Way:
 class _Task:
     """A model with tables of `rows` rows, and its batches: integers below `rows` in the shape `batch`."""
 
-    model: Callable[[_Embed, int], nn.Module]
+    model: Callable[[Embed, int], nn.Module]
     rows: int
     batch: tuple[int, ...]
     history: int
@@ -185,7 +134,7 @@ class _Task:
         steps = [_Step(self, way, pool) for way in ways]
         return [Case(step.way.name, step.run, step.check, role=step.way.role, kind=step.way.kind) for step in steps]
 
-    def build(self, embed: _Embed) -> nn.Module:
+    def build(self, embed: Embed) -> nn.Module:
         """Return the model, its first weights by the seed."""
         torch.manual_seed(self.seed)
         return self.model(embed, self.rows).to(self.device)
@@ -210,7 +159,7 @@ def groups(device: torch.device, rows: int, seed: int, history: int, quick: bool
     lazy, exact, sparse, dense = _ours(device, "lazy"), _ours(device, "exact"), _sparse(device), _dense(device)
     few, rows = min(rows, SMALL_ROWS), min(rows, ROWS)
     title = f"AdamW step, {SMALL_IDS} uniform ids in {few:,} x {SMALL_WIDTH} float32"
-    task = _Task(_OneTable, few, (SMALL_IDS,), history, device, seed)
+    task = _Task(OneTable, few, (SMALL_IDS,), history, device, seed)
     yield task.group(SMALL, title, [lazy, exact, sparse, _by_hand(device)], dim=SMALL_WIDTH)
     if quick:
         return
@@ -220,18 +169,18 @@ def groups(device: torch.device, rows: int, seed: int, history: int, quick: bool
         ("Adam(weight_decay=1e-5)", [_ours(device, "exact", **coupled), _dense(device, **coupled)], 3 * history),
     ):
         title = f"{name} step, {TABLES} tables of {rows:,} x {WIDTH} float32, {IDS} uniform ids each"
-        task = _Task(_ManyTables, rows, (TABLES, IDS), steps, device, seed)
+        task = _Task(ManyTables, rows, (TABLES, IDS), steps, device, seed)
         yield task.group(MANY, title, ways, dim=WIDTH, tables=TABLES)
     if device.type == "cuda":  # where the host should not take much longer for many
         title = f"AdamW step, one table of {rows:,} x {WIDTH} float32, {IDS} uniform ids"
-        task = _Task(functools.partial(_ManyTables, tables=1), rows, (1, IDS), history, device, seed)
+        task = _Task(functools.partial(ManyTables, tables=1), rows, (1, IDS), history, device, seed)
         yield task.group(ONE, title, [lazy, exact, dense], dim=WIDTH, tables=1)
     title = f"AdamW step, softmax over all of {rows:,} x {WHOLE_WIDTH} float32, and {2 * WHOLE_IDS} lookups"
-    task = _Task(_WholeTable, rows, (2, WHOLE_IDS), 0, device, seed)
+    task = _Task(WholeTable, rows, (2, WHOLE_IDS), 0, device, seed)
     # Every step touches all rows.
     yield task.group(WHOLE, title, [replace(lazy, exact=True), exact, dense], dim=WHOLE_WIDTH)
     tables = f"{TABLES} tables of {rows:,} x {WIDTH} and {TABLES} of {rows:,} x 1 float32"
-    task = _Task(_DeepFM, rows, (TABLES + 1, IDS), history, device, seed)
+    task = _Task(DeepFM, rows, (TABLES + 1, IDS), history, device, seed)
     yield task.group(
         DEEPFM, f"AdamW step, DeepFM with {tables}, {IDS} examples", [exact, dense], dim=WIDTH, tables=TABLES
     )

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from speedtransfer.benchmark import rival_ways, ways
 from speedtransfer.benchmark.drawing import COLOURS, INK, end_at, legend_below, line, line_style, plain_numbers, tidy
-from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.report import TextTable, pivot
 from speedtransfer.benchmark.results import (
     DEFAULT,
@@ -25,19 +24,11 @@ from speedtransfer.benchmark.results import (
     times_the_speed,
 )
 from speedtransfer.benchmark.suites import MIN_TABLE_BYTES
-from speedtransfer.benchmark.together import together_cases
+from speedtransfer.benchmark.transfer_groups import ROWS, Plan
 from speedtransfer.benchmark.units import format_rate, format_seconds, format_share
-from speedtransfer.benchmark.ways import Way
-from speedtransfer.benchmark.workload import Tables, Workload, default_table_bytes, workload
-from speedtransfer.engines import DIRECTIONS, Direction, MappedEngine
-from speedtransfer.errors import check_size, format_bytes
-
-ROWS, ROW_BYTES = 131_072, 512  # of the headline: SpeedTorch's own batch
-_CALL_BYTES = 1 << 28  # the most that one call moves: a million rows of 256 bytes
-_SECOND_TABLE_BYTES = 1 << 30  # of other memories than the main one
-_OVERHEAD_ROWS = 1000
-FEW_BLOCKS = 16  # that should do: a launch so small leaves the device to training
-_LAUNCH_S = 8.0  # that a run with little time keeps for each of the groups which tell
+from speedtransfer.benchmark.workload import default_table_bytes
+from speedtransfer.engines import DIRECTIONS
+from speedtransfer.errors import check_size
 
 # Percent of a plain copy, the most that the picture shows: more is a noisy roof, and would flatten the rest.
 _MOST_SHARE = 160
@@ -62,7 +53,7 @@ def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
         Rows of a batch, size of the table, seed of the ids.
     """
     cuda = device.type == "cuda"
-    plan = _Plan(
+    plan = Plan(
         device,
         check_size(options.get("rows", ROWS if cuda or not quick else ROWS // 2), "rows", 1),
         check_size(options.get("table_bytes", default_table_bytes(device, quick)), "table_bytes", MIN_TABLE_BYTES),
@@ -87,155 +78,6 @@ def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
         found += [plan.bulk(d, size) for size in (256, 512, 4096) for d in DIRECTIONS]
     # In a small table several sizes come to the same number of rows; the first keeps its place.
     return list({group.title: group for group in reversed(found)}.values())[::-1]
-
-
-class _Plan:
-    """Makes groups over tables that share their memory."""
-
-    def __init__(self, device: torch.device, rows: int, table_bytes: int, seed: int) -> None:
-        self.device, self.rows, self.table_bytes, self.seed = device, rows, table_bytes, seed
-        self.main = "pinned" if device.type == "cuda" else "pageable"
-        self.tables = Tables(device)
-
-    def ways(
-        self,
-        direction: Direction,
-        memory: str = "",
-        rows: int = 0,
-        row_bytes: int = ROW_BYTES,
-        ids: str = "uniform",
-        all_of_them: bool = False,
-        headline: bool = False,
-    ) -> Group:
-        """Return the ways to move `rows` rows."""
-
-        def make(work: Workload) -> list[Way]:
-            found = ways.our_ways(work, direction) + rival_ways.other_ways(work, direction, all_of_them)
-            both = all_of_them and work.table.memory == "pinned" and direction == "gather"
-            return [*found, ways.both_engines_way(work)] if both else found
-
-        count = self._count(rows or self.rows, row_bytes, memory)
-        return self._group("ways", direction, make, memory, count, row_bytes, ids, headline)
-
-    def overhead(self, direction: Direction) -> Group:
-        """Return what a call costs that moves next to nothing."""
-
-        def make(work: Workload) -> list[Way]:
-            found = ways.our_ways(work, direction) + rival_ways.other_ways(work, direction, all_of_them=False)
-            if self.device.type == "cuda":
-                found.append(Way("empty launch", lambda ids: torch.cuda._sleep(0), queues=True, kind="empty"))
-            return found
-
-        count = self._count(min(_OVERHEAD_ROWS, self.rows), ROW_BYTES)
-        return self._group("overhead", direction, make, count=count, headline=True)
-
-    def launch(self, direction: Direction) -> Group:
-        """Return how many blocks a kernel needs: those it leaves are free for training."""
-        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-
-        def make(work: Workload) -> list[Way]:
-            sizes = sorted(
-                {4, FEW_BLOCKS // 2, FEW_BLOCKS, *(int(processors * share) for share in (1 / 4, 1 / 2, 1, 2, 4, 8))}
-            )
-            engines = [(f"{size} blocks", MappedEngine(self.device, max_blocks=size)) for size in sizes]
-            return [ways.engine_way(name, engine, work, direction, unsorted=False) for name, engine in engines]
-
-        return self._group("launch", direction, make, count=self._count(self.rows, ROW_BYTES))
-
-    def bulk(self, direction: Direction, row_bytes: int) -> Group:
-        """Return whether the bulk copies of Hopper cross the bus faster than the loads of every kernel."""
-
-        def make(work: Workload) -> list[Way]:
-            kernels = [(kernel, MappedEngine(self.device, kernel=kernel)) for kernel in ("lanes", "bulk")]
-            return [
-                ways.engine_way(f"mapped ({name})", engine, work, direction, unsorted=False) for name, engine in kernels
-            ]
-
-        return self._group("bulk", direction, make, count=self._count(self.rows, row_bytes), row_bytes=row_bytes)
-
-    def _group(
-        self,
-        kind: str,
-        direction: Direction,
-        make: Callable[[Workload], list[Way]],
-        memory: str = "",
-        count: int = 0,
-        row_bytes: int = ROW_BYTES,
-        ids: str = "uniform",
-        headline: bool = False,
-    ) -> Group:
-        memory = memory or self.main
-
-        def cases() -> list[Case]:
-            table = self.tables.table(memory, self._bytes(memory), row_bytes // 4)
-            work = workload(table, count, ids, repeats=direction == "gather", seed=self.seed)
-            if kind in ("launch", "bulk"):  # as training gives ids to an engine
-                work.sort()
-            return [ways.as_case(way, work, direction) for way in [*make(work), *ways.roofs(work, direction)]]
-
-        reserved_s = _LAUNCH_S if kind == "launch" else 0.0
-        what = {"overhead": "overhead: ", "launch": "launch size: ", "bulk": "bulk copies: "}.get(kind, "")
-        draw = {("zipf", "gather"): ", Zipf", ("zipf", "scatter"): ", the distinct ones of a Zipf draw"}
-        title = f"{what}{direction} {count:,} rows of {row_bytes:,} B{draw.get((ids, direction), '')}"
-        title += f", {memory} table of {format_bytes(self._bytes(memory))}"
-        params = self._params(kind, direction, memory, count, row_bytes, ids, headline)
-        return Group(title, cases, params, reserved_s)
-
-    def stride(self, direction: Direction) -> Group:
-        """Return whether it pays to pad rows of 400 bytes to 512, a multiple of what memory and bus move at once."""
-        dim, padded = 100, 128
-        count = self._count(self.rows, 4 * padded)
-
-        def cases() -> list[Case]:
-            found = []
-            for stride, how in ((dim, "dense rows"), (padded, "padded rows")):
-                table = self.tables.table(self.main, self.table_bytes, dim, stride)
-                work = workload(table, count, seed=self.seed)
-                name, engine = ways.engines(self.main, self.device)[0]
-                way = ways.engine_way(f"{name}, {how}", engine, work, direction)
-                found.append(ways.as_case(way, work, direction))
-            return found + [ways.as_case(way, work, direction) for way in ways.roofs(work, direction)]
-
-        title = (
-            f"row stride: {direction} {count:,} rows of {4 * dim} B, padded to {4 * padded} B or not, {self.main} table"
-        )
-        return Group(title, cases, self._params("stride", direction, self.main, count, 4 * dim))
-
-    def both(self) -> Group:
-        """Return a gather and a scatter at once, against two plain copies at once."""
-        count = self._count(self.rows, ROW_BYTES)
-
-        def cases() -> list[Case]:
-            plane = self.tables.table("pinned", self.table_bytes, ROW_BYTES // 4).torch()
-            half = len(plane) // 2
-            parts = [self.tables.over(part) for part in (plane[:half], plane[half:])]
-            return together_cases(*(workload(part, count, seed=self.seed + i) for i, part in enumerate(parts)))
-
-        title = f"both at once: gather and scatter {count:,} rows of {ROW_BYTES} B each, pinned tables"
-        return Group(title, cases, self._params("both", "both", "pinned", count, ROW_BYTES, headline=True))
-
-    def _bytes(self, memory: str) -> int:
-        return self.table_bytes if memory == self.main else min(self.table_bytes, _SECOND_TABLE_BYTES)
-
-    def _count(self, rows: int, row_bytes: int, memory: str = "") -> int:
-        """Return how many rows to move at most: half of the table's, and what one call may move."""
-        have = self._bytes(memory or self.main) // row_bytes
-        return max(1, min(rows, have // 2, _CALL_BYTES // row_bytes))
-
-    def _params(
-        self,
-        kind: str,
-        direction: str,
-        memory: str,
-        count: int,
-        row_bytes: int,
-        ids: str = "uniform",
-        headline: bool = False,
-    ) -> dict[str, Any]:
-        return {
-            "kind": kind, "direction": direction, "memory": memory, "rows": count, "row_bytes": row_bytes, "ids": ids,
-            "headline": headline, "table_bytes": self._bytes(memory),
-        }  # fmt: skip
 
 
 # --- what was found ---------------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def both_engines_way(work: Workload) -> Way:
     return Way(BOTH_ENGINES, move, "ours", kind="engine")
 
 
-# --- plain copies -------------------------------------------------------------------------------------------------------
+# --- plain copies -----------------------------------------------------------------------------------------------------
 
 
 def pinned_like(rows: Tensor) -> Tensor:

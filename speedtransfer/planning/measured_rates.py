@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from speedtransfer.benchmark.cold_pages import PAGE, PagesStayError, pages_in_memory, read_pages
+from speedtransfer.benchmark.cold_tables import PAGE, PagesStayError, pages_in_memory, read_pages
 from speedtransfer.cuda import pinned_empty
 from speedtransfer.errors import StorageError, format_bytes
 from speedtransfer.system import available_bytes

@@ -1,0 +1,190 @@
+"""The cases of suite `mixed`: training in one form, its loss held to that of FP32, and the most memory that a few steps take.
+
+``python -m speedtransfer.benchmark.mixed_cases FORM BATCH SIZES`` measures the memory of the host, in a process of its own.
+SIZES and the line that it prints are JSON.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from speedtransfer.benchmark.measure import Case, synchronize
+from speedtransfer.benchmark.mixed_training import (
+    BF16,
+    FORMS,
+    FP32,
+    Form,
+    Sizes,
+    Training,
+    read_windows,
+)
+from speedtransfer.benchmark.peak import from_process, peak_bytes, reset_peak
+from speedtransfer.benchmark.units import format_seconds
+from speedtransfer.errors import SpeedtransferError
+
+ACCURACY, LOSS, WOULD_TAKE = "accuracy", "loss", "would_take_s"
+FAR = 1.05  # times the loss of FP32 is the most that another form may end with, but for one without float32 weights
+
+# A form that takes far longer than FP32 says so by few steps: the others are to have their turn.
+_MOST_STEP_S, _MOST_TRAINING_S, _MOST_TIMES = 1.0, 10.0, 3.0
+
+
+class TooSlowError(SpeedtransferError):
+    """A step takes so long that it is not worth the wait."""
+
+
+def cases_of(device: torch.device, sizes: Sizes, batch: int, seed: int) -> list[Case]:
+    """Return a case for each form; they share windows, memory and what FP32 has reached."""
+    together = _Together(device, sizes, batch)
+    ways = [_Way(form, together, seed) for form in FORMS]
+    return [Case(w.form.name, w.run, w.check, role="ours", memory=w.memory, figures=w.figures) for w in ways]
+
+
+class _Together:
+    """What the forms of a group share: the windows, the memory of each, and what FP32 has reached."""
+
+    def __init__(self, device: torch.device, sizes: Sizes, batch: int) -> None:
+        self.device, self.sizes, self.batch = device, sizes, batch
+        self.windows = read_windows(sizes.context, sizes.classes)
+        self.plain_s, self.plain_loss = 0.0, math.inf
+
+    @functools.cached_property
+    def host_memory(self) -> dict[str, dict[str, int] | SpeedtransferError]:
+        """Peaks by the name of the form; measured at once, before anything is timed."""
+        return of_host(FORMS, self.batch, self.sizes)
+
+
+class _Way:
+    """Steps in a form."""
+
+    def __init__(self, form: Form, together: _Together, seed: int) -> None:
+        self.form, self._together = form, together
+        self.training = Training(form, together.sizes, together.windows, together.batch, together.device, seed)
+        self.memory: dict[str, int] = {}
+        self.figures: dict[str, float] = {}
+        self._step_s = 0.0
+
+    def run(self) -> None:
+        """Take a step; the first time two more, to see how long one takes.
+
+        Raises
+        ------
+        TooSlowError
+            One takes very long.
+        """
+        if not self._step_s:
+            self._begin()
+        self.training.step()
+
+    def _begin(self) -> None:
+        training = self.training
+        if training.device.type == "cuda":
+            self.memory.update(of_device(training))
+        training.step()  # brings what no other step needs
+        synchronize(training.device)
+        start = time.perf_counter()
+        training.step()
+        synchronize(training.device)
+        self._step_s = time.perf_counter() - start
+        if self.form is not FP32 and self._step_s > _MOST_STEP_S:
+            raise TooSlowError(f"a step takes {format_seconds(self._step_s)}, too long to take more")
+
+    def check(self) -> None:
+        """Hold the table to the form, then train through all epochs, where that takes no age, and hold the loss to FP32's."""
+        training, table = self.training, self.training.model.words.table
+        values = 3 * self.form.value_bytes * training.sizes.dim  # with AdamW's two
+        expected = (values + 4) * training.windows.num_words  # and the step that a row was last touched by
+        assert table.nbytes == expected, f"the table holds {table.nbytes:,} bytes, not {expected:,}"
+        if training.device.type == "cuda":
+            self.memory["host_bytes"] = table.nbytes
+        elif isinstance(found := self._together.host_memory[self.form.name], dict):
+            self.memory.update(found)
+        expected_s = self._step_s * training.steps
+        limit_s = max(_MOST_TRAINING_S, _MOST_TIMES * self._together.plain_s)
+        if self.form is FP32 or expected_s <= limit_s:
+            self._train()
+        else:
+            self.figures[WOULD_TAKE] = expected_s
+
+    def _train(self) -> None:
+        start = time.perf_counter()
+        self.training.train()
+        synchronize(self.training.device)
+        seconds = time.perf_counter() - start
+        accuracy, loss = self.training.judge()
+        self.figures.update({ACCURACY: accuracy, LOSS: loss})
+        if self.form is FP32:
+            self._together.plain_s, self._together.plain_loss = seconds, loss
+        chance = math.log(self.training.sizes.classes)
+        assert loss < chance, f"ends with a loss of {loss:.4f}, and guessing has {chance:.4f}"
+        if self.form is not BF16:
+            plain = self._together.plain_loss
+            assert loss <= FAR * plain, f"ends with a loss of {loss:.4f}, FP32 with {plain:.4f}"
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+_STEPS = 3  # the second has all of the optimizer's state
+_WARM_BATCH = 8
+
+
+def of_host(forms: Sequence[Form], batch: int, sizes: Sizes) -> dict[str, dict[str, int] | SpeedtransferError]:
+    """Return ``{"host_bytes": ...}`` of each form by its name, or why there is none. As many at once as there are cores."""
+
+    def measured(form: Form) -> dict[str, int] | SpeedtransferError:
+        arguments = [form.name, str(batch), json.dumps(sizes._asdict())]
+        try:
+            return from_process("speedtransfer.benchmark.mixed_cases", arguments, "the process that trains it")
+        except SpeedtransferError as error:
+            return error
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return dict(zip((form.name for form in forms), pool.map(measured, forms), strict=True))
+
+
+def of_device(training: Training) -> dict[str, int]:
+    """Return ``{"device_bytes": ...}`` of a training that has not begun; it has then taken some steps."""
+    device = training.device
+    _warm_up(training)
+    base = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(_STEPS):
+        training.step()
+    torch.cuda.synchronize(device)
+    return {"device_bytes": torch.cuda.max_memory_allocated(device) - base}
+
+
+def _warm_up(training: Training) -> None:
+    """Bring libraries and their workspaces, thread pools and compiled copies, which no form is to be charged with."""
+    small = training.sizes._replace(dim=8, hidden=8, windows=_WARM_BATCH)
+    warm = Training(training.form, small, training.windows, _WARM_BATCH, training.device)
+    for _ in range(2):
+        warm.step()
+
+
+def _child(form_name: str, batch: int, sizes: Sizes) -> dict[str, int]:
+    form = next(form for form in FORMS if form.name == form_name)
+    windows = read_windows(sizes.context, sizes.classes)
+    training = Training(form, sizes, windows, batch, torch.device("cpu"))
+    _warm_up(training)
+    base = reset_peak()
+    for _ in range(_STEPS):
+        training.step()
+    return {"host_bytes": max(0, peak_bytes() - base)}
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(_child(sys.argv[1], int(sys.argv[2]), Sizes(**json.loads(sys.argv[3])))))
+    except (SpeedtransferError, MemoryError) as error:
+        sys.exit(str(error))
