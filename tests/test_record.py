@@ -58,7 +58,7 @@ def tree(tmp_path, monkeypatch):
         "speedtransfer/cuda/runtime.py": "def copy():\n    return 1\n\n\ndef unused():\n    return 2\n",
         "speedtransfer/benchmark/measure.py": "from speedtransfer.cuda import runtime\ndef measure():\n    runtime.copy()\n",
         "speedtransfer/benchmark/step.py": (
-            "from speedtransfer.benchmark.plots import draw\nTITLE = 'step'\n\ndef groups():\n    return move()\n\n"
+            "from speedtransfer.benchmark.report import draw\nTITLE = 'step'\n\ndef groups():\n    return move()\n\n"
             "def move():\n    from speedtransfer.cuda.runtime import copy\n    return copy()\n\ndef show():\n    draw(TITLE)\n"
         ),
         "speedtransfer/benchmark/transfer.py": "KERNEL = 'rows.cu'\n\ndef groups():\n    return KERNEL\n",
