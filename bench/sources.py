@@ -44,18 +44,26 @@ class Sources:
         self._found: dict[tuple[str, str], tuple[str, list[tuple[str, tuple[str, str]]]]] = {}
 
     def digest(self, entries: Iterable[str]) -> str:
-        """Return the SHA-256 of all that is reached from `entries`: "module:name", "module:*" or the name of a kernel."""
-        waiting = [(module, name) for module, _, name in (entry.partition(":") for entry in entries)]
-        lines = {f"{module}:{name} {self._look(module, name)[0]}" for module, name in waiting}
-        done = set(waiting)
-        while waiting:
-            own, targets = self._look(*waiting.pop())
-            for mention, target in targets:
-                lines.add(f"{own} {mention} {self._look(*target)[0]}")
-                if target not in done:
-                    done.add(target)
-                    waiting.append(target)
+        """Return the SHA-256 of all that is reached from `entries`: "module:name", or "module:*" for all of a module."""
+        keys = [(module, name) for module, _, name in (entry.partition(":") for entry in entries)]
+        lines = {f"{module}:{name} {self._look(module, name)[0]}" for module, name in keys}
+        for key in self._reach(keys):
+            own, targets = self._look(*key)
+            lines |= {f"{own} {mention} {self._look(*target)[0]}" for mention, target in targets}
         return _hash("\n".join(sorted(lines)))
+
+    def modules(self, entries: Iterable[str]) -> set[str]:
+        """Return the modules (by dotted name) and kernels (by path) of which something is reached from `entries`."""
+        keys = [(module, name) for module, _, name in (entry.partition(":") for entry in entries)]
+        return {module for module, name in self._reach(keys) if name != _ANYWAY}
+
+    def _reach(self, keys: list[tuple[str, str]]) -> set[tuple[str, str]]:
+        done, waiting = set(keys), [*keys]
+        while waiting:
+            found = {target for _, target in self._look(*waiting.pop())[1]} - done
+            done |= found
+            waiting += found
+        return done
 
     def has(self, entry: str) -> bool:
         """Tell whether there is such a definition."""

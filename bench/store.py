@@ -63,7 +63,7 @@ BEGINS = {
     PLAN: ("plan_accuracy_cases:planned", "plan_accuracy_cases:measured", "plan_accuracy_cases:CASES"),
     LOOP: ("speedtorch_loop_training:train",),
     LAYOUT: ("layout:measure",),
-    NGRAM_EXAMPLE: ("ngram_lm.run:_train", "ngram_lm.comparison:compare"),
+    NGRAM_EXAMPLE: ("ngram_lm.training:*", "ngram_lm.run:_train", "ngram_lm.comparison:compare"),
     PARALLEL_EXAMPLE: ("parallel.run:_train", "parallel.run:_check"),
 }
 # The tests of a device depend on every module but those that move no rows, and on what tests/gpu needs.
@@ -104,6 +104,10 @@ class Tree:
             name = path.relative_to(self._root).as_posix()
             if _CHECKED.fullmatch(name):
                 yield name, path.read_text(encoding="utf-8")
+
+    def modules(self, part: str) -> set[str]:
+        """Return the modules and kernels that the result `part`, of no check, depends on, see `Sources.modules`."""
+        return self.sources.modules(BEGINS[part])
 
 
 def digest(root: Path, part: str) -> str:
