@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from record import header
-from store import ROOT, path_of, write
+from store import ROOT, header, path_of, write
 
 
 def record_example(

@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
     if reason := cuda_status().reason:
         print(f"error: the first look needs CUDA, but {reason}", file=sys.stderr)
         return 2
-    from record import header
+    from store import header
 
     about = header(ROOT, PART)
     path = path_of(ROOT, about["environment"]["device"], PART)

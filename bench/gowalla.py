@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from idle_data import Data, read_data
 from needs import DataError
-from record import header
-from store import GOWALLA, QUICK, ROOT, path_of, write
+from store import GOWALLA, QUICK, ROOT, header, path_of, write
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from idle_data import Settings, read_data
 from needs import DataError
-from record import header
-from store import IDLE, ROOT, path_of, write
+from store import IDLE, ROOT, header, path_of, write
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 

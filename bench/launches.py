@@ -66,7 +66,7 @@ def main() -> int:
     sizes = Sizes(args.rows, args.lookups, args.dim)
     if args.form:
         return _count_here(FORMS[args.form].build, sizes)
-    from record import header
+    from store import header
 
     about = header(ROOT, "launches")
     path = path_of(ROOT, about["environment"]["device"], "launches")

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from record import header
-from store import LAYOUT, ROOT, path_of, write
+from store import LAYOUT, ROOT, header, path_of, write
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 

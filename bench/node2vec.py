@@ -27,8 +27,7 @@ from needs import DataError, require
 from node2vec_data import Data, read_data, save_walks
 from node2vec_figure import save, sentences, table
 from node2vec_scores import MEASURES, interval, score
-from record import header
-from store import NODE2VEC, PARTIAL, QUICK, ROOT, path_of, read, write
+from store import NODE2VEC, PARTIAL, QUICK, ROOT, header, path_of, read, write
 from word2vec_child import cores
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed

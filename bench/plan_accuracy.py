@@ -15,9 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from record import header
 from running import run
-from store import PLAN, QUICK, ROOT, path_of, write
+from store import PLAN, QUICK, ROOT, header, path_of, write
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 

@@ -23,7 +23,7 @@ from device_tests import ending, logs_beside, run_sanitizer, run_tests
 from gpu_parts import FACTS, FIRST_LOOK, FIRST_TESTS, GPU_PARTS, Task
 from running import logged, run, say
 from status import status
-from store import PARTIAL, PARTS, QUICK, ROOT, SUITES, digest, path_of, read
+from store import PARTIAL, PARTS, QUICK, ROOT, SUITES, header, path_of, read
 
 STARTED = time.monotonic()
 LIMIT_S = 300.0  # of one part, as the next must have its turn
@@ -50,18 +50,6 @@ def cuda_missing() -> str:
     from speedtransfer.cuda import cuda_status
 
     return cuda_status().reason
-
-
-def header(root: Path, part: str) -> dict[str, Any]:
-    """Return what every result says about where it comes from; a copy of the tree without git is told its $COMMIT."""
-    from speedtransfer.benchmark.environment import commit_of, environment
-
-    facts = environment()
-    facts["commit"], facts["dirty"] = commit_of(root)
-    if facts["commit"] == "unknown":
-        facts["commit"], changes, _ = os.environ.get("COMMIT", "unknown").partition("+changes")
-        facts["dirty"] = True if changes else None
-    return {"part": part, "environment": facts, "digest": digest(root, part), "complete": False}
 
 
 # --- the parts ----------------------------------------------------------------------------------------------------------

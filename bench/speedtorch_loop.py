@@ -12,8 +12,7 @@ import time
 import warnings
 from pathlib import Path
 
-from record import header
-from store import FULL, LOOP, QUICK, ROOT, path_of, write
+from store import FULL, LOOP, QUICK, ROOT, header, path_of, write
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 

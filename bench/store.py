@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,6 +133,18 @@ class Current:
             return not changed and self._tree(self._root, commit).digest(part) == now
         except LookupError:
             return False
+
+
+def header(root: Path, part: str) -> dict[str, Any]:
+    """Return what every result says about where it comes from; a copy of the tree without git is told its $COMMIT."""
+    from speedtransfer.benchmark.environment import commit_of, environment
+
+    facts = environment()
+    facts["commit"], facts["dirty"] = commit_of(root)
+    if facts["commit"] == "unknown":
+        facts["commit"], changes, _ = os.environ.get("COMMIT", "unknown").partition("+changes")
+        facts["dirty"] = True if changes else None
+    return {"part": part, "environment": facts, "digest": digest(root, part), "complete": False}
 
 
 def path_of(root: Path, device: str, part: str, run: str = FULL) -> Path:

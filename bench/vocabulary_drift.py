@@ -18,8 +18,7 @@ from typing import Any
 
 from idle_data import read_data
 from needs import DataError
-from record import header
-from store import DRIFT, QUICK, ROOT, path_of, write
+from store import DRIFT, QUICK, ROOT, header, path_of, write
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from needs import DataError, require
-from record import header
-from store import FULL, PARTIAL, QUICK, ROOT, WORD2VEC, path_of, write
+from store import FULL, PARTIAL, QUICK, ROOT, WORD2VEC, header, path_of, write
 from word2vec_data import MODELS, CorpusSettings, Settings, find_corpora
 from word2vec_process import OutOfTimeError, ProcessError
 from word2vec_sets import find_sets

@@ -15,8 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from record import header
-from store import FULL, PARTIAL, QUICK, ROOT, SCALE, path_of, write
+from store import FULL, PARTIAL, QUICK, ROOT, SCALE, header, path_of, write
 from word2vec_process import ProcessError, run_job
 from word2vec_scale_figure import markdown, told
 
