@@ -6,8 +6,10 @@ torch is imported when a command runs: ``--help`` answers without it.
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
+import logging
 import os
 import platform
 import subprocess
@@ -113,7 +115,7 @@ def calibrate(
     """Measure which engine moves how many rows of which size fastest here, and keep it for every "pinned" table.
 
     On CUDA the first large enough call of a table does this by itself, for tables of its size. SPEEDTRANSFER_ENGINE or
-    `table.engine` overrides the choice.
+    `table.engine` overrides the choice. A new measurement takes the place of an earlier one, such as one of a busy machine.
     On the CPU rows are moved by `host` whatever is measured, unless one of these names `reference`.
     """
     from rich.console import Console
@@ -208,22 +210,57 @@ def _link(number: int) -> str:
 _UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
+# Why nothing more can be written to the standard output. A closed pipe is not here: typer ends the program without a word.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+class _Warnings(logging.Handler):
+    """Shows warnings of this package as lines on the standard error, above a bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(_in_flags(record.getMessage()), file=sys.stderr)
+
+
 def main() -> None:
     """Run the command line and exit."""
+    log, warnings = logging.getLogger("speedtransfer"), _Warnings(logging.WARNING)
+    log.addHandler(warnings)
     try:
         code = app(standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except SpeedtransferError as error:
-        _fail(in_flags(str(error)) if sys.argv[1:2] == ["word2vec"] else str(error))
+        _fail(_in_flags(str(error)))
     except _UsageProblem as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
             error.show()
             raise SystemExit(2) from None
         _fail(f"{error.format_message()} (see --help)")
+    except OSError as error:
+        if error.errno not in _NO_ROOM or error.filename is not None:
+            raise
+        _give_up_stdout()
+        _fail(f"cannot write the output ({error.strerror}); make room, or write elsewhere")
     except (typer.Abort, KeyboardInterrupt):
         code = 130
+    finally:
+        log.removeHandler(warnings)
     if code == 130:  # typer makes this of Ctrl-C by itself
         print("speedtransfer: aborted", file=sys.stderr)
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _in_flags(message: str) -> str:
+    """Return a message as the command line spells settings, where the command has such."""
+    return in_flags(message) if sys.argv[1:2] == ["word2vec"] else message
+
+
+def _give_up_stdout() -> None:
+    """Drop what the standard output still holds if it cannot be written, so that Python does not try again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str) -> NoReturn:

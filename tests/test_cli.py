@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +100,35 @@ def test_runs_as_a_module_and_fails_in_one_line():
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "missing.bin" in result.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["info"]], ids=" ".join)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_has_no_room_is_one_line(arguments, unbuffered):
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "wb") as full:
+        argv = [sys.executable, "-m", "speedtransfer", *arguments]
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("speedtransfer: error: cannot write the output (No space left on device);")
+    assert done.stderr.count("\n") == 1
+
+
+def test_standard_input_that_is_closed_is_one_line(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stdin", None)
+    code, _, err = run("word2vec", "train", "-", "-o", str(tmp_path / "out"))
+    assert code == 2
+    assert err.startswith("speedtransfer: error: the corpus is '-' but the standard input is closed; ")
+    assert err.count("\n") == 1
+
+
+def test_warnings_speak_of_flags(run, monkeypatch, tmp_path):
+    (tmp_path / "short.txt").write_text("the river has a bank of stone\n" * 5)
+    code, _, err = run("word2vec", "train", str(tmp_path / "short.txt"), "-o", str(tmp_path / "out"), "--dim", "8")
+    assert code == 0
+    assert re.search(r"^this run has \d+ steps, too few .* a smaller --block-words, such as 16, or more epochs", err)
+    assert not re.search(r"(?<!-)\b(block_words|lr)\b", err)
 
 
 @pytest.mark.parametrize(

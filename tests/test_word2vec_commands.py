@@ -240,6 +240,8 @@ def test_messages_speak_of_flags():
     assert in_flags(told) == (
         "--device cuda needs CUDA; pass --memory mmap, --min-count 1 or less, or the file 'dim=8.txt' or {'p': 1}"
     )
+    told = "pass a smaller block_words, a larger lr, or the files 'lr' and block_words.txt"
+    assert in_flags(told) == "pass a smaller --block-words, a larger --lr, or the files 'lr' and block_words.txt"
 
 
 def test_tables_in_files(folder):

@@ -400,6 +400,15 @@ def test_bar_on_a_terminal():
         assert part in shown
 
 
+def test_lines_on_a_terminal_that_draws_no_bar(monkeypatch):
+    monkeypatch.setattr(progress_module, "LINE_EVERY_S", 0.0)
+    monkeypatch.setenv("TERM", "dumb")
+    out = io.StringIO()
+    with TrainingProgress(console=Console(file=out, force_terminal=True, width=140)) as progress:
+        progress.training("epoch 2/5", 0.25, 123_456.0, 2.5e17, 61.0)
+    assert out.getvalue() == "epoch 2/5  25%  123,456 words/s  loss 2.5e+17  0:01:01 left\n"
+
+
 def test_silence(corpus, capsys):
     quietly(corpus, epochs=1)
     captured = capsys.readouterr()

@@ -40,9 +40,15 @@ def _parse_options(pairs: list[str]) -> dict[str, Any]:
 
 
 def in_flags(message: str) -> str:
-    """Return a message with settings as flags: ``memory='mmap'`` becomes ``--memory mmap``; names of files stay."""
-    pattern = rf"(?<![\w'\"/])({'|'.join(SETTINGS)})='?([^\s,;()']+)'?"
-    return re.sub(pattern, lambda found: f"--{found[1].replace('_', '-')} {found[2]}", message)
+    """Return a message with settings as flags: ``memory='mmap'`` becomes ``--memory mmap``; names of files stay.
+
+    Without a value, names that are no English words are flags as well: ``block_words`` becomes ``--block-words``.
+    """
+    given = rf"(?<![\w'\"/])({'|'.join(SETTINGS)})='?([^\s,;()']+)'?"
+    message = re.sub(given, lambda found: f"--{found[1].replace('_', '-')} {found[2]}", message)
+    names = "|".join(name for name in SETTINGS if "_" in name or name == "lr")
+    alone = rf"(?<![\w'\"/.-])({names})(?![\w'\"/=]|\.\w)"
+    return re.sub(alone, lambda found: f"--{found[1].replace('_', '-')}", message)
 
 
 _SHELL_TYPES: dict[str, Any] = {"path": Path | None, "device": str | None}

@@ -1,4 +1,4 @@
-"""How a training run shows where it is: a bar on a terminal, a line now and then elsewhere, nothing if so wished."""
+"""Progress of a training run: a bar on a terminal that can draw one, elsewhere a line every ten seconds, or nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 LINE_EVERY_S = 10.0
+
+
+def format_loss(loss: float) -> str:
+    """Return a loss with three decimals, or short where training has blown it up."""
+    return f"{loss:.3f}" if loss < 1e6 else f"{loss:.3g}"
 
 
 class TrainingProgress:
@@ -29,7 +34,7 @@ class TrainingProgress:
         self._last_line = time.monotonic()
 
     def __enter__(self) -> TrainingProgress:
-        if self._enabled and self._console.is_terminal:
+        if self._enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -77,7 +82,7 @@ class TrainingProgress:
         left_s : float
             Seconds to go at this speed.
         """
-        facts = f"{words_per_s:,.0f} words/s  loss {loss:.3f}"
+        facts = f"{words_per_s:,.0f} words/s  loss {format_loss(loss)}"
         if self._bar is not None:
             self._bar.update(self._task, description=epoch, total=1.0, completed=share, facts=facts)
         elif self._line_is_due():

@@ -27,7 +27,7 @@ from speedtransfer.ranks import is_first, joined
 from speedtransfer.version import __version__
 from speedtransfer.word2vec.formats import NGRAMS, VECTORS, check_format
 from speedtransfer.word2vec.output import SETTINGS, TABLES, VOCABULARY, OutputFolder, check_apart, table_files
-from speedtransfer.word2vec.progress import TrainingProgress
+from speedtransfer.word2vec.progress import TrainingProgress, format_loss
 from speedtransfer.word2vec.run import Run, Watching
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.stopping import StopOnSignal
@@ -119,7 +119,7 @@ def _report(trainer: Trainer, folder: Path, suffix: str, show: Callable[[str], N
     show(
         f"{len(trainer.corpus.vocabulary):,} words, {trainer.num_steps:,} steps of {trainer.block_words:,} words (epochs: "
         f"{trainer.epochs}), {trainer.elapsed_s:.1f} s of training, "
-        f"{trainer.words_per_s:,.0f} words/s, loss {trainer.loss:.3f}; rows moved: {format_bytes(to_device)} in, "
+        f"{trainer.words_per_s:,.0f} words/s, loss {format_loss(trainer.loss)}; rows moved: {format_bytes(to_device)} in, "
         f"{format_bytes(back)} out"
     )
     show(f"vectors: {folder / (VECTORS + suffix)}")

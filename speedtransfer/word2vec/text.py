@@ -103,6 +103,10 @@ def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piec
     """
     if isinstance(source, str | os.PathLike):
         if os.fspath(source) == "-":
+            if sys.stdin is None:
+                raise StorageError(
+                    "the corpus is '-' but the standard input is closed; pipe a text into it, or pass a path"
+                )
             yield from _cut_open(sys.stdin.buffer, name_of(source), chunk_bytes)
             return
         for path in find_files(source):
