@@ -40,6 +40,11 @@ class TableStats:
     cache_hit_bytes: int = 0
     cache_miss_bytes: int = 0
 
+    def __repr__(self) -> str:
+        """Return the numbers by name; those of a cache where there was one."""
+        shown = {name: number for name, number in vars(self).items() if number or not name.startswith("cache_")}
+        return f"TableStats({', '.join(f'{name}={number}' for name, number in shown.items())})"
+
     def add(self, numbers: Mapping[str, int]) -> None:
         """Add `numbers`, by name."""
         for name, number in numbers.items():

@@ -89,6 +89,9 @@ class CopyCases(TableCases):
             scattered_rows=2 + 1,
             scattered_bytes=2 * 16 + 6,
         )
+        assert repr(stats) == (
+            f"TableStats(gathered_rows=8, gathered_bytes={3 * 16 + 4 * 22 + 6}, scattered_rows=3, scattered_bytes=38)"
+        )
         table.gather([1])
         assert stats.gathered_rows == 8, "a copy"
         table.reset_stats()
