@@ -71,7 +71,7 @@ class Engine(Protocol):
 
         A later `gather` of the same engine, on any stream, sees the new rows; an earlier one does not.
 
-        With `behind`, nobody changes `index` and `rows` from now on, and an engine may write after it has returned: its later
+        With `behind`, the caller leaves `index` and `rows` unchanged, and an engine may write after it has returned: its later
         calls wait for that, and raise what goes wrong with it until it has been done.
         """
         ...

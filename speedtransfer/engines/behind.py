@@ -29,7 +29,7 @@ class Behind:
 
     def _make(self, write: Callable[[], None]) -> None:
         write()
-        # What it holds is not kept until somebody asks.
+        # What it holds is freed at once, not at the next call.
         self._write = None
 
     def finish(self) -> None:

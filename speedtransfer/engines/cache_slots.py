@@ -103,7 +103,7 @@ class Slots:
         return part
 
     def notice(self) -> None:
-        """Forget rows where somebody has written to a plane since.
+        """Forget rows of planes that were written to since.
 
         Raises
         ------

@@ -17,7 +17,7 @@ class ReferenceEngine:
 
     Order: on the CPU a call has happened when it returns. On CUDA calls are queued on the current stream; events order
     them between streams (see :class:`~speedtransfer.cuda.StreamOrder`), and ``record_stream`` keeps the allocator from
-    giving the memory of `index` and `rows` to somebody else before the stream is done with it.
+    reusing the memory of `index` and `rows` before the stream is done with it.
 
     Parameters
     ----------

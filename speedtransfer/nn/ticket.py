@@ -53,7 +53,7 @@ class Ticket:
         """Keep what a lookup finds it by."""
         # The caller may fill the memory of `ids` anew for the next batch.
         self._ids = flat.clone()
-        # Ids on a CUDA device are known by their memory, which is kept so that nobody else gets it.
+        # Ids on a CUDA device are known by their memory, which is kept so that it is not reused.
         self._place = place_of(ids)
         self._given = ids
         self._asked = current_stream(handle.table.device).record_event() if self._ids.is_cuda else None
@@ -156,7 +156,7 @@ def open_tickets(handle: Handle) -> list[Ticket]:
 
 
 def place_of(ids: Any) -> tuple[Any, ...] | None:
-    """Return where ids on a CUDA device lie and how often torch has written to them; None where nobody knows."""
+    """Return where ids on a CUDA device lie and how often torch has written to them; None where that is not known."""
     if not isinstance(ids, Tensor) or not ids.is_cuda:
         return None
     names, tensors = getattr(ids, "_made_from", ((), (ids,)))

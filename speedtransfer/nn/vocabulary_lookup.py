@@ -245,7 +245,7 @@ class VocabularyTicket(Ticket):
         begin_to_wait(self)
 
     def is_at(self, ids: Tensor) -> bool:
-        """Tell whether `ids` on a device have the memory of those that it was made for, which nobody has written to since."""
+        """Tell whether `ids` on a device have the memory of those that it was made for, not written to since."""
         place = place_of(ids)
         return place is not None and place in (self._place_of_ids, place_of(self.source))
 

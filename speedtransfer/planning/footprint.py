@@ -109,7 +109,7 @@ def footprint(workload: Workload, form: Form, memory: str, machine: Machine) -> 
 
 
 def misfit(need: Footprint, machine: Machine) -> str:
-    """Return why it does not fit, or that nobody can tell as a size is not known; nothing where it fits."""
+    """Return why it does not fit, or that a size is not known; nothing where it fits."""
     reasons = []
     for words, wanted, have in (
         (f"memory on the {machine.device or 'device'}", need.device, machine.device_bytes),

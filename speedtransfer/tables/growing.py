@@ -68,7 +68,7 @@ class Growing(Planes):
         for name, plane in grown.items():
             value = (fills or {}).get(name, self._fills.get(name, 0))
             new = plane[len(old[name]) :]
-            # A page that nobody writes takes no room.
+            # A page that is not written takes no room.
             if bits_of(value).any() if isinstance(value, Tensor) else value != 0:
                 fill_plane(new, _filler(value))
             wait_until_filled(plane)

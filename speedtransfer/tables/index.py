@@ -34,7 +34,7 @@ def as_index(
     device : torch.device
         The compute device.
     check : bool
-        False: somebody else looks whether values on the host are in range.
+        False: the caller checks whether values on the host are in range.
 
     Raises
     ------

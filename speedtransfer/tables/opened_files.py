@@ -1,4 +1,4 @@
-"""Planes in files that are read in place and never written: those of tables that somebody published."""
+"""Planes in files that are read in place and never written: those of published tables."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _read_pages(block: _Map, start: int, first: np.ndarray, last: np.ndarray) ->
 
 
 def _in_memory(start: int, pages: list[int]) -> bool:
-    """Tell whether all `pages` of the map at address `start` are in memory, or nobody can tell."""
+    """Tell whether all `pages` of the map at address `start` are in memory, or that is not known."""
     try:
         mincore = ctypes.CDLL(None).mincore
     except (AttributeError, OSError, TypeError):

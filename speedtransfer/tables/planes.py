@@ -60,7 +60,7 @@ class Planes:
         # Of those who read rows ahead of their use, while they live; and whether there ever was one.
         self._logs: weakref.WeakSet[WriteLog] = weakref.WeakSet()
         self.watched = False
-        # Set once there is an array over the memory, writes to which nobody notices.
+        # Set once there is an array over the memory: writes to it cannot be detected.
         self._viewed = False
         # Set once a write was captured in a CUDA graph, whose replays the host does not see: what these use must stay.
         self._captured = False
@@ -76,7 +76,7 @@ class Planes:
     def _set_engine(self, engine: Engine) -> None:
         self.moves_on_host = engine.device.type == "cuda" and engine.name == "staged"
         if self.moves_on_host:
-            # It may be about to write rows, to a file that somebody opens next.
+            # It may be about to write rows to a file that is opened next.
             weakref.finalize(self, engine.wait).atexit = False
         engine = self._place.wrap(engine)
         if self._cache is not None:
@@ -226,7 +226,7 @@ class Planes:
         return number
 
     def watch(self) -> WriteLog:
-        """Return a log of the rows that are written from now on, kept as long as somebody has it."""
+        """Return a log of the rows that are written from now on, kept as long as there is a reference to it."""
         log = WriteLog(self._planes, self.version)
         if self._viewed:
             log.forget()

@@ -1,4 +1,4 @@
-"""Find the tensors that make up a table in files that somebody published, and check them; no rows are read."""
+"""Find the tensors that make up a table in published files, and check them; no rows are read."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class TableStats:
 
 
 class PaddedStats:
-    """Rows and bytes moved by padded ids: counted on the device, until somebody asks."""
+    """Rows and bytes moved by padded ids: counted on the device until they are read."""
 
     _MAX_COUNTS = 256
 

@@ -72,7 +72,7 @@ class WholePlanes(Growing):
         return self.chunk("weight", slice(0, 0)).__dlpack_device__()
 
     def _hand_out(self) -> None:
-        """Note that there is an array over the memory: nobody notices what is written to it, so that no row may be cached."""
+        """Note that there is an array over the memory: writes to it cannot be detected, so no row may be cached."""
         self._viewed = True
         if self._cache is not None:
             self._cache.shrink(0)

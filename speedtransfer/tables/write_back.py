@@ -14,7 +14,7 @@ from speedtransfer.tables.write_log import Write
 
 
 def copied(rows: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return copies of `rows`, ``(n, width)`` by plane on a CUDA device, which whoever has the rows may go on to change.
+    """Return copies of `rows`, ``(n, width)`` by plane on a CUDA device, so that the caller may change the rows.
 
     None where they cannot be made: too little memory, or a CUDA graph, whose replays would not make them.
     """

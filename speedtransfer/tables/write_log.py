@@ -9,7 +9,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import current_stream
 
-_MOST_WRITES = 1 << 10  # after so many a log forgets: the rows of a ticket that nobody has used by then are read anew
+_MOST_WRITES = 1 << 10  # after so many a log forgets: the rows of a ticket not used by then are read again
 _MOST_KEPT = 8  # writes whose values a log keeps
 
 

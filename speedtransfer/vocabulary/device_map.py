@@ -46,7 +46,7 @@ class DeviceMap:
         self._taken = 0
         self._changes: list[tuple[np.ndarray, np.ndarray]] = []
         self._num_changes = 0
-        # Its memory may be in use yet when nobody has it any more.
+        # Its memory may still be in use when the last reference is gone.
         self._order.wait_when_gone(self)
 
     @property
