@@ -314,7 +314,7 @@ class TestMemory:
 
     def test_auto_without_cuda_is_pageable(self, monkeypatch):
         status = type("Status", (), {"available": False, "reason": "this machine has no NVIDIA driver; install one"})
-        monkeypatch.setattr("speedtransfer.tables.table.cuda_status", lambda: status)
+        monkeypatch.setattr("speedtransfer.tables.saving.cuda_status", lambda: status)
         assert st.Table(4, 4, device="cpu").memory == "pageable"
 
     @pytest.mark.parametrize("name", MEMORIES)

@@ -1,4 +1,4 @@
-"""Where rows live: named planes in one memory. A new memory is a class of `Memory` and an entry of `table.MEMORIES`."""
+"""Where rows live: named planes in one memory. A new memory is a class of `Memory` and an entry of `saving.MEMORIES`."""
 
 from speedtransfer.tables.chunks import CHUNK_BYTES, copy_plane, plane_chunks, row_chunks
 from speedtransfer.tables.index import as_index
@@ -9,8 +9,9 @@ from speedtransfer.tables.placement import Placement
 from speedtransfer.tables.planes import PathLike, check_dtype
 from speedtransfer.tables.records import check_layout
 from speedtransfer.tables.row_values import as_rows, overlap, tensor_of
+from speedtransfer.tables.saving import MEMORIES
 from speedtransfer.tables.stats import TableStats
-from speedtransfer.tables.table import MEMORIES, Table
+from speedtransfer.tables.table import Table
 from speedtransfer.tables.unique import UniqueRows, move_together, on_host, unique_rows
 from speedtransfer.tables.write_back import overlay
 from speedtransfer.tables.write_log import WriteLog

@@ -1,20 +1,37 @@
-"""Write the weights of a table to a file, in chunks."""
+"""Make tables of arrays and files, and write the weights of one to a file, in chunks."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from speedtransfer.cuda import cuda_status, resolve_device
 from speedtransfer.dtypes import FLOAT8_DTYPES
-from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, suggest
+from speedtransfer.system import physical_bytes
 from speedtransfer.tables import files
 from speedtransfer.tables.chunks import plane_chunks, row_chunks
+from speedtransfer.tables.growing import check_max_rows
+from speedtransfer.tables.mapped_file import MmapMemory
+from speedtransfer.tables.memories import DeviceMemory, Memory, PageableMemory, PinnedMemory
 from speedtransfer.tables.opened_files import SCALES
-from speedtransfer.tables.opening import SCALE_BLOCK, Opening
-from speedtransfer.tables.planes import PathLike
+from speedtransfer.tables.opening import SCALE_BLOCK, Opening, saved_planes
+from speedtransfer.tables.planes import Device, PathLike, check_dtype
+from speedtransfer.tables.records import check_layout
+from speedtransfer.tables.row_cache import check_cache
+from speedtransfer.tables.row_values import tensor_of
+from speedtransfer.tables.shared_caches import check_writable
+
+MEMORIES: dict[str, type[Memory]] = {m.name: m for m in (PinnedMemory, PageableMemory, MmapMemory, DeviceMemory)}
 
 
 class Saving(Opening):
-    """The part of a :class:`~speedtransfer.Table` that saves it; `load` and `open` read what this writes."""
+    """The part of a :class:`~speedtransfer.Table` that saves it, and makes one of an array or of a file."""
 
     def save(self, path: PathLike) -> None:
         """Write the weights to a ``.npy`` or ``.safetensors`` file, streamed; an old file stays whole until the end.
@@ -50,3 +67,138 @@ class Saving(Opening):
             # Columns that share a scale: their number does not follow from that of the scales.
             metadata = {SCALE_BLOCK: str(-(-self.dim // max(scales.shape[1], 1)))}
         files.write(path, tensors, metadata, grows=self.max_rows is not None)
+
+    @classmethod
+    def from_array(
+        cls,
+        array: Any,
+        memory: str = "auto",
+        path: PathLike | None = None,
+        device: Device = None,
+        *,
+        copy: bool = True,
+        layout: str = "planes",
+        cache_rows: int | str | None = None,
+        cache_counts: Any = None,
+        max_rows: int | None = None,
+    ) -> Self:
+        """Make a table of a 2-D tensor or array.
+
+        With ``copy=False`` a contiguous, writable array in ordinary memory becomes the table itself, where `memory` allows
+        that ("pageable", or "auto" without CUDA): training then changes the array, as with ``nn.Embedding.from_pretrained``.
+        With `cache_rows` or `max_rows` it is copied.
+        """
+        tensor = array.detach() if isinstance(array, Tensor) else tensor_of(array)
+        if tensor.layout != torch.strided:
+            raise InvalidTypeError(f"array has layout {tensor.layout} but a table is dense; pass it .to_dense()")
+        if tensor.dim() != 2:
+            raise InvalidValueError(
+                f"array has shape {tuple(tensor.shape)} but a table is 2-D; reshape it to (rows, dim)"
+            )
+        check_dtype(tensor.dtype)
+        cache = check_cache(cache_rows, cache_counts, memory, len(tensor))
+        size = len(tensor), tensor.shape[1] * tensor.element_size()
+        place = open_memory(memory, path, device, size, layout, max_rows)
+        ordinary = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_inference()
+        if not copy and place.name == "pageable" and ordinary and cache is None and max_rows is None:
+            return cls.__new__(cls)._adopt(place, tensor)
+        return cls._copied(place, tensor, tensor.dtype)._start_cache(cache)
+
+    @classmethod
+    def load(
+        cls,
+        path: PathLike,
+        memory: str = "auto",
+        device: Device = None,
+        *,
+        key: str | None = None,
+        writable: bool | str = False,
+        layout: str = "planes",
+        cache_rows: int | str | None = None,
+        cache_counts: Any = None,
+        max_rows: int | None = None,
+    ) -> Self:
+        """Read a table from a ``.npy`` or ``.safetensors`` file (`key` names the tensor of a file with several).
+
+        With ``memory="mmap"`` the file itself is the table, and opening is instant. It is never changed, and what would change
+        it raises (see `open`), unless `writable`.
+
+        Parameters
+        ----------
+        path : path-like
+        memory : {"auto", "pinned", "pageable", "mmap", "device"}
+        device : torch.device, optional
+        key : str, optional
+        writable : bool or "shared"
+            With ``memory="mmap"``: changes go to the file, for example to go on training it. True is refused for files that
+            others use: those in caches of downloads (of Hugging Face, torch, ModelScope, ``~/.cache``; symbolic links are
+            followed) and files with several hard links. "shared" opens those too.
+        layout, cache_rows, cache_counts, max_rows : optional
+            As in :class:`~speedtransfer.Table`; a file that is mapped grows only if it is writable.
+
+        Raises
+        ------
+        StorageError, InvalidValueError, InvalidTypeError
+            The file is missing, truncated or foreign, or may not be changed; it holds no 2-D array; its dtype has no table.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise InvalidTypeError(
+                f"path is a {type(path).__name__} but must be the path of a file; pass one, or Table.open for several"
+            )
+        path = Path(path)
+        check_writable(writable)
+        if memory != "mmap":
+            if writable:
+                raise InvalidValueError(
+                    f"writable is {writable!r} but memory={memory!r} has a copy of the rows, whose changes stay there; pass "
+                    "memory='mmap', or leave writable out"
+                )
+            values = files.open_mapped(path, writable=False, key=key)[0]
+            options: Any = {
+                "layout": layout,
+                "cache_rows": cache_rows,
+                "cache_counts": cache_counts,
+                "max_rows": max_rows,
+            }
+            table = cls.from_array(values, memory, device=device, **options)
+            found = saved_planes(path, key)
+            if SCALES in found:
+                scales = cls._open(found, False, "cpu", None, None).plane(SCALES)
+                table.add_plane(SCALES, scales.shape[1], scales.dtype, scales)
+            return table
+        check_layout(layout)
+        found = saved_planes(path, key)
+        check_max_rows(max_rows, found["weight"][0].shape[0])
+        if max_rows is not None and not writable:
+            raise InvalidValueError(
+                f"max_rows is {max_rows} but the file is only read (memory='mmap', writable={writable!r}) and cannot grow; "
+                "pass writable=True, or leave max_rows out"
+            )
+        table = cls._open(found, writable, device, cache_rows, cache_counts)
+        table.layout, table._place.max_rows = layout, max_rows
+        return table
+
+
+def open_memory(
+    memory: str,
+    path: PathLike | None,
+    device: Device,
+    size: tuple[int, int],
+    layout: str,
+    max_rows: int | None,
+) -> Memory:
+    """Return the memory for a table of `size`, rows and bytes of each."""
+    check_layout(layout)
+    num_rows, row_bytes = size
+    check_max_rows(max_rows, num_rows)
+    if memory == "auto":
+        # Adam's two planes come beside the weights at the first step, and page-locked memory is lost to everything else.
+        fits = 3 * max(num_rows, max_rows or 0) * row_bytes <= 0.8 * physical_bytes()
+        memory = "pinned" if fits and cuda_status().available else "pageable"
+    if not isinstance(memory, str) or memory not in MEMORIES:
+        raise InvalidValueError(
+            f"memory is {memory!r}, not one of its values{suggest(str(memory), ['auto', *MEMORIES])}"
+        )
+    place = MEMORIES[memory](resolve_device(device), path)
+    place.layout, place.max_rows = layout, max_rows
+    return place
