@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -17,6 +18,9 @@ import pytest
 import torch
 import typer
 from bs4 import BeautifulSoup
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from myst_parser.slugs import github_slugify, unique_slug
 
 import speedtransfer
 from speedtransfer import errors, speedtorch, word2vec
@@ -94,6 +98,7 @@ def pages(site):
     return {path: BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser") for path in paths}
 
 
+@pytest.mark.slow
 def test_every_page_has_one_title(pages):
     for path, page in pages.items():
         (title,) = page.article.find_all("h1")
@@ -101,6 +106,7 @@ def test_every_page_has_one_title(pages):
         assert page.title.get_text().strip(), path.name
 
 
+@pytest.mark.slow
 def test_pictures_exist_and_say_what_they_show(pages):
     shown = set()
     for path, page in pages.items():
@@ -112,6 +118,7 @@ def test_pictures_exist_and_say_what_they_show(pages):
     assert {"step.png", "step.svg"} <= shown
 
 
+@pytest.mark.slow
 def test_tables_and_code_scroll_in_their_box(pages):
     """A phone shows no page wider than itself: tables and code are in the containers for which furo has scrollbars."""
     count = 0
@@ -124,6 +131,7 @@ def test_tables_and_code_scroll_in_their_box(pages):
     assert count > 50
 
 
+@pytest.mark.slow
 def test_links_lead_to_what_is_there(site, pages):
     named = {path: {tag["id"] for tag in page.find_all(id=True)} for path, page in pages.items()}
     for path, page in pages.items():
@@ -174,6 +182,48 @@ def test_no_page_is_wider_than_the_screen(site, pages):
     assert found == {"seen": 2 * len(names), "wide": []}
 
 
+# --- the same of the sources, which takes no build -------------------------------------------------------------------------
+
+SOURCES = [path for path in sorted(DOCS.rglob("*.md")) if "_build" not in path.parts]
+MARKDOWN = MarkdownIt("commonmark").enable("table")
+
+
+def headings(tokens: list[Token]) -> list[tuple[str, str]]:
+    """The tag and the text of each."""
+    pairs = itertools.pairwise(tokens)
+    return [(token.tag, text_of(inline)) for token, inline in pairs if token.type == "heading_open"]
+
+
+def text_of(inline: Token) -> str:
+    return "".join(child.content for child in inline.children or [])
+
+
+@functools.cache
+def anchors(path: Path) -> set[str]:
+    found: set[str] = set()
+    for _, text in headings(MARKDOWN.parse(path.read_text(encoding="utf-8"))):
+        found.add(unique_slug(github_slugify(text), found))
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(DOCS).as_posix())
+def test_titles_links_and_pictures(path):
+    """One title a page; links lead to files and headings; pictures are there and say what they show."""
+    tokens = MARKDOWN.parse(path.read_text(encoding="utf-8"))
+    assert [tag for tag, _ in headings(tokens)].count("h1") == 1
+    for part in (child for token in tokens for child in token.children or []):
+        if part.type == "image":
+            assert (path.parent / unquote(str(part.attrs["src"]))).stat().st_size > 0, part.attrs["src"]
+            assert len(text_of(part).split()) > 1, part.attrs["src"]
+        if part.type != "link_open" or (url := urlsplit(str(part.attrs["href"]))).scheme:
+            continue
+        target = (path.parent / unquote(url.path)).resolve() if url.path else path
+        assert target.exists(), part.attrs["href"]
+        # Names of the API are made by the build, which the slow tests look at.
+        if url.fragment and target.suffix == ".md" and "api" not in target.parts:
+            assert unquote(url.fragment) in anchors(target), part.attrs["href"]
+
+
 def test_classes_of_tables_have_a_style():
     style = (DOCS / "_static" / "site.css").read_text(encoding="utf-8")
     tables = (DOCS / "reference_tables.py").read_text(encoding="utf-8")
@@ -183,6 +233,7 @@ def test_classes_of_tables_have_a_style():
         assert f".{name} " in style or f".{name}." in style, name
 
 
+@pytest.mark.slow
 def test_search_knows_every_page(site):
     index = (site / "searchindex.js").read_text(encoding="utf-8")
     for page in PAGES:
