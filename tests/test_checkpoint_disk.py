@@ -7,14 +7,13 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoint_cases import Run, seed_all
+from forked import run_script
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from optimizer_cases import case_named
 from torch import nn
@@ -285,11 +284,9 @@ print((peak[0] - start) >> 20, float(emb.table.torch().double().sum()), float(st
 
 
 def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
     sums = []
     for what in ("save", "load"):
-        argv = [sys.executable, "-c", MEMORY, str(tmp_path), what, "mmap"]
-        result = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=500)
+        result = run_script(MEMORY, str(tmp_path), what, "mmap", timeout=500)
         assert result.returncode == 0, result.stderr[-3000:]
         extra, *values = result.stdout.split()
         assert int(extra) < 80, f"{what} took {extra} MB more"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-TESTS = Path(__file__).parent
+from forked import run_script
 
 # One process imports torch and starts no thread, then forks a child for each life of the training run. A life is ended by
 # SIGKILL: at a random line of the code that saves, or at a random time.
@@ -81,9 +77,6 @@ print("killed", killed)
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("moments", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(moments: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    argv = [sys.executable, "-c", SCRIPT, str(tmp_path / "point"), str(tmp_path / "log"), str(moments), "1"]
-    result = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=900)
+    result = run_script(SCRIPT, str(tmp_path / "point"), str(tmp_path / "log"), str(moments), "1", timeout=900)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.strip() == f"killed {moments}"

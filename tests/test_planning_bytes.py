@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
+from forked import run_script
 
 import speedtransfer as st
 from speedtransfer.planning.machine import Machine
@@ -62,7 +62,7 @@ ROWS, DIM = 200_000, 64
 def taken_by(forms, folder):
     """Bytes of memory, and of a file, that tables of `forms` take in another process: pairs of an optimizer and options."""
     argument = json.dumps([ROWS, DIM, forms, str(folder)])
-    result = subprocess.run([sys.executable, "-c", CHILD, argument], capture_output=True, text=True, timeout=300)
+    result = run_script(CHILD, argument)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 

@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 from cases import one_line
+from forked import run_script
 
 import speedtransfer as st
 from speedtransfer import safetensors_io
@@ -293,12 +294,6 @@ print(line)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @SUFFIXES
 def test_a_kill_leaves_a_whole_file(tmp_path: Path, suffix: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path / f"table{suffix}"), str(len(suffix) % 3)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
-    )
+    done = run_script(KILLED, str(tmp_path / f"table{suffix}"), str(len(suffix) % 3))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 50

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run_script
 
 TESTS = Path(__file__).parent
 
@@ -94,9 +92,6 @@ print("killed", killed)
 @pytest.mark.parametrize("moments", [2, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("memory", [pytest.param("pageable", marks=pytest.mark.slow), "mmap"])
 def test_killed_at_any_moment(memory: str, moments: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    argv = [sys.executable, "-c", SCRIPT, str(tmp_path), memory, str(moments)]
-    result = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=500)
+    result = run_script(SCRIPT, str(tmp_path), memory, str(moments), timeout=500)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.strip() == f"killed {moments}"

@@ -17,12 +17,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from forked import fork_server
+
 from ranks.worker import Reply, serve
 
-# Each rank is a fork of one process that has imported these, which takes seconds; the first optimizer imports torch._dynamo,
-# the first table numba. Nothing of this repository: that process may
-# find another copy of it than the tests do.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numba", "pytest"]
 # Seconds that the other ranks have left when one has failed: they may wait for it until the group's timeout.
 GRACE = 2.0
 
@@ -132,9 +130,7 @@ class Worker:
         self.rank, self._log, self._printed = rank, folder / uuid.uuid4().hex, 0
         self._log.touch()
         self.pipe, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self._process = context.Process(target=serve, args=(theirs, rank, str(self._log)))
+        self._process = fork_server().Process(target=serve, args=(theirs, rank, str(self._log)))
         self._process.start()
         theirs.close()
 

@@ -1,0 +1,49 @@
+"""Run a script in a process that has imported torch: a fork of one that has, as imports take seconds of every process.
+
+For scripts that may have more imported than they use; `subprocess` is for those of a Python of their own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+# The first optimizer imports torch._dynamo, the first table numba. Nothing of this repository: the process may find another
+# copy of it than the tests do.
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numba", "pytest"]
+
+
+def fork_server() -> ForkServerContext:
+    """Return what makes processes that have imported PRELOAD and have no threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def run_script(code: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run `code` as ``python -c`` does with `arguments`, the paths of modules as they are here, and return how it ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder, "stdout"), Path(folder, "stderr")
+        process = fork_server().Process(target=_run, args=(code, arguments, files))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(code, timeout, *(file.read_bytes() for file in files))
+        out, err = (file.read_text(encoding="utf-8") if file.exists() else "" for file in files)
+    return subprocess.CompletedProcess(["-c", *arguments], process.exitcode or 0, out, err)
+
+
+def _run(code: str, arguments: tuple[str, ...], files: tuple[Path, Path]) -> None:
+    for number, file in enumerate(files, 1):
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.argv = ["-c", *arguments]
+    exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
