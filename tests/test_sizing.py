@@ -44,7 +44,7 @@ def assert_right(size, table, distinct, moved):
     assert size.step(distinct) == moved
 
 
-@pytest.mark.sweep(strength=2)
+@pytest.mark.sweep
 @pytest.mark.parametrize("dim", [1, 160, 300])
 @pytest.mark.parametrize("storage", [None, *STORAGE_DTYPES])
 @pytest.mark.parametrize("state", [None, *STATE_DTYPES])

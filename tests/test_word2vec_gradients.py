@@ -59,7 +59,7 @@ def by_hand(vectors, output, block, model, negative=5, **options):
     return result, *grads
 
 
-@pytest.mark.sweep(strength=2)
+@pytest.mark.sweep
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("rate", [1e-6, 0.05, 0.5])
 @pytest.mark.parametrize(
