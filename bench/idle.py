@@ -8,19 +8,25 @@ LightGCN's repository (https://github.com/kuandeng/LightGCN) has them; the data 
 from __future__ import annotations
 
 import argparse
+import io
+import itertools
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from idle_data import Settings, read_data
+from idle_data import TOP, Settings, read_data
+from idle_training import DENSE, DOUBLE, EXACT, LAZY, SPARSE, WAYS
 from needs import DataError
+from pictures import save_picture
 from store import IDLE, ROOT, header, path_of, write
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
-from idle_figure import save, sentences
-from idle_training import WAYS, train
+from idle_training import train
 
+from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, legend_below, require_matplotlib, tidy
+from speedtransfer.benchmark.units import format_share
 from speedtransfer.cuda import resolve_device
 
 
@@ -65,6 +71,117 @@ _count.__name__ = "positive int"  # for argparse, in the line that refuses anoth
 def _say(number: int, curves: dict[str, dict[str, list[float]]]) -> None:
     shown = (f"{way} {curves[way]['loss'][-1]:.4f} / {curves[way]['recall'][-1]:.4f}" for way in WAYS)
     print(f"step {number:,}, loss / recall: {', '.join(shown)}", flush=True)
+
+
+# --- words and picture --------------------------------------------------------------------------------------------------
+
+
+BYTES = 100_000  # at most: a repository keeps every picture for ever
+# Exact is dashed over a broad dense line: one sees both where they are one.
+_STYLES: dict[str, dict[str, Any]] = {
+    DENSE: {"color": "#b8bec8", "lw": 7, "solid_capstyle": "round", "zorder": 2},
+    EXACT: {"color": COLOURS[0], "lw": 2, "ls": (0, (4, 2)), "zorder": 5},
+    LAZY: {"color": COLOURS[1], "lw": 2, "zorder": 4},
+    SPARSE: {"color": COLOURS[2], "lw": 2, "ls": (0, (1, 1)), "zorder": 4},
+    DOUBLE: {"color": QUIET, "lw": 1.5, "ls": ":", "zorder": 3},
+}
+_NAMES = {
+    DENSE: "nn.Embedding + AdamW (dense)",
+    EXACT: 'speedtransfer, idle="exact" + AdamW',
+    LAZY: 'speedtransfer, idle="lazy" + AdamW',
+    SPARSE: "nn.Embedding(sparse=True) + SparseAdam",
+}
+
+
+def save(result: dict[str, Any], path: Path) -> str:
+    """Write the picture; return why there is none, or what is wrong with it."""
+    if problem := save_picture(lambda: draw(result), path):
+        return problem
+    size = path.stat().st_size
+    return f"{path} has {size} bytes, more than {BYTES}: think twice before it is committed" if size > BYTES else ""
+
+
+def draw(result: dict[str, Any]) -> bytes:
+    """Return the picture as PNG."""
+    figure = require_matplotlib()(12, 4.4)
+    loss, recall, distance = figure.subplots(1, 3, width_ratios=(3, 3, 2))
+    counts, curves = result["counts"], result["curves"]
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(counts)]  # each loss is a mean from count to count
+    for way in WAYS:
+        loss.plot(middles, curves[way]["loss"], label=_NAMES[way], **_STYLES[way])
+        recall.plot(counts, curves[way]["recall"], **_STYLES[way])
+    for way in (LAZY, SPARSE, EXACT, DOUBLE):
+        distance.plot(counts[1:], curves[way]["distance"], **_STYLES[way])
+    distance.set_yscale("log")
+    # Points above the line, or below it where negative; between SparseAdam and the broad line of dense there is little room.
+    for axes, way, key, text, lift in (
+        (recall, EXACT, "recall", "dense, and exact on top of it", 7),
+        (recall, SPARSE, "recall", "SparseAdam", 2),
+        (recall, LAZY, "recall", "lazy", -7),
+        (distance, SPARSE, "distance", "SparseAdam", 7),
+        (distance, LAZY, "distance", "lazy", -7),
+        (distance, EXACT, "distance", "exact", -7),
+        (distance, DOUBLE, "distance", "dense in float64: rounding", 7),
+    ):
+        _label(axes, counts, curves[way][key], text, _STYLES[way]["color"], lift)
+    titles = {
+        loss: "training loss",
+        recall: f"recall@{TOP} on held-out items (higher is better)",
+        distance: "farthest weight from dense\n(1: as far as dense has moved any)",
+    }
+    for axes, title in titles.items():
+        axes.set_title(title, fontsize=11, color=INK)
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        tidy(axes)
+    for axes in (loss, recall):
+        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    low, high = distance.get_ylim()
+    distance.set_ylim(0.4 * low, 3 * high)
+    legend_below(figure, loss)
+    target = io.BytesIO()
+    figure.savefig(target, format="png")
+    return target.getvalue()
+
+
+def _label(axes: Any, counts: list[int], values: list[float], text: str, colour: str, lift: int) -> None:
+    """Name a line where it ends, `lift` points above it or below."""
+    beside = values[int(len(values) * max(0.0, 1 - len(text) / 36)) :]  # a line of text is as wide as about 36 letters
+    place, side = (max(beside), "bottom") if lift > 0 else (min(beside), "top")
+    style = {"fontsize": 9, "color": colour, "ha": "right", "va": side}
+    axes.annotate(text, (counts[-1], place), (0, lift), textcoords="offset points", **style)
+
+
+def sentences(result: dict[str, Any]) -> list[str]:
+    """Return what was trained and what came of it."""
+    settings, sizes, curves = result["settings"], result["sizes"], result["curves"]
+    users, items = map(format_share, result["touched"])
+    environment = result["environment"]
+    commit = environment["commit"][:12] + (" with changes" if environment["dirty"] else "")
+    trained = (
+        f"{result['data'].capitalize()}, {sizes['users']:,} users x {sizes['items']:,} items, matrix factorisation with BPR, "
+        f"dim {settings['dim']}, {settings['steps']:,} steps of {settings['batch']:,} pairs, each of which touches {users} of "
+        f"the users and {items} of the items; AdamW with lr {settings['lr']:g} and weight decay {settings['weight_decay']:g} "
+        f"(SparseAdam has none); one seed, {environment['device']}, torch {environment['versions']['torch']}, "
+        f"commit {commit}, {environment['date'][:10]}."
+    )
+    ends = ", ".join(f"{way} {curves[way]['recall'][-1]:.3f}" for way in WAYS)
+    best = ", ".join(f"{way} {max(curves[way]['recall']):.3f}" for way in WAYS)
+    losses = ", ".join(f"{way} {curves[way]['loss'][-1]:.3f}" for way in WAYS)
+    far = {way: curves[way]["distance"][-1] for way in (EXACT, DOUBLE, LAZY)}
+    found = (
+        f"Recall@{TOP} at the end: {ends}; at its best: {best}; training loss at the end: {losses}. No weight trained with "
+        f'idle="exact" is farther from dense than {far[EXACT]:.1e} of the longest way that one went (by rounding alone '
+        f"dense in float64 is {far[DOUBLE]:.1e} away; lazy {far[LAZY]:.2f}); no loss of any step differs by more than "
+        f"{result['loss_difference'][EXACT]:.0e}."
+    )
+    return [trained, found]
+
+
+def markdown(result: dict[str, Any], picture: str) -> str:
+    """Return the block of docs/optimizers.md; `picture` is its path or nothing."""
+    title = "Training with dense, exact, lazy and SparseAdam's idle rows"
+    return "\n\n".join(filter(None, [f"![{title}]({picture})" if picture else "", *sentences(result)]))
 
 
 if __name__ == "__main__":

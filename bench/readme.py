@@ -67,17 +67,15 @@ class Section(NamedTuple):
 
 
 IN_NUMBERS = Section("in numbers", tuple((part, "in_numbers") for part in ("step", IDLE, NGRAM_EXAMPLE, WORD2VEC)))
-IDLE_ROWS = Section("idle rows", ((IDLE, "idle_figure"),), "docs/optimizers.md")
-WORD2VEC_SECTION = Section(
-    "word2vec", ((WORD2VEC, "word2vec_figure"), (SCALE, "word2vec_scale_figure")), "docs/word2vec.md"
-)
-SPEEDTORCH_LOOP = Section("speedtorch loop", ((LOOP, "speedtorch_loop_figure"),), "docs/migration.md")
-EXAMPLE = Section("ngram example", ((NGRAM_EXAMPLE, "ngram_example_figure"),), "docs/ngrams.md")
-PARALLEL = Section("parallel example", ((PARALLEL_EXAMPLE, "parallel_example_figure"),), "docs/parallel.md")
+IDLE_ROWS = Section("idle rows", ((IDLE, "idle"),), "docs/optimizers.md")
+WORD2VEC_SECTION = Section("word2vec", ((WORD2VEC, "word2vec_figure"), (SCALE, "word2vec_scale")), "docs/word2vec.md")
+SPEEDTORCH_LOOP = Section("speedtorch loop", ((LOOP, "speedtorch_loop"),), "docs/migration.md")
+EXAMPLE = Section("ngram example", ((NGRAM_EXAMPLE, "ngram_example"),), "docs/ngrams.md")
+PARALLEL = Section("parallel example", ((PARALLEL_EXAMPLE, "parallel_example"),), "docs/parallel.md")
 EXCHANGE = Section("exchange", (("exchange", "exchange_figure"),), "docs/compressed-exchange.md")
-DRIFTING = Section("vocabulary drift", ((DRIFT, "vocabulary_drift_figure"),), "docs/vocabulary.md")
+DRIFTING = Section("vocabulary drift", ((DRIFT, "vocabulary_drift"),), "docs/vocabulary.md")
 MIXED = Section("mixed precision", (("mixed", "mixed_figure"),), "docs/mixed-precision.md")
-PLAN_ACCURACY = Section("plan accuracy", ((PLAN, "plan_accuracy_figure"),), "docs/plan.md")
+PLAN_ACCURACY = Section("plan accuracy", ((PLAN, "plan_accuracy"),), "docs/plan.md")
 SECTIONS = (
     IN_NUMBERS,
     IDLE_ROWS,

@@ -7,21 +7,27 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from pictures import save_picture
+from speedtorch_loop_words import DENSE, OURS, SPARSE, SPEEDTORCH, WAYS, milliseconds
 from store import FULL, LOOP, QUICK, ROOT, header, path_of, write
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
 import speedtorch_loop_training
-from speedtorch_loop_figure import save, sentences
 from speedtorch_loop_training import Settings, as_data, train
 from speedtorch_loop_words import told
 
+from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, require_matplotlib, tidy
 from speedtransfer.cuda import resolve_device
+from speedtransfer.errors import format_bytes
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,6 +52,87 @@ def main(arguments: list[str] | None = None) -> int:
     if problem := save(result, out.with_suffix(".png")):
         print(problem, file=sys.stderr)
     return 0
+
+
+# --- words and picture --------------------------------------------------------------------------------------------------
+
+
+_NAMES = {
+    SPEEDTORCH: "speedtransfer.speedtorch, Adamax",
+    OURS: "speedtransfer.Embedding, Adamax",
+    DENSE: "nn.Embedding, Adamax",
+    SPARSE: "nn.Embedding(sparse=True), SparseAdam",
+}
+_COLOURS = {OURS: COLOURS[0], SPEEDTORCH: COLOURS[5], DENSE: "#b8bec8", SPARSE: "#d5d9e0"}
+
+
+def save(result: dict[str, Any], path: Path) -> str:
+    """Write the picture; return why there is none."""
+    return save_picture(lambda: draw(result), path)
+
+
+def draw(result: dict[str, Any]) -> bytes:
+    """Return the picture as PNG: for each vocabulary the milliseconds of a step and the bytes, a bar a way."""
+    measured = result["measured"]
+    figure = require_matplotlib()(12, 0.8 + 2.1 * len(measured))
+    grid = figure.subplots(len(measured), 2, squeeze=False)
+    for (step, room), size in zip(grid, measured, strict=True):
+        ways = [size["ways"][way] for way in reversed(WAYS)]
+        _bars(step, [1e3 * way["step_s"] for way in ways], lambda value: f"{value:,.3g} ms")
+        _bars(room, [way["bytes"] for way in ways], format_bytes)
+        room.set_yticklabels([])
+        step.set_title(f"{_title(size)}: a training step", fontsize=11, color=INK, loc="left")
+        room.set_title("tables, gradients and state", fontsize=11, color=INK, loc="left")
+    target = io.BytesIO()
+    figure.savefig(target, format="png")
+    return target.getvalue()
+
+
+def _bars(axes: Any, values: list[float], told: Any) -> None:
+    names = list(reversed(WAYS))
+    axes.barh([_NAMES[way] for way in names], values, color=[_COLOURS[way] for way in names])
+    for place, value in enumerate(values):
+        style = {"fontsize": 9, "color": INK, "va": "center"}
+        axes.annotate(told(value), (value, place), (4, 0), textcoords="offset points", **style)
+    axes.set_xlim(0, 1.25 * max(values))
+    tidy(axes)
+    axes.grid(visible=False)
+    axes.set_xticks([])
+    axes.tick_params(axis="y", colors=QUIET)
+
+
+def sentences(result: dict[str, Any]) -> Iterator[str]:
+    """Yield a table of what was measured, and what it was measured with."""
+    lines = [
+        "| vocabulary | way | step | of dense | tables, gradients, state | loss, first and last |",
+        "|" + "---|" * 6,
+    ]
+    for size in result["measured"]:
+        dense = size["ways"][DENSE]["step_s"]
+        for way in WAYS:
+            found = size["ways"][way]
+            first, last = found["losses"]
+            cells = (_title(size), _NAMES[way], milliseconds(found), f"{found['step_s'] / dense:.3g}x")
+            lines.append(f"| {' | '.join((*cells, format_bytes(found['bytes']), f'{first:.3f}, {last:.3f}'))} |")
+    yield "\n".join(lines)
+    settings, environment = result["settings"], result["environment"]
+    commit = environment["commit"][:12] + (" with changes" if environment["dirty"] else "")
+    yield (
+        f"Skip-gram with {settings['negatives']} negatives, batches of {settings['batch']:,} pairs, dim {settings['dim']}, "
+        f"lr {settings['lr']:g}, Adamax (SparseAdam where named); medians of {settings['rounds']} rounds of "
+        f"{settings['steps']} steps in which the ways take turns on the same batches; {environment['device']}, torch "
+        f"{environment['versions']['torch']}, commit {commit}, {environment['date'][:10]}."
+    )
+
+
+def markdown(result: dict[str, Any], picture: str = "") -> str:
+    """Return the block of the migration page; `picture` is its path or nothing."""
+    title = "A word2vec step with SpeedTorch's names, the drop-in, dense and SparseAdam"
+    return "\n\n".join(filter(None, [f"![{title}]({picture})" if picture else "", *sentences(result)]))
+
+
+def _title(size: dict[str, Any]) -> str:
+    return f"{size['words']}, {size['rows']:,} words"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import bars
 import speedtorch_loop_words
-import word2vec_scale_figure
+import word2vec_scale
 import word2vec_statistics
 from device_tests import SANITIZER, verdict
 from gpu_parts import FEATURES, FIRST_TESTS
@@ -134,7 +134,7 @@ def _outcome(part: str, result: dict[str, Any]) -> str:
     elif part == NGRAM_EXAMPLE:
         text = f"{len(result['contenders'])} contenders"
     elif part in (WORD2VEC, SCALE):
-        text = (word2vec_statistics if part == WORD2VEC else word2vec_scale_figure).in_short(result)
+        text = (word2vec_statistics if part == WORD2VEC else word2vec_scale).in_short(result)
         text += ", quick" if result["quick"] else ""
     elif part not in SUITES:
         text = "came to its end"

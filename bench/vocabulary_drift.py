@@ -9,22 +9,27 @@ them only the stream that is made here is trained on, and the result is not a co
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from idle_data import read_data
 from needs import DataError
+from pictures import save_picture
 from store import DRIFT, QUICK, ROOT, header, path_of, write
+from vocabulary_drift_training import FULL, HASHED, LFU, LRU, POLICIES, SEEN_TWICE, TOP, TTL
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
 import vocabulary_drift_training as training
-from vocabulary_drift_figure import save, sentences
-from vocabulary_drift_training import FULL, POLICIES, Blocks, Settings, Zipf
+from vocabulary_drift_training import Blocks, Settings, Zipf
+
+from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, legend_below, require_matplotlib, tidy
+from speedtransfer.benchmark.units import format_count, format_share
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
@@ -71,6 +76,114 @@ def compare(name: str, train: Callable[[str, float], dict[str, Any]], settings: 
         runs.append({key: round(value, 5) if isinstance(value, float) else value for key, value in run.items()})
         print(f"{name}, {run['rows']:,} rows, {policy}: {run['quality']:.4f}, found {run['found']:.1%}", flush=True)
     return {"runs": runs}
+
+
+# --- words and picture --------------------------------------------------------------------------------------------------
+
+
+_NAMES = {
+    LRU: 'evict="lru"',
+    SEEN_TWICE: 'evict="lru", admit=2',
+    LFU: 'evict="lfu"',
+    TTL: "evict=steps, as many as fit",
+    HASHED: "no vocabulary: id % rows",
+    FULL: "a row for each id",
+}
+_MARKS = {LRU: "o", SEEN_TWICE: "s", LFU: "D", TTL: "^", HASHED: "X"}
+_TITLES = {"zipf": "Zipf, ranks that move", "gowalla": "Gowalla"}
+_MEASURES = {
+    "zipf": "quality on the\nnext batch (1: as good as can be)",
+    "gowalla": f"recall@{TOP}\nof users just trained",
+}
+
+
+def save(result: dict[str, Any], path: Path) -> str:
+    """Write the picture; return why there is none."""
+    return save_picture(lambda: draw(result), path)
+
+
+def draw(result: dict[str, Any]) -> bytes:
+    """Return the picture as PNG: a row of panels for each stream, as wide as a telephone is in its hand."""
+    streams = result["streams"]
+    figure = require_matplotlib()(7, 0.8 + 3.1 * len(streams))
+    panels = figure.subplots(len(streams), 2, squeeze=False)
+    for (quality, found), (name, stream) in zip(panels, streams.items(), strict=True):
+        for policy in POLICIES:
+            runs = _runs(stream, policy)
+            shares = [100 * run["share"] for run in runs]
+            style = {"color": COLOURS[POLICIES.index(policy)], "marker": _MARKS[policy], "lw": 2, "ms": 6}
+            # So that one sees both where they are one.
+            style |= {"label": _NAMES[policy], "ls": (0, (3, 2)) if policy == SEEN_TWICE else "-"}
+            quality.plot(shares, [run["quality"] for run in runs], **style)
+            if policy != HASHED:
+                found.plot(shares, [100 * run["found"] for run in runs], **style)
+        (full,) = _runs(stream, FULL)
+        quality.axhline(full["quality"], color=INK, ls="--", lw=1.5, label=_NAMES[FULL])
+        found.axhline(100 * full["found"], color=INK, ls="--", lw=1.5)
+        quality.set_title(f"{_TITLES[name]}: {_MEASURES[name]}", fontsize=9.5, color=INK, loc="left")
+        found.set_title("lookups that find a row, %", fontsize=9.5, color=INK, loc="left")
+        for axes in (quality, found):
+            tidy(axes)
+            axes.set_xlim(0, 105 * max(run["share"] for run in stream["runs"] if run["policy"] != FULL))
+            axes.set_xticks([100 * share for share in result["settings"]["shares"]])
+            axes.set_ylim(bottom=0)
+            axes.set_xlabel("rows, % of the ids ever seen", fontsize=9, color=QUIET)
+    legend_below(figure, panels[0][0])
+    target = io.BytesIO()
+    figure.savefig(target, format="png")
+    return target.getvalue()
+
+
+def _runs(stream: dict[str, Any], policy: str) -> list[dict[str, Any]]:
+    return sorted((run for run in stream["runs"] if run["policy"] == policy), key=lambda run: run["share"])
+
+
+def sentences(result: dict[str, Any]) -> Iterator[str]:
+    """Yield what was trained, and what part of the quality of a full table each policy keeps."""
+    settings, environment = result["settings"], result["environment"]
+    commit = environment["commit"][:12] + (" with changes" if environment["dirty"] else "")
+    for name, stream in result["streams"].items():
+        (full,) = _runs(stream, FULL)
+        yield f"{_TITLES[name]}: {_about(name, stream, settings)} Full table: {full['quality']:.3f}."
+    yield (
+        f'Adagrad; counts of "lfu" halve in {settings["half_life"]:g} steps; one seed, {environment["device"]}, torch '
+        f"{environment['versions']['torch']}, commit {commit}, {environment['date'][:10]}."
+    )
+
+
+def _about(name: str, stream: dict[str, Any], settings: dict[str, Any]) -> str:
+    (full,) = _runs(stream, FULL)
+    if name == "zipf":
+        return (
+            f"{settings['steps']:,} batches of {settings['batch']:,} lookups of {full['rows']:,} ids, {settings['moves']} "
+            "pairs of which change ranks at each step; each id has a hidden vector, and the model is a logistic regression "
+            "that learns it as the row of the id. Measured is the second half."
+        )
+    return (
+        f"{stream['users']:,} users in the order of the file, which has no time stamps, and {full['rows']:,} items; matrix "
+        f"factorization (BPR, against the items of others in the batch, dim {settings['dim']}), {settings['block']} users "
+        f"at a time, {settings['passes']} passes, after which they are asked for the items held out. Both tables are limited. "
+        "Measured is the second half."
+    )
+
+
+def markdown(result: dict[str, Any], picture: str) -> str:
+    """Return the block of docs/vocabulary.md; `picture` is its path or nothing."""
+    parts = []
+    for name, stream in result["streams"].items():
+        (full,) = _runs(stream, FULL)
+        shares = [run["share"] for run in _runs(stream, LRU)]
+        about = f"{_TITLES[name]}, of the full table's {full['quality']:.3f}"
+        rows = [[about, *(f"{format_share(share)} of the rows" for share in shares)]]
+        rows.append(["---", *["--:"] * len(shares)])
+        for policy in POLICIES:
+            kept = [format_share(run["quality"] / full["quality"]) for run in _runs(stream, policy)]
+            times = [run["lifetime"] for run in _runs(stream, policy)]
+            named = _NAMES[policy] + (f" ({', '.join(map(format_count, times))})" if policy == TTL else "")
+            rows.append([f"`{named}`" if policy not in (HASHED, TTL) else named, *kept])
+        parts.append("\n".join("| " + " | ".join(row) + " |" for row in rows))
+    title = "Quality of tables with fewer rows than ids, by what is evicted"
+    return "\n\n".join([*([f"![{title}]({picture})"] if picture else []), *parts, *sentences(result)])
 
 
 if __name__ == "__main__":
