@@ -203,8 +203,6 @@ class TableFiles:
 
     Raises
     ------
-    InvalidValueError
-        `memory` is "mmap" and `path` is missing.
     StorageError
         The folder cannot be made.
     """
@@ -213,10 +211,8 @@ class TableFiles:
         self._folder = None if path is None else Path(path)
         self._files: list[Path] = []
         self._folders: list[Path] = []  # that were missing, the innermost first
-        if memory != "mmap":
+        if memory != "mmap" or self._folder is None:
             return
-        if self._folder is None:
-            raise InvalidValueError("memory='mmap' needs path, the folder for the table files; pass path='tables'")
         self._folders = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
