@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_oracle import one_thread, skewed_batches, squared_loss  # noqa: F401 - a fixture
+from lazy_oracle import Twins, one_thread, skewed_batches, squared_loss  # noqa: F401 - a fixture
 from optimizer_cases import case_named
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import speedtransfer
+from speedtransfer.errors import OptimizerError
 
 ROWS, DIM, STEPS = 41, 6, 8
 Look = Callable[[], None]
@@ -267,3 +268,85 @@ def test_gradients_clipped_in_a_hook_before_the_step(idle: str) -> None:
     assert_same(hooked, plain, 1e-12)
     if idle == "exact":
         assert_same(hooked, dense, 1e-9)
+
+
+# --- optimizers that call the step of the class they are made of ------------------------------------------------------
+
+
+class Decaying(torch.optim.SGD):
+    """Changes the weights before and after the step of its base."""
+
+    def step(self, closure: Any = None) -> Any:
+        self._multiply(0.9)
+        loss = super().step(closure)
+        self._multiply(1.05)
+        return loss
+
+    @torch.no_grad()
+    def _multiply(self, factor: float) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.mul_(factor)
+
+
+@pytest.fixture
+def decaying() -> Twins:
+    # From now on torch calls hooks for the inner step too.
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    return Twins(lambda params: Decaying(params, lr=0.05, momentum=0.9))
+
+
+def test_a_step_within_a_step(decaying: Twins) -> None:
+    decaying.train(decaying.batches(8))
+    decaying.assert_same()
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_look_in_a_step_within_a_step(decaying: Twins, where: str) -> None:
+    emb, opt = decaying.ours, decaying.opt
+    seen: list[bool] = []
+
+    def look(*_: Any) -> None:
+        seen.append(torch.equal(emb.weight, emb.table.torch()))
+
+    if where == "before":
+        opt.register_step_pre_hook(look)
+        with pytest.raises(OptimizerError, match="weight is used in the middle of a step"):
+            decaying.train(decaying.batches(1))
+        # The table and its weight are whole.
+        assert torch.equal(emb.weight, decaying.dense.weight)
+        assert seen == [True]
+    else:
+        opt.register_step_post_hook(look)
+        before = emb.weight.detach().clone()
+        decaying.train(decaying.batches(1))
+        assert seen == [True, True]
+        ids = decaying.batches(1)[0][0].unique()
+        assert torch.equal(emb.weight[ids], decaying.dense.weight[ids])
+        assert not torch.equal(emb.weight[ids], before[ids])
+
+
+def test_a_step_within_a_step_that_fails(decaying: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = decaying
+    batches = runs.batches(6)
+    runs.train(batches[:3])
+    before = runs.ours.table.torch().clone()
+    runs.zero_grad()
+    runs.backward(*batches[3])
+    with monkeypatch.context() as patched:
+        patched.setattr(Decaying, "_multiply", _failing(Decaying._multiply))
+        with pytest.raises(KeyboardInterrupt):
+            runs.opt.step()
+    assert torch.equal(runs.ours.table.torch(), before)
+    runs.train(batches[3:])
+    runs.assert_same()
+
+
+def _failing(multiply: Callable[[Any, float], None]) -> Callable[[Any, float], None]:
+    def fail(opt: Any, factor: float) -> None:
+        multiply(opt, factor)
+        if factor > 1:
+            raise KeyboardInterrupt
+
+    return fail

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_pre_hook
 
 from speedtransfer.cuda import count_graphs
 from speedtransfer.eager import uncompiled
@@ -112,7 +112,8 @@ def _remove(hooks: dict[int, Callable[..., Any]], hook: Callable[..., Any]) -> N
 @uncompiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    frame = sys._getframe().f_back
+    # The step as torch wraps it, which calls `uncompiled`.
+    frame = sys._getframe(2)
     # Even if there is a closure, which the step need not call. An argument that is not callable is something else.
     if not _load(optimizer, frame) or not callable(closure):
         return None
@@ -157,6 +158,9 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
             reducer.before_step()
     for handle, group in found:
         if handle.state is not None and handle.state.running:
+            # A step within a step, super().step(): it updates the rows that the outer one has.
+            if handle.state.optimizer() is optimizer and handle.state.stepping():
+                continue
             handle.recover()
         if handle.grad is None:
             continue
@@ -261,14 +265,25 @@ def way_to_step(
     return choose_rule(handle.idle, optimizer, group, handle.rows.dtype), False
 
 
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Tell whether others than we have hooks after the steps of `optimizer`."""
+    return len(optimizer._optimizer_step_post_hooks) > 1 or len(_global_optimizer_post_hooks) > 0
+
+
 @uncompiled
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if optimizer in _closures:
+    # The step as torch wraps it, which calls `uncompiled`, which calls `no_grad`.
+    frame = sys._getframe(3)
+    if optimizer in _closures and _closures[optimizer].frame is frame:
         _forget_closure(optimizer)
     ended = []
     for handle, group in state_dicts.handles_of(optimizer):
-        if handle.state is not None and handle.state.running and handle.state.optimizer() is optimizer:
+        state = handle.state
+        if state is not None and state.running and state.optimizer() is optimizer:
+            # The end of a step within a step: the outer one goes on with the rows, unless hooks will look at the table.
+            if state.running.frame is not frame and state.stepping() and not _has_hooks(optimizer):
+                continue
             handle.end_step(optimizer, group)
             if handle.acts_after_steps:
                 ended.append(handle)

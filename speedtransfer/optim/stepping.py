@@ -106,9 +106,14 @@ class Stepping(TableParam):
             state.recover(optimizer)
 
     def recover(self) -> None:
-        """End a step that failed without calling a hook, if there is one."""
+        """End a step that failed without calling a hook, or one that runs and has changed nothing, if there is one."""
         state = self.state
-        if state is not None and state.running and not state.stepping():
+        if state is not None and state.running:
+            if self.is_changed() and state.stepping():
+                raise OptimizerError(
+                    f"{self} is used in the middle of a step, when an optimizer has changed some of its rows and not written "
+                    "them to the table yet; use it before the step or after it"
+                )
             optimizer = state.optimizer()
             if optimizer is not None:
                 self.abort_step(optimizer)
