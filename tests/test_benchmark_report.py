@@ -367,7 +367,7 @@ def test_legends_name_what_is_there(monkeypatch):
         one["memory"]["device_bytes"] = 0
     assert labels(monkeypatch, result) == ["host"]
     assert labels(monkeypatch, recorded("speedtorch")) == ["to", "from", "sum"]
-    steps = ["speedtransfer, pinned", "nn.Embedding + AdamW (no room beyond 10M rows)"]
+    steps = ["speedtransfer, pinned", "nn.Embedding + AdamW (left out beyond 10M rows)"]
     assert labels(monkeypatch, recorded("step")) == steps
 
 

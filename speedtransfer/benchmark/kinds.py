@@ -161,8 +161,8 @@ def fitting(
             left[kind.place] -= num_bytes
         else:
             error = HostMemoryError(
-                f"takes {format_bytes(num_bytes)} but of the {kind.place}'s memory the tables beside it leave "
-                f"{format_bytes(left[kind.place])}"
+                f"takes {format_bytes(num_bytes)} but the tables of a comparison may take {format_bytes(room[kind.place])} of "
+                f"the {kind.place}'s memory together, of which those beside it leave {format_bytes(left[kind.place])}"
             )
         yield kind, error
 

@@ -244,7 +244,7 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
 
 
 def _end_of(groups: list[GroupResult], name: str) -> str:
-    """Return why the line of case `name` ends before the last of `groups`, where that is for lack of room."""
+    """Return where the line of case `name` ends if that is before the last of `groups`, because its tables are too large."""
     last = max(i for i, group in enumerate(groups) if name in group.by_name)
     failed = any(case.name == name and case.error for group in groups[last + 1 : last + 2] for case in group.cases)
-    return f" (no room beyond {format_count(groups[last].params['rows'])} rows)" if failed else ""
+    return f" (left out beyond {format_count(groups[last].params['rows'])} rows)" if failed else ""
