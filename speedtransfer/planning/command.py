@@ -130,9 +130,10 @@ def plan(
 ) -> None:
     """Tell what tables take with their optimizer's state, where they fit, how long a step is, and what to use.
 
-    On this machine a step is measured, with tables that are cut to fewer rows where they are large; on another it is estimated
-    from its figures. With --ranks the command computes what several processes hold and send; of those rates have defaults that
-    are round numbers and no machine's.
+    On this machine a step is measured, with large tables cut to fewer rows; for
+    another machine it is estimated from that machine's figures. With --ranks the
+    command computes what several processes hold and send; the default rates of
+    links between processes are round numbers, not those of a machine.
     """
     counts = [whole_rows(each) for each in rows]
     dims = [check_size(each, "--dim", 1) for each in dim]
