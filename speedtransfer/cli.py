@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -254,7 +255,10 @@ def main() -> None:
 
 def _in_flags(message: str) -> str:
     """Return a message as the command line spells settings, where the command has such."""
-    return in_flags(message) if sys.argv[1:2] == ["word2vec"] else message
+    command = sys.argv[1:2]
+    if command == ["word2vec"]:
+        return in_flags(message)
+    return re.sub(r"\bdevice='([^']+)'", r"--device \1", message) if command in (["bench"], ["calibrate"]) else message
 
 
 def _give_up_stdout() -> None:

@@ -153,6 +153,7 @@ def test_warnings_speak_of_flags(run, monkeypatch, tmp_path):
         (["word2vec", "train", "good.txt", "-o", "out", "--dimm", "3"], ["--dimm"]),
         (["word2vec", "nearest", "good.txt", "river"], ["good.txt"]),
         (["trian"], ["trian"]),
+        (["calibrate", "--device", "tpu"], ["'tpu'", "pass --device cpu or --device cuda:0"]),
     ],
     ids=lambda value: "-".join(value[1:3]) if len(value) > 2 else "",
 )
