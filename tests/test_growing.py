@@ -44,8 +44,9 @@ def handle_of(emb: st.Embedding) -> Handle:
 
 def embedding(table: st.Table, idle: str = "lazy", **options: Any) -> st.Embedding:
     """Return an embedding of `table` with weights in its first rows only."""
-    emb = st.Embedding.from_pretrained(table, freeze=False, idle=idle, **options)
+    # Of the weights, and of stochastic rounding.
     torch.manual_seed(1)
+    emb = st.Embedding.from_pretrained(table, freeze=False, idle=idle, **options)
     handle_of(emb).load(torch.randn(SIZES[0], DIM))
     return emb
 
