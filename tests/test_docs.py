@@ -307,6 +307,8 @@ def test_commands_exist(page, argv):
         assert f":caption: {arguments[-1]}\n" in PAGES[page]
     elif argv[:3] == ["pip", "install", "torch"]:
         assert argv[3:] == ["--index-url", "https://download.pytorch.org/whl/cpu"]
+    elif argv[:3] == ["python3", "-m", "venv"]:
+        assert argv[4:] == ["&&", ".", f"{argv[3]}/bin/activate"]
     else:
         assert argv[:3] == ["pip", "install", "-e"]
         extras = set(re.findall(r'^ {8}"(\w+)":', (ROOT / "setup.py").read_text(), re.MULTILINE))
