@@ -206,13 +206,19 @@ class RowState(StatePlanes):
         running = self.running
         if running is None or running.frame is None:
             return False
-        # In another thread: as long as that lives.
         if running.thread != threading.get_ident():
-            return running.thread in sys._current_frames()
+            return self.stepping_elsewhere()
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame is not running.frame:
             frame = frame.f_back
         return frame is not None
+
+    def stepping_elsewhere(self) -> bool:
+        """Tell whether another thread has begun a step that may still run: as long as that thread lives."""
+        running = self.running
+        if running is None or running.frame is None or running.thread == threading.get_ident():
+            return False
+        return running.thread in sys._current_frames()
 
     def steps_in_place(self) -> bool:
         """Tell whether the planes themselves are the optimizer's state, so that a step of all rows needs no copies."""

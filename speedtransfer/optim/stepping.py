@@ -106,9 +106,12 @@ class Stepping(TableParam):
             state.recover(optimizer)
 
     def recover(self) -> None:
-        """End a step that failed without calling a hook, or one that runs and has changed nothing, if there is one."""
+        """End a step that failed without calling a hook, or one that runs and has changed nothing, if there is one.
+
+        The step of another thread goes on: here the rows are those before it.
+        """
         state = self.state
-        if state is not None and state.running:
+        if state is not None and state.running and not state.stepping_elsewhere():
             if self.is_changed() and state.stepping():
                 raise OptimizerError(
                     f"{self} is used in the middle of a step, when an optimizer has changed some of its rows and not written "
