@@ -37,23 +37,13 @@ _WARM, _STEPS = 16, 12  # before the first stretch, and in each
 _TOLERANCE = 0.02
 
 
-def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
-    """Return what the suite compares.
-
-    Parameters
-    ----------
-    device : torch.device
-    quick : bool
-        A small table.
-    rows : int, optional
-        Of the table.
-    seed : int, optional
-    """
-    rows = check_size(options.get("rows") or (_QUICK_ROWS if quick else _ROWS), "rows", 100)
+def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
+    """Return what the suite compares; `quick`: in a small table."""
+    rows = check_size(rows or (_QUICK_ROWS if quick else _ROWS), "rows", 100)
     lookups = _QUICK_LOOKUPS if quick else _LOOKUPS
     place = "in page-locked memory" if device.type == "cuda" else "in a file"
     title = f"AdamW step, {lookups:,} lookups by Zipf's law in {rows:,} x {DIM} float32 {place}"
-    make = functools.partial(_cases, device, rows, lookups, options.get("seed") or 0)
+    make = functools.partial(_cases, device, rows, lookups, seed)
     params = {"rows": rows, "dim": DIM, "lookups": lookups}
     return [Group(title, make, params, effort={"turns": 2 if quick else 5, "samples": 1})]
 

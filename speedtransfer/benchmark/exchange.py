@@ -60,18 +60,12 @@ _MOST = 3  # times the steps of one process, before a method is said not to reac
 _RANKS, _QUICK_RANKS = (2, 4), (2,)
 
 
-def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
-    """Return what the suite compares.
+def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
+    """Return what the suite compares; `quick`: small models, few steps, and two processes.
 
-    Parameters
-    ----------
-    device : torch.device
-        Of CUDA, and there is a GPU for each process: they train there, with NCCL. Else on the CPU, with gloo.
-    quick : bool
-        Small models, few steps, and two processes.
-    seed : int, optional
+    Where there is a GPU for each process they train there, with NCCL; else on the CPU, with gloo.
     """
-    sizes = (_QUICK if quick else _FULL)._replace(seed=options.get("seed") or 0)
+    sizes = (_QUICK if quick else _FULL)._replace(seed=seed)
     steps = _QUICK_STEPS if quick else _STEPS
     # Each sample is a training from its beginning.
     effort = {"turns": 1, "samples": 1, "budget_s": 1.0} if quick else {"turns": 2, "samples": 2, "budget_s": 40.0}

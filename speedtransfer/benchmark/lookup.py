@@ -29,24 +29,13 @@ _ROWS, _QUICK_ROWS = 1 << 18, 1 << 14
 _BATCHES = 64
 
 
-def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
-    """Return what the suite compares.
-
-    Parameters
-    ----------
-    device : torch.device
-        The compute device.
-    quick : bool
-        A small table.
-    rows : int, optional
-        Of the table.
-    seed : int, optional
-    """
-    rows = check_size(options.get("rows") or (_QUICK_ROWS if quick else _ROWS), "rows", 1)
+def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
+    """Return what the suite compares; `quick`: in a small table."""
+    rows = check_size(rows or (_QUICK_ROWS if quick else _ROWS), "rows", 1)
     return [
         Group(
             f"frozen lookup of {tokens} ids in {rows:,} x {DIM} float32",
-            functools.partial(_cases, device, rows, tokens, options.get("seed") or 0),
+            functools.partial(_cases, device, rows, tokens, seed),
             {"tokens": tokens, "rows": rows, "dim": DIM},
         )
         for tokens in TOKENS

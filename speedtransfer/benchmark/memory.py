@@ -38,20 +38,10 @@ _LOOKUPS = 32_768
 _LARGE_BYTES, _BUFFERS_BYTES = 4e9, 200e6
 
 
-def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
-    """Return what the suite compares.
-
-    Parameters
-    ----------
-    device : torch.device
-        The compute device.
-    quick : bool
-        A small table, and one optimizer.
-    rows : int, optional
-        Of the table.
-    """
+def groups(device: torch.device, quick: bool, rows: int | None = None, **others: Any) -> list[Group]:
+    """Return what the suite compares; `quick`: a small table, and one optimizer."""
     fitting = int(_SHARE * (physical_bytes() or 8e9) / (4 * ROW_BYTES))
-    rows = check_size(options.get("rows") or min(_QUICK_ROWS if quick else _ROWS, fitting), "rows", 1)
+    rows = check_size(rows or min(_QUICK_ROWS if quick else _ROWS, fitting), "rows", 1)
     return [
         Group(
             f"memory of {rows:,} x {DIM} float32 trained with {optimizer}, every row",

@@ -50,19 +50,10 @@ _FEATURES = {
 }
 
 
-def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
-    """Return what the suite compares.
-
-    Parameters
-    ----------
-    device : torch.device
-        On CUDA the network is a larger one.
-    quick : bool
-        A small network, few windows and two batch sizes.
-    seed : int, optional
-    """
+def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
+    """Return what the suite compares; on CUDA a larger network, with `quick` a small one and two batch sizes."""
     sizes = _QUICK if quick else _CUDA if device.type == "cuda" else _CPU
-    seed, hidden = options.get("seed") or 0, " and ".join([str(sizes.hidden)] * sizes.layers)
+    hidden = " and ".join([str(sizes.hidden)] * sizes.layers)
     return [
         Group(
             f"next word of {sizes.context}, MLP of {hidden}, {batch:,} windows a step, accuracy after {sizes.epochs} "

@@ -55,28 +55,16 @@ _BATCHES = 5  # of each way to train a table
 _HOST_SHARE, _DEVICE_SHARE = 0.6, 0.5  # of the memory, that the tables of a group may take
 
 
-def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
-    """Return what the suite compares.
-
-    Parameters
-    ----------
-    device : torch.device
-    quick : bool
-        A small model and small tables.
-    rows : int, optional
-        Of the tables together; on CUDA of the large ones.
-    seed : int, optional
-    """
+def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
+    """Return what the suite compares; `rows` are those of the tables together, on CUDA of the large ones."""
     cuda = device.type == "cuda"
     base = _QUICK if quick else _CUDA if cuda else _CPU
-    wanted = options.get("rows")
-    if wanted is not None:
+    if rows is not None:
         # Sixteen primes at least, none of them twice.
-        wanted = check_size(wanted, "rows", 400)
-    seed = options.get("seed") or 0
-    found = [_group(base if wanted is None or cuda else _with_rows(base, wanted), (LAZY, EXACT), {}, device, seed)]
+        rows = check_size(rows, "rows", 400)
+    found = [_group(base if rows is None or cuda else _with_rows(base, rows), (LAZY, EXACT), {}, device, seed)]
     if cuda:
-        large = base if quick and wanted is None else _with_rows(base, wanted or _fitting(base.dim))
+        large = base if quick and rows is None else _with_rows(base, rows or _fitting(base.dim))
         # Each by itself: the host may have room for one table of this size.
         found += [_group(large, (idle,), _SMALL_FORM, device, seed) for idle in (LAZY, EXACT)]
     return found

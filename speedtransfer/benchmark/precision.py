@@ -67,21 +67,10 @@ FORMS = (
 )
 
 
-def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
-    """Return what the suite compares.
-
-    Parameters
-    ----------
-    device : torch.device
-        The compute device.
-    quick : bool
-        A small table, small batches and few steps.
-    rows : int, optional
-        Of the table.
-    seed : int, optional
-    """
-    rows = check_size(options.get("rows") or (_QUICK_ROWS if quick else _ROWS), "rows", 1)
-    seed, steps = options.get("seed") or 0, _QUICK_STEPS if quick else _STEPS
+def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
+    """Return what the suite compares; `quick`: a small table, small batches and few steps."""
+    rows = check_size(rows or (_QUICK_ROWS if quick else _ROWS), "rows", 1)
+    steps = _QUICK_STEPS if quick else _STEPS
     return [
         Group(
             f"AdamW step, {batch:,} examples of {_FIELDS} rows of {rows:,} x {DIM}, loss after {steps} steps",

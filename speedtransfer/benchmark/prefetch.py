@@ -54,22 +54,11 @@ FULL, QUICK = Sizes(256, 5, 12, 4), Sizes(64, 5, 8, 3)
 WIDTHS, QUICK_WIDTHS = {TRAINING: (512, 2048), EVALUATION: (2048,)}, {TRAINING: (1024,), EVALUATION: (1024,)}
 
 
-def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
-    """Return what the suite compares.
-
-    Parameters
-    ----------
-    device : torch.device
-        Not used: tables are on the CPU.
-    quick : bool
-        A small table, and one model.
-    rows : int, optional
-        Of the table.
-    seed : int, optional
-    """
+def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
+    """Return what the suite compares; `quick`: a small table, and one model. Tables are on the CPU, whatever the device."""
     fitting = int(_SHARE * (physical_bytes() or 8e9) / (4 * DIM * _PLANES))
-    rows = check_size(options.get("rows") or min(_QUICK_ROWS if quick else _ROWS, fitting), "rows", 1)
-    sizes, tables = QUICK if quick else FULL, ColdTables(rows, options.get("seed") or 0)
+    rows = check_size(rows or min(_QUICK_ROWS if quick else _ROWS, fitting), "rows", 1)
+    sizes, tables = QUICK if quick else FULL, ColdTables(rows, seed)
     lookups = sizes.examples * FIELDS
     about = f"{lookups:,} lookups in {rows:,} x {DIM} float32 in a file, MLP of width {{}}"
     found = []

@@ -56,22 +56,14 @@ _SHARE = 0.6  # of the memory of this machine, that all tables of a group may ta
 _PLANES = {SPARSE: 3, DENSE: 5}
 
 
-def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
-    """Return what the suite compares.
+def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
+    """Return what the suite compares; `quick`: a small table, and no more than two processes.
 
-    Parameters
-    ----------
-    device : torch.device
-        Not used: tables are on the CPU.
-    quick : bool
-        A small table, and no more than two processes.
-    rows : int, optional
-        Of the table.
-    seed : int, optional
+    Tables are on the CPU, whatever the device.
     """
     base = _QUICK if quick else _FULL
-    rows = check_size(options.get("rows") or base["rows"], "rows", 1)
-    sizes = Sizes(rows, base["dim"], base["examples"], base["fields"], _EXPONENT, options.get("seed") or 0)
+    rows = check_size(rows or base["rows"], "rows", 1)
+    sizes = Sizes(rows, base["dim"], base["examples"], base["fields"], _EXPONENT, seed)
     steps = _QUICK_STEPS if quick else _STEPS
     effort = {"turns": 2, "samples": 2, "budget_s": 6.0} if quick else {"turns": 4, "samples": 3, "budget_s": 60.0}
     lookups = f"{sizes.examples:,} x {sizes.fields} lookups by Zipf's law in {rows:,} x {sizes.dim} float32"

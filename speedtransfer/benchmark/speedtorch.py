@@ -57,26 +57,18 @@ _KINDS: tuple[tuple[str, str, tuple[Direction, ...]], ...] = (
 _PLACES = {"device": "cuda", "pageable": "CPU"}  # what SpeedTorch calls our memories
 
 
-def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
-    """Return what the suite compares: to, from and both, as SpeedTorch's tables have it.
+def groups(device: torch.device, quick: bool, rows: int = ROWS, seed: int = 0, **others: Any) -> list[Group]:
+    """Return what the suite compares: to, from and both, as SpeedTorch's tables have it; `quick` has no effect.
 
-    Parameters
-    ----------
-    device : torch.device
-        The compute device.
-    quick : bool
-        No effect: there is one size.
-    rows : int, optional
-        Rows moved; the table keeps its proportion.
-    seed : int, optional
+    `rows` are moved; the table keeps its proportion.
     """
-    rows = check_size(options.get("rows", ROWS), "rows", 1)
+    rows = check_size(rows, "rows", 1)
     table_bytes = 4 * DIM * max(rows, rows * TABLE_ROWS // ROWS)
     memories = ("pinned", "device") if device.type == "cuda" else ("pageable",)
     tables = Tables(device)
 
     def make(memory: str, directions: Sequence[Direction]) -> list[Case]:
-        work = workload(tables.table(memory, table_bytes, DIM), rows, seed=options.get("seed", 0))
+        work = workload(tables.table(memory, table_bytes, DIM), rows, seed=seed)
         return _cases(work, directions)
 
     found = []

@@ -45,26 +45,23 @@ _EXACT = (
 _SHARE, _LARGE_SHARE = 0.6, 0.8  # of the memory of this machine or its device that tables may take
 
 
-def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
-    """Return what the suite compares.
+def groups(
+    device: torch.device,
+    quick: bool,
+    rows: int | None = None,
+    seed: int = 0,
+    max_bytes: int | None = None,
+    history: int | None = None,
+    **others: Any,
+) -> list[Group]:
+    """Return what the suite compares; `quick`: small tables only.
 
-    Parameters
-    ----------
-    device : torch.device
-        The compute device.
-    quick : bool
-        Small tables only.
-    rows : int, optional
-        Of the smallest table.
-    max_bytes : int, optional
-        The most that the tables of a group may take together, of the host and of the device.
-    seed : int, optional
-    history : int, optional
-        Steps before any is timed, where that matters.
+    `rows` are those of the smallest table, `max_bytes` the most that the tables of a group may take together, of the host and
+    of the device, and `history` the steps before any is timed, where that matters.
     """
-    rows = check_size(options.get("rows") or (_QUICK_ROWS if quick else _ROWS), "rows", 1)
-    most = options.get("max_bytes") or (_QUICK_BYTES if quick else float("inf"))
-    batches = Batches(rows, min(rows, _QUICK_LOOKUPS if quick else _LOOKUPS), options.get("seed") or 0)
+    rows = check_size(rows or (_QUICK_ROWS if quick else _ROWS), "rows", 1)
+    most = max_bytes or (_QUICK_BYTES if quick else float("inf"))
+    batches = Batches(rows, min(rows, _QUICK_LOOKUPS if quick else _LOOKUPS), seed)
     room = {"host": min(most, _SHARE * (physical_bytes() or 8e9))}
     if device.type == "cuda":
         room["device"] = min(most, _SHARE * torch.cuda.get_device_properties(device).total_memory)
@@ -79,7 +76,7 @@ def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
     # The system writes a large file to the disk while others are measured: beside them it is a small one, and one comes last.
     sizes = _sizes(rows, int(room["host"] // (PLANES["AdamW"] * ROW_BYTES)))
     found = [group(size, every if size == rows else in_memory, "size") for size in sizes]
-    history = check_size(options.get("history") or (QUICK_HISTORY if quick else HISTORY), "history", 1)
+    history = check_size(history or (QUICK_HISTORY if quick else HISTORY), "history", 1)
     found += step_models.groups(device, rows, batches.seed, history, quick)
     found += step_idle.groups(device, batches, room, history, quick)
     found += step_fused.groups(device, batches, room)

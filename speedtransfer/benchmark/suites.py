@@ -2,7 +2,9 @@
 
 Its module has
 
-- ``groups(device, quick, **options)``, what is compared, as a list of :class:`~speedtransfer.benchmark.measure.Group`;
+- ``groups(device, quick, rows=None, seed=0, **others)``, what is compared on this compute device, as a list of
+  :class:`~speedtransfer.benchmark.measure.Group`; with `quick` sizes are small; `rows` are those of the table. What means
+  nothing to the suite it takes and leaves alone;
 - ``sentences(groups)``, what the recorded groups that ran say, as a list of str;
 - ``draw(make_figure, groups)``, their picture, or None where there is nothing to draw;
 - ``tables(groups)``, compact tables of them; without it all figures of each group are shown;

@@ -31,18 +31,8 @@ _CPU_LIMIT = {"matmul": 1600, "mlp": 1024}  # beyond, a processor needs seconds 
 _QUICK_LIMIT = {"matmul": 400, "mlp": 128}
 
 
-def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
-    """Return what the suite compares.
-
-    Parameters
-    ----------
-    device : torch.device
-        The compute device. On the CPU copies go from memory to memory.
-    quick : bool
-        Small sizes only.
-    seed : int, optional
-    """
-    seed = options.get("seed") or 0
+def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
+    """Return what the suite compares; `quick`: small sizes only. On the CPU copies go from memory to memory."""
     found = []
     for experiment, sizes, what, make in (
         ("matmul", _MATMUL_SIZES, "product of two {0:,} x {0:,} matrices", matmul),

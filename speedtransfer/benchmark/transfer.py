@@ -40,24 +40,23 @@ exceed it only by noise or by what a cache still holds. "speedtransfer" is the c
 check=False is what training uses, which knows that its ids are distinct and in range."""
 
 
-def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
-    """Return what the suite compares.
-
-    Parameters
-    ----------
-    device : torch.device
-        The compute device.
-    quick : bool
-        Few sizes.
-    rows, table_bytes, seed : int, optional
-        Rows of a batch, size of the table, seed of the ids.
-    """
+def groups(
+    device: torch.device,
+    quick: bool,
+    rows: int | None = None,
+    table_bytes: int | None = None,
+    seed: int = 0,
+    **others: Any,
+) -> list[Group]:
+    """Return what the suite compares; `quick`: few sizes. `rows` are those of a batch."""
     cuda = device.type == "cuda"
     plan = Plan(
         device,
-        check_size(options.get("rows", ROWS if cuda or not quick else ROWS // 2), "rows", 1),
-        check_size(options.get("table_bytes", default_table_bytes(device, quick)), "table_bytes", MIN_TABLE_BYTES),
-        options.get("seed", 0),
+        check_size((ROWS if cuda or not quick else ROWS // 2) if rows is None else rows, "rows", 1),
+        check_size(
+            default_table_bytes(device, quick) if table_bytes is None else table_bytes, "table_bytes", MIN_TABLE_BYTES
+        ),
+        seed,
     )
     found = [plan.ways(d, all_of_them=True, headline=True) for d in DIRECTIONS]
     sizes = (64, 4096) if quick else (4, 16, 64, 256, 1024, 4096, 16384)

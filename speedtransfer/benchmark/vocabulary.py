@@ -51,31 +51,20 @@ _DICT_BYTES = 130
 _HOST_SHARE = 0.6
 
 
-def groups(device: torch.device, quick: bool, **options: Any) -> list[Group]:
-    """Return what the suite compares.
-
-    Parameters
-    ----------
-    device : torch.device
-    quick : bool
-        Few ids and a small table.
-    rows : int, optional
-        Known ids, of each table.
-    seed : int, optional
-    """
-    wanted, seed = options.get("rows"), options.get("seed") or 0
-    sizes = (check_size(wanted, "rows", 2),) if wanted is not None else _QUICK_SIZES if quick else _SIZES
+def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
+    """Return what the suite compares; `rows` are the known ids, of each table."""
+    sizes = (check_size(rows, "rows", 2),) if rows is not None else _QUICK_SIZES if quick else _SIZES
     batch = _QUICK_BATCH if quick else _BATCH
     effort = {"budget_s": 2.0 if quick else 12.0}
     found = []
-    for rows in sizes:
+    for size in sizes:
         for kind, make, title in (
-            (FIND, _find_cases, f"map {batch:,} known ids of {rows:,}, one core"),
-            (INSERT, _insert_cases, f"give {rows:,} new ids rows, {batch:,} at a time, one core"),
+            (FIND, _find_cases, f"map {batch:,} known ids of {size:,}, one core"),
+            (INSERT, _insert_cases, f"give {size:,} new ids rows, {batch:,} at a time, one core"),
         ):
-            params = {"kind": kind, "rows": rows, "ids": batch if kind == FIND else rows}
-            found.append(Group(title, functools.partial(make, rows, batch, seed), params, effort=effort))
-    return [*found, *vocabulary_steps.groups(device, quick, wanted, seed)]
+            params = {"kind": kind, "rows": size, "ids": batch if kind == FIND else size}
+            found.append(Group(title, functools.partial(make, size, batch, seed), params, effort=effort))
+    return [*found, *vocabulary_steps.groups(device, quick, rows, seed)]
 
 
 @contextmanager
