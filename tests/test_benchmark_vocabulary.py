@@ -78,10 +78,9 @@ def test_new_ids_come_and_old_ones_go():
 
 
 def test_tables_without_room(monkeypatch):
-    monkeypatch.setattr(vocabulary_steps, "physical_bytes", lambda: 1000)
-    monkeypatch.setattr(vocabulary, "physical_bytes", lambda: 1000)
+    monkeypatch.setattr("speedtransfer.benchmark.environment.physical_bytes", lambda: 1000)
     groups = vocabulary.groups(CPU, True, rows=300)
-    with pytest.raises(HostMemoryError, match="the tables take"):
+    with pytest.raises(HostMemoryError, match="takes 173 kB but the tables of a comparison may take 600 bytes"):
         groups[2].make()
     found = [measure(group, CPU, **FAST) for group in groups[:2]]
     assert [[case.name for case in group.cases if "takes 39 kB" in case.error] for group in found] == [

@@ -129,10 +129,7 @@ def _cases(device: torch.device, rows: int, lookups: int, seed: int) -> list[Cas
         ways[BY_USE.format(f"{share:.0%}")] = way(cache_rows=cached)
         for kind in (BY_COUNTS, BY_USE):
             ways[kind.format(f"{share:.0%}")].figures[COMPUTED] = computed_share(shares, lookups, cached)
-    return [
-        Case(name, one.run, one.check, role="ours", figures=one.figures, before=one.before, parts=_STEPS)
-        for name, one in ways.items()
-    ]
+    return [Case.of(name, one, "ours", parts=_STEPS) for name, one in ways.items()]
 
 
 # --- what was found ---------------------------------------------------------------------------------------------------

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from speedtransfer.cuda import cuda_status, resolve_device
+from speedtransfer.errors import HostMemoryError, format_bytes
 from speedtransfer.system import cpu_model, physical_bytes
 from speedtransfer.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
+HOST_SHARE = 0.6  # of the memory of this machine, that the tables of a comparison may take
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
@@ -67,6 +69,28 @@ def commit_of(root: Path) -> tuple[str, bool | None]:
 def cpu_name() -> str:
     """Return what the system calls its processor, and how many threads torch uses of it."""
     return f"CPU {cpu_model()}, {torch.get_num_threads()} threads"
+
+
+def host_room(share: float = HOST_SHARE) -> float:
+    """Return the bytes of this share of the memory of this machine; of 8 GB where the system does not say."""
+    return share * (physical_bytes() or 8e9)
+
+
+class Room:
+    """Bytes that the tables of a comparison may take together, by place ("host", "device")."""
+
+    def __init__(self, most: dict[str, float]) -> None:
+        self._most, self._left = most, dict(most)
+
+    def take(self, num_bytes: float, place: str = "host") -> HostMemoryError | None:
+        """Take some; where too few are left, take none and return why."""
+        if num_bytes <= self._left[place]:
+            self._left[place] -= num_bytes
+            return None
+        return HostMemoryError(
+            f"takes {format_bytes(num_bytes)} but the tables of a comparison may take {format_bytes(self._most[place])} of "
+            f"the {place}'s memory together, of which those beside it leave {format_bytes(self._left[place])}"
+        )
 
 
 @contextlib.contextmanager

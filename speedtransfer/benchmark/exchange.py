@@ -96,8 +96,7 @@ def _cases(kind: str, sizes: Sizes, ranks: int, steps: int, device: torch.device
     for method in METHODS[kind]:
         ours = kind == TABLE or method in (ONE_BIT, BLOCK_MOMENTUM)
         role: Role = "ours" if ours else "other"
-        way = Way(method, world, sizes, target, steps)
-        found.append(Case(method, way.run, way.check, role=role, figures=way.figures, before=way.before))
+        found.append(Case.of(method, Way(method, world, sizes, target, steps), role))
     return found
 
 

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speedtransfer.benchmark.environment import Room
 from speedtransfer.benchmark.measure import cycle
 from speedtransfer.benchmark.results import Role
 from speedtransfer.benchmark.workload import zipf_ids
-from speedtransfer.errors import HostMemoryError, SpeedtransferError, format_bytes
+from speedtransfer.errors import HostMemoryError
 from speedtransfer.nn import Embedding
 
 DIM = 128
@@ -147,33 +148,21 @@ class Batches:
         return ids * factor + ids * 2_654_435_761 % factor  # not at equal distances, which would share sets of a cache
 
 
-def fitting(
-    chosen: Iterable[Kind], rows: int, room: dict[str, float]
-) -> Iterator[tuple[Kind, SpeedtransferError | None]]:
+def fitting(chosen: Iterable[Kind], rows: int, room: dict[str, float]) -> Iterator[tuple[Kind, HostMemoryError | None]]:
     """Yield each kind and why a table of `rows` rows does not fit beside those before it, where it does not.
 
     `room` says how many bytes tables may take, by place.
     """
-    left = dict(room)
+    left = Room(room)
     for kind in chosen:
-        num_bytes, error = kind.planes * rows * ROW_BYTES, None
-        if num_bytes <= left[kind.place]:
-            left[kind.place] -= num_bytes
-        else:
-            error = HostMemoryError(
-                f"takes {format_bytes(num_bytes)} but the tables of a comparison may take {format_bytes(room[kind.place])} of "
-                f"the {kind.place}'s memory together, of which those beside it leave {format_bytes(left[kind.place])}"
-            )
-        yield kind, error
+        yield kind, left.take(kind.planes * rows * ROW_BYTES, kind.place)
 
 
 class Step:
     """A training step. The table is made at the first one, so that a lack of memory is the error of this case alone."""
 
-    def __init__(
-        self, kind: Kind, rows: int, device: torch.device, batches: Batches, error: Exception | None = None
-    ) -> None:
-        self.kind, self.rows, self.device, self.batches, self.error = kind, rows, device, batches, error
+    def __init__(self, kind: Kind, rows: int, device: torch.device, batches: Batches) -> None:
+        self.kind, self.rows, self.device, self.batches = kind, rows, device, batches
         self.emb: Any = None
         self._turn: Callable[[], Tensor]
 
@@ -187,8 +176,6 @@ class Step:
 
     def _build(self) -> None:
         """Make the table, the first values of the rows in use, and the optimizer."""
-        if self.error is not None:
-            raise self.error
         emb = self.kind.make(self.rows)
         touched, values = (t.to(self.device) for t in (self.batches.touched(self.rows), self.batches.values))
         if isinstance(emb, Embedding):

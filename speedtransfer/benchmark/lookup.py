@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from speedtransfer.benchmark.drawing import COLOURS, INK, tidy
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.results import GroupResult, case_names, noise
+from speedtransfer.benchmark.results import GroupResult, Role, case_names, noise
 from speedtransfer.benchmark.units import format_ratio, format_seconds
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding
@@ -84,8 +84,8 @@ def _cases(device: torch.device, rows: int, tokens: int, seed: int) -> list[Case
     for name, function in ways.items():
         lookups = _Lookups(function, batches, values)
         # The result is all that is on the device: nothing waits.
-        role: Any = "ours" if name == OURS else "other"
-        found.append(Case(name, lookups.run, lookups.check, role=role, queues=cuda and name != BY_HAND))
+        role: Role = "ours" if name == OURS else "other"
+        found.append(Case.of(name, lookups, role, queues=cuda and name != BY_HAND))
     return found
 
 

@@ -58,6 +58,8 @@ class Case:
         What it is among the cases of its group, where a sentence or a bar asks for that: "checked" and "unchecked" calls of a
         table, an "engine" by itself, a "plain" way of torch, one on a "view" that kernels address, an "empty" call; steps with
         "exact" idle rows; batches read "ahead".
+    error : Exception, optional
+        Why it cannot run here, known before: there is no room beside the others.
     """
 
     name: str
@@ -71,6 +73,13 @@ class Case:
     before: Callable[[], None] | None = None
     parts: int = 1
     kind: str = ""
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, name: str, way: Any, role: Role = "other", **others: Any) -> Case:
+        """Return a case that runs `way`: an object with `run` and, as far as it has them, attributes of the other names."""
+        own = ("check", "memory", "figures", "before", "error")
+        return cls(name, way.run, role=role, **{key: getattr(way, key) for key in own if hasattr(way, key)} | others)
 
 
 @dataclass(frozen=True)
@@ -182,6 +191,8 @@ def cycle(values: Iterable[Any]) -> Callable[[], Any]:
 def _prepare(case: Case, result: CaseResult, device: torch.device, min_sample_s: float) -> int:
     """Run a case once, check it, and return how often a sample repeats it; 0 where it cannot run here."""
     try:
+        if case.error is not None:
+            raise case.error
         if case.before is not None:
             case.before()
         case.run()

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from speedtransfer.benchmark.drawing import COLOURS, INK, legend_below, tidy
+from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.kinds import DIM, PLANES, ROW_BYTES, Kind, kinds
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.peak import LEAST, from_process, peak_bytes, reset_peak, with_page_locked
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.units import format_ratio
 from speedtransfer.errors import DeviceError, HostMemoryError, SpeedtransferError, check_size, format_bytes
-from speedtransfer.system import physical_bytes
 
 NOTE = (
     "Peaks beyond what the process held before, after training steps that have touched every row; each kind of table in a "
@@ -32,7 +32,6 @@ TOLERANCE = 1.05  # times its planes is the most that a large table may take
 
 _ROWS, _QUICK_ROWS = 3_000_000, 100_000
 _TELLING_BYTES = 1e9  # the buffers of a step vanish beside a table of this size
-_SHARE = 0.6  # of the memory of this machine: the largest kind has twice the weights and two planes of state
 _LOOKUPS = 32_768
 # The buffers of a step have a fixed size: they vanish beside a large table, and a small one cannot show the bound.
 _LARGE_BYTES, _BUFFERS_BYTES = 4e9, 200e6
@@ -40,7 +39,7 @@ _LARGE_BYTES, _BUFFERS_BYTES = 4e9, 200e6
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, **others: Any) -> list[Group]:
     """Return what the suite compares; `quick`: a small table, and one optimizer."""
-    fitting = int(_SHARE * (physical_bytes() or 8e9) / (4 * ROW_BYTES))
+    fitting = int(host_room() / (4 * ROW_BYTES))  # the largest kind has twice the weights and two planes of state
     rows = check_size(rows or min(_QUICK_ROWS if quick else _ROWS, fitting), "rows", 1)
     return [
         Group(
@@ -56,8 +55,7 @@ def _cases(device: torch.device, optimizer: str, rows: int, quick: bool) -> list
     chosen = kinds(device, optimizer)
     if quick or optimizer != "AdamW":
         chosen = chosen[:3]
-    found = [_Process(kind, optimizer, rows, device) for kind in chosen]
-    return [Case(p.kind.name, p.run, p.check, role=p.kind.role, memory=p.memory) for p in found]
+    return [Case.of(kind.name, _Process(kind, optimizer, rows, device), kind.role) for kind in chosen]
 
 
 class MeasurementError(SpeedtransferError):

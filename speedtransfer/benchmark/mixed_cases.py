@@ -45,8 +45,7 @@ class TooSlowError(SpeedtransferError):
 def cases_of(device: torch.device, sizes: Sizes, batch: int, seed: int) -> list[Case]:
     """Return a case for each form; they share windows, memory and what FP32 has reached."""
     together = _Together(device, sizes, batch)
-    ways = [_Way(form, together, seed) for form in FORMS]
-    return [Case(w.form.name, w.run, w.check, role="ours", memory=w.memory, figures=w.figures) for w in ways]
+    return [Case.of(form.name, _Way(form, together, seed), "ours") for form in FORMS]
 
 
 class _Together:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.benchmark.drawing import COLOURS, INK, bars
+from speedtransfer.benchmark.environment import Room, host_room
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.ngram_training import (
     AHEAD,
@@ -28,12 +29,11 @@ from speedtransfer.benchmark.ngram_training import (
     plain_rows,
     token_batches,
 )
-from speedtransfer.benchmark.results import CaseResult, GroupResult, Role, noise
+from speedtransfer.benchmark.results import CaseResult, GroupResult, noise
 from speedtransfer.benchmark.units import format_ratio, format_seconds, format_share
-from speedtransfer.errors import HostMemoryError, check_size, format_bytes
+from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding
 from speedtransfer.nn.sizing import table_size
-from speedtransfer.system import physical_bytes
 
 NOTE = (
     "Tokens are drawn independently of each other, which makes more different n-grams than a text has. Weights of the model "
@@ -52,7 +52,7 @@ _CUDA = Sizes(vocabulary=50_304, width=768, layers=12, heads=12, batch=64, conte
 _LARGE_ROWS = 100_000_000
 _SMALL_FORM: dict[str, Any] = {"storage_dtype": torch.bfloat16, "state_dtype": torch.uint8}
 _BATCHES = 5  # of each way to train a table
-_HOST_SHARE, _DEVICE_SHARE = 0.6, 0.5  # of the memory, that the tables of a group may take
+_DEVICE_SHARE = 0.5  # of the free memory of the device, that the tables of a group may take
 
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
@@ -77,7 +77,7 @@ def _with_rows(sizes: Sizes, rows: int) -> Sizes:
 def _fitting(dim: int) -> int:
     """Return the rows of a large table: as many as the host has room for, at most."""
     row_bytes = table_size(1, dim, **_SMALL_FORM, idle=EXACT).row_bytes
-    return min(_LARGE_ROWS, int(_HOST_SHARE * (physical_bytes() or 8e9) / row_bytes))
+    return min(_LARGE_ROWS, int(host_room() / row_bytes))
 
 
 def _group(sizes: Sizes, idle: tuple[str, ...], form: dict[str, Any], device: torch.device, seed: int) -> Group:
@@ -94,31 +94,19 @@ def _cases(sizes: Sizes, idle: tuple[str, ...], form: dict[str, Any], device: to
     kinds: list[tuple[str, dict[str, Any] | None]] = [(OURS.format(one), {"idle": one, **form}) for one in idle]
     if not form:
         kinds += [(name, None) for name in PLAIN]
-    found = [_case(NO_TABLES, Training(sizes, NO_TABLES, None, device), "", "other", seed)]
-    left = {"host": _HOST_SHARE * (physical_bytes() or 8e9), "device": 0.0}
-    if device.type == "cuda":
-        left["device"] = _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]
+    found = [Case.of(NO_TABLES, _Way(Training(sizes, NO_TABLES, None, device), "", seed), check=None)]
+    device_bytes = _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0.0
+    room = Room({"host": host_room(), "device": device_bytes})
     for name, options in kinds:
         training = Training(sizes, name, options, device)
-        place = "host" if options is not None or device.type == "cpu" else "device"
-        if training.table_bytes <= left[place]:
-            left[place] -= training.table_bytes
-        else:
-            training.error = HostMemoryError(
-                f"takes {format_bytes(training.table_bytes)} but of the {place}'s memory the tables beside it leave "
-                f"{format_bytes(left[place])}"
-            )
+        error = room.take(training.table_bytes, "host" if options is not None or device.type == "cpu" else "device")
         if options is None:
-            found.append(_case(name, training, "", "other", seed))
+            found.append(Case.of(name, _Way(training, "", seed), error=error))
         else:
             # The same table: whether rows are read ahead is a matter of the step.
-            found += [_case(name + ahead, training, ahead, "ours", seed) for ahead in ("", AT_BEGIN, AHEAD)]
+            for ahead in ("", AT_BEGIN, AHEAD):
+                found.append(Case.of(name + ahead, _Way(training, ahead, seed), "ours", error=error))
     return found
-
-
-def _case(name: str, training: Training, ahead: str, role: Role, seed: int) -> Case:
-    way = _Way(training, ahead, seed)
-    return Case(name, way.run, way.check if training.name != NO_TABLES else None, role=role, figures=way.figures)
 
 
 class _Way:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtransfer.benchmark.workload import zipf_ids
-from speedtransfer.errors import SpeedtransferError
 from speedtransfer.ngrams import NgramEmbedding, NgramHash
 from speedtransfer.nn.sizing import table_size
 
@@ -126,7 +125,6 @@ class Training:
 
     def __init__(self, sizes: Sizes, name: str, options: dict[str, Any] | None, device: torch.device) -> None:
         self.sizes, self.name, self.options, self.device = sizes, name, options, device
-        self.error: SpeedtransferError | None = None
         # What the first step was made with.
         self.first: Tensor | None = None
         # How many ways to take steps there are.
@@ -146,8 +144,6 @@ class Training:
     def model(self) -> Gpt:
         """The model; all begin alike, with rows of zeros."""
         if self._model is None:
-            if self.error is not None:
-                raise self.error
             if self.options is not None:
                 torch.manual_seed(1)
                 place: Any = {"device": self.device, **self.options}

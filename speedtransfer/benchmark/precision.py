@@ -83,8 +83,7 @@ def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int
 
 def _cases(device: torch.device, rows: int, batch: int, steps: int, seed: int) -> list[Case]:
     data, reached = _data(rows, batch, steps, seed, device), dict[str, float]()
-    trainings = [_Training(form, rows, data, device, reached) for form in FORMS]
-    return [Case(t.form.name, t.run, t.check, role="ours", memory=t.memory, figures=t.figures) for t in trainings]
+    return [Case.of(form.name, _Training(form, rows, data, device, reached), "ours") for form in FORMS]
 
 
 def _data(rows: int, batch: int, steps: int, seed: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from speedtransfer.benchmark.cold_tables import DIM, PAGE, ColdTables, read_pages
 from speedtransfer.benchmark.drawing import COLOURS, INK, bars
+from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.results import CaseResult, GroupResult, noise
 from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds, format_share
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding, prefetch
-from speedtransfer.system import physical_bytes
 
 NOTE = (
     "Before each stretch of steps all pages of the file are written to the disk and dropped; a stretch begins with steps that "
@@ -56,7 +56,7 @@ WIDTHS, QUICK_WIDTHS = {TRAINING: (512, 2048), EVALUATION: (2048,)}, {TRAINING: 
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
     """Return what the suite compares; `quick`: a small table, and one model. Tables are on the CPU, whatever the device."""
-    fitting = int(_SHARE * (physical_bytes() or 8e9) / (4 * DIM * _PLANES))
+    fitting = int(host_room(_SHARE) / (4 * DIM * _PLANES))
     rows = check_size(rows or min(_QUICK_ROWS if quick else _ROWS, fitting), "rows", 1)
     sizes, tables = QUICK if quick else FULL, ColdTables(rows, seed)
     lookups = sizes.examples * FIELDS
@@ -163,25 +163,12 @@ def _cases(tables: ColdTables, training: bool, width: int, sizes: Sizes) -> list
     page_bytes = sizes.examples * FIELDS * PAGE * (_PLANES if training else 1)
     step: Callable[..., _Way] = functools.partial(_Way, tables, dense, sizes, training)
     ways = {WITHOUT: step()} | {DEPTH.format(depth): step(depth) for depth in DEPTHS}
-    found = [
-        Case(
-            name,
-            way.run,
-            way.check,
-            page_bytes,
-            "ours",
-            before=way.before,
-            parts=sizes.steps,
-            kind="ahead" * (way.depth > 0),
-        )
-        for name, way in ways.items()
-    ]
-    memory = step(in_file=False)
-    found.append(Case(IN_MEMORY, memory.run, memory.check, before=memory.before, parts=sizes.steps))
+    pages: dict[str, Any] = {"payload_bytes": page_bytes, "parts": sizes.steps}
+    found = [Case.of(name, way, "ours", kind="ahead" * (way.depth > 0), **pages) for name, way in ways.items()]
+    found.append(Case.of(IN_MEMORY, step(in_file=False), parts=sizes.steps))
     for threads in THREADS:
-        reads = _Reads(tables, sizes, training, threads)
         name = PREADS.format(threads).replace("1 threads", "1 thread")
-        found.append(Case(name, reads.run, None, page_bytes, "roof", before=reads.before, parts=sizes.steps))
+        found.append(Case.of(name, _Reads(tables, sizes, training, threads), "roof", **pages))
     return found
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.benchmark.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
+from speedtransfer.benchmark.environment import Room, host_room
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.ranks_worker import (
     BY_HAND,
@@ -30,9 +31,8 @@ from speedtransfer.benchmark.report import TextTable, pivot, sent, show_time
 from speedtransfer.benchmark.results import CaseResult, GroupResult, Role, case_names, noise, sorted_by
 from speedtransfer.benchmark.units import format_ratio, format_seconds
 from speedtransfer.benchmark.world import World
-from speedtransfer.errors import HostMemoryError, check_size, format_bytes
+from speedtransfer.errors import check_size, format_bytes
 from speedtransfer.ranks.cost import ddp_dense_step, ddp_sparse_step
-from speedtransfer.system import physical_bytes
 
 NOTE = (
     "Processes of one machine with gloo, and the threads of torch divided among them: on one CPU several processes are not "
@@ -51,7 +51,6 @@ _QUICK = {"rows": 20_000, "dim": 16, "examples": 256, "fields": 8}
 _EXPONENT = 1.05
 _RANKS, _QUICK_RANKS = (1, 2, 4), (1, 2)
 _STEPS, _QUICK_STEPS = 4, 2
-_SHARE = 0.6  # of the memory of this machine, that all tables of a group may take
 # Planes that a process has of a table: weights, AdamW's state, a gradient, and DistributedDataParallel's copy of it.
 _PLANES = {SPARSE: 3, DENSE: 5}
 
@@ -85,17 +84,10 @@ def _cases(sizes: Sizes, ranks: int, steps: int) -> list[Case]:
     for method in (SHARDED, SHARED, ORDINARY) if ranks > 1 else (SHARDED,):
         chosen.append((f"speedtransfer, {method}", method, "ours", world))
     chosen += [(method, method, "other", world) for method in (SPARSE, DENSE)]
-    left, found = _SHARE * (physical_bytes() or 8e9), []
+    room, found = Room({"host": host_room()}), []
     for name, method, role, where in chosen:
         way = _Way(method, where, one, sizes, steps)
-        if way.held_bytes <= left:
-            left -= way.held_bytes
-        else:
-            way.error = HostMemoryError(
-                f"takes {format_bytes(way.held_bytes)} in {where.ranks} processes but the tables beside it leave "
-                f"{format_bytes(left)}"
-            )
-        found.append(Case(name, way.run, way.check, role=role, figures=way.figures, parts=steps))
+        found.append(Case.of(name, way, role, parts=steps, error=room.take(way.held_bytes)))
     return found
 
 
@@ -104,7 +96,6 @@ class _Way:
 
     def __init__(self, method: str, world: World, one: World, sizes: Sizes, steps: int) -> None:
         self.method, self.world, self.one, self.sizes, self.steps = method, world, one, sizes, steps
-        self.error: Exception | None = None
         self.figures = dict[str, float]()
 
     @property
@@ -115,8 +106,6 @@ class _Way:
 
     def run(self) -> None:
         """Take the steps of a sample."""
-        if self.error is not None:
-            raise self.error
         self.world.call("steps", self.method, self.sizes, self.steps)
 
     def check(self) -> None:

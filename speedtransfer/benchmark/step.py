@@ -12,6 +12,7 @@ import torch
 
 from speedtransfer.benchmark import step_fused, step_idle, step_models
 from speedtransfer.benchmark.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
+from speedtransfer.benchmark.environment import HOST_SHARE, host_room
 from speedtransfer.benchmark.kinds import DIM, OURS, PLANES, ROW_BYTES, Batches, Kind, Step, fitting, kinds
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.report import TextTable, group_table, pivot, show_time
@@ -19,7 +20,6 @@ from speedtransfer.benchmark.results import CaseResult, GroupResult, case_names,
 from speedtransfer.benchmark.step_idle import HISTORY, QUICK_HISTORY
 from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds
 from speedtransfer.errors import check_size, format_bytes
-from speedtransfer.system import physical_bytes
 
 NOTE = (
     "Every size sees the same accesses, spread over the whole table. Tables that are compared are in memory at the same time; "
@@ -42,7 +42,7 @@ _EXACT = (
     step_models.DEEPFM,
     step_idle.EXPERIMENT,
 )
-_SHARE, _LARGE_SHARE = 0.6, 0.8  # of the memory of this machine or its device that tables may take
+_LARGE_SHARE = 0.8  # of the memory of this machine, for a table far larger than the GPU's
 
 
 def groups(
@@ -62,9 +62,9 @@ def groups(
     rows = check_size(rows or (_QUICK_ROWS if quick else _ROWS), "rows", 1)
     most = max_bytes or (_QUICK_BYTES if quick else float("inf"))
     batches = Batches(rows, min(rows, _QUICK_LOOKUPS if quick else _LOOKUPS), seed)
-    room = {"host": min(most, _SHARE * (physical_bytes() or 8e9))}
+    room = {"host": min(most, host_room())}
     if device.type == "cuda":
-        room["device"] = min(most, _SHARE * torch.cuda.get_device_properties(device).total_memory)
+        room["device"] = min(most, HOST_SHARE * torch.cuda.get_device_properties(device).total_memory)
 
     def group(size: int, chosen: list[Kind], experiment: str, title: str = "") -> Group:
         title = f"AdamW step, {batches.lookups:,} lookups in {size:,} x {DIM} float32{title}"
@@ -83,7 +83,7 @@ def groups(
     if not quick:
         found.append(group(4 * rows, in_file, "file", ", in a file"))
     if device.type == "cuda" and not quick:
-        found.append(_under_gpu_limit(device, batches, min(most, _LARGE_SHARE * physical_bytes())))
+        found.append(_under_gpu_limit(device, batches, min(most, host_room(_LARGE_SHARE))))
     return found
 
 
@@ -102,8 +102,7 @@ def _compare(
     gc.collect()  # tables of the group before may be left in cycles
     cases = []
     for kind, error in fitting(chosen, rows, room):
-        step = Step(kind, rows, device, batches, error)
-        cases.append(Case(kind.name, step.run, step.check, role=kind.role))
+        cases.append(Case.of(kind.name, Step(kind, rows, device, batches), kind.role, error=error))
     return cases
 
 
@@ -137,7 +136,7 @@ def _under_gpu_limit(device: torch.device, batches: Batches, room_bytes: float) 
         for name, rows in ((LARGE, large), (SMALL, small)):
             step = _LimitedStep(kind, rows, device, batches)
             step.limit = limit
-            cases.append(Case(name, step.run, step.check, role=kind.role))
+            cases.append(Case.of(name, step, kind.role))
         return cases
 
     taken = f"{format_bytes(large * ROW_BYTES)} ({format_bytes(planes * large * ROW_BYTES)} with its state)"

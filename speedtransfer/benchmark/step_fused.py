@@ -43,9 +43,9 @@ def _cases(optimizer: str, device: torch.device, batches: Batches, room: dict[st
     pairs = [(kind, fused) for kind in found for fused in (False, True)]
     cases = []
     for (kind, fused), (_, error) in zip(pairs, fitting([kind for kind, _ in pairs], batches.rows, room), strict=True):
-        step = _Switched(kind, batches.rows, device, batches, error)
+        step = _Switched(kind, batches.rows, device, batches)
         step.fused = fused
-        cases.append(Case(kind.name + ", fused step" * fused, step.run, step.check, role=kind.role))
+        cases.append(Case.of(kind.name + ", fused step" * fused, step, kind.role, error=error))
     return cases
 
 

@@ -56,9 +56,9 @@ def _cases(optimizer: str, device: torch.device, batches: Batches, room: dict[st
     rivals = [kind for kind in others if kind.role == "other"] if optimizer == "AdamW" else []
     pool, cases = _Pool(batches), []
     for kind, error in fitting([lazy, exact, *rivals], batches.rows, room):
-        step = _IdleStep(kind, batches.rows, device, batches, error)
+        step = _IdleStep(kind, batches.rows, device, batches)
         step.pool, step.history = pool, history if kind is exact else 0
-        cases.append(Case(kind.name, step.run, step.check, role=kind.role, kind="exact" * (kind is exact)))
+        cases.append(Case.of(kind.name, step, kind.role, kind="exact" * (kind is exact), error=error))
     return cases
 
 

@@ -131,8 +131,7 @@ class _Task:
     def _cases(self, ways: list[_Way]) -> list[Case]:
         draw = torch.Generator().manual_seed(self.seed)
         pool = list(torch.randint(0, self.rows, (_POOL, *self.batch), generator=draw).to(self.device))
-        steps = [_Step(self, way, pool) for way in ways]
-        return [Case(step.way.name, step.run, step.check, role=step.way.role, kind=step.way.kind) for step in steps]
+        return [Case.of(way.name, _Step(self, way, pool), way.role, kind=way.kind) for way in ways]
 
     def build(self, embed: Embed) -> nn.Module:
         """Return the model, its first weights by the seed."""

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from speedtransfer.benchmark import vocabulary_steps
 from speedtransfer.benchmark.drawing import COLOURS, INK, bars
+from speedtransfer.benchmark.environment import Room, host_room
 from speedtransfer.benchmark.measure import Case, Group, cycle
 from speedtransfer.benchmark.results import CaseResult, GroupResult, Role, noise
 from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds
 from speedtransfer.benchmark.vocabulary_steps import PLAIN, names_of
-from speedtransfer.errors import HostMemoryError, check_size, format_bytes
+from speedtransfer.errors import HostMemoryError, check_size
 from speedtransfer.nn import Embedding
-from speedtransfer.system import physical_bytes
 from speedtransfer.vocabulary import Vocabulary
 from speedtransfer.vocabulary.id_index import IdIndex
 
@@ -48,7 +48,6 @@ _BATCHES = 32
 _DIM = 8  # of the tables whose ids are mapped
 # Of an entry of a dict with its two integers, as measured.
 _DICT_BYTES = 130
-_HOST_SHARE = 0.6
 
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
@@ -121,39 +120,24 @@ def _find_cases(rows: int, batch: int, seed: int) -> list[Case]:
     }
     found = []
     for name, way in ways.items():
-        mapping = Mapping(way, batches)
-        found.append(Case(name, mapping.run, mapping.check, role="ours" if name == INDEX.format(FIND) else "other"))
+        found.append(Case.of(name, Mapping(way, batches), "ours" if name == INDEX.format(FIND) else "other"))
 
     def in_training(wanted: Tensor) -> np.ndarray:
         return _vocabulary_of(embedding).find_in_training(wanted.numpy())
 
-    ours = Mapping(in_training, [(wanted, given[at]) for wanted, at in batches])
-    found.insert(1, Case(VOCABULARY, ours.run, ours.check, role="ours"))
-    error = _without_room(rows)
+    found.insert(1, Case.of(VOCABULARY, Mapping(in_training, [(wanted, given[at]) for wanted, at in batches]), "ours"))
+    error = _dict_without_room(rows)
     table = {} if error else dict(zip(ids.tolist(), range(rows), strict=True))
     dicts: dict[str, Callable[[Tensor], Any]] = {
         LOOP: lambda wanted: np.array([table[id] for id in wanted.tolist()]),
         MAP: lambda wanted: np.fromiter(map(table.get, wanted.tolist()), np.int64, len(wanted)),
     }
-    for name, way in dicts.items():
-        mapping = Mapping(way, batches)
-        found.append(Case(name, _refuse(error) if error else mapping.run, mapping.check))
-    return found
+    return found + [Case.of(name, Mapping(way, batches), error=error) for name, way in dicts.items()]
 
 
-def _without_room(rows: int) -> HostMemoryError | None:
+def _dict_without_room(rows: int) -> HostMemoryError | None:
     """Return why there can be no dict of `rows` ids, if so."""
-    needed, room = rows * _DICT_BYTES, _HOST_SHARE * (physical_bytes() or 8e9)
-    if needed <= room:
-        return None
-    return HostMemoryError(f"takes {format_bytes(needed)} but it may have {format_bytes(room)} of the host's memory")
-
-
-def _refuse(error: HostMemoryError) -> Callable[[], None]:
-    def run() -> None:
-        raise error
-
-    return run
+    return Room({"host": host_room()}).take(rows * _DICT_BYTES)
 
 
 def _empty_table(rows: int) -> Embedding:
@@ -249,12 +233,11 @@ def _insert_cases(rows: int, batch: int, seed: int) -> list[Case]:
     del seed  # it does not matter which ids they are
     batches = list(names_of(torch.arange(rows)).split(batch))
     kinds = {INDEX.format(INSERT): _Index, f"{VOCABULARY}, {_DIM} columns": _Table, LOOP: _Dict, MAP: _DictAtOnce}
-    error, found = _without_room(rows), []
+    found = []
     for name, kind in kinds.items():
-        filling = Filling(kind, batches)
         role: Role = "ours" if kind in (_Index, _Table) else "other"
-        run = _refuse(error) if error and role == "other" else filling.run
-        found.append(Case(name, run, filling.check, role=role, before=filling.before))
+        error = _dict_without_room(rows) if role == "other" else None
+        found.append(Case.of(name, Filling(kind, batches), role, error=error))
     return found
 
 

@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speedtransfer.benchmark.environment import Room, host_room
 from speedtransfer.benchmark.measure import Case, Group, cycle
 from speedtransfer.benchmark.workload import zipf_ids
-from speedtransfer.errors import HostMemoryError, format_bytes
 from speedtransfer.nn import Embedding
-from speedtransfer.system import physical_bytes
 from speedtransfer.vocabulary import Vocabulary
 
 STEP, LOOKUP = "step", "lookup"
@@ -33,7 +32,6 @@ _TABLES, _QUICK_TABLES = ((10_000, 32), (1_000_000, 64)), ((1000, 8),)
 _BATCH, _QUICK_BATCH = 8192, 200
 _BATCHES = 32
 _LR = 1e-3
-_HOST_SHARE = 0.6
 # 2**64 divided by the golden ratio: an odd number, so that ids which count up become others, all different.
 _MIX = -7046029254386353131
 _BACK = pow(_MIX, -1, 1 << 64) - (1 << 64)
@@ -148,11 +146,8 @@ class Steps:
 
 
 def _step_cases(device: torch.device, rows: int, dim: int, batch: int, idle: str, seed: int) -> list[Case]:
-    needed, room = 6 * 3 * 4 * rows * dim, _HOST_SHARE * (physical_bytes() or 8e9)
-    if needed > room:
-        raise HostMemoryError(
-            f"the tables take {format_bytes(needed)} but may have {format_bytes(room)} of the host's memory"
-        )
+    if (error := Room({"host": host_room()}).take(6 * 3 * 4 * rows * dim)) is not None:
+        raise error
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, dim, generator=generator)
     # Eighths: their sums are exact, and none is nearly zero, where Adam's first step, lr * sign(grad), would be chance.
@@ -176,10 +171,9 @@ def _step_cases(device: torch.device, rows: int, dim: int, batch: int, idle: str
         steps = Steps(
             training, turn if name in (KNOWN, DEFERRED) else _with_new(turn, rows, fewest), values, grad_there
         )
-        found.append(Case(name, steps.run, steps.check, role="ours"))
+        found.append(Case.of(name, steps, "ours"))
     for name, batches in ((PLAIN, cycle(plain_ids)), (BY_DICT, _by_dict(rows, named, device))):
-        steps = Steps(Training(values, device, idle), batches, values, grad_there)
-        found.append(Case(name, steps.run, steps.check))
+        found.append(Case.of(name, Steps(Training(values, device, idle), batches, values, grad_there)))
     return found
 
 
@@ -227,5 +221,5 @@ def _lookup_cases(device: torch.device, rows: int, dim: int, batch: int, seed: i
         embedding = Training(values, device, "lazy", vocabulary).embedding.eval()
         given = [(ids if vocabulary is None else names_of(ids), values[ids]) for ids in drawn]
         lookups = _Lookups(embedding, [(ids.to(device), expected) for ids, expected in given])
-        found.append(Case(name, lookups.run, lookups.check, role="other" if vocabulary is None else "ours"))
+        found.append(Case.of(name, lookups, "other" if vocabulary is None else "ours"))
     return found
