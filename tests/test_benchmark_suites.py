@@ -454,7 +454,8 @@ def test_memory_of_a_table_in_a_process_of_its_own():
 
 def test_a_table_without_room():
     with pytest.raises(
-        HostMemoryError, match=r"ended with code 1: plane 'weight' of 1000000000000 x 128 .* asks for 512 TB"
+        HostMemoryError,
+        match=r"the process that trains it failed: plane 'weight' of 1000000000000 x 128 .* asks for 512 TB",
     ):
         memory.measured("speedtransfer, pageable", "AdamW", 10**12, CPU)
 

@@ -1,13 +1,8 @@
-"""Suite `memory`: what a trained table really takes of the host and of the GPU, measured in a process of its own.
-
-``python -m speedtransfer.benchmark.memory KIND OPTIMIZER ROWS DEVICE`` is that process; it prints a line of JSON.
-"""
+"""Suite `memory`: what a trained table really takes of the host and of the GPU, measured in a process of its own."""
 
 from __future__ import annotations
 
 import functools
-import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,10 +14,10 @@ from speedtransfer.benchmark.drawing import COLOURS, INK, legend_below, tidy
 from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.kinds import DIM, PLANES, ROW_BYTES, Kind, kinds
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.peak import LEAST, from_process, peak_bytes, reset_peak, with_page_locked
+from speedtransfer.benchmark.peak import LEAST, in_process, peak_bytes, reset_peak, with_page_locked
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.units import format_ratio
-from speedtransfer.errors import DeviceError, HostMemoryError, SpeedtransferError, check_size, format_bytes
+from speedtransfer.errors import SpeedtransferError, check_size, format_bytes
 
 NOTE = (
     "Peaks beyond what the process held before, after training steps that have touched every row; each kind of table in a "
@@ -105,8 +100,7 @@ def measured(kind: str, optimizer: str, rows: int, device: torch.device) -> dict
     HostMemoryError
         That process did not succeed: it has no room, or the system has killed it for what it took.
     """
-    arguments = [kind, optimizer, str(rows), str(device)]
-    return from_process("speedtransfer.benchmark.memory", arguments, "the process that trains it")
+    return in_process(_child, kind, optimizer, rows, device, cuda=device.type == "cuda")
 
 
 # --- what was found ---------------------------------------------------------------------------------------------------
@@ -193,10 +187,3 @@ def _train(kind: Kind, optimizer: str, rows: int, device: torch.device) -> nn.Mo
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return emb
-
-
-if __name__ == "__main__":
-    try:
-        print(json.dumps(_child(sys.argv[1], sys.argv[2], int(sys.argv[3]), torch.device(sys.argv[4]))))
-    except (DeviceError, HostMemoryError, torch.cuda.OutOfMemoryError) as error:
-        sys.exit(str(error))

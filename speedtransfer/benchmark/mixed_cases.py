@@ -1,16 +1,13 @@
 """The cases of suite `mixed`: training in one form, its loss held to that of FP32, and the most memory that a few steps take.
 
-``python -m speedtransfer.benchmark.mixed_cases FORM BATCH SIZES`` measures the memory of the host, in a process of its own.
-SIZES and the line that it prints are JSON.
+The memory of the host is measured in a process of its own.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +24,7 @@ from speedtransfer.benchmark.mixed_training import (
     Training,
     read_windows,
 )
-from speedtransfer.benchmark.peak import from_process, peak_bytes, reset_peak
+from speedtransfer.benchmark.peak import in_process, peak_bytes, reset_peak
 from speedtransfer.benchmark.units import format_seconds
 from speedtransfer.errors import SpeedtransferError
 
@@ -141,9 +138,8 @@ def of_host(forms: Sequence[Form], batch: int, sizes: Sizes) -> dict[str, dict[s
     """Return ``{"host_bytes": ...}`` of each form by its name, or why there is none. As many at once as there are cores."""
 
     def measured(form: Form) -> dict[str, int] | SpeedtransferError:
-        arguments = [form.name, str(batch), json.dumps(sizes._asdict())]
         try:
-            return from_process("speedtransfer.benchmark.mixed_cases", arguments, "the process that trains it")
+            return in_process(_child, form, batch, sizes)
         except SpeedtransferError as error:
             return error
 
@@ -171,8 +167,7 @@ def _warm_up(training: Training) -> None:
         warm.step()
 
 
-def _child(form_name: str, batch: int, sizes: Sizes) -> dict[str, int]:
-    form = next(form for form in FORMS if form.name == form_name)
+def _child(form: Form, batch: int, sizes: Sizes) -> dict[str, int]:
     windows = read_windows(sizes.context, sizes.classes)
     training = Training(form, sizes, windows, batch, torch.device("cpu"))
     _warm_up(training)
@@ -180,10 +175,3 @@ def _child(form_name: str, batch: int, sizes: Sizes) -> dict[str, int]:
     for _ in range(_STEPS):
         training.step()
     return {"host_bytes": max(0, peak_bytes() - base)}
-
-
-if __name__ == "__main__":
-    try:
-        print(json.dumps(_child(sys.argv[1], int(sys.argv[2]), Sizes(**json.loads(sys.argv[3])))))
-    except (SpeedtransferError, MemoryError) as error:
-        sys.exit(str(error))

@@ -4,42 +4,64 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+from speedtransfer.benchmark.world import process_context
 from speedtransfer.errors import HostMemoryError
 
 LEAST = 0.95  # times its planes is the least that a table can take of which every row has been touched
 
 
-def from_process(module: str, arguments: Sequence[str], what: str) -> dict[str, int]:
-    """Run ``python -m MODULE ARGUMENTS`` and return the JSON that its last line is.
+def in_process(function: Callable[..., dict[str, int]], *arguments: Any, cuda: bool = False) -> dict[str, int]:
+    """Return ``function(*arguments)``, called in a process of its own.
 
     Parameters
     ----------
-    module : str
-    arguments : sequence of str
-    what : str
-        What the process does, for the error: "the process that trains it".
+    function : callable
+        Of a module, as the process imports it; it trains a table.
+    arguments
+    cuda : bool
+        The process is to use CUDA, which must not be a fork of any other.
 
     Raises
     ------
     HostMemoryError
         That process did not succeed: it has no room, or the system has killed it for what it took.
     """
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "SPEEDTRANSFER_CALIBRATE": "0"}  # which takes buffers of its own
-    argv = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(argv, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise HostMemoryError(f"{what} ended with code {done.returncode}: {last}")
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    context: Any = multiprocessing.get_context("spawn") if cuda else process_context(function.__module__)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(theirs, function, arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        answer = ours.recv()
+    except EOFError:
+        process.join()
+        raise HostMemoryError(f"the process that trains it ended with code {process.exitcode}") from None
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
+    if isinstance(answer, str):
+        raise HostMemoryError(f"the process that trains it failed: {answer}")
+    found: dict[str, int] = answer
     return found
+
+
+def _answer(pipe: Connection, function: Callable[..., dict[str, int]], arguments: tuple[Any, ...]) -> None:
+    os.environ["SPEEDTRANSFER_CALIBRATE"] = "0"  # which takes buffers of its own
+    with contextlib.suppress(KeyboardInterrupt, ConnectionError):  # of the process that started this one
+        try:
+            answer: dict[str, int] | str = function(*arguments)
+        except Exception as error:
+            answer = " ".join(str(error).split()) or type(error).__name__
+        pipe.send(answer)
 
 
 def with_page_locked(seen_bytes: int, locked_bytes: int) -> int:

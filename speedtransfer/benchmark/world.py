@@ -29,6 +29,16 @@ class WorldError(SpeedtransferError, RuntimeError):
     """A process failed, ended, or did not answer."""
 
 
+def process_context(module: str) -> Any:
+    """Return what starts processes that use `module`: where the system can do that, forks of one that has imported it."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("forkserver")
+    # The second is what an optimizer of torch imports, for more than a second, when it is made.
+    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", __name__, module])
+    return context
+
+
 class World:
     """Processes of this machine in one group, started at the first call; the threads of torch are divided among them.
 
@@ -98,11 +108,7 @@ class World:
         return [found[rank] for rank in range(self.ranks)]
 
     def _start(self) -> None:
-        # Each is a fork of one process that has imported what takes seconds, where the system can do that.
-        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-        context: Any = multiprocessing.get_context(method)
-        if method == "forkserver":
-            context.set_forkserver_preload(["torch", "torch.distributed", __name__, self._worker.__module__])
+        context = process_context(self._worker.__module__)
         self._folders.append(tempfile.mkdtemp(prefix="speedtransfer-bench-"))
         store = str(Path(self._folders[0], "store"))
         threads = max(1, torch.get_num_threads() // self.ranks)
