@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.units import format_seconds
 from speedtransfer.word2vec.plot import MissingPackageError
 
 INK, QUIET = "#1f2430", "#6b7280"
 _PAPER, _GRID = "#ffffff", "#e3e6ea"
+PALE = "#b8bec8"  # what stands for others
 # Okabe and Ito's colours, which people of all kinds of sight tell apart; the first is ours.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#a6761d", "#000000")
 _MARKS = "osD^vP*Xh"
@@ -90,6 +93,36 @@ def bars(
     axes.invert_yaxis()
     axes.margins(x=room)
     axes.set_xlim(left=0)
+
+
+def bar_panels(
+    make_figure: Callable[..., Any],
+    groups: list[GroupResult],
+    text: Callable[[GroupResult, CaseResult], str],
+    colour: Callable[[GroupResult, CaseResult], str],
+    room: float = 0.25,
+) -> Any:
+    """Return a figure with a panel for each group: a bar for the time of each case, and `text` after that."""
+    height = max(len(group.ran) for group in groups)
+    figure = make_figure(11, 0.8 + (0.7 + 0.32 * height) * len(groups))
+    for axes, group in zip(figure.subplots(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
+        times = [1e3 * case.median_s for case in group.ran]
+        texts = [format_seconds(case.median_s) + text(group, case) for case in group.ran]
+        bars(axes, [case.name for case in group.ran], times, texts, [colour(group, c) for c in group.ran], room=room)
+        axes.set_title(group.title, fontsize=10, color=INK, loc="left", parse_math=False)
+    axes.set_xlabel("milliseconds a step, less is better")
+    return figure
+
+
+def bars_beside(
+    axes: Any, number: int, of: int, values: dict[int, float], texts: Sequence[str], label: str, fontsize: float
+) -> Any:
+    """Draw one bar, the `number`-th of `of`, at each place that `values` has, with its text; return the bars."""
+    height = 0.8 / of
+    places = [place + (number - (of - 1) / 2) * height for place in values]
+    drawn = axes.barh(places, list(values.values()), height * 0.92, color=COLOURS[number], label=label)
+    axes.bar_label(drawn, [f" {text}" for text in texts], fontsize=fontsize, color=INK)
+    return drawn
 
 
 def tidy(axes: Any) -> None:

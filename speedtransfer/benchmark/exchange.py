@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from speedtransfer.benchmark.drawing import COLOURS, INK, tidy
+from speedtransfer.benchmark.drawing import INK, bars_beside, tidy
 from speedtransfer.benchmark.exchange_methods import (
     ALL_REDUCE,
     BLOCK_MOMENTUM,
@@ -31,7 +31,7 @@ from speedtransfer.benchmark.exchange_methods import (
 )
 from speedtransfer.benchmark.exchange_worker import Sizes, Worker
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.report import TextTable, pivot
+from speedtransfer.benchmark.report import Show, TextTable, pivots
 from speedtransfer.benchmark.results import CaseResult, GroupResult, Role, case_names, noise, split_by
 from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds
 from speedtransfer.benchmark.world import World
@@ -158,7 +158,6 @@ class Way:
 # --- what was found ---------------------------------------------------------------------------------------------------
 
 
-_BAR = 0.8  # of the room for the bars of a method
 _SHORT = {
     FP16: "float16",
     EIGHT_BITS: "8 bits",
@@ -228,14 +227,10 @@ def _bars(
     value: Callable[[CaseResult], float],
     show: Callable[[float], str],
 ) -> None:
-    height = _BAR / len(groups)
     for number, group in enumerate(groups):
-        cases = group.by_name
-        there = [(place, value(cases[name])) for place, name in enumerate(names) if name in cases]
-        places = [place + (number - (len(groups) - 1) / 2) * height for place, _ in there]
+        values = {place: value(group.by_name[name]) for place, name in enumerate(names) if name in group.by_name}
         label = f"{group.params['ranks']} processes"
-        bars = axes.barh(places, [v for _, v in there], height * 0.92, color=COLOURS[number], label=label)
-        axes.bar_label(bars, [f" {show(v)}" for _, v in there], fontsize=8.5, color=INK)
+        bars_beside(axes, number, len(groups), values, [show(v) for v in values.values()], label, 8.5)
     tidy(axes)
     axes.grid(visible=False)
     axes.set_yticks(range(len(names)), [_SHORT.get(name, name) for name in names], parse_math=False)
@@ -246,21 +241,15 @@ def _bars(
     axes.tick_params(labelsize=10)
 
 
-def _shown(
-    value: Callable[[CaseResult], float], show: Callable[[float], str], group: GroupResult, case: CaseResult
-) -> str:
-    return show(value(case))
-
-
 def tables(groups: list[GroupResult]) -> list[TextTable]:
     """Return bytes, steps and time until the loss is reached, by the number of processes."""
+
+    def column(value: Callable[[CaseResult], float], show: Callable[[float], str]) -> Show:
+        return lambda group, case: show(value(case))
+
+    columns = {title + " until then" * (value is sent_in_all): column(value, show) for title, value, show in _MEASURES}
     return [
-        pivot(
-            f"{kind}, {'sent by a process until then' if title == 'sent by a process' else title}, by processes",
-            part,
-            lambda group: f"{group.params['ranks']}",
-            functools.partial(_shown, value, show),
-        )
+        table._replace(title=f"{kind}, {table.title}")
         for kind, part in split_by(groups, "kind").items()
-        for title, value, show in _MEASURES
+        for table in pivots("processes", part, "ranks", columns)
     ]

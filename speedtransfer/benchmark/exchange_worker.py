@@ -140,10 +140,11 @@ class Training:
         """Return the bytes sent so far to other processes, for gradients and, of tables, for ids and rows."""
         return self._sent.bytes + self._of_tables() - self._before
 
-    def parameters(self) -> Tensor:
-        """Return all parameters but the rows of tables, flat."""
+    def parameters(self) -> Any:
+        """Return all parameters but the rows of tables, as a flat array."""
         tables = table_parameters(self.net)
-        return nn.utils.parameters_to_vector([p.detach().cpu() for p in self.net.parameters() if p not in tables])
+        found = [p.detach().cpu() for p in self.net.parameters() if p not in tables]
+        return nn.utils.parameters_to_vector(found).numpy()
 
     def _of_tables(self) -> int:
         traffic = exchange_of(dist.group.WORLD).traffic
@@ -151,7 +152,7 @@ class Training:
 
 
 class Worker:
-    """What a process does when it is told: each method is a command."""
+    """What a process does when it is told: each method, and each of its training, is a command."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._make: Callable[[str, Sizes], Training] = functools.partial(Training, rank=rank, ranks=ranks)
@@ -162,23 +163,6 @@ class Worker:
         self._training = None
         self._training = self._make(method, sizes)
 
-    def steps(self, count: int) -> None:
-        """Take training steps."""
-        self._now.steps(count)
-
-    def loss(self) -> float:
-        """Return the loss of the model."""
-        return self._now.loss()
-
-    def sent(self) -> float:
-        """Return the bytes sent since the model was made."""
-        return self._now.sent()
-
-    def parameters(self) -> Any:
-        """Return the parameters as an array."""
-        return self._now.parameters().numpy()
-
-    @property
-    def _now(self) -> Training:
-        assert self._training is not None
-        return self._training
+    def __getattr__(self, command: str) -> Any:
+        """Return a command of the training: ``steps``, ``loss``, ``sent`` or ``parameters``."""
+        return getattr(self._training, command)

@@ -23,7 +23,7 @@ from speedtransfer.benchmark.mixed_training import (
     FP32,
     Sizes,
 )
-from speedtransfer.benchmark.report import TextTable, accuracy, pivot, show_held, show_time
+from speedtransfer.benchmark.report import TextTable, accuracy, pivots, show_held, show_time
 from speedtransfer.benchmark.results import CaseResult, GroupResult, noise, sorted_by
 from speedtransfer.benchmark.units import format_ratio, format_seconds
 from speedtransfer.system import cpu_features
@@ -221,7 +221,4 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
 def tables(groups: list[GroupResult]) -> list[TextTable]:
     """Return time, memory and accuracy, by the size of a batch."""
     columns = {"a step": show_time, "memory": show_held, "accuracy": lambda group, case: accuracy(case)}
-    return [
-        pivot(f"{title}, by examples of a batch", groups, lambda group: f"{_batch(group):,}", show)
-        for title, show in columns.items()
-    ]
+    return pivots("examples of a batch", groups, "batch", columns)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtransfer.benchmark.drawing import COLOURS, INK, bars
+from speedtransfer.benchmark.drawing import COLOURS, PALE, bar_panels
 from speedtransfer.benchmark.environment import Room, host_room
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.ngram_training import (
@@ -212,14 +212,12 @@ def _added(case: CaseResult, base: CaseResult) -> str:
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
     """Draw a panel for each group: a bar for each way, with what it adds to a step without tables."""
-    height = max(len(group.ran) for group in groups)
-    figure = make_figure(11, 0.8 + (0.7 + 0.32 * height) * len(groups))
-    for axes, group in zip(figure.subplots(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
+
+    def text(group: GroupResult, case: CaseResult) -> str:
         base = group.by_name.get(NO_TABLES)
-        colours = [COLOURS[0] if c.role == "ours" else COLOURS[6] if c is base else "#b8bec8" for c in group.ran]
-        more = ["" if base is None or c is base else f", {_added(c, base)} more" for c in group.ran]
-        texts = [format_seconds(case.median_s) + text for case, text in zip(group.ran, more, strict=True)]
-        bars(axes, [case.name for case in group.ran], [1e3 * case.median_s for case in group.ran], texts, colours)
-        axes.set_title(group.title, fontsize=10, color=INK, loc="left", parse_math=False)
-    axes.set_xlabel("milliseconds a step, less is better")
-    return figure
+        return "" if base is None or case is base else f", {_added(case, base)} more"
+
+    def colour(group: GroupResult, case: CaseResult) -> str:
+        return COLOURS[0] if case.role == "ours" else COLOURS[6] if case.name == NO_TABLES else PALE
+
+    return bar_panels(make_figure, groups, text, colour)

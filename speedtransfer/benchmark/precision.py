@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from speedtransfer.benchmark.drawing import legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.benchmark.kinds import DIM
 from speedtransfer.benchmark.measure import Case, Group, cycle, synchronize
-from speedtransfer.benchmark.report import TextTable, pivot, show_held, show_time
-from speedtransfer.benchmark.results import CaseResult, GroupResult, case_names, noise, sorted_by
+from speedtransfer.benchmark.report import Show, TextTable, pivots, show_held, show_time
+from speedtransfer.benchmark.results import GroupResult, case_names, noise, sorted_by
 from speedtransfer.benchmark.units import format_ratio
 from speedtransfer.benchmark.workload import zipf_ids
 from speedtransfer.errors import check_size, format_bytes
@@ -206,16 +206,13 @@ def sentences(groups: list[GroupResult]) -> list[str]:
 
 def tables(groups: list[GroupResult]) -> list[TextTable]:
     """Return time, bytes moved, memory and loss, by the size of a batch."""
-    columns: dict[str, Callable[[GroupResult, CaseResult], str]] = {
+    columns: dict[str, Show] = {
         "a step": show_time,
         "moved a step": lambda group, case: format_bytes(case.figures["moved_bytes"]),
         "memory": show_held,
         "loss reached": lambda group, case: f"{case.figures['loss']:.4f}",
     }
-    return [
-        pivot(f"{title}, by examples of a batch", groups, lambda group: f"{group.params['batch']:,}", show)
-        for title, show in columns.items()
-    ]
+    return pivots("examples of a batch", groups, "batch", columns)
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtransfer.benchmark.cold_tables import DIM, PAGE, ColdTables, read_pages
-from speedtransfer.benchmark.drawing import COLOURS, INK, bars
+from speedtransfer.benchmark.drawing import COLOURS, PALE, bar_panels
 from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.results import CaseResult, GroupResult, noise
@@ -227,18 +227,12 @@ def _share(group: GroupResult, case: CaseResult) -> str:
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
     """Draw a panel for each group: a bar for each way, with the share of the waiting that it hides."""
-    height = max(len(group.ran) for group in groups)
-    figure = make_figure(11, 0.8 + (0.7 + 0.32 * height) * len(groups))
-    for axes, group in zip(figure.subplots(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
-        cases, ahead = group.ran, _ahead(group)
-        texts = [format_seconds(case.median_s) for case in cases]
-        if group.ours is not None and _in_memory(group) is not None:
-            texts = [
-                f"{text}, {_share(group, case)} of the waiting hidden" if case in ahead else text
-                for text, case in zip(texts, cases, strict=True)
-            ]
-        colours = [COLOURS[0] if c in ahead else COLOURS[5] if c.role == "ours" else "#b8bec8" for c in cases]
-        bars(axes, [c.name for c in cases], [1e3 * c.median_s for c in cases], texts, colours, room=0.3)
-        axes.set_title(group.title, fontsize=10, color=INK, loc="left", parse_math=False)
-    axes.set_xlabel("milliseconds a step, less is better")
-    return figure
+
+    def text(group: GroupResult, case: CaseResult) -> str:
+        known = case.kind == "ahead" and group.ours is not None and _in_memory(group) is not None
+        return f", {_share(group, case)} of the waiting hidden" if known else ""
+
+    def colour(group: GroupResult, case: CaseResult) -> str:
+        return COLOURS[0] if case.kind == "ahead" else COLOURS[5] if case.role == "ours" else PALE
+
+    return bar_panels(make_figure, groups, text, colour, room=0.3)

@@ -27,7 +27,7 @@ from speedtransfer.benchmark.ranks_worker import (
     batches_of,
     part_of,
 )
-from speedtransfer.benchmark.report import TextTable, pivot, sent, show_time
+from speedtransfer.benchmark.report import TextTable, pivots, sent, show_time
 from speedtransfer.benchmark.results import CaseResult, GroupResult, Role, case_names, noise, sorted_by
 from speedtransfer.benchmark.units import format_ratio, format_seconds
 from speedtransfer.benchmark.world import World
@@ -217,7 +217,4 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
 def tables(groups: list[GroupResult]) -> list[TextTable]:
     """Return the time of a step, and what is sent in one, by the number of processes."""
     columns = {"a step": show_time, "sent a step by a process": lambda group, case: sent(case)}
-    return [
-        pivot(f"{title}, by processes", groups, lambda group: f"{group.params['ranks']}", show)
-        for title, show in columns.items()
-    ]
+    return pivots("processes", groups, "ranks", columns)

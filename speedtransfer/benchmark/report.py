@@ -15,6 +15,8 @@ from speedtransfer.errors import format_bytes
 
 PUBLISHED = "published (K80, 2019): "
 
+Show = Callable[[GroupResult, CaseResult], str]
+
 
 class TextTable(NamedTuple):
     """A table of texts. The first column names the row; names in `ours` are those of this library."""
@@ -139,7 +141,7 @@ def pivot(
     title: str,
     groups: list[GroupResult],
     label: Callable[[GroupResult], str],
-    show: Callable[[GroupResult, CaseResult], str],
+    show: Show,
 ) -> TextTable:
     """Return a line for each case and a column for each group, headed by its `label`, of what `show` has of each."""
     found = [{case.name: show(group, case) for case in group.ran} for group in groups]
@@ -149,6 +151,14 @@ def pivot(
     ours = frozenset(case.name for group in groups for case in group.ran if case.role == "ours")
     header = ["", *(label(group) for group in groups)]
     return TextTable(title, header, [[name, *(column.get(name, "") for column in found)] for name in names], ours)
+
+
+def pivots(by: str, groups: list[GroupResult], key: str, columns: dict[str, Show]) -> list[TextTable]:
+    """Return a `pivot` for each of `columns`, whose groups are headed by a number, their parameter `key`."""
+    return [
+        pivot(f"{title}, by {by}", groups, lambda group: f"{group.params[key]:,}", show)
+        for title, show in columns.items()
+    ]
 
 
 def missing(result: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from speedtransfer.benchmark import rival_ways, ways
-from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, legend_below, plain_numbers, tidy
+from speedtransfer.benchmark.drawing import INK, QUIET, bars_beside, legend_below, plain_numbers, tidy
 from speedtransfer.benchmark.measure import Case, Group, cycle
 from speedtransfer.benchmark.report import PUBLISHED as PUBLISHED_ROW
 from speedtransfer.benchmark.report import TextTable, pivot, show_time
@@ -172,18 +172,15 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
     labels = [*names, *(f"K80, 2019: {name}" for name in published)]
     figure = make_figure(10, 1.8 + 0.45 * len(labels))
     axes = figure.subplots()
-    height = 0.8 / len(kinds)
     for number, kind in enumerate(kinds):
         part = [group for group in groups if group.params["kind"] == kind]  # one for each memory
         times = {case.name: case.median_s for group in part for case in group.ran}
         times_2019 = {name: s for group in part for name, s in group.params["published"].items()}
         seconds = [*map(times.get, names), *map(times_2019.get, published)]
-        shown = [(place, s) for place, s in enumerate(seconds) if s]
-        places = [place + (number - (len(kinds) - 1) / 2) * height for place, _ in shown]
-        bars = axes.barh(places, [1e3 * s for _, s in shown], height * 0.92, color=COLOURS[number], label=kind)
-        for bar, (place, _) in zip(bars, shown, strict=True):
+        shown = {place: 1e3 * s for place, s in enumerate(seconds) if s}
+        texts = [format_seconds(s) for s in seconds if s]
+        for bar, place in zip(bars_beside(axes, number, len(kinds), shown, texts, kind, 7.5), shown, strict=True):
             bar.set_alpha(1.0 if place < len(names) else 0.45)
-        axes.bar_label(bars, [f" {format_seconds(s)}" for _, s in shown], fontsize=7.5, color=INK)
     tidy(axes)
     axes.grid(visible=False, axis="y")
     axes.axhline(len(names) - 0.5, color=QUIET, lw=0.8, ls=":")
