@@ -69,10 +69,7 @@ def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> l
     steps = _QUICK_STEPS if quick else _STEPS
     # Each sample is a training from its beginning.
     effort = {"turns": 1, "samples": 1, "budget_s": 1.0} if quick else {"turns": 2, "samples": 2, "budget_s": 40.0}
-    about = {
-        GRADIENTS: f"a network {sizes.width} wide",
-        TABLE: f"a sharded table of {sizes.rows:,} x {sizes.dim}",
-    }
+    about = {GRADIENTS: f"a network {sizes.width} wide", TABLE: f"a sharded table of {sizes.rows:,} x {sizes.dim}"}
     return [
         Group(
             f"train {about[kind]} to the loss of {steps} steps of one process, {ranks} processes",

@@ -15,14 +15,7 @@ import torch
 from speedtransfer.benchmark.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.mixed_cases import ACCURACY, WOULD_TAKE, cases_of
-from speedtransfer.benchmark.mixed_training import (
-    AMP_BF16,
-    AMP_FP16,
-    BF16,
-    FORMS,
-    FP32,
-    Sizes,
-)
+from speedtransfer.benchmark.mixed_training import AMP_BF16, AMP_FP16, BF16, FORMS, FP32, Sizes
 from speedtransfer.benchmark.report import TextTable, accuracy, pivots, show_held, show_time
 from speedtransfer.benchmark.results import CaseResult, GroupResult, noise, sorted_by
 from speedtransfer.benchmark.units import format_ratio, format_seconds

@@ -15,15 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from speedtransfer.benchmark.measure import Case, synchronize
-from speedtransfer.benchmark.mixed_training import (
-    BF16,
-    FORMS,
-    FP32,
-    Form,
-    Sizes,
-    Training,
-    read_windows,
-)
+from speedtransfer.benchmark.mixed_training import BF16, FORMS, FP32, Form, Sizes, Training, read_windows
 from speedtransfer.benchmark.peak import in_process, peak_bytes, reset_peak
 from speedtransfer.benchmark.units import format_seconds
 from speedtransfer.errors import SpeedtransferError

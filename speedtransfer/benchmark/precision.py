@@ -113,12 +113,7 @@ class _Training:
     """Training with a form. The model is made at the first step, so that a lack of memory is the error of this case alone."""
 
     def __init__(
-        self,
-        form: Form,
-        rows: int,
-        data: list[tuple[Tensor, Tensor]],
-        device: torch.device,
-        reached: dict[str, float],
+        self, form: Form, rows: int, data: list[tuple[Tensor, Tensor]], device: torch.device, reached: dict[str, float]
     ) -> None:
         self.form, self.rows, self.data, self.device, self.reached = form, rows, data, device, reached
         self.memory: dict[str, int] = {}

@@ -137,12 +137,7 @@ def show_held(group: GroupResult, case: CaseResult) -> str:
     return format_bytes(sum(case.memory.values())) if case.memory else ""
 
 
-def pivot(
-    title: str,
-    groups: list[GroupResult],
-    label: Callable[[GroupResult], str],
-    show: Show,
-) -> TextTable:
+def pivot(title: str, groups: list[GroupResult], label: Callable[[GroupResult], str], show: Show) -> TextTable:
     """Return a line for each case and a column for each group, headed by its `label`, of what `show` has of each."""
     found = [{case.name: show(group, case) for case in group.ran} for group in groups]
     names = case_names(groups)

@@ -31,25 +31,15 @@ class Plan:
         self.main = "pinned" if device.type == "cuda" else "pageable"
         self.tables = Tables(device)
 
-    def ways(
-        self,
-        direction: Direction,
-        memory: str = "",
-        rows: int = 0,
-        row_bytes: int = ROW_BYTES,
-        ids: str = "uniform",
-        all_of_them: bool = False,
-        headline: bool = False,
-    ) -> Group:
-        """Return the ways to move `rows` rows."""
+    def ways(self, direction: Direction, all_of_them: bool = False, **params: Any) -> Group:
+        """Return the ways to move rows; `params` are those of `_params`."""
 
         def make(work: Workload) -> list[Way]:
             found = ways.our_ways(work, direction) + rival_ways.other_ways(work, direction, all_of_them)
             both = all_of_them and work.table.memory == "pinned" and direction == "gather"
             return [*found, ways.both_engines_way(work)] if both else found
 
-        count = self._count(rows or self.rows, row_bytes, memory)
-        return self._group("ways", direction, make, memory, count, row_bytes, ids, headline)
+        return self._group("ways", direction, make, **params)
 
     def overhead(self, direction: Direction) -> Group:
         """Return what a call costs that moves next to nothing."""
@@ -60,8 +50,7 @@ class Plan:
                 found.append(Way("empty launch", lambda ids: torch.cuda._sleep(0), queues=True, kind="empty"))
             return found
 
-        count = self._count(min(_OVERHEAD_ROWS, self.rows), ROW_BYTES)
-        return self._group("overhead", direction, make, count=count, headline=True)
+        return self._group("overhead", direction, make, rows=min(_OVERHEAD_ROWS, self.rows), headline=True)
 
     def launch(self, direction: Direction) -> Group:
         """Return how many blocks a kernel needs: those it leaves are free for training."""
@@ -74,7 +63,7 @@ class Plan:
             engines = [(f"{size} blocks", MappedEngine(self.device, max_blocks=size)) for size in sizes]
             return [ways.engine_way(name, engine, work, direction, unsorted=False) for name, engine in engines]
 
-        return self._group("launch", direction, make, count=self._count(self.rows, ROW_BYTES))
+        return self._group("launch", direction, make)
 
     def bulk(self, direction: Direction, row_bytes: int) -> Group:
         """Return whether the bulk copies of Hopper cross the bus faster than the loads of every kernel."""
@@ -85,20 +74,11 @@ class Plan:
                 ways.engine_way(f"mapped ({name})", engine, work, direction, unsorted=False) for name, engine in kernels
             ]
 
-        return self._group("bulk", direction, make, count=self._count(self.rows, row_bytes), row_bytes=row_bytes)
+        return self._group("bulk", direction, make, row_bytes=row_bytes)
 
-    def _group(
-        self,
-        kind: str,
-        direction: Direction,
-        make: Callable[[Workload], list[Way]],
-        memory: str = "",
-        count: int = 0,
-        row_bytes: int = ROW_BYTES,
-        ids: str = "uniform",
-        headline: bool = False,
-    ) -> Group:
-        memory = memory or self.main
+    def _group(self, kind: str, direction: Direction, make: Callable[[Workload], list[Way]], **params: Any) -> Group:
+        params = self._params(kind, direction, **params)
+        memory, count, row_bytes, ids = (params[name] for name in ("memory", "rows", "row_bytes", "ids"))
 
         def cases() -> list[Case]:
             table = self.tables.table(memory, self._bytes(memory), row_bytes // 4)
@@ -112,13 +92,13 @@ class Plan:
         draw = {("zipf", "gather"): ", Zipf", ("zipf", "scatter"): ", the distinct ones of a Zipf draw"}
         title = f"{what}{direction} {count:,} rows of {row_bytes:,} B{draw.get((ids, direction), '')}"
         title += f", {memory} table of {format_bytes(self._bytes(memory))}"
-        params = self._params(kind, direction, memory, count, row_bytes, ids, headline)
         return Group(title, cases, params, reserved_s)
 
     def stride(self, direction: Direction) -> Group:
         """Return whether it pays to pad rows of 400 bytes to 512, a multiple of what memory and bus move at once."""
         dim, padded = 100, 128
-        count = self._count(self.rows, 4 * padded)
+        params = self._params("stride", direction, row_bytes=4 * padded)
+        count = params["rows"]
 
         def cases() -> list[Case]:
             found = []
@@ -133,11 +113,12 @@ class Plan:
         title = (
             f"row stride: {direction} {count:,} rows of {4 * dim} B, padded to {4 * padded} B or not, {self.main} table"
         )
-        return Group(title, cases, self._params("stride", direction, self.main, count, 4 * dim))
+        return Group(title, cases, params | {"row_bytes": 4 * dim})
 
     def both(self) -> Group:
         """Return a gather and a scatter at once, against two plain copies at once."""
-        count = self._count(self.rows, ROW_BYTES)
+        params = self._params("both", "both", "pinned", headline=True)
+        count = params["rows"]
 
         def cases() -> list[Case]:
             plane = self.tables.table("pinned", self.table_bytes, ROW_BYTES // 4).torch()
@@ -146,28 +127,27 @@ class Plan:
             return together_cases(*(workload(part, count, seed=self.seed + i) for i, part in enumerate(parts)))
 
         title = f"both at once: gather and scatter {count:,} rows of {ROW_BYTES} B each, pinned tables"
-        return Group(title, cases, self._params("both", "both", "pinned", count, ROW_BYTES, headline=True))
+        return Group(title, cases, params)
 
     def _bytes(self, memory: str) -> int:
         return self.table_bytes if memory == self.main else min(self.table_bytes, _SECOND_TABLE_BYTES)
-
-    def _count(self, rows: int, row_bytes: int, memory: str = "") -> int:
-        """Return how many rows to move at most: half of the table's, and what one call may move."""
-        have = self._bytes(memory or self.main) // row_bytes
-        return max(1, min(rows, have // 2, _CALL_BYTES // row_bytes))
 
     def _params(
         self,
         kind: str,
         direction: str,
-        memory: str,
-        count: int,
-        row_bytes: int,
+        memory: str = "",
+        rows: int = 0,
+        row_bytes: int = ROW_BYTES,
         ids: str = "uniform",
         headline: bool = False,
     ) -> dict[str, Any]:
+        """Return what a group is about; `rows` is the most it moves, where half of the table is more, and one call may."""
+        memory = memory or self.main
+        have = self._bytes(memory) // row_bytes
+        rows = max(1, min(rows or self.rows, have // 2, _CALL_BYTES // row_bytes))
         return {
-            "kind": kind, "direction": direction, "memory": memory, "rows": count, "row_bytes": row_bytes, "ids": ids,
+            "kind": kind, "direction": direction, "memory": memory, "rows": rows, "row_bytes": row_bytes, "ids": ids,
             "headline": headline, "table_bytes": self._bytes(memory),
         }  # fmt: skip
 

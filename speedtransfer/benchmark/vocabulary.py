@@ -19,7 +19,7 @@ from speedtransfer.benchmark import vocabulary_steps
 from speedtransfer.benchmark.drawing import COLOURS, INK, bars
 from speedtransfer.benchmark.environment import Room, host_room
 from speedtransfer.benchmark.measure import Case, Group, cycle
-from speedtransfer.benchmark.results import CaseResult, GroupResult, Role, noise
+from speedtransfer.benchmark.results import CaseResult, GroupResult, noise
 from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds
 from speedtransfer.benchmark.vocabulary_steps import PLAIN, names_of
 from speedtransfer.errors import HostMemoryError, check_size
@@ -101,38 +101,33 @@ def _find_cases(rows: int, batch: int, seed: int) -> list[Case]:
     ids, numbers = names_of(torch.arange(rows)), torch.arange(rows)
     drawn = [torch.randint(rows, (batch,), generator=generator) for _ in range(_BATCHES)]
     batches = [(ids[each], each) for each in drawn]
-    index = IdIndex.of(ids.numpy(), numbers.numpy())
+    index, table = IdIndex.of(ids.numpy(), numbers.numpy()), _Table(rows)
     values, places = ids.sort()
     sorted_ids, order = values.numpy(), places.numpy()
-    embedding = _empty_table(rows)
     with one_core():
-        given = torch.from_numpy(_vocabulary_of(embedding).find_in_training(ids.numpy()))
+        given = torch.from_numpy(table.insert(ids))
 
     def unique(wanted: Tensor) -> Tensor:
         distinct, inverse = torch.unique(wanted, return_inverse=True)
         return places[torch.searchsorted(values, distinct)][inverse]
 
+    error = _dict_without_room(rows)
+    known = {} if error else dict(zip(ids.tolist(), range(rows), strict=True))
     ways: dict[str, Callable[[Tensor], Any]] = {
-        INDEX.format(FIND): lambda wanted: index.find(wanted.numpy()),
         NUMPY: lambda wanted: order[np.searchsorted(sorted_ids, wanted.numpy())],
         TORCH: lambda wanted: places[torch.searchsorted(values, wanted)],
         UNIQUE: unique,
     }
-    found = []
-    for name, way in ways.items():
-        found.append(Case.of(name, Mapping(way, batches), "ours" if name == INDEX.format(FIND) else "other"))
-
-    def in_training(wanted: Tensor) -> np.ndarray:
-        return _vocabulary_of(embedding).find_in_training(wanted.numpy())
-
-    found.insert(1, Case.of(VOCABULARY, Mapping(in_training, [(wanted, given[at]) for wanted, at in batches]), "ours"))
-    error = _dict_without_room(rows)
-    table = {} if error else dict(zip(ids.tolist(), range(rows), strict=True))
     dicts: dict[str, Callable[[Tensor], Any]] = {
-        LOOP: lambda wanted: np.array([table[id] for id in wanted.tolist()]),
-        MAP: lambda wanted: np.fromiter(map(table.get, wanted.tolist()), np.int64, len(wanted)),
+        LOOP: lambda wanted: np.array([known[id] for id in wanted.tolist()]),
+        MAP: lambda wanted: np.fromiter(map(known.get, wanted.tolist()), np.int64, len(wanted)),
     }
-    return found + [Case.of(name, Mapping(way, batches), error=error) for name, way in dicts.items()]
+    return [
+        Case.of(INDEX.format(FIND), Mapping(lambda wanted: index.find(wanted.numpy()), batches), "ours"),
+        Case.of(VOCABULARY, Mapping(table.insert, [(wanted, given[at]) for wanted, at in batches]), "ours"),
+        *(Case.of(name, Mapping(way, batches)) for name, way in ways.items()),
+        *(Case.of(name, Mapping(way, batches), error=error) for name, way in dicts.items()),
+    ]
 
 
 def _dict_without_room(rows: int) -> HostMemoryError | None:
@@ -140,24 +135,13 @@ def _dict_without_room(rows: int) -> HostMemoryError | None:
     return Room({"host": host_room()}).take(rows * _DICT_BYTES)
 
 
-def _empty_table(rows: int) -> Embedding:
-    vocabulary = Vocabulary(initial=0.0, seed=0)
-    return Embedding(rows, _DIM, vocabulary=vocabulary, idle="lazy", device="cpu", memory="pageable")
-
-
-def _vocabulary_of(embedding: Embedding) -> Vocabulary:
-    assert embedding.vocabulary is not None
-    return embedding.vocabulary
-
-
 class _Dict:
     """Ids get rows in a dict."""
 
-    def __init__(self, rows: int) -> None:
-        del rows  # a dict cannot be given room
+    def __init__(self) -> None:
         self.known: dict[int, int] = {}
 
-    def insert(self, ids: Tensor) -> None:
+    def insert(self, ids: Tensor) -> Any:
         for id in ids.tolist():
             if id not in self.known:
                 self.known[id] = len(self.known)
@@ -173,10 +157,9 @@ class _DictAtOnce(_Dict):
 
 
 class _Index(_Dict):
-    """In an index."""
+    """In an index, which does not know either how many will come."""
 
-    def __init__(self, rows: int) -> None:
-        del rows  # as in a vocabulary, which does not know either how many will come
+    def __init__(self) -> None:
         self._index = IdIndex()
 
     def insert(self, ids: Tensor) -> None:
@@ -191,27 +174,29 @@ class _Table(_Dict):
     """In a table, where they also get their initial values."""
 
     def __init__(self, rows: int) -> None:
-        self._embedding = _empty_table(rows)
+        self._vocabulary = Vocabulary(initial=0.0, seed=0)
+        place: dict[str, Any] = {"idle": "lazy", "device": "cpu", "memory": "pageable"}
+        self._embedding = Embedding(rows, _DIM, vocabulary=self._vocabulary, **place)
 
-    def insert(self, ids: Tensor) -> None:
-        _vocabulary_of(self._embedding).find_in_training(ids.numpy())
+    def insert(self, ids: Tensor) -> np.ndarray:
+        return self._vocabulary.find_in_training(ids.numpy())
 
     def find(self, ids: Tensor) -> Any:
-        return _vocabulary_of(self._embedding).find(ids.numpy())
+        return self._vocabulary.find(ids.numpy())
 
 
 class Filling:
     """New ids get rows, a batch after the other, until all have one."""
 
-    def __init__(self, kind: type[_Dict], batches: list[Tensor]) -> None:
-        self._kind, self._batches = kind, batches
+    def __init__(self, make: Callable[[], _Dict], batches: list[Tensor]) -> None:
+        self._make, self._batches = make, batches
         self.filled: _Dict | None = None
 
     def before(self) -> None:
         """Begin with no ids at all."""
         # Before the next is made: there may be room for one.
         self.filled = None
-        self.filled = self._kind(sum(map(len, self._batches)))
+        self.filled = self._make()
 
     def run(self) -> None:
         """Insert all."""
@@ -232,13 +217,13 @@ class Filling:
 def _insert_cases(rows: int, batch: int, seed: int) -> list[Case]:
     del seed  # it does not matter which ids they are
     batches = list(names_of(torch.arange(rows)).split(batch))
-    kinds = {INDEX.format(INSERT): _Index, f"{VOCABULARY}, {_DIM} columns": _Table, LOOP: _Dict, MAP: _DictAtOnce}
-    found = []
-    for name, kind in kinds.items():
-        role: Role = "ours" if kind in (_Index, _Table) else "other"
-        error = _dict_without_room(rows) if role == "other" else None
-        found.append(Case.of(name, Filling(kind, batches), role, error=error))
-    return found
+    error = _dict_without_room(rows)
+    return [
+        Case.of(INDEX.format(INSERT), Filling(_Index, batches), "ours"),
+        Case.of(f"{VOCABULARY}, {_DIM} columns", Filling(functools.partial(_Table, rows), batches), "ours"),
+        Case.of(LOOP, Filling(_Dict, batches), error=error),
+        Case.of(MAP, Filling(_DictAtOnce, batches), error=error),
+    ]
 
 
 # --- what was found ---------------------------------------------------------------------------------------------------

@@ -139,13 +139,7 @@ def _end(processes: list[Any], pipes: list[Connection], folders: list[str]) -> N
 
 
 def serve(
-    pipe: Connection,
-    rank: int,
-    ranks: int,
-    store: str,
-    threads: int,
-    make: Callable[[int, int], Any],
-    cuda: bool,
+    pipe: Connection, rank: int, ranks: int, store: str, threads: int, make: Callable[[int, int], Any], cuda: bool
 ) -> None:
     """Answer commands until the pipe is closed."""
     torch.set_num_threads(threads)
