@@ -34,6 +34,8 @@ def test_group(group, benchmark, device):
 
 def can_run(case, device):
     """Run and check a case once; say whether there is room for it."""
+    if case.error is not None:
+        return False
     try:
         case.run()
         synchronize(device)

@@ -51,11 +51,7 @@ def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int
 def computed_share(shares: Tensor, lookups: int, cached: int) -> float:
     """Return the share of the distinct rows of `lookups` draws that are among the `cached` most probable, expected.
 
-    Parameters
-    ----------
-    shares : Tensor
-        ``(num_rows,)``, the probability of each row.
-    lookups, cached : int
+    `shares`, ``(num_rows,)``, are the probabilities of the rows.
     """
     seen = -torch.expm1(lookups * torch.log1p(-shares.sort(descending=True).values))
     return float(seen[:cached].sum() / seen.sum())

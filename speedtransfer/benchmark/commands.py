@@ -108,14 +108,7 @@ def _suites(name: str, given: dict[str, int]) -> list[Suite]:
 class Output:
     """Writes the JSON of each suite as it grows, and pictures and report at the end.
 
-    Parameters
-    ----------
-    json_path : Path, optional
-        A file; a folder with `several`.
-    plot_folder : Path, optional
-        For pictures and report.html.
-    several : bool
-        There is more than one suite.
+    The first path is a file; a folder with `several` suites.
 
     Raises
     ------

@@ -95,13 +95,8 @@ class Sent:
     """Counts the bytes that this process sends by ``torch.distributed.all_reduce`` and ``all_gather`` while it is entered.
 
     A ring of W processes, as gloo and NCCL make for all but small messages, sends ``2 (W - 1) / W`` times the bytes of a
-    tensor that is reduced, and ``W - 1`` times those of one that is gathered.
-
-    Parameters
-    ----------
-    nested : bool
-        Give those who wait for a gathering a list in a list, as NCCL does. torch's quantization hooks rely on it, so that they
-        fail on gloo.
+    tensor that is reduced, and ``W - 1`` times those of one that is gathered. With `nested`, those who wait for a gathering
+    get a list in a list, as NCCL gives it: torch's quantization hooks rely on that, so that they fail on gloo.
     """
 
     def __init__(self, nested: bool) -> None:

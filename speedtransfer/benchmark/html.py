@@ -7,15 +7,7 @@ import html
 from string import Template
 from typing import Any
 
-from speedtransfer.benchmark.report import (
-    TextTable,
-    group_table,
-    groups_of,
-    headlines,
-    missing,
-    provenance,
-    summary_tables,
-)
+from speedtransfer.benchmark import report
 from speedtransfer.benchmark.suites import SUITES
 
 _PAGE = Template("""\
@@ -69,19 +61,19 @@ def page(results: list[dict[str, Any]], pictures: dict[str, bytes]) -> str:
 
 
 def _suite(result: dict[str, Any], picture: bytes | None) -> str:
-    suite, groups = SUITES[result["suite"]], groups_of(result)
-    parts = [f"<h2>{html.escape(suite.title)}</h2>", f'<p class="quiet">{html.escape(provenance(result))}</p>']
-    parts.append(_list(headlines(suite.name, groups)))
+    suite, groups = SUITES[result["suite"]], report.groups_of(result)
+    parts = [f"<h2>{html.escape(suite.title)}</h2>", f'<p class="quiet">{html.escape(report.provenance(result))}</p>']
+    parts.append(_list(report.headlines(suite.name, groups)))
     if picture is not None:
         code = base64.b64encode(picture).decode("ascii")
         image = f'<img alt="{html.escape(suite.title)}" src="data:image/png;base64,{code}">'
         parts.append(f'<div class="wide">{image}</div>')
     if suite.note:
         parts.append(f'<p class="note">{html.escape(suite.note)}</p>')
-    parts += [_table(table) for table in summary_tables(result)]
-    details = "".join(_table(group_table(group)) for group in groups if group.ran)
+    parts += [_table(table) for table in report.summary_tables(result)]
+    details = "".join(_table(report.group_table(group)) for group in groups if group.ran)
     parts.append(f"<details><summary>All figures of {len(groups)} groups</summary>{details}</details>")
-    left_out = missing(result)
+    left_out = report.missing(result)
     if left_out:
         parts.append(f"<details open><summary>Not run here, and why</summary>{_list(left_out)}</details>")
     parts.append(f"<details><summary>Machine and versions</summary>{_environment(result['environment'])}</details>")
@@ -92,7 +84,7 @@ def _list(lines: list[str]) -> str:
     return f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in lines)}</ul>" if lines else ""
 
 
-def _table(table: TextTable) -> str:
+def _table(table: report.TextTable) -> str:
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in [table.title, *table.header[1:]])
     body = "".join(
         f"<tr{' class=' + chr(34) + 'ours' + chr(34) if row[0] in table.ours else ''}>"
@@ -105,4 +97,6 @@ def _table(table: TextTable) -> str:
 
 def _environment(facts: dict[str, Any]) -> str:
     flat = {key: value for key, value in facts.items() if key != "versions"} | facts["versions"]
-    return _table(TextTable("", ["", ""], [[key, "" if value is None else str(value)] for key, value in flat.items()]))
+    return _table(
+        report.TextTable("", ["", ""], [[key, "" if value is None else str(value)] for key, value in flat.items()])
+    )

@@ -35,34 +35,16 @@ OURS = "speedtransfer, {}"  # and the memory
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of table with its optimizer.
-
-    Attributes
-    ----------
-    name : str
-    role : {"ours", "other"}
-    place : {"host", "device"}
-        Whose memory it takes.
-    planes : int
-        What it holds there in a step, each as large as the weights; a dense gradient is one.
-    make : callable
-        Takes the number of rows and returns an embedding of zeros on the compute device.
-    optimizer : callable
-        Takes the parameters.
-    idle : {"lazy", "exact"}
-        Of ours.
-    memory : str
-        Of ours.
-    """
+    """A kind of table with its optimizer."""
 
     name: str
     role: Role
-    place: str
-    planes: int
-    make: Callable[[int], nn.Module]
+    place: str  # whose memory it takes: "host" or "device"
+    planes: int  # that it holds in a step, as large as the weights; a dense gradient is one
+    make: Callable[[int], nn.Module]  # of so many rows of zeros, on the compute device
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    idle: str = "lazy"
-    memory: str = ""
+    idle: str = "lazy"  # of ours
+    memory: str = ""  # of ours
 
 
 class _Ours(Embedding):

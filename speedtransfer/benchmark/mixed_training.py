@@ -30,12 +30,8 @@ HELD_OUT = 0.1  # of the text, its end: nothing of it is trained on
 class Windows(NamedTuple):
     """Windows of a text, ``(n, context + 1)`` int64 each; the last word of each is the one to be predicted.
 
-    Attributes
-    ----------
-    num_words : int
-        How many words there are; those that occur more often have smaller numbers. Two of them are none: the end of a line,
-        and a word that the part for training does not have.
-    train, held_out : Tensor
+    Of the `num_words` words those that occur more often have smaller numbers. Two of them are none: the end of a line, and a
+    word that the part for training does not have.
     """
 
     num_words: int
@@ -45,14 +41,7 @@ class Windows(NamedTuple):
 
 @functools.lru_cache(maxsize=2)
 def read_windows(context: int, classes: int) -> Windows:
-    """Return the windows of the text whose last word is one of the `classes` commonest.
-
-    Parameters
-    ----------
-    context : int
-        Words before the one to be predicted.
-    classes : int
-    """
+    """Return the windows of the text, `context` words and one of the `classes` commonest after them."""
     with resources.files("speedtransfer.word2vec").joinpath("corpora", TEXT).open("rb") as packed:
         lines = gzip.decompress(packed.read()).decode().splitlines()
     words = [word for line in lines for word in (*line.split(), "")]
@@ -77,56 +66,29 @@ _EVALUATED_AT_ONCE = 2048
 
 
 class Sizes(NamedTuple):
-    """Sizes of the network and of its training.
+    """Sizes of the network and of its training."""
 
-    Attributes
-    ----------
-    context, classes : int
-        Words before the one to be predicted; words to choose from.
-    dim, hidden, layers : int
-        Values of a row; units of a hidden layer; hidden layers.
-    windows, epochs, held_out : int
-        Windows to train on, times that they are gone through, and windows to be judged by.
-    lr : float
-        AdamW's learning rate at batches of `LR_BATCH`.
-    """
-
-    context: int
-    classes: int
-    dim: int
-    hidden: int
-    layers: int
-    windows: int
-    epochs: int
-    held_out: int
-    lr: float
+    context: int  # words before the one to be predicted
+    classes: int  # words to choose from
+    dim: int  # values of a row
+    hidden: int  # units of a hidden layer
+    layers: int  # hidden layers
+    windows: int  # to train on
+    epochs: int  # times that they are gone through
+    held_out: int  # windows to be judged by
+    lr: float  # of AdamW at batches of `LR_BATCH`
 
 
 @dataclass(frozen=True)
 class Form:
-    """Which numbers have 16 bits.
-
-    Attributes
-    ----------
-    name : str
-    computed : torch.dtype
-        What the layers compute in.
-    value_bytes : int
-        Of a value in the table, and of AdamW's two for it.
-    autocast : bool
-        Parameters are float32, and ``torch.autocast`` computes; float16 with a GradScaler.
-    whole : bool
-        The model is converted, parameters and optimizer state too.
-    options : dict
-        Arguments of the embedding.
-    """
+    """Which numbers have 16 bits."""
 
     name: str
-    computed: torch.dtype
-    value_bytes: int = 4
-    autocast: bool = False
-    whole: bool = False
-    options: dict[str, torch.dtype] = field(default_factory=dict)
+    computed: torch.dtype  # what the layers compute in
+    value_bytes: int = 4  # of a value in the table, and of AdamW's two for it
+    autocast: bool = False  # parameters are float32, and torch.autocast computes; float16 with a GradScaler
+    whole: bool = False  # the model is converted, parameters and optimizer state too
+    options: dict[str, torch.dtype] = field(default_factory=dict)  # arguments of the embedding
 
 
 FP32, BF16, AMP_BF16, AMP_FP16, BF16_ROWS = FORMS = (
@@ -162,20 +124,10 @@ class NextWord(nn.Module):
 
 
 class Training:
-    """A network, its optimizer and its batches. It is made at the first step.
+    """A network, its optimizer and its batches, made at the first step.
 
-    Parameters
-    ----------
-    form : Form
-    sizes : Sizes
-    windows : Windows
-    batch : int
-        Windows of a step.
-    device : torch.device
-    seed : int
-        Of the first weights, which windows are trained on, and their order; all forms have the same.
-    table : type
-        Makes the table; one with the arguments of `torch.nn.Embedding`.
+    `batch` is windows of a step; `seed` that of the first weights, which windows are trained on, and their order, the same for
+    all forms; `table` makes the table, with the arguments of `torch.nn.Embedding`.
     """
 
     def __init__(

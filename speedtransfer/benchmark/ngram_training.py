@@ -17,29 +17,17 @@ ORDERS, HEADS = (2, 3), 16
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model, its batches and its tables.
+    """Sizes of a model, its batches and its tables."""
 
-    Attributes
-    ----------
-    vocabulary, width, layers, heads : int
-        Tokens that there are, values of a hidden state, layers, attention heads.
-    batch, context : int
-        Windows of a step, and tokens of a window.
-    rows, dim : int
-        Rows of a head, at least, and their values.
-    parts : int
-        That a batch is computed in, one after the other: the logits of all tokens need not fit at once.
-    """
-
-    vocabulary: int
-    width: int
+    vocabulary: int  # tokens that there are
+    width: int  # values of a hidden state
     layers: int
-    heads: int
-    batch: int
-    context: int
-    rows: int
-    dim: int
-    parts: int
+    heads: int  # of attention
+    batch: int  # windows of a step
+    context: int  # tokens of a window
+    rows: int  # of a head of the hash, at least
+    dim: int  # values of a row
+    parts: int  # of a batch, computed one after the other: the logits of all tokens need not fit at once
 
     @property
     def tokens(self) -> int:
@@ -113,14 +101,7 @@ _PLANES = {DENSE: 4, SPARSE: 3}  # of torch.nn: weights, a dense gradient, and s
 class Training:
     """A model and its optimizers. It is made at the first step, so that a lack of memory is the error of its cases alone.
 
-    Parameters
-    ----------
-    sizes : Sizes
-    name : str
-        `NO_TABLES`, `DENSE`, `SPARSE`, or another, for tables of this library.
-    options : dict, optional
-        Those of :class:`speedtransfer.NgramEmbedding`; None: not ours.
-    device : torch.device
+    `name` is `NO_TABLES`, `DENSE`, `SPARSE`, or another, for tables of this library with these `options`.
     """
 
     def __init__(self, sizes: Sizes, name: str, options: dict[str, Any] | None, device: torch.device) -> None:

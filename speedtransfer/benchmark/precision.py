@@ -38,21 +38,11 @@ _QUICK_ROWS, _QUICK_BATCHES, _QUICK_STEPS = 20_000, (128, 512), 40
 
 @dataclass(frozen=True)
 class Form:
-    """How a table is stored and its model computed.
-
-    Attributes
-    ----------
-    name : str
-    row_bytes : int
-        Of weights and AdamW's state.
-    options : dict
-        Arguments of the embedding.
-    autocast : bool
-    """
+    """How a table is stored and its model computed."""
 
     name: str
-    row_bytes: int
-    options: dict[str, torch.dtype]
+    row_bytes: int  # of weights and AdamW's state
+    options: dict[str, torch.dtype]  # arguments of the embedding
     autocast: bool = False
 
 

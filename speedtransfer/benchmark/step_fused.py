@@ -21,16 +21,7 @@ OPTIMIZERS = ("AdamW", "SGD with momentum", "SGD")
 
 
 def groups(device: torch.device, batches: Batches, room: dict[str, float]) -> Iterator[Group]:
-    """Yield a group for each optimizer whose step the kernel can make; none on the CPU.
-
-    Parameters
-    ----------
-    device : torch.device
-    batches : Batches
-        For tables as small as they come.
-    room : dict of str to float
-        Bytes that the tables of a group may take, by place.
-    """
+    """Yield a group for each optimizer whose step the kernel can make, with tables as small as they come; none on the CPU."""
     for optimizer in OPTIMIZERS if device.type == "cuda" else ():
         title = f"{optimizer} step by one kernel or several, {batches.lookups:,} lookups in {batches.rows:,} x {DIM} float32"
         params = {"experiment": EXPERIMENT, "optimizer": optimizer, "rows": batches.rows, "dim": DIM}

@@ -28,19 +28,9 @@ _CHECKED = (0, *[1] * 12, *range(2, BATCHES))  # of the first batches: rows of t
 def groups(
     device: torch.device, batches: Batches, room: dict[str, float], history: int, quick: bool
 ) -> Iterator[Group]:
-    """Yield a group for each optimizer: exact against lazy, and for AdamW against torch's own.
+    """Yield a group for each optimizer, with `quick` for AdamW alone: exact against lazy, and for AdamW against torch's own.
 
-    Parameters
-    ----------
-    device : torch.device
-    batches : Batches
-        For tables as small as they come.
-    room : dict of str to float
-        Bytes that the tables of a group may take, by place.
-    history : int
-        Steps before any is timed.
-    quick : bool
-        AdamW only.
+    Tables are as small as they come; `history` steps are taken before any is timed.
     """
     for optimizer in ("AdamW",) if quick else ("AdamW", *OTHERS):
         steps = history if optimizer == "AdamW" else max(1, history // 3)

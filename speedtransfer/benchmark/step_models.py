@@ -47,31 +47,15 @@ _CHECKED = 9  # steps that weights are compared over, where idle rows are traine
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to make and train the tables of a model.
-
-    Attributes
-    ----------
-    name : str
-    role : {"ours", "other"}
-    embed : callable
-        Makes a table of some rows and columns.
-    optimizer : callable
-        Makes what trains a model.
-    dense : callable
-        Makes an optimizer that trains a model of dense tables alike.
-    exact : bool
-        Whether rows that a step does not touch are trained, too.
-    kind : {"exact", ""}
-        Of the case.
-    """
+    """One way to make and train the tables of a model."""
 
     name: str
     role: Role
     embed: Embed
-    optimizer: Callable[[nn.Module], Any]
-    dense: Callable[[nn.Module], torch.optim.Optimizer]
-    exact: bool
-    kind: str = ""
+    optimizer: Callable[[nn.Module], Any]  # makes what trains a model
+    dense: Callable[[nn.Module], torch.optim.Optimizer]  # makes what trains a model of dense tables alike
+    exact: bool  # rows that a step does not touch are trained, too
+    kind: str = ""  # of the case
 
 
 def _training(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[[nn.Module], Any]:
@@ -141,19 +125,10 @@ class _Task:
 
 def groups(device: torch.device, rows: int, seed: int, history: int, quick: bool = False) -> Iterator[Group]:
     """Yield a group for a small step, two for many tables (on CUDA one for one such table), and one each for a table used as a
-    whole and a DeepFM.
+    whole and a DeepFM; with `quick` the small step only.
 
-    Parameters
-    ----------
-    device : torch.device
-    rows : int
-        Of each table, at most.
-    seed : int
-    history : int
-        Steps of ours before any is timed, so that idle rows have missed some; three times as many where they take them one
-        by one.
-    quick : bool
-        The small step only.
+    Tables have `rows` rows at most. Ours take `history` steps before any is timed, so that idle rows have missed some; three
+    times as many where they take them one by one.
     """
     lazy, exact, sparse, dense = _ours(device, "lazy"), _ours(device, "exact"), _sparse(device), _dense(device)
     few, rows = min(rows, SMALL_ROWS), min(rows, ROWS)
@@ -181,7 +156,11 @@ def groups(device: torch.device, rows: int, seed: int, history: int, quick: bool
     tables = f"{TABLES} tables of {rows:,} x {WIDTH} and {TABLES} of {rows:,} x 1 float32"
     task = _Task(DeepFM, rows, (TABLES + 1, IDS), history, device, seed)
     yield task.group(
-        DEEPFM, f"AdamW step, DeepFM with {tables}, {IDS} examples", [exact, dense], dim=WIDTH, tables=TABLES
+        DEEPFM,
+        f"AdamW step, DeepFM with {tables}, {IDS} examples",
+        [exact, dense],
+        dim=WIDTH,
+        tables=TABLES,
     )
 
 

@@ -26,21 +26,11 @@ MIN_TABLE_BYTES = 1 << 16  # of suite `transfer`: fewer are no table
 
 @dataclass(frozen=True)
 class Suite:
-    """A set of groups that are measured together.
+    """A set of groups that are measured together."""
 
-    Attributes
-    ----------
-    name : str
-        Also the name of its module in this package.
-    title : str
-        What it shows, for headings.
-    options : frozenset of str
-        Those of "rows" and "table_bytes" that mean something to it.
-    """
-
-    name: str
-    title: str
-    options: frozenset[str] = frozenset()
+    name: str  # also that of its module in this package
+    title: str  # what it shows, for headings
+    options: frozenset[str] = frozenset()  # those of "rows" and "table_bytes" that mean something to it
 
     def groups(self, device: torch.device, quick: bool, **options: Any) -> list[Group]:
         """Return what the suite compares."""

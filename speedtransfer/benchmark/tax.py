@@ -49,18 +49,8 @@ def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> l
 def crossing(sizes: Sequence[float], slow: Sequence[float], fast: Sequence[float]) -> float | None:
     """Return the size from which on `fast` takes less time than `slow`; None where it does not at the largest one.
 
-    Parameters
-    ----------
-    sizes : sequence of float
-        Ascending.
-    slow, fast : sequence of float
-        Seconds at each size.
-
-    Returns
-    -------
-    float or None
-        Interpolated where the lines cross as they are drawn, on logarithmic axes; the smallest size where `fast` has always
-        been faster.
+    Both are seconds at each of `sizes`, which ascend. Interpolated where the lines cross as they are drawn, on logarithmic
+    axes; the smallest size where `fast` has always been faster.
     """
     gaps = [math.log(b / a) for a, b in zip(slow, fast, strict=True)]  # below zero: `fast` is faster
     if not gaps or gaps[-1] >= 0:
@@ -73,20 +63,10 @@ def crossing(sizes: Sequence[float], slow: Sequence[float], fast: Sequence[float
 
 
 def pays(groups: Sequence[GroupResult], slow: str, fast: str) -> tuple[str, float | None]:
-    """Return from which size on case `fast` beats case `slow`, in words and as drawn, where the noise lets that be told.
+    """Return from which size on case `fast` beats case `slow`, where the noise lets that be told: "pays from size 185 on".
 
-    Parameters
-    ----------
-    groups : sequence of GroupResult
-        Of one experiment, by size.
-    slow, fast : str
-
-    Returns
-    -------
-    str
-        "pays from size 185 on".
-    float or None
-        Where the two lines cross, if they do once and both sides of it are beyond doubt.
+    The groups are those of one experiment, by size. The number is where the two lines cross, if they do once and both sides
+    of it are beyond doubt.
     """
     unclear = "is not clear at this noise", None
     cases = [{case.name: case for case in group.ran} for group in groups]

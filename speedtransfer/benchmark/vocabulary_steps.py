@@ -67,15 +67,9 @@ def groups(device: torch.device, quick: bool, rows: int | None, seed: int) -> li
 
 
 class Training:
-    """A table with AdamW. With a vocabulary the ids are names of rows, and known from the beginning.
+    """A table with AdamW, whose rows begin with `values` (rows, dim).
 
-    Parameters
-    ----------
-    values : Tensor
-        ``(rows, dim)``, what the rows begin with.
-    device : torch.device
-    idle : {"lazy", "exact"}
-    vocabulary : Vocabulary, optional
+    With a vocabulary the ids are names of rows, and known from the beginning.
     """
 
     def __init__(self, values: Tensor, device: torch.device, idle: str, vocabulary: Vocabulary | None = None) -> None:

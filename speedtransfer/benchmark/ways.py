@@ -30,25 +30,13 @@ BOTH_ENGINES = "engines: mapped and staged at once"
 
 @dataclass(frozen=True)
 class Way:
-    """A way to move the rows of one batch.
-
-    Attributes
-    ----------
-    name : str
-    move : callable
-        Takes :class:`Ids`. A gather returns the rows on the compute device, a plain copy what it has written and read.
-    role : {"ours", "other", "roof"}
-    queues : bool
-        It only queues work on the device.
-    kind : str
-        That of its case. "empty": it moves no rows that could be checked, but shows what a call costs that does nothing.
-    """
+    """A way to move the rows of one batch."""
 
     name: str
-    move: Callable[[Ids], Any]
+    move: Callable[[Ids], Any]  # a gather returns rows on the compute device, a plain copy what it has written and read
     role: Role = "other"
-    queues: bool = False
-    kind: str = ""
+    queues: bool = False  # only queues work on the device
+    kind: str = ""  # that of its case; an "empty" one moves no rows that could be checked
 
 
 def as_case(way: Way, work: Workload, direction: Direction) -> Case:

@@ -30,27 +30,14 @@ class Ids(NamedTuple):
 
 @dataclass
 class Workload:
-    """Rows to move and batches of ids that name them.
-
-    Attributes
-    ----------
-    table : Table
-    plane : Tensor
-        Its rows, ``(num_rows, dim)`` float32.
-    sets : list of Ids
-        Batches of one length, used in turn.
-    rows, out : Tensor
-        ``(count, dim)`` on the compute device: rows to scatter, and room for gathered ones.
-    blocks : list of Tensor
-        Contiguous ``(count, dim)`` parts of the table's memory, for plain copies.
-    """
+    """Rows to move and batches of ids that name them."""
 
     table: Table
-    plane: Tensor
-    sets: list[Ids]
-    rows: Tensor
-    out: Tensor
-    blocks: list[Tensor]
+    plane: Tensor  # its rows, (num_rows, dim) float32
+    sets: list[Ids]  # batches of one length, used in turn
+    rows: Tensor  # to scatter, (count, dim) on the compute device
+    out: Tensor  # room for gathered ones
+    blocks: list[Tensor]  # contiguous (count, dim) parts of the table's memory, for plain copies
 
     def sort(self) -> None:
         """Sort each batch of ids."""

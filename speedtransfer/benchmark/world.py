@@ -42,15 +42,8 @@ def process_context(module: str) -> Any:
 class World:
     """Processes of this machine in one group, started at the first call; the threads of torch are divided among them.
 
-    Parameters
-    ----------
-    ranks : int
-        How many.
-    worker : callable
-        Makes, in each process, of its rank and their number the object whose methods are the commands; of a module, as the
-        processes import it.
-    cuda : bool
-        A GPU for each process, with NCCL; else they use gloo.
+    `worker`, of a module as the processes import it, makes in each of them, of its rank and their number, the object whose
+    methods are the commands. With `cuda` each has a GPU, and they use NCCL; else gloo.
     """
 
     def __init__(self, ranks: int, worker: Callable[[int, int], Any], cuda: bool = False) -> None:
