@@ -37,6 +37,8 @@ def can_run(case, device):
     if case.error is not None:
         return False
     try:
+        if case.before is not None:
+            case.before()
         case.run()
         synchronize(device)
     except CANNOT_RUN:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speedtransfer.benchmark import vocabulary, vocabulary_steps
+from speedtransfer.benchmark import vocabulary, vocabulary_ids, vocabulary_steps
 from speedtransfer.benchmark.measure import measure
 from speedtransfer.benchmark.report import headlines, plot
 from speedtransfer.benchmark.results import CaseResult, GroupResult
@@ -44,8 +44,8 @@ def test_ids_are_numbers_again():
 def test_wrong_rows_are_noticed():
     ids = torch.tensor([5, 6])
     with pytest.raises(AssertionError, match="not those of the ids"):
-        vocabulary.Mapping(lambda wanted: wanted, [(ids, ids + 1)]).check()
-    filling = vocabulary.Filling(vocabulary._Dict, [ids])
+        vocabulary_ids.Mapping(lambda wanted: wanted, [(ids, ids + 1)]).check()
+    filling = vocabulary_ids.Filling(vocabulary_ids._Dict, [ids])
     filling.before()
     filling.run()
     filling.check()
@@ -84,13 +84,13 @@ def test_tables_without_room(monkeypatch):
         groups[2].make()
     found = [measure(group, CPU, **FAST) for group in groups[:2]]
     assert [[case.name for case in group.cases if "takes 39 kB" in case.error] for group in found] == [
-        [vocabulary.LOOP, vocabulary.MAP]
+        [vocabulary_ids.LOOP, vocabulary_ids.MAP]
     ] * 2
 
 
 def test_what_is_said():
     def found(params, *seconds):
-        names = ((vocabulary.VOCABULARY, "ours"), (vocabulary.LOOP, "other"))
+        names = ((vocabulary_ids.VOCABULARY, "ours"), (vocabulary_ids.LOOP, "other"))
         return GroupResult(
             "map", params, [CaseResult(*name, 0, [s], [s]) for name, s in zip(names, seconds, strict=False)]
         )

@@ -130,13 +130,9 @@ def pages_in_memory(block: mmap.mmap, start: int) -> tuple[int, int]:
 
 
 def read_pages(wanted: Sequence[tuple[int, np.ndarray]], threads: int) -> None:
-    """Read pages of files by one `pread` each, on so many threads at once: as fast as the disk gives single pages.
+    """Read pages of files, (n,) numbers of a descriptor, by one `pread` each: as fast as the disk gives single pages.
 
-    Parameters
-    ----------
-    wanted : sequence of (int, ndarray)
-        A descriptor and page numbers (n,).
-    threads : int
+    So many threads read at once.
     """
     jobs = [(descriptor, part) for descriptor, pages in wanted for part in np.array_split(pages, threads)]
 

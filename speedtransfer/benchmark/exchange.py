@@ -191,7 +191,8 @@ def _sentence(group: GroupResult) -> str:
     return text + "".join(f"; {case.name} {case.error}" for case in group.cases if case.error) + noise(*group.ran)
 
 
-_MEASURES: tuple[tuple[str, Callable[[CaseResult], float], Callable[[float], str]], ...] = (
+_Value = Callable[[CaseResult], float]
+_MEASURES: tuple[tuple[str, _Value, Callable[[float], str]], ...] = (
     ("sent by a process", sent_in_all, format_bytes),
     ("steps", lambda case: case.figures[STEPS], format_count),
     ("time", lambda case: case.median_s, format_seconds),
@@ -217,13 +218,7 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
     return figure
 
 
-def _bars(
-    axes: Any,
-    groups: list[GroupResult],
-    names: list[str],
-    value: Callable[[CaseResult], float],
-    show: Callable[[float], str],
-) -> None:
+def _bars(axes: Any, groups: list[GroupResult], names: list[str], value: _Value, show: Callable[[float], str]) -> None:
     for number, group in enumerate(groups):
         values = {place: value(group.by_name[name]) for place, name in enumerate(names) if name in group.by_name}
         label = f"{group.params['ranks']} processes"
@@ -241,7 +236,7 @@ def _bars(
 def tables(groups: list[GroupResult]) -> list[TextTable]:
     """Return bytes, steps and time until the loss is reached, by the number of processes."""
 
-    def column(value: Callable[[CaseResult], float], show: Callable[[float], str]) -> Show:
+    def column(value: _Value, show: Callable[[float], str]) -> Show:
         return lambda group, case: show(value(case))
 
     columns = {title + " until then" * (value is sent_in_all): column(value, show) for title, value, show in _MEASURES}

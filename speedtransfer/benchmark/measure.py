@@ -118,19 +118,9 @@ def measure(
 ) -> GroupResult:
     """Check and time the cases of `group`.
 
-    Every case gets `turns` turns of `samples` samples. A sample repeats the case until it lasts about `min_sample_s`, and is
-    divided by the repetitions.
-
-    Parameters
-    ----------
-    group : Group
-    device : torch.device
-        The compute device, waited for before and after each sample.
-    turns, samples : int
-        Fewer are taken of a case once it has used its share of `budget_s`, but at least one a turn.
-    min_sample_s : float
-    budget_s : float
-        About how long the whole group may take.
+    Every case gets `turns` turns of `samples` samples; fewer once it has used its share of `budget_s`, about how long the
+    whole group may take, but at least one a turn. A sample repeats the case until it lasts about `min_sample_s`, and is
+    divided by the repetitions. The compute device is waited for before and after each sample.
 
     Raises
     ------
