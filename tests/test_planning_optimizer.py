@@ -21,6 +21,12 @@ def test_every_way_makes_one(given):
     assert name in ("SGD(momentum=0.5)", "SGD", "<lambda>")
 
 
+def test_sizes_of_rows_are_kept_from_plan_to_plan():
+    # They are kept by what makes the optimizer.
+    assert optimizer_given("SGD(momentum=0.5)") == optimizer_given("SGD(momentum=0.5)")
+    assert optimizer_given("SGD(momentum=0.5)") != optimizer_given("SGD(momentum=0.6)")
+
+
 def test_one_that_was_made_has_its_hyperparameters():
     first = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.5, betas=(0.1, 0.2), amsgrad=True)
     torch.optim.lr_scheduler.ExponentialLR(first, 0.5)  # which adds initial_lr to the group

@@ -78,6 +78,8 @@ def _made_like(kind: type[Optimizer], settings: dict[str, Any], params: list[tor
     return optimizer
 
 
+# The same maker for the same text: sizes of rows are kept by it.
+@functools.lru_cache(maxsize=64)
 def optimizer_named(text: str, label: str = "--optimizer") -> MakeOptimizer | None:
     """Return what makes the optimizer that `text` names; None for "none".
 
