@@ -13,9 +13,10 @@ import tempfile
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-# The first optimizer imports torch._dynamo, the first table numba. Nothing of this repository: the process may find another
-# copy of it than the tests do.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numba", "pytest"]
+# The first optimizer imports torch._dynamo, the first table numba, and its first function all that numba's compiler knows.
+# Nothing of this repository: the process may find another copy of it than the tests do.
+_NUMBA = ["numba", "scipy.linalg", "numba.np.linalg", "numba.np.arraymath"]
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", *_NUMBA, "pytest"]
 
 
 def fork_server() -> ForkServerContext:

@@ -40,13 +40,17 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="speedtransfer-ranks-")
         self.folder = Path(self._folder.name)
         self.workers: list[Worker] = []
+        self.port = 0
 
     def of(self, world: int) -> Ranks:
         return Ranks(self, world)
 
     def take(self, world: int) -> list[Worker]:
+        started = len(self.workers)
         while len(self.workers) < world:
             self.workers.append(Worker(len(self.workers), self.folder))
+        if not started:
+            self.port = self.workers[0].pipe.recv()
         return self.workers[:world]
 
     def stop(self) -> None:
@@ -95,9 +99,9 @@ class Ranks:
     def _run(self, function: Callable, args: tuple, limit: float, timeout: float, together: bool) -> list[Reply]:
         call = pickle.dumps((function, args))
         workers = self.pool.take(self.world)
-        store = self.pool.folder / uuid.uuid4().hex
+        name = uuid.uuid4().hex
         for worker in workers:
-            worker.send((self.world, str(store), timeout, together, call))
+            worker.send((self.world, self.pool.port, name, timeout, together, call))
         waiting = {worker.pipe: worker for worker in workers}
         replies = {}
         deadline = time.monotonic() + limit
@@ -113,7 +117,6 @@ class Ranks:
         for worker in waiting.values():
             error = TimeoutError(f"no answer in {limit:g} s, or {GRACE:g} s after another rank failed")
             replies[worker.rank] = Reply(worker.rank, pickle.dumps(error), worker.output(), failed=True, answered=False)
-        store.unlink(missing_ok=True)
         return [replies[worker.rank] for worker in workers]
 
 
