@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,29 +19,33 @@ from torch import nn
 import speedtransfer
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what torch's test modules import is not our business
-    from torch.testing._internal import common_nn
-    from torch.testing._internal.common_methods_invocations import op_db
-    from torch.testing._internal.common_modules import ModuleErrorEnum, module_db
-
-# A function in recent torch, a list before.
-MODULE_TESTS = (
-    common_nn.get_new_module_tests() if hasattr(common_nn, "get_new_module_tests") else common_nn.new_module_tests
-)
 OURS = {nn.Embedding: speedtransfer.Embedding, nn.EmbeddingBag: speedtransfer.EmbeddingBag}
-MODULES = [info for info in module_db if info.module_cls in OURS]
-NEW_MODULES = [
-    test for test in MODULE_TESTS if test.get("module_name", test.get("fullname", "")).startswith("Embedding")
-]
-OPERATORS = [info for info in op_db if info.name in ("nn.functional.embedding", "nn.functional.embedding_bag")]
+OPERATORS = ("nn.functional.embedding", "nn.functional.embedding_bag")
+
+
+# Imports of more than a second, which those processes of the tests need not that run none of these.
+@functools.cache
+def databases() -> tuple[list[Any], list[dict[str, Any]], list[Any]]:
+    """Return the modules, the cases of ``common_nn``, and the operators."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch's test modules import is not our business
+        from torch.testing._internal import common_nn
+        from torch.testing._internal.common_methods_invocations import op_db
+        from torch.testing._internal.common_modules import module_db
+
+        # A function in recent torch, a list before.
+        new = getattr(common_nn, "get_new_module_tests", lambda: common_nn.new_module_tests)()
+    named = [test for test in new if test.get("module_name", test.get("fullname", "")).startswith("Embedding")]
+    modules = [info for info in module_db if info.module_cls in OURS]
+    return modules, named, [info for info in op_db if info.name in OPERATORS]
 
 
 def test_the_cases_are_there() -> None:
     """A torch that renames its databases must not make this file pass for want of cases."""
-    assert [info.module_cls for info in MODULES] == [nn.Embedding]
-    assert len(NEW_MODULES) >= 9
-    assert len(OPERATORS) >= 2
+    modules, named, operators = databases()
+    assert [info.module_cls for info in modules] == [nn.Embedding]
+    assert len(named) >= 9
+    assert {info.name for info in operators} == set(OPERATORS)
 
 
 def assert_alike(ours: nn.Module, theirs: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -67,8 +72,8 @@ def twin(theirs: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("info", MODULES, ids=lambda info: info.name)
-def test_module_inputs(info: Any, dtype: torch.dtype, training: bool) -> None:
+def test_module_inputs(dtype: torch.dtype, training: bool) -> None:
+    info = databases()[0][0]
     samples = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
     assert samples
     for sample in samples:
@@ -80,9 +85,11 @@ def test_module_inputs(info: Any, dtype: torch.dtype, training: bool) -> None:
         assert_alike(ours, theirs, *sample.forward_input.args, **sample.forward_input.kwargs)
 
 
-@pytest.mark.parametrize("info", MODULES, ids=lambda info: info.name)
-def test_module_error_inputs(info: Any) -> None:
+def test_module_error_inputs() -> None:
     """The same input is refused; the exceptions are the standard ones of Python, not always the RuntimeError of torch."""
+    from torch.testing._internal.common_modules import ModuleErrorEnum
+
+    info = databases()[0][0]
     if info.module_error_inputs_func is None:
         pytest.skip("this torch has none")
     samples = info.module_error_inputs_func(
@@ -99,14 +106,13 @@ def test_module_error_inputs(info: Any) -> None:
             call()
 
 
-@pytest.mark.parametrize(
-    "test", NEW_MODULES, ids=lambda t: t.get("fullname", f"{t.get('module_name')}-{t.get('desc')}")
-)
-def test_new_module_tests(test: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    constructor = test.get("constructor") or getattr(nn, test["module_name"])
-    theirs = constructor(*test.get("constructor_args", ()))
-    assert_alike(twin(theirs), theirs, test["input_fn"]())
+def test_new_module_tests() -> None:
+    for test in databases()[1]:
+        print(test.get("fullname", f"{test.get('module_name')}-{test.get('desc')}"))  # shown if it fails
+        torch.manual_seed(0)
+        constructor = test.get("constructor") or getattr(nn, test["module_name"])
+        theirs = constructor(*test.get("constructor_args", ()))
+        assert_alike(twin(theirs), theirs, test["input_fn"]())
 
 
 def _modules_of(info: Any, sample: Any) -> tuple[nn.Module, nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -120,10 +126,11 @@ def _modules_of(info: Any, sample: Any) -> tuple[nn.Module, nn.Module, tuple[Any
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("info", OPERATORS, ids=lambda info: info.name)
-def test_operator_samples(info: Any, dtype: torch.dtype) -> None:
-    samples = list(info.sample_inputs("cpu", dtype, requires_grad=True))
-    assert samples
-    for sample in samples:
-        ours, theirs, args, kwargs = _modules_of(info, sample)
-        assert_alike(ours, theirs, *args, **kwargs)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operator_samples(name: str, dtype: torch.dtype) -> None:
+    for info in (info for info in databases()[2] if info.name == name):
+        samples = list(info.sample_inputs("cpu", dtype, requires_grad=True))
+        assert samples
+        for sample in samples:
+            ours, theirs, args, kwargs = _modules_of(info, sample)
+            assert_alike(ours, theirs, *args, **kwargs)

@@ -13,8 +13,9 @@ FOLDER = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items):
+    files = {path for path in {item.path for item in items} if FOLDER in path.parents}
     for item in items:
-        if FOLDER in Path(item.path).parents:
+        if item.path in files:
             item.add_marker(pytest.mark.filterwarnings("ignore"))
             item.add_marker(pytest.mark.filterwarnings("error:::speedtransfer"))
 
