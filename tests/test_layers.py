@@ -127,43 +127,38 @@ def test_every_part_has_a_layer():
     assert {part_of(path) for path in FILES} == set().union(*LAYERS)
 
 
-def test_import_starts_no_cuda_and_loads_no_cupy():
-    code = "import sys, torch, speedtransfer.speedtorch; print('cupy' in sys.modules, torch.cuda.is_initialized())"
-    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["False", "False"]
+def printed_by(code: str) -> list[str]:
+    """The words that `code` prints in a Python of its own."""
+    argv = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_import_is_light():
+def test_import_is_light_and_starts_no_cuda():
     heavy = ["cupy", "numba", "rich", "typer", "safetensors", "torch._dynamo", "torch.testing", "yaml"]
     parts = ["benchmark", "cli", "speedtorch", "word2vec"]
-    names = [*heavy, *(f"speedtransfer.{part}" for part in parts)]
-    imports = "import sys, torch; had = {*sys.modules}; from speedtransfer import Embedding"
-    code = f"{imports}; print({{*{names}}} & ({{*sys.modules}} - had))"
-    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "set()"
+    code = f"""
+import sys, torch
+had = {{*sys.modules}}
+from speedtransfer import Embedding
+print({{*{[*heavy, *(f"speedtransfer.{part}" for part in parts)]}}} & ({{*sys.modules}} - had))
+import speedtransfer.speedtorch
+print('cupy' in sys.modules, torch.cuda.is_initialized())
+"""
+    assert printed_by(code) == ["set()", "False", "False"]
 
 
-def test_names_are_imported_when_they_are_used():
+def test_names_are_imported_when_they_are_used_and_no_others_are_shown():
     code = """
 import sys, speedtransfer as st
 st.errors.SpeedtransferError, dir(st), dir(st.word2vec), hasattr(st, "Embeding")
 before = "torch" in sys.modules
 print(before, st.Embedding is st.nn.Embedding, "Embedding" in vars(st), "torch" in sys.modules)
-"""
-    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["False", "True", "True", "True"]
-
-
-def test_public_face_shows_the_public_names_alone():
-    code = """
-import speedtransfer as st
 assert st.word2vec.train and st.speedtorch.COM
 for name in ("device", "Handle", "Tensor"):
     assert not hasattr(st, name), name
 print(dir(st) == sorted(st.__all__))
 """
-    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "True"
+    assert printed_by(code) == ["False", "True", "True", "True", "True"]
 
 
 def test_public_names_are_sorted_and_there():

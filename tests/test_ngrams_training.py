@@ -83,7 +83,7 @@ def make_model(rows: int = MANY, kind: type[GPT] = GPT, **options) -> GPT:
     return model
 
 
-def batches_of(windows: int, steps: int = 20, seed: int = 1) -> list[torch.Tensor]:
+def batches_of(windows: int, steps: int = 12, seed: int = 1) -> list[torch.Tensor]:
     """Tokens, the first ones more often than others."""
     draw = torch.Generator().manual_seed(seed)
     power = 1 if windows == ALL_TOUCHED else 2
@@ -160,7 +160,7 @@ def test_rows_that_the_optimizer_leaves_alone_are_those_of_dense_training_to_the
 
 @pytest.mark.parametrize("name", MOVING)
 def test_idle_rows_are_those_of_dense_training_to_rounding(name):
-    batches = batches_of(SOME_IDLE, 40)
+    batches = batches_of(SOME_IDLE, 24)
     ours, dense, lazy = make_model(idle="exact"), make_model(), make_model(idle="lazy")
     optimizer = MOVING[name]
     losses = train(dense, optimizer, batches)

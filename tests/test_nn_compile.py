@@ -88,6 +88,7 @@ def check_same(one: nn.Module, other: nn.Module) -> None:
 # --- training ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
     "options",
@@ -295,6 +296,7 @@ def test_gradients_of_something_else_deposit_nothing(backend: str) -> None:
     assert torch.equal(model.tags.weight.grad, plain.tags.weight.grad)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gradients_asked_for_by_the_weight(backend: str, sparse: bool) -> None:

@@ -152,13 +152,13 @@ class Job:
         return found
 
 
-def run(folder: Path, steps: int, *kills: str) -> dict[str, Tensor]:
-    """Train to the end, saving every second step; killed in life k as ``kills[k]`` says."""
+def run(folder: Path, steps: int, *kills: str, life: int | None = None) -> dict[str, Tensor]:
+    """Train to the end, saving every second step; killed in life k, which torchrun counts, as ``kills[k]`` says."""
     job = Job(EXACT.of("sharded", noise=True))
     if (folder / "manifest.json").exists():
         job.load(folder)
         print(f"rank {job.rank} goes on at step {job.done}", flush=True)
-    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if life is None else life
     rank, where, count = kills[life].split() if life < len(kills) else ("-1", "", "0")
 
     def kill(reached: str) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 import speedtransfer as st
 from ranks.checkpoint_job import EXACT, FLOAT8, ROWS, SMALL, Job, Net, Setup, run
-from ranks.run import torchrun
+from ranks.run import DeadRankError, torchrun
 from speedtransfer.checkpoint import load, together
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, ProcessGroupError, StorageError
 from speedtransfer.nn.fused_lookup import read_ahead_of
@@ -51,15 +51,16 @@ def assert_alike(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
 
 
 def save_and_go_on(setup: Setup, path: Path) -> list:
-    job = Job(setup).train(5).save(path)
-    return [job.planes(), job.train(5).planes()]
+    # The learning rate changes at the third step and at the sixth.
+    job = Job(setup).train(4).save(path)
+    return [job.planes(), job.train(3).planes()]
 
 
 def load_and_go_on(setup: Setup, path: Path) -> list:
     job = Job(setup, seed=8).load(path)
-    assert job.done == 5
-    assert job.scheduler.last_epoch == 5
-    return [job.planes(), job.train(5).planes()]
+    assert job.done == 4
+    assert job.scheduler.last_epoch == 4
+    return [job.planes(), job.train(3).planes()]
 
 
 @pytest.mark.parametrize(("name", "saved_by", "loaded_by"), EVERY)
@@ -172,7 +173,7 @@ def load_in_another_form(path: Path) -> list:
 
 def test_rows_stored_otherwise_are_decoded(two, three, tmp_path):
     two(save_and_go_on, SMALL, tmp_path)
-    assert three(load_in_another_form, tmp_path) == [[True, 7]] * 3
+    assert three(load_in_another_form, tmp_path) == [[True, 6]] * 3
 
 
 def load_with_ids_ahead(path: Path) -> bool:
@@ -319,7 +320,7 @@ def state_of(job: Job) -> list:
 
 
 def refuse(setup: Setup, path: Path, folders: list[str]) -> tuple[str, bool]:
-    job = Job(setup, seed=8).train(3)
+    job = Job(setup, seed=8).train(2)
     before = state_of(job)
     with pytest.raises((StorageError, ProcessGroupError, InvalidValueError)) as raised:
         job.load(path / folders[job.rank])
@@ -563,11 +564,24 @@ LIVES = {
 }
 
 
-@pytest.mark.parametrize(
-    "lives",
-    [name if name == "in a save" else pytest.param(name, marks=pytest.mark.slow) for name in LIVES],
-)
-def test_killed_and_restarted(lives, two, tmp_path):
+def run_life(path: Path, life: int, *kills: str) -> dict:
+    return run(path, 6, *kills, life=life)
+
+
+def test_killed_in_a_save_and_started_anew(two, tmp_path):
+    kills = LIVES["in a save"]
+    whole = two(run, tmp_path / "whole", 6)[0]
+    other, killed = two.fails(run_life, tmp_path / "point", 0, *kills, timeout=3)
+    assert isinstance(other, RuntimeError)
+    assert isinstance(killed, DeadRankError)
+    assert (tmp_path / "point" / "manifest.json").exists()
+    assert_alike(two(run_life, tmp_path / "point", 1, *kills)[0], whole)
+    assert len(os.listdir(tmp_path / "point")) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lives", LIVES)
+def test_killed_and_restarted_by_torchrun(lives, two, tmp_path):
     whole = two(run, tmp_path / "whole", 6)[0]
     planes, output = run_job(tmp_path / "point", *LIVES[lives])
     assert output.count("rank 0 goes on at step") == len(LIVES[lives])

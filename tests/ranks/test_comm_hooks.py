@@ -101,6 +101,7 @@ def block_momentum(ddp, opt) -> PostLocalSGDOptimizer:
 
 
 # Times the loss of all-reduce. Measured on three ranks: 1.00, 1.09, 1.25, 2.6, 1.6; without an exchange after the warm-up 5.4.
+# (On two these are smaller.)
 MARGINS = {fp16: 1.02, power_sgd: 1.2, one_bit: 1.4, local_sgd: 3, block_momentum: 1.9}
 
 
@@ -116,14 +117,15 @@ def losses(has_table: bool, ways: tuple[Callable, ...]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("has_table", "ways"),
+    ("world", "has_table", "ways"),
     [
-        pytest.param(False, tuple(MARGINS), marks=pytest.mark.slow, id="dense"),
-        pytest.param(True, tuple(MARGINS), marks=pytest.mark.slow, id="sharded table"),
-        pytest.param(True, (one_bit, block_momentum), id="sharded table, some"),
+        pytest.param(3, False, tuple(MARGINS), marks=pytest.mark.slow, id="dense"),
+        pytest.param(3, True, tuple(MARGINS), marks=pytest.mark.slow, id="sharded table"),
+        pytest.param(2, True, (one_bit, block_momentum), id="sharded table, some"),
     ],
 )
-def test_trains_to_the_loss_of_all_reduce(three, has_table, ways):
-    for found in three(losses, has_table, ways):
+def test_trains_to_the_loss_of_all_reduce(pool, world, has_table, ways):
+    for found in pool.of(world)(losses, has_table, ways):
         for way in ways:
+            print(way.__name__, found[way.__name__] / found["all_reduce"])
             assert found[way.__name__] < MARGINS[way] * found["all_reduce"], way.__name__
