@@ -103,6 +103,7 @@ def test_runs_as_a_module_and_fails_in_one_line():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.sweep
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["info"]], ids=" ".join)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_has_no_room_is_one_line(arguments, unbuffered):

@@ -35,8 +35,8 @@ FORMS = (
     (torch.float8_e5m2, torch.bfloat16),
 )
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "adam-amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02),
+    "adam-amsgrad": lambda p: torch.optim.Adam(p, lr=0.02, amsgrad=True),
     "adamax": lambda p: torch.optim.Adamax(p, lr=0.05),
     "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
@@ -57,7 +57,7 @@ def task() -> Tensor:
     return left @ right.T + 0.3 * torch.randn(ROWS, ROWS, generator=generator)
 
 
-def factorise(modules: tuple[nn.Module, nn.Module], optimizer: torch.optim.Optimizer, steps: int = 300) -> float:
+def factorise(modules: tuple[nn.Module, nn.Module], optimizer: torch.optim.Optimizer, steps: int = 150) -> float:
     """Return the loss after `steps`, over all pairs."""
     wanted, generator = task(), torch.Generator().manual_seed(2)
     for _ in range(steps):
@@ -149,13 +149,13 @@ def test_updates_far_below_a_step_of_the_form_add_up() -> None:
             emb = speedtransfer.Embedding.from_pretrained(ones.bfloat16(), freeze=False)
         else:
             emb = speedtransfer.Embedding.from_pretrained(ones, freeze=False, storage_dtype=dtype)
-        opt = torch.optim.SGD(emb.parameters(), lr=1e-4)
-        for _ in range(600):
+        opt = torch.optim.SGD(emb.parameters(), lr=2e-4)
+        for _ in range(300):
             opt.zero_grad()
             (0.5 * (emb(torch.arange(8)) - target.to(emb.weight.dtype)).square().sum()).backward()
             opt.step()
         found.append(float(emb.state_dict()["weight"].float().mean()))
-    expected = 1.5 - 0.5 * (1 - 1e-4) ** 600  # 5e-5 a step, of which bfloat16's at 1 is 150 times as large
+    expected = 1.5 - 0.5 * (1 - 2e-4) ** 300  # 1e-4 a step, of which bfloat16's at 1 is 75 times as large
     assert found == [1.0, *(pytest.approx(expected, abs=wide) for wide in (0.005, 0.01, 0.02, 0.02))]
 
 

@@ -90,13 +90,16 @@ def rows_of_run(emb: Any) -> torch.Tensor:
     return emb.table.gather(torch.arange(emb.num_embeddings)).clone()
 
 
+DRAWS = 150
+
+
 def rounded(kind: str, comm_dtype: torch.dtype) -> tuple[float, float, float]:
     """The mean of many rounded gradients, and one; their distance from the gradient."""
     emb = table(kind, dtype=torch.float32, comm_dtype=comm_dtype)
     one = table("one", dtype=torch.float32)
     weights = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
     total, first = None, None
-    for _ in range(300):
+    for _ in range(DRAWS):
         emb.weight.grad = None
         (emb(ids()) * weights[ids()]).sum().backward()
         active = emb.weight.grad
@@ -108,7 +111,7 @@ def rounded(kind: str, comm_dtype: torch.dtype) -> tuple[float, float, float]:
     scale = float(wanted.abs().max()) if wanted.numel() else 1.0
     if not wanted.numel():
         return 0.0, 0.0, 1.0
-    return float((total / 300 - wanted).abs().max()) / scale, float((first - wanted).abs().max()) / scale, scale
+    return float((total / DRAWS - wanted).abs().max()) / scale, float((first - wanted).abs().max()) / scale, scale
 
 
 @pytest.mark.sweep
