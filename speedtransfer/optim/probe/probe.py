@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.probe.initial_values import initial_values
+from speedtransfer.optim.probe.outcomes import remembered
 from speedtransfer.optim.probe.trajectories import ROWS, InitialValue, Training, difference
 from speedtransfer.optim.probe.trial import StateError, without_gradients, words
 from speedtransfer.optim.probe.verdicts import ADVICE, check_dense, check_sparse, seed, takes_sparse
@@ -62,6 +63,7 @@ class Findings(dict[str, PlaneSpec]):
     gradient: str = "dense"
 
 
+@remembered
 def probe_optimizer(optimizer: Optimizer, group: dict[str, Any], param: Tensor, sparse: bool = False) -> Findings:
     """Return the planes that `optimizer` keeps for a parameter of `group` with the dtype, width and device of `param`.
 
@@ -98,6 +100,7 @@ def probe_optimizer(optimizer: Optimizer, group: dict[str, Any], param: Tensor, 
             raise OptimizerError(f"{name} cannot train rows of a table: {reason}") from error
 
 
+@remembered
 def leaves_idle_rows(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> bool:
     """Tell whether a step of `optimizer` changes nothing of a row with a gradient of zero, neither its weights nor its state.
 

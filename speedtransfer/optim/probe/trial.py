@@ -19,7 +19,7 @@ from speedtransfer.optim.leaves import cloned, leaves
 
 _PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, type(None), FunctionType)
 _CONTENTS = ("defaults", "state", "param_groups")
-_OWN = ("step", "grad_scale", "found_inf", *_CONTENTS)  # schedulers wrap step
+OWN = ("step", "grad_scale", "found_inf", *_CONTENTS)  # schedulers wrap step
 
 
 class StateError(ValueError):
@@ -126,7 +126,7 @@ def _like(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> O
     """Return a fresh optimizer of the same class with the hyperparameters of `group`."""
     hyper = {key: cloned(value) for key, value in group.items() if key not in ("params", "param_names")}
     accepted = inspect.signature(type(optimizer).__init__).parameters
-    own = {k: v for k, v in optimizer.__dict__.items() if k not in _OWN}
+    own = {k: v for k, v in optimizer.__dict__.items() if k not in OWN}
     try:
         # `defaults` may hold what the constructor does not take (AdamW's decoupled_weight_decay, a scheduler's initial_lr).
         trial = type(optimizer)([param], **{key: value for key, value in hyper.items() if key in accepted})

@@ -1,0 +1,227 @@
+"""What a trial has shown is used again for optimizers of torch that are the same, and for no others."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import speedtransfer
+from speedtransfer.errors import OptimizerError
+from speedtransfer.optim import probe_optimizer
+from speedtransfer.optim.probe import Trial, leaves_idle_rows, outcomes
+
+Make = Callable[[nn.Parameter], Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[type]:
+    """Forget what is known, and list the classes of the optimizers that trials step."""
+    monkeypatch.setattr(outcomes, "_known", {})
+    made: list[type] = []
+    step = Trial.step
+
+    def counted(self: Trial, grad: torch.Tensor) -> Any:
+        made.append(type(self.optimizer))
+        return step(self, grad)
+
+    monkeypatch.setattr(Trial, "step", counted)
+    return made
+
+
+def probe(make: Make, dtype: torch.dtype = torch.float32, dim: int = 4, sparse: bool = False) -> Any:
+    param = nn.Parameter(torch.zeros(9, dim, dtype=dtype))
+    optimizer = make(param)
+    return probe_optimizer(optimizer, optimizer.param_groups[0], param, sparse)
+
+
+def plain(param: nn.Parameter) -> Optimizer:
+    return AdamW([param])
+
+
+def test_the_same_optimizer_is_tried_once(steps: list[type]) -> None:
+    first = probe(plain)
+    # The first optimizer of a class may have wrapped its step.
+    probe(plain)
+    count = len(steps)
+    again = probe(plain)
+    assert len(steps) == count > 0
+    assert again == first
+    assert (again.shared, again.gradient) == (first.shared, first.gradient)
+    # Each has its own.
+    again.clear()
+    assert set(probe(plain)) == {"exp_avg", "exp_avg_sq"}
+
+
+def test_whether_idle_rows_are_left_alone_is_tried_once(steps: list[type]) -> None:
+    for momentum, alone in ((0.0, True), (0.9, False)):
+        param = nn.Parameter(torch.zeros(9, 4))
+        opt = SGD([param], lr=0.1, momentum=momentum)
+        assert [leaves_idle_rows(opt, opt.param_groups[0], param) for _ in range(2)] == [alone, alone]
+        probe_optimizer(opt, opt.param_groups[0], param)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda p: AdamW([p], lr=0.5),
+        lambda p: AdamW([p], lr=torch.tensor(1e-3)),
+        lambda p: AdamW([p], betas=(0.8, 0.9)),
+        lambda p: AdamW([p], amsgrad=True),
+        lambda p: AdamW([p], weight_decay=0),
+        lambda p: AdamW([p], weight_decay=-0.0),
+        lambda p: AdamW([p], foreach=True),
+        lambda p: Adam([p]),
+        lambda p: type("Mine", (AdamW,), {})([p]),
+    ],
+)
+def test_another_is_tried_itself(other: Make, steps: list[type]) -> None:
+    for _ in range(2):
+        probe(plain)
+    count = len(steps)
+    probe(other)
+    assert len(steps) > count
+
+
+@pytest.mark.parametrize("of", [{"dtype": torch.float64}, {"dim": 5}, {"sparse": True}])
+def test_other_rows_are_tried_themselves(of: dict[str, Any], steps: list[type]) -> None:
+    for _ in range(2):
+        probe(plain)
+    count = len(steps)
+    findings = probe(plain, **of)
+    assert len(steps) > count
+    assert findings["exp_avg"].tail == (of.get("dim", 4),)
+    assert findings["exp_avg"].dtype == of.get("dtype", torch.float32)
+
+
+def test_a_subclass_is_tried_each_time(steps: list[type]) -> None:
+    mean = [False]
+
+    class Mine(AdamW):
+        def step(self, closure: Any = None) -> Any:
+            for param in self.param_groups[0]["params"]:
+                if mean[0]:
+                    param.grad = param.grad - param.grad.mean()
+            return super().step(closure)
+
+    assert set(probe(lambda p: Mine([p]))) == {"exp_avg", "exp_avg_sq"}
+    mean[0] = True
+    with pytest.raises(OptimizerError, match="not row by row"):
+        probe(lambda p: Mine([p]))
+    mean[0] = False
+    probe(lambda p: Mine([p]))
+
+
+def by_mean(params: list[Any], grads: list[Any], *args: Any, lr: Any, **kwargs: Any) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.sub_(lr * grad.mean())
+
+
+def step_by_mean(self: Optimizer, closure: Any = None) -> None:
+    with torch.no_grad():
+        params = self.param_groups[0]["params"]
+        by_mean(params, [param.grad for param in params], lr=0.1)
+
+
+def patch_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SGD, "step", step_by_mean)
+
+
+def patch_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_single_tensor_sgd", "_multi_tensor_sgd"):
+        monkeypatch.setattr(sys.modules["torch.optim.sgd"], name, by_mean)
+
+
+def patch_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    step: Any = SGD.step
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    # The code object of a function without free variables.
+    monkeypatch.setattr(step, "__code__", step_by_mean.__code__)
+    monkeypatch.setitem(step.__globals__, "by_mean", by_mean)
+
+
+@pytest.mark.parametrize("patch", [patch_step, patch_functions, patch_code])
+@pytest.mark.parametrize("patched_first", [False, True])
+def test_a_step_that_was_replaced_is_tried(patch: Any, patched_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sgd(param: nn.Parameter) -> Optimizer:
+        return SGD([param], lr=0.1)
+
+    if not patched_first:
+        assert [probe(sgd), probe(sgd)] == [{}, {}]
+    with monkeypatch.context() as patches:
+        patch(patches)
+        for _ in range(2):
+            with pytest.raises(OptimizerError, match="not row by row"):
+                probe(sgd)
+    assert probe(sgd) == {}
+
+
+def test_attributes_of_the_instance_count(steps: list[type]) -> None:
+    def with_method(param: nn.Parameter) -> Optimizer:
+        optimizer = plain(param)
+        optimizer._init_group = types.MethodType(AdamW._init_group, optimizer)  # type: ignore[attr-defined]
+        return optimizer
+
+    for _ in range(2):
+        probe(plain)
+    for _ in range(2):
+        count = len(steps)
+        probe(with_method)
+        assert len(steps) > count
+
+
+def test_hooks_and_closures_do_not_matter(steps: list[type]) -> None:
+    emb = speedtransfer.Embedding(9, 4)
+    twins = []
+    for hooked in (False, False, True):
+        emb = speedtransfer.Embedding.from_pretrained(torch.ones(9, 4), freeze=False)
+        opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
+        count = len(steps)
+
+        def closure(emb: Any = emb, opt: Any = opt) -> Any:
+            opt.zero_grad()
+            loss = emb(torch.tensor([1, 2])).pow(2).sum()
+            loss.backward()
+            return loss
+
+        if hooked:
+            opt.register_step_pre_hook(lambda *_: None)
+            opt.register_step_post_hook(lambda *_: None)
+        opt.step(closure)
+        twins.append(emb.weight.detach().clone())
+    assert len(steps) == count
+    assert torch.equal(twins[0], twins[2])
+
+
+def test_modes_are_tried_each_time(steps: list[type]) -> None:
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    for _ in range(2):
+        probe(plain)
+    count = len(steps)
+    with Mode():
+        probe(plain)
+    assert len(steps) > count
+
+
+def test_failures_are_not_remembered() -> None:
+    for _ in range(2):
+        with pytest.raises(OptimizerError, match="closure"):
+            probe(lambda p: torch.optim.LBFGS([p]))
+    assert not outcomes._known
+
+
+def test_what_is_known_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcomes, "_LIMIT", 2)
+    for lr in (0.1, 0.2, 0.3):
+        probe(lambda p, lr=lr: SGD([p], lr=lr))
+    assert 0 < len(outcomes._known) <= 2
