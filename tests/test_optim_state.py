@@ -19,6 +19,7 @@ from lazy_oracle import (
 from optimizer_cases import BASE, REFUSED, OptimizerCase, RefusedCase, case_named
 from torch import nn
 
+import speedtransfer
 from speedtransfer.errors import OptimizerError
 
 SOME = (
@@ -254,3 +255,88 @@ def test_state_loads_into_a_copy_that_has_the_hooks_already() -> None:
     emb2(torch.tensor([1])).sum().backward()
     opt2.step()
     assert torch.equal(opt2.state[emb2.weight]["momentum_buffer"][2], state["state"][0]["momentum_buffer"][2])
+
+
+# --- state given to another optimizer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", [{}, {"cache_rows": 3}], ids=str)
+@pytest.mark.parametrize("how", ["one mapping", "one entry", "a copy of the entry"])
+@pytest.mark.parametrize("idle", ["exact", "lazy"])
+def test_state_handed_to_another_optimizer(table: dict, how: str, idle: str) -> None:
+    dense = nn.Embedding(13, 4)
+    ours = speedtransfer.Embedding.from_pretrained(dense.weight.detach().clone(), freeze=False, idle=idle, **table)
+    for emb in (dense, ours):
+        old, new = (torch.optim.AdamW(emb.parameters(), lr=lr) for lr in (0.1, 0.05))
+        for opt in (old, new):
+            for k in range(4):
+                # As "lazy" has it, no row is idle.
+                ids = torch.arange(13) if idle == "lazy" else torch.tensor([k, k + 3, 12])
+                opt.zero_grad()
+                emb(ids).pow(2).sum().backward()
+                opt.step()
+            if how == "one mapping":
+                new.state = old.state
+            else:
+                (param,) = emb.parameters()
+                new.state[param] = old.state[param] if how == "one entry" else dict(old.state[param])
+    torch.testing.assert_close(ours.weight.detach(), dense.weight.detach())
+
+
+def test_a_placeholder_of_state_that_was_replaced_shows_nothing() -> None:
+    emb = speedtransfer.Embedding(13, 4, cache_rows=3)
+    old, new = (torch.optim.AdamW(emb.parameters(), lr=lr) for lr in (0.1, 0.05))
+    emb(torch.tensor([1])).sum().backward()
+    old.step()
+    kept = dict(old.state[emb.weight])
+    with pytest.raises(
+        AttributeError, match=r"placeholder for state 'exp_avg', which has no 'clone'; optimizer.state_dict"
+    ):
+        kept["exp_avg"].clone()
+    new.step()
+    # There is another plane of this name now.
+    new.state[emb.weight].update(kept)
+    with pytest.raises(OptimizerError, match="another optimizer has it, and state 'exp_avg' with it"):
+        new.step()
+
+
+# --- hooks of others ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", [{}, {"cache_rows": 3}], ids=str)
+@pytest.mark.parametrize("early", [True, False])
+def test_hooks_of_others_see_whole_planes_in_state_dicts(table: dict, early: bool) -> None:
+    dense = nn.Embedding(13, 4)
+    ours = speedtransfer.Embedding.from_pretrained(dense.weight.detach().clone(), freeze=False, idle="exact", **table)
+    seen: list[list[torch.Tensor]] = []
+    for emb in (dense, ours):
+        opt, shown = torch.optim.AdamW(emb.parameters(), lr=0.1), list[torch.Tensor]()
+        seen.append(shown)
+
+        def train(emb: nn.Module = emb, opt: torch.optim.Optimizer = opt) -> None:
+            for k in range(3):
+                opt.zero_grad()
+                emb(torch.tensor([k, k + 3, 12])).pow(2).sum().backward()
+                opt.step()
+
+        def show(_: object, state_dict: dict, shown: list = shown) -> None:
+            shown.append(state_dict["state"][0]["exp_avg"].clone())
+
+        def halve(_: object, state_dict: dict) -> dict:
+            halved = {name: value * 0.5 if value.dim() else value for name, value in state_dict["state"][0].items()}
+            return {**state_dict, "state": {0: halved}}
+
+        def double(opt: torch.optim.Optimizer) -> None:
+            for state in opt.state.values():
+                state["exp_avg_sq"].mul_(2)
+
+        for when in (True, False):
+            if when == early:
+                opt.register_state_dict_post_hook(show)
+                opt.register_load_state_dict_pre_hook(halve)
+                opt.register_load_state_dict_post_hook(double)
+            train()
+        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+        train()
+    torch.testing.assert_close(seen[1], seen[0])
+    torch.testing.assert_close(ours.weight.detach(), dense.weight.detach())

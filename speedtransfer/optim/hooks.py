@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import weakref
@@ -19,7 +20,9 @@ from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import Rule, choose_rule, has_rule
 from speedtransfer.optim import backward, data_parallel, replicas, state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
+from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.pending import count_step
+from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.optim.probe import Findings, leaves_idle_rows, probe_optimizer
 from speedtransfer.optim.reducers import described, exchange_gradients
 from speedtransfer.optim.state import RowState
@@ -218,12 +221,29 @@ def _unload(optimizer: Optimizer) -> None:
 def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], specs: Findings) -> RowState:
     """Replace the state of the rows by new planes for `optimizer`, and return it."""
     rule, sparse = way_to_step(handle, optimizer, group, specs)
+    given = _given_by_another(handle, optimizer)
     handle.drop_state(f"a new {type(optimizer).__name__} took it over")
+    if given:
+        # Both may have one mapping: `new.state = old.state`.
+        optimizer.state[handle.param] = given
     handle.state = RowState(handle.rows, handle.param, optimizer, specs, rule, sparse, handle.sparse, handle)
     if rule is None and not sparse and handle.idle != "lazy":
         handle.state.assume(optimizer, group)
     state_dicts.watch(optimizer)
     return handle.state
+
+
+def _given_by_another(handle: Handle, optimizer: Optimizer) -> dict[str, Any] | None:
+    """Return the state in `optimizer` while the rows have that of another, whose planes may be among it and go."""
+    state = handle.state
+    if state is None or state.optimizer() is optimizer:
+        return None
+    given: dict[str, Any] | None = optimizer.state.get(handle.param)
+    placeholders = {n: v for n, v in leaves(given or {}).items() if isinstance(v, EncodedPlane)}
+    if given and placeholders:
+        handle.rows.catch_up()
+        put(given, copy.deepcopy(placeholders))
+    return given
 
 
 @torch.no_grad()

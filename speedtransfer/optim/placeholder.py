@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +29,13 @@ class EncodedPlane:
 
     def __init__(self, rows: Rows, name: str, dtype: torch.dtype | None = None) -> None:
         # Weak: an optimizer that is no longer used must not keep the table.
-        self._rows, self._name, self._dtype = weakref.ref(rows), name, dtype
+        self._rows: Callable[[], Rows | None] = weakref.ref(rows)
+        self._name, self._dtype = name, dtype
         self._num_rows, *self._tail = rows.shape_of(name)
+
+    def drop(self) -> None:
+        """Show nothing from now on: the plane is removed, and another may get its name."""
+        self._rows = lambda: None
 
     @property
     def shape(self) -> torch.Size:
@@ -43,9 +49,19 @@ class EncodedPlane:
         """Return the values, ``(num_rows, *tail)``, contiguous: float32 of an encoded plane, else maybe a view as of now."""
         rows = self._rows()
         if rows is None:
-            raise OptimizerError("the table of this state is gone, and the state with it; take state_dict() before")
+            raise OptimizerError(
+                f"the table of this state is gone, or another optimizer has it, and state {self._name!r} with it; take "
+                "state_dict() before"
+            )
         values = rows.whole(self._name)
         return (values if self._dtype is None else values.view(self._dtype)).contiguous()
+
+    def __getattr__(self, attribute: str) -> Any:
+        # What code that expects a tensor meets.
+        raise AttributeError(
+            f"optimizer.state has a placeholder for state {self._name!r}, which has no {attribute!r}; "
+            "optimizer.state_dict() has the values"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         values = self.decode()

@@ -89,13 +89,19 @@ def _begin(optimizer: Optimizer) -> None:
 
 
 def watch(optimizer: Optimizer) -> None:
-    """Register the hooks of `optimizer`, once."""
-    # A copy of an optimizer has its hooks.
-    if _before_load not in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        optimizer.register_state_dict_pre_hook(_before_save)
-        optimizer.register_state_dict_post_hook(_after_save)
-        optimizer.register_load_state_dict_pre_hook(_before_load)
-        optimizer.register_load_state_dict_post_hook(_after_load)
+    """Register the hooks of `optimizer`, so that those of others see whole planes in every state dict."""
+    for kind, hook, last in (
+        ("state_dict_pre", _before_save, False),
+        ("state_dict_post", _after_save, False),
+        ("load_state_dict_pre", _before_load, True),
+        ("load_state_dict_post", _after_load, False),
+    ):
+        hooks = getattr(optimizer, f"_optimizer_{kind}_hooks")
+        # A copy of an optimizer has its hooks.
+        number = next((number for number, registered in hooks.items() if registered is hook), None)
+        if number is None:
+            number = getattr(optimizer, f"register_{kind}_hook")(hook).id
+        hooks.move_to_end(number, last=last)
 
 
 def has_other_hooks(optimizer: Optimizer) -> bool:

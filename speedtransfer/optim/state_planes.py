@@ -80,7 +80,9 @@ class StatePlanes:
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             self.rows.drop(self._planes.pop(name))
-            self._views.pop(name, None)
+            view = self._views.pop(name, None)
+            if isinstance(view, EncodedPlane):
+                view.drop()
 
     def stored(self, state: dict[str, Any]) -> dict[str, tuple[str, PlaneSpec]]:
         """Return, for the entries of the optimizer's `state` that are planes of the table, name and spec of the plane."""
