@@ -6,15 +6,14 @@ PY ?= $(VENV)/bin/python
 ENV := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
 # Without a driver that CuPy supports there is no CUDA extra, and everything runs on the CPU. Else it follows the CUDA that torch
 # is built for: the torch that is there, or the one that will be installed. torch's own package is built for CUDA 13, which a
-# CUDA 12 driver cannot run: TORCH_INDEX=URL then names the index, which pytorch.org tells, with a build for CUDA 12 (cu12 is in
-# its name).
+# CUDA 12 driver cannot run: TORCH_INDEX=URL then names an index with a build for CUDA 12 (cu12 is in its name).
 CUDA_MAJOR := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
 TORCH_INDEX ?=
 TORCH_VERSION = import runpy, importlib.util as u; print(runpy.run_path(u.find_spec('torch').origin.replace('__init__', 'version'))['cuda'])
 TORCH_MAJOR := $(if $(CUDA_MAJOR),$(or $(shell $(PY) -c "$(TORCH_VERSION)" 2>/dev/null | cut -d. -f1),$(if $(findstring cu12,$(TORCH_INDEX)),12,13)))
 CUDA_EXTRA := $(if $(filter-out 10 11,$(CUDA_MAJOR)),$(addprefix cuda,$(filter 12 13,$(TORCH_MAJOR))))
 $(if $(filter 12-13,$(CUDA_MAJOR)-$(TORCH_MAJOR)),$(warning this driver runs CUDA 12 at most, and the usual build of torch is \
-	for CUDA 13: pass TORCH_INDEX=URL of the index with a build for CUDA 12 that pytorch.org names))
+	for CUDA 13: pass TORCH_INDEX=https://download.pytorch.org/whl/cu126))
 comma := ,
 EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 

@@ -89,5 +89,5 @@ setup(
         "optimizers": OPTIMIZERS,
         "dev": DEV + PLOT + TENSORBOARD + NOTEBOOKS + DOCS,
     },
-    entry_points={"console_scripts": ["speedtransfer=speedtransfer.cli:main"]},
+    entry_points={"console_scripts": ["speedtransfer=speedtransfer.__main__:main"]},
 )

@@ -1,19 +1,22 @@
-"""The picture and the numbers of README.md: one sentence from each of four recorded results."""
+"""The picture and the numbers of README.md: one sentence from each of four recorded results, and one from a notebook."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import word2vec_statistics as statistics
 from idle_data import TOP
 from idle_training import DENSE, EXACT, LAZY
-from store import IDLE, NGRAM_EXAMPLE, WORD2VEC
+from store import IDLE, NGRAM_EXAMPLE, ROOT, WORD2VEC
 from word2vec_text import OPTIMIZERS
 
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.units import format_count
 
+OVERSIZED = "notebooks/oversized.ipynb"
 STEP = "step"  # of the suites; its picture is shown, too
 _TITLE = "Time of a training step by the rows of the table: ours stays level, dense training grows with the table"
 _OURS, _DENSE, _SPARSE = "speedtransfer, pageable", "nn.Embedding + AdamW", "nn.Embedding(sparse=True) + SparseAdam"
@@ -29,7 +32,7 @@ def markdown(result: dict[str, Any], picture: str) -> str:
     say = {STEP: _steps, IDLE: _same_numbers, WORD2VEC: _words, NGRAM_EXAMPLE: _language_model}[result["part"]]
     environment = result["environment"]
     line = f"- {say(result)} ({environment['device']}, commit {environment['commit'][:12]}, {environment['date'][:10]})"
-    return f"![{_TITLE}]({picture})\n\n{line}" if picture and result["part"] == STEP else line
+    return f"![{_TITLE}]({picture})\n\n{line}\n\n{_oversized()}" if picture and result["part"] == STEP else line
 
 
 def _steps(result: dict[str, Any]) -> str:
@@ -42,6 +45,21 @@ def _steps(result: dict[str, Any]) -> str:
         f"**Speed.** {what} in {format_count(rows)} x {sizes[0].params['dim']}: {found[_OURS]:.0f} ms; dense training "
         f"{found[_DENSE]:.0f} ms, SparseAdam {found[_SPARSE]:.0f} ms. In {format_count(most)} rows "
         f"{times[most][_OURS]:.0f} ms."
+    )
+
+
+def _oversized() -> str:
+    """Return what the notebook on a table larger than the machine printed when it was executed."""
+    cells = json.loads((ROOT / OVERSIZED).read_text(encoding="utf-8"))["cells"]
+    text = "".join(line for cell in cells for out in cell.get("outputs", []) for line in out.get("text", []))
+    machine, memory = re.findall(r"^(.+); (\d+) GB of memory$", text, re.MULTILINE)[0]
+    rows, size, first, again = re.findall(
+        r"^([\d,]+) rows, +([\d.]+) GB: +(\S+) ms at first, +(\S+) ms", text, re.MULTILINE
+    )[-1]
+    return (
+        f"- **Larger than the machine.** {format_count(int(rows.replace(',', '')))} rows, {float(size):.0f} GB with AdamW's "
+        f"state, in a file on a machine with {memory} GB: {again} ms a step, {first} ms where rows are touched for the first "
+        f"time ([notebook]({OVERSIZED}), {machine})"
     )
 
 

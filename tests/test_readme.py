@@ -16,6 +16,7 @@ from speedtransfer.benchmark import measure
 from speedtransfer.cli import app
 from speedtransfer.engines import auto
 from speedtransfer.engines.calibration import load
+from speedtransfer.word2vec import Settings, demo
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -52,14 +53,20 @@ def our_commands() -> list[list[str]]:
     return lines
 
 
+def test_code_fits_the_page():
+    """As GitHub shows it on a desktop: a line that is longer scrolls."""
+    for language in ("python", "bash"):
+        for line in "".join(blocks(language)).splitlines():
+            assert len(line) <= 96, line
+
+
 def test_command_line(tmp_path, monkeypatch):
-    """All of it in this process, and what measures with few rows and samples."""
+    """All of it in this process: the demo in one epoch, and what measures with few rows and samples."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(measure.EFFORT, True, {"turns": 1, "samples": 1, "budget_s": 0.0})
     monkeypatch.setattr(auto, "PLANE_BYTES", 1 << 20)
-    words = ["river", "water", "bank", "stone"] * 5 + ["the", "of"] * 10
-    (tmp_path / "corpus.txt").write_text(" ".join(words * 100))
+    monkeypatch.setattr(demo.run_demo, "__defaults__", (Settings(dim=8, epochs=1, block_words=20_000), print))
     for argv in our_commands():
         small = ["--rows", "100", "--table-bytes", "262144"] if argv[0] == "bench" else []
         assert not app([*argv, *small], standalone_mode=False), argv

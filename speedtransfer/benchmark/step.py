@@ -222,7 +222,7 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
     groups = sorted_by((g for g in groups if g.params["experiment"] == "size"), "rows")
     if not groups:
         return None
-    figure = make_figure(8, 5.2)
+    figure = make_figure(6.4, 4.6)
     axes = figure.subplots()
     sizes = [group.params["rows"] for group in groups]
     for number, name in enumerate(case_names(groups)):
