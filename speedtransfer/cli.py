@@ -127,13 +127,14 @@ def calibrate(
 
     from speedtransfer.cuda import resolve_device
     from speedtransfer.engines import calibrate_device
-    from speedtransfer.engines.calibration import file_of, load
+    from speedtransfer.engines.calibration import check_writable, file_of, load, machine_of
 
     target = resolve_device(device)
     found = load(target)
     if show and found is None:
         raise InvalidValueError(f"{target} has not been measured with these versions; run `speedtransfer calibrate`")
     if not show or found is None:
+        check_writable(file_of(machine_of(target)))
         with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
             task = progress.add_task("measuring", total=None)
             new = calibrate_device(target, lambda point: progress.advance(task))
@@ -156,6 +157,13 @@ def calibrate(
     console.print(f"\nkept in {file_of(found.machine) if show else found.save()}", highlight=False)
 
 
+def _threads() -> str:
+    import torch
+
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' * (count > 1)}"
+
+
 def _rows() -> list[tuple[str, str]]:
     import numpy
     import torch
@@ -168,10 +176,7 @@ def _rows() -> list[tuple[str, str]]:
     rows = [
         ("speedtransfer", __version__),
         ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        (
-            "torch",
-            f"{torch.__version__} (CUDA {status.torch_cuda or 'not in this build'}), {torch.get_num_threads()} threads",
-        ),
+        ("torch", f"{torch.__version__} (CUDA {status.torch_cuda or 'not in this build'}), {_threads()}"),
         ("numpy", numpy.__version__),
         (
             "host rows",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 import pytest
 import torch
 
 import speedtransfer
+from speedtransfer import __main__
 from speedtransfer.cli import main
 from speedtransfer.cuda import CudaStatus, cuda_status
 
@@ -90,6 +93,22 @@ def test_commands_that_info_names_are_there(run, command):
     assert run(*command.split())[0] == 0
 
 
+@pytest.mark.parametrize(("threads", "words"), [(1, "1 thread\n"), (3, "3 threads\n")])
+def test_info_counts_threads(run, monkeypatch, threads, words):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    (line,) = [line.rstrip() + "\n" for line in run("info")[1].splitlines() if line.startswith("torch")]
+    assert line.endswith(words)
+
+
+def test_calibrate_says_before_it_measures_that_nothing_can_be_kept(run, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr("speedtransfer.engines.calibrate_device", lambda *args: pytest.fail("measured"))
+    code, out, err = run("calibrate", "--device", "cpu")
+    assert (code, out) == (2, "")
+    assert err.endswith("; let SPEEDTRANSFER_CACHE name a folder that you may write to\n")
+
+
 def test_version(run):
     assert run("--version") == (0, f"speedtransfer {speedtransfer.__version__}\n", "")
 
@@ -114,6 +133,24 @@ def test_output_that_has_no_room_is_one_line(arguments, unbuffered):
     assert done.returncode == 2
     assert done.stderr.startswith("speedtransfer: error: cannot write the output (No space left on device);")
     assert done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_during_an_import_is_one_line(monkeypatch, capsys):
+    """The import of the command line itself takes a tenth of a second, that of torch by a command seconds."""
+
+    class Interrupted(MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name in ("speedtransfer.cli", "numpy.interrupted"):
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    monkeypatch.setattr(sys, "argv", ["speedtransfer", "info"])
+    monkeypatch.setattr("speedtransfer.cli._rows", lambda: importlib.import_module("numpy.interrupted"))
+    for run in (main, __main__.main):
+        with pytest.raises(SystemExit) as stop:
+            run()
+        assert (stop.value.code, *capsys.readouterr()) == (130, "", "speedtransfer: aborted\n")
+        monkeypatch.delitem(sys.modules, "speedtransfer.cli", raising=False)
 
 
 def test_standard_input_that_is_closed_is_one_line(run, monkeypatch, tmp_path):

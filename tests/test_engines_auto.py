@@ -1,7 +1,9 @@
 """Choice by measurement with the CPU in the part of the device, and the engine of a table."""
 
+import itertools
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -245,6 +247,14 @@ class TestCalibration:
         assert "no such luck" in caplog.text
         none = timing.calibrate({"wrong": Wrong()}, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
         assert none.points == []
+
+    @pytest.mark.parametrize("slow", [0.0, 3.0])
+    def test_a_busy_machine_is_told(self, monkeypatch, caplog, slow):
+        """Where most samples of a call take longer than its best."""
+        clock = iter(itertools.accumulate(1.0 if n % 10 == 1 or not n % 2 else 1.0 + slow for n in itertools.count()))
+        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+        timing.calibrate({"host": HostEngine()}, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
+        assert ("4.0 times as long as at best; measure again by `speedtransfer calibrate`" in caplog.text) == (slow > 0)
 
     def test_planes_of_several_sizes(self, monkeypatch):
         """Each is measured once and kept beside the others."""

@@ -16,6 +16,7 @@ from lazy_oracle import (
 from torch import nn
 
 import speedtransfer
+from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn.replace import Replaced
 
 
@@ -71,6 +72,11 @@ def test_every_argument_is_kept() -> None:
     assert model["given"] is given  # the objects are the same, so what holds them goes on to work
     assert given.weight is weights[0]
     assert bag.weight is weights[1]
+
+
+def test_no_module_is_told() -> None:
+    with pytest.raises(InvalidTypeError, match=r"model is a dict but must be an nn\.Module; pass the model itself"):
+        speedtransfer.replace_embeddings({"emb": nn.Embedding(20_000, 4)})  # type: ignore[arg-type]
 
 
 def test_min_rows_leaves_small_ones_alone() -> None:

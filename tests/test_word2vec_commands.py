@@ -343,6 +343,7 @@ def test_demo(folder, monkeypatch, capsys):
         run_demo("demo", quick, lines.append)
     assert names(folder / "demo") == ["settings.json", "vectors.txt", "vocab.txt", "words.png"]
     text = "\n".join(lines)
+    assert lines[-1] == "next: speedtransfer word2vec analogy demo china chinese france"
     for part in ("663,998 words", "AdamW", "words/s", "france", "rows moved:", "vectors: demo", "picture: demo"):
         assert part in text
     assert len(Vectors.load("demo/vectors.txt")) == 2000
@@ -361,7 +362,7 @@ def test_demo_without_matplotlib(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     lines = []
     run_demo("demo", Settings(dim=4, epochs=1, block_words=50_000, max_words=100, device="cpu"), lines.append)
-    assert lines[-1].startswith("picture: none (plots need matplotlib")
+    assert lines[-2].startswith("picture: none (plots need matplotlib")
     assert names(folder / "demo") == ["settings.json", "vectors.txt", "vocab.txt"]
 
 

@@ -94,6 +94,14 @@ def test_round_trip(vectors, tmp_path, suffix):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
+def test_the_folder_of_a_run_is_read_as_well(vectors, tmp_path):
+    (tmp_path / "run").mkdir()
+    with pytest.raises(StorageError, match="holds no vectors file"):
+        Vectors.load(tmp_path / "run")
+    vectors.save(tmp_path / "run" / "vectors.bin")
+    assert Vectors.load(tmp_path / "run").words == WORDS
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_round_trip_of_many_and_of_none(tmp_path, suffix):
     for count in (0, 1, 10_000):  # more than are written at once

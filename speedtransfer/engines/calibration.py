@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import itertools
@@ -10,6 +9,7 @@ import json
 import logging
 import math
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from speedtransfer.cuda import cuda_status
+from speedtransfer.errors import StorageError
 from speedtransfer.system import cache_folder, cpu_model, replace_file
 from speedtransfer.version import __version__
 
@@ -30,6 +31,7 @@ _CLASSES = 4
 # What a choice of two engines must win over one for both directions: the host waits once a step for one of them, and cannot
 # queue meanwhile. Not measured on a GPU yet.
 _SWITCH_S = 50e-6
+_REMEDY = "let SPEEDTRANSFER_CACHE name a folder that you may write to"
 
 log = logging.getLogger(__name__)
 
@@ -109,17 +111,25 @@ class Calibration:
 
     def save(self) -> Path:
         """Write the file that :func:`load` finds, whole or not at all, and return its path; StorageError where it cannot."""
-        path = file_of(self.machine)
+        path = check_writable(file_of(self.machine))
         data = {
             "machine": self.machine,
             "copy_bytes_per_s": self.copy_bytes_per_s,
             "points": [vars(point) for point in self.points],
         }
-        with contextlib.suppress(OSError):  # where that fails the next line says so
-            path.parent.mkdir(parents=True, exist_ok=True)
-        with replace_file(path, "let SPEEDTRANSFER_CACHE name a folder that you may write to") as file:
+        with replace_file(path, _REMEDY) as file:
             file.write((json.dumps(data, indent=1) + "\n").encode())
         return path
+
+
+def check_writable(path: Path) -> Path:
+    """Return `path` once its folder is there and can be written to; StorageError where it cannot."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        raise StorageError(f"cannot write {str(path)!r} ({error.strerror}); {_REMEDY}") from error
 
 
 def size_class(table_bytes: int) -> int:

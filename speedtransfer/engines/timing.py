@@ -18,6 +18,7 @@ ROW_BYTES = (16, 128, 512, 2048, 8192)
 NUM_ROWS = (1_000, 16_000, 131_072)
 _CALL_BYTES = 64 << 20  # of the largest call
 _SAMPLES = 5
+_RESTLESS = 1.5  # samples that differ by more than this are of a machine that does something else, too
 
 
 def calibrate(
@@ -45,7 +46,7 @@ def calibrate(
     """
     if not engines or plane.dtype != torch.uint8 or len(plane) < max(row_bytes):
         raise InvalidValueError("calibrate needs at least one engine and a uint8 plane of at least one row")
-    result = Calibration(machine_of(device))
+    result, spreads = Calibration(machine_of(device)), list[float]()
     for size in row_bytes:
         stored = plane[: len(plane) // size * size].view(-1, size)
         limit = min(len(stored), max(1, _CALL_BYTES // size))
@@ -54,7 +55,7 @@ def calibrate(
             calls = {name: _Call(engine, given) for name, engine in engines.items()}
             right = {name: call for name, call in calls.items() if call.works(name)}
             for direction in DIRECTIONS if right else ():
-                seconds = _medians({name: call.moves[direction] for name, call in right.items()}, device)
+                seconds = _medians({name: call.moves[direction] for name, call in right.items()}, device, spreads)
                 point = Point(direction, size, count, seconds, len(plane))
                 result.points.append(point)
                 if progress is not None:
@@ -62,12 +63,18 @@ def calibrate(
     part = plane[:_CALL_BYTES]
     there = torch.empty(len(part), dtype=torch.uint8, device=device)
     copy = {"copy": lambda: there.copy_(part, non_blocking=True)}
-    result.copy_bytes_per_s = len(part) / _medians(copy, device)["copy"]
+    result.copy_bytes_per_s = len(part) / _medians(copy, device, spreads)["copy"]
+    if (spread := float(np.median(spreads))) > _RESTLESS:
+        log.warning(
+            "this machine was busy while it was measured: the same call took %.1f times as long as at best; measure again by "
+            "`speedtransfer calibrate` when it is quiet, since what was measured is kept",
+            spread,
+        )
     return result
 
 
-def _medians(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Return the median seconds of each call; they take turns."""
+def _medians(calls: Mapping[str, Callable[[], object]], device: torch.device, spreads: list[float]) -> dict[str, float]:
+    """Return the median seconds of each call, which take turns; add to `spreads` how many times the least that is."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(_SAMPLES):
         for name, call in calls.items():
@@ -76,7 +83,9 @@ def _medians(calls: Mapping[str, Callable[[], object]], device: torch.device) ->
             call()
             _synchronize(device)
             samples[name].append(time.perf_counter() - start)
-    return {name: float(np.median(values)) for name, values in samples.items()}
+    medians = {name: float(np.median(values)) for name, values in samples.items()}
+    spreads += [medians[name] / min(values) for name, values in samples.items()]
+    return medians
 
 
 class _Given:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from speedtransfer.errors import InvalidValueError, check_size
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, complete, takes_options
@@ -98,6 +98,8 @@ def replace_embeddings(
     check_size(min_rows, "min_rows")
     check_size(min_bytes, "min_bytes")
     options = complete(options)
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"model is a {type(model).__name__} but must be an nn.Module; pass the model itself")
     report, found, users = Replaced(), {}, _users(model)
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or isinstance(module, TableModule | Feature):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import resources
@@ -25,6 +26,7 @@ from speedtransfer.word2vec.trainer import Trainer
 
 CORPUS = "world_factbook.words.txt.gz"
 WORDS = ("france", "coffee", "copper", "river", "march", "navy")
+NEXT = "analogy {} china chinese france"
 # A small corpus: many passes, and a subsampling threshold that leaves it words to learn from.
 SETTINGS = Settings(dim=64, optimizer="adamw", epochs=25, sample=1e-3, memory="auto")
 
@@ -86,6 +88,7 @@ def run_demo(
     show(f"rows moved: {format_bytes(to_device)} to the compute device, {format_bytes(back)} back")
     show(f"vectors: {folder.path / (VECTORS + '.txt')} (gensim: KeyedVectors.load_word2vec_format)")
     show(f"picture: {picture}")
+    show(f"next: speedtransfer word2vec {NEXT.format(shlex.quote(str(folder.path)))}")
     return trainer
 
 

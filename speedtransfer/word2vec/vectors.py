@@ -257,6 +257,7 @@ class Vectors:
         Parameters
         ----------
         path : path-like
+            A file, or the output folder of a run.
         max_words : int, optional
             Read only so many words from the beginning, where trainers put the frequent ones.
 
@@ -269,7 +270,7 @@ class Vectors:
         MissingPackageError
             A .kv file, and gensim is not installed.
         """
-        path = Path(path)
+        path = formats.find_vectors(path) if os.path.isdir(path) else Path(path)
         if max_words is not None:
             max_words = check_size(max_words, "max_words", 1)
         stored = formats.find_format(path, reading=True).read(path, max_words)
