@@ -47,18 +47,12 @@ class Held(ABC):
         self._held.settle()
         return self._held
 
-    def _one_or_all(self, arrays: list[Any]) -> Any:
-        return tuple(arrays) if self._several else arrays[0]
-
     def _whole(self) -> list[Tensor]:
         return [self._rows.whole(name) for name in self._rows.columns]
 
-    def _get_array(self) -> Any:
-        return self._one_or_all([self._rows.array(name) for name in self._rows.columns])
-
-    def _get_tensor(self) -> Any:
-        self._rows.lend()
-        return self._one_or_all(self._whole())
+    def _lent(self, views: list[Any]) -> Any:
+        """Return what a call that shows rows over their memory returns."""
+        return views[0]
 
     def _set(self, value: Any) -> None:
         self._take([tensor_from(one, "the array") for one in (value if self._several else [value])])
@@ -68,17 +62,19 @@ class Held(ABC):
 
         An optimizer's switcher returns a list, one array for each name in `optVarList`; an item that is set is loaded.
         """
-        return self._get_array()
+        return self._lent([self._rows.array(name) for name in self._rows.columns])
 
     getCupyMM = getCupyVar  # noqa: N815
 
     def getTorchVar(self) -> Any:
         """Return all rows as a tensor over their memory, on the CPU unless that is the device's; a list as `getCupyVar`."""
-        return self._get_tensor()
+        self._rows.lend()
+        return self._lent(self._whole())
 
     def getNumpyVersion(self) -> Any:
         """Return a copy of all rows as a NumPy array; of an optimizer's switcher a tuple of them."""
-        return self._one_or_all([self._rows.numpy(name) for name in self._rows.columns])
+        copies = [self._rows.numpy(name) for name in self._rows.columns]
+        return tuple(copies) if self._several else copies[0]
 
     def saveCupy(self, saveFileName: PathLike) -> None:
         """Write all rows to a ``.npy`` file, chunk by chunk; the states of an optimizer as one array of all.

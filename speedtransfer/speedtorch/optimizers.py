@@ -8,6 +8,7 @@ updates row by row will do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -108,7 +109,7 @@ class Optimizers(Held):
         table = self._place().table(self.total_classes, 0, torch.float32)
         for name, spec in self._specs.items():
             column = self._columns[_plane(name)]
-            table.add_plane(_plane(name), _width(column.tail), stored_dtype(column.dtype), spec.initial or 0)
+            table.add_plane(_plane(name), math.prod(column.tail), stored_dtype(column.dtype), spec.initial or 0)
         self._held = rows = Rows(table, self._columns)
         self._shown = False  # views have been handed out, through which state may have been set by hand
         self._copies = [name for name, spec in self._specs.items() if spec.initial is None]
@@ -139,15 +140,9 @@ class Optimizers(Held):
             rows.fill(_plane(name), weights)
         self._copies = []
 
-    def _get_array(self) -> Any:
-        return self._states(super()._get_array())
-
-    def _get_tensor(self) -> Any:
-        return self._states(super()._get_tensor())
-
-    def _states(self, shown: Any) -> States:
+    def _lent(self, views: list[Any]) -> States:
         self._shown = True
-        return States(shown, self._set_item)
+        return States(views, self._set_item)
 
     def _set_item(self, at: Any, value: Any) -> None:
         names = self.optVarList[at]
@@ -246,18 +241,12 @@ def _plane(state: str) -> str:
     return f"state.{state}"
 
 
-def _width(tail: tuple[int, ...]) -> int:
-    return int(torch.Size(tail).numel())
-
-
 def _place_in(optimizer: Optimizer, param: nn.Parameter, name: str) -> tuple[int, dict[str, Any]]:
     """Return the number of `param` in the optimizer's state dict, and its group."""
-    number = 0
-    for group in optimizer.param_groups:
-        for other in group["params"]:
-            if other is param:
-                return number, group
-            number += 1
+    trained = ((group, other) for group in optimizer.param_groups for other in group["params"])
+    for number, (group, other) in enumerate(trained):
+        if other is param:
+            return number, group
     raise InvalidValueError(
         f"variable_name is {name!r}, whose parameter given_optimizer does not train; make the optimizer with it"
     )
