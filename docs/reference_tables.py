@@ -67,7 +67,7 @@ def _options(*path: str) -> str:
         command = getattr(command, "loaded", command)  # one that is imported when it is used
     rows = []
     for param in command.params:
-        if param.name == "help" or (path[-1] == "train" and param.name in SETTINGS):
+        if param.name == "help" or getattr(param, "hidden", False) or (path[-1] == "train" and param.name in SETTINGS):
             continue
         if param.param_type_name == "argument":
             name, default = f"`{param.metavar or param.name.upper()}`", "required"
