@@ -103,6 +103,7 @@ def _draw_speed(axes: Any, result: dict[str, Any], corpus: str, rows: list[Syste
 def _draw_set(axes: Any, result: dict[str, Any], corpus: str, rows: list[System], name: str) -> None:
     names = score_names(result, corpus)
     _finish(axes, f"{name}\n({'share right' if f'{name}, semantic' in names else 'Spearman'})", len(rows), 3)
+    axes.tick_params(axis="x", labelsize=7.5)  # three numbers of five letters stand below a narrow panel
     axes.set_yticks(range(len(rows)), [])
     if name not in names:
         axes.set_title(f"{name}\n(not asked)", fontsize=10, color=QUIET)
