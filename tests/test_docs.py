@@ -152,7 +152,11 @@ const load = (page, width) => new Promise(done => {
   frame.onload = () => {
     const shown = frame.contentDocument
     // On a phone furo lets the text as a whole scroll sideways; it should not have to.
-    for (const box of [shown.documentElement, shown.querySelector(".content")])
+    const boxes = [shown.documentElement, shown.querySelector(".content")]
+    // Code scrolls in its cell of such a table; long messages break where there is room for a table at all.
+    boxes.push(...shown.querySelectorAll(".table-wrapper:has(> table.cases)"))
+    if (width > 390) boxes.push(...shown.querySelectorAll("#errors .table-wrapper"))
+    for (const box of boxes)
       if (box.scrollWidth > box.clientWidth) wide.push(`${page}: ${box.scrollWidth} of ${box.clientWidth}, at ${width}`)
     done(frame.contentDocument.querySelectorAll("article").length)
   }
