@@ -97,7 +97,7 @@ def test_signature_shows_every_setting():
         assert parameters[name].annotation == kinds[name]
     assert list(parameters)[:4] == ["corpus", "dim", "optimizer", "lr"]
     assert "settings" not in parameters
-    with pytest.raises(TypeError, match="epoch"):
+    with pytest.raises(TypeError, match=r"'epoch'.*did you mean 'epochs'"):
         train("not read", epoch=3)
 
 

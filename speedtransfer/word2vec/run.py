@@ -7,13 +7,13 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from typing_extensions import Unpack
 
 from speedtransfer.cuda import resolve_device
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
 from speedtransfer.tables import PathLike
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.config import MoreSettings, shows_settings
@@ -236,6 +236,10 @@ def train(
     MissingPackageError
         `tensorboard` is given but the package is not installed.
     """
+    names = [field.name for field in fields(Settings)]
+    for name in settings:
+        if name not in names:
+            raise InvalidTypeError(f"train() got an unexpected keyword argument {name!r}{suggest(name, names)}")
     sets = [evaluate] if isinstance(evaluate, str | os.PathLike) else evaluate
     if not isinstance(sets, Sequence):
         raise InvalidTypeError(f"evaluate is {sets!r} but must be a path or a list of them; pass the path of a set")
