@@ -37,16 +37,22 @@ def remembered(ask: Asking) -> Asking:
     """Let `ask(optimizer, group, param, ...)` make its trials once in a process where their outcome must be the same."""
 
     @functools.wraps(ask)
-    def asked(optimizer: Optimizer, group: dict[str, Any], param: Tensor, *args: Any) -> Any:
+    def asked(optimizer: Optimizer, group: dict[str, Any], param: Tensor, *args: Any, **options: Any) -> Any:
         try:
             code = list(_code(type(optimizer)))
-            key = (ask.__name__, args, *_decisive(optimizer, group, param), *map(id, code))
+            key = (
+                ask.__name__,
+                args,
+                tuple(sorted(options.items())),
+                *_decisive(optimizer, group, param),
+                *map(id, code),
+            )
         except _UnknownError:
-            return ask(optimizer, group, param, *args)
+            return ask(optimizer, group, param, *args, **options)
         if key in _known:
             outcome, _ = _known[key]
         else:
-            outcome = ask(optimizer, group, param, *args)
+            outcome = ask(optimizer, group, param, *args, **options)
             # False may come of a trial that failed.
             if outcome is not False:
                 with _lock:
