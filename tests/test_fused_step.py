@@ -438,6 +438,7 @@ def test_schedules_other_parameters_and_hooks_after_a_step(
     switched_on: list[Any], exact_roots: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run() -> tuple[dict[str, Any], list[Tensor]]:
+        outcomes._known.clear()
         emb, seen = embedding(), list[Tensor]()
         torch.manual_seed(5)
         linear = nn.Linear(8, 8)

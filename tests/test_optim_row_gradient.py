@@ -120,3 +120,33 @@ def test_backwards_of_several_threads_are_added():
     for thread in threads:
         thread.join()
     assert emb.weight.grad.to_dense().eq(4 * rounds).all()
+
+
+@pytest.mark.parametrize("table", [{}, {"cache_rows": 3}], ids=str)
+@pytest.mark.parametrize("data", [False, True])
+def test_updates_of_many_weights_by_their_gradients_are_written(table: dict, data: bool) -> None:
+    dense = torch.nn.Embedding(7, 3)
+    ours = st.Embedding.from_pretrained(dense.weight.detach().clone(), freeze=False, **table)
+    for emb in (dense, ours):
+        emb(torch.tensor([1, 5])).pow(2).sum().backward()
+        with torch.no_grad():
+            weights = [emb.weight.data if data else emb.weight]
+            grads = [emb.weight.grad]
+            torch._foreach_add_(weights, grads, alpha=-0.1)
+            torch._foreach_addcmul_(weights, grads, grads, value=-0.1)
+            torch._foreach_lerp_(weights, grads, 0.25)
+    assert torch.equal(ours.weight.detach(), dense.weight.detach())
+    with torch.no_grad():
+        torch._foreach_copy_([ours.weight], [ours.weight.grad])
+    assert torch.equal(ours.weight.detach(), ours.weight.grad + 0)
+
+
+def test_writes_of_gradients_into_a_list_of_tensors_are_counted() -> None:
+    emb, value = st.Embedding(7, 3), torch.ones(7, 3, requires_grad=True)
+    emb(torch.tensor([1, 5])).sum().backward()
+    copy = value * 1
+    loss = copy.pow(2).sum()
+    with torch.no_grad():
+        torch._foreach_add_([copy], [emb.weight.grad])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -100,7 +100,13 @@ class RowGradient(Tensor):
     ) -> Any:
         """Compute on the active rows if the result is that of the dense gradient; else on dense values."""
         result = by_rows(func, args, kwargs or {})
-        return _densely(func, args, kwargs or {}) if result is NotImplemented else result
+        if result is NotImplemented:
+            result = _densely(func, args, kwargs or {})
+        if args and isinstance(args[0], list) and func.__name__.partition(".")[0].endswith("_"):
+            # Torch counts the writes of `torch._foreach_add_` itself only if all tensors are its own.
+            written = [each for each in args[0] if not isinstance(each, RowGradient) and not each.is_inference()]
+            torch.autograd.graph.increment_version(written)
+        return result
 
     def like(self, rows: Tensor) -> RowGradient:
         """Return a gradient of the same rows with the values `rows`, ``(n, dim)``."""
