@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_cases import Run, seed_all
+from forked import run_script
 from lazy_oracle import (
     LazyOracle,
     Twins,
@@ -68,9 +66,9 @@ def test_resuming_in_another_process(tmp_path: Path) -> None:
     seed_all(77)
     whole.epochs(2)
     whole.save(tmp_path)
-    argv = [sys.executable, str(TESTS / "checkpoint_cases.py"), str(tmp_path), "nadam"]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    result = subprocess.run(argv, capture_output=True, text=True, check=True, env=environment, timeout=300)
+    code = "import runpy; runpy.run_module('checkpoint_cases', run_name='__main__')"
+    result = run_script(code, str(tmp_path), "nadam")
+    assert result.returncode == 0, result.stderr
     whole.epochs(2)
     assert result.stdout.strip() == whole.digest()
 

@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cases import NO_NUMPY_DTYPES, NPY_DTYPES, assert_same_bits, dtype_name, numbers, one_line
+from forked import run_script
 from table_cases.base import TableOfRecords
 from table_contract import TableContract
 
@@ -301,8 +301,7 @@ for path in sys.argv[1:]:
 os.kill(os.getpid(), signal.SIGKILL)
 """
     paths = [tmp_path / "a.npy", tmp_path / "a.safetensors"]
-    root = Path(st.__file__).parents[1]
-    result = subprocess.run([sys.executable, "-c", code, *map(str, paths)], cwd=root, capture_output=True, text=True)
+    result = run_script(code, *map(str, paths))
     assert result.returncode == -signal.SIGKILL, result.stderr
     for path in paths:
         assert st.Table.load(path, "mmap", "cpu").torch().eq(4).all()

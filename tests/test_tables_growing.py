@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,7 +123,7 @@ else:
     raise AssertionError
 assert table.torch().sum() == 20 and len(table) == 1000
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=TESTS.parent)
+    done = run_script(script)
     assert done.returncode == 0, done.stderr
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import hashlib
 import json
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from cases import assert_same_bits, numbers, one_line
+from forked import run_script
 from opened_cases import cuts_of, write_file, write_parts
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -764,9 +765,8 @@ def test_a_table_larger_than_memory_opens_without_reading_it(tmp_path):
                     file.write(
                         torch.full((1,), number + 2.0 + (row > 0) / 2, dtype=torch.bfloat16).view(torch.uint8).numpy()
                     )
-    result = subprocess.run(
-        [sys.executable, "-c", LARGE, str(tmp_path)], capture_output=True, text=True, check=True, env=dict(os.environ)
-    )
+    result = run_script(LARGE, str(tmp_path))
+    assert result.returncode == 0, result.stderr
     first, values, small = result.stdout.splitlines()
     num_rows, num_bytes, grown, calls, files = map(int, first.split())
     assert (num_rows, num_bytes) == (rows * count, rows * count * 400)
@@ -779,12 +779,12 @@ def test_a_table_larger_than_memory_opens_without_reading_it(tmp_path):
 
 
 SHARING = """
-import sys, torch, speedtransfer as st
+import sys, time, torch, speedtransfer as st
 from pathlib import Path
-def shared():
-    table = st.Table.open(sys.argv[1], "m.{}", device="cpu")
-    table.gather(torch.arange(len(table)))
-    return table
+def meet(what):
+    Path(sys.argv[2], f"{sys.argv[3]} {what}").touch()
+    while len(list(Path(sys.argv[2]).glob(f"* {what}"))) < 2:
+        time.sleep(0.01)
 def figures(names):
     found = dict.fromkeys(names, 0)
     inside = False
@@ -795,11 +795,11 @@ def figures(names):
         elif inside and first[:-1] in found:
             found[first[:-1]] += int(line.split()[1]) * 1024
     return [found[name] for name in names]
-table = shared()
-print("ready", flush=True)
-sys.stdin.readline()
-print(*figures(["Rss", "Pss", "Shared_Clean", "Private_Dirty", "Shared_Dirty"]), flush=True)
-sys.stdin.readline()
+table = st.Table.open(sys.argv[1], "m.{}", device="cpu")
+table.gather(torch.arange(len(table)))
+meet("has read")
+print(*figures(["Rss", "Pss", "Shared_Clean", "Private_Dirty", "Shared_Dirty"]))
+meet("has looked")
 """
 
 
@@ -809,25 +809,18 @@ def test_processes_share_pages(tmp_path):
     for number, rows in enumerate(values.split(15_000)):
         save_file({f"m.{number}": rows.clone()}, tmp_path / f"{number}.safetensors")
     os.sync()
-    argv = [sys.executable, "-c", SHARING, str(tmp_path)]
-    both = [
-        subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
-        for _ in range(2)
-    ]
-    try:
-        assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
-        for process in both:
-            process.stdin.write("\n")
-            process.stdin.flush()
-            found = [int(number) for number in process.stdout.readline().split()]
-            resident, proportional, clean, private_dirty, shared_dirty = found
-            assert resident >= values.nbytes
-            assert proportional <= 0.6 * resident
-            assert clean >= 0.9 * values.nbytes
-            assert private_dirty == shared_dirty == 0
-    finally:
-        for process in both:
-            process.communicate("\n")
+    places = tmp_path / "places"
+    places.mkdir()
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        both = [threads.submit(run_script, SHARING, str(tmp_path), str(places), name) for name in "ab"]
+    for process in both:
+        result = process.result()
+        assert result.returncode == 0, result.stderr
+        resident, proportional, clean, private_dirty, shared_dirty = map(int, result.stdout.split())
+        assert resident >= values.nbytes
+        assert proportional <= 0.6 * resident
+        assert clean >= 0.9 * values.nbytes
+        assert private_dirty == shared_dirty == 0
 
 
 def test_a_map_that_the_system_refuses(opened, monkeypatch):

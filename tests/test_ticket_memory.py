@@ -81,7 +81,9 @@ def test_steps_with_tickets_do_not_gather_memory(steps, idle):
     begin = live_tensors(), threading.active_count(), resident_bytes() if sys.platform == "linux" else 0
     train(steps)
     deadline = time.monotonic() + LIMIT_S
-    while table._logs and time.monotonic() < deadline:  # reads of the last tickets, which nobody has any more, are under way
+    while (
+        table._logs and time.monotonic() < deadline
+    ):  # reads of the last tickets, which nobody has any more, are under way
         time.sleep(0.01)
     assert live_tensors() <= begin[0] + 20
     assert threading.active_count() <= begin[1] + ahead.THREADS
