@@ -56,10 +56,10 @@ $(VENV)/.ready: setup.py constraints.txt
 demo: $(ENV)
 	$(PY) -m speedtransfer word2vec demo -o demo
 
-# Tests run in WORKERS processes: one a core, four at most, as each takes up to 1 GB. WORKERS=0: in one process, for -s and --pdb.
-WORKERS ?= logical
+# Tests run in WORKERS processes, as many as tests/conftest.py says by default. WORKERS=0: in one process, for -s and --pdb.
+WORKERS ?= auto
 # Bytecode is kept whatever the environment says: without it each process takes ten seconds to compile the tests anew.
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal -m "$(1)" $(ARGS)
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal -m "$(1)" $(ARGS)
 # The tests of a device start processes themselves (tests/gpu/processes.py), so they come after the others and without workers.
 GPU_TESTS = $(if $(CUDA_MAJOR),$(PY) -m pytest tests/gpu -m "$(1)" $(ARGS))
 

@@ -22,6 +22,13 @@ for _accelerator in (torch.cuda, torch.xpu, torch.mtia):
 pytest.register_assert_rewrite("cases", "engine_cases", "table_cases")
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers(config):
+    """One more than there are cores, as some tests wait for other processes; four at most, as each takes up to 1 GB."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(4, cores + 1)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Before -m takes out what is slow."""

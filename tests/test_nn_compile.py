@@ -33,7 +33,6 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _compiled_anew():
-    torch.compiler.reset()
     yield
     torch.compiler.reset()
 
