@@ -64,9 +64,10 @@ def expected_cached(num_rows: int, exponent: float, lookups: int, cached: Sequen
     cached : sequence of int
         How many of the most frequent rows; a number for each.
     """
-    counts, hits = _hits(num_rows, exponent, lookups)
-    before = counts.cumsum() - counts
-    return [float((np.clip(check_size(number, "cached") - before, 0, counts) * hits).sum()) for number in cached]
+    ends, hits, sums = _served(num_rows, exponent, lookups)
+    wanted = np.minimum([check_size(number, "cached") for number in cached], num_rows)
+    last = np.searchsorted(ends, wanted)  # the block that the last of them is in
+    return (sums[last] - (ends[last] - wanted) * hits[last]).tolist()
 
 
 def draw_ids(num_rows: int, exponent: float, lookups: int, draw: np.random.Generator) -> NDArray[np.int64]:
@@ -108,6 +109,15 @@ def _hits(num_rows: int, exponent: float, lookups: int) -> tuple[NDArray[np.floa
     with np.errstate(divide="ignore"):
         # 1 - (1 - p) ** lookups, also where p is tiny.
         return counts, -np.expm1(lookups * np.log1p(-chances))
+
+
+@functools.lru_cache(maxsize=4)  # 24 MB each at most
+def _served(
+    num_rows: int, exponent: float, lookups: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return where blocks of ids end, the probability that an id of each is among the lookups, and how many are up to its end."""
+    counts, hits = _hits(num_rows, exponent, lookups)
+    return counts.cumsum(), hits, (counts * hits).cumsum()
 
 
 @functools.lru_cache(maxsize=4)
