@@ -96,6 +96,31 @@ def test_an_old_gradient_that_changes_does_not_become_the_new_one():
     assert old.to_dense()[0, 0] == 1
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda g, out: torch.nan_to_num(g, nan=0.0, out=out),
+        lambda g, out: torch.mul(g, 0.5, out=out),
+        lambda g, out: torch.clamp(g, -5, 5, out=out),
+    ],
+    ids=["nan_to_num", "mul", "clamp"],
+)
+def test_a_result_written_to_the_gradient_itself_stays_one_of_rows(write):
+    grad, dense = padded_gradient([5, 2, 2])
+    buffer = torch.full((NUM_ROWS, DIM), 7.0)
+    assert torch.equal(write(grad, buffer), write(dense, torch.empty(NUM_ROWS, DIM)))
+    assert write(grad, grad) is grad
+    assert not grad.is_full()
+    assert torch.equal(grad.to_dense(), write(dense, dense))
+    assert torch.equal(buffer, dense)
+
+
+@pytest.mark.parametrize("factor", [float("inf"), float("nan")])
+def test_a_factor_that_is_not_finite_reaches_all_rows(factor):
+    grad, dense = padded_gradient([5, 2, 2])
+    torch.testing.assert_close(dense_of(grad * factor), dense * factor, equal_nan=True)
+
+
 def test_who_keeps_a_gradient_does_not_keep_the_table():
     emb = st.Embedding(10, 4, idle="lazy")
     emb(torch.tensor([1, 2])).sum().backward()

@@ -73,6 +73,14 @@ emb.weight.grad.nan_to_num_(nan=0.0)
 
 emb.weight.grad.sign_()
 
+torch.nan_to_num(emb.weight.grad, nan=0.0, posinf=1e5, neginf=-1e5, out=emb.weight.grad)
+
+torch.clamp(emb.weight.grad, -0.02, 0.02, out=emb.weight.grad), torch.mul(emb.weight.grad, 0.5, out=emb.weight.grad)
+
+torch.add(emb.weight.grad, full, alpha=0.01, out=emb.weight.grad)
+
+torch.mul(emb.weight.grad, 2, out=torch.empty(40, 6)), torch.neg(full, out=emb.weight.grad)
+
 emb.weight.grad = None
 
 emb.weight.grad = full.clone()

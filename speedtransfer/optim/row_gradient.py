@@ -7,6 +7,7 @@ it reads as the sparse gradient that torch makes, and still supports what a dens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -99,9 +100,12 @@ class RowGradient(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Compute on the active rows if the result is that of the dense gradient; else on dense values."""
-        result = by_rows(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if "out" in kwargs:
+            return _into(kwargs["out"], func, args, kwargs)
+        result = by_rows(func, args, kwargs)
         if result is NotImplemented:
-            result = _densely(func, args, kwargs or {})
+            result = _densely(func, args, kwargs)
         if args and isinstance(args[0], list) and func.__name__.partition(".")[0].endswith("_"):
             # Torch counts the writes of `torch._foreach_add_` itself only if all tensors are its own.
             written = [each for each in args[0] if not isinstance(each, RowGradient) and not each.is_inference()]
@@ -253,6 +257,15 @@ def by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return NotImplemented
 
 
+def _into(out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function that writes its result to `out`, by rows where that is the gradient of the same rows."""
+    if isinstance(out, RowGradient):
+        result = func.overloadpacket(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+        if isinstance(result, RowGradient) and result.ids is out.ids and result.dtype == out.dtype:
+            return _wrapped(out, out.rows.copy_(result.rows))
+    return _densely(func, args, kwargs)
+
+
 def is_zeroed(rows: Tensor) -> bool:
     """Tell whether ``zero_grad(set_to_none=False)`` was the last to write to the rows of a gradient."""
     return getattr(rows, "_zeroed_at", None) == rows._version
@@ -303,7 +316,7 @@ def _scaled(func: Any, args: tuple[Any, ...]) -> Any:
             kept = (other != 0) & ~other.isnan() if func.overloadpacket in _DIVISIONS else other.isfinite()
             if not bool(kept.all()):
                 return NotImplemented
-    elif func.overloadpacket in _DIVISIONS and other == 0:
+    elif other != other or (other == 0 if func.overloadpacket in _DIVISIONS else math.isinf(other)):
         return NotImplemented
     result = func(grad.rows, other) if first is grad else func(other, grad.rows)
     return _wrapped(grad, result)
