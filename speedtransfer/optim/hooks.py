@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 
 from speedtransfer.cuda import count_graphs
 from speedtransfer.eager import uncompiled
@@ -94,6 +98,8 @@ def _before_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     if not any_handles():
         return
     count_step()
+    if len(optimizer._optimizer_step_pre_hooks) > 1 or len(_global_optimizer_pre_hooks) > 1:
+        _show_whole(optimizer)
     # OrderedDicts. Torch comes to the hooks of one optimizer after those of all.
     before: Any = optimizer._optimizer_step_pre_hooks
     after: Any = optimizer._optimizer_step_post_hooks
@@ -105,6 +111,15 @@ def _before_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     optimizer.register_step_pre_hook(_before_step)
     handle = optimizer.register_step_post_hook(_after_step)
     after.move_to_end(handle.id, last=False)
+
+
+@torch.no_grad()
+def _show_whole(optimizer: Optimizer) -> None:
+    """Write what a step has changed so far, before hooks of others come to a step within it: these look at the table."""
+    for handle, group in state_dicts.handles_of(optimizer):
+        state = handle.state
+        if state is not None and state.running and state.optimizer() is optimizer and state.stepping():
+            handle.end_step(optimizer, group)
 
 
 def _remove(hooks: dict[int, Callable[..., Any]], hook: Callable[..., Any]) -> None:
