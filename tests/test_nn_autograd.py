@@ -17,6 +17,7 @@ from torch import nn
 
 import speedtransfer
 from speedtransfer import buffers
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.lookup import lookup
 
 IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
@@ -59,8 +60,18 @@ def test_backward_with_create_graph(request: pytest.FixtureRequest) -> None:
     with pytest.warns(UserWarning, match="create_graph=True"):
         ours(IDS).pow(3).sum().backward(create_graph=True)
     dense(IDS).pow(3).sum().backward()
-    assert torch.equal(dense_grad(ours), dense.weight.grad)
-    assert not ours.weight.grad.requires_grad
+    grad = ours.weight.grad
+    assert not grad.requires_grad
+    # A penalty on it would train nothing, and nothing would say so.
+    for penalty in (torch.norm, torch.square, lambda given: 2 * given):
+        with pytest.raises(InvalidValueError, match=r"take torch\.autograd\.grad"):
+            penalty(grad)
+    assert torch.equal(dense_grad(ours).detach(), dense.weight.grad)
+    assert torch.equal(grad.detach().norm(), dense.weight.grad.norm())
+    torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
+    ours.zero_grad()
+    ours(IDS).sum().backward()
+    ours.weight.grad.norm()
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

@@ -124,7 +124,7 @@ class Handle(Binding):
             assert grad is not None
             # Frozen since the forward pass: torch drops the gradient too.
             if handle.requires_grad:
-                handle.deposit_whole(leaf, grad.detach())
+                handle.deposit_whole(leaf, grad)
 
         leaf.register_post_accumulate_grad_hook(deposit)
         self._whole = weakref.ref(leaf), self.table.version

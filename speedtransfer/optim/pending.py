@@ -81,6 +81,7 @@ class PendingGradient(Stepping):
                     self.clear()
                     self._reused = reused
             self.used_whole = self.used_whole or whole
+            self._of_graph = self._of_graph or grad.requires_grad
             grad = grad.detach()
             if self.has_hooks():
                 self._arrive(ids, grad)
@@ -255,6 +256,7 @@ class PendingGradient(Stepping):
         if shown is None or shown.rows is not self.grad or shown.sparse != (sparse and self.shows_sparse):
             shown = self._shown_as(self.ids, self.grad, functools.partial(_tell, weakref.ref(self)), sparse)
             self._shown = weakref.ref(shown)
+        shown.of_graph = self._of_graph
         return shown
 
     def _shown_as(self, ids: Tensor, grad: Tensor, changed: Any = None, sparse: bool = False) -> RowGradient:
@@ -291,7 +293,7 @@ class PendingGradient(Stepping):
         if grad is self.gradient():
             return
         self._check_gradient(grad)
-        given = grad
+        given, self._of_graph = grad, False
         grad = grad if isinstance(grad, RowGradient) else _writable(grad.detach())
         if isinstance(grad, RowGradient) or grad.is_sparse:
             self.used_whole = not grad.is_sparse
@@ -327,7 +329,7 @@ class PendingGradient(Stepping):
         if self.grad is not None:
             self._cleared = self.used_whole, self._assigned is not None, self._touched
         self.ids = self.grad = self.active = self._touched = None
-        self._reused, self._assigned, self._capture = False, None, None
+        self._reused, self._assigned, self._capture, self._of_graph = False, None, None, False
         self.state_rows, self.used_whole, self.in_place, self._waiting_since = {}, False, False, None
 
 

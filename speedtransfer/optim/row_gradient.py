@@ -17,6 +17,7 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from speedtransfer.cuda import check_not_capturing
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.tables import num_unique
 
 aten = torch.ops.aten
@@ -60,6 +61,8 @@ class RowGradient(Tensor):
     ids: Tensor
     rows: Tensor
     sparse: bool
+    # Whether it was made by ``backward(create_graph=True)``: in torch one could go back from it.
+    of_graph: bool = False
     _changed: Callable[[Tensor, Tensor, Tensor, bool], None] | None
 
     @staticmethod
@@ -101,6 +104,8 @@ class RowGradient(Tensor):
     ) -> Any:
         """Compute on the active rows if the result is that of the dense gradient; else on dense values."""
         kwargs = kwargs or {}
+        if torch.is_grad_enabled():
+            _check_no_graph(func, args)
         if "out" in kwargs:
             return _into(kwargs["out"], func, args, kwargs)
         result = by_rows(func, args, kwargs)
@@ -255,6 +260,20 @@ def by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         extreme = func(grad.rows)
         return extreme if full else func(torch.stack([extreme, torch.zeros_like(extreme)]))
     return NotImplemented
+
+
+def _check_no_graph(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise where torch would record what `func` makes of a gradient that has a graph."""
+    name = func.__name__.partition(".")[0]
+    if name in ("detach", "alias") or name.endswith("_"):
+        return
+    if any(isinstance(each, RowGradient) and each.of_graph for each in tree_leaves(args)):
+        # No TypeError: torch takes one in `2 * grad` for an operand that it does not know.
+        raise InvalidValueError(
+            "the gradient of the weight of a table, made by backward(create_graph=True), is used with gradients enabled, but "
+            "nothing goes back through it; take torch.autograd.grad(loss, emb.weight, create_graph=True), or, where no graph is "
+            "wanted, weight.grad.detach()"
+        )
 
 
 def _into(out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

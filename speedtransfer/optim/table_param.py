@@ -71,6 +71,8 @@ class TableParam:
         self._fused: FusedStep | None = None
         # Whether some of the gradient comes from a use of all rows.
         self.used_whole = False
+        # Whether some of it was made by ``backward(create_graph=True)``.
+        self._of_graph = False
         # The version of `grad` as last written here.
         self._grad_version = 0
         # Number of the CUDA graph capture that `grad` was made in: replays write to its memory. None: of none.
