@@ -167,6 +167,17 @@ def test_decay_becomes_decoupled() -> None:
     pair.assert_same(1e-9)
 
 
+def test_decay_of_adamw_becomes_coupled() -> None:
+    pair = Exact(case_named("adamw"), torch.float64)
+    if "decoupled_weight_decay" not in pair.optimizers[0].param_groups[0]:
+        pytest.skip("AdamW of this version of torch has no such entry")
+    for decoupled in (True, False, True):
+        for optimizer in pair.optimizers:
+            optimizer.param_groups[0]["decoupled_weight_decay"] = decoupled
+        pair.train(pair.batches(40, seed=int(decoupled)))
+    pair.assert_same(1e-9)
+
+
 def test_amsgrad_turned_off_and_on() -> None:
     pair = Exact(named("amsgrad-coupled"), torch.float64)
     for seed, amsgrad in enumerate((True, False, True)):

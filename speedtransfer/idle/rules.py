@@ -124,11 +124,11 @@ class _Adam(Rule):
     factors = ("exp_avg", "exp_avg_sq")
     denominator = "exp_avg_sq"
     replay = "adam"
-    # Whether weight decay acts on the weights alone; None: the group says so.
-    decoupled: ClassVar[bool | None] = None
+    # Whether weight decay acts on the weights alone, unless the group says it (older versions of torch have no such entry).
+    decoupled: ClassVar[bool] = False
 
     def form(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[bool, str | None]:
-        decoupled = group.get("decoupled_weight_decay", False) if self.decoupled is None else self.decoupled
+        decoupled = group.get("decoupled_weight_decay", self.decoupled)
         if group.get("amsgrad") and state and "max_exp_avg_sq" not in state:
             raise OptimizerError(
                 "amsgrad became True after the first step, but the optimizer keeps its largest second moments from the first "

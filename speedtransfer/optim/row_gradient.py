@@ -271,7 +271,7 @@ def _check_no_graph(func: Any, args: tuple[Any, ...]) -> None:
         # No TypeError: torch takes one in `2 * grad` for an operand that it does not know.
         raise InvalidValueError(
             "the gradient of the weight of a table, made by backward(create_graph=True), is used with gradients enabled, but "
-            "nothing goes back through it; take torch.autograd.grad(loss, emb.weight, create_graph=True), or, where no graph is "
+            "nothing goes back through it; take torch.autograd.grad(loss, emb.weight, create_graph=True), or, if no graph is "
             "wanted, weight.grad.detach()"
         )
 

@@ -49,6 +49,11 @@ def as_index(
         kind = "a boolean mask" if tensor.dtype == torch.bool else f"of dtype {tensor.dtype}"
         remedy = "mask.nonzero().flatten()" if tensor.dtype == torch.bool else "index.long()"
         raise InvalidTypeError(f"index is {kind} but rows are named by integers; pass {remedy}")
+    if tensor.is_nested:
+        raise InvalidTypeError(
+            "index is a nested tensor but rows come back in its shape; pass index.values(), and put the rows together again "
+            "(torch.nested.nested_tensor_from_jagged(rows, index.offsets()))"
+        )
     if tensor.dtype == torch.uint64:  # a value of 2**63 or more would turn negative
         tensor = torch.where(tensor.view(torch.int64) < 0, num_rows, tensor.view(torch.int64))
     on_host = tensor.device.type == "cpu"

@@ -205,6 +205,12 @@ class GatherCases(TableCases):
         with pytest.raises(InvalidTypeError, match=r"index is a boolean mask .*; pass mask.nonzero\(\).flatten\(\)"):
             self.numbered().gather(torch.ones(10, dtype=torch.bool))
 
+    def test_nested_index(self):
+        ids = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=torch.jagged)
+        with pytest.raises(InvalidTypeError, match=r"index is a nested tensor .*; pass index.values\(\)") as error:
+            self.numbered().gather(ids)
+        one_line(error)
+
     def test_ragged_index(self):
         with pytest.raises(ValueError, match="index is a ragged sequence") as error:
             self.numbered().gather([[1, 2], [3]])
