@@ -9,23 +9,21 @@ New code needs none of this: :class:`speedtransfer.Embedding` moves its rows and
 
 from typing import NoReturn
 
-from speedtransfer.speedtorch.array_classes import (
+from speedtransfer.speedtorch.classes import (
     COM,
     COMMM,
+    CPUPytorchCOM,
+    CPUPytorchModelFactory,
+    CPUPytorchOptimizerFactory,
     DataGadget,
     DataGadgetMM,
+    GPUPytorchCOM,
+    GPUPytorchModelFactory,
+    GPUPytorchOptimizerFactory,
     ModelFactory,
     ModelFactoryMM,
     OptimizerFactory,
     OptimizerFactoryMM,
-)
-from speedtransfer.speedtorch.torch_classes import (
-    CPUPytorchCOM,
-    CPUPytorchModelFactory,
-    CPUPytorchOptimizerFactory,
-    GPUPytorchCOM,
-    GPUPytorchModelFactory,
-    GPUPytorchOptimizerFactory,
     PytorchCOM,
     PytorchModelFactory,
     PytorchOptimizerFactory,

@@ -15,12 +15,12 @@ from torch import Tensor
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.speedtorch.arrays import dtype_of, names_rows, stored_as, tensor_from
 from speedtransfer.speedtorch.files import read_npy
-from speedtransfer.speedtorch.held import Held, OneArray
 from speedtransfer.speedtorch.rows import Column, Rows
+from speedtransfer.speedtorch.storage import OneArray, Storage
 from speedtransfer.tables import PathLike, Table
 
 
-class Indexed(Held):
+class IndexedData(Storage):
     """What is read and written by any index."""
 
     def getData(self, indexes: Any) -> Tensor:
@@ -69,7 +69,7 @@ class Indexed(Held):
         rows.write(index, {"weight": rows.broadcast("weight", dataObject, index.shape)})
 
 
-class Gadgets(Indexed):
+class Gadgets(IndexedData):
     """What the data gadgets share."""
 
     _begin_by = "gadgetInit()"
@@ -123,7 +123,7 @@ class MappedGadgets(Gadgets):
         )
 
 
-class Matrices(OneArray, Indexed):
+class Matrices(OneArray, IndexedData):
     """What the matrices of co-occurrences share."""
 
     _begin_by = "comInit()"

@@ -1,4 +1,4 @@
-"""The switcher of a model's variable: its rows live in a table, and the variable holds those of a batch."""
+"""Role of the model factories: the rows of a variable live in a table, and the variable holds those of a batch."""
 
 # ruff: noqa: N802, N803 - the names are SpeedTorch's
 
@@ -16,8 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from speedtransfer.cuda import wait_until_filled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.optim import find_handle
-from speedtransfer.speedtorch.held import OneArray
 from speedtransfer.speedtorch.rows import Rows
+from speedtransfer.speedtorch.storage import OneArray
 
 # Parameter -> weak reference to its switcher: some optimizers keep a copy of the weights.
 _switchers: WeakIdKeyDictionary = WeakIdKeyDictionary()

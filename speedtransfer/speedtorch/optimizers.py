@@ -1,4 +1,4 @@
-"""The switcher of an optimizer's state: it lives in a table, and the optimizer holds that of a batch.
+"""Role of the optimizer factories: the state lives in a table, and the optimizer holds that of a batch.
 
 What an optimizer keeps for a row, and from which values that starts, is found by a trial of it, so that any optimizer that
 updates row by row will do.
@@ -21,9 +21,9 @@ from speedtransfer.optim import PlaneSpec, probe_optimizer
 from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.probe import Trial, without_gradients
 from speedtransfer.speedtorch.arrays import dtype_of, stored_dtype, tensor_from, to_copy
-from speedtransfer.speedtorch.held import Held
 from speedtransfer.speedtorch.models import all_weights, find_parameter
 from speedtransfer.speedtorch.rows import Column, Rows
+from speedtransfer.speedtorch.storage import Storage
 
 
 class States(list[Any]):
@@ -37,7 +37,7 @@ class States(list[Any]):
         self._load(at, value)
 
 
-class Optimizers(Held):
+class Optimizers(Storage):
     """What the optimizer factories share; they differ in where the rows live."""
 
     _several = True

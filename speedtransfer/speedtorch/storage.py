@@ -1,9 +1,10 @@
-"""What all SpeedTorch classes share: their rows, views and copies of them, and files."""
+"""What all SpeedTorch classes share: their rows, views and copies of them, files, and the memories that rows live in."""
 
 # ruff: noqa: N802, N803 - the names are SpeedTorch's
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from torch import Tensor
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.speedtorch.arrays import dtype_of, stored_dtype, tensor_from, to_copy
 from speedtransfer.speedtorch.files import npy_path, read_npy, read_torch, write_npy, write_torch
-from speedtransfer.speedtorch.place import Place
+from speedtransfer.speedtorch.place import Place, cpu_or_cuda, in_file, on_cuda
 from speedtransfer.speedtorch.rows import Column, Rows
 from speedtransfer.tables import PathLike
 
@@ -22,10 +23,10 @@ class NoRowsError(InvalidValueError, AttributeError):
     """The rows have not been made yet. An AttributeError too, so that hasattr() of a view says False until then."""
 
 
-class Held(ABC):
+class Storage(ABC):
     """Rows in one memory.
 
-    A subclass says where they live (`_place`), how they are made, and how arrays are loaded (`_take`).
+    A memory below says where they are (`_place`); a role how they are made and how arrays are loaded (`_take`).
     """
 
     _several: ClassVar[bool] = False  # arrays, one for each state of an optimizer
@@ -126,24 +127,24 @@ class Held(ABC):
 
 
 def view_of(get: str, doc: str) -> property:
-    """Return a property: reading calls the method `get` of :class:`Held`, assigning loads an array, and del frees the rows."""
+    """Return a property: reading calls the method `get`, assigning loads an array, and del frees the rows."""
 
-    def read(self: Held) -> Any:
+    def read(self: Storage) -> Any:
         return getattr(self, get)()
 
-    def write(self: Held, value: Any) -> None:
+    def write(self: Storage, value: Any) -> None:
         if value is None:
             delete(self)
         else:
             self._set(value)
 
-    def delete(self: Held) -> None:
+    def delete(self: Storage) -> None:
         self._held = None
 
     return property(read, write, delete, doc)
 
 
-class OneArray(Held):
+class OneArray(Storage):
     """Rows of one array, whose shape the constructor fixes."""
 
     _fixed_by: ClassVar[str]  # says which arguments name the shape; formatted with its two sizes
@@ -172,3 +173,69 @@ class OneArray(Held):
             )
         source = to_copy(self._column.dtype, tensor, "the array")
         self._begin(lambda rows: rows.fill("weight", source))
+
+
+# --- memories -----------------------------------------------------------------------------------------------------------
+
+
+ARRAY_DOC = "All rows over their memory, as `getCupyVar` returns them; assign an array to load it."
+TENSOR_DOC = "All rows over their memory, as `getTorchVar` returns them; assign a tensor to load it."
+
+
+class CudaOrPinned(Storage):
+    """Rows on the GPU, or in page-locked memory where `CPUPinn` is True."""
+
+    CPUPinn: bool
+
+    def _place(self) -> Place:
+        return on_cuda("pinned" if self.CPUPinn else "device")
+
+    CUPYcorpus = view_of("getCupyVar", ARRAY_DOC)
+
+
+class MemoryMapped(Storage):
+    """Rows in a file mapped into memory: the new file `path`, or one without a name in `_folder`."""
+
+    path: PathLike | None = None
+    _folder: PathLike = ""
+
+    def _place(self) -> Place:
+        return in_file(self.path, self._folder)
+
+    def _keep_in(self, diskname: str, CPUPinn: bool, path: PathLike | None) -> None:
+        self.diskname, self.CPUPinn, self.path, self._folder = diskname, CPUPinn, path, os.path.dirname(diskname)
+
+    CUPYmemmap = view_of("getCupyMM", ARRAY_DOC)
+
+
+class Cuda(Storage):
+    """Rows on the GPU."""
+
+    def _place(self) -> Place:
+        return on_cuda("device")
+
+    pytorchGPUVar = view_of("getTorchVar", TENSOR_DOC)  # noqa: N815
+
+
+class Pinned(Storage):
+    """Rows in page-locked memory."""
+
+    def _place(self) -> Place:
+        return on_cuda("pinned")
+
+    pytorchCPUVar = view_of("getTorchVar", TENSOR_DOC)  # noqa: N815
+
+
+class AnyDevice(Storage):
+    """Rows on the GPU, or in ordinary or page-locked memory."""
+
+    deviceType: Any  # noqa: N815
+    pinType: bool  # noqa: N815
+
+    def _variable(self) -> Tensor | None:
+        return None
+
+    def _place(self) -> Place:
+        return cpu_or_cuda(self.deviceType, self.pinType, self._variable())
+
+    pytorchGPUVar = view_of("getTorchVar", TENSOR_DOC)  # noqa: N815

@@ -1,37 +1,25 @@
-"""The classes that show rows as arrays: on the GPU, page-locked, or in a file mapped into memory."""
+"""The 17 classes of SpeedTorch: a role (a variable, the state of an optimizer, data) in a memory, with its defaults."""
 
 # ruff: noqa: N802, N803 - the names are SpeedTorch's
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from speedtransfer.speedtorch.data import Gadgets, MappedGadgets, Matrices
-from speedtransfer.speedtorch.held import Held, view_of
 from speedtransfer.speedtorch.models import Models
 from speedtransfer.speedtorch.optimizers import Optimizers
-from speedtransfer.speedtorch.place import Place, in_file, on_cuda
+from speedtransfer.speedtorch.storage import ARRAY_DOC, AnyDevice, Cuda, CudaOrPinned, MemoryMapped, Pinned, view_of
 from speedtransfer.tables import PathLike
 
-_ARRAY = "All rows over their memory, as `getCupyVar` returns them; assign an array to load it."
+# --- shown as arrays: on the GPU, page-locked, or in a file mapped into memory -------------------------------------------
 
 
-class Cupy(Held):
-    """Rows on the GPU, or in page-locked memory where `CPUPinn` is True."""
-
-    CPUPinn: bool
-
-    def _place(self) -> Place:
-        return on_cuda("pinned" if self.CPUPinn else "device")
-
-    CUPYcorpus = view_of("getCupyVar", _ARRAY)
-
-
-class ModelFactory(Models, Cupy):
+class ModelFactory(Models, CudaOrPinned):
     """Switches the rows of a model's variable between all of them and those of a batch.
 
     Parameters
@@ -62,7 +50,7 @@ class ModelFactory(Models, Cupy):
         self.CPUPinn = CPUPinn
 
 
-class OptimizerFactory(Optimizers, Cupy):
+class OptimizerFactory(Optimizers, CudaOrPinned):
     """Switches the state that an optimizer keeps for a variable between that of all rows and that of a batch's.
 
     Parameters
@@ -104,10 +92,10 @@ class OptimizerFactory(Optimizers, Cupy):
         super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype)
         self.CPUPinn = CPUPinn
 
-    CUPYcorpi = view_of("getCupyVar", _ARRAY)
+    CUPYcorpi = view_of("getCupyVar", ARRAY_DOC)
 
 
-class COM(Matrices, Cupy):
+class COM(Matrices, CudaOrPinned):
     """A square matrix of co-occurrences, read and written as a data gadget.
 
     Parameters
@@ -128,10 +116,10 @@ class COM(Matrices, Cupy):
         self.CPUPinn = self.CPUPinn or CPUPinn
         super().comInit()
 
-    CUPYCom = view_of("getCupyVar", _ARRAY)
+    CUPYCom = view_of("getCupyVar", ARRAY_DOC)
 
 
-class DataGadget(Gadgets, Cupy):
+class DataGadget(Gadgets, CudaOrPinned):
     """Data of which any part is quickly on the compute device.
 
     Parameters
@@ -143,22 +131,7 @@ class DataGadget(Gadgets, Cupy):
     """
 
 
-class InFile(Held):
-    """Rows in a file mapped into memory: the new file `path`, or one without a name in `_folder`."""
-
-    path: PathLike | None = None
-    _folder: PathLike = ""
-
-    def _place(self) -> Place:
-        return in_file(self.path, self._folder)
-
-    def _keep_in(self, diskname: str, CPUPinn: bool, path: PathLike | None) -> None:
-        self.diskname, self.CPUPinn, self.path, self._folder = diskname, CPUPinn, path, os.path.dirname(diskname)
-
-    CUPYmemmap = view_of("getCupyMM", _ARRAY)
-
-
-class ModelFactoryMM(Models, InFile):
+class ModelFactoryMM(Models, MemoryMapped):
     """A :class:`~speedtransfer.speedtorch.ModelFactory` whose rows live in a file, by default one that vanishes with it.
 
     Parameters
@@ -188,7 +161,7 @@ class ModelFactoryMM(Models, InFile):
         self._keep_in(diskname, CPUPinn, path)
 
 
-class OptimizerFactoryMM(Optimizers, InFile):
+class OptimizerFactoryMM(Optimizers, MemoryMapped):
     """An :class:`~speedtransfer.speedtorch.OptimizerFactory` whose state lives in files without a name, which go with it.
 
     Parameters
@@ -218,7 +191,7 @@ class OptimizerFactoryMM(Optimizers, InFile):
         self._folder = folder
 
 
-class COMMM(Matrices, InFile):
+class COMMM(Matrices, MemoryMapped):
     """A :class:`~speedtransfer.speedtorch.COM` that lives in a file, as the rows of a :class:`ModelFactoryMM` do.
 
     Parameters
@@ -250,7 +223,7 @@ class COMMM(Matrices, InFile):
         super().comInit()
 
 
-class DataGadgetMM(MappedGadgets, InFile):
+class DataGadgetMM(MappedGadgets, MemoryMapped):
     """A :class:`~speedtransfer.speedtorch.DataGadget` over the file itself, which insertData writes to.
 
     Parameters
@@ -260,3 +233,92 @@ class DataGadgetMM(MappedGadgets, InFile):
     CPUPinn : bool
         Ignored.
     """
+
+
+# --- shown as tensors: on the GPU, page-locked, or on any device --------------------------------------------------------
+
+
+class GPUPytorchModelFactory(Models, Cuda):
+    """A :class:`~speedtransfer.speedtorch.ModelFactory` on the GPU, with tensors for arrays."""
+
+
+class GPUPytorchOptimizerFactory(Optimizers, Cuda):
+    """An :class:`~speedtransfer.speedtorch.OptimizerFactory` on the GPU, with tensors for arrays."""
+
+
+class GPUPytorchCOM(Matrices, Cuda):
+    """A :class:`~speedtransfer.speedtorch.COM` on the GPU, with a tensor for an array."""
+
+
+class CPUPytorchModelFactory(Models, Pinned):
+    """A :class:`~speedtransfer.speedtorch.ModelFactory` in page-locked memory, with tensors for arrays."""
+
+
+class CPUPytorchOptimizerFactory(Optimizers, Pinned):
+    """An :class:`~speedtransfer.speedtorch.OptimizerFactory` in page-locked memory, with tensors for arrays."""
+
+
+class CPUPytorchCOM(Matrices, Pinned):
+    """A :class:`~speedtransfer.speedtorch.COM` in page-locked memory, with a tensor for an array."""
+
+
+class PytorchModelFactory(Models, AnyDevice):
+    """A :class:`~speedtransfer.speedtorch.ModelFactory` on the GPU or on the CPU, with tensors for arrays.
+
+    Parameters
+    ----------
+    model_variable, total_classes, embed_dimension, datatype
+        As those of :class:`~speedtransfer.speedtorch.ModelFactory`.
+    deviceType : {"cuda", "cpu"}
+        Where all rows are. With "cpu" those of a batch come to where the variable is when the rows are initialised.
+    pinType : bool
+        With "cpu": in page-locked memory.
+    """
+
+    def __init__(
+        self,
+        model_variable: nn.Module,
+        total_classes: int,
+        embed_dimension: int,
+        datatype: Any = torch.float,
+        deviceType: str = "cuda",
+        pinType: bool = False,
+    ) -> None:
+        super().__init__(model_variable, total_classes, embed_dimension, datatype)
+        self.deviceType, self.pinType = deviceType, pinType
+
+
+class PytorchOptimizerFactory(Optimizers, AnyDevice):
+    """An :class:`~speedtransfer.speedtorch.OptimizerFactory` on the GPU or on the CPU, with tensors for arrays.
+
+    Parameters
+    ----------
+    given_optimizer, total_classes, embed_dimension, model, variable_name, dtype
+        As those of :class:`~speedtransfer.speedtorch.OptimizerFactory`.
+    deviceType, pinType
+        As those of :class:`PytorchModelFactory`.
+    """
+
+    def __init__(
+        self,
+        given_optimizer: Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = torch.float,
+        deviceType: str = "cuda",
+        pinType: bool = False,
+    ) -> None:
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype)
+        self.deviceType, self.pinType = deviceType, pinType
+
+
+class PytorchCOM(Matrices, AnyDevice):
+    """A :class:`~speedtransfer.speedtorch.COM` on the GPU or on the CPU, with a tensor for an array."""
+
+    def __init__(
+        self, total_classes: int, datatype: Any = torch.int32, deviceType: str = "cuda", pinType: bool = False
+    ) -> None:
+        super().__init__(total_classes, datatype)
+        self.deviceType, self.pinType = deviceType, pinType
