@@ -6,12 +6,12 @@ Without a commit it counts the files as they lie here, where git knows them or w
 from __future__ import annotations
 
 import argparse
+import io
 import subprocess
 import sys
+import tarfile
 from collections.abc import Mapping
 from pathlib import Path
-
-from tree import in_commit
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "speedtransfer"
@@ -61,6 +61,30 @@ def here(root: Path) -> dict[str, str]:
     return {name: (root / name).read_text(encoding="utf-8") for name in names if name and (root / name).is_file()}
 
 
+def in_commit(root: Path, commit: str) -> dict[str, str]:
+    """Return the Python files of a commit by name.
+
+    Raises
+    ------
+    LookupError
+        git is not there, or does not know the commit.
+    """
+    command = ["git", "-C", str(root), "archive", "--format=tar", "--end-of-options", commit]
+    if not (root / ".git").exists():  # git would find whatever repository is around it
+        raise LookupError(f"{root} is no git repository")
+    try:
+        packed = subprocess.run(command, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise LookupError(f"git cannot read commit {commit!r} ({error}); is it one of this repository?") from error
+    found = {}
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        for member in archive:
+            file = archive.extractfile(member)
+            if file is not None and member.name.endswith(".py"):
+                found[member.name] = file.read().decode("utf-8", "replace")
+    return found
+
+
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     """Print the table; return the exit code."""
     parser = argparse.ArgumentParser(prog="bench/count.py", description=(__doc__ or "").splitlines()[0])
@@ -71,7 +95,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     except (OSError, LookupError, subprocess.CalledProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(table(count({name: text for name, text in files.items() if name.endswith(".py")})))
+    print(table(count(files)))
     return 0
 
 

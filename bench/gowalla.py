@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,15 +23,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from idle_data import Data, read_data
-from needs import DataError
-from store import GOWALLA, QUICK, ROOT, header, path_of, write
-
-sys.path.insert(0, str(ROOT))  # also where the package is not installed
-
+from experiment import (
+    DataError,
+    RunError,
+    commit_and_date,
+    exit_code,
+    make_parser,
+    positive_int,
+    stop_on_signals,
+    write_result,
+)
 from gowalla_training import ALONE, DENSE, KINDS, REPLICAS, SHARDED, SHARED, TOP, Model, Settings, train
+from idle_data import Data, read_data
+from store import GOWALLA, QUICK, ROOT, header, path_of
 
-from speedtransfer.errors import SpeedtransferError
 from speedtransfer.ranks import joined
 
 NAMES = {
@@ -45,57 +49,33 @@ NAMES = {
 IN_ONE_PROCESS = (DENSE, ALONE)
 
 
-class TrainingError(RuntimeError):
-    """The processes of a training ended with an error."""
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     args = _parser().parse_args(arguments)
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     settings = replace(settings, epochs=1) if args.quick else settings
-    try:
-        data = read_data(args.data)
-        return train_here(data, settings, args) if args.command == "train" else compare_all(data, settings, args)
-    except (DataError, SpeedtransferError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: stopped", file=sys.stderr)
-        return 130
+    run = train_here if args.command == "train" else compare_all
+    return exit_code(lambda: run(read_data(args.data), settings, args))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench/gowalla.py", description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("gowalla", __doc__)
     does = "compare kinds (default), or only train them, in this process or in those that torchrun has started"
     parser.add_argument("command", nargs="?", choices=["compare", "train"], default="compare", help=does)
     parser.add_argument("--data", type=Path, required=True, help="the folder of train.txt and test.txt")
     only = f"only these of {', '.join(KINDS)}; all that fit by default"
     parser.add_argument("--kind", nargs="+", choices=KINDS, metavar="KIND", help=only)
-    parser.add_argument("--processes", type=_count, default=2, metavar="N", help="to start; by default 2")
+    parser.add_argument("--processes", type=positive_int, default=2, metavar="N", help="to start; by default 2")
     for field in fields(Settings):
         kind: Any = type(field.default)
-        kind = _count if kind is int and field.name != "seed" else kind
+        kind = positive_int if kind is int and field.name != "seed" else kind
         choices = ["float32", "float64"] if field.name == "dtype" else None
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=kind, default=field.default, choices=choices, help=f"by default {field.default}")
     parser.add_argument("--quick", action="store_true", help="one epoch, to see that it runs")
-    parser.add_argument("--out", type=Path, help="the JSON file to write", metavar="FILE")
     # What the processes leave for the one that has started them.
     parser.add_argument("--state", type=Path, help=argparse.SUPPRESS)
     return parser
-
-
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
-_count.__name__ = "positive int"  # for argparse, in the line that refuses another
 
 
 def train_here(data: Data, settings: Settings, args: argparse.Namespace) -> int:
@@ -110,13 +90,13 @@ def train_here(data: Data, settings: Settings, args: argparse.Namespace) -> int:
                 raise DataError(f"--kind {kind} is for {how}")
             found = train(data, settings, kind, group)
             if found and args.state is None:
-                print(f"{kind}: {words(found)}", flush=True)
+                print(f"{kind}: {describe(found)}", flush=True)
             elif found:
                 torch.save(found, args.state)
     return 0
 
 
-def words(found: dict[str, Any]) -> str:
+def describe(found: dict[str, Any]) -> str:
     """Return the scores of a training."""
     return f"recall@{TOP} {found['recall']:.4f}, NDCG@{TOP} {found['ndcg']:.4f}"
 
@@ -136,7 +116,7 @@ def compare_all(data: Data, settings: Settings, args: argparse.Namespace) -> int
             reference = reference or state
             count = 1 if alone else args.processes
             runs.append({"kind": kind, "processes": count, **run, "distance": distance(state, reference, start)})
-            print(f"{kind}: {words(run)}", flush=True)
+            print(f"{kind}: {describe(run)}", flush=True)
     sizes = dict(zip(("users", "items"), data.sizes, strict=True))
     result = {
         **about,
@@ -145,8 +125,7 @@ def compare_all(data: Data, settings: Settings, args: argparse.Namespace) -> int
         "runs": sorted(runs, key=lambda run: KINDS.index(run["kind"])),
         "complete": whole,
     }
-    write(out, result)
-    print("", table(result), "", *sentences(result), f"wrote {out}", sep="\n")
+    write_result(result, out, None, [table(result), "", *sentences(result)])
     return 0
 
 
@@ -168,7 +147,7 @@ def run_processes(kind: str, settings: Settings, args: argparse.Namespace, path:
             process.terminate()  # torchrun ends the processes that it has started
             raise
     if code != 0:
-        raise TrainingError(f"the training of {NAMES[kind]!r} ended with exit code {code}; what it says is above")
+        raise RunError(f"the training of {NAMES[kind]!r} ended with exit code {code}; its output is above")
     found: dict[str, Any] = torch.load(path)
     return found
 
@@ -198,12 +177,11 @@ def table(result: dict[str, Any]) -> str:
 def sentences(result: dict[str, Any]) -> Iterator[str]:
     """Yield what was trained, and what the columns are."""
     data, settings, environment = result["data"], result["settings"], result["environment"]
-    commit = environment["commit"][:12] + (" with changes" if environment["dirty"] else "")
     yield (
         f"{data['train']:,} pairs of {data['users']:,} users and {data['items']:,} items; epochs: {settings['epochs']}, "
         f"{settings['batch']:,} pairs a step in all processes together, dim {settings['dim']}, {settings['dtype']}, AdamW "
         f"with lr {settings['lr']:g} and weight decay {settings['weight_decay']:g}; torch {environment['versions']['torch']}, "
-        f"commit {commit}, {environment['date'][:10]}."
+        f"{commit_and_date(result)}."
     )
     yield (
         f"distance: the largest difference of a weight from {NAMES[ALONE]} in one process, as a share of the largest move in "
@@ -214,6 +192,5 @@ def sentences(result: dict[str, Any]) -> Iterator[str]:
 
 if __name__ == "__main__":
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun's processes end at once: they may wait for each other
-        for number in (signal.SIGINT, signal.SIGTERM):  # also in the background, where a shell has SIGINT ignored
-            signal.signal(number, signal.default_int_handler)
+        stop_on_signals()
     sys.exit(main())

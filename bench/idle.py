@@ -8,22 +8,16 @@ LightGCN's repository (https://github.com/kuandeng/LightGCN) has them; the data 
 from __future__ import annotations
 
 import argparse
-import io
 import itertools
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from experiment import blocks_of, exit_code, make_parser, positive_int, provenance, write_result
 from idle_data import TOP, Settings, read_data
-from idle_training import DENSE, DOUBLE, EXACT, LAZY, SPARSE, WAYS
-from needs import DataError
-from pictures import save_picture
-from store import IDLE, ROOT, header, path_of, write
-
-sys.path.insert(0, str(ROOT))  # also where the package is not installed
-
-from idle_training import train
+from idle_training import DENSE, DOUBLE, EXACT, LAZY, SPARSE, WAYS, train
+from store import IDLE, ROOT, header, path_of
 
 from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, legend_below, require_matplotlib, tidy
 from speedtransfer.benchmark.units import format_share
@@ -32,43 +26,30 @@ from speedtransfer.cuda import resolve_device
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    lines = (__doc__ or "").splitlines()
-    parser = argparse.ArgumentParser(prog="bench/idle.py", description=lines[0])
+    parser = make_parser("idle", __doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder of train.txt and test.txt")
-    parser.add_argument("--out", type=Path, help="the JSON file to write", metavar="FILE")
-    for name, kind in (("steps", _count), ("batch", _count), ("seed", int), ("lr", float), ("weight-decay", float)):
+    kinds = {"steps": positive_int, "batch": positive_int, "seed": int, "lr": float, "weight-decay": float}
+    for name, kind in kinds.items():
         default = getattr(Settings, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"by default {default}")
     args = parser.parse_args(arguments)
-    try:
-        data = read_data(args.data)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: _measure(args))
+
+
+def _measure(args: argparse.Namespace) -> int:
+    data = read_data(args.data)
     about = header(ROOT, IDLE)  # before: the sources as they are when it starts
     out = args.out or path_of(ROOT, about["environment"]["device"], IDLE)
     settings = Settings(args.steps, args.batch, seed=args.seed, lr=args.lr, weight_decay=args.weight_decay)
     start = time.perf_counter()
-    result = train(data, settings, resolve_device(None), _say)
+    result = train(data, settings, resolve_device(None), _print_point)
     seconds = round(time.perf_counter() - start, 1)
     result = {**about, "data": args.data.resolve().name, **result, "seconds": seconds, "complete": True}
-    write(out, result)
-    print("", *sentences(result), f"wrote {out}", sep="\n")
-    if problem := save(result, out.with_suffix(".png")):
-        print(problem, file=sys.stderr)
+    write_result(result, out, draw, sentences(result))
     return 0
 
 
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
-_count.__name__ = "positive int"  # for argparse, in the line that refuses another
-
-
-def _say(number: int, curves: dict[str, dict[str, list[float]]]) -> None:
+def _print_point(number: int, curves: dict[str, dict[str, list[float]]]) -> None:
     shown = (f"{way} {curves[way]['loss'][-1]:.4f} / {curves[way]['recall'][-1]:.4f}" for way in WAYS)
     print(f"step {number:,}, loss / recall: {', '.join(shown)}", flush=True)
 
@@ -76,7 +57,6 @@ def _say(number: int, curves: dict[str, dict[str, list[float]]]) -> None:
 # --- words and picture --------------------------------------------------------------------------------------------------
 
 
-BYTES = 100_000  # at most: a repository keeps every picture for ever
 # Exact is dashed over a broad dense line: one sees both where they are one.
 _STYLES: dict[str, dict[str, Any]] = {
     DENSE: {"color": "#b8bec8", "lw": 7, "solid_capstyle": "round", "zorder": 2},
@@ -93,16 +73,8 @@ _NAMES = {
 }
 
 
-def save(result: dict[str, Any], path: Path) -> str:
-    """Write the picture; return why there is none, or what is wrong with it."""
-    if problem := save_picture(lambda: draw(result), path):
-        return problem
-    size = path.stat().st_size
-    return f"{path} has {size} bytes, more than {BYTES}: think twice before it is committed" if size > BYTES else ""
-
-
-def draw(result: dict[str, Any]) -> bytes:
-    """Return the picture as PNG."""
+def draw(result: dict[str, Any]) -> Any:
+    """Return the picture."""
     figure = require_matplotlib()(12, 4.4)
     loss, recall, distance = figure.subplots(1, 3, width_ratios=(3, 3, 2))
     counts, curves = result["counts"], result["curves"]
@@ -139,9 +111,7 @@ def draw(result: dict[str, Any]) -> bytes:
     low, high = distance.get_ylim()
     distance.set_ylim(0.4 * low, 3 * high)
     legend_below(figure, loss)
-    target = io.BytesIO()
-    figure.savefig(target, format="png")
-    return target.getvalue()
+    return figure
 
 
 def _label(axes: Any, counts: list[int], values: list[float], text: str, colour: str, lift: int) -> None:
@@ -156,14 +126,11 @@ def sentences(result: dict[str, Any]) -> list[str]:
     """Return what was trained and what came of it."""
     settings, sizes, curves = result["settings"], result["sizes"], result["curves"]
     users, items = map(format_share, result["touched"])
-    environment = result["environment"]
-    commit = environment["commit"][:12] + (" with changes" if environment["dirty"] else "")
     trained = (
         f"{result['data'].capitalize()}, {sizes['users']:,} users x {sizes['items']:,} items, matrix factorisation with BPR, "
         f"dim {settings['dim']}, {settings['steps']:,} steps of {settings['batch']:,} pairs, each of which touches {users} of "
         f"the users and {items} of the items; AdamW with lr {settings['lr']:g} and weight decay {settings['weight_decay']:g} "
-        f"(SparseAdam has none); one seed, {environment['device']}, torch {environment['versions']['torch']}, "
-        f"commit {commit}, {environment['date'][:10]}."
+        f"(SparseAdam has none); one seed, {provenance(result)}."
     )
     ends = ", ".join(f"{way} {curves[way]['recall'][-1]:.3f}" for way in WAYS)
     best = ", ".join(f"{way} {max(curves[way]['recall']):.3f}" for way in WAYS)
@@ -180,8 +147,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
 
 def markdown(result: dict[str, Any], picture: str) -> str:
     """Return the block of docs/optimizers.md; `picture` is its path or nothing."""
-    title = "Training with dense, exact, lazy and SparseAdam's idle rows"
-    return "\n\n".join(filter(None, [f"![{title}]({picture})" if picture else "", *sentences(result)]))
+    return blocks_of(picture, "Training with dense, exact, lazy and SparseAdam's idle rows", *sentences(result))
 
 
 if __name__ == "__main__":

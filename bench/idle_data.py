@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from needs import DataError
+from experiment import DataError
 from torch import Tensor
 
 TOP = 20

@@ -69,7 +69,7 @@ def _wait(tensor: Tensor) -> None:
 
 
 def train(
-    data: Data, settings: Settings, device: torch.device, say: Callable[[int, dict[str, Any]], None] | None = None
+    data: Data, settings: Settings, device: torch.device, report: Callable[[int, dict[str, Any]], None] | None = None
 ) -> dict[str, Any]:
     """Train in all ways, side by side on the same batches, and return curves and differences as plain data.
 
@@ -79,7 +79,7 @@ def train(
     settings : Settings
     device : torch.device
         The compute device.
-    say : callable, optional
+    report : callable, optional
         Gets the step and the curves, whenever the ways have been compared.
     """
     generator = torch.Generator().manual_seed(settings.seed)
@@ -108,8 +108,8 @@ def train(
                 curves[way]["loss"].append(float(torch.stack(model.losses[counts[-1] :]).mean()))
                 curves[way]["recall"].append(recall(*weights))
         counts.append(number)
-        if say is not None:
-            say(number, curves)
+        if report is not None:
+            report(number, curves)
         if number >= settings.steps:
             break
     losses = {way: torch.stack(models[way].losses).double() for way in WAYS}

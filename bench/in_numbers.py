@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import word2vec_statistics as statistics
 from idle_data import TOP
 from idle_training import DENSE, EXACT, LAZY
 from store import IDLE, NGRAM_EXAMPLE, ROOT, WORD2VEC
-from word2vec_text import OPTIMIZERS
+from word2vec_report import OPTIMIZERS
 
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.units import format_count
@@ -20,11 +19,6 @@ OVERSIZED = "notebooks/oversized.ipynb"
 STEP = "step"  # of the suites; its picture is shown, too
 _TITLE = "Time of a training step by the rows of the table: ours stays level, dense training grows with the table"
 _OURS, _DENSE, _SPARSE = "speedtransfer, pageable", "nn.Embedding + AdamW", "nn.Embedding(sparse=True) + SparseAdam"
-
-
-def save(result: dict[str, Any], path: Path) -> str:
-    """Draw nothing: the picture is that of the suite."""
-    return ""
 
 
 def markdown(result: dict[str, Any], picture: str) -> str:

@@ -6,13 +6,11 @@ bench/readme.py puts both into docs/ngrams.md.
 
 from __future__ import annotations
 
-import io
 import sys
 from pathlib import Path
 from typing import Any
 
-from example_results import record_example
-from pictures import save_picture
+from experiment import commit_and_date, markdown_table, record_example
 from store import NGRAM_EXAMPLE, ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -26,38 +24,27 @@ from speedtransfer.benchmark.drawing import legend_below, require_matplotlib
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     """Run the example and keep what it found; return the exit code."""
-    return record_example(NGRAM_EXAMPLE, run.main, save, "contenders", arguments, root)
+    return record_example(NGRAM_EXAMPLE, run.main, draw, "contenders", arguments, root)
 
 
 # --- words and picture --------------------------------------------------------------------------------------------------
 
 
-def save(result: dict[str, Any], path: Path) -> str:
-    """Write the picture; return why there is none."""
-    return save_picture(lambda: draw(result), path)
-
-
-def draw(result: dict[str, Any]) -> bytes:
-    """Return the picture as PNG: losses above, speed and memory below."""
+def draw(result: dict[str, Any]) -> Any:
+    """Return the picture: losses above, speed and memory below."""
     figure = require_matplotlib()(11, 7.6)
     above, below = figure.subfigures(2, 1, height_ratios=(4, 3))
     axes = draw_curves(above, result)
     draw_bars(below, result)
     legend_below(figure, axes)
-    target = io.BytesIO()
-    figure.savefig(target, format="png")
-    return target.getvalue()
+    return figure
 
 
 def markdown(result: dict[str, Any], picture: str) -> str:
     """Return the block of docs/ngrams.md; `picture` is its path or nothing."""
-    environment = result["environment"]
-    commit = environment["commit"][:12] + (" with changes" if environment["dirty"] else "")
-    rows = cells(result)
-    table = [rows[0], ["---", *["--:"] * (len(rows[0]) - 1)], *rows[1:]]
     parts = [
-        f"{what(result)}; commit {commit}, {environment['date'][:10]}.",
-        "\n".join("| " + " | ".join(row) + " |" for row in table),
+        f"{what(result)}; {commit_and_date(result)}.",
+        markdown_table(cells(result)),
         "\n".join(f"- {sentence(one)}" for one in result["comparisons"]),
         f"![Losses, speed and memory of {len(CONTENDERS)} ways to hold n-gram tables]({picture})" if picture else "",
     ]

@@ -1,4 +1,4 @@
-"""Trains node2vec beside gensim, on the same walks with the same settings, and compares how well vectors tell groups of nodes.
+"""Trains node2vec beside gensim, on the same walks by the same settings; compares how well vectors predict groups of nodes.
 
 ``python bench/node2vec.py --data FOLDER``, where FOLDER has ``bc_adjlist.txt`` (or ``.txt.xz``), a node of BlogCatalog and its
 neighbours a line, and ``bc_labels.txt``, a node and its groups a line; the data are not part of this repository. Each seed has
@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
-import signal
 import statistics
 import sys
 import tempfile
@@ -23,16 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from needs import DataError, require
-from node2vec_data import Data, read_data, save_walks
-from node2vec_figure import save, sentences, table
-from node2vec_scores import MEASURES, interval, score
-from store import NODE2VEC, PARTIAL, QUICK, ROOT, header, path_of, read, write
+from experiment import commit_and_date, exit_code, make_parser, require, resume, stop_on_signals, write_result
+from node2vec_data import MEASURES, Data, interval, read_data, save_walks, score
+from store import NODE2VEC, PARTIAL, QUICK, ROOT, header, path_of, write
 from word2vec_child import cores
 
-sys.path.insert(0, str(ROOT))  # also where the package is not installed
-
-from speedtransfer.errors import SpeedtransferError
+from speedtransfer.benchmark.drawing import COLOURS, INK, require_matplotlib, tidy
 from speedtransfer.word2vec import Settings as Training
 
 GENSIM = "gensim"
@@ -61,47 +55,43 @@ QUICK_SETTINGS = Settings(dim=64, walks=2, walk_length=40, seeds=2, splits=1)
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(prog="bench/node2vec.py", description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("node2vec", __doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder of the graph and its groups")
-    parser.add_argument("--out", type=Path, help="the JSON file to write", metavar="FILE")
     parser.add_argument(
         "--quick", action="store_true", help="few and short walks and small vectors, to see that it runs"
     )
     parser.add_argument("--resume", action="store_true", help="go on with what an earlier run has left")
     args = parser.parse_args(arguments)
+    return exit_code(lambda: _measure_all(args), "stopped; --resume goes on after the last run that was printed")
+
+
+def _measure_all(args: argparse.Namespace) -> int:
     settings = QUICK_SETTINGS if args.quick else Settings()
-    try:
-        require("gensim", "sklearn")
-        about = header(ROOT, NODE2VEC)  # before: the sources as they are when it starts
-        for package in ("gensim", "scikit-learn"):
-            about["environment"]["versions"][package] = importlib.metadata.version(package)
-        data = read_data(args.data)
-        out = args.out or path_of(ROOT, about["environment"]["device"], NODE2VEC, QUICK if args.quick else "")
-        partial = out.with_name(f"{out.stem}{PARTIAL}.json")
-        graph = {
-            "nodes": len(data.graph),
-            "edges": edges_of(data),
-            "labelled": len(data.nodes),
-            "groups": data.groups.shape[1],
-        }
-        result: dict[str, Any] = {**about, "settings": json.loads(json.dumps(asdict(settings))), "graph": graph}
-        runs = take_up(partial, result) if args.resume else []
-        for seed in range(1, settings.seeds + 1):
-            for run in measure(data, settings, seed, {one["system"] for one in runs if one["seed"] == seed}):
-                runs.append(run)
-                write(partial, {**result, "runs": runs})
-    except (DataError, SpeedtransferError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: stopped; --resume goes on after the last run that was printed", file=sys.stderr)
-        return 130
+    require("gensim", "sklearn")
+    about = header(ROOT, NODE2VEC)  # before: the sources as they are when it starts
+    for package in ("gensim", "scikit-learn"):
+        about["environment"]["versions"][package] = importlib.metadata.version(package)
+    data = read_data(args.data)
+    out = args.out or path_of(ROOT, about["environment"]["device"], NODE2VEC, QUICK if args.quick else "")
+    partial = out.with_name(f"{out.stem}{PARTIAL}.json")
+    graph = {
+        "nodes": len(data.graph),
+        "edges": edges_of(data),
+        "labelled": len(data.nodes),
+        "groups": data.groups.shape[1],
+    }
+    result: dict[str, Any] = {**about, "settings": json.loads(json.dumps(asdict(settings))), "graph": graph}
+    runs: list[dict[str, Any]] = []
+    if args.resume:
+        same = ("settings", "graph")
+        runs = resume(partial, result, lambda old: [key for key in same if old[key] != result[key]])["runs"]
+    for seed in range(1, settings.seeds + 1):
+        for run in measure(data, settings, seed, {one["system"] for one in runs if one["seed"] == seed}):
+            runs.append(run)
+            write(partial, {**result, "runs": runs})
     result |= {"runs": runs, "summary": summary(runs, settings), "complete": not args.quick}
-    write(out, result)
+    write_result(result, out, draw, [*sentences(result), "", table(result)])
     partial.unlink()
-    print("", *sentences(result), "", table(result), f"wrote {out}", sep="\n")
-    if problem := save(result, out.with_suffix(".png")):
-        print(problem, file=sys.stderr)
     return 0
 
 
@@ -110,26 +100,6 @@ def edges_of(data: Data) -> int:
     heads = np.repeat(np.arange(len(data.graph)), np.diff(data.graph.begins))
     loops = int((heads == data.graph.neighbours).sum())
     return (len(heads) + loops) // 2
-
-
-def take_up(partial: Path, fresh: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs in the file `partial`, which a run that was stopped has left.
-
-    Raises
-    ------
-    DataError
-        It cannot be read, or was measured otherwise than `fresh` says.
-    """
-    try:
-        old = read(partial)
-        runs: list[dict[str, Any]] = old["runs"]
-        same = [{key: made[key] for key in ("digest", "settings", "graph")} for made in (old, fresh)]
-        versions = [made["environment"]["versions"] for made in (old, fresh)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"cannot go on with {str(partial)!r} ({error!r}); drop --resume") from error
-    if same[0] != same[1] or versions[0] != versions[1]:
-        raise DataError(f"{str(partial)!r} was measured with other sources, settings, data or versions; drop --resume")
-    return runs
 
 
 def measure(data: Data, settings: Settings, seed: int, done: Container[str] = ()) -> Iterator[dict[str, Any]]:
@@ -160,7 +130,7 @@ def measure(data: Data, settings: Settings, seed: int, done: Container[str] = ()
                 **facts,
                 "scores": scores,
             }
-            print(sentence(run), flush=True)
+            print(describe(run), flush=True)
             yield run
 
 
@@ -189,7 +159,6 @@ def train_ours(
 ) -> tuple[Callable[[str], np.ndarray], dict[str, Any]]:
     """Return our vectors, by node."""
     from speedtransfer.word2vec import Corpus, Trainer
-    from speedtransfer.word2vec import Settings as Training
     from speedtransfer.word2vec.progress import TrainingProgress
 
     training = Training(
@@ -228,7 +197,7 @@ def means(runs: list[dict[str, Any]], system: str, share: str, name: str) -> lis
     return [statistics.fmean(split[name] for split in run["scores"][share]) for run in chosen]
 
 
-def sentence(run: dict[str, Any]) -> str:
+def describe(run: dict[str, Any]) -> str:
     """Return what a run has reached, in a line."""
     found = (
         f"{float(share):.0%} "
@@ -238,7 +207,76 @@ def sentence(run: dict[str, Any]) -> str:
     return f"seed {run['seed']}, {run['system']}: {run['seconds']:.0f} s; {' / '.join(MEASURES)} at {', '.join(found)}"
 
 
+# --- words and picture ----------------------------------------------------------------------------------------------------
+
+
+def draw(result: dict[str, Any]) -> Any:
+    """Return the picture: for either measure the means by share of training nodes, with their intervals."""
+    figure = require_matplotlib()(12, 4)
+    shares, systems = (list(dict.fromkeys(row[key] for row in result["summary"])) for key in ("share", "system"))
+    width = 0.8 / len(systems)
+    for axes, measure in zip(figure.subplots(1, len(MEASURES)), MEASURES, strict=True):
+        for place, system in enumerate(systems):
+            rows = [row for row in result["summary"] if (row["measure"], row["system"]) == (measure, system)]
+            axes.bar(
+                [x + (place - (len(systems) - 1) / 2) * width for x in range(len(shares))],
+                [row["mean"] for row in rows],
+                width,
+                yerr=[row["half"] or 0 for row in rows],
+                error_kw={"ecolor": INK, "lw": 1},
+                color="#b8bec8" if place == 0 else COLOURS[place - 1],
+                label=system if place == 0 else f"speedtransfer, {system}",
+            )
+        axes.set_xticks(range(len(shares)), [f"{float(share):.0%} of the nodes" for share in shares])
+        axes.set_title(f"{measure} by nodes trained on (higher is better)", fontsize=11, color=INK, loc="left")
+        tidy(axes)
+        axes.grid(visible=False, axis="x")
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    return figure
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return means and differences to gensim as plain text."""
+    columns = [(share, measure) for share in _shares(result) for measure in MEASURES]
+    rows = [["", "", *(share for share, _ in columns)], ["", "", *(measure for _, measure in columns)]]
+    for system in dict.fromkeys(row["system"] for row in result["summary"]):
+        of = {(row["share"], row["measure"]): row for row in result["summary"] if row["system"] == system}
+        rows.append([system, "", *(_number(of[column]) for column in columns)])
+        if all("difference" in row for row in of.values()):
+            rows.append(["", "- gensim", *(_number(of[column]["difference"], "+") for column in columns)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _shares(result: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(row["share"] for row in result["summary"]))
+
+
+def _number(found: dict[str, Any], sign: str = "") -> str:
+    half = "" if found["half"] is None else f" ± {found['half']:.4f}"
+    return f"{found['mean']:{sign}.4f}{half}"
+
+
+def sentences(result: dict[str, Any]) -> Iterator[str]:
+    """Yield what was trained, and how it was judged."""
+    settings, graph, environment = result["settings"], result["graph"], result["environment"]
+    yield (
+        f"{graph['nodes']:,} nodes, {graph['edges']:,} edges, {graph['groups']} groups; {settings['walks']} walks of "
+        f"{settings['walk_length']} nodes from each node with p={settings['p']:g} and q={settings['q']:g}; skip-gram, dim "
+        f"{settings['dim']}, window {settings['window']}, {settings['negative']} negatives, no subsampling, epochs: "
+        f"{settings['epochs']}; {environment['device']}, gensim {environment['versions']['gensim']}, torch "
+        f"{environment['versions']['torch']}, {commit_and_date(result)}."
+    )
+    yield (
+        f"Logistic regression, one group against the rest, trained on a share of the nodes; as many groups are predicted as a "
+        f"node has. Means of {settings['seeds']} seeds (walks, training, {settings['splits']} splits each); ± is half of the "
+        "95% interval over the seeds, that of a difference seed by seed."
+    )
+
+
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # also in the background, where a shell has SIGINT ignored
-        signal.signal(number, signal.default_int_handler)
+    stop_on_signals()
     sys.exit(main())

@@ -6,13 +6,11 @@ bench/readme.py puts both into docs/parallel.md.
 
 from __future__ import annotations
 
-import io
 import sys
 from pathlib import Path
 from typing import Any
 
-from example_results import record_example
-from pictures import save_picture
+from experiment import blocks_of, markdown_table, provenance, record_example
 from store import PARALLEL_EXAMPLE, ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -24,32 +22,19 @@ from speedtransfer.benchmark.units import format_seconds
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     """Run the example and keep what it found; return the exit code."""
-    return record_example(PARALLEL_EXAMPLE, run.main, save, "runs", arguments, root)
+    return record_example(PARALLEL_EXAMPLE, run.main, pictures.draw, "runs", arguments, root)
 
 
 # --- words and picture --------------------------------------------------------------------------------------------------
 
 
-def save(result: dict[str, Any], path: Path) -> str:
-    """Write the picture; return why there is none."""
-    return save_picture(lambda: draw(result), path)
-
-
-def draw(result: dict[str, Any]) -> bytes:
-    """Return the picture as PNG."""
-    target = io.BytesIO()
-    pictures.draw(result).savefig(target, format="png")
-    return target.getvalue()
+draw = pictures.draw
 
 
 def markdown(result: dict[str, Any], picture: str) -> str:
     """Return the block of docs/parallel.md; `picture` is its path or nothing."""
-    settings, facts = result["settings"], result["environment"]
-    commit = facts["commit"][:12] + (" with changes" if facts["dirty"] else "")
-    table = [
-        ["", "input of a process", "rows of a process", "a step", "off the losses of one process"],
-        ["---", *["--:"] * 4],
-    ]
+    settings = result["settings"]
+    table = [["", "input of a process", "rows of a process", "a step", "off the losses of one process"]]
     for kind, found in result["runs"].items():
         (_, given, _), *_ = found["sizes"][0]
         apart = f"{found['difference']:.2g}" if kind != ONE else ""
@@ -57,13 +42,10 @@ def markdown(result: dict[str, Any], picture: str) -> str:
     about = (
         f"{settings['steps']:,} steps of {settings['batch']} examples, {settings['processes']} processes of "
         f"DistributedDataParallel, table of {settings['rows']:,} x {settings['dim']}; first loss "
-        f"{result['runs'][ONE]['losses'][0]:.3g}; {facts['device']}, torch {facts['versions']['torch']}, commit {commit}, "
-        f"{facts['date'][:10]}."
+        f"{result['runs'][ONE]['losses'][0]:.3g}; {provenance(result)}."
     )
-    shown = (
-        f"![Losses of one process and of several, their differences, and times of a step]({picture})" if picture else ""
-    )
-    return "\n\n".join(filter(None, [shown, "\n".join("| " + " | ".join(row) + " |" for row in table), about]))
+    title = "Losses of one process and of several, their differences, and times of a step"
+    return blocks_of(picture, title, markdown_table(table), about)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ no quick ones (see store.py).
 from __future__ import annotations
 
 import importlib
-import io
 import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiment import save_picture
 from store import (
     DRIFT,
     IDLE,
@@ -28,15 +28,10 @@ from store import (
     recorded,
 )
 
-sys.path.insert(0, str(ROOT))  # also where the package is not installed
-
-from speedtransfer.errors import SpeedtransferError
-
 BEGIN = "<!-- figures: made by `python bench/readme.py` from bench/results; do not edit -->"
 END = "<!-- end of figures -->"
 FIGURES = "docs/benchmarks.md"  # the page of all suites, in short
 _SHORT = 5  # line breaks of a table that is short
-PLOT_BYTES = 150_000  # at most: a repository keeps every one for ever
 
 
 class Section(NamedTuple):
@@ -46,7 +41,7 @@ class Section(NamedTuple):
     ----------
     name : str
     parts : tuple of (str, str)
-        The parts whose newest results are shown, each with the module that has its `markdown` and `save`, the picture.
+        The parts whose newest results are shown, each with the module of its `markdown` and, for a picture of its own, `draw`.
     page : str
         The file, from the root on. Where it or its marks are not there, nothing is shown.
     """
@@ -68,13 +63,13 @@ class Section(NamedTuple):
 
 IN_NUMBERS = Section("in numbers", tuple((part, "in_numbers") for part in ("step", IDLE, NGRAM_EXAMPLE, WORD2VEC)))
 IDLE_ROWS = Section("idle rows", ((IDLE, "idle"),), "docs/optimizers.md")
-WORD2VEC_SECTION = Section("word2vec", ((WORD2VEC, "word2vec_figure"), (SCALE, "word2vec_scale")), "docs/word2vec.md")
+WORD2VEC_SECTION = Section("word2vec", ((WORD2VEC, "word2vec_report"), (SCALE, "word2vec_scale")), "docs/word2vec.md")
 SPEEDTORCH_LOOP = Section("speedtorch loop", ((LOOP, "speedtorch_loop"),), "docs/migration.md")
 EXAMPLE = Section("ngram example", ((NGRAM_EXAMPLE, "ngram_example"),), "docs/ngrams.md")
 PARALLEL = Section("parallel example", ((PARALLEL_EXAMPLE, "parallel_example"),), "docs/parallel.md")
-EXCHANGE = Section("exchange", (("exchange", "exchange_figure"),), "docs/compressed-exchange.md")
+EXCHANGE = Section("exchange", (("exchange", "suite_pages"),), "docs/compressed-exchange.md")
 DRIFTING = Section("vocabulary drift", ((DRIFT, "vocabulary_drift"),), "docs/vocabulary.md")
-MIXED = Section("mixed precision", (("mixed", "mixed_figure"),), "docs/mixed-precision.md")
+MIXED = Section("mixed precision", (("mixed", "suite_pages"),), "docs/mixed-precision.md")
 PLAN_ACCURACY = Section("plan accuracy", ((PLAN, "plan_accuracy"),), "docs/plan.md")
 SECTIONS = (
     IN_NUMBERS,
@@ -146,7 +141,8 @@ def _draw_sections(root: Path) -> None:
     for shown in in_sections(root).values():
         for module, (path, result, _) in shown:
             try:
-                problem = importlib.import_module(module).save(result, path.with_suffix(".png"))
+                draw_section = getattr(importlib.import_module(module), "draw", None)
+                problem = save_picture(draw_section, result, path.with_suffix(".png")) if draw_section else ""
             except Exception as error:
                 problem = f"no plot of {path} ({type(error).__name__}: {error})"
             if problem:
@@ -159,33 +155,18 @@ def _warn(text: str) -> None:
 
 def draw(found: list[Recorded]) -> None:
     """Draw the plot of every recorded suite beside it."""
-    try:
-        from PIL import Image  # matplotlib brings it
+    from speedtransfer.benchmark.report import plot
 
-        from speedtransfer.benchmark.drawing import require_matplotlib
-        from speedtransfer.benchmark.report import plot
-
-        require_matplotlib()
-    except (ImportError, SpeedtransferError) as error:
-        _warn(f"no plots: {error}")
-        return
     for path, result, _ in found:
-        file = path.with_suffix(".png")
         try:
-            picture = plot(result)
+            problem = save_picture(plot, result, path.with_suffix(".png"))
         except Exception as error:
-            _warn(f"no plot of {path} ({type(error).__name__}: {error})")
-            continue
-        if picture is None:
-            file.unlink(missing_ok=True)
-            continue
-        with Image.open(io.BytesIO(picture)) as image:  # few colours are enough for lines, and a third of the bytes
-            image.convert("RGB").quantize(64).save(file, optimize=True)
-        if file.stat().st_size > PLOT_BYTES:
-            _warn(f"{file} has {file.stat().st_size} bytes, more than {PLOT_BYTES}: think twice before it is committed")
+            problem = f"no plot of {path} ({type(error).__name__}: {error})"
+        if problem:
+            _warn(problem)
 
 
-def in_short(text: str) -> str:
+def shorten(text: str) -> str:
     """Return the title of a suite, its headlines and its first table, unless that is long."""
     title, *rest = text.split("\n\n")
     lines = [part for part in rest if part.startswith("- ") and not part.startswith("- not run")]
@@ -205,7 +186,7 @@ def documents(root: Path, found: list[Recorded]) -> dict[Path, str]:
             pages[page] = [f"# {device}", "Made by `python bench/readme.py` from the files beside it."]
             short.append(f"### {device}\n\nAll figures: [{device}]({_address(page, figures)}).")
         pages[page] += [text, image.format(picture.name)]
-        short += [in_short(text), image.format(_address(picture, figures))]
+        short += [shorten(text), image.format(_address(picture, figures))]
     texts = {page: "\n\n".join(filter(None, parts)) + "\n" for page, parts in pages.items()}
     if found and figures.exists():
         texts[figures] = _between(figures.read_text(encoding="utf-8"), BEGIN, END, [*filter(None, short)])

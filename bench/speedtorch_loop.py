@@ -6,24 +6,16 @@
 
 from __future__ import annotations
 
-import argparse
-import io
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from pictures import save_picture
-from speedtorch_loop_words import DENSE, OURS, SPARSE, SPEEDTORCH, WAYS, milliseconds
-from store import FULL, LOOP, QUICK, ROOT, header, path_of, write
-
-sys.path.insert(0, str(ROOT))  # also where the package is not installed
-
 import speedtorch_loop_training
-from speedtorch_loop_training import Settings, as_data, train
-from speedtorch_loop_words import told
+from experiment import blocks_of, make_parser, provenance, write_result
+from speedtorch_loop_training import DENSE, OURS, SPARSE, SPEEDTORCH, WAYS, Settings, as_data, train
+from store import FULL, LOOP, QUICK, ROOT, header, path_of
 
 from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, require_matplotlib, tidy
 from speedtransfer.cuda import resolve_device
@@ -32,9 +24,7 @@ from speedtransfer.errors import format_bytes
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    lines = (__doc__ or "").splitlines()
-    parser = argparse.ArgumentParser(prog="bench/speedtorch_loop.py", description=lines[0])
-    parser.add_argument("--out", type=Path, help="the JSON file to write", metavar="FILE")
+    parser = make_parser("speedtorch_loop", __doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes and few steps")
     args = parser.parse_args(arguments)
     about = header(ROOT, LOOP)  # before: the sources as they are when it starts
@@ -43,14 +33,11 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "SpeedTorch's classes ask for CUDA")  # the result names the device
-        measured = train(settings, resolve_device(None), lambda size: print(told(size), flush=True))
+        measured = train(settings, resolve_device(None), lambda size: print(describe(size), flush=True))
     seconds = round(time.perf_counter() - start, 1)
     result = {**about, "quick": args.quick, "settings": as_data(settings), "measured": measured, "seconds": seconds}
     result["complete"] = True
-    write(out, result)
-    print("", *sentences(result), f"wrote {out}", sep="\n")
-    if problem := save(result, out.with_suffix(".png")):
-        print(problem, file=sys.stderr)
+    write_result(result, out, draw, [*sentences(result)])
     return 0
 
 
@@ -66,13 +53,23 @@ _NAMES = {
 _COLOURS = {OURS: COLOURS[0], SPEEDTORCH: COLOURS[5], DENSE: "#b8bec8", SPARSE: "#d5d9e0"}
 
 
-def save(result: dict[str, Any], path: Path) -> str:
-    """Write the picture; return why there is none."""
-    return save_picture(lambda: draw(result), path)
+def headline(result: dict[str, Any]) -> str:
+    """Return a line for the list of results."""
+    return "step " + "; ".join(describe(size) for size in result["measured"])
 
 
-def draw(result: dict[str, Any]) -> bytes:
-    """Return the picture as PNG: for each vocabulary the milliseconds of a step and the bytes, a bar a way."""
+def describe(size: dict[str, Any]) -> str:
+    """Return a line about one vocabulary."""
+    return f"{size['rows']:,} rows: " + ", ".join(f"{way} {milliseconds(size['ways'][way])}" for way in WAYS)
+
+
+def milliseconds(found: dict[str, Any]) -> str:
+    """Return how long a step of a way took."""
+    return f"{1e3 * found['step_s']:.3g} ms"
+
+
+def draw(result: dict[str, Any]) -> Any:
+    """Return the picture: for each vocabulary the milliseconds of a step and the bytes, a bar a way."""
     measured = result["measured"]
     figure = require_matplotlib()(12, 0.8 + 2.1 * len(measured))
     grid = figure.subplots(len(measured), 2, squeeze=False)
@@ -83,17 +80,15 @@ def draw(result: dict[str, Any]) -> bytes:
         room.set_yticklabels([])
         step.set_title(f"{_title(size)}: a training step", fontsize=11, color=INK, loc="left")
         room.set_title("tables, gradients and state", fontsize=11, color=INK, loc="left")
-    target = io.BytesIO()
-    figure.savefig(target, format="png")
-    return target.getvalue()
+    return figure
 
 
-def _bars(axes: Any, values: list[float], told: Any) -> None:
+def _bars(axes: Any, values: list[float], show: Any) -> None:
     names = list(reversed(WAYS))
     axes.barh([_NAMES[way] for way in names], values, color=[_COLOURS[way] for way in names])
     for place, value in enumerate(values):
         style = {"fontsize": 9, "color": INK, "va": "center"}
-        axes.annotate(told(value), (value, place), (4, 0), textcoords="offset points", **style)
+        axes.annotate(show(value), (value, place), (4, 0), textcoords="offset points", **style)
     axes.set_xlim(0, 1.25 * max(values))
     tidy(axes)
     axes.grid(visible=False)
@@ -115,20 +110,18 @@ def sentences(result: dict[str, Any]) -> Iterator[str]:
             cells = (_title(size), _NAMES[way], milliseconds(found), f"{found['step_s'] / dense:.3g}x")
             lines.append(f"| {' | '.join((*cells, format_bytes(found['bytes']), f'{first:.3f}, {last:.3f}'))} |")
     yield "\n".join(lines)
-    settings, environment = result["settings"], result["environment"]
-    commit = environment["commit"][:12] + (" with changes" if environment["dirty"] else "")
+    settings = result["settings"]
     yield (
         f"Skip-gram with {settings['negatives']} negatives, batches of {settings['batch']:,} pairs, dim {settings['dim']}, "
         f"lr {settings['lr']:g}, Adamax (SparseAdam where named); medians of {settings['rounds']} rounds of "
-        f"{settings['steps']} steps in which the ways take turns on the same batches; {environment['device']}, torch "
-        f"{environment['versions']['torch']}, commit {commit}, {environment['date'][:10]}."
+        f"{settings['steps']} steps in which the ways take turns on the same batches; {provenance(result)}."
     )
 
 
 def markdown(result: dict[str, Any], picture: str = "") -> str:
     """Return the block of the migration page; `picture` is its path or nothing."""
     title = "A word2vec step with SpeedTorch's names, the drop-in, dense and SparseAdam"
-    return "\n\n".join(filter(None, [f"![{title}]({picture})" if picture else "", *sentences(result)]))
+    return blocks_of(picture, title, *sentences(result))
 
 
 def _title(size: dict[str, Any]) -> str:

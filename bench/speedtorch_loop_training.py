@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from speedtorch_loop_words import DENSE, OURS, SPARSE, SPEEDTORCH, WAYS
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -22,6 +21,7 @@ import speedtransfer.speedtorch as SpeedTorch
 from speedtransfer.word2vec.demo import CORPUS
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
+SPEEDTORCH, OURS, DENSE, SPARSE = WAYS = ("SpeedTorch's names", "drop-in", "dense", "SparseAdam")
 _WINDOW, _BEST = 5, 0.75  # of the noise, as in word2vec
 
 
@@ -201,7 +201,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def train(
-    settings: Settings, device: torch.device, say: Callable[[dict[str, Any]], None] | None = None
+    settings: Settings, device: torch.device, report: Callable[[dict[str, Any]], None] | None = None
 ) -> list[dict[str, Any]]:
     """Train in every way, in turn, for every vocabulary; return times, bytes and losses as plain data."""
     found = []
@@ -218,8 +218,8 @@ def train(
             for way, loop in loops.items():
                 times[way].append([loop.step(batch) for batch in turn])
         found.append({"words": words.name, "rows": words.rows, "ways": _summary(loops, times)})
-        if say is not None:
-            say(found[-1])
+        if report is not None:
+            report(found[-1])
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import shutil
 import sys
 import textwrap
@@ -10,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import bars
-import speedtorch_loop_words
-import word2vec_scale
-import word2vec_statistics
 from device_tests import SANITIZER, verdict
 from gpu_parts import FEATURES, FIRST_TESTS
 from store import (
@@ -27,7 +25,7 @@ from store import (
     SCALE,
     SUITES,
     WORD2VEC,
-    Current,
+    is_current,
     read,
     recorded,
 )
@@ -35,19 +33,20 @@ from store import (
 WIDTH = 120  # of the table where no terminal says otherwise
 HEADING = ("part", "date", "commit", "state", "result")
 STALE = "STALE"
+HEADLINES = {WORD2VEC: "word2vec_statistics", SCALE: "word2vec_scale", LOOP: "speedtorch_loop"}  # modules of `headline`
 
 
 def status(root: Path = ROOT) -> int:
     """Print every result and whether it is current, and the bars for each GPU."""
     rows: dict[str, list[tuple[str, ...]]] = {}
-    gpu, current = False, Current(root)
+    gpu = False
     suites: dict[str, dict[str, Any]] = {}
     cpus: dict[str, dict[str, Any]] = {}
     for part, path in recorded(root, FULL, PARTIAL, QUICK):
         try:
             result = read(path)
             facts = result["environment"]
-            state = "current" if current(part, result) else STALE
+            state = "current" if is_current(root, part, result) else STALE
             commit = facts["commit"][:7] + ("+changes" if facts["dirty"] else "")
             row = (part, facts["date"][:10], commit, state, _outcome(part, result))
             rows.setdefault(facts["device"], []).append(row)
@@ -63,11 +62,11 @@ def status(root: Path = ROOT) -> int:
         return 0
     print("\n".join(table(rows)))
     if any(row[3] == STALE for of_device in rows.values() for row in of_device):
-        print(f"\n{STALE}: the code that it depends on has changed since")
+        print(f"\n{STALE}: the code that it depends on has changed since, or git cannot compare it")
     if not gpu:
         print("\nno GPU results yet; run `make gpu` on a machine with a CUDA device")
-    if lacking_tests := never_run(root):
-        print("\nnever run on a GPU (no test of it has passed there):", *lacking_tests, sep="\n  ")
+    if missing_tests := never_run(root):
+        print("\nnever run on a GPU (no test of it has passed there):", *missing_tests, sep="\n  ")
     for device, results in (*suites.items(), *cpus.items()):
         _show_bars(device, results, device in suites)
     return 0
@@ -91,8 +90,8 @@ def table(rows: dict[str, list[tuple[str, ...]]]) -> list[str]:
 
 
 def _show_bars(device: str, results: dict[str, dict[str, Any]], cuda: bool) -> None:
-    lacking = any(result["quick"] or not result["complete"] for result in results.values())
-    note = ", of quick or incomplete runs in part" if lacking else ""
+    incomplete = any(result["quick"] or not result["complete"] for result in results.values())
+    note = ", of quick or incomplete runs in part" if incomplete else ""
     try:
         found = bars.judge(results) if cuda else bars.judge_step(results, cuda=False)
         if cuda or found[0].measured is not None:
@@ -127,15 +126,12 @@ def _outcome(part: str, result: dict[str, Any]) -> str:
         text = "recall " + ", ".join(
             f"{way} {c['recall'][-1]:.3f}" for way, c in result["curves"].items() if "recall" in c
         )
-    elif part == LOOP:
-        text = speedtorch_loop_words.in_short(result) + (", quick" if result["quick"] else "")
     elif part == DRIFT:
         text = ", ".join(f"{name} {len(stream['runs'])} tables" for name, stream in result["streams"].items())
     elif part == NGRAM_EXAMPLE:
         text = f"{len(result['contenders'])} contenders"
-    elif part in (WORD2VEC, SCALE):
-        text = (word2vec_statistics if part == WORD2VEC else word2vec_scale).in_short(result)
-        text += ", quick" if result["quick"] else ""
+    elif part in HEADLINES:
+        text = importlib.import_module(HEADLINES[part]).headline(result) + (", quick" if result["quick"] else "")
     elif part not in SUITES:
         text = "came to its end"
     else:

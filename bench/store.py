@@ -1,4 +1,4 @@
-"""Where results lie, ``bench/results/<device>/<part>.json``, and whether the sources they depend on have changed since.
+"""Where results lie, ``bench/results/<device>/<part>.json``, and whether the code they depend on has changed since.
 
 A run that is under way or was interrupted has its own in ``<part>.partial.json``, a quick one in ``<part>.quick.json``:
 neither takes the place of a complete one.
@@ -6,17 +6,15 @@ neither takes the place of a complete one.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-from sources import Sources, normal_form
-from tree import in_commit, in_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITES = (
@@ -51,88 +49,88 @@ LAYOUT = "layout"  # of bench/layout.py, which no page shows
 OTHERS = (IDLE, WORD2VEC, SCALE, LOOP, NGRAM_EXAMPLE, PARALLEL_EXAMPLE, DRIFT, PLAN)
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 
-# Where what is measured begins, for sources.py. Of a suite it is `groups`, and how cases are measured.
-_MEASURE = "speedtransfer.benchmark.measure:measure"
-BEGINS = {
-    **{suite: (f"speedtransfer.benchmark.{suite}:groups", _MEASURE) for suite in SUITES},
-    IDLE: ("idle_training:train", "idle_data:read_data"),
-    WORD2VEC: ("word2vec_child:*", "word2vec_data:prepare", "word2vec_process:run_job"),
-    SCALE: ("word2vec_scale_child:*", "word2vec_process:run_job"),
-    NODE2VEC: ("node2vec:measure", "node2vec:summary", "node2vec_data:read_data"),
-    GOWALLA: ("gowalla:train_here", "gowalla:run_processes", "gowalla:distance", "idle_data:read_data"),
-    DRIFT: (*(f"vocabulary_drift_training:{name}" for name in ("train_zipf", "train_gowalla")), "idle_data:read_data"),
-    PLAN: ("plan_accuracy_cases:planned", "plan_accuracy_cases:measured", "plan_accuracy_cases:CASES"),
-    LOOP: ("speedtorch_loop_training:train",),
-    LAYOUT: ("layout:measure",),
-    NGRAM_EXAMPLE: ("ngram_lm.training:*", "ngram_lm.run:_train", "ngram_lm.comparison:compare"),
-    PARALLEL_EXAMPLE: ("parallel.run:_train", "parallel.run:_check"),
+# Parts of the package that most results do not depend on; the tests of a device leave out all but n-grams and checkpoints.
+_OUTER = ("benchmark", "checkpoint", "cli.py", "__main__.py", "ngrams", "planning", "speedtorch", "word2vec")
+_TRAINING = ("idle", "nn", "optim", "ranks", "vocabulary")  # of rows, which is more than moving them
+_PRESENTING = ("commands", "drawing", "html", "report", "run", "suites", "units")  # of the package's benchmark
+_MORE = {
+    "mixed": ("checkpoint", "word2vec"),
+    "ngram": ("ngrams",),
+    WORD2VEC: ("word2vec",),
+    SCALE: ("word2vec",),
+    NODE2VEC: ("word2vec",),
+    PLAN: ("planning",),
+    LOOP: ("checkpoint", "speedtorch", "word2vec"),
+    NGRAM_EXAMPLE: ("ngrams",),
 }
-# The tests of a device depend on every module but those that move no rows, and on what tests/gpu needs.
-_CHECKED = re.compile(
-    r"speedtransfer/(?!(benchmark|planning|speedtorch|word2vec)/|cli\.|__main__\.).*\.(py|cu|cuh)"
-    r"|tests/((gpu|table_cases)/.*|[^/]*_cases|cases|table_contract)\.py"
-)
+_SCRIPTS = {
+    IDLE: ("bench/idle_*.py",),
+    WORD2VEC: ("bench/word2vec_child.py", "bench/word2vec_data.py", "bench/process.py"),
+    SCALE: ("bench/word2vec_scale_child.py", "bench/process.py"),
+    NODE2VEC: ("bench/node2vec*.py",),
+    GOWALLA: ("bench/gowalla*.py", "bench/idle_data.py"),
+    DRIFT: ("bench/vocabulary_drift_training.py", "bench/idle_data.py"),
+    PLAN: ("bench/plan_accuracy.py",),
+    LOOP: ("bench/speedtorch_loop_training.py",),
+    NGRAM_EXAMPLE: ("examples/ngram_lm", ":!examples/ngram_lm/pictures.py", ":!examples/ngram_lm/table_text.py"),
+    PARALLEL_EXAMPLE: ("examples/parallel", ":!examples/parallel/pictures.py", "speedtransfer/benchmark/world.py"),
+}
 
 
-class Tree:
-    """The sources of this repository, as they lie in a folder or as a commit has them.
+def _package(left_out: Iterable[str]) -> list[str]:
+    return ["speedtransfer", *(f":!speedtransfer/{name}" for name in left_out)]
 
-    Raises
-    ------
-    LookupError
-        git does not know the commit.
+
+def paths_of(part: str) -> list[str]:
+    """Return what the result `part` depends on: files and folders, as git takes them, and with ``:!`` what is left out."""
+    if part in CHECKS:
+        tests = ["tests/gpu", "tests/table_cases", "tests/*_cases.py", "tests/cases.py", "tests/table_contract.py"]
+        return [*_package(name for name in _OUTER if name not in ("checkpoint", "ngrams")), *tests]
+    if part not in SUITES:
+        left_out = [name for name in _OUTER if name not in _MORE.get(part, ())]
+        return [*_package(left_out), *_SCRIPTS.get(part, (f"bench/{part}.py",))]
+    shown = [f":!speedtransfer/benchmark/{name}.py" for name in _PRESENTING]
+    others = [f":!speedtransfer/benchmark/{suite}*.py" for suite in SUITES if suite != part]
+    if part == "tax":  # of CuPy and torch alone
+        return ["speedtransfer/benchmark", *shown, *others]
+    more = ("benchmark", *_MORE.get(part, ()))
+    left_out = [name for name in _OUTER if name not in more]
+    return [*_package([*left_out, *(_TRAINING if part in ("transfer", "speedtorch") else ())]), *shown, *others]
+
+
+def digest(root: Path) -> str:
+    """Return the SHA-256 of all code, by which a state that git does not know is told from others."""
+    found = hashlib.sha256()
+    for folder in ("bench", "examples", "speedtransfer", "tests"):
+        for path in sorted(path for path in (root / folder).rglob("*.*") if path.suffix in (".py", ".cu", ".cuh")):
+            found.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return found.hexdigest()
+
+
+def is_current(root: Path, part: str, result: dict[str, Any]) -> bool:
+    """Tell whether a result still holds: the code that it depends on is what it was.
+
+    That is what git says has changed since the commit of the result. Where there is no git, or the tree had changes, only the
+    same code as a whole is known to be the same.
     """
-
-    def __init__(self, root: Path, commit: str = "") -> None:
-        self._root, self._commit = root, commit
-        self._files = in_commit(root, commit, "speedtransfer/", "bench/", "examples/", "tests/") if commit else None
-        self.sources = Sources(in_folder(root) if self._files is None else self._files.get)
-
-    def digest(self, part: str) -> str:
-        """Return the SHA-256 of the code that the result `part` depends on, as it is here and now."""
-        if part not in CHECKS:
-            return self.sources.digest(BEGINS.get(part, (f"{part}:main",)))
-        found = hashlib.sha256()
-        for name, text in sorted(self._checked()):
-            found.update(f"{name}\0{normal_form(name, text)}\0".encode())
-        return found.hexdigest()
-
-    def _checked(self) -> Iterator[tuple[str, str]]:
-        if self._files is not None:
-            yield from ((name, text) for name, text in self._files.items() if _CHECKED.fullmatch(name))
-            return
-        for path in (path for folder in ("speedtransfer", "tests") for path in (self._root / folder).rglob("*.*")):
-            name = path.relative_to(self._root).as_posix()
-            if _CHECKED.fullmatch(name):
-                yield name, path.read_text(encoding="utf-8")
-
-    def modules(self, part: str) -> set[str]:
-        """Return the modules and kernels that the result `part`, of no check, depends on, see `Sources.modules`."""
-        return self.sources.modules(BEGINS[part])
-
-
-def digest(root: Path, part: str) -> str:
-    """Return the SHA-256 of the code in folder `root` that the result `part` depends on."""
-    return Tree(root).digest(part)
-
-
-class Current:
-    """Tells whether results still hold: the code that they depend on is what it was."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._tree = functools.cache(Tree)
-
-    def __call__(self, part: str, result: dict[str, Any]) -> bool:
-        """Compare the digests of code; of a result with a digest of another kind, the code of its commit, where git has it."""
-        now = self._tree(self._root).digest(part)
-        if result["digest"] == now:
-            return True
-        commit, changed = (result["environment"][key] for key in ("commit", "dirty"))
-        try:
-            return not changed and self._tree(self._root, commit).digest(part) == now
-        except LookupError:
-            return False
+    facts = result["environment"]
+    if not facts["dirty"] and (root / ".git").exists():  # else git would find whatever repository is around it
+        command = [
+            "git",
+            "-C",
+            str(root),
+            "diff",
+            "--quiet",
+            "--end-of-options",
+            facts["commit"],
+            "--",
+            *paths_of(part),
+        ]
+        with contextlib.suppress(OSError):  # git is not installed
+            code = subprocess.run(command, capture_output=True, check=False).returncode
+            if code in (0, 1):
+                return code == 0
+    return bool(result["digest"] == digest(root))
 
 
 def header(root: Path, part: str) -> dict[str, Any]:
@@ -144,7 +142,7 @@ def header(root: Path, part: str) -> dict[str, Any]:
     if facts["commit"] == "unknown":
         facts["commit"], changes, _ = os.environ.get("COMMIT", "unknown").partition("+changes")
         facts["dirty"] = True if changes else None
-    return {"part": part, "environment": facts, "digest": digest(root, part), "complete": False}
+    return {"part": part, "environment": facts, "digest": digest(root), "complete": False}
 
 
 def path_of(root: Path, device: str, part: str, run: str = FULL) -> Path:

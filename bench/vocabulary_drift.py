@@ -9,7 +9,6 @@ them only the stream that is made here is trained on, and the result is not a co
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,16 +16,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from idle_data import read_data
-from needs import DataError
-from pictures import save_picture
-from store import DRIFT, QUICK, ROOT, header, path_of, write
-from vocabulary_drift_training import FULL, HASHED, LFU, LRU, POLICIES, SEEN_TWICE, TOP, TTL
-
-sys.path.insert(0, str(ROOT))  # also where the package is not installed
-
 import vocabulary_drift_training as training
-from vocabulary_drift_training import Blocks, Settings, Zipf
+from experiment import blocks_of, exit_code, make_parser, markdown_table, provenance, write_result
+from idle_data import read_data
+from store import DRIFT, QUICK, ROOT, header, path_of
+from vocabulary_drift_training import FULL, HASHED, LFU, LRU, POLICIES, SEEN_TWICE, TOP, TTL, Blocks, Settings, Zipf
 
 from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, legend_below, require_matplotlib, tidy
 from speedtransfer.benchmark.units import format_count, format_share
@@ -34,19 +28,17 @@ from speedtransfer.benchmark.units import format_count, format_share
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     """Run the command line; return the exit code."""
-    lines = (__doc__ or "").splitlines()
-    parser = argparse.ArgumentParser(prog="bench/vocabulary_drift.py", description=lines[0])
+    parser = make_parser("vocabulary_drift", __doc__)
     parser.add_argument("--data", type=Path, help="the folder of train.txt and test.txt", metavar="FOLDER")
-    parser.add_argument("--out", type=Path, help="the JSON file to write", metavar="FILE")
     parser.add_argument("--seed", type=int, default=Settings.seed, help=f"by default {Settings.seed}")
     parser.add_argument("--quick", action="store_true", help="little of everything, to see that it runs")
     args = parser.parse_args(arguments)
+    return exit_code(lambda: _measure(args, root))
+
+
+def _measure(args: argparse.Namespace, root: Path) -> int:
     settings = replace(training.QUICK if args.quick else Settings(), seed=args.seed)
-    try:
-        data = None if args.data is None else read_data(args.data)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    data = None if args.data is None else read_data(args.data)
     about = header(ROOT, DRIFT)  # before: the sources as they are when it starts
     complete = data is not None and not args.quick
     out = args.out or path_of(root, about["environment"]["device"], DRIFT, "" if complete else QUICK)
@@ -61,10 +53,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
         streams["gowalla"] |= {"users": users, "steps": len(blocks.steps)}
     seconds = round(time.perf_counter() - start, 1)
     result = {**about, "settings": asdict(settings), "streams": streams, "seconds": seconds, "complete": complete}
-    write(out, result)
-    print("", *sentences(result), f"wrote {out}", sep="\n")
-    if problem := save(result, out.with_suffix(".png")):
-        print(problem, file=sys.stderr)
+    write_result(result, out, draw, [*sentences(result)])
     return 0
 
 
@@ -97,13 +86,8 @@ _MEASURES = {
 }
 
 
-def save(result: dict[str, Any], path: Path) -> str:
-    """Write the picture; return why there is none."""
-    return save_picture(lambda: draw(result), path)
-
-
-def draw(result: dict[str, Any]) -> bytes:
-    """Return the picture as PNG: a row of panels for each stream, as wide as a telephone is in its hand."""
+def draw(result: dict[str, Any]) -> Any:
+    """Return the picture: a row of panels for each stream, as wide as a telephone is in its hand."""
     streams = result["streams"]
     figure = require_matplotlib()(7, 0.8 + 3.1 * len(streams))
     panels = figure.subplots(len(streams), 2, squeeze=False)
@@ -129,9 +113,7 @@ def draw(result: dict[str, Any]) -> bytes:
             axes.set_ylim(bottom=0)
             axes.set_xlabel("rows, % of the ids ever seen", fontsize=9, color=QUIET)
     legend_below(figure, panels[0][0])
-    target = io.BytesIO()
-    figure.savefig(target, format="png")
-    return target.getvalue()
+    return figure
 
 
 def _runs(stream: dict[str, Any], policy: str) -> list[dict[str, Any]]:
@@ -140,15 +122,11 @@ def _runs(stream: dict[str, Any], policy: str) -> list[dict[str, Any]]:
 
 def sentences(result: dict[str, Any]) -> Iterator[str]:
     """Yield what was trained, and what part of the quality of a full table each policy keeps."""
-    settings, environment = result["settings"], result["environment"]
-    commit = environment["commit"][:12] + (" with changes" if environment["dirty"] else "")
+    settings = result["settings"]
     for name, stream in result["streams"].items():
         (full,) = _runs(stream, FULL)
         yield f"{_TITLES[name]}: {_about(name, stream, settings)} Full table: {full['quality']:.3f}."
-    yield (
-        f'Adagrad; counts of "lfu" halve in {settings["half_life"]:g} steps; one seed, {environment["device"]}, torch '
-        f"{environment['versions']['torch']}, commit {commit}, {environment['date'][:10]}."
-    )
+    yield (f'Adagrad; counts of "lfu" halve in {settings["half_life"]:g} steps; one seed, {provenance(result)}.')
 
 
 def _about(name: str, stream: dict[str, Any], settings: dict[str, Any]) -> str:
@@ -175,15 +153,14 @@ def markdown(result: dict[str, Any], picture: str) -> str:
         shares = [run["share"] for run in _runs(stream, LRU)]
         about = f"{_TITLES[name]}, of the full table's {full['quality']:.3f}"
         rows = [[about, *(f"{format_share(share)} of the rows" for share in shares)]]
-        rows.append(["---", *["--:"] * len(shares)])
         for policy in POLICIES:
             kept = [format_share(run["quality"] / full["quality"]) for run in _runs(stream, policy)]
             times = [run["lifetime"] for run in _runs(stream, policy)]
             named = _NAMES[policy] + (f" ({', '.join(map(format_count, times))})" if policy == TTL else "")
             rows.append([f"`{named}`" if policy not in (HASHED, TTL) else named, *kept])
-        parts.append("\n".join("| " + " | ".join(row) + " |" for row in rows))
+        parts.append(markdown_table(rows))
     title = "Quality of tables with fewer rows than ids, by what is evicted"
-    return "\n\n".join([*([f"![{title}]({picture})"] if picture else []), *parts, *sentences(result)])
+    return blocks_of(picture, title, *parts, *sentences(result))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 from word2vec_child import unpack
-from word2vec_data import PAIRS
-from word2vec_sets import EvaluationSet
+from word2vec_data import PAIRS, EvaluationSet
 from word2vec_statistics import GENSIM, System, gensim_of, key_of, runs_of, score_names, systems
 
 RESAMPLES, SEED = 1000, 15

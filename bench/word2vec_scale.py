@@ -17,12 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from experiment import RunError, exit_code, make_parser, positive_int, provenance, write_result
+from process import run_job
 from store import FULL, PARTIAL, QUICK, ROOT, SCALE, header, path_of, write
-from word2vec_process import ProcessError, run_job
 
-sys.path.insert(0, str(ROOT))  # also where the package is not installed
-
-from speedtransfer.errors import SpeedtransferError, format_bytes
+from speedtransfer.errors import StorageError, format_bytes
 from speedtransfer.word2vec.optimizers import find_optimizer
 
 ROWS = (500_000, 5_000_000, 50_000_000)
@@ -34,43 +33,40 @@ _UNITS = {"k": 1e3, "M": 1e6}
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     args = _parser().parse_args(arguments)
+    return exit_code(lambda: _measure(args))
+
+
+def _measure(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in ("dim", "steps", "memory", "device_gb")} | {"warm": WARM}
     quick = (args.rows, args.steps) != (ROWS, STEPS)
-    try:
-        for optimizer in args.optimizers:
-            find_optimizer(optimizer)
-        if args.memory == "mmap":
-            _check_disk(max(args.rows), args.dim, args.optimizers, args.folder)
-    except (SpeedtransferError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for optimizer in args.optimizers:
+        find_optimizer(optimizer)
+    if args.memory == "mmap":
+        _check_disk(max(args.rows), args.dim, args.optimizers, args.folder)
     about = header(ROOT, SCALE)  # before: the sources as they are when it starts
     out = args.out or path_of(ROOT, about["environment"]["device"], SCALE, QUICK if quick else FULL)
     partial = out.with_name(f"{out.stem}{PARTIAL}.json")
     result: dict[str, Any] = {**about, "quick": quick, "settings": settings, "measured": []}
-    for optimizer in args.optimizers:
-        for rows in args.rows:
-            with tempfile.TemporaryDirectory(prefix="speedtransfer-", dir=args.folder) as folder:
-                job = {**settings, "rows": rows, "optimizer": optimizer, "folder": folder}
-                try:
-                    found = run_job("word2vec_scale_child.py", job)
-                except ProcessError as error:
-                    print(f"error: {rows:,} rows with {optimizer}: {error}", file=sys.stderr)
-                    return 1
-            result["measured"].append({"rows": rows, "optimizer": optimizer, **found})
-            write(partial, result)
-            print(told(result["measured"][-1]), flush=True)
-    write(out, {**result, "complete": True})
+    for optimizer, rows in itertools.product(args.optimizers, args.rows):
+        with tempfile.TemporaryDirectory(prefix="speedtransfer-", dir=args.folder) as folder:
+            job = {**settings, "rows": rows, "optimizer": optimizer, "folder": folder}
+            try:
+                found = run_job("word2vec_scale_child.py", job)
+            except RunError as error:
+                raise RunError(f"{rows:,} rows with {optimizer}: {error}") from error
+        result["measured"].append({"rows": rows, "optimizer": optimizer, **found})
+        write(partial, result)
+        print(describe(result["measured"][-1]), flush=True)
+    write_result({**result, "complete": True}, out, None, [markdown(result, "")])
     partial.unlink()
-    print("", markdown(result, ""), f"wrote {out}", sep="\n")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench/word2vec_scale.py", description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("word2vec_scale", __doc__)
     parser.add_argument("--rows", type=_rows, default=ROWS, metavar="N,N", help="by default 0.5M,5M,50M")
-    parser.add_argument("--dim", type=_count, default=16, help="by default 16")
-    parser.add_argument("--steps", type=_count, default=STEPS, help=f"that are timed, by default {STEPS}")
+    parser.add_argument("--dim", type=positive_int, default=16, help="by default 16")
+    parser.add_argument("--steps", type=positive_int, default=STEPS, help=f"that are timed, by default {STEPS}")
     parser.add_argument(
         "--optimizers",
         type=lambda text: tuple(text.lower().split(",")),
@@ -85,15 +81,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()), help="on a disk with room for the tables"
     )
-    parser.add_argument("--out", type=Path, help="the JSON file to write", metavar="FILE")
     return parser
 
 
 def _check_disk(rows: int, dim: int, optimizers: tuple[str, ...], folder: Path) -> None:
     needed = 2 * rows * dim * 4 * max(_PLANES.get(optimizer, 3) for optimizer in optimizers)
-    free = shutil.disk_usage(folder).free
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise StorageError(str(error)) from error
     if needed > free:
-        raise OSError(
+        raise StorageError(
             f"the tables of {rows:,} rows span {format_bytes(needed)} but {str(folder)!r} has {format_bytes(free)} free; "
             "pass a --folder on a larger disk, or fewer --rows"
         )
@@ -110,24 +108,15 @@ def _rows(text: str) -> tuple[int, ...]:
 _rows.__name__ = "list of at least 100 rows"  # for argparse, in the line that refuses another
 
 
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
-_count.__name__ = "positive int"
-
-
 # --- words and picture --------------------------------------------------------------------------------------------------
 
 
-def in_short(result: dict[str, Any]) -> str:
+def headline(result: dict[str, Any]) -> str:
     """Return a line for the list of results."""
     return "step " + ", ".join(f"{_millions(m['rows'])} {_ms(m)}" for m in result["measured"])
 
 
-def told(measured: dict[str, Any]) -> str:
+def describe(measured: dict[str, Any]) -> str:
     """Return a line about one size."""
     first, again, files = measured["first"], measured["again"], measured["weight_files"]
     centers, contexts = measured["touched"]
@@ -151,8 +140,7 @@ def told(measured: dict[str, Any]) -> str:
 
 def sentences(result: dict[str, Any]) -> Iterator[str]:
     """Yield a sentence for each optimizer."""
-    settings, environment = result["settings"], result["environment"]
-    commit = environment["commit"][:12] + (" with changes" if environment["dirty"] else "")
+    settings = result["settings"]
     for optimizer, group in itertools.groupby(result["measured"], key=lambda m: m["optimizer"]):
         measured = list(group)
         sizes, times = (
@@ -169,18 +157,13 @@ def sentences(result: dict[str, Any]) -> Iterator[str]:
             f"smallest to the largest; where its rows are touched for the first time {first}; once the system has written "
             f"them to the disk {written}. The largest tables span "
             f"{_gb(large['table_bytes'])}, peak memory {_gb(large['peak_bytes'])}, mapped pages of the files included; "
-            f"{environment['device']}, torch {environment['versions']['torch']}, commit {commit}, {environment['date'][:10]}."
+            f"{provenance(result)}."
         )
 
 
 def markdown(result: dict[str, Any], picture: str) -> str:
     """Return the lines of docs/word2vec.md; there is no picture."""
     return "\n".join(sentences(result))
-
-
-def save(result: dict[str, Any], path: Any) -> str:
-    """Draw nothing: a sentence says it all."""
-    return ""
 
 
 def _ms(measured: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Means over seeds, how sure they are, and what may be said of ours and gensim's."""
+"""Means over seeds, their confidence intervals, and the verdicts on ours beside gensim's."""
 
 from __future__ import annotations
 
@@ -8,17 +8,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from word2vec_data import MODELS
-from word2vec_sets import RESERVED, SETS, TUNED
+from word2vec_data import MODELS, RESERVED, SETS, TUNED
 
 GENSIM, OURS = "gensim", "speedtransfer"
 STUDENT = "Student"  # how differences were found; else word2vec_bootstrap.py
-MOST_SEEDS = 10
-# Student's t, two-sided 95%, for 1, 2, ... degrees of freedom.
-# fmt: off
-T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
-     2.1314, 2.1199, 2.1098, 2.1009)  # to 2 * MOST_SEEDS - 2
-# fmt: on
 BETTER, NOT_WORSE, WORSE, UNSURE = (
     "better",
     "not worse beyond the confidence interval",
@@ -64,8 +57,17 @@ def gensim_of(system: System) -> System:
 
 def mean(values: Sequence[float]) -> Interval:
     """Return the mean with Student's interval."""
-    half = T[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    if len(values) < 2:
+        return Interval(statistics.fmean(values), None)
+    half = _t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(statistics.fmean(values), half)
+
+
+def _t(freedom: int) -> float:
+    """Return the two-sided 95% quantile of Student's t, in four digits as printed tables have it."""
+    from scipy import stats
+
+    return round(float(stats.t.ppf(0.975, freedom)), 4)
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
@@ -78,7 +80,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
     if min(len(ours), len(theirs)) < 2:
         return Difference(value, None, None)
     squares = sum((len(side) - 1) * statistics.variance(side) for side in (ours, theirs))
-    half = T[freedom - 1] * math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
+    half = _t(freedom) * math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
     return Difference(value, value - half, value + half)
 
 
@@ -197,7 +199,7 @@ def differences(result: dict[str, Any], system: System) -> Iterator[tuple[str, D
             yield found["set"], measured, judge(measured)
 
 
-def in_short(result: dict[str, Any]) -> str:
+def headline(result: dict[str, Any]) -> str:
     """Return a line about a result: how fast each is beside gensim, and on how many sets of either group it is worse."""
     result = upgrade(result)
     parts = []

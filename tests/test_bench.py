@@ -94,12 +94,12 @@ def test_pages_show_what_is_recorded(tmp_path, bench):
     assert "old figures" not in shown
     for part in ("### NVIDIA Test 1", "0123456789ab", "(../bench/results/nvidia-test-1/tax.png)"):
         assert part in shown
-    assert 1000 < path.with_suffix(".png").stat().st_size <= readme.PLOT_BYTES
+    assert 1000 < path.with_suffix(".png").stat().st_size <= bench("experiment").PLOT_BYTES
 
 
 def test_what_cannot_be_shown_is_left_out(tmp_path, bench, monkeypatch, capsys):
     store, readme = bench("store"), bench("readme")
-    monkeypatch.setattr(readme, "PLOT_BYTES", 100)
+    monkeypatch.setattr(bench("experiment"), "PLOT_BYTES", 100)
     page(tmp_path).write_text(f"{readme.BEGIN}\n{readme.END}\n")
     store.write(store.path_of(tmp_path, "NVIDIA Test 1", "tax"), a_result())
     for name, content in (("step", "{"), ("memory", "[]"), ("transfer", '{"environment": {"cuda": true}}')):

@@ -1,4 +1,4 @@
-"""bench/mixed_figure.py: what suite `mixed` has found gets into the page on mixed precision."""
+"""bench/suite_pages.py: what suite `mixed` has found gets into the page on mixed precision."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_recorded_result_is_shown_with_its_picture(bench, tmp_path):
     assert "| **AMP, bfloat16** | 40.0% |" in text
     assert readme.main(check=True, root=tmp_path) == 0
     path.with_suffix(".png").unlink()
-    assert "![" not in bench("mixed_figure").markdown(recorded(), "")
+    assert "![" not in bench("suite_pages").markdown(recorded(), "")
 
 
 def test_the_page_has_the_marks(bench):

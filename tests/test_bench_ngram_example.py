@@ -35,7 +35,7 @@ def test_a_run_is_recorded_and_shown(bench, text, tmp_path):
     assert part == store.NGRAM_EXAMPLE
     result = json.loads(path.read_text(encoding="utf-8"))
     assert result["complete"]
-    assert result["digest"] == store.digest(ROOT, part)
+    assert result["digest"] == store.digest(ROOT)
     assert [len(one["losses"]) for one in result["contenders"].values()] == [6, 6]
     assert 5000 < path.with_suffix(".png").stat().st_size < 150_000
 
@@ -66,17 +66,3 @@ def test_the_page_has_the_marks(bench):
     section = bench("readme").EXAMPLE
     text = (ROOT / section.page).read_text(encoding="utf-8")
     assert text.index(section.begin) < text.index(section.end)
-
-
-def test_the_digest_depends_on_the_example(bench):
-    store = bench("store")
-    found = store.Tree(ROOT).modules(store.NGRAM_EXAMPLE)
-    assert found >= {
-        "ngram_lm.training",
-        "ngram_lm.model",
-        "ngram_lm.contenders",
-        "ngram_lm.data",
-        "ngram_lm.comparison",
-    }
-    assert "speedtransfer.ngrams.hashing" in found
-    assert not found & {"ngram_lm.pictures", "ngram_lm.table_text"}

@@ -21,7 +21,7 @@ def bench(monkeypatch):
 
 
 def test_f1_by_hand(bench):
-    scores = bench("_scores")
+    scores = bench("_data")
     truth = np.array([[1, 1, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0]], bool)
     found = np.array([[0.1, 0.9, 0.8, 0.0], [0.2, 0.3, 0.1, 0.0], [0.4, 0.5, 0.0, 0.0]])
     predicted = scores.predict(found, truth)
@@ -40,16 +40,16 @@ def test_f1_is_that_of_scikit_learn(bench):
     rng = np.random.default_rng(0)
     truth, values = rng.random((200, 7)) < 0.2, rng.random((200, 7))
     truth[:, 6] = False
-    predicted = bench("_scores").predict(values, truth)
+    predicted = bench("_data").predict(values, truth)
     assert (predicted.sum(1) == truth.sum(1)).all()
     for average in ("micro", "macro"):
         theirs = metrics.f1_score(truth, predicted, average=average, zero_division=0)
-        assert bench("_scores").f1(predicted, truth)[f"{average}-F1"] == pytest.approx(theirs)
+        assert bench("_data").f1(predicted, truth)[f"{average}-F1"] == pytest.approx(theirs)
 
 
 def test_groups_that_vectors_tell_are_found(bench):
     pytest.importorskip("sklearn")
-    scores = bench("_scores")
+    scores = bench("_data")
     rng = np.random.default_rng(0)
     groups = np.eye(4, dtype=bool)[rng.integers(0, 4, 300)]
     groups = np.column_stack([groups, np.ones(300, bool), np.zeros(300, bool)])  # one all are in, and one nobody
@@ -62,7 +62,7 @@ def test_groups_that_vectors_tell_are_found(bench):
 
 
 def test_interval(bench):
-    interval = bench("_scores").interval
+    interval = bench("_data").interval
     assert interval([0.5]) == {"mean": 0.5, "half": None}
     assert interval([1.0, 2.0, 3.0]) == {"mean": 2.0, "half": pytest.approx(4.3027 / 3**0.5, rel=1e-4)}
 
@@ -177,8 +177,10 @@ def test_a_stopped_run_goes_on(bench, folder, monkeypatch, capsys):
     assert not partial.exists()
 
     assert node2vec.main([*command, "--resume"]) == 2  # nothing is left
-    partial.write_text(json.dumps({**before, "digest": "another"}))
-    assert node2vec.main([*command, "--resume"]) == 2
-    said = capsys.readouterr().err
-    assert "cannot go on with" in said
-    assert "was measured with other sources, settings, data or versions; drop --resume" in said
+    assert "there is no" in capsys.readouterr().err
+    changes = {"sources": {"digest": "another", "environment": {**before["environment"], "dirty": True}}}
+    changes["graph"] = {"graph": {**before["graph"], "nodes": 3}}
+    for what, change in changes.items():
+        partial.write_text(json.dumps({**before, **change}))
+        assert node2vec.main([*command, "--resume"]) == 2
+        assert f"was measured with other {what}; drop --resume to begin anew" in capsys.readouterr().err

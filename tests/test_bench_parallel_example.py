@@ -25,7 +25,7 @@ def test_a_run_is_recorded_and_shown(bench, tmp_path):
     assert part == store.PARALLEL_EXAMPLE
     result = json.loads(path.read_text(encoding="utf-8"))
     assert result["complete"]
-    assert result["digest"] == store.digest(ROOT, part)
+    assert result["digest"] == store.digest(ROOT)
     assert 5000 < path.with_suffix(".png").stat().st_size < 150_000
     (root / "docs").mkdir()
     page = root / readme.PARALLEL.page
@@ -60,22 +60,16 @@ def test_suite_exchange_is_shown(bench, tmp_path):
         "versions": {"torch": "2"},
     }
     result = {"suite": "exchange", "quick": False, "environment": environment, "groups": [group.to_json()]}
-    figure = bench("exchange_figure")
-    text = figure.markdown(result, "picture.png")
+    text = bench("suite_pages").markdown(result, "picture.png")
     assert "| all-reduce | 8 MB |" in text
     assert "- train, 1 bit, errors dropped: did not come to a loss of 0.1" in text
     assert "](picture.png)" in text
-    assert figure.save(result, tmp_path / "picture.png") == ""
-    assert (tmp_path / "picture.png").stat().st_size > 2000
+    assert bench("experiment").save_picture(bench("speedtransfer.benchmark.report").plot, result, tmp_path / "p.png") == ""
+    assert (tmp_path / "p.png").stat().st_size > 2000
 
 
-def test_the_pages_have_the_marks_and_digests_the_sources(bench):
-    readme, store = bench("readme"), bench("store")
+def test_the_pages_have_the_marks(bench):
+    readme = bench("readme")
     for section in (readme.PARALLEL, readme.EXCHANGE):
         text = (ROOT / section.page).read_text(encoding="utf-8")
         assert text.index(section.begin) < text.index(section.end)
-    tree = store.Tree(ROOT)
-    assert "parallel.training" in tree.modules(store.PARALLEL_EXAMPLE)
-    found = tree.modules("exchange")
-    assert "speedtransfer.benchmark.exchange_worker" in found
-    assert "speedtransfer.benchmark.ranks_worker" not in found

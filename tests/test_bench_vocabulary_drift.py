@@ -56,7 +56,7 @@ def test_all_policies_are_trained_and_shown(bench, folder, capsys, monkeypatch):
     assert out.with_suffix(".png").stat().st_size > 5000
     shown = capsys.readouterr().out
     assert "in the order of the file, which has no time stamps" in shown
-    text = bench("_figure").markdown(result, "picture.png")
+    text = bench().markdown(result, "picture.png")
     assert '| `evict="lru"` | ' in text
     assert "](picture.png)" in text
 
@@ -138,7 +138,5 @@ def test_the_result_is_known(bench):
     store, readme = importlib.import_module("store"), importlib.import_module("readme")
     assert store.DRIFT in store.OTHERS
     assert readme.DRIFTING in readme.SECTIONS
-    found = store.Tree(ROOT).modules(store.DRIFT)
-    assert found >= {"vocabulary_drift_training", "idle_data", "speedtransfer.vocabulary.vocabulary"}
     text = (ROOT / readme.DRIFTING.page).read_text(encoding="utf-8")
     assert text.index(readme.DRIFTING.begin) < text.index(readme.DRIFTING.end)

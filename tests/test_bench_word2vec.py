@@ -31,6 +31,10 @@ def module(name):
     return importlib.import_module(f"word2vec{name}")
 
 
+def save_picture(draw, result, path):
+    return importlib.import_module("experiment").save_picture(draw, result, path)
+
+
 def planted_words(num_words=6000, seed=0):
     """Sentences of ten words, each from one of six topics: words t<topic>w<number>."""
     rng = np.random.default_rng(seed)
@@ -57,12 +61,6 @@ def put_data(folder, words=None):
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_of_t():
-    found = module("_statistics")
-    expected = [stats.t.ppf(0.975, freedom) for freedom in range(1, 2 * found.MOST_SEEDS - 1)]
-    assert list(found.T) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("number", [2, 3, 10])
@@ -129,11 +127,11 @@ def test_the_text_in_lines(tmp_path, monkeypatch, words, read):
     ],
 )
 def test_sets_that_cannot_be_read(tmp_path, text, message):
-    data, sets, path = module("_data"), module("_sets"), tmp_path / "set.txt"
+    data, path = module("_data"), tmp_path / "set.txt"
     if text is not None:
         path.write_text(text)
     with pytest.raises(data.DataError, match=message) as caught:
-        sets.find_sets(None, [path])
+        data.find_sets(None, [path])
     assert "\n" not in str(caught.value)
 
 
@@ -149,14 +147,14 @@ def test_texts_that_cannot_be_read(tmp_path, content, message):
 
 
 def test_sets_in_two_groups(tmp_path):
-    found = module("_sets").find_sets(put_data(tmp_path), None)
+    found = module("_data").find_sets(put_data(tmp_path), None)
     groups = [(one.name, one.group) for one in found]
     assert groups == [
         *((name, "tuned") for name in ("WS-353", "RG-65", "MTurk-287", "analogies")),
         *((name, "reserved") for name in ("SimLex-999", "RW")),
     ]
     (tmp_path / "mine.txt").write_text("a\tb\t1\n")
-    named = module("_sets").find_sets(None, [tmp_path / "mine.txt", tmp_path / "wordsim/EN-RG-65.txt"])
+    named = module("_data").find_sets(None, [tmp_path / "mine.txt", tmp_path / "wordsim/EN-RG-65.txt"])
     assert [(one.name, one.group) for one in named] == [("RG-65", "tuned"), ("mine", "reserved")]
 
 
@@ -186,7 +184,6 @@ def test_corpora_have_settings_of_their_own(tmp_path):
         ("", "--data . --corpus a.txt --corpus x/a.txt", "error: two corpora are called 'a.txt'"),
         ("", "--data . --models cbow,glove", "--models: invalid list of skipgram and cbow value: 'cbow,glove'"),
         ("", "--data . --optimizers adamx", "error: optimizer 'adamx' is not in torch.optim"),
-        ("", "--data . --seeds 11", "error: --seeds is 11 but may be at most 10"),
         ("", "--data . --dims 0", "argument --dims: invalid list value: '0'"),
         ("", "--corpus no.txt", "are required: --data, or --corpus and --sets"),
         ("_scale", "--rows 1P", "argument --rows: invalid list of at least 100 rows value: '1P'"),
@@ -236,14 +233,14 @@ def small_run(request, tmp_path_factory):
     """The folder of a run that was stopped after gensim's turn and taken up again, smaller, and what was printed."""
     folder = tmp_path_factory.mktemp("small")
     sys.path.insert(0, str(ROOT / "bench"))
-    command, session, printed = module(""), module("_session"), io.StringIO()
+    command, printed = module(""), io.StringIO()
     argv = ["--data", str(put_data(folder / "data")), "--out", str(folder / DEVICE / "word2vec.json")]
     small = folder / "small.txt"
     small.write_text(" ".join(planted_words(3000, seed=1)))
     large = folder / "data/corpora/schools_wiki_2007.text8.xz"
     argv += ["--corpus", str(large), "--corpus", str(small), "--dims", "8", "--seeds", "1", "--epochs", "2"]
     argv += ["--optimizers", "adagrad"]
-    train = session.Session._train
+    train = command.Session._train
 
     def train_gensim_alone(self, run, warm=False):
         if warm:
@@ -257,12 +254,12 @@ def small_run(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, both[0], both[1]:
         patch.setitem(module("_data").OWN_SETTINGS, small.name, small_settings)
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setattr(session.Session, "_train", train_gensim_alone)
+        patch.setattr(command.Session, "_train", train_gensim_alone)
         if request.param == "here":
-            patch.setattr(session, "run_job", run_job_here)
+            patch.setattr(command, "run_job", run_job_here)
         assert command.main([*argv, "--dims", "8,9", "--seeds", "2"]) == 1
         stopped = json.loads((folder / DEVICE / "word2vec.partial.json").read_text())
-        patch.setattr(session.Session, "_train", train)
+        patch.setattr(command.Session, "_train", train)
         assert command.main([*argv, "--resume", "--epochs", "3"]) == 2
         assert command.main([*argv, "--resume"]) == 0
     return folder, stopped, printed.getvalue().splitlines()
@@ -287,7 +284,7 @@ def test_a_stopped_run_goes_on(small_run):
 def test_the_order_of_runs(tmp_path):
     """Whole seeds; only the first model and the first optimizer in further dimensions."""
     settings = module("_data").Settings(dims=(8, 9), optimizers=("adamw", "sgd"), seeds=2)
-    session = module("_session").Session(tmp_path, settings, [], tmp_path / "partial.json", None)
+    session = module("").Session(tmp_path, settings, [], tmp_path / "partial.json", None)
     session._texts = {"large.txt": tmp_path, "small.txt": tmp_path}
     order = [(run.seed, *run.system) for run in session._runs()]
     names = [("gensim", ""), ("speedtransfer", "adamw"), ("speedtransfer", "sgd")]
@@ -381,8 +378,8 @@ def test_vectors_are_asked_alike(tmp_path):
 
 
 def test_a_job_that_fails_says_why():
-    process = module("_process")
-    with pytest.raises(process.ProcessError, match="KeyError: 'juggle'"):
+    process = importlib.import_module("process")
+    with pytest.raises(process.RunError, match="KeyError: 'juggle'"):
         process.run_job("word2vec_child.py", {"task": "juggle"})
     with pytest.raises(process.OutOfTimeError):
         process.run_job("word2vec_child.py", {"task": "juggle"}, end=0)
@@ -440,7 +437,7 @@ def made_scale(made):
 
 
 def test_nothing_lost_is_hidden(made):
-    statistics, text = module("_statistics"), module("_text")
+    statistics, text = module("_statistics"), module("_report")
     adamw, tuned, reserved, *rest = text.verdicts(statistics.upgrade(made), "text8")
     assert adamw == "- skip-gram, speedtransfer, AdamW, dim 100: 1.18x gensim's words/s (seed by seed 1.17x to 1.20x)"
     assert tuned == (
@@ -451,14 +448,14 @@ def test_nothing_lost_is_hidden(made):
     assert rest[0].endswith("words/s (seed by seed 0.55x to 0.58x), slower")
     assert rest[1].endswith("; **worse**: WS-353 -0.100 [-0.109, -0.091], analogies -0.100 [-0.100, -0.100]")
     assert len(rest) == 9
-    short = statistics.in_short(made)
+    short = statistics.headline(made)
     assert short.startswith(
         "words/s beside gensim skipgram adamw (100) 1.18x, worse on 0 tuned, 0 reserved; skipgram sgd (100) 0.57x, worse on 2 "
         "tuned, 0 reserved"
     )
     made["same_vocabulary"] = False
     made["failures"] = [{"title": "speedtransfer, SGD", "seed": 2, "error": "lr is too large"}]
-    text = module("_figure").markdown(made, "")
+    text = module("_report").markdown(made, "")
     assert "The vocabularies were not the same" in text
     assert "**Failed**: speedtransfer, SGD, seed 2: lr is too large" in text
 
@@ -476,7 +473,7 @@ def test_verdicts_are_those_of_recorded_differences(made):
         "items": 99,
     }
     differences = {"method": "paired bootstrap", "resamples": 2000, "least_items": 20, "found": [recorded]}
-    text = module("_figure").markdown({**made, "differences": differences}, "")
+    text = module("_report").markdown({**made, "differences": differences}, "")
     assert "reserved: not worse beyond the confidence interval: RW +0.300 [-0.200, +0.400]" in text
     assert "paired bootstrap over word pairs or questions and over seeds (2,000 resamples)" in text
     assert "Tuned sets, on which settings of the package were chosen: WS-353, analogies. Reserved sets" in text
@@ -485,12 +482,12 @@ def test_verdicts_are_those_of_recorded_differences(made):
 
 def test_nothing_trained_yet(made):
     made["runs"], made["settings"]["models"] = [], ["cbow"]
-    assert module("_figure").markdown(made, "").startswith("CBOW with 5 negative samples")
-    assert module("_statistics").in_short(made) == "words/s beside gensim of no run yet"
+    assert module("_report").markdown(made, "").startswith("CBOW with 5 negative samples")
+    assert module("_statistics").headline(made) == "words/s beside gensim of no run yet"
 
 
 def test_the_table(made):
-    head, _, gensim, *rest = module("_text").table(made, "text8").splitlines()
+    head, _, gensim, *rest = module("_report").table(made, "text8").splitlines()
     assert head.count("|") == gensim.count("|")
     assert "| analogies, syntactic (tuned) | RW (reserved) | peak memory |" in head
     cells = [cell.strip() for cell in gensim.strip("|").split("|")]
@@ -515,8 +512,8 @@ def test_results_of_one_corpus_and_skip_gram_are_still_read(made):
     assert "model" not in old["runs"][0]
     assert upgraded == {**statistics.upgrade(made), "corpus": old["corpus"], "settings": old["settings"]}
     assert statistics.upgrade(upgraded) is upgraded
-    assert statistics.in_short(old) == statistics.in_short(made)
-    assert module("_figure").markdown(old, "") == module("_figure").markdown(made, "")
+    assert statistics.headline(old) == statistics.headline(made)
+    assert module("_report").markdown(old, "") == module("_report").markdown(made, "")
 
 
 def test_recorded_results_are_shown(tmp_path, capsys):
@@ -525,12 +522,12 @@ def test_recorded_results_are_shown(tmp_path, capsys):
     assert paths
     for path in paths:
         result = json.loads(path.read_text())
-        text = module("_figure").markdown(result, "")
+        text = module("_report").markdown(result, "")
         for run in result["runs"]:
             assert f"| {run['system']} |" in text
             assert {*run["scores"]} <= {cell.split(" (")[0] for cell in text.replace("\n", "|").split("| ")}
         assert "  - tuned: " in text
-        assert module("_figure").save(result, tmp_path / "word2vec.png") == ""
+        assert save_picture(module("_report").draw, result, tmp_path / "word2vec.png") == ""
         copy = tmp_path / "bench/results" / path.parent.name / path.name
         copy.parent.mkdir(parents=True)
         copy.write_bytes(path.read_bytes())
@@ -543,7 +540,7 @@ def test_the_picture(made, tmp_path, seeds):
     made["runs"] = [run for run in made["runs"] if run["seed"] <= seeds]
     made["settings"]["seeds"] = seeds
     path = tmp_path / "word2vec.png"
-    assert module("_figure").save(made, path) == ""
+    assert save_picture(module("_report").draw, made, path) == ""
     assert 1000 < path.stat().st_size < 100_000
     assert path.read_bytes()[:4] == b"\x89PNG"
 
@@ -576,17 +573,6 @@ def test_the_docs_and_the_list_of_results_show_both(made, tmp_path, capsys):
     assert "words/s beside gensim skipgram adamw (100) 1.18x" in of_word2vec
     assert "step 0.5M 10.0 ms, 50M 12.5 ms" in of_scale
     assert of_word2vec.split()[2] == "STALE"
-
-
-@pytest.mark.parametrize(("part", "own"), [("word2vec", "word2vec_data"), ("word2vec_scale", "word2vec_scale_child")])
-def test_what_makes_a_result_stale(part, own):
-    store = importlib.import_module("store")
-    found = store.Tree(ROOT).modules(part)
-    wanted = {"word2vec.sampler", "word2vec.trainer", "nn.embedding", "rows", "tables.table"}
-    assert found >= {own, "word2vec_process", *(f"speedtransfer.{name}" for name in wanted)}
-    assert any(name.startswith("speedtransfer.optim.") for name in found)
-    others = {"speedtransfer.word2vec.plot", "word2vec_text", "word2vec_figure", "word2vec_scale"}
-    assert not found & {*others, "word2vec_scale_child" if part == "word2vec" else "word2vec_data"}
 
 
 # --- scale ------------------------------------------------------------------------------------------------------------

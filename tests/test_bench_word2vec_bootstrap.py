@@ -147,7 +147,7 @@ def test_what_correlates_with_nothing(found):
 def test_differences_of_a_result(found):
     """Only seeds that both have; what is asked of one corpus is not asked of another; no items are left in the result."""
     child = importlib.import_module("word2vec_child")
-    sets, statistics = importlib.import_module("word2vec_sets"), importlib.import_module("word2vec_statistics")
+    sets, statistics = importlib.import_module("word2vec_data"), importlib.import_module("word2vec_statistics")
     random = np.random.default_rng(7)
 
     def run(corpus, system, seed, right):

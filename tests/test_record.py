@@ -1,4 +1,4 @@
-"""bench/record.py: digests, the parts of a run, the list of results and the bars; a whole run needs a device."""
+"""bench/record.py: stale results, the parts of a run, the list of results and the bars; a whole run needs a device."""
 
 from __future__ import annotations
 
@@ -53,26 +53,18 @@ def store():
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A working tree of a few files, outside of git: suite `step` moves rows, and `transfer` does it by a kernel."""
-    code = {
-        "speedtransfer/cuda/runtime.py": "def copy():\n    return 1\n\n\ndef unused():\n    return 2\n",
-        "speedtransfer/benchmark/measure.py": "from speedtransfer.cuda import runtime\ndef measure():\n    runtime.copy()\n",
-        "speedtransfer/benchmark/step.py": (
-            "from speedtransfer.benchmark.report import draw\nTITLE = 'step'\n\ndef groups():\n    return move()\n\n"
-            "def move():\n    from speedtransfer.cuda.runtime import copy\n    return copy()\n\ndef show():\n    draw(TITLE)\n"
-        ),
-        "speedtransfer/benchmark/transfer.py": "KERNEL = 'rows.cu'\n\ndef groups():\n    return KERNEL\n",
-        "speedtransfer/cuda/__init__.py": "",
-    }
+    """A working tree of a few files, outside of git."""
     for name in (
-        *code,
-        "speedtransfer/cuda/runtime.py",
-        "speedtransfer/cli.py",
-        "speedtransfer/kernels/rows.cu",
-        "speedtransfer/word2vec/model.py",
         "speedtransfer/benchmark/measure.py",
-        "speedtransfer/benchmark/step.py",
         "speedtransfer/benchmark/report.py",
+        "speedtransfer/benchmark/step.py",
+        "speedtransfer/benchmark/step_models.py",
+        "speedtransfer/benchmark/transfer.py",
+        "speedtransfer/cli.py",
+        "speedtransfer/cuda/runtime.py",
+        "speedtransfer/kernels/rows.cu",
+        "speedtransfer/nn/embedding.py",
+        "speedtransfer/word2vec/model.py",
         "tests/gpu/test_device.py",
         "tests/engine_cases.py",
         "tests/test_other.py",
@@ -80,7 +72,7 @@ def tree(tmp_path, monkeypatch):
     ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(code.get(name, name))
+        path.write_text(name)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     return tmp_path
 
@@ -121,7 +113,7 @@ def put(store, tree, part, run="", **changes):
     """Write a result."""
     environment = {"device": "NVIDIA H200", "cuda": True, "date": "2026-01-02T03:04:05+00:00"}
     environment.update(commit="0123456789abcdef0123", dirty=False)
-    result = {"environment": environment, "digest": store.digest(tree, part), "complete": True}
+    result = {"environment": environment, "digest": store.digest(tree), "complete": True}
     path = store.path_of(tree, "NVIDIA H200", part, run)
     store.write(path, {**result, **CONTENT.get(part, SUITE), **changes})
     return path
@@ -186,15 +178,35 @@ def states(lines):
     return {cells[0]: cells[3] for cells in map(str.split, lines) if len(cells) > 4 and cells[1][:2] == "20"}
 
 
+def commit(tree):
+    """Make `tree` a repository and commit all of it; return the commit."""
+    git = ["git", "-C", str(tree), "-c", "user.name=A", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
+        subprocess.run([*git, *command], check=True)
+    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def measured_at(store, tree, part, commit, dirty=False, **changes):
+    """Write a result of a commit."""
+    path = put(store, tree, part, **changes)
+    result = store.read(path)
+    store.write(path, {**result, "environment": {**result["environment"], "commit": commit, "dirty": dirty}})
+
+
+ALL = {"tests", "sanitizer", "transfer", "step", "tax"}
+
+
 @pytest.mark.parametrize(
     ("changed", "stale"),
     [
-        ("speedtransfer/cuda/runtime.py", {"tests", "sanitizer", "transfer", "step"}),
-        ("speedtransfer/kernels/rows.cu", {"tests", "sanitizer", "transfer"}),
-        ("speedtransfer/kernels/word2vec.cu", {"tests", "sanitizer"}),
-        ("speedtransfer/new.py", {"tests", "sanitizer"}),
-        ("speedtransfer/benchmark/measure.py", {"transfer", "step"}),
+        ("speedtransfer/cuda/runtime.py", ALL - {"tax"}),
+        ("speedtransfer/kernels/rows.cu", ALL - {"tax"}),
+        ("speedtransfer/kernels/word2vec.cu", ALL - {"tax"}),
+        ("speedtransfer/new.py", ALL - {"tax"}),
+        ("speedtransfer/nn/embedding.py", {"tests", "sanitizer", "step"}),
+        ("speedtransfer/benchmark/measure.py", {"transfer", "step", "tax"}),
         ("speedtransfer/benchmark/step.py", {"step"}),
+        ("speedtransfer/benchmark/step_models.py", {"step"}),
         ("speedtransfer/benchmark/report.py", set()),
         ("speedtransfer/word2vec/model.py", set()),
         ("speedtransfer/cli.py", set()),
@@ -204,44 +216,43 @@ def states(lines):
         ("bench/record.py", set()),
     ],
 )
-def test_stale_after_a_change(record, store, tree, capsys, changed, stale):
-    parts = ("tests", "sanitizer", "transfer", "step")
-    for part in parts:
-        put(store, tree, part)
+@pytest.mark.parametrize("committed", [False, True])
+def test_stale_after_a_change(record, store, tree, capsys, changed, stale, committed):
+    first = commit(tree)
+    for part in ALL:
+        measured_at(store, tree, part, first, digest="of other code")
     (tree / changed).write_text("changed")
-    assert states(listed(record, tree, capsys)) == {part: "STALE" if part in stale else "current" for part in parts}
+    if committed:
+        commit(tree)
+    else:
+        subprocess.run(["git", "-C", str(tree), "add", "."], check=True)
+    assert states(listed(record, tree, capsys)) == {part: "STALE" if part in stale else "current" for part in ALL}
 
 
-def commit(tree):
-    """Make `tree` a repository and commit all of it; return the commit."""
-    git = ["git", "-C", str(tree), "-c", "user.name=A", "-c", "user.email=a@example.org"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
-        subprocess.run([*git, *command], check=True)
-    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-
-
-@pytest.mark.parametrize(
-    ("dirty", "known", "changed", "state"),
-    [
-        (False, True, "bench/record.py", "current"),
-        (False, True, "speedtransfer/benchmark/step.py", "STALE"),
-        (True, True, "bench/record.py", "STALE"),
-        (False, False, "bench/record.py", "STALE"),
-    ],
-)
-def test_an_older_digest_is_told_by_its_commit(record, store, tree, capsys, dirty, known, changed, state):
-    path = put(store, tree, "step", digest="of another kind")
-    result = store.read(path)
-    facts = {**result["environment"], "dirty": dirty, "commit": commit(tree) if known else "0" * 40}
-    store.write(path, {**result, "environment": facts})
-    (tree / changed).write_text("changed")
-    assert states(listed(record, tree, capsys)) == {"step": state}
+@pytest.mark.parametrize("reason", ["no git", "git is not installed", "commit is not known", "had changes"])
+def test_without_a_commit_to_compare_with_the_same_code_is_current(record, store, tree, capsys, monkeypatch, reason):
+    first = "0" * 40 if reason == "no git" else commit(tree)
+    measured_at(store, tree, "step", "unknown" if "not known" in reason else first, dirty=reason == "had changes")
+    if reason == "git is not installed":
+        monkeypatch.setenv("PATH", str(tree))
+    assert states(listed(record, tree, capsys)) == {"step": "current"}
+    (tree / "bench/record.py").write_text("changed")
+    assert states(listed(record, tree, capsys)) == {"step": "STALE"}
+    assert any("or git cannot compare it" in line for line in listed(record, tree, capsys))
 
 
 def test_a_renamed_file_changes_the_digest(store, tree):
-    before = store.digest(tree, "tests")
+    before = store.digest(tree)
     (tree / "speedtransfer/cuda/runtime.py").rename(tree / "speedtransfer/devices.py")
-    assert store.digest(tree, "tests") != before
+    assert store.digest(tree) != before
+
+
+def test_the_paths_of_every_result_are_there(store):
+    """Of the package, and of what is left out of it."""
+    others = (store.NODE2VEC, store.GOWALLA, store.LAYOUT)
+    for part in (*store.PARTS, *store.OTHERS, *others):
+        for path in store.paths_of(part):
+            assert list(store.ROOT.glob(path.removeprefix(":!"))), (part, path)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"environment": {}}'])
@@ -306,7 +317,7 @@ def test_the_gpu_tests(record, store, tree, gpu, monkeypatch):
     assert found["files"] == {"test_device": 1}
     assert found["failures"]["tests.gpu.test_device.test_bad"] == ["assert 1 == 2"]
     assert (found["environment"]["commit"], found["environment"]["dirty"]) == ("abc", True)
-    assert found["digest"] == store.digest(tree, "tests")
+    assert found["digest"] == store.digest(tree)
     logs = store.path_of(tree, gpu["device"], "").parent / "logs"
     assert "no" in (logs / "tests.xml").read_text()
     printed = (logs / "parts.log").read_text()
@@ -511,7 +522,7 @@ def test_a_suite(record, store, tree, gpu, capfd):
     found = store.read(store.path_of(tree, gpu["device"], "tax", ".quick"))
     assert not store.path_of(tree, gpu["device"], "tax").exists()
     assert (found["suite"], found["quick"], found["complete"], found["failures"]) == ("tax", True, True, {})
-    assert found["digest"] == store.digest(tree, "tax")
+    assert found["digest"] == store.digest(tree)
     assert found["environment"]["device"] == gpu["device"]
     groups = [GroupResult.from_json(item) for item in found["groups"]]
     assert all(len(g.ran) == 3 for g in groups)

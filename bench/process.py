@@ -1,4 +1,4 @@
-"""Runs one job in a process of its own and says what memory it took, with all processes that it started."""
+"""Runs one job in a process of its own and measures its peak memory, that of its child processes included."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from experiment import RunError
 from store import ROOT
 
 _EVERY_S = 0.1
 
 
-class ProcessError(RuntimeError):
-    """A job failed."""
-
-
-class OutOfTimeError(RuntimeError):
+class OutOfTimeError(RunError):
     """A job was stopped at its time limit."""
 
 
@@ -41,7 +38,7 @@ def run_job(script: str, job: dict[str, Any], end: float = float("inf")) -> dict
 
     Raises
     ------
-    ProcessError
+    RunError
         It ended with another exit code than 0.
     OutOfTimeError
         It was stopped.
@@ -49,15 +46,15 @@ def run_job(script: str, job: dict[str, Any], end: float = float("inf")) -> dict
     if time.monotonic() > end:
         raise OutOfTimeError("stopped at its time limit")
     with tempfile.TemporaryDirectory(prefix="speedtransfer-") as folder:
-        path, said, result = (Path(folder, name) for name in ("job.json", "said.txt", "result.json"))
+        path, log, result = (Path(folder, name) for name in ("job.json", "log.txt", "result.json"))
         path.write_text(json.dumps({**job, "result": str(result)}), encoding="utf-8")
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         }
         command = [sys.executable, str(Path(__file__).with_name(script)), str(path)]
-        with said.open("wb") as errors:
-            # A session of its own: Ctrl-C is for the one who asks, and a trainer that gets it would end early and content.
+        with log.open("wb") as errors:
+            # A session of its own: at Ctrl-C a trainer would end early and with exit code 0.
             process = subprocess.Popen(
                 command, stdout=errors, stderr=errors, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
             )
@@ -68,8 +65,8 @@ def run_job(script: str, job: dict[str, Any], end: float = float("inf")) -> dict
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if process.returncode != 0 or not result.exists():
-            lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            raise ProcessError(lines[-1] if lines else f"ended with exit code {process.returncode}")
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            raise RunError(lines[-1] if lines else f"ended with exit code {process.returncode}")
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     return {**found, "peak_bytes": max(peak, found.get("peak_bytes", 0))}
 
