@@ -64,7 +64,9 @@ def test_suite_exchange_is_shown(bench, tmp_path):
     assert "| all-reduce | 8 MB |" in text
     assert "- train, 1 bit, errors dropped: did not come to a loss of 0.1" in text
     assert "](picture.png)" in text
-    assert bench("experiment").save_picture(bench("speedtransfer.benchmark.report").plot, result, tmp_path / "p.png") == ""
+    assert (
+        bench("experiment").save_picture(bench("speedtransfer.benchmark.report").plot, result, tmp_path / "p.png") == ""
+    )
     assert (tmp_path / "p.png").stat().st_size > 2000
 
 

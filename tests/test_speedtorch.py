@@ -413,7 +413,6 @@ def test_rows_are_freed(kind):
         table = weakref.ref(switcher._held.table)
         assert hasattr(switcher, name)
         free()
-        gc.collect()
         assert table() is None
         assert not hasattr(switcher, name)
         switcher.zerosInit()
