@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from idle_data import Data
+from idle_data import Data, hits_among_best, pairs_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -174,19 +174,10 @@ def score(users: Tensor, items: Tensor, data: Data) -> tuple[float, float]:
     ideal = gains.cumsum(0)
     for first in range(0, len(users), _USERS_AT_ONCE):
         scores = users[first : first + _USERS_AT_ONCE] @ items.T
-        known, wanted = (_of_users(pairs, first, len(scores)) for pairs in data)
-        scores[known[:, 0], known[:, 1]] = -torch.inf
-        is_wanted = torch.zeros(scores.shape, dtype=torch.bool)
-        is_wanted[wanted[:, 0], wanted[:, 1]] = True
-        hits = is_wanted.gather(1, scores.topk(count, dim=1).indices).double()
-        counts = is_wanted.sum(1)
+        known, wanted = (pairs_of(pairs, first, len(scores)) for pairs in data)
+        hits, counts = hits_among_best(scores, known, wanted, TOP)
+        hits = hits.double()
         measures = [hits.sum(1) / counts, hits @ gains[:count] / ideal[counts.clamp(1, TOP) - 1]]
         found.append(torch.stack(measures, dim=1)[counts > 0])
     recall, ndcg = torch.cat(found).mean(0).tolist()
     return recall, ndcg
-
-
-def _of_users(pairs: Tensor, first: int, count: int) -> Tensor:
-    """Return the pairs of `count` users from `first` on, counted from there; `pairs` are sorted by user."""
-    begin, end = torch.searchsorted(pairs[:, 0].contiguous(), torch.tensor([first, first + count])).tolist()
-    return pairs[begin:end] - torch.tensor([first, 0])

@@ -1,4 +1,4 @@
-"""Users and their items, to train with and held out: read, in batches, and asked for again.
+"""Users and their items, to train with and held out: read, in batches, and ranked.
 
 The files are those of LightGCN's repository: one line a user, its number and then its items.
 """
@@ -103,6 +103,36 @@ def batches(data: Data, settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
             yield users, torch.cat([wanted, torch.randint(items, (count,), generator=generator)])
 
 
+def pairs_of(pairs: Tensor, first: int, count: int) -> Tensor:
+    """Return the pairs of `count` users from number `first` on, their users counted from there; `pairs` are sorted by user."""
+    begin, end = torch.searchsorted(pairs[:, 0].contiguous(), torch.tensor([first, first + count])).tolist()
+    return pairs[begin:end] - torch.tensor([first, 0])
+
+
+def hits_among_best(scores: Tensor, known: Tensor, wanted: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Rank for each user all items that it was not trained with.
+
+    Parameters
+    ----------
+    scores : Tensor
+        Of shape (users, items); those of `known` are overwritten.
+    known, wanted : Tensor
+        Pairs of user and item that were trained with, and that are held out, (n, 2).
+    top : int
+
+    Returns
+    -------
+    (Tensor, Tensor)
+        Whether each of the `top` best items is held out, (users, top) bool, and how many items are, (users,).
+    """
+    known, wanted = known.to(scores.device), wanted.to(scores.device)
+    scores[known[:, 0], known[:, 1]] = -torch.inf
+    is_wanted = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
+    is_wanted[wanted[:, 0], wanted[:, 1]] = True
+    best = scores.topk(min(top, scores.shape[1]), dim=1).indices
+    return is_wanted.gather(1, best), is_wanted.sum(1)
+
+
 class Recall:
     """The share of a user's held-out items among the `TOP` best of all items that it has not been trained with."""
 
@@ -110,11 +140,10 @@ class Recall:
         users = data.test[:, 0].unique()
         order = torch.randperm(len(users), generator=torch.Generator().manual_seed(settings.seed))
         self.users = users[order[: settings.users]].sort().values
-        self._train, self._test = (self._of_users(pairs) for pairs in data)
-        self._counts = torch.bincount(self._test[:, 0], minlength=len(self.users))
+        self._data = [self._of_users(pairs) for pairs in data]
 
     def _of_users(self, pairs: Tensor) -> Tensor:
-        """Return the pairs of the users asked about, by the places of these in `users`."""
+        """Return the pairs of the chosen users, by their places in `users`."""
         users, items = pairs.T.contiguous()
         place = torch.searchsorted(self.users, users).clamp_max(len(self.users) - 1)
         chosen = self.users[place] == users
@@ -122,18 +151,10 @@ class Recall:
 
     def __call__(self, users: Tensor, items: Tensor) -> float:
         """Return the mean over the users, for the weights of a model."""
-        hits = torch.zeros(len(self.users))
+        shares = []
         for first in range(0, len(self.users), _USERS_AT_ONCE):
-            places = slice(first, first + _USERS_AT_ONCE)
-            scores = users[self.users[places].to(users.device)] @ items.T
-            known, wanted = (self._between(pairs, first).to(users.device) for pairs in (self._train, self._test))
-            scores[known[:, 0], known[:, 1]] = -torch.inf
-            best = scores.topk(min(TOP, scores.shape[1]), dim=1).indices
-            found = (best[wanted[:, 0]] == wanted[:, 1:]).any(dim=1)
-            hits[places] = torch.bincount(wanted[found, 0], minlength=len(best)).float().cpu()
-        return float((hits / self._counts).mean())
-
-    def _between(self, pairs: Tensor, first: int) -> Tensor:
-        """Return the pairs of the users from place `first` on that are asked about together."""
-        ends = torch.searchsorted(pairs[:, 0].contiguous(), torch.tensor([first, first + _USERS_AT_ONCE]))
-        return pairs[ends[0] : ends[1]] - torch.tensor([first, 0])
+            chosen = self.users[first : first + _USERS_AT_ONCE].to(users.device)
+            known, wanted = (pairs_of(pairs, first, len(chosen)) for pairs in self._data)
+            hits, counts = hits_among_best(users[chosen] @ items.T, known, wanted, TOP)
+            shares.append(hits.sum(1).float().cpu() / counts.cpu())
+        return float(torch.cat(shares).mean())

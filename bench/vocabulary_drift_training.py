@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from idle_data import Data
+from idle_data import TOP, Data, hits_among_best, pairs_of
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -24,7 +24,6 @@ import speedtransfer as st
 FULL, HASHED = "full", "hashed"
 LRU, LFU, TTL, SEEN_TWICE = "lru", "lfu", "ttl", "lru, admit=2"
 POLICIES = (LRU, SEEN_TWICE, LFU, TTL, HASHED)
-TOP = 20
 # An odd number, so that ids which count up become others of 64 bits, all different.
 _MIX = -7046029254386353131
 
@@ -233,34 +232,24 @@ class Blocks:
         self.blocks: list[tuple[range, list[tuple[Tensor, Tensor]]]] = []
         for first in range(0, count, settings.block):
             users = range(first, min(first + settings.block, count))
-            pairs, steps = self.of(data.train, users), []
+            pairs, steps = pairs_of(data.train, first, len(users)) + torch.tensor([first, 0]), []
             for _ in range(settings.passes):
                 order = torch.randperm(len(pairs), generator=draw)
                 steps += [tuple(pairs[chosen].unbind(1)) for chosen in order.split(settings.pairs)]
             self.blocks.append((users, steps))
         self.steps = [step for _, steps in self.blocks for step in steps]
 
-    @staticmethod
-    def of(pairs: Tensor, users: range) -> Tensor:
-        """Return the pairs of `users`, which are sorted."""
-        begin, end = torch.searchsorted(pairs[:, 0].contiguous(), torch.tensor([users.start, users.stop])).tolist()
-        return pairs[begin:end]
-
     def recall(self, users: Table, items: Table, block: range) -> list[float]:
         """Return for users of a block the share of the items held out among the `TOP` best that it was not trained with."""
-        known, wanted = (self.of(pairs, block) - torch.tensor([block.start, 0]) for pairs in self._data)
+        known, wanted = (pairs_of(pairs, block.start, len(block)) for pairs in self._data)
         with torch.no_grad():
             users.eval()
             items.eval()
             scores = users(torch.arange(block.start, block.stop)) @ items(torch.arange(self._data.sizes[1])).T
             users.train()
             items.train()
-        scores[known[:, 0], known[:, 1]] = -torch.inf
-        is_wanted = torch.zeros(scores.shape, dtype=torch.bool)
-        is_wanted[wanted[:, 0], wanted[:, 1]] = True
-        hits = is_wanted.gather(1, scores.topk(min(TOP, scores.shape[1]), dim=1).indices).sum(1)
-        counts = is_wanted.sum(1)
-        return (hits[counts > 0] / counts[counts > 0]).tolist()
+        hits, counts = hits_among_best(scores, known, wanted, TOP)
+        return (hits.sum(1)[counts > 0] / counts[counts > 0]).tolist()
 
 
 def train_gowalla(stream: Blocks, policy: str, share: float, settings: Settings) -> dict[str, Any]:

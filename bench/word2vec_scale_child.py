@@ -1,6 +1,6 @@
 """What one process of bench/word2vec_scale.py does: steps of word2vec over a vocabulary of so many words.
 
-``python bench/word2vec_scale_child.py JOB.json`` (see word2vec_process.py).
+``python bench/word2vec_scale_child.py JOB.json`` (see process.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +27,8 @@ _CHUNK = 1 << 20
 _TABLES = ("input", "output")
 
 
-class Numbers(Sequence[str]):
-    """Words that are spelled as their numbers, when somebody asks: fifty million strings would take gigabytes."""
+class Numbers(Sequence[Any]):
+    """Words spelled as their numbers, made when they are read: fifty million strings would take gigabytes."""
 
     def __init__(self, number: int) -> None:
         self._numbers = range(number)
@@ -36,11 +36,7 @@ class Numbers(Sequence[str]):
     def __len__(self) -> int:
         return len(self._numbers)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
+    def __getitem__(self, index: Any) -> Any:
         found = self._numbers[index]
         return str(found) if isinstance(found, int) else [str(number) for number in found]
 
