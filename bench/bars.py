@@ -1,4 +1,4 @@
-"""The bars that the data path is held to, and what the recorded suites of a device say about each."""
+"""Targets for the data path, and how the recorded suites of a device compare with each."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 ROWS = 131_072
 TABLE_BYTES, LARGE_BYTES = 10e9, 50e9  # of suite `transfer`, and of the step with little GPU memory, with its state
-RELIABLE = 1.02  # of a roof: who beats it by more has shown that it was measured badly
+RELIABLE = 1.02  # times a roof: beating it by more means that it was measured badly
 CHECKED, UNCHECKED = "speedtransfer", "speedtransfer, check=False"  # the call of a user, and that of a training step
-# A scatter's check for ids that come twice is a sort, and no moving of rows.
+# A scatter's check for repeated ids is a sort, which moves no rows.
 JUDGED = {"gather": CHECKED, "scatter": UNCHECKED}
 FEW_BLOCKS = 16  # of a launch
 
@@ -17,7 +17,7 @@ FEW_BLOCKS = 16  # of a launch
 class Bar(NamedTuple):
     """A figure and the bar for it; `measured` is None where no result has it, `passed` where there is no bar for it.
 
-    `caveat` says why a pass does not count.
+    `caveat` is the reason why a pass does not count.
     """
 
     title: str
@@ -73,7 +73,7 @@ def judge_step(results: dict[str, dict[str, Any]], cuda: bool) -> list[Bar]:
 
 
 def _host_of_tables(groups: list[Any]) -> Bar:
-    """Return the host's time of a step of many tables, of that of one."""
+    """Return the host time of a step of many tables, relative to one table."""
     from speedtransfer.benchmark.step import exact_and_lazy
     from speedtransfer.benchmark.step_models import MANY, ONE
 
@@ -85,7 +85,7 @@ def _host_of_tables(groups: list[Any]) -> Bar:
 
 
 def _small_step(groups: list[Any]) -> Bar:
-    """Return what a step of few rows takes with lazy idle rows, of one of SparseAdam."""
+    """Return the time of a lazy step of few rows, relative to SparseAdam."""
     from speedtransfer.benchmark.step import exact_and_lazy
     from speedtransfer.benchmark.step_models import SMALL
 
@@ -96,7 +96,7 @@ def _small_step(groups: list[Any]) -> Bar:
 
 
 def _many_tables(groups: list[Any]) -> Iterator[Bar]:
-    """Yield what a step of many tables with exact idle rows takes, of one with lazy rows and of a dense one."""
+    """Yield the time of an exact step of many tables, relative to a lazy and to a dense one."""
     from speedtransfer.benchmark.step import exact_and_lazy
 
     tables = next((g for g in groups if g.params["experiment"] == "many tables" and exact_and_lazy(g)), None)
@@ -129,7 +129,7 @@ def _not_as_asked(num_bytes: float | None, wanted: float) -> str:
 
 
 class _Transfer:
-    """What suite `transfer` says about pinned tables and uniform ids."""
+    """Results of suite `transfer` for pinned tables and uniform ids."""
 
     def __init__(self, groups: list[Any], options: dict[str, Any]) -> None:
         self._groups = [g for g in groups if g.ran and g.params["memory"] == "pinned" and g.params["ids"] == "uniform"]
@@ -165,7 +165,7 @@ class _Transfer:
         return _lines(direction, values, lambda v: _at_least(title, bar, v, "{:.1f}x", self._caveat(group)))
 
     def host(self, title: str, bar: float, direction: str) -> Iterator[Bar]:
-        """Yield the host's microseconds of a call that moves next to nothing."""
+        """Yield the host time of a call that moves few rows, in microseconds."""
         values = self._values(self._group("overhead", direction), lambda case: 1e6 * case.median_host_s)
         return _lines(direction, values, lambda v: _at_most(title, bar, v, "{:.1f} us"))
 
@@ -193,7 +193,7 @@ class _Transfer:
 
 
 def _lines(direction: str, values: dict[str, float | None], judged: Callable[[float | None], Bar]) -> Iterator[Bar]:
-    """Yield the case that is judged, and where the other was measured that one, which no bar is for."""
+    """Yield the case that has a bar, and the other one without, where it was measured."""
     yield judged(values.get(JUDGED[direction]))
     for name, value in values.items():
         if name != JUDGED[direction] and value is not None:

@@ -1,4 +1,4 @@
-"""Runs the tests that need a GPU, plainly and under compute-sanitizer, for record.py, and says what came of them."""
+"""Runs the tests that need a GPU, plainly and under compute-sanitizer, for record.py, and summarizes the outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from store import write
 
 NO_TESTS_COLLECTED = 5  # pytest's exit code
 SANITIZER, TOOLS = "compute-sanitizer", ("memcheck", "racecheck")
-SANITIZER_FOUND = 86  # our choice, for findings where pytest is content
+SANITIZER_FOUND = 86  # our choice, for findings in tests that pass
 STOPPED, REFUSED = "stopped at its time limit", "could not run"
 SANITIZED = ["tests/gpu", "-m", "sanitizer"]  # every kernel, little of each: all of it runs many times slower
 
@@ -43,7 +43,7 @@ def ending(code: int | None) -> str:
 
 
 def summary(junit: Path, complete: bool) -> dict[str, Any]:
-    """Return the counts, seconds and failures in a JUnit file of pytest; of one that was stopped without its last test."""
+    """Return counts, seconds and failures of a JUnit file of pytest, without the last test if the run was stopped."""
     cases = list(ElementTree.parse(junit).iter("testcase"))
     cases = cases if complete else cases[:-1]
     failures = {}
@@ -68,7 +68,7 @@ _NO_OUTCOME = {"system-out", "system-err", "properties"}
 
 
 def _file_of(case: ElementTree.Element) -> str:
-    """Return the name of the file of a test without its folder and suffix; nothing where it cannot be told."""
+    """Return the file name of a test without folder and suffix; empty where it is unknown."""
     return next((name for name in (case.get("classname") or "").split(".") if name.startswith("test_")), "")
 
 
@@ -104,7 +104,7 @@ def run_sanitizer(root: Path, path: Path, about: dict[str, Any], limit_s: float,
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """Return what a tool of the sanitizer says about the tests it ran."""
+    """Return the verdict of a sanitizer tool on the tests it ran."""
     code, summary = found["exit"], found["summary"]
     if code is None:
         return STOPPED

@@ -101,10 +101,10 @@ def resume(partial: Path, fresh: dict[str, Any], find_changes: Callable[[dict[st
     except FileNotFoundError:
         raise DataError(f"there is no {str(partial)!r} to go on with; drop --resume") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"cannot read {str(partial)!r} ({error!r}); drop --resume to begin anew") from error
+        raise DataError(f"cannot read {str(partial)!r} ({error!r}); drop --resume to start over") from error
     if changed:
         what = " and ".join(changed)
-        raise DataError(f"{str(partial)!r} was measured with other {what}; drop --resume to begin anew")
+        raise DataError(f"{str(partial)!r} was measured with other {what}; drop --resume to start over")
     return old
 
 

@@ -42,7 +42,7 @@ FILES = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print every fact; what is not here is named and costs nothing."""
+    """Print every fact; report what this machine does not have and go on."""
     parser = argparse.ArgumentParser(prog="bench/facts.py", description=__doc__)
     parser.parse_args(arguments)
     for command in COMMANDS:
@@ -85,7 +85,7 @@ def show(command: str) -> None:
 
 
 def load(begun: threading.Event, done: threading.Event) -> None:
-    """Copy to the device and back, from `begun`, which this says, until `done`."""
+    """Set `begun`, and copy to the device and back until `done`."""
     import torch
 
     from speedtransfer.cuda import cuda_status, pinned_empty

@@ -7,7 +7,7 @@ Last come ids without a bound: the map on the device, steps that admit ids after
 
 Each line is one cell of the table, in GB/s of rows of 512 bytes: medians of calls, timed by events on the device ("staged": by
 the clock, until the rows are there). They are in ``bench/results/<device>/first_look.json`` too, as far as it has come. What a
-machine does not have is said in its line.
+machine does not have is reported in its line.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class _Look:
         self.engines["staged"] = StagedEngine(self.device)
 
     def at(self, name: str, make: Make, sizes: list[float], memory: dict[str, str]) -> Iterator[dict[str, Any]]:
-        """Yield the cells of one allocator; tables are parts of one block. Say in `memory` what it is."""
+        """Yield the cells of one allocator; tables are parts of one block. Describe it in `memory`."""
         start = time.monotonic()
         if start > self.end:
             self.late, memory[name] = True, "no time was left"

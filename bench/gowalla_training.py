@@ -64,7 +64,7 @@ class Model(nn.Module):
         if kind == SHARED:
             options["memory"] = "shared"
         make = nn.Embedding if kind == DENSE else st.Embedding
-        # The same seed gives the same rows, whoever owns them.
+        # The same seed gives the same rows, on whichever rank they are.
         torch.manual_seed(settings.seed)
         self.users, self.items = (make(size, settings.dim, **options) for size in sizes)
         for emb in (self.users, self.items):

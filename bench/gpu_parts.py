@@ -1,4 +1,4 @@
-"""`make gpu` in parts, for a machine that is lent for ten minutes a command: what each part does, in which order, how long."""
+"""`make gpu` in parts of ten minutes at most, for a machine that is available for a short time: tasks, order and limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEATURES = {
 
 
 class Task(NamedTuple):
-    """Something to run: what, for how many seconds at most, and whether in its quick form."""
+    """Something to run, its time limit, and whether to run its quick form."""
 
     name: str
     limit_s: float
@@ -29,7 +29,7 @@ class Task(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Tasks that share `seconds`: what one leaves goes to the next. They are sized for `host_bytes` of memory at most."""
+    """Tasks that share `seconds`: time that one leaves goes to the next. Sized for `host_bytes` of memory at most."""
 
     seconds: float
     host_bytes: float
@@ -42,7 +42,7 @@ class Part(NamedTuple):
         return Part(seconds, self.host_bytes, tuple(tasks))
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that the part sets where they are not set."""
+        """Return environment variables to set unless they are set already."""
         from speedtransfer.system import physical_bytes
 
         return {
@@ -54,9 +54,7 @@ class Part(NamedTuple):
 REST = 1000.0
 GPU_PARTS = {
     1: Part(
-        480,
-        110e9,
-        (Task(FACTS, 40), Task(FIRST_TESTS, 110), Task(FIRST_LOOK, 210), Task("transfer", REST, quick=True)),
+        480, 110e9, (Task(FACTS, 40), Task(FIRST_TESTS, 110), Task(FIRST_LOOK, 210), Task("transfer", REST, quick=True))
     ),
     2: Part(560, 110e9, (Task("tests", REST),)),
     # With more memory the step on the largest table would not be reached.

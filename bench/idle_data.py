@@ -33,7 +33,7 @@ class Settings:
     points : int
         How often the ways are compared.
     users : int
-        The most whose held-out items are asked for.
+        At most so many users are scored on held-out items.
     """
 
     steps: int = 2000

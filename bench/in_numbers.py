@@ -23,9 +23,9 @@ _OURS, _DENSE, _SPARSE = "speedtransfer, pageable", "nn.Embedding + AdamW", "nn.
 
 def markdown(result: dict[str, Any], picture: str) -> str:
     """Return the sentence that `result` gives README.md; the one on steps stands below its picture."""
-    say = {STEP: _steps, IDLE: _same_numbers, WORD2VEC: _words, NGRAM_EXAMPLE: _language_model}[result["part"]]
+    describe = {STEP: _steps, IDLE: _same_numbers, WORD2VEC: _words, NGRAM_EXAMPLE: _language_model}[result["part"]]
     environment = result["environment"]
-    line = f"- {say(result)} ({environment['device']}, commit {environment['commit'][:12]}, {environment['date'][:10]})"
+    line = f"- {describe(result)} ({environment['device']}, commit {environment['commit'][:12]}, {environment['date'][:10]})"
     return f"![{_TITLE}]({picture})\n\n{line}\n\n{_oversized()}" if picture and result["part"] == STEP else line
 
 

@@ -1,4 +1,4 @@
-"""What a step asks of the emulated GPU: see launches.py."""
+"""Counts what a step does on the emulated GPU: see launches.py."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _source(frame: Any) -> str:
 
 @contextmanager
 def watching() -> Iterator[Watch]:
-    """Give a watch over the body."""
+    """Watch the body."""
     with fakegpu.recorded(), Watch() as watch:
         sys.setprofile(watch.profile)
         try:
@@ -158,7 +158,7 @@ def without_values() -> Iterator[None]:
 
 
 def clear_free_memory(everything: bool = False) -> None:
-    """Fill the memory that torch holds for new tensors, small ones alone unless `everything` is said, with zeros.
+    """Fill the memory that torch holds for new tensors, only small ones unless `everything`, with zeros.
 
     A count that the host fetches from there is none.
     """

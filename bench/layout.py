@@ -57,8 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
                 with tempfile.TemporaryDirectory(dir=args.folder) as folder:
                     for case in measure(memory, num_rows, dim, ids, rounds, Path(folder)):
                         cases.append({"memory": memory, "dim": dim, "rows": num_rows, "ids": ids, **case})
-                        print(sentence(cases[-1]), flush=True)
-                # Who is stopped halfway has half of it.
+                        print(describe(cases[-1]), flush=True)
+                # An interrupted run keeps what it has measured.
                 write(out, result)
     write(out, {**result, "complete": not args.quick})
     print(f"wrote {out}")
@@ -178,8 +178,8 @@ def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
     return {layout: round(1e3 * statistics.median(values), 3) for layout, values in seconds.items()}
 
 
-def sentence(case: dict[str, Any]) -> str:
-    """Return one case in words."""
+def describe(case: dict[str, Any]) -> str:
+    """Return a line about one case."""
     planes, rows = (case["ms"][layout] for layout in LAYOUTS)
     return (
         f"{case['operation']} of {case['unique']:,} rows of {case['rows']:,} x {case['dim']}, {case['ids']}, {case['memory']} "

@@ -224,7 +224,7 @@ def _times(case: Case, tables: list[Any], optimizer: torch.optim.Optimizer) -> l
 
 
 def draw(result: dict[str, Any]) -> Any:
-    """Return the picture: planned over measured, as wide as a telephone."""
+    """Return the picture: planned over measured, for a narrow screen."""
     from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
     cases, goal = result["cases"], result["goal"]

@@ -26,7 +26,7 @@ class OutOfTimeError(RunError):
 def run_job(script: str, job: dict[str, Any], end: float = float("inf")) -> dict[str, Any]:
     """Run ``python bench/<script> JOB.json``, which writes a JSON object to the path ``job["result"]``, and return that.
 
-    Beside what the job says it has ``peak_bytes``, the largest sum of resident memory of the process and its children. What
+    The result also has ``peak_bytes``, the largest sum of resident memory of the process and its children. What
     lies in two of them is counted twice.
 
     Parameters

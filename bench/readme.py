@@ -35,7 +35,7 @@ _SHORT = 5  # line breaks of a table that is short
 
 
 class Section(NamedTuple):
-    """A stretch of README.md, or of another page, that shows chosen results, between two marks.
+    """A section of README.md, or of another page, that shows chosen results, between two marks.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ SECTIONS = (
 
 
 class Recorded(NamedTuple):
-    """A recorded result: where it lies, what it says, and that as markdown."""
+    """A recorded result: its path, its contents, and these as markdown."""
 
     path: Path
     result: dict[str, Any]
@@ -94,7 +94,7 @@ class Recorded(NamedTuple):
 
 
 def suites(root: Path) -> list[Recorded]:
-    """Return every recorded suite, GPUs first. What cannot be shown is left out, with a line that says so."""
+    """Return every recorded suite, GPUs first. What cannot be shown is left out, with a warning."""
     from speedtransfer.benchmark.report import markdown
 
     found = []
@@ -103,7 +103,7 @@ def suites(root: Path) -> list[Recorded]:
             if part in SUITES:
                 result = read(path)
                 found.append((not result["environment"]["cuda"], Recorded(path, result, markdown(result))))
-        except Exception as error:  # of another version or another program: whatever it lacks
+        except Exception as error:  # of another version or another program
             _warn(f"{path} is unreadable ({type(error).__name__}: {error}) and left out; record it again")
     return [suite for _, suite in sorted(found, key=lambda item: item[0])]
 
@@ -123,7 +123,7 @@ def newest(root: Path, part: str, module: str, page: str = "README.md") -> Recor
 
 
 def in_sections(root: Path) -> dict[Section, list[tuple[str, Recorded]]]:
-    """Return what each section that a page has the marks of has to show: the modules and the newest results."""
+    """Return modules and newest results for each section whose marks are on its page."""
     there = [section for section in SECTIONS if section.begin in _read(root / section.page)]
     return {
         section: [
@@ -175,7 +175,7 @@ def shorten(text: str) -> str:
 
 
 def documents(root: Path, found: list[Recorded]) -> dict[Path, str]:
-    """Return what each file should hold: a page for every device with all there is, and the pages that show some of it."""
+    """Return the text of each page: one for every device with all results, and those that show some."""
     pages: dict[Path, list[str]] = {}
     short: list[str] = []
     figures = root / FIGURES
@@ -199,7 +199,7 @@ def documents(root: Path, found: list[Recorded]) -> dict[Path, str]:
 
 
 def _address(file: Path, page: Path) -> str:
-    """Return the address of `file` on `page`."""
+    """Return the link to `file` from `page`."""
     return Path(os.path.relpath(file, page.parent)).as_posix()
 
 

@@ -1,9 +1,9 @@
 """Records tests and benchmarks: `gpu` all of them on a CUDA device, `here` the benchmarks on whatever this machine has.
-`status` tells which results exist, which still hold, and how those of a GPU compare with the bars.
+`status` lists the results, which are stale, and how those of a GPU compare with the bars.
 
-Each part goes to ``bench/results/<device>/<part>.json`` as soon as it is done, with device, versions, commit and a digest of
-the code it depends on (see sources.py); where that has changed since, the result is stale. What quick and interrupted runs
-leave lies beside it (see store.py). Needs only what the tests need; the package need not be installed.
+Each part goes to ``bench/results/<device>/<part>.json`` as soon as it is done, with device, versions and commit;
+where the code it depends on has changed since, the result is stale. Quick and interrupted runs have files of their own beside
+it (see store.py). Needs only what the tests need; the package need not be installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from device_tests import ending, logs_beside, run_sanitizer, run_tests
 from gpu_parts import FACTS, FIRST_LOOK, FIRST_TESTS, GPU_PARTS, Task
-from running import logged, run, say
+from running import log, logged, run
 from status import status
 from store import PARTIAL, PARTS, QUICK, ROOT, SUITES, header, path_of, read
 
@@ -40,7 +40,7 @@ On a machine that is lent for ten minutes a command, thirty minutes are three co
 Each ends by itself in its time and leaves two files: the archive (results, pictures, JUnit files and logs; kept up to date
 while tasks run), to be unpacked at the root of the repository, where bench/readme.py then draws the results, and a plain log
 beside it. A task that fails costs no other. --total gives a part another time. COMMIT=1a2b3c+changes names the commit where
-there is no git; "+changes" says that the tree had some."""
+there is no git; "+changes" means that the tree had some."""
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
@@ -85,12 +85,7 @@ def runner_of(name: str) -> Callable[[Path, Path, dict[str, Any], float, bool], 
 
 
 def record(
-    parts: Sequence[str],
-    quick: bool,
-    limit_s: float,
-    total_s: float,
-    root: Path = ROOT,
-    archive: Path | None = None,
+    parts: Sequence[str], quick: bool, limit_s: float, total_s: float, root: Path = ROOT, archive: Path | None = None
 ) -> int:
     """Run `parts` and write their results, also into `archive`; return 1 after failures, else 0."""
     tasks = [Task(part, limit_s, quick) for part in parts]
@@ -118,16 +113,16 @@ def record_tasks(tasks: Sequence[Task], end: float, root: Path, archive: Path | 
             if limit < 5:
                 problems[task.name] = "no time was left for it"
                 continue
-            say(f"--- {task.name}, {limit:.0f} s at most\n")
+            log(f"--- {task.name}, {limit:.0f} s at most\n")
             problem = _run_task(task, limit, root)
             if archive is not None:
                 pack(archive, folder, root)
             if problem:
                 problems[task.name] = problem
-            say(f"--- {task.name}: {problem or 'done'}\n")
+            log(f"--- {task.name}: {problem or 'done'}\n")
         status(root)
         for name, problem in problems.items():
-            say(f"{name}: {problem}\n", sys.stderr)
+            log(f"{name}: {problem}\n", sys.stderr)
     return int(bool(problems))
 
 
@@ -137,7 +132,7 @@ def _run_task(task: Task, limit_s: float, root: Path) -> str:
     device = about["environment"]["device"]
     path = path_of(root, device, task.name, QUICK if task.quick and task.name in SUITES else PARTIAL)
     if task.name == FIRST_TESTS:
-        path = logs_beside(path) / f"{task.name}.json"  # a choice of the tests is no result of all
+        path = logs_beside(path) / f"{task.name}.json"  # some of the tests, not a result of all
     path.unlink(missing_ok=True)
     logs_beside(path).mkdir(parents=True, exist_ok=True)
     problem = runner_of(task.name)(root, path, about, limit_s, task.quick)
@@ -148,14 +143,14 @@ def _run_task(task: Task, limit_s: float, root: Path) -> str:
 
 def pack(archive: Path, folder: Path, root: Path) -> None:
     """Put the results, plots and logs of `folder` into one file, to be unpacked at the root of another copy of the tree."""
-    new = archive.with_name(archive.name + ".new")  # who is stopped while writing leaves the old one
+    new = archive.with_name(archive.name + ".new")  # an interrupted write leaves the old one
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(new, "w:gz") as file:
             for path in sorted((*folder.glob("*.json"), *folder.glob("*.png"), *folder.glob("logs/*"))):
                 file.add(path, path.relative_to(root).as_posix())
         new.replace(archive)
-    except OSError as error:  # the results are there all the same
+    except OSError as error:  # the results themselves are not affected
         print(f"cannot write {archive}: {error}", file=sys.stderr)
 
 
@@ -192,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.command == "gpu" and (reason := cuda_missing()):
         print(f"error: the GPU tests and benchmarks need CUDA, but {reason}", file=sys.stderr)
         return 2
-    # Whoever stops this process stops what it has started, and has the archive.
+    # Stopping this process stops what it has started and completes the archive.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if args.part is not None:
         return record_part(args.part, args.quick, args.total, archive=args.archive)

@@ -1,4 +1,4 @@
-"""Runs programs for at most some time: their output goes on, to a log too, and what they leave is kept while they run."""
+"""Runs programs with a time limit: prints and logs their output, and keeps their results while they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import IO, Any, TextIO
 
 from store import ROOT
 
-GRACE_S = 10.0  # to put down what there is
+GRACE_S = 10.0  # to write what was measured
 KEEP_S = 20.0  # between two calls of `keep`
 
 _logs: list[TextIO] = []
@@ -24,7 +24,7 @@ _keep: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def logged(paths: Sequence[Path], keep: Callable[[], None]) -> Iterator[None]:
-    """Within, write what is printed to `paths` too, and call `keep` now and then; once more at the end, whatever ends it."""
+    """Also write to `paths` what `log` prints, and call `keep` now and then, and at the end whatever happens."""
     with contextlib.ExitStack() as stack:
         stack.callback(keep)
         for path in paths:
@@ -41,8 +41,8 @@ def logged(paths: Sequence[Path], keep: Callable[[], None]) -> Iterator[None]:
             _keep.clear()
 
 
-def say(text: str, file: TextIO | None = None) -> None:
-    """Print `text`, into the logs as well."""
+def log(text: str, file: TextIO | None = None) -> None:
+    """Print `text`, and write it to the logs."""
     for stream in (file or sys.stdout, *_logs):
         stream.write(text)
         stream.flush()
@@ -50,7 +50,7 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 @contextlib.contextmanager
 def listening_to_interrupts() -> Iterator[None]:
-    """Let programs that are started within have the default action for SIGINT: one that is ignored here they would inherit."""
+    """Start programs with the default action for SIGINT: where it is ignored here they would inherit that."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if ignored:
         signal.signal(signal.SIGINT, lambda number, frame: None)  # with a handler nothing is inherited
@@ -88,15 +88,15 @@ def run(command: Sequence[str], limit_s: float, **kwargs: Any) -> tuple[int | No
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # What is stuck in the driver must not take the other tasks along.
+        # A process stuck in the driver must not block the other tasks.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
-        reader.join(GRACE_S)  # what has left the group may hold the pipe
+        reader.join(GRACE_S)  # a process that left the group may hold the pipe
     return code, "".join(lines)
 
 
 def _wait(process: subprocess.Popen[str], end: float) -> int | None:
-    """Return the exit code, or None after telling the process to end: by SIGINT, for which pytest writes what it has."""
+    """Return the exit code, or None after stopping the process: by SIGINT, at which pytest writes its results."""
     while True:
         try:
             return process.wait(timeout=max(0.0, min(KEEP_S, end - time.monotonic())))
@@ -117,4 +117,4 @@ def _pass_on(stream: IO[str], lines: list[str]) -> None:
     with stream:
         for line in stream:
             lines.append(line)
-            say(line)
+            log(line)

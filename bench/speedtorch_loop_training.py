@@ -190,7 +190,7 @@ class Loop:
 
 
 def _planes(state: Any) -> list[Tensor]:
-    rows = state._rows  # not getTorchVar: whoever asks for the state may have changed it
+    rows = state._rows  # not getTorchVar, which marks the state as changed
     return [rows.whole(name) for name in rows.columns]
 
 

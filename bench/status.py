@@ -1,4 +1,4 @@
-"""Lists the results that are recorded: which still hold, what no GPU has run yet, and how devices do against the bars."""
+"""Lists the recorded results: which are stale, what no GPU has run yet, and how devices compare with the bars."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from store import (
     recorded,
 )
 
-WIDTH = 120  # of the table where no terminal says otherwise
+WIDTH = 120  # of the table where there is no terminal
 HEADING = ("part", "date", "commit", "state", "result")
 STALE = "STALE"
 HEADLINES = {WORD2VEC: "word2vec_statistics", SCALE: "word2vec_scale", LOOP: "speedtorch_loop"}  # modules of `headline`
@@ -73,7 +73,7 @@ def status(root: Path = ROOT) -> int:
 
 
 def table(rows: dict[str, list[tuple[str, ...]]]) -> list[str]:
-    """Return lines of a table: the rows of each device below its name, long results in several lines."""
+    """Return the lines of a table: the rows of each device below its name, long results wrapped."""
     width = shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
     every = [HEADING, *(row for of_device in rows.values() for row in of_device)]
     widths = [max(map(len, column)) for column in zip(*every, strict=True)][:-1]

@@ -1,4 +1,4 @@
-"""Where results lie, ``bench/results/<device>/<part>.json``, and whether the code they depend on has changed since.
+"""Where results are, ``bench/results/<device>/<part>.json``, and whether the code they depend on has changed since.
 
 A run that is under way or was interrupted has its own in ``<part>.partial.json``, a quick one in ``<part>.quick.json``:
 neither takes the place of a complete one.
@@ -99,7 +99,7 @@ def paths_of(part: str) -> list[str]:
 
 
 def digest(root: Path) -> str:
-    """Return the SHA-256 of all code, by which a state that git does not know is told from others."""
+    """Return the SHA-256 of all code, which identifies a state that git does not know."""
     found = hashlib.sha256()
     for folder in ("bench", "examples", "speedtransfer", "tests"):
         for path in sorted(path for path in (root / folder).rglob("*.*") if path.suffix in (".py", ".cu", ".cuh")):
@@ -110,8 +110,8 @@ def digest(root: Path) -> str:
 def is_current(root: Path, part: str, result: dict[str, Any]) -> bool:
     """Tell whether a result still holds: the code that it depends on is what it was.
 
-    That is what git says has changed since the commit of the result. Where there is no git, or the tree had changes, only the
-    same code as a whole is known to be the same.
+    git compares it with the commit of the result. Without git, or where the result is of uncommitted changes, it is
+    current only if no code has changed at all.
     """
     facts = result["environment"]
     if not facts["dirty"] and (root / ".git").exists():  # else git would find whatever repository is around it
@@ -134,7 +134,7 @@ def is_current(root: Path, part: str, result: dict[str, Any]) -> bool:
 
 
 def header(root: Path, part: str) -> dict[str, Any]:
-    """Return what every result says about where it comes from; a copy of the tree without git is told its $COMMIT."""
+    """Return what identifies a result: machine, versions, and the commit, by $COMMIT where there is no git."""
     from speedtransfer.benchmark.environment import commit_of, environment
 
     facts = environment()
@@ -165,7 +165,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Write a result; whoever is stopped while writing leaves the old one."""
+    """Write a result; an interrupted write leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,8 @@
 """Measures one suite: ``python bench/suite.py NAME PATH HEADER [--quick] [--seconds N]``.
 
 record.py runs it in a process of its own. PATH gets the result, in the form of ``speedtransfer bench --json`` and with the
-entries of HEADER (JSON), after every group: who is stopped halfway has half of it. A group that fails costs no other.
+entries of HEADER (JSON), after every group, so that an interrupted run keeps what it has. After a group that fails the others
+still run.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main() -> int:
 
     console = Console(width=120, force_terminal=False)
     device = resolve_device(None)
-    # Said, so that the result tells it: bars.py asks for a table of a certain size.
+    # Passed explicitly, so that the result records it: bars.py wants a table of a certain size.
     options = {"table_bytes": default_table_bytes(device, args.quick)} if args.name == "transfer" else {}
     result = run_suite(BY_NAME[args.name], device, args.quick, console, keep, args.seconds, **options)
     keep(result)

@@ -56,7 +56,7 @@ def test_group(group, benchmark, device):
 
 
 def can_run(case, device):
-    """Run and check a case once; say whether there is room for it."""
+    """Run and check a case once; return whether it can run here."""
     if case.error is not None:
         return False
     try:

@@ -87,7 +87,7 @@ _MEASURES = {
 
 
 def draw(result: dict[str, Any]) -> Any:
-    """Return the picture: a row of panels for each stream, as wide as a telephone is in its hand."""
+    """Return the picture: a row of panels for each stream, for a narrow screen."""
     streams = result["streams"]
     figure = require_matplotlib()(7, 0.8 + 3.1 * len(streams))
     panels = figure.subplots(len(streams), 2, squeeze=False)

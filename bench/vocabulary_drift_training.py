@@ -1,4 +1,4 @@
-"""Train on streams of ids that drift, with tables that have fewer rows than there are ids, and say how good they stay.
+"""Train on streams of ids that drift, with tables that have fewer rows than there are ids, and measure the quality.
 
 Two streams. "zipf": popularity by Zipf's law, and ranks that move; each id has a hidden vector, which is to be learnt as its
 row by a logistic regression. "gowalla": users and their items in the order of a file, matrix factorization; a user is asked
@@ -24,7 +24,7 @@ import speedtransfer as st
 FULL, HASHED = "full", "hashed"
 LRU, LFU, TTL, SEEN_TWICE = "lru", "lfu", "ttl", "lru, admit=2"
 POLICIES = (LRU, SEEN_TWICE, LFU, TTL, HASHED)
-# An odd number, so that ids which count up become others of 64 bits, all different.
+# Odd, so that multiplying maps consecutive ids to distinct ids of 64 bits.
 _MIX = -7046029254386353131
 
 
@@ -76,7 +76,7 @@ class Table(nn.Module):
     Parameters
     ----------
     batches : list of Tensor
-        The ids of each step, which say how many rows there are and what time to live fits.
+        The ids of each step; they determine the number of rows and the time to live.
     policy : str
     share : float
         Rows, of the distinct ids.
@@ -121,7 +121,7 @@ class Table(nn.Module):
         self.found += len(numbers) if vocabulary is None else int((vocabulary.rows(numbers * _MIX) >= 0).sum())
 
     def about(self) -> dict[str, Any]:
-        """Return how many rows there are and what became of lookups."""
+        """Return the number of rows, and the share of lookups that found one."""
         evicted = 0 if self.hashed else self.rows.vocabulary.stats().evicted
         return {
             "rows": self.num_rows,
@@ -132,7 +132,7 @@ class Table(nn.Module):
 
 
 def fill(embedding: Any, initial: Any) -> None:
-    """Set all rows to what those of a vocabulary begin with."""
+    """Initialize all rows as those of a vocabulary are."""
     if isinstance(initial, tuple):
         nn.init.normal_(embedding.weight, initial[1], initial[2])
     else:
@@ -199,7 +199,7 @@ class Zipf:
 
 
 def train_zipf(stream: Zipf, policy: str, share: float, settings: Settings) -> dict[str, Any]:
-    """Predict each batch, then train on it; return what of the loss that can go is gone, in the second half."""
+    """Predict each batch, then train on it; return the share of the reducible loss that was removed, in the second half."""
     start = time.perf_counter()
     table = Table(stream.batches, policy, share, settings.inputs, settings, 0.0)
     optimizer = torch.optim.Adagrad(table.parameters(), settings.lr)
@@ -253,7 +253,7 @@ class Blocks:
 
 
 def train_gowalla(stream: Blocks, policy: str, share: float, settings: Settings) -> dict[str, Any]:
-    """Train block after block, and ask each for what was held out; return the recall in the second half."""
+    """Train block after block, and rank the held-out items of each; return the recall in the second half."""
     start = time.perf_counter()
     initial = ("normal", 0.0, 0.1)
     torch.manual_seed(settings.seed)

@@ -23,16 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiment import (
-    RunError,
-    exit_code,
-    make_parser,
-    positive_int,
-    require,
-    resume,
-    stop_on_signals,
-    write_result,
-)
+from experiment import RunError, exit_code, make_parser, positive_int, require, resume, stop_on_signals, write_result
 from process import OutOfTimeError, run_job
 from store import FULL, PARTIAL, QUICK, ROOT, WORD2VEC, header, path_of, write
 from word2vec_bootstrap import with_differences
@@ -166,7 +157,7 @@ class Session:
         self.result: dict[str, Any] = {}
 
     def prepare(self, corpora: list[Corpus], about: dict[str, Any], goes_on: bool) -> None:
-        """Write the texts for all, take up what is there or begin anew, and have each system train for a moment.
+        """Write the texts, resume or begin, and let each system train for a moment to warm up.
 
         Raises
         ------
@@ -250,7 +241,7 @@ class Session:
         return [run for run in self._runs() if run not in done]
 
     def run_all(self) -> str:
-        """Do what is left; return what stopped it, if anything."""
+        """Do the remaining runs; return what stopped them, if anything."""
         left, number_of_all, spent = self._left(), len([*self._runs()]), 0.0
         for number, run in enumerate(left):
             start, title = time.monotonic(), self._title(run)
@@ -280,7 +271,7 @@ class Session:
         return f"{where}{label(run.system)}"
 
     def _train(self, run: Run, warm: bool = False) -> dict[str, Any]:
-        """Train and evaluate, and put it among the runs; only train a little where it is to get warm."""
+        """Train, evaluate and record a run; `warm`: train a little, to compile and warm up."""
         system, settings = run.system, self.settings
         own = corpus_of(self.result, system.corpus)
         job = {

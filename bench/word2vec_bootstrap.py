@@ -12,7 +12,7 @@ from word2vec_data import PAIRS, EvaluationSet
 from word2vec_statistics import GENSIM, System, gensim_of, key_of, runs_of, score_names, systems
 
 RESAMPLES, SEED = 1000, 15
-LEAST_ITEMS = 20  # resamples of fewer are all much alike, and say little about other items
+LEAST_ITEMS = 20  # resamples of fewer vary too little to generalize
 METHOD = "paired bootstrap"
 _AT_ONCE = 1 << 21  # counts, which bounds memory
 
@@ -33,7 +33,7 @@ def with_differences(result: dict[str, Any], sets: list[EvaluationSet]) -> dict[
 
 
 def _gold(found: EvaluationSet) -> np.ndarray | None:
-    """Return people's scores of the pairs of a set, None for analogies."""
+    """Return the human scores of the pairs of a set, None for analogies."""
     from speedtransfer.word2vec.evaluation import load_set
 
     loaded: Any = load_set(found.path)

@@ -1,6 +1,6 @@
 """What one process of bench/word2vec.py does: train by gensim, train by this package, or evaluate the vectors of either.
 
-``python bench/word2vec_child.py JOB.json`` (see word2vec_process.py). Only what a job needs is imported, before its clock
+``python bench/word2vec_child.py JOB.json`` (see process.py). Only what a job needs is imported, before its clock
 starts, so that its memory is its own.
 """
 
@@ -62,7 +62,7 @@ def train_gensim(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_ours(job: dict[str, Any]) -> dict[str, Any]:
-    """Train with the package's defaults, but for what gensim is told too."""
+    """Train with the package's defaults, except for the settings shared with gensim."""
     import torch
 
     for later in ("torch._dynamo", "numba"):  # imports that the first optimizer and the first block would make
@@ -75,7 +75,7 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
     same = ("model", "dim", "optimizer", "epochs", "window", "negative", "min_count", "sample", "seed")
     settings = Settings(**{name: job[name] for name in same})
     device = resolve_device(None)
-    torch.zeros(1, device=device)  # a CUDA device takes seconds to wake up
+    torch.zeros(1, device=device)  # a CUDA device takes seconds to initialize
     clock = _Clock()
     corpus = Corpus(job["corpus"], min_count=settings.min_count)
     clock.vocabulary_is_done()
@@ -92,7 +92,7 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
 def evaluate(job: dict[str, Any]) -> dict[str, Any]:
     """Evaluate stored vectors on all sets, by the package's evaluator, whose figures are tested against gensim's.
 
-    Words of equal count are sorted alphabetically first, so that all systems are asked analogies about the same words.
+    Words of equal count are sorted alphabetically first, so that all systems are evaluated on the same analogies.
 
     Returns
     -------
@@ -119,7 +119,7 @@ def evaluate(job: dict[str, Any]) -> dict[str, Any]:
         questions: Any = load_set(path)
         try:
             found: Any = score(vectors, questions, job["restrict"] if kind == ANALOGIES else len(words))
-        except InvalidValueError:  # knows too few words
+        except InvalidValueError:  # too few known words
             continue
         if kind == PAIRS:
             scores[name], asked[name] = found.spearman, found.num_pairs
@@ -193,7 +193,7 @@ class _Clock:
 
 
 def _keep(job: dict[str, Any], words: Sequence[str], counts: Any, matrix: np.ndarray) -> dict[str, Any]:
-    """Leave the vectors in the folder of the job for `evaluate`, and return what tells vocabularies apart."""
+    """Write the vectors to the folder of the job for `evaluate`, and return what identifies the vocabulary."""
     lines = [f"{word} {count}\n" for word, count in zip(words, counts, strict=True)]
     if job["folder"] is not None:
         np.save(Path(job["folder"], "vectors.npy"), matrix)

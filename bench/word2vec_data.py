@@ -41,7 +41,7 @@ class Settings:
     words : int, optional
         Only the first of each corpus.
     restrict : int
-        Analogies are asked of so many of the most frequent words.
+        Analogies are evaluated among so many of the most frequent words.
     """
 
     dims: tuple[int, ...] = (100, 300)
@@ -55,7 +55,7 @@ class Settings:
 
 
 class CorpusSettings(NamedTuple):
-    """What suits a corpus of some size; gensim is told the same.
+    """Settings for a corpus of some size, the same for gensim.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class CorpusSettings(NamedTuple):
     sample : float
         Threshold of subsampling.
     analogies : bool
-        Whether the corpus is large enough for analogies to say anything.
+        Whether the corpus is large enough for analogies to be meaningful.
     """
 
     epochs: int = 5
@@ -175,8 +175,8 @@ def _open(path: Path) -> IO[str]:
 # --- evaluation sets ------------------------------------------------------------------------------------------------------
 
 
-# What the settings of the package were chosen on says little about them elsewhere. A set must never move from RESERVED to
-# TUNED without a word: from then on it is no longer evidence.
+# Sets on which settings of the package were chosen are weak evidence for other data. A set that moves from RESERVED to TUNED
+# is no longer evidence: never do that silently.
 TUNED, RESERVED = "tuned", "reserved"
 SETS = {
     TUNED: {
@@ -227,7 +227,7 @@ def find_sets(folder: Path | None, named: Iterable[Path] | None) -> list[Evaluat
 
 
 def _check(path: Path) -> str:
-    """Return the kind of the set at `path`, every line of which has been looked at: gensim would skip what it cannot read."""
+    """Return the kind of the set at `path`, after checking every line: gensim would skip what it cannot read."""
     number, kind, questions = 0, "", 0
     try:
         with path.open(encoding="utf-8") as file:

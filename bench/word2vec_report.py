@@ -38,7 +38,7 @@ GROUPS = (TUNED, RESERVED)
 
 
 def label(system: System, with_dim: bool = True) -> str:
-    """Return the name of a system for people, without its corpus."""
+    """Return the display name of a system, without its corpus."""
     optimizer = OPTIMIZERS.get(system.optimizer, system.optimizer)
     parts = [_MODELS[system.model], system.name, optimizer, f"dim {system.dim}" if with_dim else ""]
     return ", ".join(filter(None, parts))
@@ -103,7 +103,7 @@ def _emphasised(verdict: str) -> str:
 
 
 def about_all(result: dict[str, Any]) -> list[str]:
-    """Return what was trained, where, how it is compared, and what is not as one would have it."""
+    """Return what was trained, where, how it is compared, and any caveats."""
     settings, environment = result["settings"], result["environment"]
     versions = environment["versions"]
     trained_ones = [system.model for system in systems(result)] or settings["models"]
@@ -152,7 +152,7 @@ def _protocol(result: dict[str, Any]) -> Iterator[str]:
 
 
 def about_corpus(result: dict[str, Any], about: dict[str, Any]) -> str:
-    """Return what is to be known of a corpus: its size, its settings, and how much of the sets its vocabulary covers."""
+    """Return the size and settings of a corpus, and how much of the sets its vocabulary covers."""
     asked: dict[str, int] = {}
     for run in result["runs"]:
         if run["corpus"] == about["name"]:

@@ -127,7 +127,7 @@ def _take_steps(
 
 
 def _write_back() -> None:
-    """Have the system write what has changed, where it can be asked for that."""
+    """Have the system write changed pages to the disk, where it offers that."""
     if hasattr(os, "sync"):
         os.sync()
 
@@ -147,7 +147,7 @@ def _medians(seconds: list[tuple[float, float]], warm: int) -> dict[str, float]:
 
 
 def _resident() -> dict[str, int]:
-    """Return what is resident now: memory of its own, and pages of the files; nothing where the system does not tell."""
+    """Return resident memory of the process and of mapped files; empty where the system does not report it."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     fields = {

@@ -21,7 +21,7 @@ BETTER, NOT_WORSE, WORSE, UNSURE = (
 
 
 class Interval(NamedTuple):
-    """A value and half of its 95% confidence interval, None where there are too few to tell."""
+    """A value and half of its 95% confidence interval, None with too few values."""
 
     value: float
     half: float | None
@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
 
 class System(NamedTuple):
-    """Who trained on what, which model, with what, in how many dimensions. gensim has no choice of optimizers."""
+    """What was trained: corpus, model, package, optimizer (gensim has no choice) and dimension."""
 
     corpus: str
     model: str
@@ -85,7 +85,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
 
 
 def judge(found: Difference) -> str:
-    """Return what a difference to gensim says."""
+    """Return the verdict on a difference to gensim."""
     if found.low is None or found.high is None:
         return UNSURE
     return BETTER if found.low > 0 else WORSE if found.high < 0 else NOT_WORSE
@@ -127,7 +127,7 @@ def key_of(system: System) -> dict[str, Any]:
 
 
 def systems(result: dict[str, Any], corpus: str | None = None) -> list[System]:
-    """Return all that have a run (on `corpus`): by corpus, dimension and model, gensim first, ours as they were asked for."""
+    """Return all that have a run (on `corpus`): by corpus, dimension and model, gensim first, ours in the order of the runs."""
     corpora = [about["name"] for about in result["corpora"]]
     found = dict.fromkeys(system_of(run) for run in result["runs"] if corpus in (None, run["corpus"]))
     models = {system.model: place for place, system in reversed([*enumerate(found)])}
@@ -160,7 +160,7 @@ def scores(result: dict[str, Any], system: System, name: str) -> list[float]:
 
 
 def score_names(result: dict[str, Any], corpus: str, group: str | None = None) -> list[str]:
-    """Return the sets (of `group`) that were asked of a corpus, tuned ones first, analogies also by part."""
+    """Return the sets (of `group`) that a corpus is evaluated on, tuned ones first, analogies also by part."""
     runs = [run for run in result["runs"] if run["corpus"] == corpus]
     names = list(dict.fromkeys(itertools.chain.from_iterable(run["scores"] for run in runs)))
     groups = (TUNED, RESERVED) if group is None else (group,)
@@ -174,7 +174,7 @@ def in_group(result: dict[str, Any], name: str, group: str) -> bool:
 
 
 class Ratio(NamedTuple):
-    """How our words a second compare with gensim's: that of the medians, and the runs of each seed beside one another."""
+    """Our words a second over gensim's: of the medians, and of the runs of each seed."""
 
     medians: float
     paired: tuple[float, ...]
@@ -192,7 +192,7 @@ def ratio(result: dict[str, Any], system: System) -> Ratio | None:
 
 
 def differences(result: dict[str, Any], system: System) -> Iterator[tuple[str, Difference, str]]:
-    """Yield the name of each set, how far `system` is above gensim, and what that says."""
+    """Yield the name of each set, how far `system` is above gensim, and the verdict."""
     for found in result["differences"]["found"]:
         if system_of(found) == system:
             measured = Difference(found["value"], found["low"], found["high"])

@@ -183,4 +183,4 @@ def test_a_stopped_run_goes_on(bench, folder, monkeypatch, capsys):
     for what, change in changes.items():
         partial.write_text(json.dumps({**before, **change}))
         assert node2vec.main([*command, "--resume"]) == 2
-        assert f"was measured with other {what}; drop --resume to begin anew" in capsys.readouterr().err
+        assert f"was measured with other {what}; drop --resume to start over" in capsys.readouterr().err

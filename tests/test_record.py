@@ -626,7 +626,7 @@ def part(record, gpu, monkeypatch):
 
     def runner(root, path, about, limit_s, quick):
         asked.append((about["part"], limit_s, quick, path))
-        record.say(f"this is {about['part']}\n")
+        record.log(f"this is {about['part']}\n")
         return "broken"
 
     for name in ("run_script", "run_tests", "run_sanitizer", "run_suite"):
@@ -670,7 +670,7 @@ def test_what_is_there_is_kept_whatever_ends_the_run(record, running, tmp_path, 
 
     def stopped(*args, archive):
         with running.logged([tmp_path / "logs" / "run.log"], lambda: kept.append(True)):
-            running.say("begun")
+            running.log("begun")
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
 
