@@ -164,6 +164,13 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as plain text, all columns but the first aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join("  ".join(line) for line in lines)
+
+
 def record_example(
     part: str,
     run: Callable[[list[str]], int],

@@ -31,6 +31,7 @@ from experiment import (
     make_parser,
     positive_int,
     stop_on_signals,
+    text_table,
     write_result,
 )
 from gowalla_training import ALONE, DENSE, KINDS, REPLICAS, SHARDED, SHARED, TOP, Model, Settings, train
@@ -169,9 +170,7 @@ def table(result: dict[str, Any]) -> str:
             traffic = [f"{run['gathered_rows'] / run['steps']:,.0f}", f"{run['sent_bytes'] / run['steps'] / 1000:,.0f}"]
         measures = [f"{run['recall']:.4f}", f"{run['ndcg']:.4f}", f"{run['distance']:.1e}"]
         rows.append([NAMES[run["kind"]], str(run["processes"]), *measures, *traffic])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
-    return "\n".join("  ".join(line) for line in lines)
+    return text_table(rows)
 
 
 def sentences(result: dict[str, Any]) -> Iterator[str]:

@@ -21,7 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from experiment import commit_and_date, exit_code, make_parser, require, resume, stop_on_signals, write_result
+from experiment import (
+    commit_and_date,
+    exit_code,
+    make_parser,
+    require,
+    resume,
+    stop_on_signals,
+    text_table,
+    write_result,
+)
 from node2vec_data import MEASURES, Data, interval, read_data, save_walks, score
 from store import NODE2VEC, PARTIAL, QUICK, ROOT, header, path_of, write
 from word2vec_child import cores
@@ -245,10 +254,7 @@ def table(result: dict[str, Any]) -> str:
         rows.append([system, "", *(_number(of[column]) for column in columns)])
         if all("difference" in row for row in of.values()):
             rows.append(["", "- gensim", *(_number(of[column]["difference"], "+") for column in columns)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return text_table(rows)
 
 
 def _shares(result: dict[str, Any]) -> list[str]:

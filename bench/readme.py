@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,14 +140,20 @@ def _read(page: Path) -> str:
 
 def _draw_sections(root: Path) -> None:
     for shown in in_sections(root).values():
-        for module, (path, result, _) in shown:
-            try:
-                draw_section = getattr(importlib.import_module(module), "draw", None)
-                problem = save_picture(draw_section, result, path.with_suffix(".png")) if draw_section else ""
-            except Exception as error:
-                problem = f"no plot of {path} ({type(error).__name__}: {error})"
-            if problem:
-                _warn(problem)
+        for module, recorded_one in shown:
+            if draw_one := getattr(importlib.import_module(module), "draw", None):
+                _draw(draw_one, recorded_one)
+
+
+def _draw(draw_one: Callable[[dict[str, Any]], Any], recorded_one: Recorded) -> None:
+    """Draw a result into a file beside it; warn where it cannot be drawn."""
+    path, result, _ = recorded_one
+    try:
+        problem = save_picture(draw_one, result, path.with_suffix(".png"))
+    except Exception as error:
+        problem = f"no plot of {path} ({type(error).__name__}: {error})"
+    if problem:
+        _warn(problem)
 
 
 def _warn(text: str) -> None:
@@ -157,13 +164,8 @@ def draw(found: list[Recorded]) -> None:
     """Draw the plot of every recorded suite beside it."""
     from speedtransfer.benchmark.report import plot
 
-    for path, result, _ in found:
-        try:
-            problem = save_picture(plot, result, path.with_suffix(".png"))
-        except Exception as error:
-            problem = f"no plot of {path} ({type(error).__name__}: {error})"
-        if problem:
-            _warn(problem)
+    for one in found:
+        _draw(plot, one)
 
 
 def shorten(text: str) -> str:

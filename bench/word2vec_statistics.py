@@ -127,7 +127,7 @@ def key_of(system: System) -> dict[str, Any]:
 
 
 def systems(result: dict[str, Any], corpus: str | None = None) -> list[System]:
-    """Return all that have a run (on `corpus`): by corpus, dimension and model, gensim first, ours in the order of the runs."""
+    """Return all that have a run (on `corpus`): by corpus, dimension and model, gensim first, ours in the order they ran."""
     corpora = [about["name"] for about in result["corpora"]]
     found = dict.fromkeys(system_of(run) for run in result["runs"] if corpus in (None, run["corpus"]))
     models = {system.model: place for place, system in reversed([*enumerate(found)])}
