@@ -29,7 +29,7 @@ help:
 	@echo "make bench       benchmarks on this machine, results into bench/results/<device>/"
 	@echo "make idle DATA=FOLDER  loss curves with dense, exact and lazy idle rows; see bench/idle.py for the data"
 	@echo "make word2vec DATA=FOLDER  speed and quality beside gensim; see bench/word2vec.py for the data"
-	@echo "make node2vec DATA=FOLDER  node2vec beside gensim on the same walks: which groups of nodes are told; see bench/node2vec.py"
+	@echo "make node2vec DATA=FOLDER  node2vec beside gensim on the same walks: predicting the groups of nodes; see bench/node2vec.py"
 	@echo "make gowalla DATA=FOLDER  a recommender in one process and in two: replicas, shards, shared tables; see bench/gowalla.py"
 	@echo "make vocabulary-drift DATA=FOLDER  tables with fewer rows than ids, by what is evicted; see bench/vocabulary_drift.py"
 	@echo "make plan-accuracy  ten plans beside what training at full size takes (minutes; 8 GB of memory and disk)"
