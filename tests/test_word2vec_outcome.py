@@ -99,7 +99,7 @@ def test_a_small_text_is_learnt_by_default(optimizer, caplog):
 def losses_of(*values):
     losses = Losses()
     for value in values:
-        losses.note(value)
+        losses.add(value, 1)
     return losses
 
 

@@ -25,7 +25,8 @@ from speedtransfer.word2vec import Corpus, Settings, Trainer, train
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.run import Run, Watching
+from speedtransfer.word2vec.run import Run, RunOptions
+from speedtransfer.word2vec.trainer import Callback
 
 QUICK = {"dim": 8, "epochs": 2, "block_words": 128, "shared_negatives": 32, "sample": 0.01, "device": "cpu"}
 QUIET = TrainingProgress(enabled=False)
@@ -48,7 +49,7 @@ class BreakError(Exception):
     pass
 
 
-class BreakAt:
+class BreakAt(Callback):
     """Breaks training off at a step, as a crash does: what was not saved is lost."""
 
     def __init__(self, step):
@@ -62,13 +63,11 @@ class BreakAt:
         raise AssertionError("training came to its end")
 
 
-def broken_off(corpus, step, every, folder, monkeypatch, **changes):
-    run = Run(Settings(**{**QUICK, **changes}), Watching(checkpoint=folder, checkpoint_every=every))
-    begin = Run._begin
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "_begin", lambda *args: [*begin(*args), BreakAt(step)])
-        with pytest.raises(BreakError):
-            run.train(corpus, QUIET)
+def broken_off(corpus, step, every, folder, **changes):
+    run = Run(Settings(**{**QUICK, **changes}), RunOptions(checkpoint=folder, checkpoint_every=every))
+    run.callbacks.append(BreakAt(step))
+    with pytest.raises(BreakError):
+        run.train(corpus, QUIET)
 
 
 def moved_state(trainer):
@@ -88,23 +87,23 @@ def moved_state(trainer):
         (20, {"buckets": 300, "memory": "mmap"}),
     ],
 )
-def test_resumed_run_has_the_same_bits(corpus, tmp_path, monkeypatch, step, changes):
+def test_resumed_run_has_the_same_bits(corpus, tmp_path, step, changes):
     whole_changes = dict(changes)
     if "memory" in changes:
         changes = {**changes, "path": tmp_path / "tables"}
         whole_changes = {**changes, "path": tmp_path / "whole"}
     whole = quietly(corpus, **whole_changes)
     folder = tmp_path / "point"
-    broken_off(corpus, step, 6, folder, monkeypatch, **changes)
+    broken_off(corpus, step, 6, folder, **changes)
     resumed = quietly(corpus, checkpoint=folder, resume=True, **changes)
     assert resumed.matrix.tobytes() == whole.matrix.tobytes()
 
 
-def test_everything_is_taken_up(corpus, tmp_path, monkeypatch):
+def test_everything_is_taken_up(corpus, tmp_path):
     straight = Trainer(corpus, Settings(**QUICK))
     while straight.step < 18:
         straight.train_step()
-    broken_off(corpus, 20, 6, tmp_path / "point", monkeypatch)
+    broken_off(corpus, 20, 6, tmp_path / "point")
     resumed = Checkpoints(tmp_path / "point", resume=True).restore(corpus, Settings(**QUICK), QUIET)
     assert resumed.step == 18
     assert (resumed.loss, resumed.words_done, resumed.moved_bytes) == (
@@ -162,7 +161,7 @@ def test_interrupted_run_is_saved(corpus, tmp_path, capsys, fresh_signals):
         begun.train_step = train_step
 
     settings = Settings(**{**QUICK, "epochs": 25})
-    Run(settings, Watching(checkpoint=tmp_path / "point")).train(corpus, QUIET, stop)
+    Run(settings, RunOptions(checkpoint=tmp_path / "point")).train(corpus, QUIET, stop)
     assert trainer.interrupted
     assert f"checkpoint in {str(tmp_path / 'point')!r}: resume it" in capsys.readouterr().err
     saved = Checkpoints(tmp_path / "point", resume=True).restore(corpus, settings, QUIET)
@@ -181,7 +180,7 @@ def test_another_number_of_threads_is_told(corpus, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", ["lines", "graph"])
-def test_sequences(tmp_path, monkeypatch, kind):
+def test_sequences(tmp_path, kind):
     lines = text(300).split() if kind == "graph" else text(3000).split()
     size = 2 if kind == "graph" else 7
     (tmp_path / "corpus").write_bytes(
@@ -189,7 +188,7 @@ def test_sequences(tmp_path, monkeypatch, kind):
     )
     changes = {"kind": kind, "walks": 2, "walk_length": 20, "p": 0.5, "q": 2.0}
     whole = quietly(tmp_path / "corpus", **changes)
-    broken_off(tmp_path / "corpus", 9, 4, tmp_path / "point", monkeypatch, **changes)
+    broken_off(tmp_path / "corpus", 9, 4, tmp_path / "point", **changes)
     resumed = quietly(tmp_path / "corpus", checkpoint=tmp_path / "point", resume=True, **changes)
     assert resumed.matrix.tobytes() == whole.matrix.tobytes()
     with pytest.raises(InvalidValueError, match=r"kind is 'text' but the checkpoint"):
@@ -359,8 +358,9 @@ def test_two_runs_at_once_in_one_checkpoint(corpus, tmp_path, capsys):
     first, second = Checkpoints(folder), Checkpoints(folder)
     first.save(Trainer(corpus, settings))
     kept = (folder / "manifest.json").read_bytes()
-    second.begin(QUIET)
-    second.finish(Trainer(corpus, settings))
+    trainer = Trainer(corpus, settings)
+    second.begin(trainer, QUIET)
+    second.finish(trainer)
     assert (folder / "manifest.json").read_bytes() == kept
     assert "another run saves its checkpoints in" in capsys.readouterr().err
     first.save(Trainer(corpus, settings))

@@ -22,6 +22,7 @@ from speedtransfer.word2vec import trainer as trainer_module
 from speedtransfer.word2vec.optimizers import DEFAULT_LR, FALLBACK_LR, LR_END, make_optimizer, set_lr
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.stopping import StopOnSignal
+from speedtransfer.word2vec.trainer import Callback
 
 TOPICS, WORDS_A_TOPIC = 6, 8
 QUICK = {"dim": 16, "epochs": 2, "block_words": 256, "shared_negatives": 64, "sample": 0, "device": "cpu"}
@@ -268,8 +269,8 @@ def test_facts_about_a_run(corpus):
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
-class AtStep:
-    """A watcher that does something after a step."""
+class AtStep(Callback):
+    """A callback that does something after a step."""
 
     def __init__(self, step, act):
         self.step, self.act, self.finished = step, act, 0
@@ -285,9 +286,9 @@ class AtStep:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_keeps_the_vectors(corpus, capsys, number, fresh_signals):
     trainer = Trainer(corpus, Settings(**{**QUICK, "epochs": 1000}))
-    watcher = AtStep(3, lambda: signal.raise_signal(number))
-    trainer.run(TrainingProgress(enabled=False), [watcher])
-    assert (trainer.interrupted, trainer.stop_signal, watcher.finished) == (True, number, 1)
+    callback = AtStep(3, lambda: signal.raise_signal(number))
+    trainer.run(TrainingProgress(enabled=False), [callback])
+    assert (trainer.interrupted, trainer.stop_signal, callback.finished) == (True, number, 1)
     assert trainer.step == 3
     assert trainer.vectors().matrix.any()
     by = {signal.SIGINT: "stopped at 0%", signal.SIGTERM: "stopped by SIGTERM at 0%"}[number]
@@ -394,7 +395,7 @@ def test_bar_on_a_terminal():
     with TrainingProgress(console=console) as progress:
         progress.reading(1234)
         progress.training("epoch 2/5", 0.25, 123_456.0, 2.5, 61.0)
-        progress.say("a line")
+        progress.log("a line")
     shown = out.getvalue()
     for part in ("epoch 2/5", "123,456 words/s", "loss 2.500", "25%", "a line"):
         assert part in shown

@@ -23,14 +23,14 @@ from speedtransfer.word2vec.output import check_writable, remove_tables, table_f
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.sampler import CHOSEN
 from speedtransfer.word2vec.settings import Settings
-from speedtransfer.word2vec.trainer import Trainer
+from speedtransfer.word2vec.trainer import Callback, Trainer
 
 _ANY_MEMORY = ("memory", "path")  # rows are the same in all of them
 GRADIENTS = 3  # of blocks, as `gradients` computes them: a run cannot go on with those of another version
 
 
-class Checkpoints:
-    """Saves a run every so many steps, at a signal to stop and at the end, and puts a new trainer where a saved one was.
+class Checkpoints(Callback):
+    """Save a run every so many steps, at a signal to stop and at the end; restore a trainer from a saved run.
 
     Making it checks `path`; nothing is written.
 
@@ -41,7 +41,7 @@ class Checkpoints:
     every : int, optional
         Steps from one save to the next; None: an epoch.
     resume : bool
-        Go on from the checkpoint in `path`, if there is one (`resumes` tells); begin otherwise.
+        Go on from the checkpoint in `path`, if there is one (`resumes`); begin otherwise.
     overwrite : bool
         Replace the checkpoint of another run at the first save.
     when_stopped : bool
@@ -67,7 +67,6 @@ class Checkpoints:
         self.resumes = resume and os.path.lexists(self.path / manifest.NAME)
         self._begins = resume and not self.resumes
         self.every = None if every is None else check_size(every, "checkpoint_every", 1)
-        self._progress: TrainingProgress | None = None
         self._saved_step: int | None = None
         self._corpus: dict[str, Any] | None = None
         self._last = self._stamp()
@@ -127,42 +126,36 @@ class Checkpoints:
         trainer.load_state(self._facts["training"])
         self._saved_step = trainer.step
         share = trainer.step / trainer.num_steps
-        progress.say(f"resumed at {share:.0%} (epoch {trainer.epoch} of {settings.epochs}) from {str(self.path)!r}")
+        progress.log(f"resumed at {share:.0%} (epoch {trainer.epoch} of {settings.epochs}) from {str(self.path)!r}")
         if self._facts["threads"] != torch.get_num_threads():
-            progress.say(
+            progress.log(
                 f"this run has {torch.get_num_threads()} threads but was begun with {self._facts['threads']}: "
                 "the last bits of the vectors may differ from those of a run without a break"
             )
         return trainer
 
-    def begin(self, progress: TrainingProgress) -> None:
-        """Report to `progress` from now on."""
+    def begin(self, trainer: Trainer, progress: TrainingProgress) -> None:  # noqa: D102
         self._progress = progress
         if self._begins:
-            self._say(f"there is no checkpoint in {str(self.path)!r} yet: training begins at the first step")
+            progress.log(f"there is no checkpoint in {str(self.path)!r} yet: training begins at the first step")
 
-    def after_step(self, trainer: Trainer) -> None:  # noqa: D102 (Watcher)
+    def after_step(self, trainer: Trainer) -> None:  # noqa: D102
         is_due = trainer.step % (self.every or math.ceil(trainer.steps_an_epoch)) == 0
         if is_due and trainer.step < trainer.num_steps and not self._when_stopped:
             self._try_to_save(trainer)
 
-    def finish(self, trainer: Trainer) -> None:  # noqa: D102 (Watcher)
+    def finish(self, trainer: Trainer) -> None:  # noqa: D102
         if self._saved_step != trainer.step and (trainer.interrupted or not self._when_stopped):
             self._try_to_save(trainer)
         if trainer.interrupted and self._saved_step == trainer.step:
-            self._say(f"checkpoint in {str(self.path)!r}: resume it to train on from here")
+            self._progress.log(f"checkpoint in {str(self.path)!r}: resume it to train on from here")
 
     def _try_to_save(self, trainer: Trainer) -> None:
-        if self._progress is not None:
-            self._progress.busy("saving")
+        self._progress.busy("saving")
         try:
             self.save(trainer)
         except StorageError as error:  # a full disk is no reason to lose the run
-            self._say(f"no checkpoint at step {trainer.step}: {error}; training goes on")
-
-    def _say(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress.say(text)
+            self._progress.log(f"no checkpoint at step {trainer.step}: {error}; training goes on")
 
     def save(self, trainer: Trainer) -> None:
         """Save the trainer; the checkpoint before stays whole until this one is.

@@ -176,7 +176,7 @@ def train(
     All files of the run are in the output folder. The same command with --resume goes on after a stop or a crash.
     """
     from speedtransfer.word2vec.output import BOARD, CHECKPOINT, TABLES
-    from speedtransfer.word2vec.run import Watching
+    from speedtransfer.word2vec.run import RunOptions
     from speedtransfer.word2vec.run_folder import train_into
 
     settings = _read_settings(ctx, config, option or [], flags, output)
@@ -187,7 +187,7 @@ def train(
     ):
         if folder is not None:
             typer.echo(f"note: --{name} is not needed any more: without it the folder is {instead}", err=True)
-    watching = Watching(
+    options = RunOptions(
         checkpoint=checkpoint or output / CHECKPOINT,
         checkpoint_every=checkpoint_every,
         resume=resume,
@@ -198,7 +198,7 @@ def train(
         when_stopped=not (resume or checkpoint or checkpoint_every),
         folder=output,
     )
-    _exit_after(train_into(output, corpus, settings, watching, format, quiet, typer.echo))
+    _exit_after(train_into(output, corpus, settings, options, format, quiet, typer.echo))
 
 
 @app.command()

@@ -1,48 +1,61 @@
-"""Signs that a run has trained nothing, or went wrong: what a user should hear although no rule is broken."""
+"""Warn of runs that train nothing or go wrong although every setting is valid."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.gradients import RATES
 from speedtransfer.word2vec.optimizers import DEFAULT_OPTIONS, STEPS_AS_GIVEN
 from speedtransfer.word2vec.settings import Settings
 
 FEW_STEPS = 100
-_FAR = 8.0  # times word2vec's rate, or a part of it: as far as some corpora and models want
-_AT_CHANCE = 0.99  # of the loss of vectors that know nothing
-MOST_WORDS = 10_000  # whose vectors are looked at
-_ONE_DIMENSION = 0.25  # of the squared length of vectors, where some 0.02 is usual
-_RISEN = 1.01  # times it: more than one batch differs from another
+MOST_WORDS = 10_000  # whose vectors are checked
+_MAX_RATE_RATIO = 8.0  # to word2vec's rate, either way: some corpora and models are best that far from it
+_MIN_LOSS_RATIO = 0.99  # to the loss of untrained vectors: above it little has been learned
+_MAX_LOSS_RATIO = 1.01  # to the same: one batch differs by less from another
+_MAX_SHARE_OF_DIMENSION = 0.25  # of the squared length of vectors, where some 0.02 is usual
+_MEAN_DECAY = 0.95  # of the running mean, from one measurement to the next
 
 
 class Losses:
-    """A running mean of the last few losses."""
+    """Running means of the loss per pair: `mean` over some 20 measurements, for people; `recent` over 8, for warnings."""
 
     def __init__(self) -> None:
         self.count, self.recent = 0, math.nan
+        self._loss_sum = self._pair_sum = 0.0
 
-    def note(self, loss: float) -> None:
-        """Take note of a loss per pair."""
-        self.count += 1
-        if self.count == 1:
-            self.recent = loss
-        self.recent += (loss - self.recent) / min(self.count, 8)
+    @property
+    def mean(self) -> float:
+        """Nan before the first measurement."""
+        return self._loss_sum / self._pair_sum if self._pair_sum else math.nan
 
-    def state(self) -> list[float]:
+    def add(self, loss: float, num_pairs: int) -> None:
+        """Add a measurement: the loss summed over `num_pairs` pairs."""
+        self._loss_sum = _MEAN_DECAY * self._loss_sum + loss
+        self._pair_sum = _MEAN_DECAY * self._pair_sum + num_pairs
+        if num_pairs:
+            self.count += 1
+            if self.count == 1:
+                self.recent = loss / num_pairs
+            self.recent += (loss / num_pairs - self.recent) / min(self.count, 8)
+
+    def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return [self.count, self.recent]
+        return {"loss_sum": self._loss_sum, "pair_sum": self._pair_sum, "losses": [self.count, self.recent]}
 
-    def load_state(self, state: list[float]) -> None:
-        """Go on from `state`."""
-        self.count, self.recent = int(state[0]), state[1]
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, which may hold more."""
+        self._loss_sum, self._pair_sum = state["loss_sum"], state["pair_sum"]
+        self.count, self.recent = int(state["losses"][0]), state["losses"][1]
 
 
 def warning_of_few_steps(num_steps: int, epochs: int, block_words: int) -> str:
-    """Return what to say of a run of so few steps that vectors hardly move; "" where there are enough."""
+    """Return a warning of a run with so few steps that vectors hardly move; "" where there are enough."""
     if num_steps >= FEW_STEPS:
         return ""
     words = num_steps * block_words // (4 * FEW_STEPS)  # a block, for some hundred steps
@@ -55,14 +68,14 @@ def warning_of_few_steps(num_steps: int, epochs: int, block_words: int) -> str:
 
 
 def warning_of_rate(settings: Settings, optimizer: Optimizer) -> str:
-    """Return what to say of a learning rate far from word2vec's; "" where it is near, or where eps does not tell."""
+    """Return a warning of a learning rate far from word2vec's; "" where it is near, or cannot be compared."""
     name, lr, usual = settings.optimizer.lower(), settings.first_lr, RATES[settings.model]
     scaled = "eps" in DEFAULT_OPTIONS.get(name, {})
     eps = float(optimizer.defaults["eps"]) if scaled else 1.0
     if settings.lr is None or eps == 0 or (not scaled and name not in STEPS_AS_GIVEN):
         return ""
     rate = lr / eps
-    if usual / _FAR <= rate <= usual * _FAR:
+    if usual / _MAX_RATE_RATIO <= rate <= usual * _MAX_RATE_RATIO:
         return ""
     divided = f" with eps={eps:g}" if scaled else ""
     less = "less than an eighth of" if rate < usual else "more than eight times"
@@ -73,7 +86,7 @@ def warning_of_rate(settings: Settings, optimizer: Optimizer) -> str:
 
 
 def warning_of_loss(losses: Losses, settings: Settings, epochs: int) -> str:
-    """Return what to say of a loss that did not fall; "" where it did.
+    """Return a warning of a loss that did not fall; "" where it did.
 
     Every run begins at chance, since the rows of the output table are zeros: the loss that it began with need not be measured,
     and what the first block learns while it is measured does not count against the end.
@@ -81,12 +94,12 @@ def warning_of_loss(losses: Losses, settings: Settings, epochs: int) -> str:
     if losses.count < 2:
         return ""
     chance = (1 + settings.negative) * math.log(2)
-    if losses.recent > _RISEN * chance:
+    if losses.recent > _MAX_LOSS_RATIO * chance:
         return (
             f"the loss ended at {losses.recent:.4g}, above the {chance:.4g} that it began with; pass a smaller lr than "
             f"{settings.first_lr:g}"
         )
-    if losses.recent > _AT_CHANCE * chance:
+    if losses.recent > _MIN_LOSS_RATIO * chance:
         return (
             f"the loss ended at {losses.recent:.4g} and that of vectors which know nothing is {chance:.4g}: little "
             f"was learnt; pass more epochs than {epochs}, a smaller block_words, or a larger lr than "
@@ -96,13 +109,27 @@ def warning_of_loss(losses: Losses, settings: Settings, epochs: int) -> str:
 
 
 def warning_of_vectors(vectors: Tensor, settings: Settings) -> str:
-    """Return what to say of vectors (words, dim) that share most of their length in one dimension; "" where they do not."""
+    """Return a warning of vectors (words, dim) that share much of their length in one dimension; "" where they do not."""
     shares = vectors.mean(0).square() / vectors.square().sum(1).mean()
     share = float(shares.max())
-    if not share > max(_ONE_DIMENSION, 10 / settings.dim):  # nan: all are zero
+    if not share > max(_MAX_SHARE_OF_DIMENSION, 10 / settings.dim):  # nan: all are zero
         return ""
     return (
         f"the vectors have {share:.0%} of their squared length in common, in dimension {int(shares.argmax())}, which leaves "
         f"little to tell words apart by; pass more shared_negatives than {settings.pool}, a smaller lr than "
         f"{settings.first_lr:g}, or optimizer='sgd'"
+    )
+
+
+def why_nothing_was_learned(corpus: Corpus, settings: Settings, num_steps: int) -> str:
+    """Return the message of an error where no step had a pair of words."""
+    starts, num_words = corpus.starts, len(corpus)
+    if starts is not None and len(starts) == num_words:
+        return (
+            f"each of the {num_words} lines or walks has one word of the vocabulary, so no word has another beside it; "
+            "pass kind='text' for one stream of words, or a smaller min_count"
+        )
+    return (
+        f"sample={settings.sample:g} leaves no two words in any of {num_steps} blocks of this small corpus; "
+        "pass a larger sample, or 0 to keep every word"
     )

@@ -23,7 +23,7 @@ class TrainingProgress:
     Parameters
     ----------
     enabled : bool
-        False: only `say` writes.
+        False: only `log` writes.
     console : rich.console.Console, optional
     """
 
@@ -55,7 +55,7 @@ class TrainingProgress:
             self._bar.stop()
             self._bar = None
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Write a line, above the bar if there is one."""
         self._console.print(text, markup=False)
 
@@ -64,7 +64,7 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.update(self._task, facts=f"{num_words:,} words")
         elif self._line_is_due():
-            self.say(f"reading: {num_words:,} words")
+            self.log(f"reading: {num_words:,} words")
 
     def training(self, epoch: str, share: float, words_per_s: float, loss: float, left_s: float) -> None:
         """Show the state of training.
@@ -86,7 +86,7 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.update(self._task, description=epoch, total=1.0, completed=share, facts=facts)
         elif self._line_is_due():
-            self.say(f"{epoch}  {share:.0%}  {facts}  {timedelta(seconds=round(left_s))} left")
+            self.log(f"{epoch}  {share:.0%}  {facts}  {timedelta(seconds=round(left_s))} left")
 
     def busy(self, what: str) -> None:
         """Show that training waits for something, such as "saving"."""

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from typing_extensions import Unpack
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
 from speedtransfer.tables import PathLike
+from speedtransfer.word2vec.callbacks import Evaluations, TensorBoard, remove_curves
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.config import MoreSettings, shows_settings
 from speedtransfer.word2vec.corpus import Corpus
@@ -31,17 +31,16 @@ from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.settings import Settings, check_path
 from speedtransfer.word2vec.stopping import exit_code
 from speedtransfer.word2vec.text import Source
-from speedtransfer.word2vec.trainer import Trainer, Watcher
+from speedtransfer.word2vec.trainer import Callback, Trainer
 from speedtransfer.word2vec.vectors import Vectors
-from speedtransfer.word2vec.watchers import Evaluations, TensorBoard, remove_curves
 
 
 @dataclass(frozen=True)
-class Watching:
-    """What is done beside training, and changes none of its bits; the attributes are arguments of `train`.
+class RunOptions:
+    """What a run does besides training; none of it changes a bit of the vectors. The attributes are arguments of `train`.
 
-    `overwrite` lets the checkpoint of another run be replaced; with `when_stopped` one is saved at a signal to stop and at no
-    other time. `folder` is that of the run: what an earlier run left of checkpoint, tables and curves in there gives way.
+    `overwrite` allows replacing the checkpoint of another run; with `when_stopped` one is saved at a signal to stop and at no
+    other time. `folder` is that of the run: what an earlier run left of checkpoint, tables and curves in there is removed.
     """
 
     checkpoint: PathLike | None = None
@@ -56,12 +55,17 @@ class Watching:
 
 
 class Run:
-    """A run that is ready to begin: all that can be known to be wrong before the corpus is read has been raised.
+    """A run that is ready to begin: everything that can be checked before the corpus is read has been checked.
 
     Parameters
     ----------
     settings : Settings
-    watching : Watching, optional
+    options : RunOptions, optional
+
+    Attributes
+    ----------
+    callbacks : list of Callback
+        Called in this order.
 
     Raises
     ------
@@ -69,39 +73,44 @@ class Run:
         See `train`. Nothing has been written.
     """
 
-    def __init__(self, settings: Settings, watching: Watching | None = None) -> None:
-        watching = watching or Watching()
+    def __init__(self, settings: Settings, options: RunOptions | None = None) -> None:
+        options = options or RunOptions()
         resolve_device(settings.device)
         self.settings = settings
         for name in ("checkpoint", "tensorboard"):
-            if getattr(watching, name) is not None:
-                check_path(getattr(watching, name), name)
-        # It takes nothing else into its folder, and would say so only at the first save.
-        if watching.checkpoint is not None:
-            for name, path in (("tensorboard", watching.tensorboard), ("path", settings.path)):
-                check_apart(name, path, watching.checkpoint)
-        self.board = None if watching.tensorboard is None else TensorBoard(watching.tensorboard)
-        self.evaluations = Evaluations(watching.evaluate, watching.evaluate_every) if watching.evaluate else None
+            if getattr(options, name) is not None:
+                check_path(getattr(options, name), name)
+        # It takes nothing else into its folder, and would raise only at the first save.
+        if options.checkpoint is not None:
+            for name, path in (("tensorboard", options.tensorboard), ("path", settings.path)):
+                check_apart(name, path, options.checkpoint)
+        self._folder = options.folder
+        self.callbacks: list[Callback] = []
+        board = None if options.tensorboard is None else TensorBoard(options.tensorboard)
+        if options.evaluate:
+            self.callbacks.append(Evaluations(options.evaluate, options.evaluate_every, board))
         self.checkpoints = None
-        if watching.checkpoint is not None:
+        if options.checkpoint is not None:
             self.checkpoints = Checkpoints(
-                watching.checkpoint,
-                watching.checkpoint_every,
-                watching.resume,
-                watching.overwrite,
-                watching.when_stopped,
+                options.checkpoint,
+                options.checkpoint_every,
+                options.resume,
+                options.overwrite,
+                options.when_stopped,
             )
             if self.checkpoints.resumes:
                 self.checkpoints.check_settings(settings)
-        elif watching.resume or watching.checkpoint_every is not None:
-            given = "resume" if watching.resume else "checkpoint_every"
+            self.callbacks.append(self.checkpoints)  # after the evaluation, whose figures it saves
+        elif options.resume or options.checkpoint_every is not None:
+            given = "resume" if options.resume else "checkpoint_every"
             raise InvalidValueError(f"{given} was given but no checkpoint, the folder; pass checkpoint")
-        self._folder = watching.folder
+        if board is not None:
+            self.callbacks.append(board)
         if settings.path is not None and not self.resumes and not self._has_own(settings.path, TABLES):
             check_no_tables(settings.path)
 
     def _has_own(self, path: PathLike | None, name: str) -> bool:
-        """Tell whether `path` is the folder `name` within that of the run."""
+        """Return whether `path` is the folder `name` within that of the run."""
         return self._folder is not None and path is not None and Path(path) == self._folder / name
 
     def _clear(self) -> None:
@@ -149,29 +158,13 @@ class Run:
             self._clear()
             trainer = Trainer(corpus, settings)
         try:
-            with ExitStack() as stack:
-                watchers = self._begin(trainer, progress, stack)
-                if begun is not None:
-                    begun(trainer)
-                trainer.run(progress, watchers)
+            if begun is not None:
+                begun(trainer)
+            trainer.run(progress, self.callbacks)
         except BaseException:
             trainer.discard()
             raise
         return trainer
-
-    def _begin(self, trainer: Trainer, progress: TrainingProgress, stack: ExitStack) -> list[Watcher]:
-        watchers: list[Watcher] = []
-        if self.evaluations is not None:
-            self.evaluations.begin(trainer, progress, None if self.board is None else self.board.note_evaluation)
-            watchers.append(self.evaluations)
-        if self.checkpoints is not None:  # after evaluation, whose figures it keeps
-            self.checkpoints.begin(progress)
-            watchers.append(self.checkpoints)
-        if self.board is not None:
-            self.board.begin(trainer, progress.say)
-            stack.callback(self.board.close)
-            watchers.append(self.board)
-        return watchers
 
 
 @shows_settings()
@@ -245,8 +238,8 @@ def train(
         raise InvalidTypeError(f"evaluate is {sets!r} but must be a path or a list of them; pass the path of a set")
     for one in sets:
         check_path(one, "evaluate")
-    watching = Watching(checkpoint, checkpoint_every, resume, tensorboard, sets, evaluate_every)
-    run = Run(Settings(dim=dim, optimizer=optimizer, lr=lr, **settings), watching)
+    options = RunOptions(checkpoint, checkpoint_every, resume, tensorboard, sets, evaluate_every)
+    run = Run(Settings(dim=dim, optimizer=optimizer, lr=lr, **settings), options)
     with TrainingProgress(progress) as shown:
         trainer = run.train(corpus, shown)
     if trainer.stop_signal == signal.SIGTERM:

@@ -28,7 +28,7 @@ from speedtransfer.version import __version__
 from speedtransfer.word2vec.formats import NGRAMS, VECTORS, check_format
 from speedtransfer.word2vec.output import SETTINGS, TABLES, VOCABULARY, OutputFolder, check_apart, table_files
 from speedtransfer.word2vec.progress import TrainingProgress, format_loss
-from speedtransfer.word2vec.run import Run, Watching
+from speedtransfer.word2vec.run import Run, RunOptions
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.stopping import StopOnSignal
 from speedtransfer.word2vec.text import find_files
@@ -41,7 +41,7 @@ def train_into(
     output: Path,
     corpus: str,
     settings: Settings,
-    watching: Watching,
+    options: RunOptions,
     format: str = "txt",
     quiet: bool = False,
     show: Callable[[str], None] = print,
@@ -54,7 +54,7 @@ def train_into(
     corpus : str
         A path, or "-".
     settings : Settings
-    watching : Watching
+    options : RunOptions
         With the checkpoint and TensorBoard's folder where they are wanted: in `output`, or elsewhere.
     format : str
         Of the vectors.
@@ -67,10 +67,10 @@ def train_into(
     ------
     SpeedtransferError
         As `speedtransfer.word2vec.train`; and where `output` exists and is neither to be resumed nor overwritten, or cannot be
-        written: then the message tells where the vectors are.
+        written: then the message names the place where the vectors are.
     """
     suffix = check_format(format)
-    resume, overwrite, checkpoint = watching.resume, watching.overwrite, watching.checkpoint
+    resume, overwrite, checkpoint = options.resume, options.overwrite, options.checkpoint
     if checkpoint is not None:
         check_apart("output", output, checkpoint)
     stopped = checkpoint is not None and os.path.lexists(Path(checkpoint) / manifest.NAME)
@@ -80,12 +80,12 @@ def train_into(
         remedy=", or pass --resume to go on or --overwrite" if stopped else " or pass --overwrite",
         only_own=resume and not overwrite,  # the run that is resumed has left its files there when it was interrupted
         within=[
-            *(path for path in (checkpoint, watching.tensorboard) if path is not None),
+            *(path for path in (checkpoint, options.tensorboard) if path is not None),
             *table_files(settings.path),
         ],
     )
     with folder, ExitStack() as saving:
-        run = Run(settings, watching)
+        run = Run(settings, options)
         if resume and not run.resumes and not overwrite and folder.holds_a_run:
             raise InvalidValueError(
                 f"output folder {str(output)!r} holds a run but there is no checkpoint in {str(checkpoint)!r} to resume; "
@@ -94,20 +94,19 @@ def train_into(
         if corpus != "-":
             find_files(corpus)
         others = saving.enter_context(joined(resolve_device(settings.device)))
-        if others is not None and (watching.tensorboard is not None or settings.path is not None):
+        if others is not None and (options.tensorboard is not None or settings.path is not None):
             raise InvalidValueError("tensorboard and path are for one process; leave them out with torchrun")
         stop = StopOnSignal()
 
         def begin(trainer: Trainer) -> None:
-            # From the first step until all is saved a signal ends nothing but training.
+            # From the first step until everything is saved a signal only ends training.
             saving.enter_context(stop)
             if is_first():
-                warn_of_little_room(folder, trainer, suffix, progress.say)
+                warn_of_little_room(folder, trainer, suffix, progress.log)
 
         with TrainingProgress(not quiet and is_first()) as progress:
             trainer = run.train(corpus, progress, begin)
-        # All processes have some of the vectors, one writes them.
-        trainer.keep_vectors()
+        trainer.keep_vectors()  # all processes take part, one writes them
         if is_first():
             save_or_rescue(folder, trainer, corpus, suffix)
             _report(trainer, folder.path, suffix, show)
@@ -127,8 +126,8 @@ def _report(trainer: Trainer, folder: Path, suffix: str, show: Callable[[str], N
         show(f"n-grams: {folder / NGRAMS}, for words outside the vocabulary")
 
 
-def warn_of_little_room(folder: OutputFolder, trainer: Trainer, suffix: str, say: Callable[[str], None]) -> None:
-    """Say so where the vectors will not fit on the disk of `folder` as it is now."""
+def warn_of_little_room(folder: OutputFolder, trainer: Trainer, suffix: str, log: Callable[[str], None]) -> None:
+    """Log a line where the vectors will not fit on the disk of `folder` as it is now."""
     above = folder.path.absolute()
     while not above.exists():
         above = above.parent
@@ -136,7 +135,7 @@ def warn_of_little_room(folder: OutputFolder, trainer: Trainer, suffix: str, say
     settings = trainer.settings
     needed = settings.dim * (len(trainer.corpus.vocabulary) * _BYTES_A_NUMBER.get(suffix, 4) + settings.buckets * 4)
     if needed > free:
-        say(
+        log(
             f"output folder {str(folder.path)!r} has {format_bytes(free)} free but the vectors will take about "
             f"{format_bytes(needed)}; make room before training ends"
         )
@@ -157,7 +156,9 @@ def save_or_rescue(folder: OutputFolder, trainer: Trainer, corpus: str, suffix: 
     except OSError as error:
         failure = error
     folder.discard()
-    problem = str(failure) if isinstance(failure, StorageError) else _describe(folder.path, failure)
+    problem = str(failure)
+    if not isinstance(failure, StorageError):
+        problem = f"cannot write the vectors to {str(folder.path)!r} ({failure.strerror or failure})"
     beside = [Path(corpus).absolute().parent] if os.path.exists(corpus) else []
     for place in (*beside, Path(tempfile.gettempdir()), Path.cwd()):
         kept: Path | None = None
@@ -173,10 +174,6 @@ def save_or_rescue(folder: OutputFolder, trainer: Trainer, corpus: str, suffix: 
         f"{problem}; nor could they be written beside the corpus or to {tempfile.gettempdir()!r}; make room, and --resume the "
         "checkpoint if there is one"
     ) from failure
-
-
-def _describe(path: Path, error: OSError) -> str:
-    return f"cannot write the vectors to {str(path)!r} ({error.strerror or error})"
 
 
 def save_run(folder: Path, trainer: Trainer, corpus: str, suffix: str = ".txt", run_folder: Path | None = None) -> None:
@@ -221,13 +218,8 @@ def save_run(folder: Path, trainer: Trainer, corpus: str, suffix: str = ".txt", 
 
 def _versions() -> dict[str, str | None]:
     """Return the versions of what the bits of the vectors depend on."""
-    versions: dict[str, str | None] = {
-        "speedtransfer": __version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-    }
     try:
-        versions["numba"] = metadata.version("numba")
+        numba: str | None = metadata.version("numba")
     except metadata.PackageNotFoundError:
-        versions["numba"] = None
-    return versions
+        numba = None
+    return {"speedtransfer": __version__, "torch": torch.__version__, "numpy": np.__version__, "numba": numba}

@@ -1,4 +1,4 @@
-"""The training loop, and what looks on between its steps."""
+"""The training loop: steps, the learning rate, the running loss, signals to stop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,6 +26,7 @@ from speedtransfer.word2vec.outcome import (
     warning_of_loss,
     warning_of_rate,
     warning_of_vectors,
+    why_nothing_was_learned,
 )
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.sampler import Block, Sampler, schedule_for
@@ -34,19 +35,24 @@ from speedtransfer.word2vec.stopping import StopOnSignal
 from speedtransfer.word2vec.vectors import Vectors
 
 LOSS_EVERY = 16  # steps: the loss costs two more passes over all scores
-LOSS_MEMORY = 0.95  # of the running mean, from one measurement to the next
 
 log = logging.getLogger(__name__)
 
 
-class Watcher(Protocol):
-    """What looks on while a `Trainer` runs, and changes nothing that training depends on."""
+class Callback:
+    """Called by `Trainer.run`; must not change anything that training depends on. By default it does nothing."""
+
+    def begin(self, trainer: Trainer, progress: TrainingProgress) -> None:
+        """Called before the first step of the run."""
 
     def after_step(self, trainer: Trainer) -> None:
-        """Take note of a step."""
+        """Called after each step."""
 
     def finish(self, trainer: Trainer) -> None:
-        """Take note of the end, after the last step or a signal to stop (`trainer.interrupted`)."""
+        """Called after the last step, or after a signal to stop (`trainer.interrupted`)."""
+
+    def close(self) -> None:
+        """Called last, also where training has failed."""
 
 
 class Trainer:
@@ -77,7 +83,7 @@ class Trainer:
     stop_signal : int or None
         The signal, SIGINT (Ctrl-C) or SIGTERM, that came while `run` ran.
     evaluation : list of dict
-        The last figures of each set that training is evaluated on (`watchers.Evaluations`).
+        The last figures of each set that training is evaluated on (`callbacks.Evaluations`).
 
     Raises
     ------
@@ -110,16 +116,14 @@ class Trainer:
         self.stop_signal: int | None = None
         self.evaluation: list[dict[str, Any]] = []
         self._blocks: Iterator[Block] | None = None
-        self._kept: Vectors | None = None
-        self._kept_ngrams: NgramVectors | None = None
+        self._kept: tuple[Vectors, NgramVectors | None] | None = None
         self._corpus_words, self._has_learned = 0, False
-        self._loss_sum = self._pair_sum = 0.0
         self._losses = Losses()
         self._moved_before = (0, 0)
 
     @property
-    def loss(self) -> float:  # noqa: D102 (told above)
-        return self._loss_sum / self._pair_sum if self._pair_sum else math.nan
+    def loss(self) -> float:  # noqa: D102 (documented above)
+        return self._losses.mean
 
     @property
     def epoch(self) -> int:
@@ -181,8 +185,11 @@ class Trainer:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self._has_learned = self._has_learned or int(result.num_pairs) > 0
-            if result.loss is not None:  # the host waits for a CUDA device
-                self._note_loss(float(result.loss), int(result.num_pairs))
+            if result.loss is not None:
+                loss = float(result.loss)  # the host waits for a CUDA device
+                if not math.isfinite(loss):
+                    raise self._blown_up(f"the loss is {loss}")
+                self._losses.add(loss, int(result.num_pairs))
         self._corpus_words += block.num_corpus_words * self._ranks
         self.step += 1
 
@@ -191,33 +198,20 @@ class Trainer:
         number = step * self._ranks + self._rank
         return number if number < self._num_blocks else None
 
-    def _note_loss(self, loss: float, num_pairs: int) -> None:
-        if not math.isfinite(loss):
-            raise self._blown_up(f"the loss is {loss}")
-        self._loss_sum = LOSS_MEMORY * self._loss_sum + loss
-        self._pair_sum = LOSS_MEMORY * self._pair_sum + num_pairs
-        if num_pairs:
-            self._losses.note(loss / num_pairs)
-
-    def _check_vectors(self) -> None:
-        """Raise `InvalidValueError` where rows are not finite: the loss, measured now and then, may not have told."""
-        if not self.model.is_finite():
-            raise self._blown_up("there are vectors that are not finite")
-
     def _blown_up(self, what: str) -> InvalidValueError:
         return InvalidValueError(
             f"lr={self.settings.first_lr:g} is too large for {self.settings.optimizer}: {what} at step "
             f"{self.step} of {self.num_steps}; pass a smaller lr or block_words"
         )
 
-    def run(self, progress: TrainingProgress, watchers: Sequence[Watcher] = ()) -> None:
+    def run(self, progress: TrainingProgress, callbacks: Sequence[Callback] = ()) -> None:
         """Train to the end, or to the first SIGINT (Ctrl-C) or SIGTERM: the model is whole then, and `interrupted` True.
 
         Parameters
         ----------
         progress : TrainingProgress
-        watchers : sequence of Watcher
-            Called after each step, and at the end, in this order.
+        callbacks : sequence of Callback
+            Called in this order.
 
         Raises
         ------
@@ -225,69 +219,69 @@ class Trainer:
             As `train_step`; also where subsampling has left no pair of words at all, or a vector is not finite at the end.
         """
         try:
-            self._run(progress, watchers)
+            for callback in callbacks:
+                callback.begin(self, progress)
+            _warn(
+                warning_of_few_steps(self.num_steps, self.epochs, self.block_words),
+                warning_of_rate(self.settings, self.optimizer),
+            )
+            with StopOnSignal() as stop, _leave_a_core(self.model.input.table.device):
+                self._train(progress, callbacks, stop)
+                self._check_result(progress, stop)
+                for callback in callbacks:
+                    callback.finish(self)
+                self.stop_signal = stop.requested
         finally:
             self._blocks = None  # nobody prepares the next one
+            for callback in callbacks:
+                callback.close()
 
-    def _run(self, progress: TrainingProgress, watchers: Sequence[Watcher]) -> None:
-        _warn(warning_of_few_steps(self.num_steps, self.epochs, self.block_words))
-        _warn(warning_of_rate(self.settings, self.optimizer))
-        with StopOnSignal() as stop, _leave_a_core(self.model.input.table.device):
-            while self.step < self.num_steps and not self._is_stopped(stop):
-                started = time.perf_counter()
-                self.train_step()
-                self.elapsed_s += time.perf_counter() - started
-                if self.step % LOSS_EVERY == 1 or self.step == self.num_steps:
-                    left_s = self.elapsed_s / self.step * (self.num_steps - self.step)
-                    epoch = f"epoch {self.epoch}/{self.epochs}"
-                    progress.training(epoch, self.step / self.num_steps, self.words_per_s, self.loss, left_s)
-                for watcher in watchers:
-                    watcher.after_step(self)
-            self._check_vectors()
-            self.interrupted = self.step < self.num_steps
-            if self.interrupted:
-                by = "" if stop.requested == signal.SIGINT else " by SIGTERM"
-                progress.say(
-                    f"stopped{by} at {self.step / self.num_steps:.0%} (epoch {self.epoch} of {self.epochs}): "
-                    f"the vectors so far are kept; Ctrl-C{'' if by else ' again'} aborts"
-                )
-            elif not self._has_learned and self._ranks == 1:
-                raise InvalidValueError(self._why_no_pair())
-            else:
-                _warn(warning_of_loss(self._losses, self.settings, self.epochs))
-                _warn(warning_of_vectors(self.model.word_vectors(MOST_WORDS), self.settings))
-            for watcher in watchers:
-                watcher.finish(self)
-            self.stop_signal = stop.requested
+    def _train(self, progress: TrainingProgress, callbacks: Sequence[Callback], stop: StopOnSignal) -> None:
+        """Make the steps that are left, until a signal to stop."""
+        while self.step < self.num_steps and not self._is_stopped(stop):
+            started = time.perf_counter()
+            self.train_step()
+            self.elapsed_s += time.perf_counter() - started
+            if self.step % LOSS_EVERY == 1 or self.step == self.num_steps:
+                left_s = self.elapsed_s / self.step * (self.num_steps - self.step)
+                epoch = f"epoch {self.epoch}/{self.epochs}"
+                progress.training(epoch, self.step / self.num_steps, self.words_per_s, self.loss, left_s)
+            for callback in callbacks:
+                callback.after_step(self)
+
+    def _check_result(self, progress: TrainingProgress, stop: StopOnSignal) -> None:
+        """Raise or warn where training went wrong; report a stop."""
+        if not self.model.is_finite():  # the loss, measured only now and then, may have missed it
+            raise self._blown_up("there are vectors that are not finite")
+        self.interrupted = self.step < self.num_steps
+        if self.interrupted:
+            by = "" if stop.requested == signal.SIGINT else " by SIGTERM"
+            progress.log(
+                f"stopped{by} at {self.step / self.num_steps:.0%} (epoch {self.epoch} of {self.epochs}): "
+                f"the vectors so far are kept; Ctrl-C{'' if by else ' again'} aborts"
+            )
+        elif not self._has_learned and self._ranks == 1:
+            raise InvalidValueError(why_nothing_was_learned(self.corpus, self.settings, self.num_steps))
+        else:
+            _warn(
+                warning_of_loss(self._losses, self.settings, self.epochs),
+                warning_of_vectors(self.model.word_vectors(MOST_WORDS), self.settings),
+            )
 
     def _is_stopped(self, stop: StopOnSignal) -> bool:
-        """Tell whether a signal to stop has come, to any process."""
+        """Return whether any process has received a signal to stop."""
         if self._exchange is None:
             return stop.requested is not None
         signals = self._exchange.agree("makes a step", [stop.requested or 0])
         stop.requested = int(signals.max()) or None
         return stop.requested is not None
 
-    def _why_no_pair(self) -> str:
-        starts, num_words = self.corpus.starts, len(self.corpus)
-        if starts is not None and len(starts) == num_words:
-            return (
-                f"each of the {num_words} lines or walks has one word of the vocabulary, so no word has another beside it; "
-                "pass kind='text' for one stream of words, or a smaller min_count"
-            )
-        return (
-            f"sample={self.settings.sample:g} leaves no two words in any of {self.num_steps} blocks of this small corpus; "
-            "pass a larger sample, or 0 to keep every word"
-        )
-
     def state(self) -> dict[str, Any]:
         """Return what training has done so far, but for model and optimizer: plain data for a checkpoint."""
         return {
             "step": self.step,
             "elapsed_s": self.elapsed_s,
-            "loss_sum": self._loss_sum,
-            "pair_sum": self._pair_sum,
-            "losses": self._losses.state(),
+            **self._losses.state(),
             "corpus_words": self._corpus_words,
             "has_learned": self._has_learned,
             "moved_bytes": list(self.moved_bytes),
@@ -297,8 +291,7 @@ class Trainer:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from `state`; model and optimizer have been loaded already."""
         self.step, self.elapsed_s = state["step"], state["elapsed_s"]
-        self._loss_sum, self._pair_sum = state["loss_sum"], state["pair_sum"]
-        self._losses.load_state(state["losses"])
+        self._losses.load_state(state)
         self._corpus_words, self._has_learned = state["corpus_words"], state["has_learned"]
         self.evaluation = state["evaluation"]
         for table in (self.model.input.table, self.model.output.table):
@@ -316,7 +309,7 @@ class Trainer:
         Several processes have them together, so all call this.
         """
         if self._ranks > 1:
-            self._kept, self._kept_ngrams = self.vectors(), self.ngram_vectors()
+            self._kept = self.vectors(), self.ngram_vectors()
 
     def vectors(self, num_words: int | None = None) -> Vectors:
         """Return the vectors as they are now, or those of the `num_words` most frequent words.
@@ -324,15 +317,15 @@ class Trainer:
         They are the input table itself, without a copy, where it is in host memory.
         """
         if self._kept is not None:
-            return self._kept
+            return self._kept[0]
         vocabulary, some = self.corpus.vocabulary, slice(num_words)
         return Vectors(vocabulary.words[some], self.model.word_vectors(num_words), vocabulary.counts[some])
 
     def ngram_vectors(self) -> NgramVectors | None:
         """Return the rows of the n-grams as they are now; None where `buckets` is 0."""
-        if self._kept_ngrams is not None or self.model.subwords is None:
-            return self._kept_ngrams
-        return self.model.ngram_vectors()
+        if self._kept is not None:
+            return self._kept[1]
+        return None if self.model.subwords is None else self.model.ngram_vectors()
 
 
 @contextlib.contextmanager
@@ -352,6 +345,6 @@ def _leave_a_core(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _warn(message: str) -> None:
-    if message:
+def _warn(*messages: str) -> None:
+    for message in filter(None, messages):
         log.warning(message)

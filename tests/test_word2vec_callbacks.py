@@ -1,4 +1,4 @@
-"""What looks on while training goes on: TensorBoard and evaluation. Neither changes a bit of the vectors."""
+"""Callbacks: TensorBoard and evaluation. Neither changes a bit of the vectors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 import speedtransfer
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
-from speedtransfer.word2vec import Corpus, Settings, Trainer, Vectors, train, watchers
+from speedtransfer.word2vec import Corpus, Settings, Trainer, Vectors, callbacks, train
 from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.evaluation import evaluate
 from speedtransfer.word2vec.extras import MissingPackageError
 from speedtransfer.word2vec.optimizers import LR_END
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.run import Run, Watching
+from speedtransfer.word2vec.run import Run, RunOptions
 
 QUICK = {"dim": 8, "epochs": 2, "block_words": 256, "shared_negatives": 32, "sample": 0, "device": "cpu"}
 CURVES = ["rows/bytes_in", "rows/bytes_out", "train/loss", "train/lr", "train/words_per_s"]
@@ -40,7 +40,7 @@ def corpus():
 
 @pytest.fixture
 def every_step(monkeypatch):
-    monkeypatch.setattr(watchers, "LOG_EVERY_S", 0.0)
+    monkeypatch.setattr(callbacks, "LOG_EVERY_S", 0.0)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_curves(corpus, tmp_path, every_step):
 
 def test_few_figures_by_the_clock(corpus, tmp_path, monkeypatch):
     now = iter(range(1000))
-    monkeypatch.setattr(watchers.time, "monotonic", lambda: next(now) / 2)  # half a second a step
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: next(now) / 2)  # half a second a step
     quietly(corpus, tensorboard=tmp_path)
     steps = 2 * len(Trainer(corpus, Settings(**QUICK)).sampler)
     assert [step for step, _ in curves(tmp_path)["train/loss"]] == [
@@ -91,7 +91,7 @@ def test_few_figures_by_the_clock(corpus, tmp_path, monkeypatch):
 
 
 def test_projector_shows_the_frequent_words(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(watchers, "PROJECTOR_WORDS", 7)
+    monkeypatch.setattr(callbacks, "PROJECTOR_WORDS", 7)
     vectors = quietly(corpus, tensorboard=tmp_path)
     (tensors,), (words,) = (sorted(tmp_path.rglob(name)) for name in ("tensors.tsv", "metadata.tsv"))
     assert words.read_text().split() == vectors.words[:7]
@@ -101,7 +101,7 @@ def test_projector_shows_the_frequent_words(corpus, tmp_path, monkeypatch):
 
 
 def test_resumed_run_goes_on_with_its_curves(corpus, tmp_path, every_step):
-    run = Run(Settings(**QUICK), Watching(tmp_path / "point", tensorboard=tmp_path / "board"))
+    run = Run(Settings(**QUICK), RunOptions(tmp_path / "point", tensorboard=tmp_path / "board"))
 
     def stop(trainer):
         step = trainer.train_step
@@ -218,7 +218,7 @@ def test_failed_evaluation_does_not_end_training(corpus, sets, monkeypatch, caps
             raise InvalidValueError("the cosines are all 0")
         return evaluate(vectors, words)
 
-    monkeypatch.setattr("speedtransfer.word2vec.watchers.evaluate", fails_later)
+    monkeypatch.setattr("speedtransfer.word2vec.callbacks.evaluate", fails_later)
     vectors = quietly(corpus, evaluate=sets[0])
     assert vectors.matrix.tobytes() == quietly(corpus).matrix.tobytes()
     assert capsys.readouterr().err.splitlines() == [f"epoch {n}  the cosines are all 0" for n in (1, 2)]
@@ -228,8 +228,8 @@ def test_a_full_disk_ends_the_curves_and_not_the_run(tmp_path):
     """A limit of the system on the size of files: written past it, a file is refused as on a full disk."""
     (tmp_path / "corpus.txt").write_bytes(text())
     code = (
-        "import resource; from speedtransfer import cli; from speedtransfer.word2vec import watchers as board\n"
-        "board.LOG_EVERY_S = 0\nresource.setrlimit(resource.RLIMIT_FSIZE, (16_000, 16_000))\ncli.main()"
+        "import resource; from speedtransfer import cli; from speedtransfer.word2vec import callbacks\n"
+        "callbacks.LOG_EVERY_S = 0\nresource.setrlimit(resource.RLIMIT_FSIZE, (16_000, 16_000))\ncli.main()"
     )
     flags = ["--dim", "8", "--epochs", "40", "--block-words", "256", "--tensorboard", "board", "--device", "cpu"]
     done = subprocess.run(

@@ -1,11 +1,11 @@
-"""What is done while training goes on: evaluation, and a log for TensorBoard."""
+"""Callbacks of a training run: evaluation, and curves for TensorBoard. (Checkpoints are in `checkpoints`.)"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,15 @@ from speedtransfer.word2vec.extras import MissingPackageError
 from speedtransfer.word2vec.output import check_writable
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.settings import is_finite
-from speedtransfer.word2vec.trainer import Trainer
+from speedtransfer.word2vec.trainer import Callback, Trainer
 
 EVALUATED_WORDS = 300_000  # the most frequent, as `evaluate` has it
 LOG_EVERY_S = 2.0  # five figures take a third of a millisecond
 PROJECTOR_WORDS = 5000
-Note = Callable[[str, dict[str, float], int], None]  # (name of the set, its figures, step)
 
 
-class Evaluations:
-    """Evaluates the vectors of a trainer on sets, every so many epochs and at the end. Training does not notice.
+class Evaluations(Callback):
+    """Evaluate the vectors of a trainer on sets, every so many epochs and at the end.
 
     Parameters
     ----------
@@ -32,10 +31,8 @@ class Evaluations:
         Similarity or analogy sets, read at once.
     every : float
         Epochs from one evaluation to the next.
-    progress : TrainingProgress
-        Gets a line for each evaluation.
-    note : callable, optional
-        Gets the figures, too.
+    board : TensorBoard, optional
+        Draws the figures.
 
     Raises
     ------
@@ -45,71 +42,63 @@ class Evaluations:
         `every` is no number above 0, or there is nothing to evaluate with.
     """
 
-    def __init__(self, paths: Sequence[str | os.PathLike[str]], every: float) -> None:
+    def __init__(self, paths: Sequence[str | os.PathLike[str]], every: float, board: TensorBoard | None = None) -> None:
         if not isinstance(every, int | float) or isinstance(every, bool):
             raise InvalidTypeError(f"evaluate_every is {every!r} but must be a number of epochs; pass for instance 0.5")
         if not (is_finite(every) and every > 0):
             raise InvalidValueError(f"evaluate_every is {every} but must be above 0, in epochs; pass for instance 0.5")
         self._sets = [(os.fspath(path), load_set(path)) for path in paths]
-        self._every, self._last_step = float(every), -1
-        self._progress: TrainingProgress | None = None
-        self._note: Note | None = None
+        self._every, self._last_step, self._board = float(every), -1, board
 
-    def begin(self, trainer: Trainer, progress: TrainingProgress, note: Note | None = None) -> None:
-        """Begin to report to `progress` and `note`; raise `InvalidValueError` where a set knows too few of the words."""
-        self._progress, self._note = progress, note
+    def begin(self, trainer: Trainer, progress: TrainingProgress) -> None:
+        """Raise `InvalidValueError` where a set has too few words of the vocabulary."""
+        self._progress = progress
         vectors = trainer.vectors(EVALUATED_WORDS)
         for _, words in self._sets:
             evaluate(vectors, words)
 
-    def after_step(self, trainer: Trainer) -> None:  # noqa: D102 (Watcher)
+    def after_step(self, trainer: Trainer) -> None:  # noqa: D102
         steps = self._every * trainer.steps_an_epoch
         if int(trainer.step / steps) > int((trainer.step - 1) / steps):
             self._evaluate(trainer)
 
-    def finish(self, trainer: Trainer) -> None:  # noqa: D102 (Watcher)
+    def finish(self, trainer: Trainer) -> None:  # noqa: D102
         if not trainer.interrupted and self._last_step != trainer.step:
             self._evaluate(trainer)
 
     def _evaluate(self, trainer: Trainer) -> None:
-        assert self._progress is not None
         self._progress.busy("evaluating")
         self._last_step = trainer.step
         vectors = trainer.vectors(EVALUATED_WORDS)  # anew: it keeps lengths
         epochs = round(trainer.step / trainer.steps_an_epoch, 3)
-        found, told = [], [f"epoch {epochs:g}"]
+        found, line = [], [f"epoch {epochs:g}"]
         for path, words in self._sets:
             try:
                 result = evaluate(vectors, words)
             except InvalidValueError as error:  # such as equal cosines: no reason to lose a run
-                told.append(str(error))
+                line.append(str(error))
                 continue
             figures = figures_of(result)
-            told.append(f"{result.name}: " + " ".join(f"{name} {value:.3f}" for name, value in figures.items()))
-            if self._note is not None:
-                self._note(result.name, figures, trainer.step)
-            found.append({"set": path, "epochs": epochs, "step": trainer.step, **figures, **_counts(result)})
-        self._progress.say("  ".join(told))
+            line.append(f"{result.name}: " + " ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+            if self._board is not None:
+                self._board.add_evaluation(result.name, figures, trainer.step)
+            used = result.num_pairs if isinstance(result, Similarity) else result.total.num_questions
+            counts = {"used": used, "unknown": result.num_unknown}
+            found.append({"set": path, "epochs": epochs, "step": trainer.step, **figures, **counts})
+        self._progress.log("  ".join(line))
         trainer.evaluation = found
 
 
 def figures_of(result: Similarity | Analogies) -> dict[str, float]:
-    """Return the figures that tell how good vectors are, by name."""
+    """Return the figures of a set by name, without intervals and counts."""
     if isinstance(result, Similarity):
         return {"spearman": result.spearman, "pearson": result.pearson}
     parts = {"accuracy": result.accuracy, "semantic": result.semantic.accuracy, "syntactic": result.syntactic.accuracy}
     return {name: value for name, value in parts.items() if value is not None}
 
 
-def _counts(result: Similarity | Analogies) -> dict[str, Any]:
-    used = result.num_pairs if isinstance(result, Similarity) else result.total.num_questions
-    return {"used": used, "unknown": result.num_unknown}
-
-
-class TensorBoard:
-    """Writes what a trainer does to a folder that ``tensorboard --logdir`` shows.
-
-    Making it writes nothing; entering begins.
+class TensorBoard(Callback):
+    """Write curves of a run to a folder that ``tensorboard --logdir`` shows; nothing is written before `begin`.
 
     Parameters
     ----------
@@ -128,16 +117,15 @@ class TensorBoard:
         self.path = Path(path)
         self._writer_class = _import_writer()
         self._writer: Any = None
-        self._say: Callable[[str], None] = print
         self._last_log, self._words_before, self._seconds_before = float("-inf"), 0.0, 0.0
         check_writable(self.path, "TensorBoard's files")
 
-    def begin(self, trainer: Trainer, say: Callable[[str], None]) -> None:
+    def begin(self, trainer: Trainer, progress: TrainingProgress) -> None:
         """Open the files; what a run that is resumed had logged beyond `trainer.step` is hidden.
 
-        Where they can no longer be written, as on a full disk, `say` gets a line and training goes on without them.
+        Where they can no longer be written, as on a full disk, training goes on without them.
         """
-        self._say = say
+        self._progress = progress
         try:
             self._writer = self._writer_class(str(self.path), purge_step=trainer.step + 1 if trainer.step else None)
         except OSError as error:
@@ -159,11 +147,11 @@ class TensorBoard:
             getattr(self._writer, method)(*arguments, **options)
         except OSError as error:
             self._writer = None
-            self._say(
+            self._progress.log(
                 f"TensorBoard's files in {str(self.path)!r} end here ({error.strerror or error}); training goes on"
             )
 
-    def after_step(self, trainer: Trainer) -> None:  # noqa: D102 (Watcher)
+    def after_step(self, trainer: Trainer) -> None:  # noqa: D102
         now = time.monotonic()
         if now - self._last_log >= LOG_EVERY_S or trainer.step == trainer.num_steps:
             self._last_log = now
@@ -183,8 +171,8 @@ class TensorBoard:
         for tag, value in figures.items():
             self._write("add_scalar", tag, value, trainer.step)
 
-    def note_evaluation(self, name: str, figures: dict[str, float], step: int) -> None:
-        """Log figures of the set called `name`."""
+    def add_evaluation(self, name: str, figures: dict[str, float], step: int) -> None:
+        """Draw figures of the set called `name`."""
         for what, value in figures.items():
             self._write("add_scalar", f"evaluation/{name}/{what}", value, step)
 
