@@ -14,10 +14,10 @@ from scipy.stats import chisquare
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec import Corpus, Settings, Trainer
 from speedtransfer.word2vec import walks as walks_module
-from speedtransfer.word2vec.counting import LINE_END
 from speedtransfer.word2vec.graph import read_graph
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.tokenise import LINE_END
 from speedtransfer.word2vec.walks import write_walks
 
 # A triangle with a tail, a hub, and a node with an edge to itself; weights far apart.

@@ -12,8 +12,8 @@ import pytest
 
 from speedtransfer.word2vec import Corpus
 from speedtransfer.word2vec import phrases as phrases_module
-from speedtransfer.word2vec.counting import LINE_END, WordDict
 from speedtransfer.word2vec.phrases import count_pairs, join_phrases
+from speedtransfer.word2vec.tokenise import LINE_END, WordDict
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +136,9 @@ def test_nothing_to_join():
 
 def test_phrases_by_the_compiled_tokeniser(factbook, monkeypatch):
     pytest.importorskip("numba")
-    from speedtransfer.word2vec import counting
+    from speedtransfer.word2vec import tokenise
 
-    monkeypatch.setattr(counting, "FAST_FROM_PIECES", 1)
+    monkeypatch.setattr(tokenise, "FAST_FROM_PIECES", 1)
     data = encoded(factbook)
     plain, fast = (Corpus(io.BytesIO(data), 5, phrases=2, threads=threads) for threads in (0, 2))
     assert fast.ids.tobytes() == plain.ids.tobytes()

@@ -22,11 +22,11 @@ from typing_extensions import Unpack
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
 from speedtransfer.word2vec.config import SequenceSettings, settings_of, shows_settings
-from speedtransfer.word2vec.counting import LINE_END, Words, read_words
 from speedtransfer.word2vec.graph import read_graph
 from speedtransfer.word2vec.phrases import count_numbers, join_phrases
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.text import Source, name_of
+from speedtransfer.word2vec.tokenise import LINE_END, Words, read_words
 from speedtransfer.word2vec.vocabulary import Vocabulary
 from speedtransfer.word2vec.walks import write_walks
 
@@ -48,8 +48,7 @@ class Corpus:
     report : callable, optional
         Called with the number of words read so far, about once per megabyte of text.
     threads : int, optional
-        That help to read a large text where numba is installed, by default all cores; 0 for none. The result
-        does not depend on it.
+        0: number the words in Python. By default numba does, where it is installed; the result is the same.
     settings : Settings, optional
         All of them instead, of which those named above count.
 
@@ -101,7 +100,7 @@ class Corpus:
                 write_walks(graph, settings, write, report)
                 del graph  # the edges are no longer needed
             else:
-                words = read_words(source, write, kind == "lines", report, threads)
+                words = read_words(source, write, kind == "lines", report, compiled=threads != 0)
             if len(words) == 0:
                 raise InvalidValueError(f"{name_of(source)} holds no words; pass a corpus with text in it")
             _flush(self._file)

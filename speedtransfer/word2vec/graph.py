@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.word2vec.counting import WordDict
 from speedtransfer.word2vec.text import Source, iter_lines, name_of
+from speedtransfer.word2vec.tokenise import WordDict
 
 COMMENTS = ("#", "%")
 

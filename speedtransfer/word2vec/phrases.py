@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from speedtransfer.word2vec.counting import LINE_END, Words
+from speedtransfer.word2vec.tokenise import LINE_END, Words
 
 JOINT = "_"
 CHUNK_IDS = 1 << 22

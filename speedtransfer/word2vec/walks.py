@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from speedtransfer.word2vec.counting import LINE_END
 from speedtransfer.word2vec.graph import Graph
 from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.tokenise import LINE_END
 
 _BLOCK_STEPS = 1 << 22  # of walkers that step together: what bounds the memory
 

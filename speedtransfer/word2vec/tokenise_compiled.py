@@ -155,7 +155,7 @@ def _longer(array: np.ndarray, length: int) -> np.ndarray:
 
 
 class WordTable:
-    """Distinct words, numbered in order of appearance; the fast brother of `counting.WordDict`."""
+    """Distinct words, numbered in order of appearance; as `tokenise.WordDict`."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -199,10 +199,6 @@ class WordTable:
                 if done < num_found:
                     self._grow(len(source))
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
-
-    def text(self, start: int = 0) -> bytes:
-        """Return the words from number `start` on, a space after each, as UTF-8."""
-        return self._text[self._starts[start] : self._starts[self._size]].tobytes()
 
     def take(self, numbers: np.ndarray) -> list[str]:
         """Return the words with these numbers."""
