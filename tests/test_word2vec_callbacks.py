@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import run_script
 from lazy_oracle import one_thread  # noqa: F401
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
-import speedtransfer
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.word2vec import Corpus, Settings, Trainer, Vectors, callbacks, train
 from speedtransfer.word2vec.commands import app
@@ -224,7 +222,7 @@ def test_failed_evaluation_does_not_end_training(corpus, sets, monkeypatch, caps
     assert capsys.readouterr().err.splitlines() == [f"epoch {n}  the cosines are all 0" for n in (1, 2)]
 
 
-def test_a_full_disk_ends_the_curves_and_not_the_run(tmp_path):
+def test_a_full_disk_ends_the_curves_and_not_the_run(tmp_path, monkeypatch):
     """A limit of the system on the size of files: written past it, a file is refused as on a full disk."""
     (tmp_path / "corpus.txt").write_bytes(text())
     code = (
@@ -232,13 +230,8 @@ def test_a_full_disk_ends_the_curves_and_not_the_run(tmp_path):
         "callbacks.LOG_EVERY_S = 0\nresource.setrlimit(resource.RLIMIT_FSIZE, (16_000, 16_000))\ncli.main()"
     )
     flags = ["--dim", "8", "--epochs", "40", "--block-words", "256", "--tensorboard", "board", "--device", "cpu"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, "word2vec", "train", "corpus.txt", "-o", "out", *flags],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(speedtransfer.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-    )
+    monkeypatch.chdir(tmp_path)
+    done = run_script(code, "word2vec", "train", "corpus.txt", "-o", "out", *flags)
     assert done.returncode == 0, done.stderr
     assert "TensorBoard's files in 'board' end here (File too large); training goes on" in done.stderr
     assert len(Vectors.load(tmp_path / "out" / "vectors.txt")) == 50

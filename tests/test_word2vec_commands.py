@@ -8,20 +8,17 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forked import started_script
 from gensim.models import KeyedVectors
 from typer.testing import CliRunner
 
-import speedtransfer
 from speedtransfer.checkpoint import save_checkpoint
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.word2vec import NgramVectors, Settings, Vectors, Vocabulary, run_folder
@@ -377,28 +374,6 @@ def test_words_shown_are_in_the_shipped_corpus():
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def long_training(handler="default_int_handler"):
-    # SIGINT as a terminal has it, also where the tests run in the background and it is ignored; or ignored.
-    code = (
-        f"import signal; signal.signal(signal.SIGINT, signal.{handler}); from speedtransfer import cli; "
-        "from speedtransfer.word2vec import progress as p; p.LINE_EVERY_S = 0.2; cli.main()"
-    )
-    root = str(Path(speedtransfer.__file__).parents[1])
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "word2vec", "train", "corpus.txt", "-o", "out", "--dim", "8", "--epochs", "1000000"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root},
-    )  # fmt: skip
-    watchdog = threading.Timer(100, process.kill)
-    watchdog.start()
-    with process:
-        try:
-            yield process
-        finally:
-            watchdog.cancel()
-            process.kill()
-
-
 @pytest.mark.skipif(os.name != "posix", reason="a signal of the terminal")
 @pytest.mark.parametrize(
     ("number", "handler"),
@@ -409,15 +384,22 @@ def long_training(handler="default_int_handler"):
     ],
 )
 def test_a_signal_saves_and_says_so(folder, number, handler):
-    with long_training(handler) as process:
-        lines = iter(process.stderr.readline, "")
-        assert any(line.startswith("epoch") for line in lines)  # training has begun
+    # SIGINT as a terminal has it, also where the tests run in the background and it is ignored; or ignored.
+    code = (
+        f"import signal; signal.signal(signal.SIGINT, signal.{handler}); from speedtransfer import cli; "
+        "from speedtransfer.word2vec import progress as p; p.LINE_EVERY_S = 0.05; cli.main()"
+    )
+    flags = ["--dim", "8", "--epochs", "1000000"]
+    with started_script(code, "word2vec", "train", "corpus.txt", "-o", "out", *flags) as script:
+        script.wait_for(lambda: "\nepoch" in script.err)  # training has begun
         if handler == "SIG_IGN":
-            process.send_signal(signal.SIGINT)
-            assert any(line.startswith("epoch") for line in lines)  # it goes on
-        process.send_signal(number)
-        out, err = process.communicate()
-    assert process.returncode == 128 + number
+            os.kill(script.process.pid, signal.SIGINT)
+            before = script.err.count("\nepoch")
+            script.wait_for(lambda: script.err.count("\nepoch") > before + 1)  # it goes on
+        os.kill(script.process.pid, number)
+        script.process.join(100)
+        out, err = script.out, script.err
+    assert script.process.exitcode == 128 + number, err
     assert ("stopped at 0%" if number == signal.SIGINT else "stopped by SIGTERM at 0%") in err
     assert "Traceback" not in err
     assert "aborted" not in err  # it came to an orderly end

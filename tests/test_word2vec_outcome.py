@@ -77,7 +77,7 @@ def test_words_count_that_subsampling_keeps():
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["adamw", "sgd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adagrad", "adamax"))]
+    "optimizer", ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "adagrad", "adamax"))]
 )
 def test_a_small_text_is_learnt_by_default(optimizer, caplog):
     """4,000 words in sentences of ten, each of one topic."""
@@ -136,13 +136,14 @@ def test_losses_go_on_from_a_checkpoint():
     assert again.state() == losses.state()
 
 
+# Shorter runs with each of these warnings, and one without, are in test_word2vec_trainer.py.
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
         ({"epochs": 1, "block_words": 512}, "this run has 6 steps, too few"),
-        ({"lr": 30.0}, "above the 4.159 that it began with"),
-        ({"lr": 1e-9}, "little was learnt"),
-        ({}, None),
+        pytest.param({"lr": 30.0}, "above the 4.159 that it began with", marks=pytest.mark.slow),
+        pytest.param({"lr": 1e-9}, "little was learnt", marks=pytest.mark.slow),
+        pytest.param({}, None, marks=pytest.mark.slow),
     ],
 )
 def test_warnings_reach_who_calls_train(settings, told, caplog):

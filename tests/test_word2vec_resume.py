@@ -6,19 +6,15 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forked import started_script
 from lazy_oracle import one_thread  # noqa: F401
 from typer.testing import CliRunner
 
-import speedtransfer
 from speedtransfer.checkpoint import save_checkpoint
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.word2vec import Corpus, Settings, Trainer, train
@@ -145,7 +141,7 @@ def test_finished_run_is_resumed_at_its_end(corpus, tmp_path):
 
 
 def test_interrupted_run_is_saved(corpus, tmp_path, capsys, fresh_signals):
-    whole = quietly(corpus, epochs=25)
+    whole = quietly(corpus, epochs=3)
     trainer = None
 
     def stop(begun):
@@ -160,14 +156,14 @@ def test_interrupted_run_is_saved(corpus, tmp_path, capsys, fresh_signals):
 
         begun.train_step = train_step
 
-    settings = Settings(**{**QUICK, "epochs": 25})
+    settings = Settings(**{**QUICK, "epochs": 3})
     Run(settings, RunOptions(checkpoint=tmp_path / "point")).train(corpus, QUIET, stop)
     assert trainer.interrupted
     assert f"checkpoint in {str(tmp_path / 'point')!r}: resume it" in capsys.readouterr().err
     saved = Checkpoints(tmp_path / "point", resume=True).restore(corpus, settings, QUIET)
     assert saved.step == trainer.step
-    assert f"(epoch {saved.epoch} of 25) from " in capsys.readouterr().err
-    resumed = quietly(corpus, epochs=25, checkpoint=tmp_path / "point", resume=True)
+    assert f"(epoch {saved.epoch} of 3) from " in capsys.readouterr().err
+    resumed = quietly(corpus, epochs=3, checkpoint=tmp_path / "point", resume=True)
     assert resumed.matrix.tobytes() == whole.matrix.tobytes()
 
 
@@ -328,20 +324,13 @@ def test_killed_with_tables_on_disk(tmp_path, monkeypatch):
     flags = ["train", "corpus.txt", "--dim", "8", "--block-words", "64", "--epochs", "4", "--memory", "mmap", "--quiet"]
     flags += ["--device", "cpu"]
     kept = ["-o", "out", "--path", "tables", "--checkpoint", "point", "--checkpoint-every", "50"]
-    root = str(Path(speedtransfer.__file__).parents[1])
-    argv = [sys.executable, "-c", KILLED, *flags, *kept]
-    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root}) as process:
-        watchdog = threading.Timer(100, process.kill)
-        watchdog.start()
-        while process.poll() is None and not Path("point/manifest.json").exists():
-            time.sleep(0.005)
+    with started_script(KILLED, *flags, *kept) as script:
+        script.wait_for(Path("point/manifest.json").exists)
         tables = Path("tables/input.safetensors"), Path("tables/output.safetensors")
         saved = [table.read_bytes() for table in tables]
-        while process.poll() is None and saved == [table.read_bytes() for table in tables]:
-            time.sleep(0.005)
-        process.kill()  # the tables are ahead of the checkpoint
-        watchdog.cancel()
-    assert process.returncode == -signal.SIGKILL
+        script.wait_for(lambda: saved != [table.read_bytes() for table in tables])
+    # It is killed here: the tables are ahead of the checkpoint.
+    assert script.process.exitcode == -signal.SIGKILL, script.process.exitcode
     assert not Path("out").exists()
     for arguments in ([*kept, "--resume"], ["-o", "whole", "--path", "whole_tables"]):
         result = CliRunner().invoke(app, [*flags, *arguments])
