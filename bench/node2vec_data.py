@@ -18,10 +18,9 @@ import numpy as np
 from experiment import DataError
 from word2vec_child import cores
 
-from speedtransfer.word2vec.graph import Graph, read_graph
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.tokenise import LINE_END
-from speedtransfer.word2vec.walks import write_walks
+from speedtransfer.word2vec.walks import Graph, read_graph, write_walks
 
 GRAPH, LABELS = "bc_adjlist.txt", "bc_labels.txt"
 MICRO, MACRO = MEASURES = ("micro-F1", "macro-F1")

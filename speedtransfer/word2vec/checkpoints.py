@@ -64,7 +64,8 @@ class Checkpoints(Callback):
         when_stopped: bool = False,
     ) -> None:
         self.path, self._when_stopped = Path(path), when_stopped
-        self.resumes = resume and os.path.lexists(self.path / manifest.NAME)
+        exists = os.path.lexists(self.path / manifest.NAME)
+        self.resumes = resume and exists
         self._begins = resume and not self.resumes
         self.every = None if every is None else check_size(every, "checkpoint_every", 1)
         self._saved_step: int | None = None
@@ -72,15 +73,20 @@ class Checkpoints(Callback):
         self._last = self._stamp()
         self._threads = torch.get_num_threads()  # now: while a trainer runs, torch has fewer of them
         if self.resumes:
-            self._facts = _read_facts(self.path)
+            self._facts = _facts_of_run(self.path)
+            if self._facts.get("gradients") != GRADIENTS:
+                raise InvalidValueError(
+                    f"the run in {str(self.path)!r} was begun by another version of speedtransfer, which makes other steps; "
+                    "begin a new run in another folder, or resume with that version"
+                )
             return
         check_target(self.path)
         check_writable(self.path, "checkpoints")
-        if os.path.lexists(self.path / manifest.NAME) and not overwrite:
+        if exists and not overwrite:
             raise InvalidValueError(
                 f"{str(self.path)!r} holds the checkpoint of a run; resume it, or choose another folder for this run"
             )
-        if os.path.lexists(self.path / manifest.NAME):
+        if exists:
             _facts_of_run(self.path)
 
     def check_settings(self, settings: Settings) -> None:
@@ -101,17 +107,10 @@ class Checkpoints(Callback):
     def restore(
         self, corpus: Corpus, settings: Settings, progress: TrainingProgress, own_tables: bool = False
     ) -> Trainer:
-        """Return a trainer over `corpus` as the saved one was.
+        """Return a trainer over `corpus` in the state that was saved; raise where this is not the corpus of the saved run.
 
         Table files of the saved run are replaced: they may be ahead of the checkpoint. With `own_tables` those in
         `settings.path` are such files, wherever they were when they were saved.
-
-        Raises
-        ------
-        InvalidValueError
-            The corpus is not the saved run's.
-        StorageError
-            The checkpoint is damaged.
         """
         settings = self.complete(settings)
         self._check_corpus(corpus)
@@ -158,13 +157,7 @@ class Checkpoints(Callback):
             self._progress.log(f"no checkpoint at step {trainer.step}: {error}; training goes on")
 
     def save(self, trainer: Trainer) -> None:
-        """Save the trainer; the checkpoint before stays whole until this one is.
-
-        Raises
-        ------
-        StorageError
-            No room, or no permission; or another run has saved there since.
-        """
+        """Save the trainer; the previous checkpoint stays whole until this one is. Raise `StorageError` where that fails."""
         if self._stamp() not in (None, self._last):
             raise StorageError(
                 f"another run saves its checkpoints in {str(self.path)!r}, too; give each its own folder"
@@ -178,13 +171,7 @@ class Checkpoints(Callback):
             "threads": self._threads,
             "gradients": GRADIENTS,
         }
-        save_checkpoint(
-            self.path,
-            trainer.model,
-            trainer.optimizer,
-            extra={"word2vec": facts},
-            progress=False,
-        )
+        save_checkpoint(self.path, trainer.model, trainer.optimizer, extra={"word2vec": facts}, progress=False)
         self._saved_step, self._last = trainer.step, self._stamp()
 
     def remove(self) -> None:
@@ -239,17 +226,6 @@ def _facts_of_run(path: Path) -> dict[str, Any]:
         is_run = False
     if not is_run:
         raise InvalidValueError(f"the checkpoint in {str(path)!r} is of no word2vec run; choose another folder")
-    return facts
-
-
-def _read_facts(path: Path) -> dict[str, Any]:
-    """Return what a run has saved at `path`, if this version can go on from there."""
-    facts = _facts_of_run(path)
-    if facts.get("gradients") != GRADIENTS:
-        raise InvalidValueError(
-            f"the run in {str(path)!r} was begun by another version of speedtransfer, which makes other steps; begin "
-            "a new run in another folder, or resume with that version"
-        )
     return facts
 
 

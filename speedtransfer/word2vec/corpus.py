@@ -22,13 +22,12 @@ from typing_extensions import Unpack
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
 from speedtransfer.word2vec.config import SequenceSettings, settings_of, shows_settings
-from speedtransfer.word2vec.graph import read_graph
 from speedtransfer.word2vec.phrases import count_numbers, join_phrases
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.text import Source, name_of
 from speedtransfer.word2vec.tokenise import LINE_END, Words, read_words
 from speedtransfer.word2vec.vocabulary import Vocabulary
-from speedtransfer.word2vec.walks import write_walks
+from speedtransfer.word2vec.walks import read_graph, write_walks
 
 CHUNK_IDS = 1 << 22
 _SETTINGS = ("min_count", "max_words", "kind", "phrases", "phrase_threshold", "walks", "walk_length", "p", "q", "seed")

@@ -60,8 +60,6 @@ class Word2Vec(nn.Module):
 
     Raises
     ------
-    InvalidValueError, InvalidTypeError
-        An argument breaks its rule.
     StorageError, HostMemoryError, DeviceError
         There is no room for the tables, or their files exist. No file is left behind.
     """
@@ -79,7 +77,7 @@ class Word2Vec(nn.Module):
         super().__init__()
         settings = settings or settings_of(_SETTINGS, given, dim=dim)
         self.model, self.dim, self.negative, self.clip = settings.model, settings.dim, settings.negative, settings.clip
-        buckets, memory = settings.buckets, settings.memory
+        buckets = settings.buckets
         self._vocabulary, self.num_words = _as_vocabulary(vocabulary)
         if buckets and self._vocabulary is None:
             raise InvalidTypeError(
@@ -90,11 +88,11 @@ class Word2Vec(nn.Module):
         self.subwords: Subwords | None = None
         if self._vocabulary is not None and buckets:
             self.subwords = Subwords(self._vocabulary.words, buckets, settings.min_n, settings.max_n)
-        self._files = TableFiles(memory, settings.path)
+        self._files = TableFiles(settings.path)
         self._group = process_group
         try:
-            self.input = self._make_table("input", self.num_words + buckets, memory, place)
-            self.output = self._make_table("output", self.num_words, memory, place)
+            self.input = self._make_table("input", self.num_words + buckets, settings.memory, place)
+            self.output = self._make_table("output", self.num_words, settings.memory, place)
             reach = (1.0 if buckets else 0.5) / self.dim
             self.input.table.uniform_(-reach, reach, generator=generator)
         except BaseException:
@@ -104,23 +102,14 @@ class Word2Vec(nn.Module):
     def _make_table(self, name: str, num_rows: int, memory: str, device: torch.device) -> Embedding:
         path = self._files.path_of(name)
         embedding = _ZeroEmbedding(
-            num_rows,
-            self.dim,
-            device=device,
-            dtype=torch.float32,
-            memory=memory,
-            path=path,
-            idle="lazy",
+            num_rows, self.dim, device=device, dtype=torch.float32, memory=memory, path=path, idle="lazy",
             process_group=self._group,
-        )
+        )  # fmt: skip
         self._files.made(path)
         return embedding
 
     def discard(self) -> None:
-        """Remove the table files that this model made, if any: for a model that will not be trained after all.
-
-        The model itself goes on to work, on files without a name.
-        """
+        """Remove the table files that this model made, if any. The model itself keeps working, on files without a name."""
         self._files.discard()
 
     @torch.no_grad()
@@ -129,7 +118,7 @@ class Word2Vec(nn.Module):
     ) -> BlockGradients:
         """Train copies of the rows of `block`, and deposit how far they went as gradients for ``optimizer.step()``.
 
-        The host does not wait for a CUDA device, unless tensors of `block` are there: they are brought to the host.
+        The host does not wait for a CUDA device, unless tensors of `block` are there.
 
         Parameters
         ----------
@@ -145,24 +134,13 @@ class Word2Vec(nn.Module):
         Returns
         -------
         BlockGradients
-            Of rows of `input` (`center`) and of `output`. Their memory belongs to the optimizer
-            from now on.
-
-        Raises
-        ------
-        RowIndexError
-            A word is none of the vocabulary.
+            Of rows of `input` (`center`) and of `output`. Their memory belongs to the optimizer from now on.
         """
         places = self._places_of(block).to(self.input.table.device)
         output, active = self.output.activate(places.outputs), self.input.activate(places.bags.rows)
+        rows = active.rows, output.rows
         result = block_gradients(
-            active.rows,
-            output.rows,
-            places,
-            model=self.model,
-            negative=self.negative,
-            rate=rate,
-            with_loss=with_loss,
+            *rows, places, model=self.model, negative=self.negative, rate=rate, with_loss=with_loss
         )
         if self.clip is not None:
             for grad in (result.center, result.context):
@@ -177,10 +155,7 @@ class Word2Vec(nn.Module):
     def prepare(self, block: Block) -> Block:
         """Return `block` with all that `deposit_gradients` must know of it on the host; for any thread.
 
-        Raises
-        ------
-        RowIndexError
-            A word is none of the vocabulary.
+        A word outside the vocabulary raises `RowIndexError`.
         """
         return dataclasses.replace(block, places=self._places_of(block))
 
@@ -193,7 +168,7 @@ class Word2Vec(nn.Module):
         return Places.find(words, before, after, negatives, *self._found_with(reach))
 
     def _found_with(self, reach: int) -> tuple[int, int, Subwords | None]:
-        """Return the last arguments of `Places.find` for a block whose widest window has `reach` words to a side."""
+        """Return the last arguments of `Places.find`; `reach` is the widest window to a side."""
         return self.num_words, draws_of(self.model, self.negative, reach), self.subwords
 
     def forward(self, centers: Tensor, contexts: Tensor) -> Tensor:
@@ -204,7 +179,6 @@ class Word2Vec(nn.Module):
         Parameters
         ----------
         centers, contexts : Tensor of int64, same shape
-            Word numbers.
         """
         if self.subwords is None:
             vectors = self.input(centers)
@@ -236,7 +210,7 @@ class Word2Vec(nn.Module):
 
     @torch.no_grad()
     def is_finite(self) -> bool:
-        """Tell whether all rows that vectors are made of are finite."""
+        """Return whether all rows that vectors are made of are finite."""
         table: Any = self.input.table
         weight = table.torch() if self._group is None else table.local.torch()
         chunks = row_chunks(len(weight), weight.element_size() * self.dim)
@@ -257,12 +231,7 @@ class Word2Vec(nn.Module):
     def vector(self, word: str) -> Tensor:
         """Return the vector of any word: float32, shape (dim,), on the host.
 
-        A word outside the vocabulary has that of its n-grams (`NgramVectors`).
-
-        Raises
-        ------
-        UnknownWordError
-            It is outside the vocabulary, and there are no n-grams or it is too short for one.
+        A word outside the vocabulary has that of its n-grams (`NgramVectors`); without any, it raises `UnknownWordError`.
         """
         number = -1 if self._vocabulary is None else self._vocabulary.get(word)
         sub = self.subwords
@@ -275,13 +244,7 @@ class Word2Vec(nn.Module):
         return self.input.table.gather(rows).mean(0).cpu()
 
     def ngram_vectors(self) -> NgramVectors:
-        """Return the rows of the n-grams, for words outside the vocabulary: in host memory those of the table, without a copy.
-
-        Raises
-        ------
-        InvalidValueError
-            The model has none.
-        """
+        """Return the rows of the n-grams, for words outside the vocabulary: without a copy where they are in host memory."""
         if self.subwords is None:
             raise InvalidValueError("buckets is 0, so this model has no n-grams; pass buckets=2_000_000")
         rows = self._input_rows()[self.num_words :].cpu().numpy()

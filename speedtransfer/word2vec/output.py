@@ -192,14 +192,7 @@ def remove_tables(folder: str | os.PathLike[str] | None) -> None:
 
 
 class TableFiles:
-    """Where the tables of a model have their files; makes the folder for them.
-
-    Parameters
-    ----------
-    memory : str
-        Of the tables; only "mmap" has files.
-    path : path-like, optional
-        The folder.
+    """The table files of a model, in a folder that is made where it is missing; `path` None: in memory only.
 
     Raises
     ------
@@ -207,11 +200,11 @@ class TableFiles:
         The folder cannot be made.
     """
 
-    def __init__(self, memory: str, path: str | os.PathLike[str] | None) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._folder = None if path is None else Path(path)
         self._files: list[Path] = []
         self._folders: list[Path] = []  # that were missing, the innermost first
-        if memory != "mmap" or self._folder is None:
+        if self._folder is None:
             return
         self._folders = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
         try:
@@ -223,7 +216,7 @@ class TableFiles:
             ) from error
 
     def path_of(self, name: str) -> Path | None:
-        """Return the path for the file of table `name`; None where there is no folder."""
+        """Return the path for the file of table `name`; None without a folder."""
         return None if self._folder is None else self._folder / f"{name}.safetensors"
 
     def made(self, path: Path | None) -> None:

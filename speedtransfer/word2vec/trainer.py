@@ -85,10 +85,6 @@ class Trainer:
     evaluation : list of dict
         The last figures of each set that training is evaluated on (`callbacks.Evaluations`).
 
-    Raises
-    ------
-    SpeedtransferError
-        The settings do not fit the machine or the optimizer.
     """
 
     def __init__(self, corpus: Corpus, settings: Settings) -> None:
@@ -106,9 +102,8 @@ class Trainer:
             settings=dataclasses.replace(settings, block_words=max(self.block_words // self._ranks, 2)),
         )
         self.model = Word2Vec(corpus.vocabulary, settings=settings, process_group=self._group)
-        self.optimizer = make_optimizer(
-            settings.optimizer, self.model.parameters(), settings.first_lr, settings.options
-        )
+        parameters = self.model.parameters()
+        self.optimizer = make_optimizer(settings.optimizer, parameters, settings.first_lr, settings.options)
         self.step = 0
         self._num_blocks = self.epochs * len(self.sampler)
         self.num_steps = -(-self._num_blocks // self._ranks)
@@ -149,11 +144,8 @@ class Trainer:
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes of rows that came to the compute device so far, and that went back; weights and optimizer state."""
         stats = [table.stats() for table in (self.model.input.table, self.model.output.table)]
-        before_in, before_out = self._moved_before
-        return (
-            before_in + sum(s.gathered_bytes for s in stats),
-            before_out + sum(s.scattered_bytes for s in stats),
-        )
+        gathered, scattered = self._moved_before
+        return gathered + sum(s.gathered_bytes for s in stats), scattered + sum(s.scattered_bytes for s in stats)
 
     @property
     def lr(self) -> float:
@@ -166,9 +158,9 @@ class Trainer:
         Raises
         ------
         InvalidValueError
-            The loss is no longer finite: the learning rate is too large. Or all steps have been done.
+            The loss is not finite, as the learning rate is too large; or all steps have been done.
         OptimizerError
-            The optimizer cannot train rows on their own.
+            The optimizer cannot train single rows.
         """
         if self.step >= self.num_steps:
             raise InvalidValueError(f"all {self.num_steps} steps are done; make a Trainer with more epochs")
@@ -179,9 +171,7 @@ class Trainer:
         # Fewer make no pair; with other processes all make the lookups.
         if len(block.words) > 1 or self._ranks > 1:
             rate = block_rate(self.settings.optimizer, self.settings.model, self.lr, self.settings.first_lr)
-            result = self.model.deposit_gradients(
-                block, with_loss=self.step % LOSS_EVERY == 0, rate=rate, processes=self._ranks
-            )
+            result = self.model.deposit_gradients(block, self.step % LOSS_EVERY == 0, rate, self._ranks)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self._has_learned = self._has_learned or int(result.num_pairs) > 0
@@ -207,16 +197,8 @@ class Trainer:
     def run(self, progress: TrainingProgress, callbacks: Sequence[Callback] = ()) -> None:
         """Train to the end, or to the first SIGINT (Ctrl-C) or SIGTERM: the model is whole then, and `interrupted` True.
 
-        Parameters
-        ----------
-        progress : TrainingProgress
-        callbacks : sequence of Callback
-            Called in this order.
-
-        Raises
-        ------
-        InvalidValueError, OptimizerError
-            As `train_step`; also where subsampling has left no pair of words at all, or a vector is not finite at the end.
+        `callbacks` are called in this order. Raises what `train_step` does, and `InvalidValueError` where subsampling has left
+        no pair of words at all, or a vector is not finite at the end.
         """
         try:
             for callback in callbacks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -71,7 +72,6 @@ class Vectors:
         if len(self._row_of) != len(self.words):
             twice = next(word for row, word in enumerate(self.words) if self._row_of[word] != row)
             raise InvalidValueError(f"word {twice!r} is there twice; pass distinct words")
-        self._norms: np.ndarray | None = None
 
     @property
     def dim(self) -> int:
@@ -90,10 +90,6 @@ class Vectors:
     def __getitem__(self, words: str | Iterable[str]) -> np.ndarray:
         """Return the vector of a word, or those of several.
 
-        Parameters
-        ----------
-        words : str or iterable of str
-
         Returns
         -------
         ndarray of float32
@@ -102,37 +98,24 @@ class Vectors:
         Raises
         ------
         UnknownWordError
-            Some have no vector; the message lists them and offers near words.
-        InvalidTypeError
-            Some are no str.
+            Some have no vector; the message lists them and offers similar ones.
         """
         if isinstance(words, str):
-            row: np.ndarray = self.matrix[self._find([words])[0]]
+            row: np.ndarray = self.matrix[find_rows([words], self._row_of)[0]]
             return row
         words = list(words) if isinstance(words, Iterable) else [words]
         odd = next((word for word in words if not isinstance(word, str)), None)
         if odd is not None:
             raise InvalidTypeError(f"{odd!r} is no word; pass a str or a list of them (rows are vectors.matrix[...])")
-        return self.matrix[np.array(self._find(words), dtype=np.int64)]
+        return self.matrix[np.array(find_rows(words, self._row_of), dtype=np.int64)]
 
-    def _find(self, words: Sequence[str]) -> list[int]:
-        return find_rows(words, self._row_of)
-
-    @property
+    @functools.cached_property
     def norms(self) -> np.ndarray:
         """Lengths of the vectors as they were at the first use: float32, shape (len(self),)."""
-        if self._norms is None:
-            self._norms = lengths(self.matrix)
-        return self._norms
+        return lengths(self.matrix)
 
     def similarity(self, first: str, second: str) -> float:
-        """Return the cosine of the angle between two words' vectors, 0 where one of them is zero.
-
-        Raises
-        ------
-        UnknownWordError
-            One of them, or both, have no vector.
-        """
+        """Return the cosine of the angle between two words' vectors, 0 where one of them is zero."""
         a, b = self[[first, second]].astype(np.float64)
         length = float(np.linalg.norm(a) * np.linalg.norm(b))
         return float(a @ b) / length if length else 0.0
@@ -166,16 +149,14 @@ class Vectors:
         ------
         UnknownWordError
             Words have no vector: all of them in one message.
-        InvalidValueError
-            Nothing is given, `topn` is below 1, or a vector has another shape.
-        InvalidTypeError
-            Something is neither word nor vector.
+        InvalidValueError, InvalidTypeError
+            Nothing is given, `topn` is below 1, or something is neither a word nor a vector of shape (dim,).
         """
         topn = check_size(topn, "topn", 1)
         given = [(item, 1.0) for item in as_list(positive)] + [(item, -1.0) for item in as_list(negative)]
         if not given:
             raise InvalidValueError("most_similar has no words to start from; pass a word, or positive=[...]")
-        rows = self._find([item for item, _ in given if not isinstance(item, np.ndarray)])
+        rows = find_rows([item for item, _ in given if not isinstance(item, np.ndarray)], self._row_of)
         row_of, direction = iter(rows), np.zeros(self.dim)
         for item, sign in given:
             if isinstance(item, np.ndarray):
@@ -195,19 +176,11 @@ class Vectors:
 
         Called 3CosAdd (Levy and Goldberg 2014, "Linguistic Regularities in Sparse and Explicit Word Representations");
         ``analogy("man", "king", "woman")`` asks for a queen.
-
-        Returns and raises what `most_similar` does.
         """
         return self.most_similar([b, c], topn, negative=[a])
 
     def to_gensim(self) -> Any:
-        """Return gensim's ``KeyedVectors`` of these words, over the same memory as `matrix`.
-
-        Raises
-        ------
-        MissingPackageError
-            gensim is not installed.
-        """
+        """Return gensim's ``KeyedVectors`` of these words, over the same memory as `matrix`."""
         return formats.to_keyed_vectors(self.words, self.matrix, self.counts)
 
     @classmethod
@@ -218,13 +191,11 @@ class Vectors:
         ------
         InvalidTypeError
             It is neither, or holds vectors of something other than words.
-        MissingPackageError
-            gensim is not installed.
         """
         return cls(*formats.from_keyed_vectors(keyed_vectors))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the vectors; the suffix of `path` says how. A file that was there stays whole until the new one is.
+        """Write the vectors in the format of the suffix; a file that was there stays whole until the new one is.
 
         ============== ===========================================================================================
         .txt, .vec     word2vec text: a line ``words dim``, then ``word number number ...`` a line; exact
@@ -252,7 +223,7 @@ class Vectors:
         """Read what `save`, word2vec.c, GloVe or gensim wrote; .safetensors is mapped, so it loads at once.
 
         Text (.txt, .vec, .glove) has a header where its first line has two fields, else it is GloVe's. Text and .bin may be
-        packed: .txt.gz, .bin.gz. **A .kv file is a pickle, which runs what it says: load only those that you trust.**
+        packed: .txt.gz, .bin.gz. **A .kv file is a pickle, which can run any code: load only those that you trust.**
 
         Parameters
         ----------
@@ -266,7 +237,7 @@ class Vectors:
         InvalidValueError
             Unknown suffix.
         StorageError
-            The file is missing, or is damaged (the message says where).
+            The file is missing, or is damaged (the message names the place).
         MissingPackageError
             A .kv file, and gensim is not installed.
         """

@@ -1,22 +1,141 @@
-"""Random walks over a graph as node2vec takes them (Grover and Leskovec 2016, "node2vec", section 3.2): sentences of nodes.
+"""Graphs out of text, and random walks over them as node2vec takes them: sentences of nodes.
 
 A walk that has come from t to v goes on to the neighbour x of v with a probability proportional to ``w(v, x)`` times 1/p where
-x is t, 1 where x is a neighbour of t, 1/q else. The walkers step together, drawn by rejection: x is proposed by its weight
-alone and accepted by the share of its factor in the largest, so that nothing has to be kept for each pair of nodes. Of 1/p
-only what the other factors reach is rejected that way; the rest is a chance of going back at once.
+x is t, 1 where x is a neighbour of t, 1/q else (Grover and Leskovec 2016, "node2vec", section 3.2). The walkers step together,
+drawn by rejection: x is proposed by its weight alone and accepted by the share of its factor in the largest, so that nothing
+has to be kept for each pair of nodes. Of 1/p only what the other factors reach is rejected that way; the rest is a chance of
+going back at once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from speedtransfer.word2vec.graph import Graph
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec.settings import Settings
-from speedtransfer.word2vec.tokenise import LINE_END
+from speedtransfer.word2vec.text import Source, iter_lines, name_of
+from speedtransfer.word2vec.tokenise import LINE_END, WordDict
 
+COMMENTS = ("#", "%")
 _BLOCK_STEPS = 1 << 22  # of walkers that step together: what bounds the memory
+
+
+@dataclass(frozen=True)
+class Graph:
+    """An undirected graph; node v has the neighbours ``neighbours[begins[v] : begins[v + 1]]``, in rising order.
+
+    Attributes
+    ----------
+    nodes : WordDict
+        The names of the nodes.
+    begins : ndarray of int64, shape (num_nodes + 1,)
+    neighbours : ndarray of int32, shape (num_entries,)
+        Two entries an edge, one for an edge from a node to itself.
+    weights : ndarray of float64, shape (num_entries,), or None
+        None where all are equal.
+    """
+
+    nodes: WordDict
+    begins: np.ndarray
+    neighbours: np.ndarray
+    weights: np.ndarray | None
+
+    def __len__(self) -> int:
+        return len(self.begins) - 1
+
+
+def read_graph(source: Source, adjacency: bool = False) -> Graph:
+    """Read a graph from text; blank lines and lines that begin with # or % are skipped.
+
+    Parameters
+    ----------
+    source : path-like, "-" or binary file
+        As of :class:`Corpus`.
+    adjacency : bool
+        Whether a line is a node and its neighbours: then an edge is there once, however often it is named, and a line of one
+        node adds it without an edge. Else a line is an edge: two nodes, and a weight where it is not 1; the weights of an
+        edge that is named several times, in either direction, add up.
+
+    Raises
+    ------
+    StorageError, InvalidValueError, InvalidTypeError
+        As `iter_lines`; also a line that is no edge, a weight that is not above 0 and finite, or no edge at all.
+    """
+    nodes = WordDict()
+    heads, tails, weights = [], [], []
+    for some_heads, some_tails, some_weights, lone in (_iter_adjacent if adjacency else _iter_edges)(source):
+        heads.append(nodes.number_words(some_heads))
+        tails.append(nodes.number_words(some_tails))
+        weights.append(np.array(some_weights))
+        nodes.number_words(lone)
+    if not sum(map(len, heads)):
+        raise InvalidValueError(f"{name_of(source)} holds no edges; pass a graph of at least one line 'node node'")
+    head, tail = np.concatenate(heads).astype(np.int64), np.concatenate(tails).astype(np.int64)
+    both = head != tail  # an edge from a node to itself is entered once, any other at both its ends
+    ends = np.concatenate([head * len(nodes) + tail, (tail * len(nodes) + head)[both]])
+    ends, where = np.unique(ends, return_inverse=True)
+    summed = None
+    if not adjacency:
+        weight = np.concatenate(weights)
+        summed = np.bincount(where, np.concatenate([weight, weight[both]]))
+        if (summed == summed[0]).all():
+            summed = None
+    begins = np.zeros(len(nodes) + 1, np.int64)
+    np.cumsum(np.bincount(ends // len(nodes), minlength=len(nodes)), out=begins[1:])
+    return Graph(nodes, begins, (ends % len(nodes)).astype(np.int32), summed)
+
+
+# What a block of lines holds: both ends of each edge, its weight, and nodes without an edge.
+_Edges = tuple[list[str], list[str], list[float], list[str]]
+
+
+def _iter_fields(source: Source) -> Iterator[list[tuple[str, list[str]]]]:
+    """Yield lists of lines that are neither blank nor comment: where the line is, and its fields."""
+    file, before = "", 0
+    for name, lines in iter_lines(source):
+        if name != file:
+            file, before = name, 0
+        split = ((before + number, line.split()) for number, line in enumerate(lines, start=1))
+        yield [(f"line {number} of {name}", it) for number, it in split if it and it[0][0] not in COMMENTS]
+        before += len(lines)
+
+
+def _iter_edges(source: Source) -> Iterator[_Edges]:
+    for lines in _iter_fields(source):
+        weights = []
+        for place, fields in lines:
+            if not 2 <= len(fields) <= 3:
+                remedy = "for lines of a node and its neighbours pass kind='adjacency'" if len(fields) > 3 else "fix it"
+                raise InvalidValueError(
+                    f"{place} has {len(fields)} fields, {' '.join(fields)[:40]!r}, but an edge is 'node node' or "
+                    f"'node node weight'; {remedy}"
+                )
+            weights.append(1.0 if len(fields) == 2 else _weight(fields[2], place))
+        yield [fields[0] for _, fields in lines], [fields[1] for _, fields in lines], weights, []
+
+
+def _weight(text: str, place: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        raise InvalidValueError(
+            f"{place} has the weight {text[:40]!r}, not a number; an edge is 'node node' or 'node node weight'"
+        ) from None
+    if not 0 < weight < math.inf:
+        raise InvalidValueError(f"{place} has the weight {text[:40]} but a weight is above 0 and finite; leave it out")
+    return weight
+
+
+def _iter_adjacent(source: Source) -> Iterator[_Edges]:
+    for lines in _iter_fields(source):
+        adjacent = [fields for _, fields in lines]
+        heads = [node for node, *neighbours in adjacent for _ in neighbours]
+        tails = [neighbour for _, *neighbours in adjacent for neighbour in neighbours]
+        yield heads, tails, [], [fields[0] for fields in adjacent if len(fields) == 1]
 
 
 def write_walks(
@@ -60,7 +179,7 @@ def _starts(num_nodes: int, settings: Settings, rng: np.random.Generator) -> Ite
 
 
 class _Stepper:
-    """Draws the steps of many walkers at once; where a walker is, is told by the entry of `graph.neighbours` it came over."""
+    """Draw the steps of many walkers at once; the position of a walker is the entry of `graph.neighbours` it came over."""
 
     def __init__(self, graph: Graph, p: float, q: float) -> None:
         self._graph = graph

@@ -14,11 +14,10 @@ from scipy.stats import chisquare
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec import Corpus, Settings, Trainer
 from speedtransfer.word2vec import walks as walks_module
-from speedtransfer.word2vec.graph import read_graph
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.tokenise import LINE_END
-from speedtransfer.word2vec.walks import write_walks
+from speedtransfer.word2vec.walks import read_graph, write_walks
 
 # A triangle with a tail, a hub, and a node with an edge to itself; weights far apart.
 WEIGHTED = "a b 1\nb c 2.5\na c 0.5\nc d 4\nd e 1e-1\nc f\nf f 3\nf g 2\n"
