@@ -182,8 +182,8 @@ def test_what_was_chosen_from_the_corpus_is_written_down_and_repeated(folder):
 
 def test_help_tells_what_is_chosen_from_the_corpus():
     text = " ".join(CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "250"}).output.split())
-    assert "chosen from the corpus; 5 ordinarily" in text
-    assert "chosen from the corpus; 16384 ordinarily" in text
+    assert "chosen from the corpus; usually 5" in text
+    assert "chosen from the corpus; usually 16384" in text
 
 
 def test_what_is_chosen_can_be_left_open_in_a_file(folder):

@@ -12,14 +12,14 @@ import pytest
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.word2vec import Corpus, text
-from speedtransfer.word2vec.text import find_files, iter_lines, iter_pieces, iter_words
+from speedtransfer.word2vec.text import decode, find_files, iter_lines, iter_pieces
 
 TEXT = "the cat sat\non  the\tmat\r\n\u00e9t\u00e9 \u6771\u4eac the end"
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "été", "東京", "the", "end"]
 
 
 def words_of(source, **kwargs):
-    return list(itertools.chain.from_iterable(iter_words(source, **kwargs)))
+    return [word for piece in iter_pieces(source, **kwargs) for word in decode(piece).split()]
 
 
 @pytest.mark.parametrize("chunk_bytes", [12, 13, 14, 17, 64, 1 << 20])
@@ -29,7 +29,7 @@ def test_words_do_not_depend_on_the_blocks(tmp_path, chunk_bytes):
 
 
 def test_one_long_line_comes_in_blocks():
-    blocks = list(iter_words(io.BytesIO(b"word " * 100_000), chunk_bytes=1000))
+    blocks = [decode(piece).split() for piece in iter_pieces(io.BytesIO(b"word " * 100_000), chunk_bytes=1000)]
     assert len(blocks) > 400
     assert sum(map(len, blocks)) == 100_000
 

@@ -17,7 +17,7 @@ from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.settings import is_finite
 from speedtransfer.word2vec.trainer import Callback, Trainer
 
-EVALUATED_WORDS = 300_000  # the most frequent, as `evaluate` has it
+EVALUATED_WORDS = 300_000  # the most frequent ones, the default of `evaluate`
 LOG_EVERY_S = 2.0  # five figures take a third of a millisecond
 PROJECTOR_WORDS = 5000
 
@@ -69,7 +69,7 @@ class Evaluations(Callback):
     def _evaluate(self, trainer: Trainer) -> None:
         self._progress.busy("evaluating")
         self._last_step = trainer.step
-        vectors = trainer.vectors(EVALUATED_WORDS)  # anew: it keeps lengths
+        vectors = trainer.vectors(EVALUATED_WORDS)  # a new object each time, as it caches lengths
         epochs = round(trainer.step / trainer.steps_an_epoch, 3)
         found, line = [], [f"epoch {epochs:g}"]
         for path, words in self._sets:

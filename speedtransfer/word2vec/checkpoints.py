@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: saved as it goes on, and taken up so that it ends with the same bits."""
+"""Checkpoints of a training run: save it during training, and resume it so that it ends with the same bits."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from speedtransfer.word2vec.sampler import CHOSEN
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.trainer import Callback, Trainer
 
-_ANY_MEMORY = ("memory", "path")  # rows are the same in all of them
-GRADIENTS = 3  # of blocks, as `gradients` computes them: a run cannot go on with those of another version
+_ANY_MEMORY = ("memory", "path")  # settings that may change: the rows are the same
+GRADIENTS = 3  # version of what `gradients` computes: a run is resumed with the same only
 
 
 class Checkpoints(Callback):
@@ -71,7 +71,7 @@ class Checkpoints(Callback):
         self._saved_step: int | None = None
         self._corpus: dict[str, Any] | None = None
         self._last = self._stamp()
-        self._threads = torch.get_num_threads()  # now: while a trainer runs, torch has fewer of them
+        self._threads = torch.get_num_threads()  # here, since torch has fewer while a trainer runs
         if self.resumes:
             self._facts = _facts_of_run(self.path)
             if self._facts.get("gradients") != GRADIENTS:
@@ -178,7 +178,7 @@ class Checkpoints(Callback):
         """Remove the checkpoint of an earlier run, which `overwrite` lets this one replace."""
         names = manifest.names_in(self.path) if os.path.lexists(self.path / manifest.NAME) else None
         if names and not self.resumes:
-            for name in (manifest.NAME, *names):  # without a manifest the others are none
+            for name in (manifest.NAME, *names):  # the manifest first: without it there is no checkpoint
                 (self.path / name).unlink(missing_ok=True)
             self._last = None
 

@@ -1,4 +1,4 @@
-"""The commands ``speedtransfer word2vec train | demo | ...``: options in, a few lines out, no logic.
+"""The commands ``speedtransfer word2vec train | demo | ...``: options and output, no logic.
 
 What needs torch is imported when a command runs: ``--help`` answers without it.
 """
@@ -20,7 +20,7 @@ from speedtransfer.word2vec.config import described, read_config, shows_settings
 from speedtransfer.word2vec.settings import SETTINGS, Settings
 
 app = typer.Typer(
-    help="Word vectors: train them on text, look at them.", no_args_is_help=True, pretty_exceptions_enable=False
+    help="Word vectors: train, evaluate and explore them.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 
 
@@ -54,8 +54,8 @@ def in_flags(message: str) -> str:
 _SHELL_TYPES: dict[str, Any] = {"path": Path | None, "device": str | None}
 _NONE_MEANS = {
     "lr": "the optimizer's",
-    "epochs": "chosen from the corpus; 5 ordinarily",
-    "block_words": "chosen from the corpus; 16384 ordinarily",
+    "epochs": "chosen from the corpus; usually 5",
+    "block_words": "chosen from the corpus; usually 16384",
     "max_words": "all",
     "device": "cuda if there is one",
 }
@@ -131,7 +131,7 @@ def train(
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Start, or go on with the run in the output folder; saves a checkpoint each epoch."
+            "--resume", help="Start the run in the output folder, or resume it; saves a checkpoint every epoch."
         ),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")] = False,
@@ -166,12 +166,12 @@ def train(
         bool,
         typer.Option("--curves", help="Write TensorBoard's curves into the output folder.", rich_help_panel="Output"),
     ] = False,
-    # Folders of their own, from before the run had one.
+    # Flags of earlier versions, when each of these folders was separate.
     checkpoint: Annotated[Path | None, typer.Option(hidden=True)] = None,
     tensorboard: Annotated[Path | None, typer.Option(hidden=True)] = None,
     **flags: Any,
 ) -> None:
-    """Train vectors on a corpus. Ctrl-C and SIGTERM stop early and save what there is (exit codes 130 and 143).
+    """Train vectors on a corpus. Ctrl-C and SIGTERM stop early and save the vectors so far (exit codes 130 and 143).
 
     All files of the run are in the output folder. The same command with --resume goes on after a stop or a crash.
     """
@@ -215,7 +215,7 @@ def _exit_after(stop_signal: int | None) -> None:
     if stop_signal is not None:
         from speedtransfer.word2vec.stopping import exit_code
 
-        raise SystemExit(exit_code(stop_signal))  # typer.Exit(130) would be reported as an abort, and this is none
+        raise SystemExit(exit_code(stop_signal))  # typer.Exit(130) would be reported as an abort, which it is not
 
 
 commands_vectors.register(app)

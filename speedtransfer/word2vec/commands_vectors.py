@@ -1,4 +1,4 @@
-"""The commands ``speedtransfer word2vec evaluate | nearest | analogy | plot | convert``: what one does with vectors.
+"""The commands ``speedtransfer word2vec evaluate | nearest | analogy | plot | convert``: for trained vectors.
 
 What needs torch is imported when a command runs: ``--help`` answers without it.
 """
@@ -86,7 +86,7 @@ def evaluate(
 
     if json_file is not None:
         _check_new(json_file, overwrite)
-    loaded = [load_set(path) for path in sets]  # a malformed one ends it before vectors are read
+    loaded = [load_set(path) for path in sets]  # malformed sets raise before vectors are read
     known = _load(vectors)
     results = [measure(known, one, restrict) for one in loaded]
     if json_file is not None:

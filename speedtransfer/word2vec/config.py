@@ -1,4 +1,4 @@
-"""Settings as they are passed: as keyword arguments, as flags, in TOML files and in the `settings.json` of a run."""
+"""Settings from keyword arguments, TOML files and the `settings.json` of a run; signatures that list them."""
 
 from __future__ import annotations
 
@@ -59,26 +59,15 @@ class MoreSettings(SequenceSettings, total=False):
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the settings that the file at `path` names, each checked by itself.
+    """Return the settings in the file at `path`, each checked by itself: arguments for :class:`Settings`.
 
-    A TOML file holds names of :class:`Settings` and their values; `options` is a table. A file that ends in ``.json`` is the
-    ``settings.json`` of a run, whose object "settings" is meant.
-
-    Parameters
-    ----------
-    path : path-like
-
-    Returns
-    -------
-    dict
-        Arguments for :class:`Settings`; what the file leaves out is left out.
+    A TOML file holds names of :class:`Settings` and their values; `options` is a table. Of a file that ends in ``.json``, the
+    ``settings.json`` of a run, the object "settings" is read.
 
     Raises
     ------
-    InvalidValueError
-        The file is no TOML (or JSON), names a setting that does not exist, or a value breaks the rule of its setting.
-    InvalidTypeError
-        A value has another type than its setting.
+    InvalidValueError, InvalidTypeError
+        The file is not TOML (or JSON), names a setting that does not exist, or has a bad value for one.
     StorageError
         The file cannot be read.
     """
@@ -123,15 +112,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def settings_of(names: Collection[str], given: Mapping[str, Any], **more: Any) -> Settings:
-    """Return the settings `given` to a class that takes those of `names`, and `more`.
-
-    Raises
-    ------
-    TypeError
-        One is none of `names`.
-    InvalidTypeError, InvalidValueError
-        As :class:`Settings`.
-    """
+    """Return the settings `given` to a class that takes `names`, and `more`; raise TypeError for one not in `names`."""
     for name in given:
         if name not in names:
             raise TypeError(f"{name!r} is not one of the settings taken here{suggest(name, names)}")
@@ -141,16 +122,10 @@ def settings_of(names: Collection[str], given: Mapping[str, Any], **more: Any) -
 def shows_settings(
     annotate: Callable[[str, Any], Any] = lambda name, kind: kind, names: Collection[str] = SETTINGS
 ) -> Callable[[Function], Function]:
-    """Return a decorator for a function with ``**settings``: its signature names each setting it does not name itself.
+    """Return a decorator for a function with ``**settings``: its signature then lists each setting, with its default.
 
-    So ``help``, notebooks and typer, which look at the signature while the program runs, see names, types and defaults.
-
-    Parameters
-    ----------
-    annotate : callable
-        Takes name and type of a setting and returns its annotation, or None to leave it out.
-    names : collection of str
-        The settings that the function takes; by default all.
+    ``help``, notebooks and typer, which read the signature at run time, see names, types and defaults of the settings `names`.
+    `annotate` takes name and type of a setting and returns its annotation, or None to leave the setting out.
     """
 
     def decorate(function: Function) -> Function:
@@ -172,6 +147,6 @@ def shows_settings(
 
 
 def described(name: str) -> str | None:
-    """Return what the docstring of `Settings` says of a setting; None where Python dropped docstrings (``-OO``)."""
+    """Return the description of a setting from the docstring of `Settings`; None where there are no docstrings (``-OO``)."""
     found = re.search(rf"^{name} : .*\n((?:    .*\n)+)", inspect.cleandoc(Settings.__doc__ or ""), re.MULTILINE)
     return " ".join(found[1].split()).replace("`", "") if found else None

@@ -6,7 +6,7 @@ temporary file (4 bytes a word), and when the counts are known the file is rewri
 vocabulary. Memory holds the distinct words, never the text (of a graph: its edges, never the walks).
 
 Words are what white space separates. Lower-casing and punctuation are the user's affair. By default the corpus is one stream
-and windows reach across lines and files; where each line or walk is a sequence, `Corpus.starts` says where they begin.
+and windows reach across lines and files; where each line or walk is a sequence, `Corpus.starts` holds where they begin.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Corpus:
         return len(self.ids)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what tells one corpus from another, as JSON can hold it: numbers of words, digests of words and text."""
+        """Return what identifies a corpus, as JSON can hold it: numbers of words, digests of words and text."""
         vocabulary, text = hashlib.sha256(), hashlib.sha256()
         words = self.vocabulary.words
         for start in range(0, len(words), CHUNK_IDS):
@@ -223,7 +223,7 @@ def _renumber(ids: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarra
         chunk = chunk[chunk != _DROPPED]
         line_ends = np.flatnonzero(chunk == LINE_END)
         if len(line_ends):
-            # Behind a line end begins the sequence of the next word, how many line ends there be in between.
+            # After line ends, however many, the next word begins a sequence.
             starts.append(end + np.unique(line_ends - np.arange(len(line_ends))))
             chunk = chunk[chunk != LINE_END]
         ids[end : end + len(chunk)] = chunk

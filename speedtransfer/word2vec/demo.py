@@ -34,7 +34,7 @@ SETTINGS = Settings(dim=64, optimizer="adamw", epochs=25, sample=1e-3, memory="a
 def run_demo(
     output: str | os.PathLike[str], settings: Settings = SETTINGS, show: Callable[[str], None] = print
 ) -> Trainer:
-    """Train on the shipped corpus, show what came out, write vectors and a picture.
+    """Train on the shipped corpus, write vectors and a picture, and return the trainer.
 
     Parameters
     ----------
@@ -42,12 +42,7 @@ def run_demo(
         Folder; the files of an earlier demo in it are replaced.
     settings : Settings
     show : callable
-        Takes each line of the report.
-
-    Returns
-    -------
-    Trainer
-        After training.
+        Called with each line of the report.
 
     Raises
     ------
@@ -93,7 +88,7 @@ def run_demo(
 
 
 def _is_of_demo(folder: Path) -> bool:
-    """Tell whether the settings in `folder` name the shipped corpus."""
+    """Return whether the settings in `folder` name the shipped corpus."""
     try:
         facts = json.loads((folder / SETTINGS_FILE).read_bytes())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""How good vectors are, by sets of two kinds: pairs of words that people scored for similarity, and analogy questions.
+"""Evaluate vectors on sets of two kinds: pairs of words that people scored for similarity, and analogy questions.
 
 The figures are those that gensim's `evaluate_word_pairs` and `evaluate_word_analogies` give for the same vectors.
 """
@@ -54,11 +54,11 @@ class AnalogySet:
 
 
 def load_set(path: str | os.PathLike[str]) -> SimilaritySet | AnalogySet:
-    """Read a set of either kind; its first line tells which.
+    """Read a set of either kind, distinguished by its first line.
 
     Similarity: ``word word score`` a line, separated by tabs or, in lines without one, by white space. Analogies, as in
     Google's questions-words.txt (Mikolov et al. 2013): ``: section`` lines, each followed by lines of four words. Blank lines
-    and lines that begin with ``#`` are passed over.
+    and lines that begin with ``#`` are skipped.
 
     Raises
     ------
@@ -122,7 +122,7 @@ def _parse_analogies(path: Path, lines: list[tuple[int, str]]) -> AnalogySet:
 def evaluate(
     vectors: Vectors, which: str | os.PathLike[str] | SimilaritySet | AnalogySet, restrict_vocab: int = 300_000
 ) -> Similarity | Analogies:
-    """Evaluate vectors with a set.
+    """Evaluate vectors on a set.
 
     The figures are gensim's to rounding: here all words are equally near to themselves, and a zero vector is near to nothing.
     Upper and lower case are the same; of words that differ only in case the first one counts, the most frequent where
@@ -134,7 +134,7 @@ def evaluate(
     which : path-like, SimilaritySet or AnalogySet
         The set, or its file (see `load_set`).
     restrict_vocab : int
-        Use the first so many words only, for the sets' own words and for the answers to analogies.
+        Only the first N words count, both as words of the sets and as answers to analogies.
 
     Raises
     ------
@@ -222,9 +222,9 @@ def _evaluate_analogies(
     sections, start = [], 0
     for title, section in which.sections:
         some = slice(start, start + len(section))
-        told = list(zip(section, known[some], correct[some], strict=True))
-        right = tuple(q for q, is_known, is_correct in told if is_known and is_correct)
-        wrong = tuple(q for q, is_known, is_correct in told if is_known and not is_correct)
+        answered = list(zip(section, known[some], correct[some], strict=True))
+        right = tuple(q for q, is_known, is_correct in answered if is_known and is_correct)
+        wrong = tuple(q for q, is_known, is_correct in answered if is_known and not is_correct)
         sections.append(Section(title, right, wrong))
         start += len(section)
     return Analogies(which.name, tuple(sections), int((~known).sum()), unknown)

@@ -1,4 +1,4 @@
-"""What evaluations give: figures with intervals that say how far a set of that size can be trusted."""
+"""Results of evaluations, with 95% intervals: how precise a set of that size is."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 Question = tuple[str, str, str, str]
 _Z = 1.959963984540054  # 97.5% of a normal distribution lie below: intervals of 95%
-_SYNTACTIC = "gram"  # how the names of Google's syntactic sections begin
+_SYNTACTIC = "gram"  # prefix of Google's syntactic sections
 
 
 @dataclass(frozen=True)
 class Similarity:
-    """What a similarity set says of vectors.
+    """The result of a similarity set.
 
     Attributes
     ----------
@@ -110,7 +110,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Analogies:
-    """What an analogy set says of vectors.
+    """The result of an analogy set.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Packages that only some features need: imported where they are used, with a clear message where they are missing."""
+"""Optional packages: imported where they are used, with a clear message where they are missing."""
 
 from __future__ import annotations
 
@@ -13,22 +13,7 @@ class MissingPackageError(SpeedtransferError, ImportError):
 
 
 def import_extra(module: str, purpose: str, install: str) -> Any:
-    """Return the module called `module`.
-
-    Parameters
-    ----------
-    module : str
-        Full name; its first part is what the message names.
-    purpose : str
-        What needs it, in the plural, for the message.
-    install : str
-        What ``pip install`` takes.
-
-    Raises
-    ------
-    MissingPackageError
-        It is not installed.
-    """
+    """Import `module`, or raise `MissingPackageError`: `purpose`, in the plural, need it; pip installs it by `install`."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,7 +1,4 @@
-"""The files that hold word vectors: word2vec text and binary, GloVe text, safetensors, gensim's own.
-
-The suffix of a path chooses among them.
-"""
+"""File formats of word vectors, by suffix: word2vec text and binary, GloVe text, safetensors, gensim's own."""
 
 from __future__ import annotations
 
@@ -69,10 +66,7 @@ def to_keyed_vectors(words: list[str], matrix: np.ndarray, counts: np.ndarray | 
 def from_keyed_vectors(keyed: Any) -> tuple[list[str], np.ndarray, np.ndarray | None]:
     """Return words, vectors and counts (None without) of `KeyedVectors`, or of a model that has them as `wv`.
 
-    Raises
-    ------
-    InvalidTypeError
-        It is neither, or its keys are no words (vectors of numbered documents).
+    Raises `InvalidTypeError` for anything else, and where keys are no words (vectors of numbered documents).
     """
     keyed = getattr(keyed, "wv", keyed)
     if not isinstance(keyed, import_gensim().KeyedVectors):
@@ -118,7 +112,7 @@ def read_safetensors(path: Path, max_words: int | None = None) -> Stored:
         if len(data) != (ends[-1] if len(ends) else 0):
             raise ValueError(f"the words take {len(data)} bytes but end elsewhere")
         words = [data[start:end].decode() for start, end in itertools.pairwise([0, *ends.tolist()])]
-    except Exception as error:  # a damaged header makes the library raise whatever its parts do
+    except Exception as error:  # with a damaged header the library raises anything
         what = " ".join(str(error).split())
         raise StorageError(f"{str(path)!r} holds no words ({what}); get the file again") from error
     if len(words) != len(matrix):
@@ -159,15 +153,7 @@ FORMATS = {
 
 
 def find_format(path: Path, reading: bool = False) -> Format:
-    """Return the format that the suffix of `path` names.
-
-    Raises
-    ------
-    InvalidValueError
-        The suffix names none; or it ends in .gz and is not one to read, or of no format that may be packed.
-    MissingPackageError
-        The format needs a package that is not installed.
-    """
+    """Return the format of the suffix of `path`; raise where there is none, or a package for it is missing."""
     packed = path.suffix == ".gz"
     suffix = Path(path.stem).suffix if packed else path.suffix
     if suffix not in FORMATS:
@@ -185,15 +171,7 @@ def find_format(path: Path, reading: bool = False) -> Format:
 
 
 def check_format(name: str) -> str:
-    """Return the suffix of the vector format called `name`: "txt", "bin" or another of `FORMATS`.
-
-    Raises
-    ------
-    InvalidValueError
-        There is none of that name.
-    MissingPackageError
-        It needs a package that is not installed.
-    """
+    """Return the suffix of the vector format called `name`, "txt" or another of `FORMATS`; raise as `find_format`."""
     suffix = f".{name.lower().lstrip('.')}"
     if suffix not in FORMATS:
         raise InvalidValueError(f"format {name!r} is unknown{suggest(name, [s[1:] for s in FORMATS])}")
@@ -202,13 +180,7 @@ def check_format(name: str) -> str:
 
 
 def find_vectors(path: str | os.PathLike[str]) -> Path:
-    """Return the vector file that `path` means: itself, or the one in the output folder of a run.
-
-    Raises
-    ------
-    StorageError
-        There is nothing at `path`, or a folder without vectors.
-    """
+    """Return the vector file that `path` means, itself or the one in the folder of a run; raise where there is none."""
     path = Path(path)
     if not path.exists() and path.suffix not in (*FORMATS, ".gz"):
         raise StorageError(f"{str(path)!r} does not exist; pass a file of vectors, or the folder of a run")

@@ -25,7 +25,7 @@ _MAX_DIM = 2**31
 
 
 class Stored(NamedTuple):
-    """What a file holds: words, their vectors (num_words, dim) and how often each occurred, where it says so."""
+    """The content of a file: words, their vectors (num_words, dim) and, where it has them, their counts."""
 
     words: list[str]
     matrix: np.ndarray
@@ -112,7 +112,7 @@ def write_text(
 
 
 def write_glove(path: Path, words: Sequence[str], matrix: np.ndarray, counts: np.ndarray | None = None) -> None:
-    """Write without the first line. Raises InvalidValueError where readers could not tell what such a file holds."""
+    """Write without the first line. Raises InvalidValueError where readers could not parse such a file."""
     if not words or matrix.shape[1] < 2:
         raise InvalidValueError(
             f"GloVe text, without a header, needs a word and a dim of 2 at least but there are {len(words)} words of dim "

@@ -2,7 +2,7 @@
 
 word2vec moves the rows after every pair of words. An optimizer steps once a block, and a sum of gradients over thousands of
 words, all taken at the same point, overshoots where a row occurs often: limits and scales that prevent that cost quality
-(docs/word2vec.md tells how). So a copy of the block's rows is trained as word2vec does, at a given learning rate, and the way
+(see docs/word2vec.md). So a copy of the block's rows is trained as word2vec does, at a given learning rate, and the way
 that each row went, divided by the rate, is the gradient that the optimizer gets: `torch.optim.SGD` with that learning rate
 takes word2vec's steps, and any other makes of them what it makes of gradients. As the rate goes to 0 those of skip-gram become
 the gradients of the loss.
@@ -38,8 +38,8 @@ POOLS = {"skipgram": 512, "cbow": 256}
 def draws_of(model: str, negative: int, window: int) -> int:
     """Return how many negatives a span takes from the pool: `DRAWS` for each of `negative`, and more for wider windows.
 
-    A word of skip-gram predicts `window` + 1 others. With window 10 and the draws of 5 node2vec told groups of BlogCatalog's
-    nodes worse than gensim's (micro-F1 0.004 lower), with these as well.
+    A word of skip-gram predicts `window` + 1 others. With window 10 and the draws of 5 node2vec's vectors classified
+    the nodes of BlogCatalog worse than gensim's (micro-F1 0.004 lower); with these they do equally well.
     """
     return negative * (max(DRAWS[model], window + 1) if model == "skipgram" else DRAWS[model])
 
@@ -127,7 +127,7 @@ def _compiled() -> Any:
 
 
 def _may_use_kernel(rows: Tensor, places: Places) -> bool:
-    """Tell whether the kernel of `spans` can train these rows, which is tried out once a device."""
+    """Return whether the kernel of `spans` can train these rows; it is tested once per device."""
     suitable = spans.fits_kernel(rows, places)
     return suitable and is_trusted("word2vec", rows.device, lambda: _check_kernel(rows.device))
 

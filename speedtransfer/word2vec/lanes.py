@@ -38,7 +38,7 @@ class _LanesModel(models.PrimitiveModel):
 
 
 def _address(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    """Return where the vector begins that the first three arguments, array, row and column, say."""
+    """Return the address of the vector that begins at array, row and column, the first three arguments."""
     array_type, *index_types = signature.args[:3]
     array = context.make_array(array_type)(context, builder, args[0])
     row, column = (

@@ -1,4 +1,4 @@
-"""A place on the plane for every word: near where vectors are near, and labels that do not cover one another.
+"""Place words on the plane, close where their vectors are (t-SNE), and move labels apart.
 
 In NumPy: at this size a step is a few dozen small operations, which cost less than waking torch's threads for each.
 """

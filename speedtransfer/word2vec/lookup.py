@@ -1,4 +1,4 @@
-"""Rows by word, with an error that helps; rows near a direction, in bounded memory; the answers to analogies."""
+"""Find rows by word or by cosine, in bounded memory, and answer analogies."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 # Words searched for a similar spelling: the search is slow, and people mostly mean frequent words.
 _SUGGEST_FROM = 50_000
-_SUGGEST_FOR = 3  # unknown words for which near ones are looked for
+_SUGGEST_FOR = 3  # unknown words for which similar ones are suggested
 _SHOW_WORDS = 10
 _ROWS_AT_ONCE = 1 << 18
-# Of analogies.
+# For analogies.
 _QUESTIONS_AT_ONCE = 1024
 _WORDS_AT_ONCE = 8192  # with the former: 32 MB of cosines
 # Closer cosines may change their order in a matrix product of another shape: such questions are answered one by one.
 _CLOSE = 1e-5
-_LOOK_AT = 5  # words that gensim looks through for one that is not among a, b and c
+_LOOK_AT = 5  # words among which gensim looks for one that is not a, b or c
 TINY = float(np.finfo(np.float32).tiny)  # a zero vector divided by this is a zero vector: near to nothing
 
 
@@ -47,7 +47,7 @@ def check_counts(counts: Any, num_words: int) -> np.ndarray:
 
 
 def as_list(items: Any) -> list[Any]:
-    """Return the words and vectors that a caller passed, be it one or several, as a list; raise for anything else."""
+    """Return one word or vector, or several, as a list; raise `InvalidTypeError` for anything else."""
     if isinstance(items, torch.Tensor):
         items = items.detach().cpu().numpy()
     one = isinstance(items, str) or (isinstance(items, np.ndarray) and items.ndim == 1 and items.dtype.kind not in "UO")
@@ -62,18 +62,12 @@ def as_list(items: Any) -> list[Any]:
 
 
 def find_rows(words: Sequence[str], row_of: Mapping[str, int]) -> list[int]:
-    """Return the row of each word.
-
-    Parameters
-    ----------
-    words : sequence of str
-    row_of : mapping of str to int
-        The known words in the order of their rows.
+    """Return the row of each word; `row_of` has the known words in the order of their rows.
 
     Raises
     ------
     UnknownWordError
-        Some have none: one error for all of them.
+        Some are unknown: one error for all of them.
     """
     unknown = list(dict.fromkeys(word for word in words if word not in row_of))
     if not unknown:
@@ -105,18 +99,9 @@ def lengths(matrix: np.ndarray) -> np.ndarray:
 def nearest_rows(
     matrix: np.ndarray, norms: np.ndarray, direction: np.ndarray, leave_out: set[int], topn: int
 ) -> tuple[list[int], list[float]]:
-    """Return the rows with the largest cosines to `direction`, the nearest first, and the cosines.
+    """Return the `topn` rows with the largest cosines to `direction` (of any length), the nearest first, and the cosines.
 
-    Parameters
-    ----------
-    matrix : ndarray of float32, shape (num_rows, dim)
-    norms : ndarray of float32, shape (num_rows,)
-    direction : ndarray of float, shape (dim,)
-        Of any length.
-    leave_out : set of int
-        Rows that are no answers.
-    topn : int
-        How many; all where there are fewer.
+    `matrix` (num_rows, dim) and its `norms` (num_rows,) are float32; the rows `leave_out` are not returned.
     """
     direction = (direction / max(float(np.linalg.norm(direction)), TINY)).astype(np.float32)
     best, cosine = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
@@ -130,13 +115,13 @@ def nearest_rows(
         best, cosine = np.concatenate([best, top + start]), np.concatenate([cosine, cosines[top]])
         order = np.lexsort((best, -cosine))[:topn]
         best, cosine = best[order], cosine[order]
-    answers = cosine != -np.inf  # what is left out comes before vectors that hold nan
+    answers = cosine != -np.inf  # rows left out sort before vectors that hold nan
     best, cosine = best[answers], cosine[answers]
     return best.tolist(), cosine.tolist()
 
 
 def answer_analogies(matrix: np.ndarray, norms: np.ndarray, name: np.ndarray, questions: np.ndarray) -> np.ndarray:
-    """Tell which analogy questions are answered as expected; the answers are those of gensim's `evaluate_word_analogies`.
+    """Return which analogy questions are answered as expected; the answers are those of gensim's `evaluate_word_analogies`.
 
     A question "a is to b as c is to ?" is answered by the word nearest to b - a + c, all at length 1 (3CosAdd, Levy and
     Goldberg 2014), other than a, b and c. Whether the answer is the one expected takes the best cosine of all other words, not

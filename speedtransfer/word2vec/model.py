@@ -34,7 +34,7 @@ _WORDS_AT_ONCE = 1 << 16  # whose vectors `word_vectors` puts together
 
 
 class Word2Vec(nn.Module):
-    """Two tables and the loss over a block of words. Each step touches the rows of the block's words alone.
+    """Two tables and the loss over a block of words. A step touches only the rows of the block's words.
 
     Parameters
     ----------
@@ -84,25 +84,23 @@ class Word2Vec(nn.Module):
                 f"vocabulary is {vocabulary} but n-grams (buckets={buckets}) need the words; pass a Vocabulary"
             )
         generator = torch.Generator().manual_seed(settings.seed)
-        place = resolve_device(settings.device)
-        self.subwords: Subwords | None = None
-        if self._vocabulary is not None and buckets:
-            self.subwords = Subwords(self._vocabulary.words, buckets, settings.min_n, settings.max_n)
+        hashed = settings.buckets, settings.min_n, settings.max_n
+        self.subwords = Subwords(self._vocabulary.words, *hashed) if self._vocabulary is not None and buckets else None
         self._files = TableFiles(settings.path)
         self._group = process_group
         try:
-            self.input = self._make_table("input", self.num_words + buckets, settings.memory, place)
-            self.output = self._make_table("output", self.num_words, settings.memory, place)
+            self.input = self._make_table("input", self.num_words + buckets, settings)
+            self.output = self._make_table("output", self.num_words, settings)
             reach = (1.0 if buckets else 0.5) / self.dim
             self.input.table.uniform_(-reach, reach, generator=generator)
         except BaseException:
             self.discard()
             raise
 
-    def _make_table(self, name: str, num_rows: int, memory: str, device: torch.device) -> Embedding:
-        path = self._files.path_of(name)
+    def _make_table(self, name: str, num_rows: int, settings: Settings) -> Embedding:
+        path, device = self._files.path_of(name), resolve_device(settings.device)
         embedding = _ZeroEmbedding(
-            num_rows, self.dim, device=device, dtype=torch.float32, memory=memory, path=path, idle="lazy",
+            num_rows, self.dim, device=device, dtype=torch.float32, memory=settings.memory, path=path, idle="lazy",
             process_group=self._group,
         )  # fmt: skip
         self._files.made(path)
@@ -116,7 +114,7 @@ class Word2Vec(nn.Module):
     def deposit_gradients(
         self, block: Block, with_loss: bool = True, rate: float | None = None, processes: int = 1
     ) -> BlockGradients:
-        """Train copies of the rows of `block`, and deposit how far they went as gradients for ``optimizer.step()``.
+        """Train copies of the rows of `block`, and deposit how far they moved as gradients for ``optimizer.step()``.
 
         The host does not wait for a CUDA device, unless tensors of `block` are there.
 
@@ -153,7 +151,7 @@ class Word2Vec(nn.Module):
         return result
 
     def prepare(self, block: Block) -> Block:
-        """Return `block` with all that `deposit_gradients` must know of it on the host; for any thread.
+        """Return `block` with what `deposit_gradients` needs on the host; may be called in any thread.
 
         A word outside the vocabulary raises `RowIndexError`.
         """
@@ -174,11 +172,7 @@ class Word2Vec(nn.Module):
     def forward(self, centers: Tensor, contexts: Tensor) -> Tensor:
         """Return the scores of single pairs, shape of `centers`, through autograd: for a loss of your own.
 
-        With n-grams the host waits for `centers` on a CUDA device.
-
-        Parameters
-        ----------
-        centers, contexts : Tensor of int64, same shape
+        `centers` and `contexts` are word numbers, int64. With n-grams the host waits for `centers` on a CUDA device.
         """
         if self.subwords is None:
             vectors = self.input(centers)

@@ -1,4 +1,4 @@
-"""Vectors for words that no corpus has shown: the rows of hashed character n-grams, after training."""
+"""Vectors of words outside the vocabulary, from the rows of hashed character n-grams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FORMAT = "speedtransfer n-gram vectors 1"
 
 
 class NgramVectors:
-    """The rows of character n-grams; any word has the mean of those of its own.
+    """The rows of character n-grams; the vector of a word is the mean of those of its n-grams.
 
     They go with the `Vectors` of the same training: ``vectors.most_similar(ngrams["unseen"])``.
 
@@ -95,8 +95,8 @@ class NgramVectors:
         matrix, _ = files.open_mapped(path, writable=False, key="ngrams")
         try:
             with safetensors.safe_open(path, framework="np") as file:
-                said = file.metadata() or {}
-            min_n, max_n = int(said["min_n"]), int(said["max_n"])
+                facts = file.metadata() or {}
+            min_n, max_n = int(facts["min_n"]), int(facts["max_n"])
         except (safetensors.SafetensorError, KeyError, ValueError) as error:
             raise StorageError(f"{str(path)!r} does not say min_n and max_n ({error!r}); get the file again") from error
         return cls(matrix.numpy(), min_n, max_n)

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
 from speedtransfer.word2vec.gradients import RATES
 
-# First learning rates for skip-gram, falling linearly to 1e-4 of them. A gradient says how far word2vec would move a row at
+# First learning rates for skip-gram, falling linearly to 1e-4 of them. A gradient is how far word2vec would move a row at
 # the rate of `RATES`, divided by it. So SGD with that rate takes word2vec's steps. An optimizer that divides by the size of
 # gradients takes the same ones where its eps (`DEFAULT_OPTIONS`) is lr / rate and large beside that size: rows that are
 # touched often, whose gradients are the largest, then move a little less. With a small eps instead all rows would move as far
-# as lr says at every step, however little they have to learn: rare words, and their output rows, would become noise.
+# as lr at every step, however little they have to learn: rare words, and their output rows, would become noise.
 DEFAULT_LR: dict[str, float] = {
     "adadelta": 30.0,
     "adagrad": 30.0,
@@ -39,7 +39,7 @@ DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
     "adagrad": {"eps": 1000.0},  # it divides by a sum that only grows
     "adam": _FLAT,
     "adamax": {"betas": (0.0, 0.999), "eps": 1000.0},  # it divides by the largest gradient that there was
-    # torch's AdamW decays by 0.01 unless told otherwise: with learning rates this large that would shrink frequent words,
+    # torch's AdamW decays by 0.01 by default: with learning rates this large that would shrink frequent words,
     # which are touched at every step, and spare rare ones.
     "adamw": {**_FLAT, "weight_decay": 0.0},
     "nadam": _FLAT,
@@ -49,10 +49,10 @@ DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
     # so it learns less than the others.
     "rprop": {"step_sizes": (1e-6, 0.01)},
 }
-STEPS_AS_GIVEN = frozenset({"asgd", "sgd"})  # optimizers that move a row by lr times its gradient
+STEPS_AS_GIVEN = frozenset({"asgd", "sgd"})  # they move a row by lr times its gradient
 LR_END = 1e-4
 _NOT_BY_ROWS = frozenset({"adafactor", "lbfgs", "muon", "sparseadam"})  # refused at the first step: not offered
-_OWN_CHOICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # of how torch computes a step
+_OWN_CHOICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # options for how torch computes a step
 
 
 def optimizer_names() -> list[str]:
@@ -65,15 +65,7 @@ def optimizer_names() -> list[str]:
 
 
 def find_optimizer(name: str) -> type[Optimizer]:
-    """Return the optimizer of torch.optim called `name`, in any case.
-
-    Raises
-    ------
-    InvalidTypeError
-        `name` is no string.
-    InvalidValueError
-        There is none of that name.
-    """
+    """Return the optimizer of torch.optim called `name`, in any case; raise where there is none."""
     if not isinstance(name, str):
         raise InvalidTypeError(f"optimizer is {name!r} but must be the name of one of torch.optim; pass 'adamw'")
     by_lower = {known.lower(): known for known in optimizer_names()}
@@ -100,17 +92,9 @@ def block_rate(name: str, model: str, lr: float, first_lr: float) -> float:
 def make_optimizer(
     name: str, params: Iterable[torch.nn.Parameter], lr: float | None = None, options: Mapping[str, Any] | None = None
 ) -> Optimizer:
-    """Return the optimizer called `name` over `params`, torch's fused kernel of it where there is one for them.
+    """Return the optimizer called `name` over `params`, with torch's fused kernel where there is one for them.
 
-    Parameters
-    ----------
-    name : str
-        Of torch.optim, in any case.
-    params : iterable of Parameter
-    lr : float, optional
-        Default: `default_lr`.
-    options : mapping, optional
-        Further arguments of the optimizer, over those of `DEFAULT_OPTIONS`.
+    `options` are further arguments, over those of `DEFAULT_OPTIONS`; `lr` is by default `default_lr`.
 
     Raises
     ------
@@ -129,7 +113,7 @@ def make_optimizer(
         arguments["fused"] = True  # one pass over the rows: twice as fast on the CPU
     try:
         return kind(params, **arguments)
-    except Exception as error:  # of whatever kind: torch looks into some options before it looks at them
+    except Exception as error:  # of any kind: torch uses some options before it checks them
         _check_lengths(kind, options or {})
         raise InvalidValueError(f"{kind.__name__} does not take {arguments} ({error}); fix lr or options") from error
 
@@ -151,13 +135,13 @@ def check_optimizer(name: str, lr: float, options: Mapping[str, Any] | None) -> 
 
 
 def _fuses(kind: type[Optimizer], params: list[torch.nn.Parameter], arguments: Mapping[str, Any]) -> bool:
-    """Tell whether torch has a fused kernel of `kind` for `params`, and `arguments` leave the choice open."""
+    """Return whether torch has a fused kernel of `kind` for `params`, and `arguments` leave the choice open."""
     if "fused" not in inspect.signature(kind).parameters or not _OWN_CHOICE.isdisjoint(arguments):
         return False
     if any(p.dtype != torch.float32 or p.device.type not in ("cpu", "cuda") for p in params):
         return False
     try:
-        for device in {p.device for p in params}:  # some versions have it for one of the two only, and say so in a step
+        for device in {p.device for p in params}:  # some versions have it for one of the two only, and raise in a step
             trial = torch.nn.Parameter(torch.zeros(1, 1, device=device))
             trial.grad = torch.zeros_like(trial)
             kind([trial], **{**arguments, "fused": True}).step()

@@ -17,7 +17,7 @@ FEW_STEPS = 100
 MOST_WORDS = 10_000  # whose vectors are checked
 _MAX_RATE_RATIO = 8.0  # to word2vec's rate, either way: some corpora and models are best that far from it
 _MIN_LOSS_RATIO = 0.99  # to the loss of untrained vectors: above it little has been learned
-_MAX_LOSS_RATIO = 1.01  # to the same: one batch differs by less from another
+_MAX_LOSS_RATIO = 1.01  # to the same: batches differ by less
 _MAX_SHARE_OF_DIMENSION = 0.25  # of the squared length of vectors, where some 0.02 is usual
 _MEAN_DECAY = 0.95  # of the running mean, from one measurement to the next
 
@@ -58,7 +58,7 @@ def warning_of_few_steps(num_steps: int, epochs: int, block_words: int) -> str:
     """Return a warning of a run with so few steps that vectors hardly move; "" where there are enough."""
     if num_steps >= FEW_STEPS:
         return ""
-    words = num_steps * block_words // (4 * FEW_STEPS)  # a block, for some hundred steps
+    words = num_steps * block_words // (4 * FEW_STEPS)  # per block, for some hundred steps
     fitting = 1 << max(words, 16).bit_length() - 1
     smaller = f"a smaller block_words, such as {fitting}, or " if fitting < block_words else ""
     return (

@@ -1,4 +1,4 @@
-"""The folders that a run leaves behind: checked before any work, filled in one go at the end or, those of tables, at once."""
+"""Folders that a run writes: checked before any work, filled at the end in one go; those of tables at once."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ OWN_FOLDERS = frozenset({CHECKPOINT, TABLES, BOARD})
 
 
 class OutputFolder:
-    """A new folder, or one of an earlier run that is replaced. Entering makes sure that it can be written.
+    """A new folder, or one of an earlier run that is replaced. Entering checks that it can be written.
 
-    Files are written to `staging`, a folder beside it; `commit` moves them into place. Without `commit`, whatever the reason,
-    nothing is changed.
+    Files are written to `staging`, a folder beside it; `commit` moves them into place. Without `commit` nothing is changed.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Phrases: two words that occur together more often than chance would have it become one, joined by "_".
+"""Phrases: join two words that occur together more often than by chance into one, with "_" between them.
 
 Mikolov et al. 2013, "Distributed Representations of Words and Phrases", section 4, with the scaling of gensim's ``Phrases``
 (its default scorer), so that a threshold means the same: a pair is joined where
@@ -32,21 +32,9 @@ def count_numbers(ids: np.ndarray, num_words: int) -> np.ndarray:
 def join_phrases(ids: np.ndarray, words: Words, min_count: int, threshold: float) -> np.ndarray:
     """Join the pairs of a corpus that are phrases, from left to right, never across the end of a sequence.
 
-    Parameters
-    ----------
-    ids : ndarray of int32, shape (n,)
-        Word numbers and `LINE_END`; changed in place.
-    words : Words
-        Phrases are entered here.
-    min_count : int
-        Taken off the count of a pair, so that rare pairs are no phrases.
-    threshold : float
-        A higher one joins fewer.
-
-    Returns
-    -------
-    ndarray of int32, shape (m,)
-        The beginning of `ids`, where the words and phrases now are.
+    `ids` (n,) int32 holds word numbers and `LINE_END`; it is changed in place, and its beginning returned, where the words and
+    phrases now are. Phrases are entered into `words`. `min_count` is subtracted from the count of a pair, so that rare pairs
+    are no phrases; a higher `threshold` joins fewer.
     """
     counts = count_numbers(ids, len(words))
     pairs, pair_counts = count_pairs(ids, len(words))

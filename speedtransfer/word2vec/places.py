@@ -1,6 +1,6 @@
 """Where the rows of a block are in the tables: found on the host, which then knows every size, and uploaded in one copy.
 
-So the host never waits for a CUDA device to tell it one, and a thread can find them while an earlier block is trained on.
+So the host never waits for a size from a CUDA device, and a thread can find them while an earlier block is trained on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A picture of the frequent words: a map on which words of a kind stand together."""
+"""Draw words as a map on which similar words are close together."""
 
 from __future__ import annotations
 

@@ -69,18 +69,8 @@ class TrainingProgress:
     def training(self, epoch: str, share: float, words_per_s: float, loss: float, left_s: float) -> None:
         """Show the state of training.
 
-        Parameters
-        ----------
-        epoch : str
-            Such as "epoch 2/5".
-        share : float
-            What is done, 0 to 1.
-        words_per_s : float
-            Words of the corpus trained on a second.
-        loss : float
-            Running mean a pair.
-        left_s : float
-            Seconds to go at this speed.
+        `epoch` is such as "epoch 2/5", `share` what is done (0 to 1), `words_per_s` of the corpus, `loss` the running mean per
+        pair, `left_s` the seconds left at this speed.
         """
         facts = f"{words_per_s:,.0f} words/s  loss {format_loss(loss)}"
         if self._bar is not None:

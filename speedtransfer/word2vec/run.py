@@ -80,7 +80,7 @@ class Run:
         for name in ("checkpoint", "tensorboard"):
             if getattr(options, name) is not None:
                 check_path(getattr(options, name), name)
-        # It takes nothing else into its folder, and would raise only at the first save.
+        # The folder of a checkpoint holds nothing else; saving would raise only later.
         if options.checkpoint is not None:
             for name, path in (("tensorboard", options.tensorboard), ("path", settings.path)):
                 check_apart(name, path, options.checkpoint)

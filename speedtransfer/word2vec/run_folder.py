@@ -55,13 +55,13 @@ def train_into(
         A path, or "-".
     settings : Settings
     options : RunOptions
-        With the checkpoint and TensorBoard's folder where they are wanted: in `output`, or elsewhere.
+        With the folders of checkpoint and TensorBoard where they are wanted: in `output`, or elsewhere.
     format : str
         Of the vectors.
     quiet : bool
         Show no progress.
     show : callable
-        Takes each line of the report.
+        Called with each line of the report.
 
     Raises
     ------
@@ -179,16 +179,8 @@ def save_or_rescue(folder: OutputFolder, trainer: Trainer, corpus: str, suffix: 
 def save_run(folder: Path, trainer: Trainer, corpus: str, suffix: str = ".txt", run_folder: Path | None = None) -> None:
     """Write vectors, those of n-grams if any, vocabulary and settings of a run into `folder`.
 
-    Parameters
-    ----------
-    folder : Path
-    trainer : Trainer
-    corpus : str
-        What the settings call the corpus.
-    suffix : str
-        Of the vector file.
-    run_folder : Path, optional
-        The folder of the run: settings do not name table files in there, since those of another run with them are elsewhere.
+    The settings name the corpus `corpus`. They do not name table files within `run_folder`, since another run with these
+    settings has them in a folder of its own.
     """
     settings = trainer.settings.as_dict()
     if run_folder is not None and trainer.settings.path == run_folder / TABLES:

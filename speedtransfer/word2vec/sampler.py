@@ -1,4 +1,4 @@
-"""The sampler: blocks of words, the window of each word, the pool that their negatives come from, and how many steps to make.
+"""Sample blocks of words, their windows and a pool of negatives; choose the number of steps.
 
 A block is a stretch of the corpus of fixed length, chosen so that about `block_words` words survive subsampling. Fixed
 stretches make the number of steps known beforehand, so that a learning rate can fall along a straight line to the very end.
@@ -27,7 +27,7 @@ from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
 CHOSEN = ("epochs", "block_words")  # settings that a schedule chooses where they are None
-STEPS = 1_000  # a run should have
+STEPS = 1_000  # that a run should have
 EPOCHS, MOST_EPOCHS = 5, 50
 BLOCK_WORDS, FEWEST_BLOCK_WORDS = 16_384, 32
 _SETTINGS = ("seed", "window", "sample", "block_words", "shared_negatives")
@@ -36,7 +36,7 @@ GROUP_WORDS = 512  # words of a block that each `shared_negatives` of the pool a
 
 @dataclass(frozen=True)
 class Block:
-    """What one step trains on.
+    """The words that one step trains on.
 
     Attributes
     ----------
@@ -108,11 +108,11 @@ class Sampler:
         self.stretch = min(max(round(block_words / kept_share), 2), len(ids))
         self._keep = torch.from_numpy(keep.astype(np.float32))
         cumulated = np.cumsum(vocabulary.noise())
-        cumulated[-1] = 1.0  # whatever the sum was rounded to
+        cumulated[-1] = 1.0  # exactly, however the sum was rounded
         self._noise = torch.from_numpy(cumulated)
 
     def __len__(self) -> int:
-        """Return the number of steps an epoch."""
+        """Return the number of steps per epoch."""
         return -(-len(self.ids) // self.stretch)
 
     def blocks(
@@ -190,7 +190,7 @@ class Sampler:
 
 
 def choose_schedule(num_kept_words: float, epochs: int | None, block_words: int | None) -> tuple[int, int]:
-    """Return epochs and words a step for a corpus of which subsampling keeps `num_kept_words` an epoch.
+    """Return epochs and words per step for a corpus of which subsampling keeps `num_kept_words` an epoch.
 
     A run needs some 1,000 steps: with fewer, optimizers with steps of fixed length, such as AdamW, end before the vectors have
     left chance. Large blocks are faster, so blocks shrink only as far as 1,000 steps take, and the corpus is passed over more
@@ -214,7 +214,7 @@ def choose_schedule(num_kept_words: float, epochs: int | None, block_words: int 
 
 
 def schedule_for(settings: Settings, corpus: Corpus) -> tuple[int, int]:
-    """Return the epochs and words a step of `settings`, chosen for `corpus` where they are None."""
+    """Return the epochs and words per step of `settings`, chosen for `corpus` where they are None."""
     if settings.epochs is not None and settings.block_words is not None:
         return settings.epochs, settings.block_words
     vocabulary = corpus.vocabulary

@@ -1,4 +1,4 @@
-"""What a training run is asked to do: names, defaults and rules of every setting, in one place.
+"""Settings of a training run: name, default, rule and description of each, in one place.
 
 torch is imported when settings are checked, not before: ``--help`` shows them without it.
 """
@@ -14,11 +14,11 @@ from typing import Any
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 
-Check = Callable[[Any, str], Any]  # (value, name) -> the value as it is kept, or an error
+Check = Callable[[Any, str], Any]  # (value, name) -> the value to keep, or raises
 
 
 def is_finite(value: int | float) -> bool:
-    """Tell whether `value` is a number that a float can hold."""
+    """Return whether `value` is a finite number that a float can hold."""
     try:
         return math.isfinite(value)
     except OverflowError:  # of an int
@@ -77,7 +77,7 @@ def _check_options(value: Any, name: str) -> dict[str, Any]:
 
 
 def check_path(value: Any, name: str) -> Any:
-    """Return the path `value`, or raise `InvalidTypeError` or `InvalidValueError` where it can be none."""
+    """Return the path `value`, or raise where it cannot be one."""
     if not isinstance(value, str | os.PathLike):
         kind = type(value).__name__
         raise InvalidTypeError(f"{name} is {value!r} ({kind}) but must be the path of a folder; pass a string or Path")
@@ -88,7 +88,7 @@ def check_path(value: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a training run; wrong ones raise at once, before anything is read.
+    """Settings of a training run; checked at once, before anything is read.
 
     Attributes
     ----------
@@ -176,7 +176,7 @@ class Settings:
     phrase_threshold: float = _number(10.0, "above 0")
     walks: int = _size(10, minimum=1)
     walk_length: int = _size(80, minimum=2)
-    p: float = _number(1.0, "above 0", within=1e4)  # by rejection a step takes as many draws
+    p: float = _number(1.0, "above 0", within=1e4)  # rejection sampling takes as many draws a step
     q: float = _number(1.0, "above 0", within=1e4)
     block_words: int | None = _size(None, minimum=2)
     shared_negatives: int | None = _size(None, minimum=1)

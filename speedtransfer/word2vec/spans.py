@@ -56,7 +56,7 @@ def pack_spans(
 
 
 def fits_kernel(rows: Tensor, places: Places) -> bool:
-    """Tell whether the kernel can train such rows: float32, in spans whose parts can be counted in 32 bits."""
+    """Return whether the kernel can train such rows: float32, in spans whose parts can be counted in 32 bits."""
     return rows.is_cuda and rows.dtype == torch.float32 and sum(_sizes(places, rows.shape[1])) < 1 << 32
 
 

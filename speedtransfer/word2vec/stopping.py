@@ -1,4 +1,4 @@
-"""Requests to stop, by Ctrl-C or SIGTERM, that wait for the end of a step."""
+"""Defer Ctrl-C and SIGTERM to the end of a training step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _entered: list[StopOnSignal] = []  # of the main thread; the handlers are those 
 
 
 class StopOnSignal:
-    """While this is entered the first SIGINT (Ctrl-C) or SIGTERM sets `requested` and does nothing else.
+    """Within this context the first SIGINT (Ctrl-C) or SIGTERM sets `requested` and does nothing else.
 
     An exception between two writes would leave weights and optimizer state of different steps. Ctrl-C after that raises
     KeyboardInterrupt; another SIGTERM does nothing, since ``timeout`` and job schedulers send several.
 
-    May be nested: all of them are told. In a thread other than the main one nothing is changed, nor is a signal that the
-    program ignores or handles itself: one that is ignored, as SIGINT is in background jobs of a script, stays so.
+    May be nested: all of them see the signal. In a thread other than the main one nothing is changed, nor is a signal that
+    the program ignores or handles itself: one that is ignored, as SIGINT is in background jobs of a script, stays so.
 
     Attributes
     ----------

@@ -30,7 +30,7 @@ _CHUNK_CHARACTERS = 1 << 20  # hashed at once; each takes about 30 bytes for eac
 
 
 def check_ngrams(buckets: int, min_n: int, max_n: int) -> None:
-    """Raise unless these are sizes that n-grams can be hashed with; `buckets` 0 means none.
+    """Raise unless n-grams can be hashed with these sizes; `buckets` 0 means none.
 
     Raises
     ------
@@ -115,7 +115,7 @@ def hash_word(word: str, buckets: int, min_n: int = 3, max_n: int = 6) -> np.nda
 
 
 class Subwords:
-    """Which rows each word of a vocabulary is the mean of.
+    """The rows that the vector of each word of a vocabulary is the mean of.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Text out of files, folders of files, standard input: in pieces of whole words, never a whole file nor a whole line."""
+"""Read text from files, folders and standard input in pieces of whole words; never a whole file, nor a whole line."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ Source: TypeAlias = str | os.PathLike[str] | Readable
 
 
 class Piece(NamedTuple):
-    """A stretch of a file that begins and ends between words; not looked at yet: `decode` and `check` do.
+    """A stretch of a file that begins and ends between words, not yet checked (see `decode` and `check`).
 
     Attributes
     ----------
     data : bytes
     name : str
-        How messages call the file.
+        Of the file, for messages.
     position : int
         Of the first byte in the file.
     last : bool
@@ -60,22 +60,14 @@ class Piece(NamedTuple):
 
 
 def name_of(source: Source) -> str:
-    """Return how messages call `source`."""
+    """Return the name of `source` for messages."""
     if isinstance(source, str | os.PathLike):
         return "standard input" if os.fspath(source) == "-" else repr(os.fspath(source))
     return repr(str(getattr(source, "name", "the given file")))
 
 
 def find_files(source: str | os.PathLike[str]) -> list[Path]:
-    """Return the files that `source` (a file or a folder) stands for, in reading order.
-
-    Raises
-    ------
-    StorageError
-        There is no such file or folder.
-    InvalidValueError
-        A folder without any .txt, .gz or .xz file.
-    """
+    """Return the files that `source` (a file or a folder) stands for, in reading order; raise where there are none."""
     if not os.fspath(source):  # a shell variable that is not set; as a path it would be the current folder
         raise InvalidValueError("corpus is '' but must be a path; pass a text file, a folder of them, or -")
     path = Path(source)
@@ -131,29 +123,12 @@ def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piec
         )
 
 
-def iter_words(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[str]]:
-    """Yield the words of `source`, in order, as lists of those that end in one block of `chunk_bytes` bytes.
-
-    Raises
-    ------
-    StorageError, InvalidValueError, InvalidTypeError
-        As `iter_pieces` and `decode`.
-    """
-    for piece in iter_pieces(source, chunk_bytes):
-        words = decode(piece).split()
-        if words:
-            yield words
-
-
 def iter_lines(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[str, list[str]]]:
     """Yield for each block of `source` the name of its file and the lines that end in it (blank ones too).
 
-    Raises
-    ------
-    StorageError, InvalidValueError, InvalidTypeError
-        As `iter_pieces` and `decode`; also a line of more than `LINE_BYTES`.
+    Raises what `iter_pieces` and `decode` do, and `InvalidValueError` for a line of more than `LINE_BYTES`.
     """
-    begun: list[str] = []  # a line may go on for many pieces
+    begun: list[str] = []  # a line may continue over many pieces
     begun_bytes = 0
     for piece in iter_pieces(source, chunk_bytes):
         first, *lines = decode(piece).split("\n")
@@ -171,13 +146,7 @@ def iter_lines(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple
 
 
 def decode(piece: Piece) -> str:
-    """Return the text of `piece`.
-
-    Raises
-    ------
-    InvalidValueError
-        It holds a NUL or is no UTF-8; the message names the file and the byte.
-    """
+    """Return the text of `piece`; `InvalidValueError`, which names the byte, where it has a NUL or is not UTF-8."""
     if b"\0" in piece.data:
         at = piece.position + piece.data.index(b"\0")
         raise InvalidValueError(
@@ -221,7 +190,7 @@ def _cut(file: Readable, name: str, chunk_bytes: int) -> Iterator[Piece]:
             raise InvalidTypeError(f"{name} gives {type(block).__name__} but a corpus is bytes; open it in mode 'rb'")
         data += block
         match = _TO_LAST_SPACE.match(data) if block else None
-        if block and match is None:  # a word may go on in the next block
+        if block and match is None:  # the word may continue in the next block
             if len(data) > chunk_bytes:
                 whole = _END_OF_CHARACTERS.sub(b"", data)  # the next block has the rest of a character cut in two
                 check(Piece(whole, name, position, False))

@@ -16,8 +16,8 @@ from speedtransfer.errors import HostMemoryError
 from speedtransfer.jit import compiled_module
 from speedtransfer.word2vec.text import Source, check, iter_pieces
 
-LINE_END = -1  # among the numbers of words: a sequence ends here
-FAST_FROM_PIECES = 32  # fewer are done before the compiled tokeniser would be there
+LINE_END = -1  # stands among the numbers of words where a sequence ends
+FAST_FROM_PIECES = 32  # for fewer, Python is done before numba has loaded
 
 
 class Words(Protocol):
@@ -44,13 +44,9 @@ class WordDict:
         return len(self._number_of)
 
     def number(self, data: bytes, line_end: int = 0) -> np.ndarray:
-        """Return the numbers of the words in `data` (valid UTF-8) as int32, new words being entered.
+        """Return the numbers of the words in `data` (valid UTF-8) as int32; new words get the next ones.
 
-        Parameters
-        ----------
-        data : bytes
-        line_end : int
-            What to put where a line ends; 0 for nothing.
+        `line_end` is put where a line ends; 0 for nothing.
         """
         text = data.decode()
         if not line_end:
@@ -76,7 +72,7 @@ def read_words(
     report: Callable[[int], None] | None = None,
     compiled: bool = True,
 ) -> Words:
-    """Read `source` once and hand its words, as numbers, to `write` in order.
+    """Read `source` once, hand its words, as numbers, to `write` in order, and return the distinct words.
 
     Parameters
     ----------
@@ -88,19 +84,12 @@ def read_words(
     report : callable, optional
         Called with the number of words so far.
     compiled : bool
-        Whether the compiled tokeniser may be used: for texts of some size, where numba works.
-
-    Returns
-    -------
-    Words
-        Every distinct word.
+        Whether to use the compiled tokeniser, for texts of some size, where numba works.
 
     Raises
     ------
-    StorageError, InvalidValueError, InvalidTypeError
-        As `iter_pieces` and `decode`.
     HostMemoryError
-        The distinct words do not fit in memory.
+        The distinct words do not fit in memory. Also what `iter_pieces` and `decode` raise.
     """
     pieces = iter_pieces(source)
     head = list(itertools.islice(pieces, FAST_FROM_PIECES))

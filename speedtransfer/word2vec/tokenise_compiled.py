@@ -168,14 +168,7 @@ class WordTable:
         return self._size
 
     def number(self, data: bytes, line_end: int = 0) -> np.ndarray:
-        """Return the numbers of the words in `data` (valid UTF-8) as int32, new words being entered.
-
-        Parameters
-        ----------
-        data : bytes
-        line_end : int
-            What to put where a line ends; 0 for nothing.
-        """
+        """Return the numbers of the words in `data`, as `tokenise.WordDict.number`."""
         source = np.frombuffer(data, np.uint8)
         parts = []
         at = 0
@@ -184,18 +177,8 @@ class WordTable:
             parts.append(np.empty(num_found, np.int32))
             done = 0
             while done < num_found:
-                done, self._size = _look_up(
-                    source,
-                    *self._found,
-                    done,
-                    num_found,
-                    parts[-1],
-                    line_end,
-                    self._slots,
-                    self._starts,
-                    self._text,
-                    self._size,
-                )
+                table = self._slots, self._starts, self._text, self._size
+                done, self._size = _look_up(source, *self._found, done, num_found, parts[-1], line_end, *table)
                 if done < num_found:
                     self._grow(len(source))
         return np.concatenate(parts) if parts else np.empty(0, np.int32)

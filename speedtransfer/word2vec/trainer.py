@@ -56,7 +56,7 @@ class Callback:
 
 
 class Trainer:
-    """A model in training. What it has done so far is `step`, the model's state and the optimizer's.
+    """Train a model on a corpus. The progress made is `step` and the state of model and optimizer.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class Trainer:
     optimizer : torch.optim.Optimizer
     sampler : Sampler
     loss : float
-        Running mean a pair, its negatives included; nan before the first step.
+        Running mean per pair, including its negatives; nan before the first step.
     elapsed_s : float
         Seconds spent in `run`.
     interrupted : bool
@@ -98,7 +98,7 @@ class Trainer:
             corpus.ids,
             corpus.vocabulary,
             starts=corpus.starts,
-            # Of all processes together they are the words of a step.
+            # A step has `block_words` over all processes.
             settings=dataclasses.replace(settings, block_words=max(self.block_words // self._ranks, 2)),
         )
         self.model = Word2Vec(corpus.vocabulary, settings=settings, process_group=self._group)
@@ -132,17 +132,17 @@ class Trainer:
 
     @property
     def words_done(self) -> float:
-        """Words of the text trained on, those included that the vocabulary or subsampling left out."""
+        """Words of the text trained on, including those that the vocabulary or subsampling left out."""
         return self._corpus_words * (self.corpus.num_raw_words / len(self.corpus))
 
     @property
     def words_per_s(self) -> float:
-        """`words_done` a second of training."""
+        """`words_done` per second of training."""
         return self.words_done / max(self.elapsed_s, 1e-9)
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
-        """Bytes of rows that came to the compute device so far, and that went back; weights and optimizer state."""
+        """Bytes of rows moved to the compute device so far, and back; weights and optimizer state."""
         stats = [table.stats() for table in (self.model.input.table, self.model.output.table)]
         gathered, scattered = self._moved_before
         return gathered + sum(s.gathered_bytes for s in stats), scattered + sum(s.scattered_bytes for s in stats)
@@ -168,7 +168,7 @@ class Trainer:
             self._blocks = self.sampler.blocks(self.step, self.num_steps, self.model.prepare, self._block_of)
         block = next(self._blocks)
         set_lr(self.optimizer, self.settings.first_lr, self.step / self.num_steps)
-        # Fewer make no pair; with other processes all make the lookups.
+        # A single word makes no pair, but among processes all must make the lookups.
         if len(block.words) > 1 or self._ranks > 1:
             rate = block_rate(self.settings.optimizer, self.settings.model, self.lr, self.settings.first_lr)
             result = self.model.deposit_gradients(block, self.step % LOSS_EVERY == 0, rate, self._ranks)
@@ -214,7 +214,7 @@ class Trainer:
                     callback.finish(self)
                 self.stop_signal = stop.requested
         finally:
-            self._blocks = None  # nobody prepares the next one
+            self._blocks = None  # stop drawing ahead
             for callback in callbacks:
                 callback.close()
 
@@ -279,7 +279,7 @@ class Trainer:
         for table in (self.model.input.table, self.model.output.table):
             table.reset_stats()  # loading has moved rows, too
         self._moved_before = tuple(state["moved_bytes"])
-        self._blocks = None  # they begin elsewhere
+        self._blocks = None  # the next block is another one
 
     def discard(self) -> None:
         """Remove the table files of memory "mmap", so that they do not stop the next run."""
@@ -312,7 +312,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def _leave_a_core(device: torch.device) -> Iterator[None]:
-    """While this is entered torch leaves a core of the host to the thread that draws blocks.
+    """Let torch use one thread fewer, so that the thread that draws blocks has a core of the host.
 
     After each of its parallel operations torch's threads go on to spin for a while, on the cores that others have work for.
     """

@@ -187,10 +187,7 @@ class Vectors:
     def from_gensim(cls, keyed_vectors: Any) -> Vectors:
         """Return the vectors of gensim's ``KeyedVectors``, or of a model that has them as `wv`, without a copy.
 
-        Raises
-        ------
-        InvalidTypeError
-            It is neither, or holds vectors of something other than words.
+        Raises `InvalidTypeError` for anything else, and for vectors of something other than words.
         """
         return cls(*formats.from_keyed_vectors(keyed_vectors))
 

@@ -18,7 +18,7 @@ _COUNT_DIGITS = 19  # of the largest int64
 
 
 class Vocabulary:
-    """Words numbered from the most frequent on; words of equal count in alphabetical order.
+    """Words numbered by decreasing frequency; words of equal count in alphabetical order.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class Vocabulary:
         Raises
         ------
         InvalidValueError
-            Fewer than two words are left: there is nothing to tell apart.
+            Fewer than two words are left.
         """
         words, numbers = list(counts), np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
         return cls.choose(numbers, lambda chosen: [words[number] for number in chosen.tolist()], min_count, max_words)[
@@ -113,7 +113,7 @@ class Vocabulary:
         Raises
         ------
         InvalidValueError
-            Fewer than two words are left: there is nothing to tell apart.
+            Fewer than two words are left.
         """
         min_count, max_words = check_setting("min_count", min_count), check_setting("max_words", max_words)
         _check_enough(counts, take, min_count)
@@ -234,7 +234,7 @@ class Vocabulary:
 
 
 def _check_enough(counts: np.ndarray, take: Callable[[np.ndarray], list[str]], min_count: int) -> None:
-    """Raise where fewer than two words occur `min_count` times, and say which min_count would do."""
+    """Raise where fewer than two words occur `min_count` times; the message names a min_count that works."""
     found = np.flatnonzero(counts)
     if len(found) < 2:
         what = f"has one distinct word, {take(found)[0]!r}," if len(found) else "holds no words"

@@ -20,7 +20,6 @@ from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.text import Source, iter_lines, name_of
 from speedtransfer.word2vec.tokenise import LINE_END, WordDict
 
-COMMENTS = ("#", "%")
 _BLOCK_STEPS = 1 << 22  # of walkers that step together: what bounds the memory
 
 
@@ -100,7 +99,7 @@ def _iter_fields(source: Source) -> Iterator[list[tuple[str, list[str]]]]:
         if name != file:
             file, before = name, 0
         split = ((before + number, line.split()) for number, line in enumerate(lines, start=1))
-        yield [(f"line {number} of {name}", it) for number, it in split if it and it[0][0] not in COMMENTS]
+        yield [(f"line {number} of {name}", it) for number, it in split if it and it[0][0] not in "#%"]
         before += len(lines)
 
 
@@ -146,16 +145,8 @@ def write_walks(
 ) -> None:
     """Walk from every node, `settings.walks` times in turn, and hand the walks to `write` in blocks.
 
-    Parameters
-    ----------
-    graph : Graph
-    settings : Settings
-        Of which `walks`, `walk_length`, `p`, `q` and `seed` count.
-    write : callable
-        Called with int32 arrays, shape (n,): node numbers, and `LINE_END` after each walk. The walk of a node without edges
-        is that node.
-    report : callable, optional
-        Called with the number of nodes written so far.
+    `write` is called with int32 arrays, shape (n,): node numbers, and `LINE_END` after each walk. The walk of a node without
+    edges is that node. `report` is called with the number of nodes written so far.
     """
     stepper = _Stepper(graph, settings.p, settings.q)
     rng = np.random.default_rng(settings.seed)
@@ -203,7 +194,7 @@ class _Stepper:
         """Return walks from `starts` (n,) as int32, shape (n, length + 1), filled up with `LINE_END`."""
         walks = np.full((len(starts), length + 1), LINE_END, np.int32)
         walks[:, 0] = starts
-        moving = np.flatnonzero(self._degrees[starts])  # all the way: the edge that one came over leads back
+        moving = np.flatnonzero(self._degrees[starts])  # to the end, since the edge that a walker came over leads back
         if len(moving) == 0:
             return walks
         before = starts[moving]
@@ -232,7 +223,7 @@ class _Stepper:
         # What going back weighs beyond the cap, in units of all the weight at the node.
         share = 1 / self._degrees[here] if self._shares is None else self._shares[came]
         surplus = max(self._back - cap, 0.0) * share
-        chosen = self._graph.begins[here]  # all there is to choose at the end of a path
+        chosen = self._graph.begins[here]  # the only choice at the end of a path
         todo = np.flatnonzero(self._degrees[here] > 1)
         while len(todo):
             uniform = rng.random(len(todo)) * (cap + surplus[todo])
