@@ -156,9 +156,9 @@ def test_what_was_chosen_from_the_corpus_holds_when_a_run_is_resumed(folder, cho
     fails_with(InvalidValueError, "block_words is 32 but the", *arguments, "--resume", "--block-words", "32")
 
 
-# test_word2vec_outcome.py has the same runs by `train`.
+# test_word2vec_trainer.py has shorter runs like these by `train`.
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "warning"),
     [
         (
             ["--epochs", "1", "--block-words", "2048"],
@@ -177,11 +177,11 @@ def test_what_was_chosen_from_the_corpus_holds_when_a_run_is_resumed(folder, cho
         pytest.param([], "", marks=pytest.mark.slow),
     ],
 )
-def test_runs_that_train_nothing_say_so(folder, caplog, flags, told):
+def test_runs_that_train_nothing_are_reported(folder, caplog, flags, warning):
     assert run("train", "corpus.txt", "-o", "out", "--dim", "8", "--device", "cpu", "--quiet", *flags).exit_code == 0
     messages = [message for message in caplog.messages if "word2vec's rate" not in message]
-    assert len(messages) == bool(told), messages
-    assert all(told in message for message in messages)
+    assert len(messages) == bool(warning), messages
+    assert all(warning in message for message in messages)
 
 
 def test_what_repeats_a_run_is_written_down(folder):
@@ -233,12 +233,12 @@ def test_optimizers_that_are_offered_work(folder):
 
 
 def test_messages_speak_of_flags():
-    told = "device='cuda' needs CUDA; pass memory='mmap', min_count=1 or less, or the file 'dim=8.txt' or {'p': 1}"
-    assert in_flags(told) == (
+    message = "device='cuda' needs CUDA; pass memory='mmap', min_count=1 or less, or the file 'dim=8.txt' or {'p': 1}"
+    assert in_flags(message) == (
         "--device cuda needs CUDA; pass --memory mmap, --min-count 1 or less, or the file 'dim=8.txt' or {'p': 1}"
     )
-    told = "pass a smaller block_words, a larger lr, or the files 'lr' and block_words.txt"
-    assert in_flags(told) == "pass a smaller --block-words, a larger --lr, or the files 'lr' and block_words.txt"
+    message = "pass a smaller block_words, a larger lr, or the files 'lr' and block_words.txt"
+    assert in_flags(message) == "pass a smaller --block-words, a larger --lr, or the files 'lr' and block_words.txt"
 
 
 def test_tables_in_files(folder):
@@ -383,7 +383,7 @@ def test_words_shown_are_in_the_shipped_corpus():
         (signal.SIGTERM, "SIG_IGN"),  # as in the background jobs of a script
     ],
 )
-def test_a_signal_saves_and_says_so(folder, number, handler):
+def test_a_signal_saves_and_is_reported(folder, number, handler):
     # SIGINT as a terminal has it, also where the tests run in the background and it is ignored; or ignored.
     code = (
         f"import signal; signal.signal(signal.SIGINT, signal.{handler}); from speedtransfer import cli; "
@@ -463,7 +463,7 @@ def test_no_room_anywhere(folder, monkeypatch):
     assert names(folder) == ["corpus.txt"]
 
 
-def test_too_little_room_is_told_before_training(folder, monkeypatch):
+def test_too_little_room_is_reported_before_training(folder, monkeypatch):
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9999, 8888, 1111))
     result = run("train", "corpus.txt", "-o", "out", *QUICK)
     assert result.exit_code == 0
@@ -612,7 +612,7 @@ def test_settings_of_a_run_with_tables_in_its_folder_are_for_other_folders_too(f
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "note"),
     [
         (
             ["--checkpoint", "point"],
@@ -628,10 +628,10 @@ def test_settings_of_a_run_with_tables_in_its_folder_are_for_other_folders_too(f
         ),
     ],
 )
-def test_folders_of_their_own_go_on_to_work(folder, flags, said):
+def test_folders_of_their_own_go_on_to_work(folder, flags, note):
     result = run("train", "corpus.txt", "-o", "out", *flags, *QUICK)
     assert result.exit_code == 0, result.output
-    assert result.stderr.startswith(said)
+    assert result.stderr.startswith(note)
     assert names(folder) == sorted(["corpus.txt", "out", flags[-1]])
     assert names(folder / "out") == ["settings.json", "vectors.txt", "vocab.txt"]
     assert names(folder / flags[-1])

@@ -143,7 +143,7 @@ class Unread:
         ({"seed": -1}, "seed is -1 but must be at least 0"),
     ],
 )
-def test_bad_arguments_are_told_before_reading(arguments, message):
+def test_bad_arguments_are_reported_before_reading(arguments, message):
     with pytest.raises((InvalidValueError, InvalidTypeError), match=message):
         Corpus(Unread(), **arguments)
 

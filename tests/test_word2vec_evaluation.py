@@ -189,7 +189,7 @@ def test_interval_of_spearman():
     assert Similarity("x", 1.0, 1.0, 30, 0, ()).interval == (1.0, 1.0)
 
 
-def test_interval_of_spearman_holds_what_it_says():
+def test_interval_of_spearman_covers_95_per_cent():
     rng = np.random.default_rng(0)
     true, inside = 6 / np.pi * np.arcsin(0.6 / 2), 0  # of normal numbers with correlation 0.6
     for _ in range(1000):

@@ -164,12 +164,12 @@ def load_or_refuse(path):
     try:
         vectors = Vectors.load(path)
     except SpeedtransferError as error:
-        told = str(error)
+        message = str(error)
     else:
         vectors.matrix.sum()  # a mapped file is read
         return vectors
-    assert "\n" not in told
-    assert str(path) in told
+    assert "\n" not in message
+    assert str(path) in message
     return None
 
 

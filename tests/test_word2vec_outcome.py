@@ -1,4 +1,4 @@
-"""Runs that train nothing are told apart from those that learn, and small corpora get a schedule that they learn with."""
+"""Runs that train nothing are distinguished from those that learn, and small corpora get a schedule that they learn with."""
 
 from __future__ import annotations
 
@@ -105,13 +105,13 @@ def losses_of(*values):
 
 def test_few_steps():
     assert warning_of_few_steps(FEW_STEPS, 5, 2048) == ""
-    told = "this run has 10 steps, too few to train much (fewer than 100); pass "
-    assert warning_of_few_steps(10, 5, 2048) == f"{told}a smaller block_words, such as 32, or more epochs than 5"
-    assert warning_of_few_steps(10, 50, 16) == f"{told}more epochs than 50"
+    expected = "this run has 10 steps, too few to train much (fewer than 100); pass "
+    assert warning_of_few_steps(10, 5, 2048) == f"{expected}a smaller block_words, such as 32, or more epochs than 5"
+    assert warning_of_few_steps(10, 50, 16) == f"{expected}more epochs than 50"
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "expected"),
     [
         ([], ""),
         ([CHANCE], ""),
@@ -125,9 +125,9 @@ def test_few_steps():
         ([900.0] + [4.4] * 60, "above the 4.159 that it began with; pass a smaller lr than 0.03"),
     ],
 )
-def test_loss(values, told):
+def test_loss(values, expected):
     found = warning_of_loss(losses_of(*values), Settings(lr=0.03), 5)
-    assert (told in found) if told else found == ""
+    assert (expected in found) if expected else found == ""
 
 
 def test_losses_go_on_from_a_checkpoint():
@@ -138,7 +138,7 @@ def test_losses_go_on_from_a_checkpoint():
 
 # Shorter runs with each of these warnings, and one without, are in test_word2vec_trainer.py.
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "expected"),
     [
         ({"epochs": 1, "block_words": 512}, "this run has 6 steps, too few"),
         pytest.param({"lr": 30.0}, "above the 4.159 that it began with", marks=pytest.mark.slow),
@@ -146,16 +146,16 @@ def test_losses_go_on_from_a_checkpoint():
         pytest.param({}, None, marks=pytest.mark.slow),
     ],
 )
-def test_warnings_reach_who_calls_train(settings, told, caplog):
+def test_warnings_reach_who_calls_train(settings, expected, caplog):
     text = " ".join(f"w{n}" for n in np.random.default_rng(0).integers(0, 50, 3000))
     with caplog.at_level(logging.WARNING, "speedtransfer"):
         train(io.BytesIO(text.encode()), 8, sample=0, device="cpu", progress=False, **settings)
     messages = [message for message in caplog.messages if "word2vec's rate" not in message]
-    assert [told in message for message in messages] == ([True] if told else [])
+    assert [expected in message for message in messages] == ([True] if expected else [])
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "expected"),
     [
         ({}, ""),
         ({"optimizer": "sgd"}, ""),
@@ -170,17 +170,17 @@ def test_warnings_reach_who_calls_train(settings, told, caplog):
         ({"lr": 0.5, "optimizer": "SGD"}, "lr=0.5 moves rows at 0.5, more than eight times word2vec's rate, 0.03"),
     ],
 )  # fmt: skip
-def test_rates_far_from_those_of_word2vec(settings, told):
+def test_rates_far_from_those_of_word2vec(settings, expected):
     chosen = Settings(**settings)
     optimizer = make_optimizer(
         chosen.optimizer, [torch.nn.Parameter(torch.zeros(1, 1))], chosen.first_lr, chosen.options
     )
     warning = warning_of_rate(chosen, optimizer)
-    assert told in warning
-    assert bool(told) == bool(warning)
+    assert expected in warning
+    assert bool(expected) == bool(warning)
 
 
-def test_too_little_text_is_told_by_default(caplog):
+def test_too_little_text_is_reported_by_default(caplog):
     train(io.BytesIO(b"one two three four five six\n" * 4), 4, min_count=1, sample=0, device="cpu", progress=False)
     assert caplog.messages == [
         "this run has 50 steps, too few to train much (fewer than 100); pass a smaller block_words, such as 16, or more "
@@ -188,14 +188,14 @@ def test_too_little_text_is_told_by_default(caplog):
     ]
 
 
-def test_vectors_that_have_one_dimension_in_common_are_told():
+def test_vectors_that_have_one_dimension_in_common_are_reported():
     """As AdamW made them with 64 shared negatives: a loss lower than that of good vectors, and words like any other."""
     vectors, settings = torch.randn(1000, 100, generator=torch.Generator().manual_seed(0)), Settings(dim=100)
     assert warning_of_vectors(vectors, settings) == ""
     vectors[:, 7] = 8
-    said = warning_of_vectors(vectors, settings)
-    assert "39% of their squared length in common, in dimension 7" in said
-    assert "more shared_negatives than 512" in said
+    warning = warning_of_vectors(vectors, settings)
+    assert "39% of their squared length in common, in dimension 7" in warning
+    assert "more shared_negatives than 512" in warning
     assert "more shared_negatives than 256" in warning_of_vectors(vectors, Settings(dim=100, model="cbow"))
     assert warning_of_vectors(torch.ones(5, 4), Settings(dim=4)) == ""  # so few that they say nothing
     assert warning_of_vectors(torch.zeros(5, 100), settings) == ""

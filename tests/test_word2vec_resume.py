@@ -167,7 +167,7 @@ def test_interrupted_run_is_saved(corpus, tmp_path, capsys, fresh_signals):
     assert resumed.matrix.tobytes() == whole.matrix.tobytes()
 
 
-def test_another_number_of_threads_is_told(corpus, tmp_path, capsys):
+def test_another_number_of_threads_is_reported(corpus, tmp_path, capsys):
     quietly(corpus, checkpoint=tmp_path / "point", epochs=1)
     capsys.readouterr()
     torch.set_num_threads(2)
@@ -342,7 +342,7 @@ def test_killed_with_tables_on_disk(tmp_path, monkeypatch):
 
 
 def test_two_runs_at_once_in_one_checkpoint(corpus, tmp_path, capsys):
-    """The second to save leaves the checkpoint of the first alone, says so, and trains on."""
+    """The second to save leaves the checkpoint of the first alone, reports it, and trains on."""
     folder, settings = tmp_path / "point", Settings(**QUICK)
     first, second = Checkpoints(folder), Checkpoints(folder)
     first.save(Trainer(corpus, settings))

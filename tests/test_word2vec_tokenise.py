@@ -155,7 +155,7 @@ def test_several_files(always_fast, tmp_path):
     "rubbish", [b"\0", b"\xff", b"\xe6\x9d", b"\xed\xa0\x80", b"\xc3 ", b"\xf4\x90\x80\x80", b"\xc0\x80"]
 )
 @pytest.mark.parametrize("step", [5, 64, 10_000])
-def test_rubbish_is_told_alike(always_fast, mark, rubbish, step):
+def test_rubbish_is_reported_alike(always_fast, mark, rubbish, step):
     data = mark + b"w\xc3\xa9rd \xe6\x9d\xb1\n" * 30
     messages = []
     for threads in (0, None):

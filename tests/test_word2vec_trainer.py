@@ -1,4 +1,4 @@
-"""Training learns, repeats bit for bit, takes any optimizer, stops on Ctrl-C, and says what is wrong."""
+"""Training learns, repeats bit for bit, takes any optimizer, stops on Ctrl-C, and reports what is wrong."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_case_of_the_name_does_not_matter(corpus, name):
     assert trainer.optimizer.param_groups[0]["lr"] == DEFAULT_LR[name.lower()]
 
 
-def test_adamw_does_not_decay_unless_told_to():
+def test_adamw_does_not_decay_by_default():
     param = [torch.nn.Parameter(torch.zeros(1))]
     assert make_optimizer("adamw", param).param_groups[0]["weight_decay"] == 0
     assert make_optimizer("adamw", param, options={"weight_decay": 0.1}).param_groups[0]["weight_decay"] == 0.1
@@ -334,7 +334,7 @@ def test_ctrl_c_after_a_request_to_stop_aborts(first, fresh_signals):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_all_that_are_entered_are_told(fresh_signals):
+def test_a_signal_reaches_all_that_are_entered(fresh_signals):
     with StopOnSignal() as outer:
         with StopOnSignal() as inner:
             signal.raise_signal(signal.SIGTERM)
@@ -446,30 +446,30 @@ def test_bad_things_beside_training(corpus, changes, kind, message):
 # --- runs that train nothing ------------------------------------------------------------------------------------------
 
 
-def test_few_steps_are_told(corpus, caplog):
+def test_few_steps_are_reported(corpus, caplog):
     quietly(corpus, epochs=1, block_words=2048)
-    (told,) = caplog.messages
-    assert told.startswith(
+    (warning,) = caplog.messages
+    assert warning.startswith(
         "this run has 6 steps, too few to train much (fewer than 100); pass a smaller block_words, such as "
     )
     advised = Trainer(
-        corpus, Settings(**{**QUICK, "epochs": 1, "block_words": int(re.search(r"such as (\d+)", told)[1])})
+        corpus, Settings(**{**QUICK, "epochs": 1, "block_words": int(re.search(r"such as (\d+)", warning)[1])})
     )
     assert advised.num_steps >= FEW_STEPS
 
 
-def test_few_steps_of_small_blocks_are_told(caplog, tmp_path):
+def test_few_steps_of_small_blocks_are_reported(caplog, tmp_path):
     (tmp_path / "tiny.txt").write_text("one two three four five six\n" * 4)
     quietly(tmp_path / "tiny.txt", epochs=1, min_count=1, block_words=4)
     assert any("too few to train much (fewer than 100); pass more epochs than 1" in text for text in caplog.messages)
 
 
-def test_a_loss_that_rose_is_told(corpus, caplog):
+def test_a_loss_that_rose_is_reported(corpus, caplog):
     quietly(corpus, optimizer="adamw", lr=30.0, epochs=3, block_words=256)
     assert any("above the 4.159 that it began with; pass a smaller lr than 30" in text for text in caplog.messages)
 
 
-def test_a_loss_of_vectors_that_know_nothing_is_told(corpus, caplog):
+def test_a_loss_at_chance_is_reported(corpus, caplog):
     quietly(corpus, lr=1e-9, epochs=2, block_words=200)
     assert caplog.messages[1:] == [
         "the loss ended at 4.159 and that of vectors which know nothing is 4.159: little was learnt; pass more epochs than 2, "
@@ -482,7 +482,7 @@ def test_a_run_that_learns_is_left_alone(corpus, caplog):
     assert caplog.messages == []
 
 
-def test_what_is_told_of_the_loss_survives_a_break(corpus, tmp_path, caplog):
+def test_running_losses_survive_a_break(corpus, tmp_path, caplog):
     settings = {**QUICK, "lr": 1e-9, "epochs": 4, "block_words": 64}
     stopped = Trainer(corpus, Settings(**settings))
     for _ in range(150):

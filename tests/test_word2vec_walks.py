@@ -241,7 +241,7 @@ def karate():
 @pytest.mark.parametrize(
     "optimizer", ["adagrad", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "sgd", "adamax"))]
 )
-def test_the_factions_of_a_small_graph_are_told_apart_by_default(karate, optimizer, caplog):
+def test_the_factions_of_a_small_graph_are_separated_by_default(karate, optimizer, caplog):
     trainer = Trainer(karate, Settings(dim=16, optimizer=optimizer, min_count=1, kind="adjacency", device="cpu"))
     trainer.run(TrainingProgress(enabled=False))
     assert caplog.messages == []

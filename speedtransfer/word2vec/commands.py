@@ -196,7 +196,6 @@ def train(
         evaluate_every=evaluate_every,
         overwrite=overwrite,
         when_stopped=not (resume or checkpoint or checkpoint_every),
-        folder=output,
     )
     _exit_after(train_into(output, corpus, settings, options, format, quiet, typer.echo))
 

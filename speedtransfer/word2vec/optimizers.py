@@ -55,25 +55,19 @@ _NOT_BY_ROWS = frozenset({"adafactor", "lbfgs", "muon", "sparseadam"})  # refuse
 _OWN_CHOICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # options for how torch computes a step
 
 
-def optimizer_names() -> list[str]:
-    """Return the names of the optimizers that torch.optim has, in its spelling."""
-    return sorted(
-        name
-        for name, value in vars(torch.optim).items()
-        if inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer
-    )
-
-
 def find_optimizer(name: str) -> type[Optimizer]:
     """Return the optimizer of torch.optim called `name`, in any case; raise where there is none."""
     if not isinstance(name, str):
         raise InvalidTypeError(f"optimizer is {name!r} but must be the name of one of torch.optim; pass 'adamw'")
-    by_lower = {known.lower(): known for known in optimizer_names()}
+    by_lower: dict[str, type[Optimizer]] = {
+        known.lower(): value
+        for known, value in vars(torch.optim).items()
+        if inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer
+    }
     if name.lower() not in by_lower:
         offered = sorted(by_lower.keys() - _NOT_BY_ROWS)
         raise InvalidValueError(f"optimizer {name!r} is not in torch.optim{suggest(name, offered)}")
-    found: type[Optimizer] = getattr(torch.optim, by_lower[name.lower()])
-    return found
+    return by_lower[name.lower()]
 
 
 def default_lr(name: str, model: str = "skipgram") -> float:

@@ -40,7 +40,7 @@ class RunOptions:
     """What a run does besides training; none of it changes a bit of the vectors. The attributes are arguments of `train`.
 
     `overwrite` allows replacing the checkpoint of another run; with `when_stopped` one is saved at a signal to stop and at no
-    other time. `folder` is that of the run: what an earlier run left of checkpoint, tables and curves in there is removed.
+    other time.
     """
 
     checkpoint: PathLike | None = None
@@ -51,7 +51,6 @@ class RunOptions:
     evaluate_every: float = 1.0
     overwrite: bool = False
     when_stopped: bool = False
-    folder: Path | None = None
 
 
 class Run:
@@ -61,6 +60,8 @@ class Run:
     ----------
     settings : Settings
     options : RunOptions, optional
+    folder : Path, optional
+        Of the run: what an earlier run left of checkpoint, tables and curves in there is removed.
 
     Attributes
     ----------
@@ -73,7 +74,7 @@ class Run:
         See `train`. Nothing has been written.
     """
 
-    def __init__(self, settings: Settings, options: RunOptions | None = None) -> None:
+    def __init__(self, settings: Settings, options: RunOptions | None = None, folder: Path | None = None) -> None:
         options = options or RunOptions()
         resolve_device(settings.device)
         self.settings = settings
@@ -84,7 +85,7 @@ class Run:
         if options.checkpoint is not None:
             for name, path in (("tensorboard", options.tensorboard), ("path", settings.path)):
                 check_apart(name, path, options.checkpoint)
-        self._folder = options.folder
+        self._folder = folder
         self.callbacks: list[Callback] = []
         board = None if options.tensorboard is None else TensorBoard(options.tensorboard)
         if options.evaluate:

@@ -85,7 +85,7 @@ def train_into(
         ],
     )
     with folder, ExitStack() as saving:
-        run = Run(settings, options)
+        run = Run(settings, options, output)
         if resume and not run.resumes and not overwrite and folder.holds_a_run:
             raise InvalidValueError(
                 f"output folder {str(output)!r} holds a run but there is no checkpoint in {str(checkpoint)!r} to resume; "
