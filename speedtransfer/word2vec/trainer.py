@@ -84,7 +84,6 @@ class Trainer:
         The signal, SIGINT (Ctrl-C) or SIGTERM, that came while `run` ran.
     evaluation : list of dict
         The last figures of each set that training is evaluated on (`callbacks.Evaluations`).
-
     """
 
     def __init__(self, corpus: Corpus, settings: Settings) -> None:
@@ -197,8 +196,16 @@ class Trainer:
     def run(self, progress: TrainingProgress, callbacks: Sequence[Callback] = ()) -> None:
         """Train to the end, or to the first SIGINT (Ctrl-C) or SIGTERM: the model is whole then, and `interrupted` True.
 
-        `callbacks` are called in this order. Raises what `train_step` does, and `InvalidValueError` where subsampling has left
-        no pair of words at all, or a vector is not finite at the end.
+        Parameters
+        ----------
+        progress : TrainingProgress
+        callbacks : sequence of Callback
+            Called in this order.
+
+        Raises
+        ------
+        InvalidValueError, OptimizerError
+            As `train_step`; also where subsampling has left no pair of words at all, or a vector is not finite at the end.
         """
         try:
             for callback in callbacks:

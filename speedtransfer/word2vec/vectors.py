@@ -115,7 +115,7 @@ class Vectors:
         return lengths(self.matrix)
 
     def similarity(self, first: str, second: str) -> float:
-        """Return the cosine of the angle between two words' vectors, 0 where one of them is zero."""
+        """Return the cosine of two words' vectors, 0 where one is zero; unknown words raise `UnknownWordError`."""
         a, b = self[[first, second]].astype(np.float64)
         length = float(np.linalg.norm(a) * np.linalg.norm(b))
         return float(a @ b) / length if length else 0.0
@@ -180,7 +180,7 @@ class Vectors:
         return self.most_similar([b, c], topn, negative=[a])
 
     def to_gensim(self) -> Any:
-        """Return gensim's ``KeyedVectors`` of these words, over the same memory as `matrix`."""
+        """Return gensim's ``KeyedVectors`` of these words, over the same memory as `matrix`; needs gensim."""
         return formats.to_keyed_vectors(self.words, self.matrix, self.counts)
 
     @classmethod
