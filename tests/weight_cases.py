@@ -210,6 +210,18 @@ torch.func.functional_call(emb, {"weight": full}, (ids,))
 
 torch.func.functional_call(emb, dict(emb.named_parameters()), (ids,))
 
+# The data, not trained
+frozen = emb.weight.detach().requires_grad_(False)
+emb.weight.data.requires_grad = False
+frozen.requires_grad, emb.weight.requires_grad
+
+# A gradient of the data
+# refused (copies): it reads rows where they are stored; a copy can have a gradient
+given = emb.weight.detach().requires_grad_()
+with torch.enable_grad():
+    (given.sin() * full).sum().backward()
+given.grad
+
 torch.utils.dlpack.from_dlpack(emb.weight.detach()), memoryview(emb.weight.detach().numpy()).shape
 """,
 )

@@ -78,6 +78,14 @@ def _of_layout(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _require_grad(weight: Any, requires_grad: bool = True) -> Any:
+    if isinstance(weight, WeightData):
+        # In torch a tensor of its own: whether the weight is trained does not change.
+        if requires_grad:
+            raise InvalidTypeError(
+                f"{handle_of(weight)}.data reads rows where they are stored, and collects no gradient of its own; take a copy "
+                "(weight.detach().clone().requires_grad_())"
+            )
+        return weight
     if requires_grad:
         handle_of(weight).table.check_writable()
     with as_tensor():
