@@ -210,6 +210,12 @@ torch.func.functional_call(emb, {"weight": full}, (ids,))
 
 torch.func.functional_call(emb, dict(emb.named_parameters()), (ids,))
 
+# A tensor of one's own, changed by the weight
+with torch.no_grad():
+    own = full.clone().mul_(0.9).add_(emb.weight, alpha=0.1)
+    own.sub_(emb.weight.detach()).mul_(emb.weight.data).clamp_(max=emb.weight)
+own
+
 # The data, not trained
 frozen = emb.weight.detach().requires_grad_(False)
 emb.weight.data.requires_grad = False

@@ -33,7 +33,7 @@ def _changed(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``weight.mul_`` or the like, which changes every value by itself if its arguments are numbers."""
 
     def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = handle_of(weight)
+        handle = handle_of(weight) if isinstance(weight, TableWeight | WeightData) else None
         numbers = all(isinstance(value, bool | int | float) or value is None for value in (*args, *kwargs.values()))
         if not isinstance(handle, ShardHandle) or not numbers:
             return NotImplemented
