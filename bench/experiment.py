@@ -28,7 +28,11 @@ class DataError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A process that was started failed or was stopped."""
+    """A process that was started failed."""
+
+
+class OutOfTimeError(RuntimeError):
+    """A process was stopped at its time limit."""
 
 
 def require(*modules: str) -> None:
@@ -67,7 +71,7 @@ def exit_code(run: Callable[[], int], stopped: str = "stopped") -> int:
         return run()
     except (DataError, SpeedtransferError) as error:
         code, message = 2, str(error)
-    except RunError as error:
+    except (RunError, OutOfTimeError) as error:
         code, message = 1, str(error)
     except KeyboardInterrupt:
         code, message = 130, stopped

@@ -13,14 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from experiment import RunError
+from experiment import OutOfTimeError, RunError
 from store import ROOT
 
 _EVERY_S = 0.1
-
-
-class OutOfTimeError(RunError):
-    """A job was stopped at its time limit."""
 
 
 def run_job(script: str, job: dict[str, Any], end: float = float("inf")) -> dict[str, Any]:

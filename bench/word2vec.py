@@ -23,8 +23,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiment import RunError, exit_code, make_parser, positive_int, require, resume, stop_on_signals, write_result
-from process import OutOfTimeError, run_job
+from experiment import (
+    OutOfTimeError,
+    RunError,
+    exit_code,
+    make_parser,
+    positive_int,
+    require,
+    resume,
+    stop_on_signals,
+    write_result,
+)
+from process import run_job
 from store import FULL, PARTIAL, QUICK, ROOT, WORD2VEC, header, path_of, write
 from word2vec_bootstrap import with_differences
 from word2vec_child import EVALUATE, GENSIM, OURS, cores

@@ -184,3 +184,6 @@ def test_a_stopped_run_goes_on(bench, folder, monkeypatch, capsys):
         partial.write_text(json.dumps({**before, **change}))
         assert node2vec.main([*command, "--resume"]) == 2
         assert f"was measured with other {what}; drop --resume to start over" in capsys.readouterr().err
+    partial.write_text("{")
+    assert node2vec.main([*command, "--resume"]) == 2
+    assert "cannot read" in capsys.readouterr().err

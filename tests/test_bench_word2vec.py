@@ -295,6 +295,27 @@ def test_the_order_of_runs(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("error", ["RunError", "OutOfTimeError"])
+def test_a_run_that_fails_costs_no_other_and_one_without_time_ends_all(tmp_path, monkeypatch, error):
+    command, asked = module(""), []
+    settings = module("_data").Settings(dims=(8,), optimizers=("sgd",), models=("cbow",), seeds=1)
+    session = command.Session(tmp_path, settings, [], tmp_path / "partial.json", None)
+    session._texts = {"a.txt": tmp_path / "a.txt"}
+    own = {"name": "a.txt", "epochs": 1, "min_count": 1, "sample": 0.0, "analogies": True}
+    session.result = {"corpora": [own], "runs": [], "failures": []}
+
+    def run_job(script, job, end):
+        asked.append(job["task"])
+        raise getattr(command, error)("a reason")
+
+    monkeypatch.setattr(command, "run_job", run_job)
+    failed = error == "RunError"
+    assert session.run_all() == ("" if failed else "a reason")
+    assert asked == (["gensim", "speedtransfer"] if failed else ["gensim"])
+    assert [one["error"] for one in session.result["failures"]] == (["a reason"] * 2 if failed else [])
+    assert (tmp_path / "partial.json").exists()
+
+
 def test_what_a_run_finds(small_run):
     found = json.loads((small_run[0] / DEVICE / "word2vec.json").read_text())
     large, small = (corpus["name"] for corpus in found["corpora"])
