@@ -18,7 +18,7 @@ GROWN = 4  # times the rows of a call
 
 
 def look(count: int, repeats: int, end: float) -> Iterator[dict[str, Any]]:
-    """Yield what was measured with `count` ids a call, until the time `end`; what fails has its error in place of figures."""
+    """Yield what was measured with `count` ids a call, until the time `end`; a failure has its error in place of figures."""
     for name, measure in (("find", _find), ("step", _steps), ("grow", _grow)):
         if time.monotonic() > end:
             yield {"name": name, "error": "no time was left"}

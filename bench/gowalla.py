@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=kind, default=field.default, choices=choices, help=f"by default {field.default}")
     parser.add_argument("--quick", action="store_true", help="one epoch, to see that it runs")
-    # What the processes leave for the one that has started them.
+    # Where the processes write their result for the one that has started them.
     parser.add_argument("--state", type=Path, help=argparse.SUPPRESS)
     return parser
 
@@ -103,7 +103,7 @@ def describe(found: dict[str, Any]) -> str:
 
 
 def compare_all(data: Data, settings: Settings, args: argparse.Namespace) -> int:
-    """Train in all ways, compare them with one process of tables, and write the result; return the exit code."""
+    """Train every kind, compare it with tables in one process, and write the result; return the exit code."""
     about = header(ROOT, GOWALLA)  # before: the sources as they are when it starts
     whole = not args.quick and args.kind is None
     out = args.out or path_of(ROOT, about["environment"]["device"], GOWALLA, "" if whole else QUICK)
@@ -131,7 +131,7 @@ def compare_all(data: Data, settings: Settings, args: argparse.Namespace) -> int
 
 
 def run_processes(kind: str, settings: Settings, args: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """Return what a training by torchrun has found."""
+    """Train in processes started by torchrun; return the result."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.processes)]
     command = [sys.executable, *torchrun, str(Path(__file__).resolve()), "train", "--data", str(args.data)]
     command += ["--kind", kind, "--state", str(path)]
@@ -174,7 +174,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def sentences(result: dict[str, Any]) -> Iterator[str]:
-    """Yield what was trained, and what the columns are."""
+    """Yield what was trained, and what the columns mean."""
     data, settings, environment = result["data"], result["settings"], result["environment"]
     yield (
         f"{data['train']:,} pairs of {data['users']:,} users and {data['items']:,} items; epochs: {settings['epochs']}, "

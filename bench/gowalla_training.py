@@ -24,7 +24,7 @@ from speedtransfer.ranks import exchange_of
 DENSE, ALONE, REPLICAS, SHARDED, SHARED = KINDS = ("dense", "table", "replicas", "sharded", "shared")
 TOP = 20
 _USERS_AT_ONCE = 1024
-_DRAWS = 10  # of a negative item, before one that the user has is accepted
+_DRAWS = 10  # of a negative item at most; then one that the user has is accepted
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Batches:
     def __init__(self, data: Data, settings: Settings) -> None:
         self._pairs, self._batch, self._num_items = data.train, settings.batch, data.sizes[1]
         self._known = (data.train[:, 0] * self._num_items + data.train[:, 1]).sort().values
-        # Of the same seed in every process.
+        # With the same seed in every process.
         self._generator = torch.Generator().manual_seed(settings.seed + 1)
 
     def __len__(self) -> int:

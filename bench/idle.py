@@ -57,7 +57,7 @@ def _print_point(number: int, curves: dict[str, dict[str, list[float]]]) -> None
 # --- words and picture --------------------------------------------------------------------------------------------------
 
 
-# Exact is dashed over a broad dense line: one sees both where they are one.
+# Exact is dashed over a broad dense line: both are visible where they coincide.
 _STYLES: dict[str, dict[str, Any]] = {
     DENSE: {"color": "#b8bec8", "lw": 7, "solid_capstyle": "round", "zorder": 2},
     EXACT: {"color": COLOURS[0], "lw": 2, "ls": (0, (4, 2)), "zorder": 5},
@@ -115,7 +115,7 @@ def draw(result: dict[str, Any]) -> Any:
 
 
 def _label(axes: Any, counts: list[int], values: list[float], text: str, colour: str, lift: int) -> None:
-    """Name a line where it ends, `lift` points above it or below."""
+    """Label a line at its end, `lift` points above it or below."""
     beside = values[int(len(values) * max(0.0, 1 - len(text) / 36)) :]  # a line of text is as wide as about 36 letters
     place, side = (max(beside), "bottom") if lift > 0 else (min(beside), "top")
     style = {"fontsize": 9, "color": colour, "ha": "right", "va": side}
@@ -123,7 +123,7 @@ def _label(axes: Any, counts: list[int], values: list[float], text: str, colour:
 
 
 def sentences(result: dict[str, Any]) -> list[str]:
-    """Return what was trained and what came of it."""
+    """Return what was trained, and the results."""
     settings, sizes, curves = result["settings"], result["sizes"], result["curves"]
     users, items = map(format_share, result["touched"])
     trained = (

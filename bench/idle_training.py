@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import speedtransfer as st
 
 DENSE, EXACT, LAZY, SPARSE = WAYS = ("dense", "exact", "lazy", "SparseAdam")
-DOUBLE = "dense, float64"  # as far as dense is from it, rounding alone takes it
+DOUBLE = "dense, float64"  # its distance to dense is that of rounding alone
 _START = 0.1  # standard deviation of the first weights
 
 Weights = tuple[Tensor, Tensor]
@@ -71,7 +71,7 @@ def _wait(tensor: Tensor) -> None:
 def train(
     data: Data, settings: Settings, device: torch.device, report: Callable[[int, dict[str, Any]], None] | None = None
 ) -> dict[str, Any]:
-    """Train in all ways, side by side on the same batches, and return curves and differences as plain data.
+    """Train all ways side by side on the same batches, and return curves and differences as plain data.
 
     Parameters
     ----------

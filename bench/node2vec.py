@@ -44,7 +44,7 @@ OPTIMIZERS = ("adamw", "sgd", "adagrad", "adamax")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained and how it is judged; window, walks, p and q are those of the node2vec paper for BlogCatalog."""
+    """Settings of training and evaluation; window, walks, p and q are those of the node2vec paper for BlogCatalog."""
 
     dim: int = 128
     window: int = 10
@@ -105,7 +105,7 @@ def _measure_all(args: argparse.Namespace) -> int:
 
 
 def edges_of(data: Data) -> int:
-    """Return how many edges the graph has; one from a node to itself has one entry, any other two."""
+    """Return the number of edges; a loop has one entry in the graph, any other edge two."""
     heads = np.repeat(np.arange(len(data.graph)), np.diff(data.graph.begins))
     loops = int((heads == data.graph.neighbours).sum())
     return (len(heads) + loops) // 2
@@ -144,7 +144,7 @@ def measure(data: Data, settings: Settings, seed: int, done: Container[str] = ()
 
 
 def train_gensim(walks: Path, settings: Settings, seed: int) -> tuple[Callable[[str], np.ndarray], dict[str, Any]]:
-    """Return the vectors of gensim, by node."""
+    """Train by gensim; return a function from node to vector, and facts about the run."""
     from gensim.models import Word2Vec
 
     model = Word2Vec(
@@ -166,7 +166,7 @@ def train_gensim(walks: Path, settings: Settings, seed: int) -> tuple[Callable[[
 def train_ours(
     walks: Path, settings: Settings, seed: int, optimizer: str
 ) -> tuple[Callable[[str], np.ndarray], dict[str, Any]]:
-    """Return our vectors, by node."""
+    """Train by this package; return a function from node to vector, and facts about the run."""
     from speedtransfer.word2vec import Corpus, Trainer
     from speedtransfer.word2vec.progress import TrainingProgress
 
@@ -187,7 +187,7 @@ def train_ours(
 
 
 def summary(runs: list[dict[str, Any]], settings: Settings) -> list[dict[str, Any]]:
-    """Return for each system, share and measure the mean and how far it is above gensim, seed by seed, with 95% intervals."""
+    """Return means by system, share and measure, and paired differences to gensim, with 95% intervals over the seeds."""
     rows = []
     for system in dict.fromkeys(run["system"] for run in runs):
         for share in (f"{share:g}" for share in settings.shares):
@@ -207,7 +207,7 @@ def means(runs: list[dict[str, Any]], system: str, share: str, name: str) -> lis
 
 
 def describe(run: dict[str, Any]) -> str:
-    """Return what a run has reached, in a line."""
+    """Return a line about one run."""
     found = (
         f"{float(share):.0%} "
         + " ".join(f"{statistics.fmean(split[name] for split in splits):.4f}" for name in MEASURES)
@@ -267,7 +267,7 @@ def _number(found: dict[str, Any], sign: str = "") -> str:
 
 
 def sentences(result: dict[str, Any]) -> Iterator[str]:
-    """Yield what was trained, and how it was judged."""
+    """Yield what was trained, and how it was evaluated."""
     settings, graph, environment = result["settings"], result["graph"], result["environment"]
     yield (
         f"{graph['nodes']:,} nodes, {graph['edges']:,} edges, {graph['groups']} groups; {settings['walks']} walks of "

@@ -114,7 +114,7 @@ def save_walks(graph: Graph, settings: Settings, path: Path) -> int:
 
 
 def predict(scores: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """Return for each node as many groups as it is in, those with the highest scores.
+    """Predict for each node as many groups as it is in, those with the highest scores.
 
     Parameters
     ----------
@@ -132,15 +132,15 @@ def predict(scores: np.ndarray, truth: np.ndarray) -> np.ndarray:
 
 
 def f1(predicted: np.ndarray, truth: np.ndarray) -> dict[str, float]:
-    """Return micro- and macro-F1, the latter over all groups; 0 for a group that is neither there nor predicted."""
+    """Return micro- and macro-F1, the latter over all groups; 0 for a group that neither occurs nor is predicted."""
     hits = (predicted & truth).sum(axis=0)
-    named = predicted.sum(axis=0) + truth.sum(axis=0)  # twice the hits, and what was predicted or true alone
+    named = predicted.sum(axis=0) + truth.sum(axis=0)  # true positives count twice
     each = np.divide(2 * hits, named, out=np.zeros(len(hits)), where=named > 0)
     return {MICRO: float(2 * hits.sum() / named.sum()), MACRO: float(each.mean())}
 
 
 def score(vectors: np.ndarray, groups: np.ndarray, share: float, seed: int) -> dict[str, float]:
-    """Train on a random `share` of the nodes, which `seed` decides, and return micro- and macro-F1 on the others.
+    """Train on a random `share` of the nodes, drawn by `seed`, and return micro- and macro-F1 on the others.
 
     Vectors are scaled to the same mean length first: how strong the regularization of the regression is depends on it, and
     optimizers end with vectors of different length.
@@ -172,7 +172,7 @@ def score(vectors: np.ndarray, groups: np.ndarray, share: float, seed: int) -> d
 
 
 def interval(values: Sequence[float]) -> dict[str, Any]:
-    """Return the mean of `values` and half of its 95% interval by Student's t; None where there is one value."""
+    """Return the mean of `values` and half of its 95% interval by Student's t, None for a single value."""
     from scipy.stats import t
 
     if len(values) < 2:

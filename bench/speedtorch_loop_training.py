@@ -71,7 +71,7 @@ def corpus() -> Words:
 
 
 def zipf(rows: int) -> Words:
-    """Return a vocabulary of `rows` words, the n-th of which occurs 1/n times as often as the first."""
+    """Return a vocabulary of `rows` words whose frequencies follow Zipf's law."""
     weight = (1.0 / np.arange(1, rows + 1)) ** _BEST
     return Words("Zipf", rows, None, np.cumsum(weight / weight.sum()))
 
@@ -170,7 +170,7 @@ class Loop:
         return self._before + time.perf_counter() - begin
 
     def _measured_apart(self, begin: float) -> None:
-        """Stop the clock and add up what is held between backward and step, when it is most."""
+        """Stop the clock and count the bytes held between backward and step, their peak."""
         self._wait()
         self._before = time.perf_counter() - begin
         self.peak_bytes = max(self.peak_bytes, self._bytes())
@@ -212,7 +212,7 @@ def train(
         stream, times = batches(words, settings), {way: [] for way in WAYS}
         warm = next(stream)
         for loop in loops.values():
-            loop.step(warm)  # makes the state, and what is made once a process
+            loop.step(warm)  # makes the state and fills caches
         for _ in range(settings.rounds):
             turn = [next(stream) for _ in range(settings.steps)]
             for way, loop in loops.items():

@@ -96,7 +96,7 @@ def draw(result: dict[str, Any]) -> Any:
             runs = _runs(stream, policy)
             shares = [100 * run["share"] for run in runs]
             style = {"color": COLOURS[POLICIES.index(policy)], "marker": _MARKS[policy], "lw": 2, "ms": 6}
-            # So that one sees both where they are one.
+            # Dashed, so that both are visible where they coincide.
             style |= {"label": _NAMES[policy], "ls": (0, (3, 2)) if policy == SEEN_TWICE else "-"}
             quality.plot(shares, [run["quality"] for run in runs], **style)
             if policy != HASHED:
@@ -121,7 +121,7 @@ def _runs(stream: dict[str, Any], policy: str) -> list[dict[str, Any]]:
 
 
 def sentences(result: dict[str, Any]) -> Iterator[str]:
-    """Yield what was trained, and what part of the quality of a full table each policy keeps."""
+    """Yield what was trained, and the quality of full tables."""
     settings = result["settings"]
     for name, stream in result["streams"].items():
         (full,) = _runs(stream, FULL)

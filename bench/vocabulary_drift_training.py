@@ -140,7 +140,7 @@ def fill(embedding: Any, initial: Any) -> None:
 
 
 def fitting_lifetime(distinct: list[np.ndarray], rows: int) -> int:
-    """Return the most steps that ids may live for without a use, if no more than `rows` of them live at once; 1 at least."""
+    """Return the longest time to live, in steps since the last use, with at most `rows` ids alive at once; 1 at least."""
     names, places = np.unique(np.concatenate(distinct), return_inverse=True)
     parts = np.split(places, np.cumsum([len(ids) for ids in distinct])[:-1])
 
@@ -168,7 +168,7 @@ def fitting_lifetime(distinct: list[np.ndarray], rows: int) -> int:
 
 
 class Zipf:
-    """Batches of ids, what they come with, and the probability of 1; the same for every table."""
+    """Batches of ids with inputs, labels and the probabilities of label 1; the same for every table."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -240,7 +240,7 @@ class Blocks:
         self.steps = [step for _, steps in self.blocks for step in steps]
 
     def recall(self, users: Table, items: Table, block: range) -> list[float]:
-        """Return for users of a block the share of the items held out among the `TOP` best that it was not trained with."""
+        """Return recall@`TOP` of held-out items for each user of a block."""
         known, wanted = (pairs_of(pairs, block.start, len(block)) for pairs in self._data)
         with torch.no_grad():
             users.eval()
@@ -267,7 +267,7 @@ def train_gowalla(stream: Blocks, policy: str, share: float, settings: Settings)
             if measured:
                 items.count(own)
             wanted = items(own)
-            # The items of others in the batch: a random one would be a use of an id that nobody has.
+            # Negatives are items of others in the batch: a random one would count as a use of its id.
             other = wanted[torch.randperm(len(own), generator=draw)]
             F.softplus((users(own_users) * (other - wanted)).sum(1)).mean().backward()
             optimizer.step()

@@ -30,7 +30,7 @@ def cores() -> int:
 
 
 def train_gensim(job: dict[str, Any]) -> dict[str, Any]:
-    """Train as ``Word2Vec(corpus_file=...)`` does; its two parts are called one by one to time each."""
+    """Train as ``Word2Vec(corpus_file=...)`` does; vocabulary and training are timed apart."""
     from gensim.models import Word2Vec
 
     clock = _Clock()
