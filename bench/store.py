@@ -49,10 +49,19 @@ LAYOUT = "layout"  # of bench/layout.py, which no page shows
 OTHERS = (IDLE, WORD2VEC, SCALE, LOOP, NGRAM_EXAMPLE, PARALLEL_EXAMPLE, DRIFT, PLAN)
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 
-# Parts of the package that most results do not depend on; the tests of a device leave out all but n-grams and checkpoints.
+# What results depend on. Parts of the package that count for few of them:
 _OUTER = ("benchmark", "checkpoint", "cli.py", "__main__.py", "ngrams", "planning", "speedtorch", "word2vec")
-_TRAINING = ("idle", "nn", "optim", "ranks", "vocabulary")  # of rows, which is more than moving them
-_PRESENTING = ("commands", "drawing", "html", "report", "run", "suites", "units")  # of the package's benchmark
+_TRAINING = ("idle", "nn", "optim", "ranks", "vocabulary")  # counts for all suites but those that only move rows
+_PRESENTING = (
+    "commands",
+    "drawing",
+    "html",
+    "report",
+    "run",
+    "suites",
+    "units",
+)  # modules of the package's benchmark that only show results
+# The parts of `_OUTER` that count for a result, and the files that do its work (by default the script of its name).
 _MORE = {
     "mixed": ("checkpoint", "word2vec"),
     "ngram": ("ngrams",),
@@ -73,7 +82,7 @@ _SCRIPTS = {
     PLAN: ("bench/plan_accuracy.py",),
     LOOP: ("bench/speedtorch_loop_training.py",),
     NGRAM_EXAMPLE: ("examples/ngram_lm", ":!examples/ngram_lm/pictures.py", ":!examples/ngram_lm/table_text.py"),
-    PARALLEL_EXAMPLE: ("examples/parallel", ":!examples/parallel/pictures.py", "speedtransfer/benchmark/world.py"),
+    PARALLEL_EXAMPLE: ("examples/parallel", ":!examples/parallel/pictures.py"),
 }
 
 
@@ -115,19 +124,9 @@ def is_current(root: Path, part: str, result: dict[str, Any]) -> bool:
     """
     facts = result["environment"]
     if not facts["dirty"] and (root / ".git").exists():  # else git would find whatever repository is around it
-        command = [
-            "git",
-            "-C",
-            str(root),
-            "diff",
-            "--quiet",
-            "--end-of-options",
-            facts["commit"],
-            "--",
-            *paths_of(part),
-        ]
+        git = ["git", "-C", str(root), "diff", "--quiet", "--end-of-options", facts["commit"], "--"]
         with contextlib.suppress(OSError):  # git is not installed
-            code = subprocess.run(command, capture_output=True, check=False).returncode
+            code = subprocess.run([*git, *paths_of(part)], capture_output=True, check=False).returncode
             if code in (0, 1):
                 return code == 0
     return bool(result["digest"] == digest(root))

@@ -253,6 +253,11 @@ def test_the_paths_of_every_result_are_there(store):
     for part in (*store.PARTS, *store.OTHERS, *others):
         for path in store.paths_of(part):
             assert list(store.ROOT.glob(path.removeprefix(":!"))), (part, path)
+            left_out = [path.removeprefix(":!") for path in store.paths_of(part) if path.startswith(":!")]
+            assert path.startswith(":!") or not any(Path(path).is_relative_to(other) for other in left_out), (
+                part,
+                path,
+            )
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"environment": {}}'])
