@@ -51,16 +51,10 @@ FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 
 # What results depend on. Parts of the package that count for few of them:
 _OUTER = ("benchmark", "checkpoint", "cli.py", "__main__.py", "ngrams", "planning", "speedtorch", "word2vec")
-_TRAINING = ("idle", "nn", "optim", "ranks", "vocabulary")  # counts for all suites but those that only move rows
-_PRESENTING = (
-    "commands",
-    "drawing",
-    "html",
-    "report",
-    "run",
-    "suites",
-    "units",
-)  # modules of the package's benchmark that only show results
+# For all suites but those that only move rows:
+_TRAINING = ("idle", "nn", "optim", "ranks", "vocabulary")
+# Modules of `benchmark` that measure nothing:
+_PRESENTING = ("commands", "drawing", "html", "report", "run", "suites", "units")
 # The parts of `_OUTER` that count for a result, and the files that do its work (by default the script of its name).
 _MORE = {
     "mixed": ("checkpoint", "word2vec"),

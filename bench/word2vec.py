@@ -197,10 +197,7 @@ class Session:
         if not self._left():
             return
         if self.partial.exists() and not goes_on:
-            print(
-                f"{self.partial} is replaced as soon as there is a result; --resume would have gone on with it",
-                flush=True,
-            )
+            print(f"{self.partial} is replaced as soon as there is a result; --resume would have gone on with it")
         first = facts[0]["name"]
         prepare(self._texts[first], self._folder / "warm.txt", WARM_WORDS)
         words = ", ".join(f"{about['name']}: {about['words']:,} words" for about in facts)
@@ -214,13 +211,9 @@ class Session:
 
         def find_changes(old: dict[str, Any]) -> list[str]:
             before = {about["name"]: about for about in old["corpora"]}
-            changed = {
-                "workers": old["workers"] != fresh["workers"],
-                "corpora or settings of them": any(
-                    before.get(about["name"], about) != about for about in fresh["corpora"]
-                ),
-                "settings": settings_of(old) != settings_of(fresh),
-            }
+            others = any(before.get(about["name"], about) != about for about in fresh["corpora"])
+            changed = {"workers": old["workers"] != fresh["workers"], "corpora or settings of them": others}
+            changed["settings"] = settings_of(old) != settings_of(fresh)
             return [what for what, differs in changed.items() if differs]
 
         old = resume(self.partial, fresh, find_changes)
@@ -270,10 +263,8 @@ class Session:
             spent += time.monotonic() - start
             minutes = spent / (number + 1) * (len(left) - number - 1) / 60
             place = number_of_all - len(left) + number + 1
-            print(
-                f"[{place}/{number_of_all}] {title}, seed {run.seed}: {shown}; about {minutes:.0f} min to go",
-                flush=True,
-            )
+            done = f"[{place}/{number_of_all}] {title}, seed {run.seed}"
+            print(f"{done}: {shown}; about {minutes:.0f} min to go", flush=True)
         return ""
 
     def _title(self, run: Run) -> str:
