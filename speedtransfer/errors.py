@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Iterable
+from pathlib import PurePath
 
 _MOST_LISTED = 30
 
@@ -60,6 +61,12 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     return "; choose from " + ", ".join(repr(c) for c in choices[:_MOST_LISTED]) + more
 
 
+def describe_ending(path: object) -> str:
+    """Return what a message says of the ending of the file name `path`: "ends in '.txt'", or "has no ending"."""
+    suffix = PurePath(str(path)).suffix
+    return f"ends in {suffix!r}" if suffix else "has no ending"
+
+
 def format_bytes(num_bytes: float) -> str:
     """Return `num_bytes` with a decimal unit (1 GB = 1e9 bytes), three significant digits."""
     value = float(num_bytes)
@@ -89,7 +96,7 @@ def check_size(value: object, name: str, minimum: int = 0) -> int:
             f"{name} is {value!r} ({type(value).__name__}) but must be an integer; pass int({name})"
         ) from None
     if number < minimum:
-        raise InvalidValueError(f"{name} is {number} but must be at least {minimum}; pass a larger {name}")
+        raise InvalidValueError(f"{name} is {number} but must be at least {minimum}; pass {minimum} or more")
     if number >= 2**63:
         raise InvalidValueError(f"{name} is {number} but must be below 2**63; pass a smaller {name}")
     return number

@@ -100,8 +100,8 @@ def test_check_size_at_its_limits():
 @pytest.mark.parametrize(
     ("value", "minimum", "message"),
     [
-        (-1, 0, "rows is -1 but must be at least 0; pass a larger rows"),
-        (0, 1, "rows is 0 but must be at least 1; pass a larger rows"),
+        (-1, 0, "rows is -1 but must be at least 0; pass 0 or more"),
+        (0, 1, "rows is 0 but must be at least 1; pass 1 or more"),
         (2**63, 0, "rows is 9223372036854775808 but must be below 2**63; pass a smaller rows"),
     ],
 )

@@ -299,7 +299,7 @@ def test_arrays_that_are_no_table(tmp_path, array, standard, message, memory):
         ("missing/a.npy", OSError, r"cannot read .* \(No such file or directory\)"),
         ("folder.npy", OSError, r"cannot read .* \(Is a directory\)"),
         ("file/a.npy", OSError, r"cannot read .* \(Not a directory\)"),
-        ("file", ValueError, r"ends in '' but a table is .npy or .safetensors; rename it"),
+        ("file", ValueError, r"has no ending but a table is .npy or .safetensors; rename it"),
         ("vectors.bin", ValueError, r"ends in '.bin' but a table is .npy or .safetensors; rename it"),
     ],
 )

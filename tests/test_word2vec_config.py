@@ -58,7 +58,7 @@ from speedtransfer.word2vec.settings import SETTINGS
         ({"memory": "mmap", "path": ""}, InvalidValueError, "path is '', not a path"),
         ({"lr": True}, InvalidTypeError, r"lr is True \(bool\) but must be a number"),
         ({"options": [1]}, InvalidTypeError, r"options is \[1\] but must be a dict by argument name"),
-        ({"options": {"epss": 1}}, InvalidValueError, "AdamW does not take .*epss"),
+        ({"options": {"epss": 1}}, InvalidValueError, "AdamW has no option 'epss'; did you mean 'eps'"),
         ({"options": {"fused": True, "foreach": True}}, InvalidValueError, "AdamW does not take .*cannot be `True`"),
     ],
 )

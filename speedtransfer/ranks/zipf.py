@@ -115,7 +115,7 @@ def _hits(num_rows: int, exponent: float, lookups: int) -> tuple[NDArray[np.floa
 def _served(
     num_rows: int, exponent: float, lookups: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return where blocks of ids end, the probability that an id of each is among the lookups, and how many are up to its end."""
+    """Return where blocks of ids end, the chance that an id of each is among the lookups, and how many are up to there."""
     counts, hits = _hits(num_rows, exponent, lookups)
     return counts.cumsum(), hits, (counts * hits).cumsum()
 

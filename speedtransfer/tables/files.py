@@ -19,7 +19,14 @@ from torch import Tensor
 
 from speedtransfer import safetensors_io
 from speedtransfer.dtypes import FLOAT8_SCALE, NUMPY_OF_TORCH, SAFETENSORS_DTYPES, TABLE_DTYPES, TORCH_OF_NUMPY
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError, suggest
+from speedtransfer.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    SpeedtransferError,
+    StorageError,
+    describe_ending,
+    suggest,
+)
 from speedtransfer.system import replace_file
 
 _MAX_SIZE = 2**63 - 1
@@ -31,7 +38,7 @@ def check_suffix(path: Path, dtype: torch.dtype) -> None:
     """Raise where the format that `path` names by its suffix does not exist or cannot hold `dtype`."""
     if path.suffix not in (".npy", ".safetensors"):
         raise InvalidValueError(
-            f"path {str(path)!r} ends in {path.suffix!r} but a table is .npy or .safetensors; rename it"
+            f"path {str(path)!r} {describe_ending(path)} but a table is .npy or .safetensors; rename it"
         )
     if path.suffix == ".npy" and dtype not in NUMPY_OF_TORCH:
         raise InvalidTypeError(f"{dtype} has no .npy form (path {str(path)!r}); use a path that ends in .safetensors")

@@ -12,7 +12,7 @@ import numpy as np
 import safetensors
 import torch
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, describe_ending, suggest
 from speedtransfer.safetensors_io import header_bytes, make_header
 from speedtransfer.system import replace_file
 from speedtransfer.tables import files
@@ -158,7 +158,7 @@ def find_format(path: Path, reading: bool = False) -> Format:
     suffix = Path(path.stem).suffix if packed else path.suffix
     if suffix not in FORMATS:
         raise InvalidValueError(
-            f"{str(path)!r} ends in {path.suffix!r} but vectors are {', '.join(FORMATS)}; use one of these endings"
+            f"{str(path)!r} {describe_ending(path)} but vectors are {', '.join(FORMATS)}; use one of these endings"
         )
     found = FORMATS[suffix]
     if packed and not (reading and found.packed):

@@ -9,7 +9,7 @@ import numpy as np
 import safetensors
 import torch
 
-from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.errors import InvalidValueError, StorageError, describe_ending
 from speedtransfer.safetensors_io import header_bytes, make_header
 from speedtransfer.system import replace_file
 from speedtransfer.tables import files, row_chunks
@@ -106,6 +106,6 @@ def _check_suffix(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if path.suffix != ".safetensors":
         raise InvalidValueError(
-            f"path {str(path)!r} ends in {path.suffix!r} but n-gram vectors are .safetensors; rename it"
+            f"path {str(path)!r} {describe_ending(path)} but n-gram vectors are .safetensors; rename it"
         )
     return path

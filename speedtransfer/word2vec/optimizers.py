@@ -108,14 +108,18 @@ def make_optimizer(
     try:
         return kind(params, **arguments)
     except Exception as error:  # of any kind: torch uses some options before it checks them
-        _check_lengths(kind, options or {})
+        _check_options(kind, options or {})
         raise InvalidValueError(f"{kind.__name__} does not take {arguments} ({error}); fix lr or options") from error
 
 
-def _check_lengths(kind: type[Optimizer], options: Mapping[str, Any]) -> None:
-    """Raise `InvalidValueError` for an option that is not as many numbers as the default of `kind` has, such as betas."""
+def _check_options(kind: type[Optimizer], options: Mapping[str, Any]) -> None:
+    """Raise for an option that `kind` does not have, or that is not as many numbers as its default, such as betas."""
+    known = inspect.signature(kind).parameters
     for name, value in options.items():
-        usual = getattr(inspect.signature(kind).parameters.get(name), "default", None)
+        if name not in known:
+            others = sorted(known.keys() - {"params", "lr"})
+            raise InvalidValueError(f"{kind.__name__} has no option {name!r}{suggest(name, others)}")
+        usual = known[name].default
         if isinstance(usual, tuple) and not (isinstance(value, list | tuple) and len(value) == len(usual)):
             raise InvalidValueError(
                 f"{kind.__name__} does not take {name}={value!r}: it must be {len(usual)} numbers; pass for instance "

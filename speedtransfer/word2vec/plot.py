@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from speedtransfer.errors import InvalidValueError, check_size
+from speedtransfer.errors import InvalidValueError, check_size, describe_ending
 from speedtransfer.system import replace_file
 from speedtransfer.word2vec.extras import MissingPackageError as MissingPackageError
 from speedtransfer.word2vec.extras import import_extra
@@ -66,7 +66,7 @@ def plot(
     """
     path = Path(path)
     if path.suffix != ".png":
-        raise InvalidValueError(f"{str(path)!r} ends in {path.suffix!r} but the picture is a PNG; use the ending .png")
+        raise InvalidValueError(f"{str(path)!r} {describe_ending(path)} but the picture is a PNG; use the ending .png")
     num_words = min(check_size(num_words, "num_words", 1), len(vectors))
     if num_words == 0:
         raise InvalidValueError("there are no words to draw; pass vectors that hold some")

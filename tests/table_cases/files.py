@@ -109,7 +109,7 @@ class FileCases(TableCases):
         ("name", "standard", "message"),
         [
             ("table.txt", ValueError, r"ends in '.txt' but a table is .npy or .safetensors; rename it"),
-            ("table", ValueError, r"ends in '' but a table is .npy or .safetensors; rename it"),
+            ("table", ValueError, r"has no ending but a table is .npy or .safetensors; rename it"),
             ("table.NPY", ValueError, r"ends in '.NPY' but a table is .npy or .safetensors; rename it"),
             ("missing/table.npy", OSError, r"cannot write .* \(No such file or directory\); choose a folder"),
             ("file/table.npy", OSError, r"cannot write .* \(Not a directory\); choose a folder"),
