@@ -202,7 +202,7 @@ def _lines(direction: str, values: dict[str, float | None], judged: Callable[[fl
 
 def _gpu_limit(groups: list[Any]) -> tuple[float | None, float | None]:
     """Return the step on the large table over that on the small one, and the bytes of the large one with its state."""
-    from speedtransfer.benchmark.kinds import PLANES
+    from speedtransfer.benchmark.contenders import PLANES
     from speedtransfer.benchmark.step import LARGE, SMALL
 
     for group in groups:

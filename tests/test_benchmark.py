@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from speedtransfer.benchmark import rival_ways, speedtorch, transfer, ways
+from speedtransfer.benchmark import methods, rival_methods, speedtorch, transfer
 from speedtransfer.benchmark.environment import commit_of, environment
 from speedtransfer.benchmark.measure import Case, Group, WrongResultError, measure
 from speedtransfer.benchmark.results import CaseResult, GroupResult, kind_of
@@ -162,15 +162,15 @@ def test_batches_for_scatter_name_no_row_twice():
     assert not torch.equal(work.sets[0].host, work.sets[1].host)
 
 
-# --- ways ---------------------------------------------------------------------------------------------------------------
+# --- methods ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", ["nothing", "other rows"])
 @pytest.mark.parametrize("direction", ["gather", "scatter"])
 def test_a_way_that_moves_the_wrong_rows_is_found(direction, wrong):
     work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 50)
-    right = ways.our_ways(work, direction)[0]
-    ways.as_case(right, work, direction).check()
+    right = methods.our_methods(work, direction)[0]
+    methods.as_case(right, work, direction).check()
 
     def move(ids):
         if wrong == "other rows":
@@ -178,29 +178,29 @@ def test_a_way_that_moves_the_wrong_rows_is_found(direction, wrong):
         return work.out
 
     with pytest.raises(AssertionError, match=r"the rows are not|the table has other rows"):
-        ways.as_case(ways.Way("wrong", move), work, direction).check()
+        methods.as_case(methods.Method("wrong", move), work, direction).check()
 
 
 @pytest.mark.parametrize("direction", ["gather", "scatter"])
 def test_a_plain_copy_is_checked_too(direction):
     work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 50)
-    roofs = ways.roofs(work, direction)
+    roofs = methods.roofs(work, direction)
     for roof in roofs:
-        ways.as_case(roof, work, direction).check()
-    idle = ways.Way("idle", lambda ids: (work.out, work.rows), "roof")
+        methods.as_case(roof, work, direction).check()
+    idle = methods.Method("idle", lambda ids: (work.out, work.rows), "roof")
     with pytest.raises(AssertionError, match="not like the original"):
-        ways.as_case(idle, work, direction).check()
+        methods.as_case(idle, work, direction).check()
 
 
 def test_an_empty_launch_has_nothing_to_check():
     work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 50)
-    assert ways.as_case(ways.Way("empty launch", lambda ids: None, kind="empty"), work, "gather").check is None
+    assert methods.as_case(methods.Method("empty launch", lambda ids: None, kind="empty"), work, "gather").check is None
 
 
 def test_our_first_way_is_the_call_with_all_checks():
     work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 50)
     for direction in ("gather", "scatter"):
-        default, unchecked, *_ = ways.our_ways(work, direction)
+        default, unchecked, *_ = methods.our_methods(work, direction)
         assert (default.name, unchecked.name) == ("speedtransfer", "speedtransfer, check=False")
         with pytest.raises(IndexError):
             default.move(Ids(*[torch.tensor([10**6])] * 2))
@@ -215,15 +215,19 @@ def test_ways_that_cross_are_right_without_a_device(direction, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(ways, "pinned_empty", lambda size, device: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(methods, "pinned_empty", lambda size, device: torch.empty(size, dtype=torch.uint8))
     work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 50)
-    found = {"gather": rival_ways._crossing_gathers, "scatter": rival_ways._crossing_scatters}[direction](work)
-    for way in found:
-        ways.as_case(way, work, direction).check()
-    kept = [rival_ways.BEST_TORCH[direction], rival_ways.PLAIN_TORCH[direction], rival_ways.OVERLAPPED_TORCH[direction]]
-    assert [way.name for way in found[:3]] == kept
+    found = {"gather": rival_methods._crossing_gathers, "scatter": rival_methods._crossing_scatters}[direction](work)
+    for method in found:
+        methods.as_case(method, work, direction).check()
+    kept = [
+        rival_methods.BEST_TORCH[direction],
+        rival_methods.PLAIN_TORCH[direction],
+        rival_methods.OVERLAPPED_TORCH[direction],
+    ]
+    assert [method.name for method in found[:3]] == kept
     monkeypatch.setattr(Workload, "device", torch.device("meta"))  # another one than that of the table
-    assert [way.name for way in rival_ways.other_ways(work, direction, all_of_them=False)] == kept
+    assert [method.name for method in rival_methods.other_methods(work, direction, all_of_them=False)] == kept
 
 
 # --- suites -------------------------------------------------------------------------------------------------------------
@@ -319,5 +323,5 @@ def test_old_results_say_their_kinds_by_name(name, kind):
 @pytest.mark.parametrize("direction", ["gather", "scatter"])
 def test_kinds_of_ways_are_those_of_old_results(direction):
     work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 10)
-    found = ways.our_ways(work, direction) + rival_ways.other_ways(work, direction)
-    assert [way.kind for way in found] == [kind_of(way.name) for way in found]
+    found = methods.our_methods(work, direction) + rival_methods.other_methods(work, direction)
+    assert [method.kind for method in found] == [kind_of(method.name) for method in found]

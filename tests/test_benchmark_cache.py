@@ -1,4 +1,4 @@
-"""Suite `cache`: computed shares of hits are those of draws, every way runs, and what it has found is said."""
+"""Suite `cache`: computed shares of hits are those of draws, every method runs, and what it has found is said."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def test_transfer_writes_figures_pictures_and_report(run, tmp_path):
 
 def test_all_writes_a_file_for_each_suite(run, only, tmp_path):
     payload = {"role": "ours", "payload_bytes": 10}
-    ways = Group("a gather", lambda: [Case("speedtransfer", lambda: None, **payload)], {"kind": "other"})
-    only(transfer=[ways], tax=[])
+    methods = Group("a gather", lambda: [Case("speedtransfer", lambda: None, **payload)], {"kind": "other"})
+    only(transfer=[methods], tax=[])
     code, out, err = run("all", "--json", "results", "--plot", "plots", "--rows", "5", "--device", "cpu")
     assert code == 0, err
     assert files(tmp_path) == ["plots/report.html", "results/tax.json", "results/transfer.json"]
@@ -143,13 +143,15 @@ def test_a_wrong_result_is_an_error_and_never_a_time(run, only, tmp_path):
     def wrong():
         raise AssertionError("the rows are not those of the table")
 
-    bad = Group("a gather", lambda: [Case("bad way", lambda: None, wrong, role="ours")])
-    only(transfer=[bad, Group("a scatter", lambda: [Case("good way", lambda: None)])])
+    bad = Group("a gather", lambda: [Case("bad method", lambda: None, wrong, role="ours")])
+    only(transfer=[bad, Group("a scatter", lambda: [Case("good method", lambda: None)])])
     code, out, err = run("transfer", "--json", "t.json", "--device", "cpu")
     assert code == 1
     (line,) = err.splitlines()
-    assert line.startswith("speedtransfer: error: 1 group failed: a gather (WrongResultError: a gather: bad way gives")
-    assert "good way" in out, "the others are measured"
+    assert line.startswith(
+        "speedtransfer: error: 1 group failed: a gather (WrongResultError: a gather: bad method gives"
+    )
+    assert "good method" in out, "the others are measured"
     assert "Traceback" not in out
     result = json.loads((tmp_path / "t.json").read_text())
     assert result["complete"]
@@ -161,12 +163,12 @@ def test_a_fault_shows_where_it_is_and_the_other_groups_run(run, only):
     def fault():
         raise RuntimeError("a fault")
 
-    bad = Group("a gather", lambda: [Case("bad way", fault, role="ours")])
-    only(transfer=[bad, Group("a scatter", lambda: [Case("good way", lambda: None)])])
+    bad = Group("a gather", lambda: [Case("bad method", fault, role="ours")])
+    only(transfer=[bad, Group("a scatter", lambda: [Case("good method", lambda: None)])])
     code, out, err = run("transfer", "--device", "cpu")
     assert (code, err) == (1, "speedtransfer: error: 1 group failed: a gather (RuntimeError: a fault)\n")
     assert "Traceback" in out
-    assert "good way" in out
+    assert "good method" in out
 
 
 def test_what_is_skipped_says_why(run, only):

@@ -7,7 +7,7 @@ import torch
 
 from speedtransfer.benchmark import exchange
 from speedtransfer.benchmark.exchange import sent_in_all
-from speedtransfer.benchmark.exchange_methods import (
+from speedtransfer.benchmark.exchange_worker import (
     ALL_REDUCE,
     BLOCK_MOMENTUM,
     COMM_DTYPES,
@@ -19,8 +19,8 @@ from speedtransfer.benchmark.exchange_methods import (
     PERIOD,
     POWER_SGD,
     WARMUP,
+    Worker,
 )
-from speedtransfer.benchmark.exchange_worker import Worker
 from speedtransfer.benchmark.measure import Case, Group, measure
 from speedtransfer.benchmark.report import headlines, plot, summary_tables
 from speedtransfer.benchmark.results import GroupResult
@@ -113,12 +113,12 @@ def test_what_was_found_is_shown(measured):
     assert len(plot(result)) > 5000
 
 
-def way(worlds, method: str = ALL_REDUCE, target: float = 1e-9, steps: int = 16) -> exchange.Way:
-    return exchange.Way(method, worlds[2], exchange._QUICK, target, steps)
+def to_loss(worlds, method: str = ALL_REDUCE, target: float = 1e-9, steps: int = 16) -> exchange.ToLoss:
+    return exchange.ToLoss(method, worlds[2], exchange._QUICK, target, steps)
 
 
 def test_a_loss_that_is_not_reached_is_told(worlds):
-    one = way(worlds, ONE_BIT)
+    one = to_loss(worlds, ONE_BIT)
     found = measure(Group("", lambda: [Case("", one.run, one.check, role="ours", before=one.before)]), CPU, **FAST)
     assert isinstance(found, GroupResult)
     assert found.cases[0].error.startswith("did not come to a loss of 1e-09 in 48 steps; the lowest is 0.")
@@ -126,7 +126,7 @@ def test_a_loss_that_is_not_reached_is_told(worlds):
 
 
 def test_another_loss_than_that_of_one_process_is_noticed(worlds, monkeypatch):
-    one = way(worlds, target=1.0)
+    one = to_loss(worlds, target=1.0)
     one.before()
     one.run()
     one.check()
@@ -136,7 +136,7 @@ def test_another_loss_than_that_of_one_process_is_noticed(worlds, monkeypatch):
 
 
 def test_processes_that_drift_apart_are_noticed(worlds, monkeypatch):
-    one = way(worlds)
+    one = to_loss(worlds)
     monkeypatch.setattr(worlds[2], "call", lambda *command: [0.1, 0.2])
     with pytest.raises(AssertionError, match="the processes have different models"):
         one.run()

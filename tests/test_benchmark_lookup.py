@@ -1,4 +1,4 @@
-"""Suite `lookup`: every way runs and is checked, and what it has found is said and drawn."""
+"""Suite `lookup`: every method runs and is checked, and what it has found is said and drawn."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from speedtransfer.benchmark import lookup
 from speedtransfer.benchmark.measure import WrongResultError, measure
 from speedtransfer.benchmark.report import headlines
 from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.workload import Lookups
 from speedtransfer.errors import InvalidValueError
 
 CPU = torch.device("cpu")
@@ -28,8 +29,7 @@ def test_every_way_runs():
 
 
 def test_wrong_rows_are_noticed():
-    ids = torch.tensor([1, 2])
-    lookups = lookup._Lookups(lambda ids: torch.zeros(2, 3), [ids], torch.ones(5, 3))
+    lookups = Lookups(lambda ids: torch.zeros(2, 3), [(torch.tensor([1, 2]), torch.ones(2, 3))])
     with pytest.raises(AssertionError, match="not those"):
         lookups.check()
     assert issubclass(WrongResultError, AssertionError)

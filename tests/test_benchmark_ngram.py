@@ -154,8 +154,8 @@ def test_rows_are_read_ahead(monkeypatch):
     found = {}
     for case in cases()[1:4]:
         asked = []
-        way = case.run.__self__
-        ngrams = way.training.ngrams
+        method = case.run.__self__
+        ngrams = method.training.ngrams
         prefetch = ngrams.prefetch
         monkeypatch.setattr(ngrams, "prefetch", lambda tokens, p=prefetch, a=asked: a.append(tokens) or p(tokens))
         looked = []

@@ -1,4 +1,4 @@
-"""Suite `prefetch`: pages are dropped for real, no page is wanted twice, every way runs, and what it has found is said."""
+"""Suite `prefetch`: pages are dropped for real, no page is wanted twice, every method runs, and what it has found is said."""
 
 from __future__ import annotations
 
@@ -179,16 +179,16 @@ def test_every_way_is_measured(tables, monkeypatch, tmp_path):
 
 
 def test_training_by_prefetch_and_without_is_the_same(tables, monkeypatch):
-    """The dense part and the rows: one way on the file, the other in memory, with the same ids."""
+    """The dense part and the rows: one method on the file, the other in memory, with the same ids."""
     monkeypatch.setattr(tables, "drop_pages", lambda: None)
     sizes, batches = prefetch.Sizes(4, 3, 5, 1), tables.ids(10, 4, prefetch.FIELDS)
     monkeypatch.setattr(tables, "ids", lambda count, *rest: batches[:count])
     ends = []
     for depth, in_file in ((2, True), (0, False)):
         dense = prefetch._Dense(8, sizes.examples)
-        way = prefetch._Way(tables, dense, sizes, True, depth, in_file)
-        way.before()
-        way.run()
+        method = prefetch._Stretches(tables, dense, sizes, True, depth, in_file)
+        method.before()
+        method.run()
         ends.append([parameter.detach() for parameter in dense.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
     file, memory = tables.in_file[0].table, tables.in_memory[0].table
@@ -196,23 +196,23 @@ def test_training_by_prefetch_and_without_is_the_same(tables, monkeypatch):
 
 
 def test_a_wrong_row_is_noticed(tables, monkeypatch):
-    way = small(monkeypatch)[0].make()[2].run.__self__
-    way.run()
-    way.check()
-    emb = way.tables.in_file[0]
+    method = small(monkeypatch)[0].make()[2].run.__self__
+    method.run()
+    method.check()
+    emb = method.tables.in_file[0]
     monkeypatch.setattr(type(emb), "forward", lambda self, ids: torch.zeros(4, prefetch.FIELDS, DIM))
     with pytest.raises(AssertionError, match="not those of the table"):
-        way.check()
+        method.check()
 
 
 def test_as_many_batches_are_read_ahead_as_are_taken(tables, monkeypatch):
     sizes, asked = prefetch.Sizes(4, 5, 6, 1), []
     used = SimpleNamespace(is_waiting=False, is_changed=lambda: False)
     monkeypatch.setattr(type(tables.in_file[0]), "prefetch", lambda self, ids: asked.append(ids) or used)
-    way = prefetch._Way(tables, prefetch._Dense(8, 4), sizes, True, depth=4)
-    way.before()
+    method = prefetch._Stretches(tables, prefetch._Dense(8, 4), sizes, True, depth=4)
+    method.before()
     assert len(asked) == 9
-    way.run()
+    method.run()
     assert len(asked) == 15
 
 
@@ -223,8 +223,8 @@ def result(*ahead: float, without: float = 50e-3, memory: float = 10e-3) -> Grou
     def case(name, role, seconds):
         return CaseResult(name, role, 0, [seconds] * 5, [seconds] * 5, kind=kind_of(name))
 
-    ways = [case(prefetch.DEPTH.format(1 << i), "ours", seconds) for i, seconds in enumerate(ahead)]
-    cases = [case(prefetch.WITHOUT, "ours", without), *ways, case(prefetch.IN_MEMORY, "other", memory)]
+    methods = [case(prefetch.DEPTH.format(1 << i), "ours", seconds) for i, seconds in enumerate(ahead)]
+    cases = [case(prefetch.WITHOUT, "ours", without), *methods, case(prefetch.IN_MEMORY, "other", memory)]
     return GroupResult("a step", {"lookups": 2000}, [*cases, case("reads", "roof", 8e-3)])
 
 

@@ -84,19 +84,19 @@ def together_sizes(group) -> Sizes:
 @pytest.mark.parametrize("method", [SHARDED, SHARED, ORDINARY, SPARSE, DENSE])
 def test_a_step_too_many_is_noticed(worlds, method):
     one, two = worlds
-    way = ranks._Way(method, two, one, SIZES, steps=1)
-    way.run()
-    way.run()
+    method = ranks._Steps(method, two, one, SIZES, steps=1)
+    method.run()
+    method.run()
     with pytest.raises(AssertionError, match=r"rows are off by .* of the largest move in one process"):
-        way.check()
+        method.check()
 
 
 def test_replicas_that_differ_are_noticed(worlds, monkeypatch):
     one, two = worlds
-    way = ranks._Way(SHARDED, two, one, SIZES, steps=1)
+    method = ranks._Steps(SHARDED, two, one, SIZES, steps=1)
     monkeypatch.setattr(two, "call", lambda *command: [(None, 1), (None, 2)])
     with pytest.raises(AssertionError, match="the processes have different rows"):
-        way.check()
+        method.check()
 
 
 def test_moves_are_the_measure():

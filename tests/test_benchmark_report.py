@@ -19,7 +19,7 @@ def case(name, role="other", seconds=1e-3, payload=0, **fields):
     return CaseResult(name, role, payload, [seconds] * 3, [seconds / 2] * 3, kind=kind_of(name), **fields)
 
 
-def ways(direction, row_bytes, kind="ways", **fields):
+def methods(direction, row_bytes, kind="ways", **fields):
     params = {
         "kind": kind, "direction": direction, "memory": "pinned", "rows": 1000, "row_bytes": row_bytes, "ids": "uniform",
         "headline": row_bytes == 512, **fields,
@@ -44,8 +44,8 @@ def ways(direction, row_bytes, kind="ways", **fields):
 
 
 def transfer():
-    groups = [ways(d, size) for d in ("gather", "scatter") for size in (512, 64, 4096)]
-    over = ways("gather", 512, "overhead")
+    groups = [methods(d, size) for d in ("gather", "scatter") for size in (512, 64, 4096)]
+    over = methods("gather", 512, "overhead")
     over.title = "overhead: gather 1,000 rows"
     over.cases[2].device_s = 4e-6
     over.cases.append(case("empty launch", seconds=3e-6, device_s=2e-6))
@@ -153,8 +153,8 @@ def memory():
 
 
 def prefetch():
-    ways = {"without prefetch": 50e-3, "prefetch, depth 1": 30e-3, "prefetch, depth 2": 20e-3}
-    cases = [case(name, "ours", seconds, 1 << 20) for name, seconds in ways.items()]
+    methods = {"without prefetch": 50e-3, "prefetch, depth 1": 30e-3, "prefetch, depth 2": 20e-3}
+    cases = [case(name, "ours", seconds, 1 << 20) for name, seconds in methods.items()]
     cases += [
         case("table in memory", seconds=10e-3),
         case("reads of the same pages on 8 threads", "roof", 8e-3, 1 << 20),
@@ -219,7 +219,7 @@ def recorded(suite, quick=False):
 
 
 def test_a_group_as_a_table():
-    table = group_table(ways("gather", 512))
+    table = group_table(methods("gather", 512))
     assert table.header == ["", "GB/s", "of roof", "time / ours", "median", "quartiles"]
     by_name = {row[0]: row[1:] for row in table.rows}
     assert by_name["speedtransfer"] == ["50.0", "93%", "1.00x", "10.2 us", "10.2 us to 10.2 us"]
@@ -314,7 +314,7 @@ def test_sentences_name_shares_and_ratios():
 
 @pytest.mark.parametrize("name", ["speedtransfer", "one cudaMemcpy", "t[idx].to(device)"])
 def test_noise_is_named(name):
-    group = ways("gather", 512)
+    group = methods("gather", 512)
     (noisy,) = (case for case in group.cases if case.name == name)
     noisy.samples_s = [1e-3, 2e-3, 3e-3]
     assert headlines("transfer", [group])[0].endswith(" (noisy)")

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from speedtransfer.benchmark import memory, peak, precision, step, step_idle, step_models, tax, tax_cases
-from speedtransfer.benchmark.kinds import DIM, PLANES, ROW_BYTES, Batches, kinds
+from speedtransfer.benchmark import memory, peak, precision, step, step_idle, step_models, tax
+from speedtransfer.benchmark.contenders import DIM, PLANES, ROW_BYTES, Batches, contenders
 from speedtransfer.benchmark.measure import measure
 from speedtransfer.benchmark.report import headlines
 from speedtransfer.benchmark.results import CaseResult, GroupResult
@@ -117,30 +117,30 @@ def test_tax_compares_the_same_three_ways_at_every_size():
         *(("matmul", n) for n in (50, 100, 200, 400)),
         *(("mlp", n) for n in (32, 64, 128)),
     }
-    assert all({case.name for case in r.cases} == {tax_cases.HOST, tax_cases.RESIDENT, tax_cases.COPIES} for r in found)
+    assert all({case.name for case in r.cases} == {tax.HOST, tax.RESIDENT, tax.COPIES} for r in found)
 
 
 def test_the_step_in_numpy_is_that_of_autograd():
     generator = np.random.default_rng(0)
     x, y, w1, w2 = (generator.standard_normal(shape) for shape in ((5, 3), 5, (3, 3), (3, 1)))
     ours = [w1.copy(), w2.copy()]
-    loss = tax_cases.numpy_step(x, y, ours)
+    loss = tax._numpy_step(x, y, ours)
     weights = [torch.tensor(w, requires_grad=True) for w in (w1, w2)]
     expected = F.mse_loss((torch.tensor(x) @ weights[0]).relu() @ weights[1], torch.tensor(y)[:, None])
     expected.backward()
     assert loss == pytest.approx(expected.item())
     for got, w in zip(ours, weights, strict=True):
-        np.testing.assert_allclose(got, (w - tax_cases._LR * w.grad).detach())
+        np.testing.assert_allclose(got, (w - tax._LR * w.grad).detach())
 
 
-@pytest.mark.parametrize("make", [tax_cases.matmul, tax_cases.mlp])
+@pytest.mark.parametrize("make", [tax._matmul, tax._mlp])
 def test_a_wrong_result_is_noticed(make):
     for case in make(40, CPU, 0):
         with pytest.raises(AssertionError, match="of its norm off"):
             case.check()  # nothing has run yet
         case.run()
         case.check()
-    network = make(40, CPU, 0) if make is tax_cases.mlp else []
+    network = make(40, CPU, 0) if make is tax._mlp else []
     for case in network:
         case.run()
         case.run()  # the check is for one step
@@ -286,7 +286,7 @@ def test_models():
 
 
 @pytest.mark.parametrize(
-    ("group", "number"), [(group, number) for group, ways in enumerate((4, 4, 2, 3, 2)) for number in range(ways)]
+    ("group", "number"), [(group, number) for group, methods in enumerate((4, 4, 2, 3, 2)) for number in range(methods)]
 )
 def test_a_wrong_step_of_a_model_is_noticed(group, number):
     case = models(history=1)[group].make()[number]
@@ -467,9 +467,9 @@ def test_a_table_without_room():
 def test_what_a_large_table_may_take_beyond_its_planes(monkeypatch, beyond, fine):
     asked = []
 
-    def measured(kind, optimizer, rows, device):
-        asked.append((kind, optimizer, rows))
-        planes = next(one.planes for one in kinds(device, optimizer) if one.name == kind)
+    def measured(contender, optimizer, rows, device):
+        asked.append((contender, optimizer, rows))
+        planes = next(one.planes for one in contenders(device, optimizer) if one.name == contender)
         return {"host_bytes": int(beyond * planes * rows * ROW_BYTES), "device_bytes": 0}
 
     monkeypatch.setattr(memory, "measured", measured)
@@ -489,7 +489,7 @@ def test_what_a_large_table_may_take_beyond_its_planes(monkeypatch, beyond, fine
 
 @pytest.mark.parametrize("share", [0.0, 0.94])
 def test_less_than_its_planes_is_no_measurement(monkeypatch, share):
-    def measured(kind, optimizer, rows, device):
+    def measured(contender, optimizer, rows, device):
         return {"host_bytes": int(share * 3 * rows * ROW_BYTES), "device_bytes": 0}
 
     monkeypatch.setattr(memory, "measured", measured)
@@ -512,7 +512,7 @@ def test_groups_of_memory():
 
 def test_kinds_of_a_gpu_live_where_they_say():
     """Their names and places; nothing is made."""
-    found = [(kind.name, kind.place, kind.planes) for kind in kinds(torch.device("cuda"))]
+    found = [(contender.name, contender.place, contender.planes) for contender in contenders(torch.device("cuda"))]
     assert found == [
         ("speedtransfer, pinned", "host", 3),
         ("nn.Embedding(sparse=True) + SparseAdam", "device", 3),
@@ -521,4 +521,4 @@ def test_kinds_of_a_gpu_live_where_they_say():
         ("speedtransfer, pageable", "host", 3),
         ("speedtransfer, mmap", "host", 3),
     ]
-    assert [kind.planes for kind in kinds(torch.device("cuda"), "SGD")] == [1, 1, 2, 1, 1, 1]
+    assert [contender.planes for contender in contenders(torch.device("cuda"), "SGD")] == [1, 1, 2, 1, 1, 1]

@@ -1,15 +1,16 @@
-"""Suite `vocabulary`: every way runs and is checked, and what it has found is said and drawn."""
+"""Suite `vocabulary`: every method runs and is checked, and what it has found is said and drawn."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from speedtransfer.benchmark import vocabulary, vocabulary_ids, vocabulary_steps
+from speedtransfer.benchmark import vocabulary, vocabulary_steps
 from speedtransfer.benchmark.measure import measure
 from speedtransfer.benchmark.report import headlines, plot
 from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.benchmark.vocabulary_steps import BY_DICT, EVICTED, KNOWN, NEW, PLAIN, names_of, numbers_of
+from speedtransfer.benchmark.workload import Lookups
 from speedtransfer.errors import HostMemoryError, InvalidValueError
 
 CPU = torch.device("cpu")
@@ -44,8 +45,8 @@ def test_ids_are_numbers_again():
 def test_wrong_rows_are_noticed():
     ids = torch.tensor([5, 6])
     with pytest.raises(AssertionError, match="not those of the ids"):
-        vocabulary_ids.Mapping(lambda wanted: wanted, [(ids, ids + 1)]).check()
-    filling = vocabulary_ids.Filling(vocabulary_ids._Dict, [ids])
+        Lookups(lambda wanted: wanted, [(ids, ids + 1)]).check()
+    filling = vocabulary._Filling(vocabulary._Dict, [ids])
     filling.before()
     filling.run()
     filling.check()
@@ -84,13 +85,13 @@ def test_tables_without_room(monkeypatch):
         groups[2].make()
     found = [measure(group, CPU, **FAST) for group in groups[:2]]
     assert [[case.name for case in group.cases if "takes 39 kB" in case.error] for group in found] == [
-        [vocabulary_ids.LOOP, vocabulary_ids.MAP]
+        [vocabulary.LOOP, vocabulary.MAP]
     ] * 2
 
 
 def test_what_is_said():
     def found(params, *seconds):
-        names = ((vocabulary_ids.VOCABULARY, "ours"), (vocabulary_ids.LOOP, "other"))
+        names = ((vocabulary.VOCABULARY, "ours"), (vocabulary.LOOP, "other"))
         return GroupResult(
             "map", params, [CaseResult(*name, 0, [s], [s]) for name, s in zip(names, seconds, strict=False)]
         )

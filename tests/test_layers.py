@@ -109,7 +109,6 @@ def test_torch_distributed_is_imported_in_few_places():
     }
     assert {part_of(PACKAGE / path) for path in found} <= {"ranks", "checkpoint", "optim", "benchmark"}
     assert {path.name for path in found if path.parts[0] == "benchmark"} == {
-        "exchange_methods.py",
         "exchange_worker.py",
         "ranks_worker.py",
         "world.py",

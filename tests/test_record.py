@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from speedtransfer.benchmark import step, transfer_groups
-from speedtransfer.benchmark.kinds import PLANES
+from speedtransfer.benchmark.contenders import PLANES
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.results import DEFAULT, UNCHECKED, CaseResult, GroupResult, kind_of
 from speedtransfer.cuda import CudaStatus, cuda_status

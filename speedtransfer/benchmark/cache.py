@@ -57,7 +57,7 @@ def computed_share(shares: Tensor, lookups: int, cached: int) -> float:
     return float(seen[:cached].sum() / seen.sum())
 
 
-class _Way:
+class _Stretches:
     """Stretches of steps on a table of its own."""
 
     def __init__(self, device: torch.device, rows: int, lookups: int, seed: int, **cache: Any) -> None:
@@ -117,15 +117,15 @@ class _Way:
 
 def _cases(device: torch.device, rows: int, lookups: int, seed: int) -> list[Case]:
     shares = zipf_shares(rows)
-    way = functools.partial(_Way, device, rows, lookups, seed)
-    ways: dict[str, _Way] = {WITHOUT: way()}
+    method = functools.partial(_Stretches, device, rows, lookups, seed)
+    methods: dict[str, _Stretches] = {WITHOUT: method()}
     for share in SHARES:
         cached = int(share * rows)
-        ways[BY_COUNTS.format(f"{share:.0%}")] = way(cache_rows=cached, cache_counts=shares)
-        ways[BY_USE.format(f"{share:.0%}")] = way(cache_rows=cached)
+        methods[BY_COUNTS.format(f"{share:.0%}")] = method(cache_rows=cached, cache_counts=shares)
+        methods[BY_USE.format(f"{share:.0%}")] = method(cache_rows=cached)
         for kind in (BY_COUNTS, BY_USE):
-            ways[kind.format(f"{share:.0%}")].figures[COMPUTED] = computed_share(shares, lookups, cached)
-    return [Case.of(name, one, "ours", parts=_STEPS) for name, one in ways.items()]
+            methods[kind.format(f"{share:.0%}")].figures[COMPUTED] = computed_share(shares, lookups, cached)
+    return [Case.of(name, one, "ours", parts=_STEPS) for name, one in methods.items()]
 
 
 # --- what was found ---------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def bench(
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
-    """Measure how fast rows move on this machine, against PyTorch's ways and against a plain copy."""
+    """Measure how fast rows move on this machine, against PyTorch's methods and against a plain copy."""
     if table_bytes is not None and not math.isfinite(table_bytes):
         raise InvalidValueError(f"--table-bytes is {table_bytes} but must be a number of bytes; pass for instance 50e9")
     given: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Suite `exchange`: gradients sent whole, in fewer bits, or seldom. What is sent until a model is as good, and how long is it?
+"""Suite `exchange`: gradients sent whole, in fewer bits, or seldom. How many bytes and seconds until a model is as good?
 
 All methods of a group train the same model on the same batches, each process its part, until the loss is that of one process.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from speedtransfer.benchmark.drawing import INK, bars_beside, tidy
-from speedtransfer.benchmark.exchange_methods import (
+from speedtransfer.benchmark.exchange_worker import (
     ALL_REDUCE,
     BLOCK_MOMENTUM,
     COMM_DTYPES,
@@ -28,8 +28,9 @@ from speedtransfer.benchmark.exchange_methods import (
     ROWS_BFLOAT16,
     ROWS_INT8,
     WARMUP,
+    Sizes,
+    Worker,
 )
-from speedtransfer.benchmark.exchange_worker import Sizes, Worker
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.report import Show, TextTable, pivots
 from speedtransfer.benchmark.results import CaseResult, GroupResult, Role, case_names, noise, split_by
@@ -52,22 +53,19 @@ NOTE = (
     "higher rate would. Table: AdamW, sharded rows. Bytes are those that one process sends, counted at each call of "
     "torch.distributed as a ring sends them, and of tables by their counters. Seconds are of training alone."
 )
-TOLERANCE = 0.01  # of its loss is the most that all-reduce may be off the loss of one process: sums in another order
+TOLERANCE = 0.01  # relative difference of the loss of all-reduce from that of one process: sums in another order
 
 _FULL, _QUICK = Sizes(256, 4096, 64, 128, 0.1, 0.03, 0), Sizes(32, 256, 8, 64, 0.1, 0.03, 0)
 _STEPS, _QUICK_STEPS = 256, 32
-_MOST = 3  # times the steps of one process, before a method is said not to reach its loss
+_MOST = 3  # a method may take this many times the steps of one process
 _RANKS, _QUICK_RANKS = (2, 4), (2,)
 
 
 def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
-    """Return what the suite compares; `quick`: small models, few steps, and two processes.
-
-    Where there is a GPU for each process they train there, with NCCL; else on the CPU, with gloo.
-    """
+    """Make groups for a network and a table; processes use NCCL if there is a GPU for each, else gloo on the CPU."""
     sizes = (_QUICK if quick else _FULL)._replace(seed=seed)
     steps = _QUICK_STEPS if quick else _STEPS
-    # Each sample is a training from its beginning.
+    # Each sample is a whole training.
     effort = {"turns": 1, "samples": 1, "budget_s": 1.0} if quick else {"turns": 2, "samples": 2, "budget_s": 40.0}
     about = {GRADIENTS: f"a network {sizes.width} wide", TABLE: f"a sharded table of {sizes.rows:,} x {sizes.dim}"}
     return [
@@ -83,22 +81,23 @@ def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> l
 
 
 class UnreachedError(SpeedtransferError):
-    """A method does not come to the loss of one process in the steps that it has."""
+    """A method does not reach the loss of one process in the allowed number of steps."""
 
 
 def _cases(kind: str, sizes: Sizes, ranks: int, steps: int, device: torch.device) -> list[Case]:
     cuda = device.type == "cuda" and torch.cuda.device_count() >= ranks
     target = (1 + SLACK) * loss_of_one(kind, sizes, steps)
-    world, found = World(ranks, Worker, cuda), []
-    for method in METHODS[kind]:
-        ours = kind == TABLE or method in (ONE_BIT, BLOCK_MOMENTUM)
-        role: Role = "ours" if ours else "other"
-        found.append(Case.of(method, Way(method, world, sizes, target, steps), role))
-    return found
+    world = World(ranks, Worker, cuda)
+
+    def case(method: str) -> Case:
+        role: Role = "ours" if kind == TABLE or method in (ONE_BIT, BLOCK_MOMENTUM) else "other"
+        return Case.of(method, ToLoss(method, world, sizes, target, steps), role)
+
+    return [case(method) for method in METHODS[kind]]
 
 
 def loss_of_one(kind: str, sizes: Sizes, steps: int) -> float:
-    """Return the loss after `steps` steps of one process, which has the whole batches."""
+    """Return the loss after `steps` steps of one process with the whole batches."""
     one = World(1, Worker)
     one.call("begin", METHODS[kind][0], sizes)
     one.call("steps", steps)
@@ -107,8 +106,8 @@ def loss_of_one(kind: str, sizes: Sizes, steps: int) -> float:
     return float(loss)
 
 
-class Way:
-    """Training by one method until the loss is `target`: the first run finds how many steps that takes, others take them."""
+class ToLoss:
+    """Training by one method to a `target` loss: the first run finds the number of steps, others take as many."""
 
     def __init__(self, method: str, world: World, sizes: Sizes, target: float, steps: int) -> None:
         self.method, self.world, self.sizes, self.target, self.steps = method, world, sizes, target, steps
@@ -142,7 +141,7 @@ class Way:
         self.figures |= {STEPS: float(steps), SENT: sent, LOSS: self._losses[-1]}
 
     def check(self) -> None:
-        """Raise AssertionError unless all-reduce has trained as one process does, and the same steps give the same loss."""
+        """Raise AssertionError unless all-reduce trains like one process and a repeated training gives the same loss."""
         if self.method in (ALL_REDUCE, ROWS):
             one = loss_of_one(TABLE if self.method == ROWS else GRADIENTS, self.sizes, int(self.figures[STEPS]))
             off = abs(self.figures[LOSS] - one)
@@ -152,7 +151,7 @@ class Way:
         assert self.world.call("loss")[0] == self.figures[LOSS], "the same steps give another loss"
 
 
-# --- what was found ---------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------------------
 
 
 _SHORT = {
@@ -169,12 +168,12 @@ _SHORT = {
 
 
 def sent_in_all(case: CaseResult) -> float:
-    """Return the bytes that a process sends in all steps of a case."""
+    """Return the bytes that a process sends in all steps."""
     return case.figures[SENT] * case.figures[STEPS]
 
 
 def sentences(groups: list[GroupResult]) -> list[str]:
-    """Return a sentence for each group: what a process sends to come to the loss, and in how many steps, by each method."""
+    """Compare bytes, steps and time to the loss, for each group."""
     return [_sentence(group) for group in groups]
 
 
@@ -200,7 +199,7 @@ _MEASURES: tuple[tuple[str, _Value, Callable[[float], str]], ...] = (
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw the bytes, steps and seconds of each method until the loss is reached, a bar for each number of processes."""
+    """Draw bytes, steps and seconds to the loss, a bar for each number of processes."""
     parts = split_by(groups, "kind")
     names = {kind: case_names(part) for kind, part in parts.items()}
     heights = [0.8 + sum(0.21 * len(parts[kind]) + 0.06 for _ in names[kind]) for kind in parts]
@@ -234,7 +233,7 @@ def _bars(axes: Any, groups: list[GroupResult], names: list[str], value: _Value,
 
 
 def tables(groups: list[GroupResult]) -> list[TextTable]:
-    """Return bytes, steps and time until the loss is reached, by the number of processes."""
+    """Return bytes, steps and time to the loss, by the number of processes."""
 
     def column(value: _Value, show: Callable[[float], str]) -> Show:
         return lambda group, case: show(value(case))

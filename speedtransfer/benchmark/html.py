@@ -1,4 +1,4 @@
-"""One HTML file that holds everything a run has found: pictures inside, no network needed to read it."""
+"""The report of a run as one HTML file, pictures included."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ summary { cursor: pointer; margin: .5rem 0 }
 </head>
 <body>
 <h1>speedtransfer bench</h1>
-<p class="quiet">1 GB/s is 1e9 bytes of rows a second, each byte counted once. Every way is checked before it is timed; ways
-take turns, and medians are shown. &ldquo;Of roof&rdquo; is the share of a plain copy of the same bytes in one piece, measured
-in the same run.</p>
+<p class="quiet">1 GB/s is 1e9 bytes of rows a second, each byte counted once. Every method is checked before it is timed; they
+are timed in turns, and medians are shown. &ldquo;Of roof&rdquo; is the share of a plain copy of the same bytes in one piece,
+measured in the same run.</p>
 $suites
 </body>
 </html>
@@ -53,7 +53,7 @@ $suites
 
 
 def page(results: list[dict[str, Any]], pictures: dict[str, bytes]) -> str:
-    """Return the report on `results`, recorded suites, with the PNG `pictures` by suite."""
+    """Return the report on recorded suites, with PNG `pictures` by suite."""
     title = ", ".join(result["suite"] for result in results)
     return _PAGE.substitute(
         title=html.escape(title), suites="\n".join(_suite(result, pictures.get(result["suite"])) for result in results)

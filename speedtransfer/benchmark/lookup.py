@@ -1,9 +1,8 @@
-"""Suite `lookup`: frozen lookups of a few ids, as a server makes them. How long does the host take for one?"""
+"""Suite `lookup`: frozen lookups of a few ids, as in serving. How much host time does a call take?"""
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 
 from speedtransfer.benchmark.drawing import COLOURS, INK, tidy
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.results import GroupResult, Role, case_names, noise
+from speedtransfer.benchmark.results import GroupResult, case_names, noise
 from speedtransfer.benchmark.units import format_ratio, format_seconds
+from speedtransfer.benchmark.workload import Lookups
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding
 
@@ -30,7 +30,7 @@ _BATCHES = 64
 
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
-    """Return what the suite compares; `quick`: in a small table."""
+    """Make a group for each number of ids."""
     rows = check_size(rows or (_QUICK_ROWS if quick else _ROWS), "rows", 1)
     return [
         Group(
@@ -42,58 +42,41 @@ def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int
     ]
 
 
-class _Lookups:
-    """Lookups of one batch after the other."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor], batches: list[Tensor], rows: Tensor) -> None:
-        self._function, self._batches, self._rows = function, itertools.cycle(batches), rows
-
-    def run(self) -> Tensor:
-        """Look the next batch up."""
-        with torch.inference_mode():
-            return self._function(next(self._batches))
-
-    def check(self) -> None:
-        """Raise AssertionError where it finds other rows than there are."""
-        ids = next(self._batches)
-        with torch.inference_mode():
-            found = self._function(ids)
-        assert torch.equal(found.cpu(), self._rows[ids.cpu()]), "the rows looked up are not those of the ids"
-
-
 def _cases(device: torch.device, rows: int, tokens: int, seed: int) -> list[Case]:
     generator = torch.Generator().manual_seed(seed)
     cuda = device.type == "cuda"
     values = torch.randn(rows, DIM, generator=generator)
-    batches = [torch.randint(rows, (tokens,), generator=generator).to(device) for _ in range(_BATCHES)]
+    drawn = [torch.randint(rows, (tokens,), generator=generator) for _ in range(_BATCHES)]
+    batches = [(ids.to(device), values[ids]) for ids in drawn]
     weight: Any = {"_weight": values.to(device), "_freeze": True}
     ours = Embedding(rows, DIM, _weight=values, _freeze=True, device=device, memory="pinned" if cuda else "pageable")
-    dense = nn.Embedding(rows, DIM, **weight)
-    ways: dict[str, Callable[[Tensor], Tensor]] = {OURS: ours, MODULE: dense}
+    methods: dict[str, Callable[[Tensor], Tensor]] = {OURS: ours, MODULE: nn.Embedding(rows, DIM, **weight)}
     if cuda:
         room = torch.empty(tokens, DIM, pin_memory=True)
 
         def by_hand(ids: Tensor) -> Tensor:
             return torch.index_select(values, 0, ids.cpu(), out=room).to(device, non_blocking=True)
 
-        ways[BY_HAND] = by_hand
+        methods[BY_HAND] = by_hand
     else:
         table = ours.table.torch()
-        ways[FUNCTION] = lambda ids: F.embedding(ids, table)
-    found = []
-    for name, function in ways.items():
-        lookups = _Lookups(function, batches, values)
-        # The result is all that is on the device: nothing waits.
-        role: Role = "ours" if name == OURS else "other"
-        found.append(Case.of(name, lookups, role, queues=cuda and name != BY_HAND))
-    return found
+        methods[FUNCTION] = lambda ids: F.embedding(ids, table)
+    return [
+        Case.of(
+            name,
+            Lookups(function, batches),
+            "ours" if name == OURS else "other",
+            queues=cuda and name != BY_HAND,
+        )
+        for name, function in methods.items()
+    ]
 
 
-# --- what was found ---------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------------------
 
 
 def sentences(groups: list[GroupResult]) -> list[str]:
-    """Return a sentence for each number of ids: host time against that of torch."""
+    """Compare host time with torch's, for each number of ids."""
     found = []
     for group in groups:
         ours = group.by_name.get(OURS)
@@ -109,7 +92,7 @@ def sentences(groups: list[GroupResult]) -> list[str]:
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw the host time of a call by the number of ids, a line for each way."""
+    """Draw host time by the number of ids."""
     figure = make_figure(7, 4)
     axes = figure.subplots()
     for name, colour in zip(case_names(groups), COLOURS, strict=False):

@@ -1,4 +1,4 @@
-"""Times competing ways to do the same thing: correctness first, then samples in turns, so that noise meets all alike."""
+"""Time competing methods: check every result first, then sample the methods in turns, so that noise affects all alike."""
 
 from __future__ import annotations
 
@@ -25,41 +25,39 @@ _PAUSE_CYCLES = 20_000_000
 
 
 class WrongResultError(SpeedtransferError, AssertionError):
-    """A way to do something gives a wrong result: no time is worth showing then."""
+    """A method returned a wrong result, so it is not timed."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to do what its group is about.
+    """One method in a comparison.
 
     Attributes
     ----------
     name : str
-        As a reader knows it: "index_select(out=)".
+        Name in reports: "index_select(out=)".
     run : callable
-        One repetition. What it queues on the compute device counts: the clock stops when the device is done.
+        One repetition; the clock stops when the device has finished what it queued.
     check : callable, optional
-        Called once after a first `run`; raises AssertionError where the result is wrong.
+        Called once after the first `run`; raises AssertionError if the result is wrong.
     payload_bytes : int
-        Bytes of rows that a repetition moves, each counted once; 0 where the figure is a time only.
+        Bytes of rows moved in a repetition, each counted once; 0 if only the time matters.
     role : {"ours", "other", "roof"}
-    memory : dict of str to int, optional
-        Bytes held, for cases that are about room ("host_bytes", "device_bytes"); `run` may fill it.
+    memory : dict of str to int
+        Bytes held ("host_bytes", "device_bytes"); `run` may fill it.
     figures : dict of str to float
-        What else is told of the case ("moved_bytes", "loss"); `run` and `check` may fill it.
+        Other measurements ("moved_bytes", "loss"); `run` and `check` may fill it.
     queues : bool
-        `run` only queues work on the device and never waits for it, so that its time there can be told from its calls.
+        `run` only queues work on the device and never waits, so device time can be measured apart from host time.
     before : callable, optional
-        Called before each sample, and not timed: it puts what `run` is about into the state that it is for ("no page of the
-        file is in memory"). A sample is one repetition then.
+        Untimed setup before each sample, such as dropping cached pages. A sample is one repetition then.
     parts : int
-        Equal parts of a repetition, such as steps; a sample is the time of one, and `payload_bytes` are those of one.
+        Equal parts of a repetition, such as steps; times and `payload_bytes` are those of one part.
     kind : str
-        What it is among the cases of its group, where a sentence or a bar asks for that: "checked" and "unchecked" calls of a
-        table, an "engine" by itself, a "plain" way of torch, one on a "view" that kernels address, an "empty" call; steps with
-        "exact" idle rows; batches read "ahead".
+        Used to pick cases for sentences and bars: "checked" and "unchecked" calls of a table, an "engine" by itself, a
+        "plain" torch method, one on a "view", an "empty" call, steps with "exact" idle rows, batches read "ahead".
     error : Exception, optional
-        Why it cannot run here, known before: there is no room beside the others.
+        Why it cannot run here, if known in advance.
     """
 
     name: str
@@ -76,29 +74,30 @@ class Case:
     error: Exception | None = None
 
     @classmethod
-    def of(cls, name: str, way: Any, role: Role = "other", **others: Any) -> Case:
-        """Return a case that runs `way`: an object with `run` and, as far as it has them, attributes of the other names."""
-        own = ("check", "memory", "figures", "before", "error")
-        return cls(name, way.run, role=role, **{key: getattr(way, key) for key in own if hasattr(way, key)} | others)
+    def of(cls, name: str, method: Any, role: Role = "other", **others: Any) -> Case:
+        """Make a case of an object with `run` and optionally `check`, `memory`, `figures` and `before`."""
+        own = ("check", "memory", "figures", "before")
+        found = {key: getattr(method, key) for key in own if hasattr(method, key)}
+        return cls(name, method.run, role=role, **found | others)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Cases that are compared.
+    """Cases to compare.
 
     Attributes
     ----------
     title : str
         What they do: "gather 131,072 rows of 512 B, uniform".
     make : callable
-        Builds the data and returns the cases; called when the group's turn comes, so that one group's memory is held
-        at a time. A :class:`~speedtransfer.errors.SpeedtransferError` or lack of memory skips the group with its reason.
+        Builds the data and returns the cases. Called just before measuring, so only one group's memory is held at a time.
+        A :class:`~speedtransfer.errors.SpeedtransferError` or lack of memory skips the group with its reason.
     params : dict
         What varies, for plots: ``{"direction": "gather", "row_bytes": 512, ...}``.
     reserved_s : float
-        What a run with little time keeps for it: groups before it are left out first.
+        Seconds to reserve for it in a run with a time limit; earlier groups are skipped first.
     effort : dict
-        Arguments of :func:`measure` in place of the usual ones.
+        Arguments of :func:`measure` that differ from the defaults.
     """
 
     title: str
@@ -118,14 +117,14 @@ def measure(
 ) -> GroupResult:
     """Check and time the cases of `group`.
 
-    Every case gets `turns` turns of `samples` samples; fewer once it has used its share of `budget_s`, about how long the
-    whole group may take, but at least one a turn. A sample repeats the case until it lasts about `min_sample_s`, and is
-    divided by the repetitions. The compute device is waited for before and after each sample.
+    Every case gets `turns` turns of `samples` samples, at least one a turn, within its share of `budget_s` for the whole
+    group. A sample repeats the case for about `min_sample_s` and divides by the repetitions; the device is synchronized
+    before and after it.
 
     Raises
     ------
     WrongResultError
-        A case of ours, or a roof, gives a wrong result. Of another that is its `error`.
+        A case of ours, or a roof, gives a wrong result. Another's becomes its `error`.
     """
     result = GroupResult(group.title, group.params)
     try:
@@ -140,7 +139,7 @@ def measure(
         try:
             repeats.append(_prepare(case, case_result, device, min_sample_s))
         except AssertionError as error:
-            if case.role == "other":  # a fault in a rival leaves the other cases
+            if case.role == "other":
                 case_result.error = f"gives a wrong result ({_reason(error)})"
                 repeats.append(0)
                 continue
@@ -167,13 +166,13 @@ def measure(
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the compute device: a kernel that is queued is not done."""
+    """Wait until all work queued on `device` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def cycle(values: Iterable[Any]) -> Callable[[], Any]:
-    """Return a function that gives one of `values` after the other: data that has just been used sits in a cache."""
+    """Return a function that returns the next of `values` at each call, so that timed data is not in a cache already."""
     turn = itertools.cycle(values)
     return lambda: next(turn)
 
@@ -188,7 +187,7 @@ def _prepare(case: Case, result: CaseResult, device: torch.device, min_sample_s:
         case.run()
         synchronize(device)
     except Exception as error:
-        # What other libraries raise where they are not whole must not end the run; an error of ours is a fault.
+        # A rival may raise anything, for instance if its installation is broken; an unexpected error of ours is a bug.
         if case.role != "other" and not isinstance(error, CANNOT_RUN):
             raise
         result.error = _reason(error)
@@ -205,7 +204,7 @@ def _prepare(case: Case, result: CaseResult, device: torch.device, min_sample_s:
 
 def _sample(case: Case, result: CaseResult, number: int, device: torch.device, samples: int, share_s: float) -> None:
     if case.before is None:
-        case.run()  # caches and clocks as the case leaves them, not as its neighbour did
+        case.run()  # warms caches and clocks, which the previous case left in its own state
         synchronize(device)
     deadline = time.perf_counter() + share_s
     for _ in range(samples):
@@ -227,7 +226,7 @@ def _sample(case: Case, result: CaseResult, number: int, device: torch.device, s
 
 
 def _device_seconds(case: Case, device: torch.device) -> float:
-    """Return what one repetition keeps the device busy: calls are queued behind a pause, so that it never waits for one."""
+    """Return the device time of one repetition, by queueing calls behind a pause so that the device never waits for one."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.device(device):
         torch.cuda._sleep(_PAUSE_CYCLES)

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from speedtransfer.benchmark.contenders import DIM, PLANES, ROW_BYTES, Contender, contenders
 from speedtransfer.benchmark.drawing import COLOURS, INK, legend_below, tidy
 from speedtransfer.benchmark.environment import host_room
-from speedtransfer.benchmark.kinds import DIM, PLANES, ROW_BYTES, Kind, kinds
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.peak import LEAST, in_process, peak_bytes, reset_peak, with_page_locked
 from speedtransfer.benchmark.results import GroupResult
@@ -34,7 +34,7 @@ _LARGE_BYTES, _BUFFERS_BYTES = 4e9, 200e6
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, **others: Any) -> list[Group]:
     """Return what the suite compares; `quick`: a small table, and one optimizer."""
-    fitting = int(host_room() / (4 * ROW_BYTES))  # the largest kind has twice the weights and two planes of state
+    fitting = int(host_room() / (4 * ROW_BYTES))  # the largest contender has twice the weights and two planes of state
     rows = check_size(rows or min(_QUICK_ROWS if quick else _ROWS, fitting), "rows", 1)
     return [
         Group(
@@ -47,10 +47,12 @@ def groups(device: torch.device, quick: bool, rows: int | None = None, **others:
 
 
 def _cases(device: torch.device, optimizer: str, rows: int, quick: bool) -> list[Case]:
-    chosen = kinds(device, optimizer)
+    chosen = contenders(device, optimizer)
     if quick or optimizer != "AdamW":
         chosen = chosen[:3]
-    return [Case.of(kind.name, _Process(kind, optimizer, rows, device), kind.role) for kind in chosen]
+    return [
+        Case.of(contender.name, _Process(contender, optimizer, rows, device), contender.role) for contender in chosen
+    ]
 
 
 class MeasurementError(SpeedtransferError):
@@ -58,10 +60,10 @@ class MeasurementError(SpeedtransferError):
 
 
 class _Process:
-    """Measures a kind of table at the first run; further ones, which a stopwatch asks for, do nothing."""
+    """Measures a contender at the first run; further ones, which a stopwatch asks for, do nothing."""
 
-    def __init__(self, kind: Kind, optimizer: str, rows: int, device: torch.device) -> None:
-        self.kind, self.optimizer, self.rows, self.device = kind, optimizer, rows, device
+    def __init__(self, contender: Contender, optimizer: str, rows: int, device: torch.device) -> None:
+        self.contender, self.optimizer, self.rows, self.device = contender, optimizer, rows, device
         self.memory: dict[str, int] = {}
 
     def run(self) -> None:
@@ -73,10 +75,10 @@ class _Process:
             The table cannot have taken so little: what was measured is not its memory.
         """
         if not self.memory:
-            found = measured(self.kind.name, self.optimizer, self.rows, self.device)
-            planes, taken = self.kind.planes * self.rows * ROW_BYTES, found[f"{self.kind.place}_bytes"]
+            found = measured(self.contender.name, self.optimizer, self.rows, self.device)
+            planes, taken = self.contender.planes * self.rows * ROW_BYTES, found[f"{self.contender.place}_bytes"]
             # The system may take pages of a file back. Small tables are less than what else comes and goes.
-            if self.kind.memory != "mmap" and planes >= _BUFFERS_BYTES and taken < LEAST * planes:
+            if self.contender.memory != "mmap" and planes >= _BUFFERS_BYTES and taken < LEAST * planes:
                 raise MeasurementError(
                     f"its planes have {format_bytes(planes)} and every row was touched, but {format_bytes(taken)} were seen "
                     "to be taken: the measurement is wrong"
@@ -85,14 +87,14 @@ class _Process:
 
     def check(self) -> None:
         """Raise where our table takes more than its planes, within the tolerance, of the memory that it lives in."""
-        if self.kind.role == "ours":
-            planes = self.kind.planes * self.rows * ROW_BYTES
+        if self.contender.role == "ours":
+            planes = self.contender.planes * self.rows * ROW_BYTES
             most = TOLERANCE * planes + (0 if planes >= _LARGE_BYTES else _BUFFERS_BYTES)
-            taken = self.memory[f"{self.kind.place}_bytes"]
+            taken = self.memory[f"{self.contender.place}_bytes"]
             assert taken <= most, f"takes {taken:,} bytes, {taken / planes - 1:.1%} beyond the {planes:,} of its planes"
 
 
-def measured(kind: str, optimizer: str, rows: int, device: torch.device) -> dict[str, int]:
+def measured(contender: str, optimizer: str, rows: int, device: torch.device) -> dict[str, int]:
     """Return ``{"host_bytes": ..., "device_bytes": ...}`` of a table, from a process of its own.
 
     Raises
@@ -100,7 +102,7 @@ def measured(kind: str, optimizer: str, rows: int, device: torch.device) -> dict
     HostMemoryError
         That process did not succeed: it has no room, or the system has killed it for what it took.
     """
-    return in_process(_child, kind, optimizer, rows, device, cuda=device.type == "cuda")
+    return in_process(_child, contender, optimizer, rows, device, cuda=device.type == "cuda")
 
 
 # --- what was found ---------------------------------------------------------------------------------------------------
@@ -120,7 +122,7 @@ def sentences(groups: list[GroupResult]) -> list[str]:
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw a bar for each kind of table: what it takes of the host and of the device."""
+    """Draw a bar for each contender: what it takes of the host and of the device."""
     bars = [(group, case) for group in groups for case in group.ran if case.memory]
     if not bars:
         return None
@@ -157,28 +159,28 @@ def _table_of(group: GroupResult) -> str:
 # --- the process --------------------------------------------------------------------------------------------------------
 
 
-def _child(kind_name: str, optimizer: str, rows: int, device: torch.device) -> dict[str, int]:
-    kind = next(kind for kind in kinds(device, optimizer) if kind.name == kind_name)
-    _train(kind, optimizer, 10_000, device)  # brings libraries, thread pools, compiled copies and optimizers
+def _child(name: str, optimizer: str, rows: int, device: torch.device) -> dict[str, int]:
+    contender = next(contender for contender in contenders(device, optimizer) if contender.name == name)
+    _train(contender, optimizer, 10_000, device)  # brings libraries, thread pools, compiled copies and optimizers
     cuda = device.type == "cuda"
     base = torch.cuda.memory_allocated(device) if cuda else 0
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     host_base = reset_peak()
-    emb: Any = _train(kind, optimizer, rows, device)
+    emb: Any = _train(contender, optimizer, rows, device)
     host = peak_bytes() - host_base
-    if kind.memory == "pinned":
+    if contender.memory == "pinned":
         host = with_page_locked(host, emb.table.nbytes)
     del emb
     return {"host_bytes": max(0, host), "device_bytes": torch.cuda.max_memory_allocated(device) - base if cuda else 0}
 
 
-def _train(kind: Kind, optimizer: str, rows: int, device: torch.device) -> nn.Module:
+def _train(contender: Contender, optimizer: str, rows: int, device: torch.device) -> nn.Module:
     """Step over every row once, in batches of consecutive ids; a dense optimizer, which takes them all, twice."""
-    emb = kind.make(rows)
-    opt = kind.optimizer(list(emb.parameters()))
+    emb = contender.make(rows)
+    opt = contender.optimizer(list(emb.parameters()))
     starts: Sequence[int] = range(0, rows, _LOOKUPS)
-    if kind.planes > PLANES[optimizer]:  # the dense gradient
+    if contender.planes > PLANES[optimizer]:  # the dense gradient
         starts = starts[:2]
     for start in starts:
         emb(torch.arange(start, min(start + _LOOKUPS, rows), device=device)).sum().backward()

@@ -34,7 +34,7 @@ class TooSlowError(SpeedtransferError):
 def cases_of(device: torch.device, sizes: Sizes, batch: int, seed: int) -> list[Case]:
     """Return a case for each form; they share windows, memory and what FP32 has reached."""
     together = _Together(device, sizes, batch)
-    return [Case.of(form.name, _Way(form, together, seed), "ours") for form in FORMS]
+    return [Case.of(form.name, _Steps(form, together, seed), "ours") for form in FORMS]
 
 
 class _Together:
@@ -51,7 +51,7 @@ class _Together:
         return of_host(FORMS, self.batch, self.sizes)
 
 
-class _Way:
+class _Steps:
     """Steps in a form."""
 
     def __init__(self, form: Form, together: _Together, seed: int) -> None:

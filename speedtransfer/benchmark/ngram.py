@@ -51,7 +51,7 @@ _CPU = Sizes(vocabulary=8192, width=128, layers=4, heads=4, batch=16, context=64
 _CUDA = Sizes(vocabulary=50_304, width=768, layers=12, heads=12, batch=64, context=1024, rows=131_072, dim=160, parts=2)
 _LARGE_ROWS = 100_000_000
 _SMALL_FORM: dict[str, Any] = {"storage_dtype": torch.bfloat16, "state_dtype": torch.uint8}
-_BATCHES = 5  # of each way to train a table
+_BATCHES = 5  # of each method to train a table
 _DEVICE_SHARE = 0.5  # of the free memory of the device, that the tables of a group may take
 
 
@@ -94,29 +94,29 @@ def _cases(sizes: Sizes, idle: tuple[str, ...], form: dict[str, Any], device: to
     kinds: list[tuple[str, dict[str, Any] | None]] = [(OURS.format(one), {"idle": one, **form}) for one in idle]
     if not form:
         kinds += [(name, None) for name in PLAIN]
-    found = [Case.of(NO_TABLES, _Way(Training(sizes, NO_TABLES, None, device), "", seed), check=None)]
+    found = [Case.of(NO_TABLES, _Steps(Training(sizes, NO_TABLES, None, device), "", seed), check=None)]
     device_bytes = _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0.0
     room = Room({"host": host_room(), "device": device_bytes})
     for name, options in kinds:
         training = Training(sizes, name, options, device)
         error = room.take(training.table_bytes, "host" if options is not None or device.type == "cpu" else "device")
         if options is None:
-            found.append(Case.of(name, _Way(training, "", seed), error=error))
+            found.append(Case.of(name, _Steps(training, "", seed), error=error))
         else:
             # The same table: whether rows are read ahead is a matter of the step.
             for ahead in ("", AT_BEGIN, AHEAD):
-                found.append(Case.of(name + ahead, _Way(training, ahead, seed), "ours", error=error))
+                found.append(Case.of(name + ahead, _Steps(training, ahead, seed), "ours", error=error))
     return found
 
 
-class _Way:
-    """Steps of a model, with rows read ahead in one way; each way has batches of its own."""
+class _Steps:
+    """Steps of a model, with rows read ahead in one way; each method has batches of its own."""
 
     def __init__(self, training: Training, ahead: str, seed: int) -> None:
         self.training, self.ahead = training, ahead
         self.figures = dict[str, float]()
-        self._seed, self._turn = 100 * seed + training.ways, self._windows()
-        training.ways += 1
+        self._seed, self._turn = 100 * seed + training.methods, self._windows()
+        training.methods += 1
 
     def _windows(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield a batch and the one after it, without end."""
@@ -211,7 +211,7 @@ def _added(case: CaseResult, base: CaseResult) -> str:
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw a panel for each group: a bar for each way, with what it adds to a step without tables."""
+    """Draw a panel for each group: a bar for each method, with what it adds to a step without tables."""
 
     def text(group: GroupResult, case: CaseResult) -> str:
         base = group.by_name.get(NO_TABLES)

@@ -1,4 +1,4 @@
-"""A GPT of torch's own layers with n-gram tables held in one of several ways: sizes, batches of tokens, training."""
+"""A GPT of torch's own layers with n-gram tables held in one of several methods: sizes, batches of tokens, training."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ class Training:
         self.sizes, self.name, self.options, self.device = sizes, name, options, device
         # What the first step was made with.
         self.first: Tensor | None = None
-        # How many ways to take steps there are.
-        self.ways = 0
+        # How many methods to take steps there are.
+        self.methods = 0
         self._model: Gpt | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
 

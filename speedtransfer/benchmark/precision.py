@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speedtransfer.benchmark.contenders import DIM
 from speedtransfer.benchmark.drawing import legend_below, line, line_style, plain_numbers, tidy
-from speedtransfer.benchmark.kinds import DIM
 from speedtransfer.benchmark.measure import Case, Group, cycle, synchronize
 from speedtransfer.benchmark.report import Show, TextTable, pivots, show_held, show_time
 from speedtransfer.benchmark.results import GroupResult, case_names, noise, sorted_by

@@ -88,7 +88,7 @@ class _Dense(nn.Module):
         return F.binary_cross_entropy_with_logits(self.layers(rows.flatten(1))[:, 0], self.target)
 
 
-class _Way:
+class _Stretches:
     """Stretches of steps on a table, by `prefetch` with a depth or (0) without."""
 
     def __init__(
@@ -161,10 +161,12 @@ class _Reads:
 def _cases(tables: ColdTables, training: bool, width: int, sizes: Sizes) -> list[Case]:
     dense = _Dense(width, sizes.examples)
     page_bytes = sizes.examples * FIELDS * PAGE * (_PLANES if training else 1)
-    step: Callable[..., _Way] = functools.partial(_Way, tables, dense, sizes, training)
-    ways = {WITHOUT: step()} | {DEPTH.format(depth): step(depth) for depth in DEPTHS}
+    step: Callable[..., _Stretches] = functools.partial(_Stretches, tables, dense, sizes, training)
+    methods = {WITHOUT: step()} | {DEPTH.format(depth): step(depth) for depth in DEPTHS}
     pages: dict[str, Any] = {"payload_bytes": page_bytes, "parts": sizes.steps}
-    found = [Case.of(name, way, "ours", kind="ahead" * (way.depth > 0), **pages) for name, way in ways.items()]
+    found = [
+        Case.of(name, method, "ours", kind="ahead" * (method.depth > 0), **pages) for name, method in methods.items()
+    ]
     found.append(Case.of(IN_MEMORY, step(in_file=False), parts=sizes.steps))
     for threads in THREADS:
         name = PREADS.format(threads).replace("1 threads", "1 thread")
@@ -226,7 +228,7 @@ def _share(group: GroupResult, case: CaseResult) -> str:
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw a panel for each group: a bar for each way, with the share of the waiting that it hides."""
+    """Draw a panel for each group: a bar for each method, with the share of the waiting that it hides."""
 
     def text(group: GroupResult, case: CaseResult) -> str:
         known = case.kind == "ahead" and group.ours is not None and _in_memory(group) is not None

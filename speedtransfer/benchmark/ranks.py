@@ -1,4 +1,4 @@
-"""Suite `ranks`: the same training steps in one process and in several of this machine. What do they cost, and what is sent?
+"""Suite `ranks`: the same training steps in one process and in several. What do they cost, and how much is sent?
 
 All cases of a group take the same batches, each process its part; the model but the table is under `DistributedDataParallel`.
 """
@@ -44,22 +44,19 @@ NOTE = (
 )
 ONE = "speedtransfer, one process"
 SENT, COMPUTED = "sent_bytes", "computed_sent_bytes"
-TOLERANCE = 2e-3  # of the largest move is the most that a value may be off: float32 sums in another order
+TOLERANCE = 2e-3  # error of a value, relative to the largest change: float32 sums in another order
 
 _FULL = {"rows": 1_000_000, "dim": 64, "examples": 4096, "fields": 16}
 _QUICK = {"rows": 20_000, "dim": 16, "examples": 256, "fields": 8}
 _EXPONENT = 1.05
 _RANKS, _QUICK_RANKS = (1, 2, 4), (1, 2)
 _STEPS, _QUICK_STEPS = 4, 2
-# Planes that a process has of a table: weights, AdamW's state, a gradient, and DistributedDataParallel's copy of it.
+# Planes in each process: weights, AdamW's state, a dense gradient, and DistributedDataParallel's copy of it.
 _PLANES = {SPARSE: 3, DENSE: 5}
 
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
-    """Return what the suite compares; `quick`: a small table, and no more than two processes.
-
-    Tables are on the CPU, whatever the device.
-    """
+    """Make a group for each number of processes; tables are always on the CPU."""
     base = _QUICK if quick else _FULL
     rows = check_size(rows or base["rows"], "rows", 1)
     sizes = Sizes(rows, base["dim"], base["examples"], base["fields"], _EXPONENT, seed)
@@ -86,13 +83,13 @@ def _cases(sizes: Sizes, ranks: int, steps: int) -> list[Case]:
     chosen += [(method, method, "other", world) for method in (SPARSE, DENSE)]
     room, found = Room({"host": host_room()}), []
     for name, method, role, where in chosen:
-        way = _Way(method, where, one, sizes, steps)
-        found.append(Case.of(name, way, role, parts=steps, error=room.take(way.held_bytes)))
+        training = _Steps(method, where, one, sizes, steps)
+        found.append(Case.of(name, training, role, parts=steps, error=room.take(training.held_bytes)))
     return found
 
 
-class _Way:
-    """Training steps by one method in the processes of `world`, held against one process."""
+class _Steps:
+    """Training steps by one method in the processes of `world`, compared with one process."""
 
     def __init__(self, method: str, world: World, one: World, sizes: Sizes, steps: int) -> None:
         self.method, self.world, self.one, self.sizes, self.steps = method, world, one, sizes, steps
@@ -100,43 +97,41 @@ class _Way:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the table and what belongs to it, in all processes."""
+        """Bytes of the table, its state and gradients in all processes."""
         copies = 1 if self.method in (SHARDED, SHARED) else self.world.ranks
         return copies * _PLANES.get(self.method, 3) * self.sizes.rows * self.sizes.dim * 4
 
     def run(self) -> None:
-        """Take the steps of a sample."""
         self.world.call("steps", self.method, self.sizes, self.steps)
 
     def check(self) -> None:
-        """Raise AssertionError unless rows and parameters are those of one process; then note what a step sends."""
+        """Compare rows and parameters with those of one process; then record how many bytes a step sends."""
         ids = torch.cat([ids.flatten() for ids, _ in batches_of(self.sizes)]).unique()
         answers = self.world.call("state", self.method, ids)
         assert len({number for _, number in answers}) == 1, "the processes have different rows or parameters"
         if self.world.ranks > 1 or self.method not in (SPARSE, DENSE):
             reference = self.method if self.method in (SPARSE, DENSE) else BY_HAND
-            self.one.call("steps", reference, self.sizes, self.steps)
-            wanted = self.one.call("state", reference, ids)[0][0]
-            self.one.call("forget", reference)
-            for what, values, right, start in zip(
-                ("rows", "other parameters"), answers[0][0], wanted, self._start(reference, ids), strict=True
-            ):
-                check_close(what, *(torch.from_numpy(array) for array in (values, right, start)))
-        self._note_bytes()
+            wanted, before = (self._of_one(reference, steps, ids) for steps in (self.steps, 0))
+            whats = "rows", "other parameters"
+            for what, *arrays in zip(whats, answers[0][0], wanted, before, strict=True):
+                check_close(what, *map(torch.from_numpy, arrays))
+        self._record_bytes()
 
-    def _start(self, reference: str, ids: Tensor) -> Any:
-        """Return the values before the first step."""
-        self.one.call("steps", reference, self.sizes, 0)
-        start = self.one.call("state", reference, ids)[0][0]
-        self.one.call("forget", reference)
-        return start
+    def _of_one(self, method: str, steps: int, ids: Tensor) -> Any:
+        """Return rows and parameters after `steps` steps of a new model in one process."""
+        self.one.call("steps", method, self.sizes, steps)
+        state = self.one.call("state", method, ids)[0][0]
+        self.one.call("forget", method)
+        return state
 
-    def _note_bytes(self) -> None:
+    def _record_bytes(self) -> None:
         ranks, row_bytes = self.world.ranks, self.sizes.dim * 4
         if ranks == 1:
             return
         if self.method == SPARSE:
-            self.figures[COMPUTED] = ddp_sparse_step(self._unique(), row_bytes, ranks).sent
+            parts = [part_of(ids, rank, ranks) for ids, _ in batches_of(self.sizes) for rank in range(ranks)]
+            unique = sum(len(part.unique()) for part in parts) / len(parts)
+            self.figures[COMPUTED] = ddp_sparse_step(unique, row_bytes, ranks).sent
         elif self.method == DENSE:
             self.figures[COMPUTED] = ddp_dense_step(self.sizes.rows, row_bytes, ranks).sent
         else:
@@ -144,31 +139,25 @@ class _Way:
             self.run()
             self.figures[SENT] = (sum(self.world.call("sent")) - before) / ranks / self.steps
 
-    def _unique(self) -> float:
-        """Return the distinct rows that a process looks up in a step, on average."""
-        ranks = self.world.ranks
-        parts = [part_of(ids, rank, ranks) for ids, _ in batches_of(self.sizes) for rank in range(ranks)]
-        return sum(len(part.unique()) for part in parts) / len(parts)
-
 
 def check_close(what: str, values: Tensor, right: Tensor, start: Tensor) -> None:
-    """Raise AssertionError unless `values` are `right`, within `TOLERANCE` of the largest move from `start`."""
+    """Raise AssertionError unless `values` are `right`, within `TOLERANCE` of the largest change from `start`."""
     largest = float((right - start).abs().max())
     assert largest > 0, f"no {what} have moved in one process"
     error = float((values - right).abs().max()) / largest
     assert error <= TOLERANCE, f"{what} are off by {error:.2g} of the largest move in one process"
 
 
-# --- what was found ---------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------------------
 
 
 def sent_bytes(case: CaseResult) -> float | None:
-    """Return the bytes that a process sends in a step, counted or computed."""
+    """Return the counted or computed bytes that a process sends in a step."""
     return case.figures.get(SENT, case.figures.get(COMPUTED))
 
 
 def sentences(groups: list[GroupResult]) -> list[str]:
-    """Return a sentence for each method in several processes."""
+    """Compare time and bytes of each method in several processes with one process."""
     found = []
     for group in groups:
         one = group.ours
@@ -188,7 +177,7 @@ def sentences(groups: list[GroupResult]) -> list[str]:
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw the time of a step, and the bytes that a process sends, by the number of processes."""
+    """Draw the time of a step and the bytes sent, by the number of processes."""
     groups = sorted_by(groups, "ranks")
     ranks = [group.params["ranks"] for group in groups]
     figure = make_figure(11, 5.2)
@@ -215,6 +204,6 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
 
 
 def tables(groups: list[GroupResult]) -> list[TextTable]:
-    """Return the time of a step, and what is sent in one, by the number of processes."""
+    """Return the time of a step and the bytes sent, by the number of processes."""
     columns = {"a step": show_time, "sent a step by a process": lambda group, case: sent(case)}
     return pivots("processes", groups, "ranks", columns)

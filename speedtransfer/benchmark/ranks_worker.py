@@ -1,4 +1,4 @@
-"""What each process of suite `ranks` does: it trains its part of every batch."""
+"""Processes of suite `ranks`: each trains on its part of every batch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from speedtransfer.benchmark.models import AdamWByHand, TableByHand
+from speedtransfer.benchmark.by_hand import AdamWByHand, TableByHand
+from speedtransfer.benchmark.world import sent_by_tables
 from speedtransfer.nn import Embedding
-from speedtransfer.ranks import exchange_of
 
 ORDINARY, SHARDED, SHARED = "ordinary table", "sharded", 'memory="shared"'
 SPARSE, DENSE, BY_HAND = "nn.Embedding(sparse=True) + SparseAdam", "nn.Embedding + AdamW", "by hand"
@@ -26,7 +26,7 @@ _WIDTH = 128
 
 
 class Sizes(NamedTuple):
-    """What is trained: a table, and batches of `examples` with `fields` lookups each, divided among the processes."""
+    """Sizes of a table, and of batches of `examples` with `fields` lookups each, divided among the processes."""
 
     rows: int
     dim: int
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
 
 @functools.lru_cache(maxsize=1)
 def batches_of(sizes: Sizes) -> list[tuple[Tensor, Tensor]]:
-    """Return ids ``(examples, fields)`` by a Zipf law, id 0 the most frequent, and targets ``(examples,)`` of each batch."""
+    """Return ids ``(examples, fields)`` by Zipf's law, id 0 the most frequent, and targets ``(examples,)`` of each batch."""
     below = np.cumsum(np.arange(1, sizes.rows + 1, dtype=np.float64) ** -sizes.exponent)
     draw = np.random.default_rng(sizes.seed)
     shape = BATCHES, sizes.examples, sizes.fields
@@ -49,13 +49,13 @@ def batches_of(sizes: Sizes) -> list[tuple[Tensor, Tensor]]:
 
 
 def part_of(values: Tensor, rank: int, ranks: int) -> Tensor:
-    """Return the examples of a batch that belong to `rank`."""
+    """Return the examples of a batch for `rank`."""
     each = len(values) // ranks
     return values[rank * each : (rank + 1) * each]
 
 
 class _Model(nn.Module):
-    """The mean of the rows of an example, and a small network."""
+    """A small network on the mean of the rows of an example."""
 
     def __init__(self, emb: nn.Module, dim: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class _Model(nn.Module):
 
 
 class Training:
-    """A model with one method of keeping its table, and its optimizers, in one of `ranks` processes."""
+    """A model whose table is kept by one method, and its optimizers, in one of `ranks` processes."""
 
     def __init__(self, method: str, sizes: Sizes, rank: int, ranks: int) -> None:
         torch.manual_seed(sizes.seed)
@@ -96,7 +96,7 @@ class Training:
 
     @torch.no_grad()
     def state(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows `ids` (n,) of the table and all other parameters; all processes must call it."""
+        """Return the rows `ids` (n,) of the table and all other parameters; a collective call."""
         rows = self.emb.table.gather(ids) if isinstance(self.emb, Embedding) else self.emb.weight[ids]
         return rows.detach().clone(), nn.utils.parameters_to_vector(self.net.layers.parameters()).clone()
 
@@ -125,29 +125,28 @@ def _optimizers(method: str, net: _Model) -> list[Any]:
 
 
 class Worker:
-    """What a process does when it is told: each method is a command."""
+    """Commands of a process."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
         self._trainings: dict[str, Training] = {}
 
     def steps(self, method: str, sizes: Sizes, count: int) -> None:
-        """Take steps; the model is made at the first."""
+        """Take steps; the first call makes the model."""
         if method not in self._trainings:
             self._trainings[method] = Training(method, sizes, self.rank, self.ranks)
         for _ in range(count):
             self._trainings[method].step()
 
     def state(self, method: str, ids: Tensor) -> tuple[Any, int]:
-        """Return rows and parameters as arrays, from rank 0, and from all a number that tells whether theirs are the same."""
+        """Return rows and parameters as arrays (rank 0 only) and their checksum."""
         rows, layers = (values.numpy() for values in self._trainings[method].state(ids))
         return (rows, layers) if self.rank == 0 else None, zlib.crc32(layers.tobytes(), zlib.crc32(rows.tobytes()))
 
     def sent(self) -> int:
         """Return the bytes that tables have sent to other processes."""
-        traffic = exchange_of(dist.group.WORLD).traffic
-        return traffic.control + traffic.ids + traffic.rows + traffic.gradients
+        return sent_by_tables()
 
     def forget(self, method: str) -> None:
-        """Let go of a model."""
+        """Delete a model."""
         self._trainings.pop(method, None)

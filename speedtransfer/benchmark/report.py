@@ -141,7 +141,7 @@ def pivot(title: str, groups: list[GroupResult], label: Callable[[GroupResult], 
     """Return a line for each case and a column for each group, headed by its `label`, of what `show` has of each."""
     found = [{case.name: show(group, case) for case in group.ran} for group in groups]
     names = case_names(groups)
-    # A way that one group alone has would be a line of blanks.
+    # A method that one group alone has would be a line of blanks.
     names = [name for name in names if 2 * sum(name in column for column in found) >= len(found)]
     ours = frozenset(case.name for group in groups for case in group.ran if case.role == "ours")
     header = ["", *(label(group) for group in groups)]

@@ -1,4 +1,4 @@
-"""What was measured: the samples of each case, and groups of them, as plain data and back."""
+"""Measured samples, by case and group, as plain data; with ratios and noise in words."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from speedtransfer.benchmark.units import format_ratio
 
 Role = Literal["ours", "other", "roof"]
 
-DEFAULT, UNCHECKED = "speedtransfer", "speedtransfer, check=False"  # our call with all checks, and as training makes it
-NOISY = 1.5  # times the first quartile is the most that the third may be of figures that mean something
+DEFAULT, UNCHECKED = "speedtransfer", "speedtransfer, check=False"
+NOISY = 1.5  # a third quartile above this many times the first marks a figure as noisy
+# Results recorded before cases had a kind are recognized by their names.
 _KINDS = {
     "checked": f"^{DEFAULT}$",
     "unchecked": f"^{UNCHECKED}$",
@@ -28,10 +29,10 @@ _KINDS = {
 
 @dataclass
 class CaseResult:
-    """Samples of one case. `samples_s` are seconds of one repetition, `host_s` those until its calls had returned.
+    """Samples of one :class:`~speedtransfer.benchmark.measure.Case`, in seconds of one repetition.
 
-    `device_s` is what one repetition keeps the device busy, for cases that queue their work; `error` why a case did not run;
-    `kind` is that of its :class:`~speedtransfer.benchmark.measure.Case`.
+    `host_s` are seconds until its calls had returned, `device_s` is the time the device was busy; `error` says why a case did
+    not run.
     """
 
     name: str
@@ -71,13 +72,13 @@ class CaseResult:
 
     @property
     def gb_per_s(self) -> float | None:
-        """Payload per second in 1e9 bytes; None where there is no payload."""
+        """Payload per second in 1e9 bytes; None without payload."""
         return self.payload_bytes / self.median_s / 1e9 if self.payload_bytes else None
 
 
 @dataclass
 class GroupResult:
-    """What :func:`~speedtransfer.benchmark.measure.measure` found; `skipped` is the reason why a group could not run."""
+    """Results of a group; `skipped` is the reason why it could not run."""
 
     title: str
     params: dict[str, Any]
@@ -101,21 +102,21 @@ class GroupResult:
 
     @property
     def unchecked(self) -> CaseResult | None:
-        """The call of this library that moves rows and checks nothing, as training makes it; `ours` where there is none."""
+        """The call with ``check=False``, as training uses it; `ours` without one."""
         return next((case for case in self.ran if case.kind == "unchecked"), self.ours)
 
     @property
     def roof(self) -> CaseResult | None:
-        """The fastest of the plain copies that no way can be expected to beat, where the group has one."""
+        """The fastest plain copy, an upper bound for every method."""
         return min((case for case in self.ran if case.role == "roof"), key=lambda case: case.median_s, default=None)
 
     def share_of_roof(self, case: CaseResult) -> float | None:
-        """Return the bandwidth of `case` over that of the roof."""
+        """Return the bandwidth of `case` divided by that of the roof."""
         roof, rate = self.roof, case.gb_per_s
         return rate / roof.gb_per_s if roof is not None and rate is not None and roof.gb_per_s else None
 
     def milliseconds(self, name: str) -> float | None:
-        """Return the median milliseconds of a case; None where it did not run."""
+        """Return the median milliseconds of a case; None if it did not run."""
         case = self.by_name.get(name)
         return None if case is None else 1e3 * case.median_s
 
@@ -125,23 +126,23 @@ class GroupResult:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> GroupResult:
-        """Return what `to_json` was made of."""
+        """Restore the result of :meth:`to_json`."""
         cases = [CaseResult(**{"kind": kind_of(case["name"]), **case}) for case in data["cases"]]
         return cls(data["title"], data["params"], cases, data["skipped"])
 
 
 def kind_of(name: str) -> str:
-    """Return what a case called `name` is: for results that were recorded before they told."""
+    """Return the kind of a case recorded without one."""
     return next((kind for kind, pattern in _KINDS.items() if re.search(pattern, name)), "")
 
 
 def case_names(groups: Iterable[GroupResult]) -> list[str]:
-    """Return the names of all cases that ran, each once."""
+    """Return the distinct names of all cases that ran."""
     return list(dict.fromkeys(case.name for group in groups for case in group.ran))
 
 
 def split_by(groups: Iterable[GroupResult], key: str) -> dict[Any, list[GroupResult]]:
-    """Return the groups by what they have for `key` among their params."""
+    """Return the groups by the value of a parameter."""
     parts: dict[Any, list[GroupResult]] = {}
     for group in groups:
         parts.setdefault(group.params.get(key), []).append(group)
@@ -149,12 +150,12 @@ def split_by(groups: Iterable[GroupResult], key: str) -> dict[Any, list[GroupRes
 
 
 def sorted_by(groups: Iterable[GroupResult], key: str) -> list[GroupResult]:
-    """Return the groups in the order of what they have for `key` among their params."""
+    """Sort the groups by a parameter."""
     return sorted(groups, key=lambda group: group.params[key])
 
 
 def noise(*cases: CaseResult | None) -> str:
-    """Return " (noisy)" where one of `cases` is."""
+    """Return " (noisy)" if one of `cases` is."""
     return " (noisy)" if any(case is not None and case.noisy for case in cases) else ""
 
 

@@ -58,7 +58,7 @@ def run_suite(
     Raises
     ------
     WrongResultError
-        A way to move rows moves the wrong ones.
+        A method to move rows moves the wrong ones.
     """
     start, missed = time.perf_counter(), list[str]()
     groups = suite.groups(device, quick, **options)  # before anything is shown: options may make no sense

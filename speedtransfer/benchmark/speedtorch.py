@@ -1,4 +1,4 @@
-"""Suite `speedtorch`: the benchmark that SpeedTorch published, on this machine, with what today's torch does beside it.
+"""Suite `speedtorch`: the benchmark that SpeedTorch published, on this machine, with today's torch beside it.
 
 131,072 rows of a table of 1,000,000 x 128 float32, kept in CUDA memory or in page-locked host memory, go to a CUDA tensor and
 back (https://github.com/Santosh-Gupta/SpeedTorch; its issue #10 quotes the code). Its ids were drawn with repeats; here they
@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from speedtransfer.benchmark import rival_ways, ways
 from speedtransfer.benchmark.drawing import INK, QUIET, bars_beside, legend_below, plain_numbers, tidy
 from speedtransfer.benchmark.measure import Case, Group, cycle
+from speedtransfer.benchmark.methods import CHECKS, Method, our_methods
 from speedtransfer.benchmark.report import PUBLISHED as PUBLISHED_ROW
 from speedtransfer.benchmark.report import TextTable, pivot, show_time
 from speedtransfer.benchmark.results import GroupResult, case_names, noise, split_by, times_the_speed
+from speedtransfer.benchmark.rival_methods import BEST_TORCH, CUPY, OVERLAPPED_TORCH, PLAIN_TORCH, other_methods
 from speedtransfer.benchmark.units import format_seconds
-from speedtransfer.benchmark.ways import Way
 from speedtransfer.benchmark.workload import Tables, Workload, workload
 from speedtransfer.engines import Direction
 from speedtransfer.errors import check_size
@@ -58,10 +58,7 @@ _PLACES = {"device": "cuda", "pageable": "CPU"}  # what SpeedTorch calls our mem
 
 
 def groups(device: torch.device, quick: bool, rows: int = ROWS, seed: int = 0, **others: Any) -> list[Group]:
-    """Return what the suite compares: to, from and both, as SpeedTorch's tables have it; `quick` has no effect.
-
-    `rows` are moved; the table keeps its proportion.
-    """
+    """Make groups for both directions and their sum; `rows` are moved, and the table keeps its proportion to them."""
     rows = check_size(rows, "rows", 1)
     table_bytes = 4 * DIM * max(rows, rows * TABLE_ROWS // ROWS)
     memories = ("pinned", "device") if device.type == "cuda" else ("pageable",)
@@ -91,7 +88,7 @@ def groups(device: torch.device, quick: bool, rows: int = ROWS, seed: int = 0, *
 
 
 def _cases(work: Workload, directions: Sequence[Direction]) -> list[Case]:
-    """Return each way over the table of `work`, by the name of SpeedTorch's tables, one direction after the other."""
+    """Make a case of each method, with SpeedTorch's names, that moves rows in one direction after the other."""
     place = _PLACES.get(work.table.memory, work.table.memory)
     columns = [_named(work, direction) for direction in directions]
     turn = cycle(work.sets)
@@ -99,14 +96,14 @@ def _cases(work: Workload, directions: Sequence[Direction]) -> list[Case]:
     for name, first in columns[0].items():
         steps = [column[name] for column in columns]
 
-        def run(steps: list[Way] = steps) -> None:
+        def run(steps: list[Method] = steps) -> None:
             ids = turn()
             for step in steps:
                 step.move(ids)
 
-        def check(steps: list[Way] = steps) -> None:
+        def check(steps: list[Method] = steps) -> None:
             for step, direction in zip(steps, directions, strict=True):
-                {"gather": ways.check_gather, "scatter": ways.check_scatter}[direction](step, work)
+                CHECKS[direction](step, work)
 
         payload = work.payload_bytes * len(directions)
         queues = all(step.queues for step in steps)
@@ -114,28 +111,28 @@ def _cases(work: Workload, directions: Sequence[Direction]) -> list[Case]:
     return cases
 
 
-def _named(work: Workload, direction: Direction) -> dict[str, Way]:
-    default, unchecked, *_ = ways.our_ways(work, direction)
-    others = {way.name: way for way in rival_ways.other_ways(work, direction)}
+def _named(work: Workload, direction: Direction) -> dict[str, Method]:
+    default, unchecked, *_ = our_methods(work, direction)
+    others = {method.name: method for method in other_methods(work, direction)}
     names = {
-        "SpeedTorch's way: CuPy t[idx]": (rival_ways.CUPY[direction],),
-        "PyTorch t[idx]": (rival_ways.PLAIN_TORCH[direction], "t[idx]", "t[idx] = rows"),
-        "PyTorch at its best": (rival_ways.OVERLAPPED_TORCH[direction], "index_select(out=)", "index_copy_"),
-        "PyTorch through pinned memory in one piece": (rival_ways.BEST_TORCH[direction],),
+        "SpeedTorch's way: CuPy t[idx]": (CUPY[direction],),
+        "PyTorch t[idx]": (PLAIN_TORCH[direction], "t[idx]", "t[idx] = rows"),
+        "PyTorch at its best": (OVERLAPPED_TORCH[direction], "index_select(out=)", "index_copy_"),
+        "PyTorch through pinned memory in one piece": (BEST_TORCH[direction],),
     }
     found = {default.name: default, unchecked.name: unchecked}
     for name, candidates in names.items():
-        way = next((others[candidate] for candidate in candidates if candidate in others), None)
-        if way is not None:
-            found[name] = way
+        method = next((others[candidate] for candidate in candidates if candidate in others), None)
+        if method is not None:
+            found[name] = method
     return found
 
 
-# --- what was found ---------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------------------
 
 
 def sentences(groups: list[GroupResult]) -> list[str]:
-    """Return a sentence for each memory and direction."""
+    """Compare times, for each memory and direction."""
     lines = []
     for group in groups:
         if group.ours is None:
@@ -149,12 +146,11 @@ def sentences(groups: list[GroupResult]) -> list[str]:
 
 
 def tables(groups: list[GroupResult]) -> list[TextTable]:
-    """Return the times for each memory, and below them those of 2019."""
+    """Return the times for each memory, followed by those of 2019."""
     return [_with_published(part) for part in split_by(groups, "memory").values()]
 
 
 def _with_published(groups: list[GroupResult]) -> TextTable:
-    """Return the figures of suite `speedtorch` for one memory, and below them those of 2019."""
     memory = groups[0].params.get("memory")
     title = "time a call" + (f", {memory} table" if memory else "")
     table = pivot(title, groups, lambda group: str(group.params["kind"]), show_time)
@@ -165,7 +161,7 @@ def _with_published(groups: list[GroupResult]) -> TextTable:
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw a bar for each way and direction; those of 2019 are pale."""
+    """Draw a bar for each method and direction; those of 2019 are pale."""
     kinds = list(dict.fromkeys(group.params["kind"] for group in groups))
     names = case_names(groups)
     published = list(dict.fromkeys(name for group in groups for name in group.params["published"]))

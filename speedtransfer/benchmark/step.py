@@ -1,4 +1,4 @@
-"""Suite `step`: a whole AdamW training step (forward, backward, step, zero_grad). Its cost must not grow with the table."""
+"""Suite `step`: a whole training step (forward, backward, step, zero_grad). Its cost must not grow with the table."""
 
 from __future__ import annotations
 
@@ -11,9 +11,19 @@ from typing import Any
 import torch
 
 from speedtransfer.benchmark import step_fused, step_idle, step_models
+from speedtransfer.benchmark.contenders import (
+    DIM,
+    OURS,
+    PLANES,
+    ROW_BYTES,
+    Batches,
+    Contender,
+    Step,
+    contenders,
+    fitting,
+)
 from speedtransfer.benchmark.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.benchmark.environment import HOST_SHARE, host_room
-from speedtransfer.benchmark.kinds import DIM, OURS, PLANES, ROW_BYTES, Batches, Kind, Step, fitting, kinds
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.report import TextTable, group_table, pivot, show_time
 from speedtransfer.benchmark.results import CaseResult, GroupResult, case_names, noise, sorted_by, split_by
@@ -27,9 +37,10 @@ NOTE = (
     "training goes on, and steps wait for that. Steps with new ids are timed after many others, so that idle rows "
     "have missed as many as in training."
 )
-LARGE, SMALL = OURS.format("pinned"), OURS.format("pinned") + ", 1 GB table"  # the cases of experiment "gpu limit"
-SMALL_BYTES, LARGE_BYTES, LIMIT_BYTES = 1e9, 50e9, 5e9  # their weights, and the GPU memory that they get
-LARGE_S = 100.0  # that page-locking so much takes, and the steps
+# Experiment "gpu limit": its cases, bytes of their weights, the GPU memory that they may take, and seconds for the group.
+LARGE, SMALL = OURS.format("pinned"), OURS.format("pinned") + ", 1 GB table"
+SMALL_BYTES, LARGE_BYTES, LIMIT_BYTES = 1e9, 50e9, 5e9
+LARGE_S = 100.0
 
 _ROWS, _LOOKUPS = 1_000_000, 98_304  # of the smallest table
 _QUICK_ROWS, _QUICK_LOOKUPS, _QUICK_BYTES = 20_000, 8_192, 600e6
@@ -42,7 +53,7 @@ _EXACT = (
     step_models.DEEPFM,
     step_idle.EXPERIMENT,
 )
-_LARGE_SHARE = 0.8  # of the memory of this machine, for a table far larger than the GPU's
+_LARGE_SHARE = 0.8  # of the host's memory, for a table far larger than the GPU's
 
 
 def groups(
@@ -54,10 +65,10 @@ def groups(
     history: int | None = None,
     **others: Any,
 ) -> list[Group]:
-    """Return what the suite compares; `quick`: small tables only.
+    """Make all groups of the suite.
 
-    `rows` are those of the smallest table, `max_bytes` the most that the tables of a group may take together, of the host and
-    of the device, and `history` the steps before any is timed, where that matters.
+    `rows` are those of the smallest table, `max_bytes` limits the tables of a group on host and device, `history` is the
+    number of untimed steps that let rows become idle.
     """
     rows = check_size(rows or (_QUICK_ROWS if quick else _ROWS), "rows", 1)
     most = max_bytes or (_QUICK_BYTES if quick else float("inf"))
@@ -66,14 +77,14 @@ def groups(
     if device.type == "cuda":
         room["device"] = min(most, HOST_SHARE * torch.cuda.get_device_properties(device).total_memory)
 
-    def group(size: int, chosen: list[Kind], experiment: str, title: str = "") -> Group:
+    def group(size: int, chosen: list[Contender], experiment: str, title: str = "") -> Group:
         title = f"AdamW step, {batches.lookups:,} lookups in {size:,} x {DIM} float32{title}"
         params = {"experiment": experiment, "rows": size, "dim": DIM}
         return Group(title, functools.partial(_compare, chosen, device, size, batches, room), params)
 
-    every = kinds(device)
+    every = contenders(device)
     in_memory, in_file = ([k for k in every if (k.memory == "mmap") == file] for file in (False, True))
-    # The system writes a large file to the disk while others are measured: beside them it is a small one, and one comes last.
+    # The system writes a large file to the disk while others are measured: a small one is compared, a large one comes last.
     sizes = _sizes(rows, int(room["host"] // (PLANES["AdamW"] * ROW_BYTES)))
     found = [group(size, every if size == rows else in_memory, "size") for size in sizes]
     history = check_size(history or (QUICK_HISTORY if quick else HISTORY), "history", 1)
@@ -88,7 +99,7 @@ def groups(
 
 
 def _sizes(first: int, last: int) -> Iterator[int]:
-    """Yield `first` and larger numbers of rows up to `last`: times four where that gives three or more, else doubled."""
+    """Yield `first` and multiples of it up to `last`: times four if that gives at least three sizes, else doubled."""
     rows, factor = first, 4 if last >= 16 * first else 2
     while rows <= max(first, last):
         yield rows
@@ -96,21 +107,21 @@ def _sizes(first: int, last: int) -> Iterator[int]:
 
 
 def _compare(
-    chosen: list[Kind], device: torch.device, rows: int, batches: Batches, room: dict[str, float]
+    chosen: list[Contender], device: torch.device, rows: int, batches: Batches, room: dict[str, float]
 ) -> list[Case]:
-    """Return a step of each kind. Those that memory cannot hold beside the ones before them say so when they run."""
-    gc.collect()  # tables of the group before may be left in cycles
-    cases = []
-    for kind, error in fitting(chosen, rows, room):
-        cases.append(Case.of(kind.name, Step(kind, rows, device, batches), kind.role, error=error))
-    return cases
+    # Reference cycles may hold tables of the previous group.
+    gc.collect()
+    return [
+        Case.of(contender.name, Step(contender, rows, device, batches), contender.role, error=error)
+        for contender, error in fitting(chosen, rows, room)
+    ]
 
 
 # --- a table far larger than the GPU's memory ---------------------------------------------------------------------------
 
 
 class _GpuLimit:
-    """Limits what this process may take of the GPU's memory, until nobody holds this any more."""
+    """Limits the GPU memory of this process as long as this object exists."""
 
     def __init__(self, device: torch.device, limit_bytes: float) -> None:
         gc.collect()
@@ -125,18 +136,19 @@ class _LimitedStep(Step):
 
 
 def _under_gpu_limit(device: torch.device, batches: Batches, room_bytes: float) -> Group:
-    """Return steps on a small table and on the largest that memory holds beside it, both pinned."""
-    planes, unit = PLANES["AdamW"], batches.rows  # sizes are multiples of the smallest table
+    """Make a group of steps on a small table and on the largest that fits beside it, both pinned."""
+    # Sizes are multiples of the smallest table.
+    planes, unit = PLANES["AdamW"], batches.rows
     large_bytes = min(LARGE_BYTES, room_bytes / planes - SMALL_BYTES)
     small, large = (max(1, round(b / ROW_BYTES / unit)) * unit for b in (SMALL_BYTES, large_bytes))
 
     def make() -> list[Case]:
-        limit, kind = _GpuLimit(device, LIMIT_BYTES), kinds(device)[0]
+        limit, contender = _GpuLimit(device, LIMIT_BYTES), contenders(device)[0]
         cases = []
         for name, rows in ((LARGE, large), (SMALL, small)):
-            step = _LimitedStep(kind, rows, device, batches)
+            step = _LimitedStep(contender, rows, device, batches)
             step.limit = limit
-            cases.append(Case.of(name, step, kind.role))
+            cases.append(Case.of(name, step, contender.role))
         return cases
 
     taken = f"{format_bytes(large * ROW_BYTES)} ({format_bytes(planes * large * ROW_BYTES)} with its state)"
@@ -145,11 +157,11 @@ def _under_gpu_limit(device: torch.device, batches: Batches, room_bytes: float) 
     return Group(title, make, params, reserved_s=LARGE_S)
 
 
-# --- what was found ---------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------------------
 
 
 def exact_and_lazy(group: GroupResult) -> tuple[CaseResult, CaseResult] | None:
-    """Return the exact and the lazy step of a group of suite `step`, where it has both."""
+    """Return the exact and the lazy step of a group that compares them, else None."""
     ours = [case for case in group.ran if case.role == "ours"]
     exact, lazy = ([case for case in ours if (case.kind == "exact") == wanted] for wanted in (True, False))
     compared = group.params["experiment"] in _EXACT and exact and lazy
@@ -171,11 +183,6 @@ def _small(group: GroupResult, exact: CaseResult, lazy: CaseResult) -> str:
     return f"{text}; {format_seconds(exact.median_s)} with idle=exact"
 
 
-def _is_beside_dense(group: GroupResult) -> bool:
-    """Tell whether exact steps are compared with dense ones alone."""
-    return len(group.ran) == 2 and group.params["experiment"] in _EXACT and exact_and_lazy(group) is None
-
-
 def _beside_dense(group: GroupResult) -> str:
     exact, dense = group.ran
     share = format_ratio(exact.median_s / dense.median_s)
@@ -183,13 +190,17 @@ def _beside_dense(group: GroupResult) -> str:
 
 
 def sentences(groups: list[GroupResult]) -> list[str]:
-    """Return what idle rows, small steps and large tables cost."""
+    """Say what exact idle rows, small steps and large tables cost."""
     pairs = [(group, *pair) for group in groups if (pair := exact_and_lazy(group))]
     lines = [
         (_small if group.params["experiment"] == step_models.SMALL else _idle)(group, exact, lazy) + noise(*group.ran)
         for group, exact, lazy in pairs
     ]
-    lines += [_beside_dense(group) + noise(*group.ran) for group in groups if _is_beside_dense(group)]
+    lines += [
+        _beside_dense(group) + noise(*group.ran)
+        for group in groups
+        if len(group.ran) == 2 and group.params["experiment"] in _EXACT and exact_and_lazy(group) is None
+    ]
     lines += [
         f"{group.title}: the large one takes {format_ratio(large.median_s / small.median_s)} the time of the small one"
         + noise(large, small)
@@ -210,7 +221,7 @@ def sentences(groups: list[GroupResult]) -> list[str]:
 
 
 def tables(groups: list[GroupResult]) -> list[TextTable]:
-    """Return the times by the rows of the table, and all figures of the other experiments."""
+    """Return times by table size, and all figures of the other experiments."""
     parts = split_by(groups, "experiment")
     by_size = parts.pop("size", [])
     table = pivot("a step, by rows of the table", by_size, lambda group: format_count(group.params["rows"]), show_time)
@@ -218,7 +229,7 @@ def tables(groups: list[GroupResult]) -> list[TextTable]:
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw the time of a step by the rows of the table."""
+    """Draw the time of a step by table size."""
     groups = sorted_by((g for g in groups if g.params["experiment"] == "size"), "rows")
     if not groups:
         return None
@@ -240,7 +251,7 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
 
 
 def _end_of(groups: list[GroupResult], name: str) -> str:
-    """Return where the line of case `name` ends if that is before the last of `groups`, because its tables are too large."""
+    """Return the label of a line that ends early because its tables are too large."""
     last = max(i for i, group in enumerate(groups) if name in group.by_name)
     failed = any(case.name == name and case.error for group in groups[last + 1 : last + 2] for case in group.cases)
     return f" (left out beyond {format_count(groups[last].params['rows'])} rows)" if failed else ""

@@ -1,4 +1,4 @@
-"""Steps whose state a kernel reads, updates and writes where it is, beside those of a gather, the optimizer and a scatter."""
+"""Training steps in one kernel, which updates rows and state in place, beside those of a gather, optimizer and scatter."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from speedtransfer.benchmark.contenders import DIM, Batches, Contender, Step, contenders, fitting
 from speedtransfer.benchmark.environment import set_variable
-from speedtransfer.benchmark.kinds import DIM, Batches, Kind, Step, fitting, kinds
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import find_handle
@@ -21,7 +21,7 @@ OPTIMIZERS = ("AdamW", "SGD with momentum", "SGD")
 
 
 def groups(device: torch.device, batches: Batches, room: dict[str, float]) -> Iterator[Group]:
-    """Yield a group for each optimizer whose step the kernel can make, with tables as small as they come; none on the CPU."""
+    """Yield a group for each optimizer that has a fused kernel, with the smallest tables; none on the CPU."""
     for optimizer in OPTIMIZERS if device.type == "cuda" else ():
         title = f"{optimizer} step by one kernel or several, {batches.lookups:,} lookups in {batches.rows:,} x {DIM} float32"
         params = {"experiment": EXPERIMENT, "optimizer": optimizer, "rows": batches.rows, "dim": DIM}
@@ -29,26 +29,29 @@ def groups(device: torch.device, batches: Batches, room: dict[str, float]) -> It
 
 
 def _cases(optimizer: str, device: torch.device, batches: Batches, room: dict[str, float]) -> list[Case]:
-    found = [kind for kind in kinds(device, optimizer) if kind.memory in ("pinned", "device")]
-    found = [replace(kind, make=functools.partial(_mapped, kind)) for kind in found]
-    pairs = [(kind, fused) for kind in found for fused in (False, True)]
     cases = []
-    for (kind, fused), (_, error) in zip(pairs, fitting([kind for kind, _ in pairs], batches.rows, room), strict=True):
-        step = _Switched(kind, batches.rows, device, batches)
-        step.fused = fused
-        cases.append(Case.of(kind.name + ", fused step" * fused, step, kind.role, error=error))
+    both = [
+        replace(one, name=one.name + suffix, make=functools.partial(_mapped, one))
+        for one in contenders(device, optimizer)
+        if one.memory in ("pinned", "device")
+        for suffix in ("", ", fused step")
+    ]
+    for number, (contender, error) in enumerate(fitting(both, batches.rows, room)):
+        step = _Switched(contender, batches.rows, device, batches)
+        step.fused = number % 2 == 1
+        cases.append(Case.of(contender.name, step, contender.role, error=error))
     return cases
 
 
-def _mapped(kind: Kind, rows: int) -> nn.Module:
-    """Make a table whose rows a kernel moves: the choice of another engine is not what is compared."""
-    emb = kind.make(rows)
+def _mapped(contender: Contender, rows: int) -> nn.Module:
+    """Make a table whose rows a kernel moves, as other engines are not compared here."""
+    emb = contender.make(rows)
     emb.table.engine = "mapped"  # type: ignore[union-attr]
     return emb
 
 
 class _Switched(Step):
-    """A step by one kernel, or not; the first makes the state and is never."""
+    """A step with the fused kernel switched on or off; the first step makes the state and is never fused."""
 
     fused: bool
 
@@ -57,7 +60,7 @@ class _Switched(Step):
             super().run()
 
     def check(self) -> None:
-        """Compare as ever; then see which way the steps go."""
+        """Check the first step as usual, then that the kernel is really used."""
         super().check()
         handle = find_handle(self.emb.weight)
         assert handle is not None
@@ -66,5 +69,5 @@ class _Switched(Step):
             plan = plan_step(handle.state, self._opt, self._opt.param_groups[0])
         if self.fused and plan is None:
             raise OptimizerError(
-                f"the step of {self.kind.name} is not made by one kernel; see speedtransfer.optim.fused_step"
+                f"the step of {self.contender.name} is not made by one kernel; see speedtransfer.optim.fused_step"
             )

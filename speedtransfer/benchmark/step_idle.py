@@ -1,6 +1,6 @@
-"""Steps that idle rows take part in: a row receives the zero-gradient steps it has missed when a batch names it again.
+"""Steps of tables whose idle rows are trained: a row catches up on missed zero-gradient steps when it is looked up again.
 
-What that costs depends on how long rows have been idle. So ids are new in every step, and steps are taken before any is timed.
+The cost depends on how long rows have been idle, so every step has new ids, and steps are taken before any is timed.
 """
 
 from __future__ import annotations
@@ -12,26 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.kinds import BATCHES, DIM, Batches, Step, fitting, kinds
+from speedtransfer.benchmark.contenders import BATCHES, DIM, Batches, Step, contenders, fitting
 from speedtransfer.benchmark.measure import Case, Group, cycle
 from speedtransfer.benchmark.workload import zipf_ids
 from speedtransfer.nn import Embedding
 
 EXPERIMENT = "idle rows"
-HISTORY, QUICK_HISTORY = 300, 20  # steps before any is timed
-OTHERS = ("SGD with momentum", "RMSprop", "Adamax")  # these after a third of them
+HISTORY, QUICK_HISTORY = 300, 20  # steps before any is timed, with AdamW; a third with the others
+OTHERS = ("SGD with momentum", "RMSprop", "Adamax")
 
-_POOL = 64  # batches to time with: about as many as steps are timed, so that none comes twice
-_CHECKED = (0, *[1] * 12, *range(2, BATCHES))  # of the first batches: rows of the first alone are idle for long
+_POOL = 64  # timed batches: about as many as steps are timed, so that none is repeated
+_CHECKED = (0, *[1] * 12, *range(2, BATCHES))  # numbers of checked batches: rows of the first stay idle for long
 
 
 def groups(
     device: torch.device, batches: Batches, room: dict[str, float], history: int, quick: bool
 ) -> Iterator[Group]:
-    """Yield a group for each optimizer, with `quick` for AdamW alone: exact against lazy, and for AdamW against torch's own.
-
-    Tables are as small as they come; `history` steps are taken before any is timed.
-    """
+    """Yield a group for each optimizer, `quick` for AdamW only: exact against lazy, and for AdamW against torch."""
     for optimizer in ("AdamW",) if quick else ("AdamW", *OTHERS):
         steps = history if optimizer == "AdamW" else max(1, history // 3)
         title = f"{optimizer} step with new ids, {batches.lookups:,} lookups in {batches.rows:,} x {DIM} float32"
@@ -41,14 +38,14 @@ def groups(
 
 
 def _cases(optimizer: str, device: torch.device, batches: Batches, room: dict[str, float], history: int) -> list[Case]:
-    lazy, *others = kinds(device, optimizer)
-    exact = kinds(device, optimizer, idle="exact")[0]
-    rivals = [kind for kind in others if kind.role == "other"] if optimizer == "AdamW" else []
+    lazy, *others = contenders(device, optimizer)
+    exact = contenders(device, optimizer, idle="exact")[0]
+    rivals = [one for one in others if one.role == "other"] if optimizer == "AdamW" else []
     pool, cases = _Pool(batches), []
-    for kind, error in fitting([lazy, exact, *rivals], batches.rows, room):
-        step = _IdleStep(kind, batches.rows, device, batches)
-        step.pool, step.history = pool, history if kind is exact else 0
-        cases.append(Case.of(kind.name, step, kind.role, kind="exact" * (kind is exact), error=error))
+    for contender, error in fitting([lazy, exact, *rivals], batches.rows, room):
+        step = _IdleStep(contender, batches.rows, device, batches)
+        step.pool, step.history = pool, history if contender is exact else 0
+        cases.append(Case.of(contender.name, step, contender.role, kind="exact" * (contender is exact), error=error))
     return cases
 
 
@@ -59,14 +56,12 @@ class _Pool:
         self._batches = batches
 
     def draw(self, count: int, seed: int) -> Iterator[Tensor]:
-        """Yield `count` batches."""
         generator = torch.Generator().manual_seed(self._batches.seed + seed)
         for _ in range(count):
             yield zipf_ids(self._batches.rows, self._batches.lookups, generator)
 
     @functools.cached_property
     def timed(self) -> list[Tensor]:
-        """Those that are timed, drawn before."""
         return list(self.draw(_POOL, seed=1))
 
 
@@ -77,12 +72,12 @@ class _IdleStep(Step):
     history: int
 
     def check(self) -> None:
-        """Compare with dense training on the touched rows alone, then take the steps that come before the timed ones."""
-        if self.kind.idle == "exact":
+        """Compare with dense training on the touched rows, then take the steps before the timed ones."""
+        if self.contender.idle == "exact":
             self._check_exact()
         else:
             super().check()
-        # Rows take memory when they are first touched, and that is not part of the step.
+        # Rows get memory when they are first touched, which must not be timed.
         if isinstance(self.emb, Embedding):
             self.emb.table.torch().add_(0)
         for state in self._opt.state.values():
@@ -93,12 +88,12 @@ class _IdleStep(Step):
         self._turn = cycle([ids.to(self.device) for ids in self.pool.timed])
 
     def _check_exact(self) -> None:
-        """Take some steps, the first of which has been taken; no row may be anywhere else than a dense optimizer takes it."""
+        """Take some steps after the first and compare all rows with those of a dense optimizer."""
         ids = self.batches.ids(self.rows)
         touched = self.batches.touched(self.rows)
         self._take((ids[number] for number in _CHECKED[1:]), len(_CHECKED) - 1)
         weight = nn.Parameter(self.batches.values.clone())
-        optimizer = self.kind.optimizer([weight])
+        optimizer = self.contender.optimizer([weight])
         for number in _CHECKED:
             F.embedding(torch.searchsorted(touched, ids[number]), weight).backward(self.batches.grad)
             optimizer.step()

@@ -1,6 +1,6 @@
-"""Suite `transfer`: chosen rows to the compute device and back, against PyTorch's and CuPy's ways and a plain copy.
+"""Suite `transfer`: selected rows to the compute device and back, against PyTorch, CuPy and a plain copy.
 
-Batches of ids take turns, drawn from a table much larger than the cache: what is measured is memory and the bus.
+Tables are much larger than the cache, and batches of ids are used in turn: this measures memory and the bus.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from speedtransfer.benchmark.workload import default_table_bytes
 from speedtransfer.engines import DIRECTIONS
 from speedtransfer.errors import check_size
 
-# Percent of a plain copy, the most that the picture shows: more is a noisy roof, and would flatten the rest.
+# Upper end of the axis in percent of a plain copy: higher values mean a noisy roof, and would flatten the other lines.
 _MOST_SHARE = 160
 
 NOTE = """\
@@ -48,7 +48,7 @@ def groups(
     seed: int = 0,
     **others: Any,
 ) -> list[Group]:
-    """Return what the suite compares; `quick`: few sizes. `rows` are those of a batch."""
+    """Make all groups of the suite; `rows` are those of a batch."""
     cuda = device.type == "cuda"
     plan = Plan(
         device,
@@ -58,34 +58,35 @@ def groups(
         ),
         seed,
     )
-    found = [plan.ways(d, all_of_them=True, headline=True) for d in DIRECTIONS]
+    found = [plan.moves(d, all_of_them=True, headline=True) for d in DIRECTIONS]
     sizes = (64, 4096) if quick else (4, 16, 64, 256, 1024, 4096, 16384)
-    found += [plan.ways(d, row_bytes=size, headline=size == 256) for size in sizes for d in DIRECTIONS]
+    found += [plan.moves(d, row_bytes=size, headline=size == 256) for size in sizes for d in DIRECTIONS]
     if not quick:
-        found += [plan.ways(d, rows=n, row_bytes=256) for n in (1000, 10_000, 1_000_000) for d in DIRECTIONS]
-    found += [plan.ways(d, ids="zipf") for d in DIRECTIONS]
+        found += [plan.moves(d, rows=n, row_bytes=256) for n in (1000, 10_000, 1_000_000) for d in DIRECTIONS]
+    found += [plan.moves(d, ids="zipf") for d in DIRECTIONS]
     found += [plan.overhead(d) for d in DIRECTIONS]
     if not quick:
         found += [plan.stride(d) for d in DIRECTIONS]
     if cuda:
         found += [plan.both()]
     memories = ("pageable", "mmap", "device") if cuda else () if quick else ("mmap",)
-    found += [plan.ways(d, memory=memory) for memory in memories for d in DIRECTIONS]
+    found += [plan.moves(d, memory=memory) for memory in memories for d in DIRECTIONS]
     if cuda and not quick:
         found += [plan.launch(d) for d in DIRECTIONS]
-        # The last: what goes wrong in the youngest of kernels must not take the other figures along.
+        # Last, as a failure of the newest kernel must not cost the other figures.
         found += [plan.bulk(d, size) for size in (256, 512, 4096) for d in DIRECTIONS]
-    # In a small table several sizes come to the same number of rows; the first keeps its place.
+    # In a small table several sizes lead to the same number of rows; the first one keeps its place.
     return list({group.title: group for group in reversed(found)}.values())[::-1]
 
 
-# --- what was found ---------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------------------
 
 
 def sentences(groups: list[GroupResult]) -> list[str]:
-    """Return a sentence for each group that is a headline."""
-    say: dict[str, Callable[[GroupResult], str]] = {"ways": _rows, "both": _rows, "overhead": _overhead}
-    return [say[g.params["kind"]](g) for g in groups if g.params.get("headline") and g.ours and g.params["kind"] in say]
+    """Describe each group that is a headline."""
+    describe: dict[str, Callable[[GroupResult], str]] = {"ways": _rows, "both": _rows, "overhead": _overhead}
+    chosen = [g for g in groups if g.params.get("headline") and g.ours and g.params["kind"] in describe]
+    return [describe[group.params["kind"]](group) for group in chosen]
 
 
 def _rows(group: GroupResult) -> str:
@@ -105,7 +106,7 @@ def _rows(group: GroupResult) -> str:
 
 
 def _rivals(group: GroupResult) -> list[CaseResult]:
-    """Return the fastest way of torch alone, the plainest (t[idx]), and the fastest that uses CuPy or a view made with it."""
+    """Return the fastest method of torch, the simplest (t[idx]), and the fastest that uses CuPy or a view made with it."""
     others = sorted((case for case in group.ran if case.role == "other"), key=lambda case: case.median_s)
     views = [case for case in others if case.kind == "view"]
     torch_only = [case for case in others if case not in views]
@@ -129,7 +130,7 @@ def _overhead(group: GroupResult) -> str:
 
 
 def tables(groups: list[GroupResult]) -> list[TextTable]:
-    """Return rate and share of the roof by the bytes of a row, a table for each direction."""
+    """Return rate and share of the roof by row size, a table for each direction."""
     title = "{}, GB/s and share of a plain copy, by bytes of a row"
     return [
         pivot(title.format(direction), part, lambda group: f"{group.params['row_bytes']:,} B", _rate_and_share)
@@ -143,7 +144,7 @@ def _rate_and_share(group: GroupResult, case: CaseResult) -> str:
 
 
 def sweep(groups: Iterable[GroupResult]) -> list[GroupResult]:
-    """Return the groups of suite `transfer` that differ by direction and bytes of a row alone, in that order."""
+    """Return the groups that differ by direction and row size only, in that order."""
     same = [group for group in groups if group.params.get("kind") == "ways" and group.params["ids"] == "uniform"]
     if not same:
         return []
@@ -156,7 +157,7 @@ def sweep(groups: Iterable[GroupResult]) -> list[GroupResult]:
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw rates, and shares of the roof, by the bytes of a row."""
+    """Draw rates, and shares of the roof, by row size."""
     wide = sweep(groups)
     if not wide:
         return None
@@ -164,7 +165,7 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
     panels = figure.subplots(2, 2, sharex=True, sharey="row")
     parts = {d: [group for group in wide if group.params["direction"] == d] for d in ("gather", "scatter")}
     lines = {direction: _sweep_names(part) for direction, part in parts.items()}
-    # The ways of the two directions come in the same order: a line is the same idea in both.
+    # Methods of both directions have the same order, so a line is the same idea in both.
     labels = [
         gather if gather == scatter else f"{gather} / {scatter}"
         for gather, scatter in zip(*lines.values(), strict=False)
@@ -196,7 +197,7 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
             axes.set_xticks(sizes, [_short_bytes(size) for size in sizes])
     panels[0][0].set_ylabel("GB/s of rows")
     panels[1][0].set_ylabel("% of the plain copy")
-    # Both directions have one axis.
+    # Both directions share the axis.
     highest = min(_MOST_SHARE, panels[1][0].get_ylim()[1])
     panels[1][0].set_ylim(bottom=0)
     for share in panels[1]:
@@ -207,7 +208,7 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
 
 
 def _sweep_names(groups: list[GroupResult]) -> list[str]:
-    """Return the cases that make a line over `groups`, as many as there are colours."""
+    """Return the names of cases in several groups, as many as there are colours."""
     roofs = {case.name for group in groups for case in group.ran if case.role == "roof"}
     names = [name for name in case_names(groups) if name not in roofs]
     return [name for name in names if sum(name in group.by_name for group in groups) > 1][: len(COLOURS)]

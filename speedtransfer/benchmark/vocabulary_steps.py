@@ -1,4 +1,4 @@
-"""Lookups and training steps in a table whose ids have a vocabulary, beside a plain table with the same rows."""
+"""Lookups and training steps in a table with a vocabulary, beside a plain table with the same rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from speedtransfer.benchmark.environment import Room, host_room
 from speedtransfer.benchmark.measure import Case, Group, cycle
-from speedtransfer.benchmark.workload import zipf_ids
+from speedtransfer.benchmark.workload import MIX, Lookups, zipf_ids
 from speedtransfer.nn import Embedding
 from speedtransfer.vocabulary import Vocabulary
 
@@ -32,23 +32,21 @@ _TABLES, _QUICK_TABLES = ((10_000, 32), (1_000_000, 64)), ((1000, 8),)
 _BATCH, _QUICK_BATCH = 8192, 200
 _BATCHES = 32
 _LR = 1e-3
-# 2**64 divided by the golden ratio: an odd number, so that ids which count up become others, all different.
-_MIX = -7046029254386353131
-_BACK = pow(_MIX, -1, 1 << 64) - (1 << 64)
+_BACK = pow(MIX, -1, 1 << 64) - (1 << 64)
 
 
 def names_of(numbers: Tensor) -> Tensor:
-    """Return ids of 64 bits, a different one for each of `numbers`, int64."""
-    return numbers * _MIX
+    """Return a distinct 64-bit id for each number, int64."""
+    return numbers * MIX
 
 
 def numbers_of(names: Tensor) -> Tensor:
-    """Return the numbers that `names_of` made ids of."""
+    """Invert `names_of`."""
     return names * _BACK
 
 
 def groups(device: torch.device, quick: bool, rows: int | None, seed: int) -> list[Group]:
-    """Return what is compared: steps with lazy and with exact idle rows, and lookups, for each table."""
+    """Make groups of steps with lazy and exact idle rows, and of lookups, for each table."""
     tables = _QUICK_TABLES if quick else _TABLES
     tables = tables if rows is None else ((rows, tables[0][1]),)
     batch, found = _QUICK_BATCH if quick else _BATCH, []
@@ -66,11 +64,8 @@ def groups(device: torch.device, quick: bool, rows: int | None, seed: int) -> li
     return found
 
 
-class Training:
-    """A table with AdamW, whose rows begin with `values` (rows, dim).
-
-    With a vocabulary the ids are names of rows, and known from the beginning.
-    """
+class _Training:
+    """A table trained with AdamW, with initial `values` (rows, dim); a vocabulary knows the names of all rows."""
 
     def __init__(self, values: Tensor, device: torch.device, idle: str, vocabulary: Vocabulary | None = None) -> None:
         rows, dim = values.shape
@@ -88,28 +83,26 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.embedding.parameters(), lr=_LR, fused=True)
 
     def step(self, ids: Tensor, grad: Tensor) -> None:
-        """Train on ids, whose rows have the gradient `grad`."""
+        """Train on ids, with the gradient of their rows."""
         self.embedding(ids).backward(grad)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
-class Steps:
-    """Steps of a training, on batches of its own kind."""
+class _Steps:
+    """Training steps on batches of ids."""
 
-    def __init__(self, training: Training, batch: Callable[[], Tensor], values: Tensor, grad: Tensor) -> None:
+    def __init__(self, training: _Training, batch: Callable[[], Tensor], values: Tensor, grad: Tensor) -> None:
         self.training, self._batch, self._values, self._grad = training, batch, values, grad
         self.first: tuple[Tensor, Tensor] | None = None
 
     def run(self) -> None:
-        """Take a step."""
         ids = self._batch()
         if self.first is None:
             self.first = ids, self._begin(ids)
         self.training.step(ids, self._grad)
 
     def _begin(self, ids: Tensor) -> Tensor:
-        """Return what the rows of ids begin with."""
         ids, vocabulary = ids.cpu(), self.training.vocabulary
         if vocabulary is None:
             return self._values[ids]
@@ -120,7 +113,7 @@ class Steps:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Compare the rows after the first step with those of dense training; then take steps, for rows to become idle."""
+        """Compare the first step with dense training; then take more, so that rows become idle."""
         assert self.first is not None
         ids, begun = self.first
         distinct, inverse = ids.cpu().unique(return_inverse=True)
@@ -144,7 +137,7 @@ def _step_cases(device: torch.device, rows: int, dim: int, batch: int, idle: str
         raise error
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, dim, generator=generator)
-    # Eighths: their sums are exact, and none is nearly zero, where Adam's first step, lr * sign(grad), would be chance.
+    # Eighths: sums are exact, and no sum is nearly zero, where the sign in Adam's first step would be arbitrary.
     grad = (torch.randint(-8, 8, (batch, dim), generator=generator) + 0.5) / 8
     drawn = [zipf_ids(rows, batch, generator) for _ in range(_BATCHES)]
     plain_ids, named = [ids.to(device) for ids in drawn], [names_of(ids).to(device) for ids in drawn]
@@ -155,24 +148,24 @@ def _step_cases(device: torch.device, rows: int, dim: int, batch: int, idle: str
         EVICTED.format(NEW_SHARE): {"evict": "lru"},
     }
     if device.type == "cuda":
-        # The host does not wait for ids to see whether there are new ones.
+        # The host does not wait to see whether ids are new.
         settings[DEFERRED] = {"deferred": True}
     grad_there = grad.to(device)
     found = []
     for name, options in settings.items():
-        training = Training(values, device, idle, Vocabulary(seed=0, **options))
+        training = _Training(values, device, idle, Vocabulary(seed=0, **options))
         turn: Callable[[], Tensor] = cycle(named)
-        steps = Steps(
+        steps = _Steps(
             training, turn if name in (KNOWN, DEFERRED) else _with_new(turn, rows, fewest), values, grad_there
         )
         found.append(Case.of(name, steps, "ours"))
     for name, batches in ((PLAIN, cycle(plain_ids)), (BY_DICT, _by_dict(rows, named, device))):
-        found.append(Case.of(name, Steps(Training(values, device, idle), batches, values, grad_there)))
+        found.append(Case.of(name, _Steps(_Training(values, device, idle), batches, values, grad_there)))
     return found
 
 
 def _with_new(turn: Callable[[], Tensor], rows: int, count: int) -> Callable[[], Tensor]:
-    """Return a function that gives the batches of `turn` with `count` ids that never came before, in equal distances."""
+    """Return a function that puts `count` new ids, evenly spaced, into each batch of `turn`."""
     seen = rows
 
     def batch() -> Tensor:
@@ -186,24 +179,10 @@ def _with_new(turn: Callable[[], Tensor], rows: int, count: int) -> Callable[[],
 
 
 def _by_dict(rows: int, named: list[Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """Return a function that gives the rows of the next batch of `named`, from a dict of all."""
+    """Return a function that finds the rows of the next batch in a dict."""
     known = dict(zip(names_of(torch.arange(rows)).tolist(), range(rows), strict=True))
     turn: Callable[[], Tensor] = cycle(named)
     return lambda: torch.tensor([known[id] for id in turn().tolist()]).to(device)
-
-
-class _Lookups:
-    def __init__(self, embedding: Embedding, batches: list[tuple[Tensor, Tensor]]) -> None:
-        self._embedding, self._turn = embedding, cycle(batches)
-
-    def run(self) -> Tensor:
-        with torch.inference_mode():
-            return self._embedding(self._turn()[0])
-
-    def check(self) -> None:
-        ids, rows = self._turn()
-        with torch.inference_mode():
-            assert torch.equal(self._embedding(ids).cpu(), rows), "the rows looked up are not those of the ids"
 
 
 def _lookup_cases(device: torch.device, rows: int, dim: int, batch: int, seed: int) -> list[Case]:
@@ -212,8 +191,8 @@ def _lookup_cases(device: torch.device, rows: int, dim: int, batch: int, seed: i
     drawn = [zipf_ids(rows, batch, generator) for _ in range(_BATCHES)]
     found = []
     for name, vocabulary in ((KNOWN, Vocabulary(seed=0)), (PLAIN, None)):
-        embedding = Training(values, device, "lazy", vocabulary).embedding.eval()
+        embedding = _Training(values, device, "lazy", vocabulary).embedding.eval()
         given = [(ids if vocabulary is None else names_of(ids), values[ids]) for ids in drawn]
-        lookups = _Lookups(embedding, [(ids.to(device), expected) for ids, expected in given])
+        lookups = Lookups(embedding, [(ids.to(device), expected) for ids, expected in given])
         found.append(Case.of(name, lookups, "other" if vocabulary is None else "ours"))
     return found

@@ -1,28 +1,32 @@
-"""What the transfer benchmarks move: tables in any memory seen as rows of any width, and sets of ids that take turns."""
+"""Tables and ids of the transfer benchmarks: one memory viewed as rows of any width, and batches of ids used in turn."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from speedtransfer.benchmark.measure import synchronize
+from speedtransfer.benchmark.measure import cycle, synchronize
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import Table
 
-_BASE_DIM = 128  # of the float32 table that all others are views of
-_MIX = -7046029254386353131  # 2**64 divided by the golden ratio: makes words that differ of numbers that count up
+_BASE_DIM = 128  # columns of the float32 table that all others are views of
+MIX = (
+    -7046029254386353131
+)  # 2**64 divided by the golden ratio, an odd number: multiplying by it scatters consecutive numbers
 _PRIME = 1_000_000_007
 _MAX_SETS = 64
 
 
 class Ids(NamedTuple):
-    """One batch of ids, on the host and on the compute device: each way may take the one that suits it."""
+    """One batch of ids, on the host and on the compute device; each method uses the one that suits it."""
 
     host: Tensor
     device: Tensor
@@ -30,14 +34,18 @@ class Ids(NamedTuple):
 
 @dataclass
 class Workload:
-    """Rows to move and batches of ids that name them."""
+    """Rows to move, and batches of ids.
+
+    `plane`, (num_rows, dim) float32, are the rows of `table`; `sets` batches of one length. `rows`, (count, dim) on the
+    compute device, are scattered; `out` holds gathered rows; `blocks` are contiguous parts of the table for plain copies.
+    """
 
     table: Table
-    plane: Tensor  # its rows, (num_rows, dim) float32
-    sets: list[Ids]  # batches of one length, used in turn
-    rows: Tensor  # to scatter, (count, dim) on the compute device
-    out: Tensor  # room for gathered ones
-    blocks: list[Tensor]  # contiguous (count, dim) parts of the table's memory, for plain copies
+    plane: Tensor
+    sets: list[Ids]
+    rows: Tensor
+    out: Tensor
+    blocks: list[Tensor]
 
     def sort(self) -> None:
         """Sort each batch of ids."""
@@ -55,10 +63,7 @@ class Workload:
 
 
 class Tables:
-    """Holds the memory of one table at a time and shows it as rows of any width.
-
-    To lock 10 GB takes seconds, so that groups share them.
-    """
+    """Memory of one table at a time, viewed as rows of any width; groups share it because page-locking 10 GB takes seconds."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -66,14 +71,14 @@ class Tables:
         self._base: Table | None = None
 
     def table(self, memory: str, num_bytes: int, dim: int, stride: int | None = None) -> Table:
-        """Return a table of about `num_bytes` of float32 rows, `stride` values apart, in which no two words are alike."""
+        """Return a table of about `num_bytes` of float32 rows, `stride` values apart, with distinct values."""
         flat = self._flat(memory, num_bytes)
         stride = stride or dim
         num_rows = len(flat) // stride
         return self.over(flat[: num_rows * stride].view(num_rows, stride)[:, :dim])
 
     def over(self, plane: Tensor) -> Table:
-        """Return a table with an engine of its own over a part of the memory that is held."""
+        """Return a table over a part of the memory, with its own engine."""
         assert self._base is not None
         return Table.__new__(Table)._adopt(self._base._place, plane)
 
@@ -81,19 +86,43 @@ class Tables:
         if self._base is None or self._key != (memory, num_bytes):
             self.release()
             num_rows = max(1, num_bytes // (4 * _BASE_DIM))
-            # A file that has lost its name lives as long as it is mapped, and whatever happens nothing stays behind.
+            # A file without a name lives as long as it is mapped, so nothing is left behind in any event.
             with tempfile.TemporaryDirectory(prefix="speedtransfer-bench-", ignore_cleanup_errors=True) as folder:
                 path = Path(folder, "table.npy") if memory == "mmap" else None
                 self._base = Table(num_rows, _BASE_DIM, memory=memory, path=path, device=self.device)
             self._key = memory, num_bytes
             words = self._base.torch().view(-1).view(torch.int64)
             torch.arange(len(words), out=words)
-            words.mul_(_MIX)
+            words.mul_(MIX)
         return self._base.torch().view(-1)
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._base = self._key = None
+
+
+class Lookups:
+    """Calls of `find` on ids, within `context()`: `batches` are pairs of ids and expected results, used in turn."""
+
+    def __init__(
+        self,
+        find: Callable[[Tensor], Any],
+        batches: list[tuple[Tensor, Tensor]],
+        context: Callable[[], contextlib.AbstractContextManager[Any]] = torch.inference_mode,
+    ) -> None:
+        self._find, self._turn, self._context = find, cycle(batches), context
+
+    def run(self) -> Any:
+        """Look up the next batch."""
+        with self._context():
+            return self._find(self._turn()[0])
+
+    def check(self) -> None:
+        """Raise AssertionError if results are not as expected."""
+        ids, expected = self._turn()
+        with self._context():
+            found = torch.as_tensor(self._find(ids)).cpu()
+        assert torch.equal(found, expected), "the rows found are not those of the ids"
 
 
 def workload(table: Table, count: int, ids: str = "uniform", repeats: bool = True, seed: int = 0) -> Workload:
@@ -103,11 +132,11 @@ def workload(table: Table, count: int, ids: str = "uniform", repeats: bool = Tru
     ----------
     table : Table
     count : int
-        Ids of a batch; those drawn twice included, also where they are left out.
+        Ids drawn for a batch.
     ids : {"uniform", "zipf"}
-        Uniform ones are distinct, in random order.
+        Uniform ids are distinct, in random order.
     repeats : bool
-        False: every id once, as scatter wants it. The batches have the length of the shortest then.
+        If False, repeated ids are dropped, and all batches cut to the length of the shortest.
     seed : int
     """
     generator = torch.Generator().manual_seed(seed)
@@ -115,12 +144,13 @@ def workload(table: Table, count: int, ids: str = "uniform", repeats: bool = Tru
     num_sets = max(3, min(_MAX_SETS, math.ceil(4 * cache_bytes() / max(1, count * table.dim * 4))))
     if ids == "zipf":
         batches = list(zipf_ids(table.num_rows, num_sets * count, generator).split(count))
-    elif 2 * num_sets * count <= table.num_rows:  # no row in two batches either
+    elif 2 * num_sets * count <= table.num_rows:
+        # No row is in two batches either.
         batches = list(distinct_ids(table.num_rows, num_sets * count, generator).split(count))
     else:
         batches = [distinct_ids(table.num_rows, count, generator) for _ in range(num_sets)]
     if not repeats:
-        batches = [batch[_first_of_each(batch)] for batch in batches]
+        batches = [_distinct(batch) for batch in batches]
         count = min(map(len, batches))
         batches = [batch[:count] for batch in batches]
     rows = torch.empty(count, table.dim, device=table.device).normal_()
@@ -143,29 +173,30 @@ def distinct_ids(num_rows: int, count: int, generator: torch.Generator) -> Tenso
 
 
 def zipf_ids(num_rows: int, count: int, generator: torch.Generator) -> Tensor:
-    """Draw ids whose frequency falls as 1 / rank (by the inverse of its integral), the ranks spread over the table."""
+    """Draw ids with frequency 1 / rank, by the inverse of its integral; ranks are spread over the table."""
     share = torch.rand(count, generator=generator, dtype=torch.float64)
     ranks = torch.exp(share * math.log(num_rows + 1)).long().clamp_(1, num_rows) - 1
-    return ranks * _PRIME % num_rows  # one to one, as long as the prime does not divide the number of rows
+    # One to one, as long as the prime does not divide the number of rows.
+    return ranks * _PRIME % num_rows
 
 
 def zipf_shares(num_rows: int) -> Tensor:
-    """Return how probable each row is in a draw of `zipf_ids`, ``(num_rows,)`` float64."""
+    """Return the probability of each row in a draw of `zipf_ids`, ``(num_rows,)`` float64."""
     ranks = torch.arange(num_rows, dtype=torch.float64)
     shares = torch.empty_like(ranks)
     shares[ranks.long() * _PRIME % num_rows] = torch.log1p(1 / (ranks + 1)) / math.log(num_rows + 1)
     return shares
 
 
-def _first_of_each(batch: Tensor) -> Tensor:
-    """Return where each value of `batch` comes first, in the order of `batch`."""
+def _distinct(batch: Tensor) -> Tensor:
+    """Keep the first occurrence of each value, in order."""
     values, inverse = batch.unique(return_inverse=True)
     first = torch.full((len(values),), len(batch)).scatter_reduce_(0, inverse, torch.arange(len(batch)), "amin")
-    return first.sort().values
+    return batch[first.sort().values]
 
 
 def cache_bytes() -> int:
-    """Return the size of the largest cache of this processor (32 MB where the system does not say)."""
+    """Return the size of the largest cache of this processor, at least 32 MB."""
     sizes = [32 << 20]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -175,7 +206,7 @@ def cache_bytes() -> int:
 
 
 def default_table_bytes(device: torch.device, quick: bool) -> int:
-    """Return the size of the main table: 10 GB on CUDA, ten times the cache and more on the CPU, a quarter of the memory."""
+    """Return the size of the main table: 10 GB on CUDA, at least ten times the cache on the CPU, at most 1/4 of the memory."""
     if device.type == "cuda":
         wanted = 1_000_000_000 if quick else 10_000_000_000
     else:

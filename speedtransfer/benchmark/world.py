@@ -1,4 +1,4 @@
-"""Processes of this machine that do together what they are told: suites `ranks` and `exchange` train in them."""
+"""Worker processes in one torch.distributed group, which suites `ranks` and `exchange` train in."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ import torch
 import torch.distributed as dist
 
 from speedtransfer.errors import SpeedtransferError
+from speedtransfer.ranks import exchange_of
 
-# Seconds after which a process that waits for others gives up.
 TIMEOUT_S = 300
 
 
 class WorldError(SpeedtransferError, RuntimeError):
-    """A process failed, ended, or did not answer."""
+    """A worker process failed, ended, or did not answer."""
 
 
 def process_context(module: str) -> Any:
-    """Return what starts processes that use `module`: where the system can do that, forks of one that has imported it."""
+    """Return a multiprocessing context for processes that use `module`, preloaded if the system has a fork server."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context: Any = multiprocessing.get_context("forkserver")
-    # The second is what an optimizer of torch imports, for more than a second, when it is made.
+    # The first optimizer of a process imports torch._dynamo, which takes more than a second.
     context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", __name__, module])
     return context
 
@@ -42,25 +42,24 @@ def process_context(module: str) -> Any:
 class World:
     """Processes of this machine in one group, started at the first call; the threads of torch are divided among them.
 
-    `worker`, of a module as the processes import it, makes in each of them, of its rank and their number, the object whose
-    methods are the commands. With `cuda` each has a GPU, and they use NCCL; else gloo.
+    Each calls `worker`, a class of an importable module, with its rank and the number of ranks; methods of the object are
+    the commands. With `cuda` each process has a GPU, and they use NCCL; else gloo.
     """
 
     def __init__(self, ranks: int, worker: Callable[[int, int], Any], cuda: bool = False) -> None:
         self.ranks, self._worker, self._cuda = ranks, worker, cuda
-        # Empty where none have been started.
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folders: list[str] = []
         weakref.finalize(self, _end, self.processes, self._pipes, self._folders)
 
     def call(self, command: str, *arguments: Any) -> list[Any]:
-        """Have all processes do `command` and return what they answer, by rank.
+        """Run a command in all processes and return the results by rank.
 
         Raises
         ------
         WorldError
-            One of them could not; all are ended, and the next call starts new ones.
+            A process failed; all are ended, and the next call starts new ones.
         """
         try:
             if not self._pipes:
@@ -134,14 +133,14 @@ def _end(processes: list[Any], pipes: list[Connection], folders: list[str]) -> N
 def serve(
     pipe: Connection, rank: int, ranks: int, store: str, threads: int, make: Callable[[int, int], Any], cuda: bool
 ) -> None:
-    """Answer commands until the pipe is closed."""
+    """Run commands until the pipe is closed."""
     torch.set_num_threads(threads)
     if sys.platform == "linux":
-        # The name of a machine need not resolve to an address that it has.
+        # The host name may not resolve to an address of this machine.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if cuda:
         torch.cuda.set_device(rank)
-    # The process that started this one is told to stop, and tells this one.
+    # The parent process handles Ctrl-C and ends this one.
     with contextlib.suppress(KeyboardInterrupt, EOFError, ConnectionError):
         limit, backend = datetime.timedelta(seconds=TIMEOUT_S), "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
@@ -154,3 +153,9 @@ def serve(
             except Exception as error:
                 answer = False, f"{type(error).__name__}: {' '.join(str(error).split())}"
             pipe.send(answer)
+
+
+def sent_by_tables() -> int:
+    """Return the bytes that sharded and shared tables have sent to other processes."""
+    traffic = exchange_of(dist.group.WORLD).traffic
+    return traffic.control + traffic.ids + traffic.rows + traffic.gradients

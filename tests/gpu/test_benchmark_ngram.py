@@ -1,4 +1,4 @@
-"""Suite `ngram` on a device: small tables that all ways can hold, and the large ones in small forms."""
+"""Suite `ngram` on a device: small tables that all methods can hold, and the large ones in small forms."""
 
 from __future__ import annotations
 

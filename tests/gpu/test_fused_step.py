@@ -9,7 +9,7 @@ from torch.optim import SGD, Adam, AdamW
 import speedtransfer as st
 from gpu.tools import hold, synchronizing
 from speedtransfer.benchmark import step_fused
-from speedtransfer.benchmark.kinds import Batches
+from speedtransfer.benchmark.contenders import Batches
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import fused_step, stepping
 from speedtransfer.optim.fused_step import SWITCH

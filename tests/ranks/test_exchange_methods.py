@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from speedtransfer.benchmark.exchange_methods import (
+from speedtransfer.benchmark.exchange_worker import (
     ALL_REDUCE,
     BLOCK_MOMENTUM,
     COMM_DTYPES,
@@ -27,9 +27,10 @@ from speedtransfer.benchmark.exchange_methods import (
     ONE_BIT,
     POWER_SGD,
     Sent,
+    Sizes,
+    Training,
     send_by,
 )
-from speedtransfer.benchmark.exchange_worker import Sizes, Training
 
 SIZES = Sizes(width=64, rows=1000, dim=64, examples=48, lr=0.1, table_lr=0.03, seed=0)
 METHODS = (ALL_REDUCE, FP16, EIGHT_BITS, POWER_SGD, ONE_BIT, NO_ERRORS, LOCAL_SGD, BLOCK_MOMENTUM, *COMM_DTYPES)
