@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from speedtransfer.benchmark import commands, suites
-from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.measure import EFFORT, Case, Group
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.run import run_suite
 from speedtransfer.benchmark.suites import SUITES, Suite
@@ -23,6 +23,9 @@ from speedtransfer.errors import HostMemoryError
 def run(monkeypatch, capfd, tmp_path):
     """Return a function that runs the command here, in an empty folder: exit code, standard output and error."""
     monkeypatch.chdir(tmp_path)
+    # What is measured does not matter here.
+    for quick in EFFORT:
+        monkeypatch.setitem(EFFORT, quick, {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01})
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["speedtransfer", "bench", *arguments])

@@ -29,7 +29,7 @@ from speedtransfer.nn import Embedding
 
 CPU = torch.device("cpu")
 FAST = {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01}
-TINY = Sizes(context=2, classes=50, dim=8, hidden=16, layers=2, windows=5120, epochs=1, held_out=1000, lr=1e-2)
+TINY = Sizes(context=2, classes=50, dim=8, hidden=16, layers=2, windows=2560, epochs=1, held_out=1000, lr=1e-2)
 NAMES = ["FP32", "BF16, all of it", "AMP, bfloat16", "AMP, float16 + GradScaler", "FP32, rows in BF16"]
 ENVIRONMENT = {"device": "CPU", "cuda": False, "versions": {}, "commit": "abc", "dirty": False, "date": "2026-01-02"}
 
@@ -109,7 +109,7 @@ def test_forms_are_what_they_say(windows, form):
     assert {state["exp_avg"].dtype} == weights
     assert one.scaler.is_enabled() == (form is AMP_FP16)
     assert first == pytest.approx(float(plain.step()), rel=5e-3), "all begin alike, with the same batch"
-    assert one.steps == 160
+    assert one.steps == 80
     one.train()
     chance = math.log(TINY.classes)
     assert one.judge()[1] < chance
@@ -130,7 +130,7 @@ def test_the_share_of_right_words_is_counted(windows):
 def test_every_epoch_has_every_window_once(windows):
     one = training(FP32, windows, batch=128)
     batches = one._all_batches()
-    epochs = [torch.cat([next(batches) for _ in range(40)]) for _ in range(2)]
+    epochs = [torch.cat([next(batches) for _ in range(20)]) for _ in range(2)]
     assert not torch.equal(*epochs)
     assert torch.equal(*(epoch.unique(dim=0, return_counts=True)[0] for epoch in epochs))
     assert torch.equal(*(epoch.unique(dim=0, return_counts=True)[1] for epoch in epochs))

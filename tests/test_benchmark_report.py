@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from html.parser import HTMLParser
@@ -343,9 +344,14 @@ def test_markdown(suite):
         assert "pytorch#24083" in text
 
 
+@functools.cache
+def picture_of(suite):
+    return plot(recorded(suite, quick=True))
+
+
 @pytest.mark.parametrize("suite", SUITES)
 def test_pictures(suite):
-    picture = plot(recorded(suite, quick=True))
+    picture = picture_of(suite)
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", picture[16:24])
     assert min(width, height) > 200
@@ -445,7 +451,7 @@ class Page(HTMLParser):
 
 def test_html_is_whole_and_needs_no_network():
     results = [recorded(suite) for suite in SUITES]
-    pictures = {result["suite"]: plot(result) for result in results}
+    pictures = {suite: picture_of(suite) for suite in SUITES}
     page = Page(html.page(results, pictures))
     assert not page.open
     assert len(page.sources) == len(SUITES)
