@@ -167,7 +167,7 @@ def test_batches_for_scatter_name_no_row_twice():
 
 @pytest.mark.parametrize("wrong", ["nothing", "other rows"])
 @pytest.mark.parametrize("direction", ["gather", "scatter"])
-def test_a_way_that_moves_the_wrong_rows_is_found(direction, wrong):
+def test_a_method_that_returns_wrong_rows_is_found(direction, wrong):
     work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 50)
     right = methods.our_methods(work, direction)[0]
     methods.as_case(right, work, direction).check()
@@ -197,7 +197,7 @@ def test_an_empty_launch_has_nothing_to_check():
     assert methods.as_case(methods.Method("empty launch", lambda ids: None, kind="empty"), work, "gather").check is None
 
 
-def test_our_first_way_is_the_call_with_all_checks():
+def test_our_first_method_is_the_call_with_all_checks():
     work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 50)
     for direction in ("gather", "scatter"):
         default, unchecked, *_ = methods.our_methods(work, direction)
@@ -207,7 +207,7 @@ def test_our_first_way_is_the_call_with_all_checks():
 
 
 @pytest.mark.parametrize("direction", ["gather", "scatter"])
-def test_ways_that_cross_are_right_without_a_device(direction, monkeypatch):
+def test_methods_that_cross_are_right_without_a_device(direction, monkeypatch):
     """The formulations for CUDA, with the CPU as their device: the buffers take turns, the rows arrive."""
 
     class Event:
@@ -234,7 +234,7 @@ def test_ways_that_cross_are_right_without_a_device(direction, monkeypatch):
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_transfer_runs_small_and_every_way_is_checked(quick):
+def test_transfer_runs_small_and_every_method_is_checked(quick):
     groups = transfer.groups(CPU, quick, rows=200, table_bytes=1 << 18, seed=1)
     results = [measure(group, CPU, **FAST) for group in groups]
     assert not any(result.skipped or case.error for result in results for case in result.cases)
@@ -321,7 +321,7 @@ def test_old_results_say_their_kinds_by_name(name, kind):
 
 
 @pytest.mark.parametrize("direction", ["gather", "scatter"])
-def test_kinds_of_ways_are_those_of_old_results(direction):
+def test_kinds_of_methods_are_those_of_old_results(direction):
     work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 10)
     found = methods.our_methods(work, direction) + rival_methods.other_methods(work, direction)
     assert [method.kind for method in found] == [kind_of(method.name) for method in found]

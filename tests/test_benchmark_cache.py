@@ -1,4 +1,4 @@
-"""Suite `cache`: computed shares of hits are those of draws, every method runs, and what it has found is said."""
+"""Suite `cache`: computed shares of hits are those of draws, every method runs, and its results are reported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def group(tmp_path, monkeypatch):
     return found
 
 
-def test_every_way_runs_and_says_its_hits(tmp_path, monkeypatch):
+def test_every_method_runs_and_says_its_hits(tmp_path, monkeypatch):
     one = group(tmp_path, monkeypatch)
     try:
         found = measure(one, CPU, **{**one.effort, **FAST})

@@ -1,4 +1,4 @@
-"""Suite `lookup`: every method runs and is checked, and what it has found is said and drawn."""
+"""Suite `lookup`: every method runs and is checked, and its results are reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 FAST = {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01}
 
 
-def test_every_way_runs():
+def test_every_method_runs():
     groups = lookup.groups(CPU, True, rows=500)
     assert [group.params["tokens"] for group in groups] == [1, 8, 64]
     found = [measure(group, CPU, **FAST) for group in groups]
@@ -40,6 +40,6 @@ def test_what_is_said():
         CaseResult(lookup.OURS, "ours", 0, [6e-6], [6e-6]),
         CaseResult(lookup.FUNCTION, "other", 0, [2e-6], [2e-6]),
     ]
-    said = headlines("lookup", [GroupResult("lookup of 8 ids", {"tokens": 8}, cases)])
-    assert said == ["lookup of 8 ids: 6.00 us of the host a call, 3.00x the 2.00 us of F.embedding"]
+    lines = headlines("lookup", [GroupResult("lookup of 8 ids", {"tokens": 8}, cases)])
+    assert lines == ["lookup of 8 ids: 6.00 us of the host a call, 3.00x the 2.00 us of F.embedding"]
     assert headlines("lookup", [GroupResult("lookup of 8 ids", {"tokens": 8}, cases[:1])]) == []

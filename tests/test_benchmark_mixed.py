@@ -94,7 +94,7 @@ def test_fp32_is_torch_nn_to_rounding(windows):
         torch.testing.assert_close(ours.step(), plain.step(), rtol=1e-5, atol=1e-6, msg=f"step {number}")
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(ours.model.state_dict()[name], value, rtol=1e-4, atol=2e-5)
-    assert ours.judge()[0] == pytest.approx(plain.judge()[0], abs=1 / TINY.held_out)
+    assert ours.evaluate()[0] == pytest.approx(plain.evaluate()[0], abs=1 / TINY.held_out)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
@@ -112,17 +112,17 @@ def test_forms_are_what_they_say(windows, form):
     assert one.steps == 80
     one.train()
     chance = math.log(TINY.classes)
-    assert one.judge()[1] < chance
+    assert one.evaluate()[1] < chance
     again = training(form, windows)
     again.train()
-    assert again.judge() == one.judge()
+    assert again.evaluate() == one.evaluate()
 
 
 def test_the_share_of_right_words_is_counted(windows):
     one = training(FP32, windows)
     held_out = windows.held_out[: TINY.held_out]
     logits = one.model(held_out[:, :-1]).detach()
-    accuracy, loss = one.judge()
+    accuracy, loss = one.evaluate()
     assert accuracy == (logits.argmax(1) == held_out[:, -1]).double().mean()
     assert loss == pytest.approx(float(nn.functional.cross_entropy(logits, held_out[:, -1])), rel=1e-5)
 
@@ -175,10 +175,10 @@ def test_a_quick_run_gives_every_field(small):
             assert by_name[name]["loss"] == pytest.approx(by_name["FP32"]["loss"], rel=0.05)
     assert [group.params["batch"] for group in found] == [128, 512]
     assert [batch for batch, _ in small] == [128, 512], "once a group"
-    said = headlines("mixed", found)
-    assert [line.partition(":")[0] for line in said[2:]] == NAMES[1:]
-    assert said[0].startswith("computing in bfloat16 ")
-    assert "2.00x the memory at batch 128, 2.00x at 512" in said[2]
+    lines = headlines("mixed", found)
+    assert [line.partition(":")[0] for line in lines[2:]] == NAMES[1:]
+    assert lines[0].startswith("computing in bfloat16 ")
+    assert "2.00x the memory at batch 128, 2.00x at 512" in lines[2]
     result = {"suite": "mixed", "quick": True, "environment": ENVIRONMENT}
     result["groups"] = [group.to_json() for group in found]
     assert plot(result).startswith(b"\x89PNG")
@@ -234,8 +234,8 @@ def test_what_takes_too_long_is_left_out_and_named(small, monkeypatch):
     ],
 )
 def test_a_network_that_has_learned_nothing_is_noticed(small, monkeypatch, name, judged, says):
-    judge = Training.judge
-    monkeypatch.setattr(Training, "judge", lambda self: judged if self.form.name == name else judge(self))
+    judge = Training.evaluate
+    monkeypatch.setattr(Training, "evaluate", lambda self: judged if self.form.name == name else judge(self))
     with pytest.raises(WrongResultError, match=says):
         measure(mixed.groups(CPU, True)[0], CPU, **FAST)
 
@@ -265,14 +265,14 @@ def test_no_memory_is_told_where_its_process_failed(small, monkeypatch):
     monkeypatch.setattr(mixed_cases, "of_host", lambda *arguments: failed)
     found = measure(mixed.groups(CPU, True)[0], CPU, **FAST)
     assert [case.memory for case in found.ran] == [{}] * 5
-    said = headlines("mixed", [found])
-    assert not any("the memory" in line for line in said)
+    lines = headlines("mixed", [found])
+    assert not any("the memory" in line for line in lines)
     result = {"suite": "mixed", "quick": True, "environment": ENVIRONMENT, "groups": [found.to_json()]}
     assert plot(result).startswith(b"\x89PNG")
     assert markdown(result)
 
 
-# --- what is said -------------------------------------------------------------------------------------------------------
+# --- sentences -------------------------------------------------------------------------------------------------------
 
 
 def result(batch, hardware=None, accuracy=0.4, **times):

@@ -37,7 +37,7 @@ def cases():
     return group.make()
 
 
-def test_every_way_is_measured():
+def test_every_method_is_measured():
     (group,) = ngram.groups(CPU, True, rows=3000, seed=2)
     found = measure(group, CPU, **FAST)
     assert not [case.error for case in found.cases if case.error]
@@ -50,9 +50,9 @@ def test_every_way_is_measured():
     # Weights and two planes of state each way, and the last step.
     assert lazy % (2 * 3 * 4 * 8) == 0
     assert exact % 4 == 0
-    (said,) = headlines("ngram", [found])
-    assert "without tables; more with speedtransfer, idle=lazy " in said
-    assert "the speed of nn.Embedding + AdamW" in said
+    (line,) = headlines("ngram", [found])
+    assert "without tables; more with speedtransfer, idle=lazy " in line
+    assert "the speed of nn.Embedding + AdamW" in line
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -184,7 +184,7 @@ def test_tables_end_with_their_group():
     assert gone() is None
 
 
-# --- what is said -------------------------------------------------------------------------------------------------------
+# --- sentences -------------------------------------------------------------------------------------------------------
 
 
 def result(**seconds):

@@ -1,4 +1,4 @@
-"""Suite `prefetch`: pages are dropped for real, no page is wanted twice, every method runs, and what it has found is said."""
+"""Suite `prefetch`: pages are dropped for real, no page is wanted twice, every method runs, and its results are reported."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def small(monkeypatch, rows: int = ROWS) -> list[Group]:
     return prefetch.groups(CPU, True, rows=rows, seed=1)
 
 
-def test_every_way_is_measured(tables, monkeypatch, tmp_path):
+def test_every_method_is_measured(tables, monkeypatch, tmp_path):
     found = [measure(group, CPU, **FAST) for group in small(monkeypatch)]
     assert [group.params["experiment"] for group in found] == [prefetch.TRAINING, prefetch.EVALUATION]
     for group in found:
@@ -186,7 +186,7 @@ def test_training_by_prefetch_and_without_is_the_same(tables, monkeypatch):
     ends = []
     for depth, in_file in ((2, True), (0, False)):
         dense = prefetch._Dense(8, sizes.examples)
-        method = prefetch._Stretches(tables, dense, sizes, True, depth, in_file)
+        method = prefetch._Runs(tables, dense, sizes, True, depth, in_file)
         method.before()
         method.run()
         ends.append([parameter.detach() for parameter in dense.parameters()])
@@ -209,14 +209,14 @@ def test_as_many_batches_are_read_ahead_as_are_taken(tables, monkeypatch):
     sizes, asked = prefetch.Sizes(4, 5, 6, 1), []
     used = SimpleNamespace(is_waiting=False, is_changed=lambda: False)
     monkeypatch.setattr(type(tables.in_file[0]), "prefetch", lambda self, ids: asked.append(ids) or used)
-    method = prefetch._Stretches(tables, prefetch._Dense(8, 4), sizes, True, depth=4)
+    method = prefetch._Runs(tables, prefetch._Dense(8, 4), sizes, True, depth=4)
     method.before()
     assert len(asked) == 9
     method.run()
     assert len(asked) == 15
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- sentences -----------------------------------------------------------------------------------------------------
 
 
 def result(*ahead: float, without: float = 50e-3, memory: float = 10e-3) -> GroupResult:

@@ -49,7 +49,7 @@ def worlds(processes, monkeypatch):
     return processes
 
 
-def test_every_way_is_measured(worlds):
+def test_every_method_is_measured(worlds):
     alone, together = ranks.groups(CPU, True, rows=ROWS)
     assert [group.params["ranks"] for group in (alone, together)] == [1, 2]
     found = measure(together, CPU, **FAST)

@@ -156,7 +156,7 @@ def test_sizes():
     assert list(step._sizes(10, 700)) == [10, 40, 160, 640]
     assert list(step._sizes(10, 1300)) == [10, 40, 160, 640, 1280]
     assert list(step._sizes(10, 90)) == [10, 20, 40, 80]
-    assert list(step._sizes(10, 5)) == [10]  # too large is said by the cases
+    assert list(step._sizes(10, 5)) == [10]  # too large a size is an error of its cases
 
 
 def test_every_size_sees_the_same_accesses():
@@ -190,7 +190,7 @@ NAMES = [
 ]
 
 
-def test_step_compares_every_kind_that_memory_holds_beside_the_others():
+def test_step_compares_every_contender_that_memory_holds_beside_the_others():
     groups = step.groups(CPU, True, rows=300, max_bytes=4_500_000)
     assert [group.params for group in groups[:-2]] == [
         {"experiment": "size", "rows": rows, "dim": DIM} for rows in (300, 600, 1200, 2400)
@@ -250,11 +250,11 @@ def test_many_tables():
     adamw, coupled = run_all(groups)
     assert [case.name for case in adamw.ran] == [*ours, *NAMES[1:3]]
     assert [case.name for case in coupled.ran] == [ours[1], "nn.Embedding + Adam"]
-    said = headlines("step", [adamw, coupled])
-    assert "with idle=exact" in said[0]
-    assert "of nn.Embedding + AdamW" in said[0]
-    assert said[1].startswith("Adam(weight_decay=1e-5) step, 26 tables of 300 x 16")
-    assert "of nn.Embedding + Adam" in said[1]
+    lines = headlines("step", [adamw, coupled])
+    assert "with idle=exact" in lines[0]
+    assert "of nn.Embedding + AdamW" in lines[0]
+    assert lines[1].startswith("Adam(weight_decay=1e-5) step, 26 tables of 300 x 16")
+    assert "of nn.Embedding + Adam" in lines[1]
 
 
 def models(history=3):
@@ -266,11 +266,11 @@ def test_a_small_step():
     (found,) = run_all(models()[:1])
     ours = ["speedtransfer, pageable", "speedtransfer, pageable, idle=exact"]
     assert [case.name for case in found.ran] == [*ours, NAMES[1], step_models.BY_HAND]
-    (said,) = headlines("step", [found])
-    assert said.startswith("AdamW step, 64 uniform ids in 300 x 32 float32, after 3 steps: ")
+    (line,) = headlines("step", [found])
+    assert line.startswith("AdamW step, 64 uniform ids in 300 x 32 float32, after 3 steps: ")
     for other in (NAMES[1], step_models.BY_HAND):
-        assert f"x of {other}" in said
-    assert "with idle=exact" in said
+        assert f"x of {other}" in line
+    assert "with idle=exact" in line
     assert any(group.params["experiment"] == "small step" for group in step.groups(CPU, True, rows=300))
 
 
@@ -279,11 +279,11 @@ def test_models():
     whole, deepfm = run_all(models()[-2:])
     assert [case.name for case in whole.ran] == [*ours, NAMES[2]]
     assert [case.name for case in deepfm.ran] == [ours[1], NAMES[2]]
-    said = headlines("step", [whole, deepfm])
-    assert "with idle=exact" in said[0]
-    assert "of nn.Embedding + AdamW" in said[0]
-    assert said[1].startswith("AdamW step, DeepFM with 26 tables of 300 x 16 and 26 of 300 x 1")
-    assert "of nn.Embedding + AdamW" in said[1]
+    lines = headlines("step", [whole, deepfm])
+    assert "with idle=exact" in lines[0]
+    assert "of nn.Embedding + AdamW" in lines[0]
+    assert lines[1].startswith("AdamW step, DeepFM with 26 tables of 300 x 16 and 26 of 300 x 1")
+    assert "of nn.Embedding + AdamW" in lines[1]
 
 
 @pytest.mark.parametrize(
@@ -511,7 +511,7 @@ def test_groups_of_memory():
     assert len(memory.groups(CPU, True)) == 1
 
 
-def test_kinds_of_a_gpu_live_where_they_say():
+def test_contenders_of_a_gpu_live_where_they_say():
     """Their names and places; nothing is made."""
     found = [(contender.name, contender.place, contender.planes) for contender in contenders(torch.device("cuda"))]
     assert found == [

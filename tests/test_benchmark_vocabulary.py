@@ -1,4 +1,4 @@
-"""Suite `vocabulary`: every method runs and is checked, and what it has found is said and drawn."""
+"""Suite `vocabulary`: every method runs and is checked, and its results are reported."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ FAST = {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01}
 ALL_STEPS = [KNOWN, NEW.format(0.01), EVICTED.format(0.01), PLAIN, BY_DICT]
 
 
-def test_every_way_runs():
+def test_every_method_runs():
     groups = vocabulary.groups(CPU, True, rows=300)
     found = [measure(group, CPU, **FAST) for group in groups]
     assert not [case.error for group in found for case in group.cases if case.error]
     assert [group.params["kind"] for group in found] == ["find", "insert", "step", "step", "lookup"]
     assert [len(group.ran) for group in found] == [7, 4, 5, 5, 2]
     assert [case.name for case in found[2].ran] == ALL_STEPS
-    said = headlines("vocabulary", found)
-    assert len(said) == 5
-    assert said[0].startswith("map 500 known ids of 300, one core: IdIndex.find ")
+    lines = headlines("vocabulary", found)
+    assert len(lines) == 5
+    assert lines[0].startswith("map 500 known ids of 300, one core: IdIndex.find ")
     data = {"suite": "vocabulary", "quick": True, "environment": {"device": "CPU"}}
     assert plot({**data, "groups": [group.to_json() for group in found]}).startswith(b"\x89PNG")
     with pytest.raises(InvalidValueError, match="rows is -1"):
@@ -97,9 +97,9 @@ def test_what_is_said():
         )
 
     params = {"kind": "find", "ids": 1000}
-    (said,) = headlines("vocabulary", [found(params, 1e-5, 1e-4)])
-    assert said == "map: Vocabulary.find_in_training 100M ids a second; dict, in a loop 10M"
+    (line,) = headlines("vocabulary", [found(params, 1e-5, 1e-4)])
+    assert line == "map: Vocabulary.find_in_training 100M ids a second; dict, in a loop 10M"
     assert headlines("vocabulary", [found({"kind": "step"}, 1e-5)]) == []
     steps = [CaseResult(name, "other", 0, [s], [s]) for name, s in ((KNOWN, 1.2e-3), (PLAIN, 1e-3))]
-    (said,) = headlines("vocabulary", [GroupResult("step", {"kind": "step"}, steps)])
-    assert said == "step: of the 1.00 ms of the plain table, ids are rows: vocabulary, known ids 1.20x"
+    (line,) = headlines("vocabulary", [GroupResult("step", {"kind": "step"}, steps)])
+    assert line == "step: of the 1.00 ms of the plain table, ids are rows: vocabulary, known ids 1.20x"

@@ -1,1 +1,1 @@
-"""How fast rows move on this machine, against what PyTorch offers and against the roof."""
+"""Benchmarks of row transfers and training steps, compared with PyTorch and a plain copy."""

@@ -1,4 +1,4 @@
-"""Suite `cache`: ids that follow Zipf's law. Which share of a batch's rows does a cache serve, and what is that worth?
+"""Suite `cache`: ids by Zipf's law. What share of a batch's rows is in a cache, and how much faster is a step?
 
 The same training step on tables in a file (on CUDA: in page-locked memory) with caches of several sizes, and without one.
 """
@@ -33,12 +33,12 @@ SHARES = (0.01, 0.1)
 
 _ROWS, _QUICK_ROWS = 1 << 20, 1 << 16
 _LOOKUPS, _QUICK_LOOKUPS = 1 << 15, 1 << 12
-_WARM, _STEPS = 16, 12  # before the first stretch, and in each
+_WARM, _STEPS = 16, 12  # steps before the first run, and in each
 _TOLERANCE = 0.02
 
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
-    """Return what the suite compares; `quick`: in a small table."""
+    """Make the group of the suite."""
     rows = check_size(rows or (_QUICK_ROWS if quick else _ROWS), "rows", 100)
     lookups = _QUICK_LOOKUPS if quick else _LOOKUPS
     place = "in page-locked memory" if device.type == "cuda" else "in a file"
@@ -49,7 +49,7 @@ def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int
 
 
 def computed_share(shares: Tensor, lookups: int, cached: int) -> float:
-    """Return the share of the distinct rows of `lookups` draws that are among the `cached` most probable, expected.
+    """Return the expected share of the distinct rows of `lookups` draws that are among the `cached` most probable ones.
 
     `shares`, ``(num_rows,)``, are the probabilities of the rows.
     """
@@ -57,8 +57,8 @@ def computed_share(shares: Tensor, lookups: int, cached: int) -> float:
     return float(seen[:cached].sum() / seen.sum())
 
 
-class _Stretches:
-    """Stretches of steps on a table of its own."""
+class _Runs:
+    """Runs of steps on its own table."""
 
     def __init__(self, device: torch.device, rows: int, lookups: int, seed: int, **cache: Any) -> None:
         self._device, self._rows, self._lookups, self._cache, self._seed = device, rows, lookups, cache, seed
@@ -67,18 +67,17 @@ class _Stretches:
 
     @functools.cached_property
     def cold(self) -> ColdTables:
-        """The table in a file."""
         return ColdTables(self._rows, self._seed, **self._cache)
 
     @functools.cached_property
     def table(self) -> tuple[Embedding, torch.optim.Optimizer]:
-        """The table and its optimizer, after some steps."""
+        """The table and its optimizer, after warm-up steps."""
         if self._device.type != "cuda":
             made = self.cold.in_file
         else:
             emb = Embedding(self._rows, DIM, memory="pinned", device=self._device, idle="lazy", **self._cache)
             made = emb, torch.optim.AdamW(emb.parameters(), fused=True)
-        # The rows that are most probable first, so that a cache which has slots for them has them.
+        # The most probable rows first, which fill the slots of the cache.
         hottest = zipf_shares(self._rows).sort(descending=True).indices[: int(max(SHARES) * self._rows)]
         self._step(*made, hottest)
         self._take(*made, _WARM)
@@ -86,21 +85,19 @@ class _Stretches:
         return made
 
     def before(self) -> None:
-        """Let go of the pages of the file."""
         _ = self.table
         if self._device.type != "cuda":
             self.cold.drop_pages()
         synchronize(self._device)
 
     def run(self) -> None:
-        """Take the steps of a stretch."""
         self._take(*self.table, _STEPS)
         stats = self.table[0].table.stats()
         if stats.cache_hits + stats.cache_misses:
             self.figures[MEASURED] = stats.cache_hits / (stats.cache_hits + stats.cache_misses)
 
     def check(self) -> None:
-        """Raise where as many hits as computed were not measured, as there must be with the hottest rows."""
+        """Raise AssertionError if a cache of the hottest rows has other hits than computed."""
         if COMPUTED in self.figures and "cache_counts" in self._cache:
             measured, computed = self.figures[MEASURED], self.figures[COMPUTED]
             assert abs(measured - computed) < _TOLERANCE, f"{measured:.1%} hits where {computed:.1%} are computed"
@@ -117,8 +114,8 @@ class _Stretches:
 
 def _cases(device: torch.device, rows: int, lookups: int, seed: int) -> list[Case]:
     shares = zipf_shares(rows)
-    method = functools.partial(_Stretches, device, rows, lookups, seed)
-    methods: dict[str, _Stretches] = {WITHOUT: method()}
+    method = functools.partial(_Runs, device, rows, lookups, seed)
+    methods: dict[str, _Runs] = {WITHOUT: method()}
     for share in SHARES:
         cached = int(share * rows)
         methods[BY_COUNTS.format(f"{share:.0%}")] = method(cache_rows=cached, cache_counts=shares)
@@ -128,11 +125,11 @@ def _cases(device: torch.device, rows: int, lookups: int, seed: int) -> list[Cas
     return [Case.of(name, one, "ours", parts=_STEPS) for name, one in methods.items()]
 
 
-# --- what was found ---------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------------------
 
 
 def sentences(groups: list[GroupResult]) -> list[str]:
-    """Return a sentence for each cache."""
+    """Compare each cache with a table without one."""
     found = []
     for group in groups:
         without = group.by_name.get(WITHOUT)
@@ -156,7 +153,7 @@ def _hits(case: CaseResult) -> str:
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw for each group the hits of each cache, measured and computed, and the time of a step."""
+    """Draw measured and computed hits of each cache, and the time of a step."""
     height = max(len(group.ran) for group in groups)
     figure = make_figure(11, 0.8 + (0.7 + 0.36 * height) * len(groups))
     for row, group in zip(figure.subplots(len(groups), 2, squeeze=False), groups, strict=True):
@@ -170,15 +167,8 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
                 hits.annotate(f"{measured:.1f}%", (max(measured, computed), place), (4, 0), **style)
         seconds = [case.median_s for case in group.ran]
         colours = [COLOURS[5] if case.name == WITHOUT else COLOURS[0] for case in group.ran]
-        bars(
-            times,
-            [""] * len(seconds),
-            [1e3 * s for s in seconds],
-            [format_seconds(s) for s in seconds],
-            colours,
-            0.6,
-            0.2,
-        )
+        texts = [format_seconds(s) for s in seconds]
+        bars(times, [""] * len(seconds), [1e3 * s for s in seconds], texts, colours, 0.6, 0.2)
         for axes in row:
             tidy(axes)
             axes.grid(visible=False, axis="y")

@@ -1,7 +1,7 @@
-"""Tables in files of which no page is in memory, beside the same in memory: drop pages, see that they are gone, read some.
+"""Tables in files without a page in memory, and the same tables in memory: drop pages, verify it, read some of them.
 
-No rights are needed: pages of a file are written to the disk, unmapped and dropped one file at a time, and the rest of the
-machine keeps what it has read. Linux only.
+Works without privileges, on Linux: pages of single files are written to the disk, unmapped and dropped, and the rest of the
+page cache stays.
 """
 
 from __future__ import annotations
@@ -30,41 +30,33 @@ from speedtransfer.nn import Embedding
 from speedtransfer.tables import Table, page_advice, plane_chunks
 
 PAGE = mmap.PAGESIZE
-_PAGEOUT = 21  # MADV_PAGEOUT, which Python does not know by name
-_MOST_LEFT = 0.01  # of the pages of a file that may stay in memory: more would be read from there
+_PAGEOUT = 21  # MADV_PAGEOUT, which Python lacks
+_MOST_LEFT = 0.01  # share of the pages that may stay in memory
 _ATTEMPTS = 20
 
 
 class PagesStayError(SpeedtransferError):
-    """Pages of files cannot be dropped here, so that nothing can be measured without them."""
+    """Pages of files cannot be dropped from memory here."""
 
 
 def read_page_by_page(table_bytes: int) -> contextlib.AbstractContextManager[None]:
-    """Have files that are mapped within treated as on a machine with a quarter of their memory, whatever this one has.
-
-    `table_bytes` are those of the smallest plane.
-    """
+    """Treat files mapped within as if the host had a quarter of `table_bytes`, the size of the smallest plane."""
     return set_variable("SPEEDTRANSFER_HOST_BYTES", str(max(1, table_bytes // 4)))
 
 
 class TableFiles:
-    """The files that the planes of a table lie in, also those without a name.
-
-    Parameters
-    ----------
-    table : Table
-        In a file, made within `read_page_by_page`.
+    """The files of the planes of a table made within `read_page_by_page`, also those without a name.
 
     Raises
     ------
     PagesStayError
-        A plane lies in no file that is read page by page, or the system does not tell which.
+        A plane is in no file that is read page by page, or the file is unknown.
     """
 
     def __init__(self, table: Table) -> None:
         self.names = table.planes
         self._maps = dict[str, tuple[mmap.mmap, int]]()
-        self._places = dict[str, tuple[int, int]]()  # where the first row begins, and the distance of rows, in bytes
+        self._places = dict[str, tuple[int, int]]()  # offset of the first row and distance of rows, in bytes
         self.descriptors = dict[str, int]()
         weakref.finalize(self, _close, self.descriptors)
         for name in self.names:
@@ -78,23 +70,17 @@ class TableFiles:
             self.descriptors[name] = _opened_again(start)
 
     def drop(self) -> None:
-        """Write every page to the disk and let go of it.
-
-        Raises
-        ------
-        PagesStayError
-            Pages are in memory all the same, as on file systems that live there.
-        """
+        """Write every page to the disk and drop it; raises PagesStayError if pages stay, as on a file system in memory."""
         for _ in range(_ATTEMPTS):
             for name, (block, _) in self._maps.items():
-                # Dirty pages would stay, and so would those that are mapped; what was only read ahead is not.
+                # Dirty pages and mapped ones would stay; posix_fadvise drops those that were only read ahead.
                 block.flush()
                 block.madvise(_PAGEOUT)
                 os.posix_fadvise(self.descriptors[name], 0, 0, os.POSIX_FADV_DONTNEED)
             left = self.share_in_memory()
             if left <= _MOST_LEFT:
                 return
-            # Some are held for a moment, by the system or by a read that nobody waits for.
+            # Pages may be held briefly by the system or by a read in progress.
             time.sleep(0.01)
         raise PagesStayError(
             f"{left:.0%} of the pages in {tempfile.gettempdir()!r} stay in memory after they were dropped, so that no disk "
@@ -107,7 +93,7 @@ class TableFiles:
         return sum(inside for inside, _ in counted) / max(1, sum(total for _, total in counted))
 
     def pages(self, rows: Tensor, planes: Sequence[str]) -> list[tuple[int, np.ndarray]]:
-        """Return the pages in which `rows` (n,) begin, for `read_pages`: a descriptor and (n,) page numbers for each plane."""
+        """Return a descriptor and the page numbers (n,) in which `rows` (n,) begin, for each plane, for `read_pages`."""
         index = rows.numpy()
         return [
             (self.descriptors[name], (self._places[name][0] + index * self._places[name][1]) // PAGE) for name in planes
@@ -115,13 +101,7 @@ class TableFiles:
 
 
 def pages_in_memory(block: mmap.mmap, start: int) -> tuple[int, int]:
-    """Return how many pages of a map at address `start` are in memory, and how many it has.
-
-    Raises
-    ------
-    PagesStayError
-        The system does not tell.
-    """
+    """Return how many pages of a map at address `start` are in memory, and how many it has."""
     found = bytearray(-(-len(block) // PAGE))
     room = (ctypes.c_ubyte * len(found)).from_buffer(found)
     if ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(block)), room):
@@ -130,12 +110,8 @@ def pages_in_memory(block: mmap.mmap, start: int) -> tuple[int, int]:
 
 
 def read_pages(wanted: Sequence[tuple[int, np.ndarray]], threads: int) -> None:
-    """Read pages of files, (n,) numbers of a descriptor, by one `pread` each: as fast as the disk gives single pages.
-
-    So many threads read at once.
-    """
+    """Read pages of files, given by descriptor and page numbers (n,), by one `pread` each on several threads."""
     jobs = [(descriptor, part) for descriptor, pages in wanted for part in np.array_split(pages, threads)]
-
     compiled = compiled_module("speedtransfer.benchmark.page_reads")
 
     def read(job: tuple[int, np.ndarray]) -> None:
@@ -152,11 +128,11 @@ def read_pages(wanted: Sequence[tuple[int, np.ndarray]], threads: int) -> None:
 
 
 def _opened_again(start: int) -> int:
-    """Return a descriptor of the file that is mapped at address `start`, which may have lost its name or never had one."""
+    """Open the file mapped at address `start` again, which may have no name."""
     with open("/proc/self/maps", encoding="utf-8") as lines:
         inodes = [line.split()[4] for line in lines if int(line.partition("-")[0], 16) == start]
     for name in os.listdir("/proc/self/fd") if inodes else ():
-        # The map has a descriptor of its own.
+        # The map holds a descriptor of the file.
         with contextlib.suppress(OSError):
             if str(os.stat(f"/proc/self/fd/{name}").st_ino) == inodes[0]:
                 descriptor = os.open(f"/proc/self/fd/{name}", os.O_RDONLY)
@@ -174,10 +150,9 @@ DIM = 64
 
 
 class ColdTables:
-    """An embedding of `rows` x `DIM` in a file and one in memory, trained with AdamW.
+    """An embedding of `rows` x `DIM` in a file and one in memory, trained with AdamW and made when first used.
 
-    Each is made at its first use. The file has no name by then: nothing stays behind, whatever happens. `options` are further
-    arguments of the embedding in a file.
+    The file has no name, so nothing is left behind in any event. `options` are further arguments of the embedding in a file.
     """
 
     def __init__(self, rows: int, seed: int, **options: Any) -> None:
@@ -188,7 +163,7 @@ class ColdTables:
 
     @functools.cached_property
     def in_file(self) -> tuple[Embedding, torch.optim.Optimizer]:
-        """The table in a file, its pages all written."""
+        """The table in a file, with all pages written."""
         with (
             tempfile.TemporaryDirectory(prefix="speedtransfer-bench-", ignore_cleanup_errors=True) as folder,
             read_page_by_page(4 * DIM * self.rows),
@@ -202,11 +177,11 @@ class ColdTables:
 
     @functools.cached_property
     def files(self) -> TableFiles:
-        """The files of the first."""
+        """The files of the first table."""
         return TableFiles(self.in_file[0].table)
 
     def drop_pages(self) -> None:
-        """Let go of all pages of the file, once nobody reads there any more."""
+        """Drop all pages of the file, after reads in progress."""
         if self.in_flight is not None:
             with torch.no_grad():
                 for ids in self.in_flight:
@@ -215,21 +190,21 @@ class ColdTables:
         self.files.drop()
 
     def ids(self, *shape: int) -> Tensor:
-        """Draw ids: uniform, but no two of a call lie in a page, as long as there are pages."""
+        """Draw uniform ids, no two of a call in one page as long as there are enough pages."""
         per_page, wanted = PAGE // (4 * DIM), torch.Size(shape).numel()
         if len(self._pages) < wanted:
             pages = max(1, self.rows // per_page)
             orders = [torch.randperm(pages, generator=self._generator) for _ in range(-(-wanted // pages))]
             self._pages = torch.cat(orders)
         chosen, self._pages = self._pages[:wanted], self._pages[wanted:]
-        # The last row of a page may reach into the next: a header lies before the first.
+        # The last row of a page may reach into the next one, as the file begins with a header.
         within = torch.randint(per_page - 1, (wanted,), generator=self._generator)
         return (chosen * per_page + within).clamp_(max=self.rows - 1).view(shape)
 
 
 class _Unfilled(Embedding):
     def reset_parameters(self) -> None:
-        """Leave the rows to who makes it: they are filled with the state, chunk by chunk."""
+        """Do nothing: `_made` fills the rows with the state, chunk by chunk."""
 
 
 def _made(rows: int, **options: Any) -> tuple[Embedding, torch.optim.Optimizer]:
@@ -240,7 +215,7 @@ def _made(rows: int, **options: Any) -> tuple[Embedding, torch.optim.Optimizer]:
     optimizer.step()
     optimizer.zero_grad()
     generator = torch.Generator().manual_seed(0)
-    # Planes are written to below, and a cache must hold nothing newer.
+    # Planes are overwritten below, and a cache must hold nothing newer.
     emb.table.wait()
     for name in emb.table.planes:
         plane = emb.table.stored(name)

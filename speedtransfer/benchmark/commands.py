@@ -1,7 +1,7 @@
-"""The command ``speedtransfer bench``: what is asked for is checked first, then measured, shown and written.
+"""The command ``speedtransfer bench``: checks its arguments, then measures, prints and writes results.
 
-A group that goes wrong does not cost the others: the command ends with exit code 1 and a line that names it. Who presses
-Ctrl-C keeps the figures of all groups before.
+If a group fails, the others are measured all the same, and the command exits with code 1 and an error that names it. Ctrl-C
+keeps the figures of all finished groups.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def bench(
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
-    """Measure how fast rows move on this machine, against PyTorch's methods and against a plain copy."""
+    """Measure how fast rows move on this machine, compared with PyTorch and with a plain copy."""
     if table_bytes is not None and not math.isfinite(table_bytes):
         raise InvalidValueError(f"--table-bytes is {table_bytes} but must be a number of bytes; pass for instance 50e9")
     given: dict[str, int] = {}
@@ -82,7 +82,7 @@ def bench(
 
 
 def nothing_of_ours(result: dict[str, Any]) -> str:
-    """Return why a suite has no figure of this library, or of anything; nothing where it has one or was to have none."""
+    """Return why a suite has no figure of this library (of anything, if no case is ours); "" if it has one."""
     groups = [GroupResult.from_json(group) for group in result["groups"]]
     cases = [case for group in groups for case in group.cases]
     ours = [case for case in cases if case.role == "ours"] or cases
@@ -93,7 +93,7 @@ def nothing_of_ours(result: dict[str, Any]) -> str:
 
 
 def _suites(name: str, given: dict[str, int]) -> list[Suite]:
-    """Return the suites that `name` names, or raise where there are none or an option has no meaning for it."""
+    """Return the suites called `name`; raises if there are none or an option does not apply to them."""
     if name == ALL:
         return list(SUITES.values())
     if name not in SUITES:
@@ -106,16 +106,10 @@ def _suites(name: str, given: dict[str, int]) -> list[Suite]:
 
 
 class Output:
-    """Writes the JSON of each suite as it grows, and pictures and report at the end.
+    """Writes the JSON of each suite after every group, and pictures and report at the end.
 
-    The first path is a file; a folder with `several` suites.
-
-    Raises
-    ------
-    StorageError
-        A file or folder could not be written.
-    MissingPackageError
-        matplotlib is not installed.
+    `json_path` is a file, or a folder for `several` suites. Raises StorageError if a path cannot be written, and
+    MissingPackageError if matplotlib is needed and not installed.
     """
 
     def __init__(self, json_path: Path | None, plot_folder: Path | None, several: bool) -> None:
@@ -133,7 +127,7 @@ class Output:
             _check_folder(json_path.parent, "--json", create=False)
 
     def keep(self, result: dict[str, Any]) -> None:
-        """Take the result of a suite so far and write its JSON."""
+        """Keep the result of a suite so far, and write its JSON."""
         self._results[result["suite"]] = result
         if self._json is not None:
             path = self._json
@@ -143,7 +137,7 @@ class Output:
             self._write(path, (json.dumps(result, indent=1) + "\n").encode())
 
     def finish(self) -> list[Path]:
-        """Draw what there is to draw and return the files written."""
+        """Write pictures and report, and return all files written."""
         if self._plots is not None and self._results:
             self._plots.mkdir(parents=True, exist_ok=True)
             pictures = {}
@@ -162,7 +156,7 @@ class Output:
 
 
 def _check_folder(folder: Path, option: str, create: bool = True) -> None:
-    """Raise `StorageError` where nothing can be written into `folder`, or where it cannot be made."""
+    """Raise StorageError if `folder` cannot be written to, or cannot be created."""
     present = folder
     while create and not os.path.lexists(present) and present != present.parent:
         present = present.parent

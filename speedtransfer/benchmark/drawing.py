@@ -1,4 +1,4 @@
-"""What the pictures share: figures, colours, lines, axes and legends."""
+"""Shared parts of the pictures: figures, colours, lines, bars, axes and legends."""
 
 from __future__ import annotations
 
@@ -11,20 +11,14 @@ from speedtransfer.word2vec.plot import MissingPackageError
 
 INK, QUIET = "#1f2430", "#6b7280"
 _PAPER, _GRID = "#ffffff", "#e3e6ea"
-PALE = "#b8bec8"  # what stands for others
-# Okabe and Ito's colours, which people of all kinds of sight tell apart; the first is ours.
+PALE = "#b8bec8"  # for others
+# The colour-blind safe palette of Okabe and Ito; the first is ours.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#a6761d", "#000000")
 _MARKS = "osD^vP*Xh"
 
 
 def require_matplotlib() -> Any:
-    """Return a constructor of figures, or raise the error that names the extra to install.
-
-    Raises
-    ------
-    MissingPackageError
-        matplotlib is not installed.
-    """
+    """Return a constructor of figures; raises MissingPackageError if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -34,7 +28,7 @@ def require_matplotlib() -> Any:
         ) from error
 
     def figure(width: float, height: float) -> Any:
-        # Not pyplot: it would pick a backend and keep the figure in the state of the whole process.
+        # Not pyplot, which would choose a backend and keep the figure in global state.
         made = Figure(figsize=(width, height), dpi=120, facecolor=_PAPER, layout="constrained")
         FigureCanvasAgg(made)
         return made
@@ -43,15 +37,9 @@ def require_matplotlib() -> Any:
 
 
 def line_style(number: int, ours: bool) -> dict[str, Any]:
-    """Return how the line `number` looks; ours are thick."""
-    colour, mark = COLOURS[number % len(COLOURS)], _MARKS[number % len(_MARKS)]
-    return {
-        "color": colour,
-        "marker": mark,
-        "lw": 2.8 if ours else 1.5,
-        "ms": 6 if ours else 4.5,
-        "zorder": 4 if ours else 3,
-    }
+    """Return the style of a line by its number; ours are thick."""
+    style = {"color": COLOURS[number % len(COLOURS)], "marker": _MARKS[number % len(_MARKS)]}
+    return style | ({"lw": 2.8, "ms": 6, "zorder": 4} if ours else {"lw": 1.5, "ms": 4.5, "zorder": 3})
 
 
 def line(axes: Any, x: Sequence[float], y: Sequence[Any], label: str, style: dict[str, Any]) -> None:
@@ -62,7 +50,7 @@ def line(axes: Any, x: Sequence[float], y: Sequence[Any], label: str, style: dic
 
 
 def end_at(axes: Any, top: float) -> None:
-    """Let the axis end at `top`, and say with an arrow where a line leaves it, and how far it goes."""
+    """End the y axis at `top`, and mark points beyond it with an arrow and their value."""
     axes.set_ylim(top=top)
     for drawn in axes.get_lines():
         points = [(x, y) for x, y in zip(drawn.get_xdata(), drawn.get_ydata(), strict=True) if y > top]
@@ -82,7 +70,7 @@ def bars(
     room: float = 0.25,
     fontsize: float = 8.5,
 ) -> None:
-    """Draw a bar for each of `names`, one below the other, and a text at its end; `room` is the share of the axis for it."""
+    """Draw horizontal bars with a text at the end of each; `room` is the share of the axis for it."""
     style = {"va": "center", "fontsize": fontsize, "color": INK, "textcoords": "offset points"}
     for place, (value, text, colour) in enumerate(zip(values, texts, colours, strict=True)):
         axes.barh(place, value, height, color=colour)
@@ -102,7 +90,7 @@ def bar_panels(
     colour: Callable[[GroupResult, CaseResult], str],
     room: float = 0.25,
 ) -> Any:
-    """Return a figure with a panel for each group: a bar for the time of each case, and `text` after that."""
+    """Draw a panel for each group, with a bar for the time of each case, followed by `text`."""
     height = max(len(group.ran) for group in groups)
     figure = make_figure(11, 0.8 + (0.7 + 0.32 * height) * len(groups))
     for axes, group in zip(figure.subplots(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
@@ -117,7 +105,7 @@ def bar_panels(
 def bars_beside(
     axes: Any, number: int, of: int, values: dict[int, float], texts: Sequence[str], label: str, fontsize: float
 ) -> Any:
-    """Draw one bar, the `number`-th of `of`, at each place that `values` has, with its text; return the bars."""
+    """Draw the `number`-th of `of` adjacent bars at each place in `values`, with its text, and return the bars."""
     height = 0.8 / of
     places = [place + (number - (of - 1) / 2) * height for place in values]
     drawn = axes.barh(places, list(values.values()), height * 0.92, color=COLOURS[number], label=label)
@@ -126,7 +114,7 @@ def bars_beside(
 
 
 def tidy(axes: Any) -> None:
-    """Leave a light grid and the numbers."""
+    """Reduce axes to a light grid and numbers."""
     axes.grid(visible=True, color=_GRID, lw=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(which="both", colors=INK, labelsize=9, length=0)
@@ -135,7 +123,7 @@ def tidy(axes: Any) -> None:
 
 
 def plain_numbers(axes: Any, which: str = "y") -> None:
-    """Write 1, 2, 5, 10 on a logarithmic axis instead of powers."""
+    """Label a logarithmic axis with 1, 2, 5, 10 instead of powers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis = axes.yaxis if which == "y" else axes.xaxis
@@ -147,8 +135,9 @@ def plain_numbers(axes: Any, which: str = "y") -> None:
 
 
 def legend_below(figure: Any, axes: Any) -> None:
-    """Put the legend of `axes` under the figure, in as many columns as fit."""
+    """Put the legend of `axes` below the figure, in as many columns as fit."""
     handles, labels = axes.get_legend_handles_labels()
-    fitting = int(13 * figure.get_figwidth() / (7 + max(map(len, labels), default=0)))  # about 13 letters an inch
+    # About 13 letters an inch.
+    fitting = int(13 * figure.get_figwidth() / (7 + max(map(len, labels), default=0)))
     columns = max(1, min(fitting, len(labels)))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)

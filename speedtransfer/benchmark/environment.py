@@ -1,4 +1,4 @@
-"""The machine and versions that a figure belongs to."""
+"""The machine and versions of a result, and how much memory a comparison may take."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from speedtransfer.system import cpu_model, physical_bytes
 from speedtransfer.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-HOST_SHARE = 0.6  # of the memory of this machine, that the tables of a comparison may take
+HOST_SHARE = 0.6  # share of the host's memory for the tables of a comparison
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """Return device (by default the one that tables choose), versions, commit and date as plain data."""
+    """Return device (by default that of tables), versions, commit and date as plain data."""
     status = cuda_status()
     device = resolve_device(device)
     commit, dirty = commit_of(ROOT)
@@ -50,12 +50,13 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def commit_of(root: Path) -> tuple[str, bool | None]:
-    """Return the commit of the working tree and whether it has changes; ("unknown", None) where `root` is none.
+    """Return the commit of a working tree and whether it has changes; ("unknown", None) if `root` is none.
 
-    Results and the README that shows them are no change: a benchmark writes them.
+    Results and the README, which benchmarks write, do not count as changes.
     """
     git = ["git", "-C", str(root)]
-    if not (root / ".git").exists():  # an installed package: git would find whatever repository is around it
+    # For an installed package git would find a repository around it.
+    if not (root / ".git").exists():
         return "unknown", None
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
@@ -67,23 +68,23 @@ def commit_of(root: Path) -> tuple[str, bool | None]:
 
 
 def cpu_name() -> str:
-    """Return what the system calls its processor, and how many threads torch uses of it."""
+    """Return the name of the processor and the number of torch's threads."""
     return f"CPU {cpu_model()}, {torch.get_num_threads()} threads"
 
 
 def host_room(share: float = HOST_SHARE) -> float:
-    """Return the bytes of this share of the memory of this machine; of 8 GB where the system does not say."""
+    """Return a share of the host's memory in bytes; of 8 GB if that is unknown."""
     return share * (physical_bytes() or 8e9)
 
 
 class Room:
-    """Bytes that the tables of a comparison may take together, by place ("host", "device")."""
+    """A budget in bytes for the tables of a comparison, by place ("host", "device")."""
 
     def __init__(self, most: dict[str, float]) -> None:
         self._most, self._left = most, dict(most)
 
     def take(self, num_bytes: float, place: str = "host") -> HostMemoryError | None:
-        """Take some; where too few are left, take none and return why."""
+        """Take bytes from the budget; return an error instead if too few are left."""
         if num_bytes <= self._left[place]:
             self._left[place] -= num_bytes
             return None
@@ -95,7 +96,7 @@ class Room:
 
 @contextlib.contextmanager
 def set_variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable while this is entered."""
+    """Set an environment variable within a context."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

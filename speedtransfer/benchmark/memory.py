@@ -1,4 +1,4 @@
-"""Suite `memory`: what a trained table really takes of the host and of the GPU, measured in a process of its own."""
+"""Suite `memory`: host and GPU memory of a trained table, measured in its own process."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ NOTE = (
     "Peaks beyond what the process held before, after training steps that have touched every row; each kind of table in a "
     "process of its own. Of a mmap table, host memory is pages of its file, which the system may take back."
 )
-TOLERANCE = 1.05  # times its planes is the most that a large table may take
+TOLERANCE = 1.05  # a large table may take this many times its planes
 
 _ROWS, _QUICK_ROWS = 3_000_000, 100_000
-_TELLING_BYTES = 1e9  # the buffers of a step vanish beside a table of this size
 _LOOKUPS = 32_768
-# The buffers of a step have a fixed size: they vanish beside a large table, and a small one cannot show the bound.
+# The buffers of a step have a fixed size, negligible for a large table. Smaller tables are not reported, or have a margin.
+_REPORTED_BYTES = 1e9
 _LARGE_BYTES, _BUFFERS_BYTES = 4e9, 200e6
 
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, **others: Any) -> list[Group]:
-    """Return what the suite compares; `quick`: a small table, and one optimizer."""
-    fitting = int(host_room() / (4 * ROW_BYTES))  # the largest contender has twice the weights and two planes of state
+    """Make a group for each optimizer, `quick` for AdamW only."""
+    fitting = int(host_room() / (4 * ROW_BYTES))  # the largest has weights, a gradient and two planes of state
     rows = check_size(rows or min(_QUICK_ROWS if quick else _ROWS, fitting), "rows", 1)
     return [
         Group(
@@ -56,28 +56,22 @@ def _cases(device: torch.device, optimizer: str, rows: int, quick: bool) -> list
 
 
 class MeasurementError(SpeedtransferError):
-    """What was measured cannot be."""
+    """A measured value is impossible."""
 
 
 class _Process:
-    """Measures a contender at the first run; further ones, which a stopwatch asks for, do nothing."""
+    """Measures the memory of a contender in the first run; later runs do nothing."""
 
     def __init__(self, contender: Contender, optimizer: str, rows: int, device: torch.device) -> None:
         self.contender, self.optimizer, self.rows, self.device = contender, optimizer, rows, device
         self.memory: dict[str, int] = {}
 
     def run(self) -> None:
-        """Fill `memory`.
-
-        Raises
-        ------
-        MeasurementError
-            The table cannot have taken so little: what was measured is not its memory.
-        """
+        """Fill `memory`; raises MeasurementError if the table cannot have taken so little."""
         if not self.memory:
             found = measured(self.contender.name, self.optimizer, self.rows, self.device)
             planes, taken = self.contender.planes * self.rows * ROW_BYTES, found[f"{self.contender.place}_bytes"]
-            # The system may take pages of a file back. Small tables are less than what else comes and goes.
+            # The system may drop pages of a file, and small tables are lost in other allocations.
             if self.contender.memory != "mmap" and planes >= _BUFFERS_BYTES and taken < LEAST * planes:
                 raise MeasurementError(
                     f"its planes have {format_bytes(planes)} and every row was touched, but {format_bytes(taken)} were seen "
@@ -86,7 +80,7 @@ class _Process:
             self.memory.update(found)
 
     def check(self) -> None:
-        """Raise where our table takes more than its planes, within the tolerance, of the memory that it lives in."""
+        """Raise AssertionError if our table takes more memory than its planes, within the tolerance."""
         if self.contender.role == "ours":
             planes = self.contender.planes * self.rows * ROW_BYTES
             most = TOLERANCE * planes + (0 if planes >= _LARGE_BYTES else _BUFFERS_BYTES)
@@ -95,34 +89,28 @@ class _Process:
 
 
 def measured(contender: str, optimizer: str, rows: int, device: torch.device) -> dict[str, int]:
-    """Return ``{"host_bytes": ..., "device_bytes": ...}`` of a table, from a process of its own.
-
-    Raises
-    ------
-    HostMemoryError
-        That process did not succeed: it has no room, or the system has killed it for what it took.
-    """
+    """Measure ``{"host_bytes": ..., "device_bytes": ...}`` of a table in its own process."""
     return in_process(_child, contender, optimizer, rows, device, cuda=device.type == "cuda")
 
 
-# --- what was found ---------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------------------
 
 
 def sentences(groups: list[GroupResult]) -> list[str]:
-    """Return what our large tables take, and how much that is of their planes."""
+    """Compare the memory of our large tables with their planes."""
     lines = []
     for group in groups:
         planes = group.params["planes_bytes"]
         for case in group.ran:
             taken = max(case.memory.values(), default=0)
-            if case.role == "ours" and taken and planes >= _TELLING_BYTES:
+            if case.role == "ours" and taken and planes >= _REPORTED_BYTES:
                 beyond = f"{format_ratio(taken / planes)} the {format_bytes(planes)} of its planes"
                 lines.append(f"{group.title}, {case.name}: {format_bytes(taken)}, {beyond}")
     return lines
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw a bar for each contender: what it takes of the host and of the device."""
+    """Draw a bar for each table: its memory of the host and of the device."""
     bars = [(group, case) for group in groups for case in group.ran if case.memory]
     if not bars:
         return None
@@ -134,7 +122,7 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
     for number, (key, label) in enumerate((("host_bytes", "host"), ("device_bytes", "device"))):
         sizes = np.array([case.memory.get(key, 0) / 1e9 for _, case in bars])
         if not sizes.any():
-            continue  # a machine without a GPU has no device memory to tell of
+            continue
         axes.barh(range(len(bars)), sizes, 0.7, left=left, color=COLOURS[number], label=label)
         left += sizes
     for place, total in enumerate(left):
@@ -161,7 +149,7 @@ def _table_of(group: GroupResult) -> str:
 
 def _child(name: str, optimizer: str, rows: int, device: torch.device) -> dict[str, int]:
     contender = next(contender for contender in contenders(device, optimizer) if contender.name == name)
-    _train(contender, optimizer, 10_000, device)  # brings libraries, thread pools, compiled copies and optimizers
+    _train(contender, optimizer, 10_000, device)  # loads libraries, thread pools and compiled code
     cuda = device.type == "cuda"
     base = torch.cuda.memory_allocated(device) if cuda else 0
     if cuda:
@@ -176,7 +164,7 @@ def _child(name: str, optimizer: str, rows: int, device: torch.device) -> dict[s
 
 
 def _train(contender: Contender, optimizer: str, rows: int, device: torch.device) -> nn.Module:
-    """Step over every row once, in batches of consecutive ids; a dense optimizer, which takes them all, twice."""
+    """Step over every row once, in batches of consecutive ids; two steps are enough for a dense optimizer."""
     emb = contender.make(rows)
     opt = contender.optimizer(list(emb.parameters()))
     starts: Sequence[int] = range(0, rows, _LOOKUPS)

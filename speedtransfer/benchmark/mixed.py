@@ -1,4 +1,4 @@
-"""Suite `mixed`: the classic experiment on mixed precision: time, memory and accuracy by batch size, on words of a text.
+"""Suite `mixed`: the classic experiment on mixed precision: time, memory and accuracy of a language model by batch size.
 
 The same network with the same first weights and batches, in float32, in bfloat16, under torch.autocast, and with a table
 that stores its rows in bfloat16 and computes in float32.
@@ -30,13 +30,13 @@ NOTE = (
     "its own."
 )
 _CPU = Sizes(context=4, classes=2000, dim=64, hidden=256, layers=1, windows=61_440, epochs=2, held_out=20_000, lr=1e-3)
-# Wide layers want small steps.
+# Wide layers need a small learning rate.
 _CUDA = Sizes(
     context=8, classes=2000, dim=256, hidden=4096, layers=2, windows=102_400, epochs=2, held_out=20_000, lr=2.5e-4
 )
 _QUICK = Sizes(context=2, classes=500, dim=16, hidden=32, layers=1, windows=8_192, epochs=1, held_out=2_000, lr=1e-3)
 _BATCHES, _QUICK_BATCHES = (128, 256, 512, 1024, 2048), (128, 512)
-# What a processor is said to have for arithmetic in 16 bits; f16c, which only converts, is none of it.
+# CPU features for 16-bit arithmetic; f16c only converts.
 _FEATURES = {
     torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16", "svebf16"),
     torch.float16: ("amx_fp16", "avx512_fp16", "asimdhp"),
@@ -44,7 +44,7 @@ _FEATURES = {
 
 
 def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
-    """Return what the suite compares; on CUDA a larger network, with `quick` a small one and two batch sizes."""
+    """Make a group for each batch size; CUDA has a larger network."""
     sizes = _QUICK if quick else _CUDA if device.type == "cuda" else _CPU
     hidden = " and ".join([str(sizes.hidden)] * sizes.layers)
     return [
@@ -60,10 +60,10 @@ def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> l
 
 
 def hardware(device: torch.device) -> dict[str, list[str]]:
-    """Return what the device lists for arithmetic in 16 bits, by the name of the dtype; nothing where it has no list."""
+    """Return the features of the device for 16-bit arithmetic, by dtype; empty if they are unknown."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        # Tensor cores: since 7.0 for float16, since 8.0 for bfloat16.
+        # Tensor cores support float16 since 7.0 and bfloat16 since 8.0.
         least = {torch.bfloat16: 8, torch.float16: 7}
         found = {dtype: [f"sm_{major}{minor}"] if major >= at else [] for dtype, at in least.items()}
     else:
@@ -74,18 +74,17 @@ def hardware(device: torch.device) -> dict[str, list[str]]:
     return {str(dtype).removeprefix("torch."): names for dtype, names in found.items()}
 
 
-# --- what was found ---------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------------------
 
 
-SAME = 0.05  # of FP32's time: a form that differs by no more is called neither faster nor slower
+SAME = 0.05  # relative difference from FP32's time up to which a form is neither faster nor slower
 _AUTOCAST = {"bfloat16": (BF16, AMP_BF16), "float16": (AMP_FP16,)}
-
 
 Pair = tuple[GroupResult, CaseResult, CaseResult]  # a form and FP32 at a batch size
 
 
 def sentences(groups: list[GroupResult]) -> list[str]:
-    """Return what arithmetic in 16 bits saves or costs here, and a sentence for each form beside FP32."""
+    """Say whether 16-bit arithmetic saves time here, and compare each form with FP32."""
     groups = sorted_by(groups, "batch")
     pairs = {form.name: found for form in FORMS if form is not FP32 and (found := _pairs(groups, form.name))}
     verdicts = [_verdict(dtype, [f.name for f in forms], pairs) for dtype, forms in _AUTOCAST.items()]
@@ -102,7 +101,7 @@ def _pairs(groups: Sequence[GroupResult], name: str) -> list[Pair]:
 
 
 def _verdict(dtype: str, names: Sequence[str], pairs: dict[str, list[Pair]]) -> str:
-    """Return whether to compute in `dtype` saves time, and what the device says that it has for it."""
+    """Say whether computing in `dtype` saves time, and which features the device has for it."""
     found = [pair for name in names for pair in pairs.get(name, [])]
     if not found:
         return ""
@@ -163,12 +162,12 @@ def _noise(pairs: Sequence[Pair]) -> str:
 
 
 def _memory(case: CaseResult) -> int:
-    """Return the bytes that are compared: those of the device where there is one."""
+    """Return the bytes to compare, of the device if there is one."""
     return case.memory.get("device_bytes", case.memory.get("host_bytes", 0))
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw time, time beside FP32's, memory and accuracy by batch size, one below the other: a phone is narrow."""
+    """Draw time, time relative to FP32, memory and accuracy by batch size, one below the other for narrow screens."""
     groups = sorted_by(groups, "batch")
     figure = make_figure(4.8, 10.5)
     times, ratios, memory, accuracy = figure.subplots(4, 1, height_ratios=(4, 3, 4, 4))
@@ -183,7 +182,7 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
         pairs = zip(cases, plain, strict=True)
         line(ratios, places, [c and p and c.median_s / p.median_s for c, p in pairs], name, style)
         line(memory, places, [(case and _memory(case) / 1e6) or None for case in cases], name, style)
-        # Points beside each other: forms that are right equally often would hide each other.
+        # Points side by side, as forms of the same accuracy would hide each other.
         beside = [place + 0.13 * (number - (len(names) - 1) / 2) for place in places]
         shares = [100 * c.figures[ACCURACY] if c and ACCURACY in c.figures else None for c in cases]
         line(accuracy, beside, shares, name, {**style, "lw": 0, "ms": 7})
@@ -201,7 +200,8 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
         axes.set_xlim(-0.5, len(groups) - 0.5)
     for axes in (times, ratios):
         axes.set_yscale("log")
-        if axes is ratios:  # from half to twice at least: small differences are to look small
+        if axes is ratios:
+            # From half to twice at least, so that small differences look small.
             low, high = axes.get_ylim()
             axes.set_ylim(min(low, 0.45), max(high, 2.2))
         plain_numbers(axes)
@@ -212,6 +212,6 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
 
 
 def tables(groups: list[GroupResult]) -> list[TextTable]:
-    """Return time, memory and accuracy, by the size of a batch."""
+    """Return time, memory and accuracy, by batch size."""
     columns = {"a step": show_time, "memory": show_held, "accuracy": lambda group, case: accuracy(case)}
     return pivots("examples of a batch", groups, "batch", columns)

@@ -1,7 +1,4 @@
-"""The cases of suite `mixed`: training in one form, its loss held to that of FP32, and the most memory that a few steps take.
-
-The memory of the host is measured in a process of its own.
-"""
+"""Cases of suite `mixed`: training in one form, compared with the loss of FP32, and the peak memory of a few steps."""
 
 from __future__ import annotations
 
@@ -21,24 +18,24 @@ from speedtransfer.benchmark.units import format_seconds
 from speedtransfer.errors import SpeedtransferError
 
 ACCURACY, LOSS, WOULD_TAKE = "accuracy", "loss", "would_take_s"
-FAR = 1.05  # times the loss of FP32 is the most that another form may end with, but for one without float32 weights
+MAX_LOSS_RATIO = 1.05  # of the final loss to that of FP32, for forms with float32 weights
 
-# A form that takes far longer than FP32 says so by few steps: the others are to have their turn.
+# Limits beyond which a form is not trained through.
 _MOST_STEP_S, _MOST_TRAINING_S, _MOST_TIMES = 1.0, 10.0, 3.0
 
 
 class TooSlowError(SpeedtransferError):
-    """A step takes so long that it is not worth the wait."""
+    """A step takes too long to measure more of them."""
 
 
 def cases_of(device: torch.device, sizes: Sizes, batch: int, seed: int) -> list[Case]:
-    """Return a case for each form; they share windows, memory and what FP32 has reached."""
+    """Make a case for each form."""
     together = _Together(device, sizes, batch)
     return [Case.of(form.name, _Steps(form, together, seed), "ours") for form in FORMS]
 
 
 class _Together:
-    """What the forms of a group share: the windows, the memory of each, and what FP32 has reached."""
+    """Data shared by the forms of a group: windows, memory of each form, and the result of FP32."""
 
     def __init__(self, device: torch.device, sizes: Sizes, batch: int) -> None:
         self.device, self.sizes, self.batch = device, sizes, batch
@@ -47,12 +44,12 @@ class _Together:
 
     @functools.cached_property
     def host_memory(self) -> dict[str, dict[str, int] | SpeedtransferError]:
-        """Peaks by the name of the form; measured at once, before anything is timed."""
+        """Peaks by form, all measured before anything is timed."""
         return of_host(FORMS, self.batch, self.sizes)
 
 
 class _Steps:
-    """Steps in a form."""
+    """Training steps in a form."""
 
     def __init__(self, form: Form, together: _Together, seed: int) -> None:
         self.form, self._together = form, together
@@ -62,13 +59,6 @@ class _Steps:
         self._step_s = 0.0
 
     def run(self) -> None:
-        """Take a step; the first time two more, to see how long one takes.
-
-        Raises
-        ------
-        TooSlowError
-            One takes very long.
-        """
         if not self._step_s:
             self._begin()
         self.training.step()
@@ -77,7 +67,7 @@ class _Steps:
         training = self.training
         if training.device.type == "cuda":
             self.memory.update(of_device(training))
-        training.step()  # brings what no other step needs
+        training.step()  # warm-up
         synchronize(training.device)
         start = time.perf_counter()
         training.step()
@@ -87,10 +77,11 @@ class _Steps:
             raise TooSlowError(f"a step takes {format_seconds(self._step_s)}, too long to take more")
 
     def check(self) -> None:
-        """Hold the table to the form, then train through all epochs, where that takes no age, and hold the loss to FP32's."""
+        """Check the size of the table; then train through all epochs, unless that takes too long, and check the loss."""
         training, table = self.training, self.training.model.words.table
-        values = 3 * self.form.value_bytes * training.sizes.dim  # with AdamW's two
-        expected = (values + 4) * training.windows.num_words  # and the step that a row was last touched by
+        # Weights, AdamW's two planes of state, and the last step of each row.
+        values = 3 * self.form.value_bytes * training.sizes.dim
+        expected = (values + 4) * training.windows.num_words
         assert table.nbytes == expected, f"the table holds {table.nbytes:,} bytes, not {expected:,}"
         if training.device.type == "cuda":
             self.memory["host_bytes"] = table.nbytes
@@ -108,7 +99,7 @@ class _Steps:
         self.training.train()
         synchronize(self.training.device)
         seconds = time.perf_counter() - start
-        accuracy, loss = self.training.judge()
+        accuracy, loss = self.training.evaluate()
         self.figures.update({ACCURACY: accuracy, LOSS: loss})
         if self.form is FP32:
             self._together.plain_s, self._together.plain_loss = seconds, loss
@@ -116,7 +107,7 @@ class _Steps:
         assert loss < chance, f"ends with a loss of {loss:.4f}, and guessing has {chance:.4f}"
         if self.form is not BF16:
             plain = self._together.plain_loss
-            assert loss <= FAR * plain, f"ends with a loss of {loss:.4f}, FP32 with {plain:.4f}"
+            assert loss <= MAX_LOSS_RATIO * plain, f"ends with a loss of {loss:.4f}, FP32 with {plain:.4f}"
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -127,7 +118,7 @@ _WARM_BATCH = 8
 
 
 def of_host(forms: Sequence[Form], batch: int, sizes: Sizes) -> dict[str, dict[str, int] | SpeedtransferError]:
-    """Return ``{"host_bytes": ...}`` of each form by its name, or why there is none. As many at once as there are cores."""
+    """Measure ``{"host_bytes": ...}`` of each form in its own process, or return the error; one process for each core."""
 
     def measured(form: Form) -> dict[str, int] | SpeedtransferError:
         try:
@@ -140,7 +131,7 @@ def of_host(forms: Sequence[Form], batch: int, sizes: Sizes) -> dict[str, dict[s
 
 
 def of_device(training: Training) -> dict[str, int]:
-    """Return ``{"device_bytes": ...}`` of a training that has not begun; it has then taken some steps."""
+    """Measure ``{"device_bytes": ...}`` of the first steps of a training."""
     device = training.device
     _warm_up(training)
     base = torch.cuda.memory_allocated(device)
@@ -152,7 +143,7 @@ def of_device(training: Training) -> dict[str, int]:
 
 
 def _warm_up(training: Training) -> None:
-    """Bring libraries and their workspaces, thread pools and compiled copies, which no form is to be charged with."""
+    """Load libraries, workspaces, thread pools and compiled code, which must not count."""
     small = training.sizes._replace(dim=8, hidden=8, windows=_WARM_BATCH)
     warm = Training(training.form, small, training.windows, _WARM_BATCH, training.device)
     for _ in range(2):

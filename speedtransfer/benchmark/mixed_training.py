@@ -1,7 +1,7 @@
-"""Trains a network that predicts the next word of a text, in float32, in 16 bits, or in both, and says how often it is right.
+"""Trains a next-word predictor in float32, 16 bits or mixed precision, and evaluates its accuracy.
 
-The network is that of Bengio et al., "A Neural Probabilistic Language Model" (JMLR 2003), with ReLU for tanh: the rows of the
-words before, side by side, a hidden layer or two, and a softmax over the commonest words.
+The network is that of Bengio et al., "A Neural Probabilistic Language Model" (JMLR 2003), with ReLU for tanh: concatenated
+rows of the previous words, one or two hidden layers, and a softmax over the most frequent words.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from speedtransfer.errors import DeviceError
 from speedtransfer.nn import Embedding
 
 TEXT = "world_factbook.words.txt.gz"
-HELD_OUT = 0.1  # of the text, its end: nothing of it is trained on
+HELD_OUT = 0.1  # share of the text, at its end, that is not trained on
+LR_BATCH = 128  # batch size of a given learning rate, which grows with the root of the batch
+_EVALUATED_AT_ONCE = 2048
 
 
 class Windows(NamedTuple):
-    """Windows of a text, ``(n, context + 1)`` int64 each; the last word of each is the one to be predicted.
+    """Windows of a text, ``(n, context + 1)`` int64 each, whose last word is the target.
 
-    Of the `num_words` words those that occur more often have smaller numbers. Two of them are none: the end of a line, and a
-    word that the part for training does not have.
+    Words are numbered by decreasing frequency; the last two numbers are the end of a line and an unknown word.
     """
 
     num_words: int
@@ -41,7 +42,7 @@ class Windows(NamedTuple):
 
 @functools.lru_cache(maxsize=2)
 def read_windows(context: int, classes: int) -> Windows:
-    """Return the windows of the text, `context` words and one of the `classes` commonest after them."""
+    """Return the windows of the text: `context` words and a target among the `classes` most frequent words."""
     with resources.files("speedtransfer.word2vec").joinpath("corpora", TEXT).open("rb") as packed:
         lines = gzip.decompress(packed.read()).decode().splitlines()
     words = [word for line in lines for word in (*line.split(), "")]
@@ -61,34 +62,34 @@ def _cut(tokens: Tensor, context: int, classes: int) -> Tensor:
     return windows[windows[:, -1] < classes]
 
 
-LR_BATCH = 128  # that a learning rate is for; at others it grows with the root of the batch
-_EVALUATED_AT_ONCE = 2048
-
-
 class Sizes(NamedTuple):
     """Sizes of the network and of its training."""
 
-    context: int  # words before the one to be predicted
-    classes: int  # words to choose from
-    dim: int  # values of a row
-    hidden: int  # units of a hidden layer
-    layers: int  # hidden layers
+    context: int  # words before the target
+    classes: int  # possible targets
+    dim: int
+    hidden: int
+    layers: int
     windows: int  # to train on
-    epochs: int  # times that they are gone through
-    held_out: int  # windows to be judged by
-    lr: float  # of AdamW at batches of `LR_BATCH`
+    epochs: int
+    held_out: int  # windows for evaluation
+    lr: float  # at batches of `LR_BATCH`
 
 
 @dataclass(frozen=True)
 class Form:
-    """Which numbers have 16 bits."""
+    """Which numbers have 16 bits.
+
+    Layers compute in `computed`, under torch.autocast with `autocast` (float16 with a GradScaler), or because the `whole`
+    model is converted. Values and state in the table have `value_bytes`; `options` are those of the embedding.
+    """
 
     name: str
-    computed: torch.dtype  # what the layers compute in
-    value_bytes: int = 4  # of a value in the table, and of AdamW's two for it
-    autocast: bool = False  # parameters are float32, and torch.autocast computes; float16 with a GradScaler
-    whole: bool = False  # the model is converted, parameters and optimizer state too
-    options: dict[str, torch.dtype] = field(default_factory=dict)  # arguments of the embedding
+    computed: torch.dtype
+    value_bytes: int = 4
+    autocast: bool = False
+    whole: bool = False
+    options: dict[str, torch.dtype] = field(default_factory=dict)
 
 
 FP32, BF16, AMP_BF16, AMP_FP16, BF16_ROWS = FORMS = (
@@ -106,7 +107,7 @@ FP32, BF16, AMP_BF16, AMP_FP16, BF16_ROWS = FORMS = (
 
 
 class NextWord(nn.Module):
-    """Logits of the next word, ``(n, classes)``, from the numbers of those before it, ``(n, context)``."""
+    """Logits of the next word, ``(n, classes)``, from the previous words, ``(n, context)``."""
 
     def __init__(self, sizes: Sizes, num_words: int, device: torch.device, table: type = Embedding, **options: Any):
         super().__init__()
@@ -124,10 +125,9 @@ class NextWord(nn.Module):
 
 
 class Training:
-    """A network, its optimizer and its batches, made at the first step.
+    """A network, its optimizer and its batches of `batch` windows, made in the first step.
 
-    `batch` is windows of a step; `seed` that of the first weights, which windows are trained on, and their order, the same for
-    all forms; `table` makes the table, with the arguments of `torch.nn.Embedding`.
+    `seed` determines the initial weights and the windows and their order; `table` is called like `torch.nn.Embedding`.
     """
 
     def __init__(
@@ -153,16 +153,16 @@ class Training:
 
     @property
     def model(self) -> NextWord:
-        """The network, and beside it optimizer, GradScaler and batches from the first on."""
+        """The network, made with optimizer, GradScaler and batches when it is first used."""
         if self._model is None:
             self.restart()
         assert self._model is not None
         return self._model
 
     def restart(self) -> None:
-        """Begin anew, as all forms do."""
+        """Make a new network with the initial weights."""
         form = self.form
-        self._model = None  # before there are two
+        self._model = None  # frees memory for the new one
         with torch.random.fork_rng():
             torch.manual_seed(self._seed)
             model = NextWord(self.sizes, self.windows.num_words, self.device, self._table, **form.options)
@@ -182,13 +182,7 @@ class Training:
                     yield self._mine[places]
 
     def step(self) -> Tensor:
-        """Take a step and return its loss.
-
-        Raises
-        ------
-        DeviceError
-            torch does not compute in this form here.
-        """
+        """Take a step and return its loss; raises DeviceError if torch cannot compute in this form here."""
         model = self.model
         windows = next(self._batches)
         loss = F.cross_entropy(self._logits(model, windows[:, :-1]), windows[:, -1])
@@ -207,14 +201,14 @@ class Training:
         return logits.float()
 
     def train(self) -> None:
-        """Begin anew and go through all epochs."""
+        """Train a new network for all epochs."""
         self.restart()
         for _ in range(self.steps):
             self.step()
 
     @torch.no_grad()
-    def judge(self) -> tuple[float, float]:
-        """Return the share of windows held out whose word is the most probable one, and the mean loss."""
+    def evaluate(self) -> tuple[float, float]:
+        """Return accuracy and mean loss on held out windows."""
         held_out = self.windows.held_out[: self.sizes.held_out]
         right = loss = 0.0
         for part in held_out.split(_EVALUATED_AT_ONCE):

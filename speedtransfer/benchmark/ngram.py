@@ -1,7 +1,7 @@
-"""Suite `ngram`: a training step of a GPT with hashed n-gram tables. What do the tables cost, and what of it is hidden?
+"""Suite `ngram`: a training step of a GPT with hashed n-gram tables. What do the tables cost, and how much of it is hidden?
 
-The same model without tables, with tables of this library (lazy and exact idle rows; rows read when they are looked up, from
-the beginning of the step on, or while the batch before is computed) and with those of torch.nn.
+The same model without tables, with tables of this library (lazy and exact idle rows; rows read on lookup, from the beginning
+of the step, or during the previous batch) and with those of torch.nn.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ NOTE = (
     "device, in float32. After the first step rows are compared with those of torch.nn that has no others."
 )
 OURS = "speedtransfer, idle={}"
-PLAIN = (DENSE, SPARSE)  # of torch.nn
+PLAIN = (DENSE, SPARSE)
 LAZY, EXACT = "lazy", "exact"
 
 _QUICK = Sizes(vocabulary=500, width=32, layers=2, heads=2, batch=4, context=16, rows=500, dim=8, parts=2)
 _CPU = Sizes(vocabulary=8192, width=128, layers=4, heads=4, batch=16, context=64, rows=50_000, dim=16, parts=1)
-# A GPT as large as the smallest one published, 65,536 tokens a step.
+# A GPT of the smallest published size, 65,536 tokens a step.
 _CUDA = Sizes(vocabulary=50_304, width=768, layers=12, heads=12, batch=64, context=1024, rows=131_072, dim=160, parts=2)
 _LARGE_ROWS = 100_000_000
 _SMALL_FORM: dict[str, Any] = {"storage_dtype": torch.bfloat16, "state_dtype": torch.uint8}
-_BATCHES = 5  # of each method to train a table
-_DEVICE_SHARE = 0.5  # of the free memory of the device, that the tables of a group may take
+_BATCHES = 5
+_DEVICE_SHARE = 0.5  # share of the device's free memory for the tables of a group
 
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
-    """Return what the suite compares; `rows` are those of the tables together, on CUDA of the large ones."""
+    """Make all groups of the suite; `rows` is the total of the tables, on CUDA of the large ones."""
     cuda = device.type == "cuda"
     base = _QUICK if quick else _CUDA if cuda else _CPU
     if rows is not None:
-        # Sixteen primes at least, none of them twice.
+        # At least sixteen different primes.
         rows = check_size(rows, "rows", 400)
     found = [_group(base if rows is None or cuda else _with_rows(base, rows), (LAZY, EXACT), {}, device, seed)]
     if cuda:
         large = base if quick and rows is None else _with_rows(base, rows or _fitting(base.dim))
-        # Each by itself: the host may have room for one table of this size.
+        # One group each, as the host may have room for one such table only.
         found += [_group(large, (idle,), _SMALL_FORM, device, seed) for idle in (LAZY, EXACT)]
     return found
 
@@ -75,7 +75,7 @@ def _with_rows(sizes: Sizes, rows: int) -> Sizes:
 
 
 def _fitting(dim: int) -> int:
-    """Return the rows of a large table: as many as the host has room for, at most."""
+    """Return the rows of a large table, limited by the host's memory."""
     row_bytes = table_size(1, dim, **_SMALL_FORM, idle=EXACT).row_bytes
     return min(_LARGE_ROWS, int(host_room() / row_bytes))
 
@@ -91,49 +91,48 @@ def _group(sizes: Sizes, idle: tuple[str, ...], form: dict[str, Any], device: to
 
 
 def _cases(sizes: Sizes, idle: tuple[str, ...], form: dict[str, Any], device: torch.device, seed: int) -> list[Case]:
-    kinds: list[tuple[str, dict[str, Any] | None]] = [(OURS.format(one), {"idle": one, **form}) for one in idle]
+    tables: list[tuple[str, dict[str, Any] | None]] = [(OURS.format(one), {"idle": one, **form}) for one in idle]
     if not form:
-        kinds += [(name, None) for name in PLAIN]
+        tables += [(name, None) for name in PLAIN]
     found = [Case.of(NO_TABLES, _Steps(Training(sizes, NO_TABLES, None, device), "", seed), check=None)]
     device_bytes = _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0.0
     room = Room({"host": host_room(), "device": device_bytes})
-    for name, options in kinds:
+    for name, options in tables:
         training = Training(sizes, name, options, device)
         error = room.take(training.table_bytes, "host" if options is not None or device.type == "cpu" else "device")
         if options is None:
             found.append(Case.of(name, _Steps(training, "", seed), error=error))
         else:
-            # The same table: whether rows are read ahead is a matter of the step.
+            # The same table, as reading ahead is a matter of the step.
             for ahead in ("", AT_BEGIN, AHEAD):
                 found.append(Case.of(name + ahead, _Steps(training, ahead, seed), "ours", error=error))
     return found
 
 
 class _Steps:
-    """Steps of a model, with rows read ahead in one way; each method has batches of its own."""
+    """Training steps with rows read ahead as `ahead` says, and their own batches."""
 
     def __init__(self, training: Training, ahead: str, seed: int) -> None:
         self.training, self.ahead = training, ahead
         self.figures = dict[str, float]()
-        self._seed, self._turn = 100 * seed + training.methods, self._windows()
-        training.methods += 1
+        self._seed, self._turn = 100 * seed + training.cases, self._windows()
+        training.cases += 1
 
     def _windows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a batch and the one after it, without end."""
+        """Yield a batch and the following one, endlessly."""
         training = self.training
         pool = token_batches(training.sizes, _BATCHES, self._seed, training.device)
         while True:
             yield from zip(pool, [*pool[1:], pool[0]], strict=True)
 
     def run(self) -> None:
-        """Take a step."""
         windows, following = next(self._turn)
         self.training.step(windows, self.ahead, following)
 
     def check(self) -> None:
-        """Raise AssertionError unless the first step made the rows of torch.nn; or if rows read ahead are others.
+        """Compare the rows after the first step with torch.nn, or rows read ahead with the table; then run other batches.
 
-        Then take the other batches: their rows take memory when they are first touched, and rows become idle.
+        Rows get memory when they are first touched, and become idle.
         """
         if not self.ahead:
             self._check_rows()
@@ -141,7 +140,7 @@ class _Steps:
             self._check_ahead()
         for _ in range(_BATCHES - 1):
             self.run()
-        self._note_bytes()
+        self._record_bytes()
 
     @torch.no_grad()
     def _check_ahead(self) -> None:
@@ -157,14 +156,13 @@ class _Steps:
         ids, rows = plain_rows(training.sizes, training.name, training.first, training.device)
         with torch.no_grad():
             found = training.ngrams.embedding(ids).float()
-        # Adam's first step is the sign of a gradient, whatever its size: those that are all but zero are chance, where
-        # the order of a sum is. Small forms round.
+        # Adam's first step is the sign of the gradient, which is arbitrary for gradients near zero. Small formats round.
         tolerance = 2e-3 * LR if not training.options or len(training.options) == 1 else 2e-2 * LR
         right = ((found - rows).abs() <= tolerance).float().mean()
         assert rows.abs().max() > 0.5 * LR, "torch.nn has moved no row"
         assert right > 0.99, f"{1 - right:.2%} of the values are not those of torch.nn"
 
-    def _note_bytes(self) -> None:
+    def _record_bytes(self) -> None:
         embedding = self.training.ngrams.embedding
         if isinstance(embedding, Embedding):
             table = embedding.table
@@ -176,16 +174,16 @@ class _Steps:
             self.figures["moved_bytes"] = stats.gathered_bytes + stats.scattered_bytes
 
 
-# --- what was found ---------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------------------
 
 
 def added_share(case: CaseResult, base: CaseResult) -> float:
-    """Return by which share of its time a step is longer with tables than without."""
+    """Return the relative increase in time of a step by its tables."""
     return case.median_s / base.median_s - 1
 
 
 def sentences(groups: list[GroupResult]) -> list[str]:
-    """Return a sentence for each group."""
+    """Describe each group."""
     return [_sentence(group) for group in groups if group.ours is not None]
 
 
@@ -206,12 +204,12 @@ def _sentence(group: GroupResult) -> str:
 
 def _added(case: CaseResult, base: CaseResult) -> str:
     share = added_share(case, base)
-    # Of a step that is not longer `format_share` would print digits that mean nothing.
+    # Digits of a smaller or negative share would mean nothing.
     return format_share(share) if share >= 0.001 else "nothing"
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw a panel for each group: a bar for each method, with what it adds to a step without tables."""
+    """Draw a bar for each method, with the time it adds to a step without tables; a panel for each group."""
 
     def text(group: GroupResult, case: CaseResult) -> str:
         base = group.by_name.get(NO_TABLES)

@@ -1,4 +1,4 @@
-"""A GPT of torch's own layers with n-gram tables held in one of several methods: sizes, batches of tokens, training."""
+"""A GPT of torch's layers with n-gram tables of several kinds: sizes, batches of tokens, and training."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ ORDERS, HEADS = (2, 3), 16
 class Sizes(NamedTuple):
     """Sizes of a model, its batches and its tables."""
 
-    vocabulary: int  # tokens that there are
-    width: int  # values of a hidden state
+    vocabulary: int
+    width: int  # of a hidden state
     layers: int
     heads: int  # of attention
     batch: int  # windows of a step
     context: int  # tokens of a window
-    rows: int  # of a head of the hash, at least
-    dim: int  # values of a row
-    parts: int  # of a batch, computed one after the other: the logits of all tokens need not fit at once
+    rows: int  # at least, of a head of the hash
+    dim: int  # columns of the table
+    parts: int  # micro-batches of a step, since the logits of all tokens may not fit at once
 
     @property
     def tokens(self) -> int:
@@ -35,16 +35,16 @@ class Sizes(NamedTuple):
         return self.batch * self.context
 
     def hash(self) -> NgramHash:
-        """Return the hash of the tables."""
+        """Make the hash of the tables."""
         return NgramHash(ORDERS, HEADS // len(ORDERS), self.rows, vocab_size=self.vocabulary)
 
     def about(self) -> str:
-        """Return the model in words."""
+        """Describe the model."""
         return f"GPT of {self.layers} layers of {self.width}, {self.tokens:,} tokens"
 
 
 class Gpt(nn.Module):
-    """Predict the next token: the mean loss of ``(batch, context + 1)`` tokens."""
+    """A language model that returns the mean loss of ``(batch, context + 1)`` tokens."""
 
     def __init__(self, sizes: Sizes, ngrams: NgramEmbedding | None, device: torch.device) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Gpt(nn.Module):
 
 
 def token_batches(sizes: Sizes, count: int, seed: int, device: torch.device) -> list[Tensor]:
-    """Return batches ``(batch, context + 1)``: frequencies of tokens fall as 1 / rank, and none depends on the one before."""
+    """Draw batches ``(batch, context + 1)`` of independent tokens with frequency 1 / rank."""
     draw = torch.Generator().manual_seed(seed)
     shape = sizes.batch, sizes.context + 1
     return [zipf_ids(sizes.vocabulary, shape[0] * shape[1], draw).view(shape).to(device) for _ in range(count)]
@@ -95,21 +95,20 @@ NO_TABLES = "no tables"
 DENSE, SPARSE = "nn.Embedding + AdamW", "nn.Embedding(sparse=True) + SparseAdam"
 AT_BEGIN, AHEAD = ", prefetch", ", prefetch a batch ahead"
 LR = 1e-2
-_PLANES = {DENSE: 4, SPARSE: 3}  # of torch.nn: weights, a dense gradient, and state
+_PLANES = {DENSE: 4, SPARSE: 3}  # weights, a dense gradient, and state
 
 
 class Training:
-    """A model and its optimizers. It is made at the first step, so that a lack of memory is the error of its cases alone.
+    """A model and its optimizers, made in the first step, so that running out of memory fails its cases alone.
 
-    `name` is `NO_TABLES`, `DENSE`, `SPARSE`, or another, for tables of this library with these `options`.
+    `name` is `NO_TABLES`, `DENSE` or `SPARSE`, or any other for tables of this library with `options`.
     """
 
     def __init__(self, sizes: Sizes, name: str, options: dict[str, Any] | None, device: torch.device) -> None:
         self.sizes, self.name, self.options, self.device = sizes, name, options, device
-        # What the first step was made with.
+        # The batch of the first step, and the number of cases that share the model.
         self.first: Tensor | None = None
-        # How many methods to take steps there are.
-        self.methods = 0
+        self.cases = 0
         self._model: Gpt | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
 
@@ -123,7 +122,7 @@ class Training:
 
     @property
     def model(self) -> Gpt:
-        """The model; all begin alike, with rows of zeros."""
+        """The model, with rows of zeros and otherwise the same initial weights for all tables."""
         if self._model is None:
             if self.options is not None:
                 torch.manual_seed(1)
@@ -147,15 +146,14 @@ class Training:
         return ngrams
 
     def step(self, windows: Tensor, ahead: str, following: Tensor) -> None:
-        """Train on a batch ``(batch, context + 1)``, with its rows, or those of the `following` one, read ahead."""
+        """Train on a batch ``(batch, context + 1)``, reading ahead its rows or those of the `following` one."""
         model = self.model
         if self.first is None:
             self.first = windows
         if ahead == AT_BEGIN:
             self._prefetch(windows)
-        _step(
-            model, self._optimizers, self.sizes, windows, lambda: self._prefetch(following) if ahead == AHEAD else None
-        )
+        then = (lambda: self._prefetch(following)) if ahead == AHEAD else (lambda: None)
+        _step(model, self._optimizers, self.sizes, windows, then)
 
     def _prefetch(self, windows: Tensor) -> None:
         for part in windows.chunk(self.sizes.parts):
@@ -165,7 +163,7 @@ class Training:
 def _step(
     model: Gpt, optimizers: list[torch.optim.Optimizer], sizes: Sizes, windows: Tensor, forwarded: Callable[[], None]
 ) -> None:
-    """Take a step; `forwarded` is called after the forward pass of the last part."""
+    """Take a step, and call `forwarded` after the forward pass of the last part."""
     parts = windows.chunk(sizes.parts)
     for number, part in enumerate(parts, start=1):
         loss = model(part) / len(parts)
@@ -180,9 +178,9 @@ def _step(
 def _with_plain(
     sizes: Sizes, name: str, hashes: nn.Module, rows: int, device: torch.device
 ) -> tuple[Gpt, list[torch.optim.Optimizer]]:
-    """Return a model with a table of torch.nn."""
+    """Make a model with a table of torch.nn, and its optimizers."""
     torch.manual_seed(1)
-    # As few rows as a hash can have, which the other table takes the place of.
+    # A minimal table, which is replaced.
     ngrams: Any = NgramEmbedding(sizes._replace(rows=2).hash(), sizes.dim, sizes.width, device=device)
     ngrams.ngrams = hashes
     ngrams.embedding = nn.Embedding(rows, sizes.dim, sparse=name == SPARSE, device=device)
@@ -200,7 +198,7 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def plain_rows(sizes: Sizes, name: str, windows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the rows that a batch names, (n,), and their values, (n, dim) float32, after a step in a table of these alone."""
+    """Return the ids of a batch (n,) and their rows (n, dim) after a step of a torch.nn table with these rows only."""
     ids, places = sizes.hash()(windows[:, :-1]).unique(return_inverse=True)
     model, optimizers = _with_plain(sizes, name, _Places(places.chunk(sizes.parts)), len(ids), device)
     _step(model, optimizers, sizes, windows, lambda: None)
@@ -209,12 +207,11 @@ def plain_rows(sizes: Sizes, name: str, windows: Tensor, device: torch.device) -
 
 
 class _Places(nn.Module):
-    """Row numbers that are known, in the place of a hash: one after the other."""
+    """Known row numbers in place of a hash."""
 
     def __init__(self, places: Iterable[Tensor]) -> None:
         super().__init__()
         self._turn = iter(places)
 
     def forward(self, tokens: Tensor, context: Tensor | None = None) -> Tensor:
-        """Return the next ones."""
         return next(self._turn)

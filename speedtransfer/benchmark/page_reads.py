@@ -1,4 +1,4 @@
-"""Single reads of a file, compiled by numba: without the GIL, threads are as fast as the disk."""
+"""Single reads of a file, compiled by numba to run without the GIL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The most memory that something takes, in a process of its own: memory that was freed before would hide it."""
+"""Peak memory of a function in its own process, where memory freed earlier cannot hide it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,16 @@ from typing import Any
 from speedtransfer.benchmark.world import process_context
 from speedtransfer.errors import HostMemoryError
 
-LEAST = 0.95  # times its planes is the least that a table can take of which every row has been touched
+LEAST = 0.95  # a table whose rows have all been touched takes at least this many times its planes
 
 
 def in_process(function: Callable[..., dict[str, int]], *arguments: Any, cuda: bool = False) -> dict[str, int]:
-    """Return ``function(*arguments)``, called in a process of its own.
-
-    Parameters
-    ----------
-    function : callable
-        Of a module, as the process imports it; it trains a table.
-    arguments
-    cuda : bool
-        The process is to use CUDA, which must not be a fork of any other.
+    """Return ``function(*arguments)``, called in its own process; with `cuda` a new one, as CUDA does not survive a fork.
 
     Raises
     ------
     HostMemoryError
-        That process did not succeed: it has no room, or the system has killed it for what it took.
+        The process failed, or the system has killed it for its memory.
     """
     context: Any = multiprocessing.get_context("spawn") if cuda else process_context(function.__module__)
     ours, theirs = context.Pipe(duplex=False)
@@ -55,8 +47,9 @@ def in_process(function: Callable[..., dict[str, int]], *arguments: Any, cuda: b
 
 
 def _answer(pipe: Connection, function: Callable[..., dict[str, int]], arguments: tuple[Any, ...]) -> None:
-    os.environ["SPEEDTRANSFER_CALIBRATE"] = "0"  # which takes buffers of its own
-    with contextlib.suppress(KeyboardInterrupt, ConnectionError):  # of the process that started this one
+    # Calibration would allocate buffers. The parent process handles Ctrl-C.
+    os.environ["SPEEDTRANSFER_CALIBRATE"] = "0"
+    with contextlib.suppress(KeyboardInterrupt, ConnectionError):
         try:
             answer: dict[str, int] | str = function(*arguments)
         except Exception as error:
@@ -65,35 +58,29 @@ def _answer(pipe: Connection, function: Callable[..., dict[str, int]], arguments
 
 
 def with_page_locked(seen_bytes: int, locked_bytes: int) -> int:
-    """Return what a process holds that was seen to take `seen_bytes` and has a table of `locked_bytes` of page-locked memory.
+    """Return the memory of a process, given `seen_bytes`, with a page-locked table of `locked_bytes`.
 
-    Such pages belong to the driver, which may or may not have them counted as this process's.
+    Page-locked memory belongs to the driver and may or may not count as the process's.
     """
     return seen_bytes if seen_bytes >= LEAST * locked_bytes else seen_bytes + locked_bytes
 
 
 def reset_peak() -> int:
-    """Make the peak what this process holds now, and return it. What has been freed goes back to the system first."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # of the C library of Linux
+    """Free unused memory, reset the peak to the current memory of this process (on Linux), and return it."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
-    with contextlib.suppress(OSError):  # elsewhere the peak so far is the base
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return peak_bytes()
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has held.
-
-    Linux's own record comes first: what `getrusage` says may be that of the process which started this one.
-    """
+    """Return the peak memory of this process."""
     try:
-        return _kilobytes("/proc/self/status", "VmHWM:")
-    except (OSError, LookupError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        # Not on Linux, where this may be the peak of the parent process.
         import resource  # not on Windows
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _kilobytes(path: str, name: str) -> int:
-    fields = dict(line.split()[:2] for line in Path(path).read_text().splitlines() if len(line.split()) > 1)
-    return int(fields[name]) * 1024

@@ -1,4 +1,4 @@
-"""Suite `precision`: a recommender trained with its table in several forms: time, bytes moved, memory, loss reached."""
+"""Suite `precision`: a recommender whose table is stored in several formats: time, bytes moved, memory and loss."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ NOTE = (
     "batches not seen before, the same for all, at the end of a fixed number of steps. Memory is the table with its state, "
     "and of a GPU what a step takes."
 )
-FAR = 1.05  # times the loss of FP32 is the most that another form may end with
+MAX_LOSS_RATIO = 1.05  # of the final loss to that of FP32
 
-_FIELDS, _HIDDEN = 4, 64  # rows of an example, units of the model
+_FIELDS, _HIDDEN = 4, 64  # rows of an example, units of the hidden layer
 _ROWS, _BATCHES, _STEPS = 500_000, (512, 2048, 8192), 100
 _QUICK_ROWS, _QUICK_BATCHES, _QUICK_STEPS = 20_000, (128, 512), 40
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a table is stored and its model computed."""
+    """How a table is stored and its model computed; `row_bytes` are those of weights and state, `options` of the embedding."""
 
     name: str
-    row_bytes: int  # of weights and AdamW's state
-    options: dict[str, torch.dtype]  # arguments of the embedding
+    row_bytes: int
+    options: dict[str, torch.dtype]
     autocast: bool = False
 
 
@@ -58,7 +58,7 @@ FORMS = (
 
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
-    """Return what the suite compares; `quick`: a small table, small batches and few steps."""
+    """Make a group for each batch size."""
     rows = check_size(rows or (_QUICK_ROWS if quick else _ROWS), "rows", 1)
     steps = _QUICK_STEPS if quick else _STEPS
     return [
@@ -77,7 +77,7 @@ def _cases(device: torch.device, rows: int, batch: int, steps: int, seed: int) -
 
 
 def _data(rows: int, batch: int, steps: int, seed: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return batches of ids (batch, fields) and labels (batch,): each row has a score, and labels are drawn from their sum."""
+    """Return batches of ids (batch, fields) and labels (batch,), which depend on the sum of the scores of the rows."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(rows, generator=generator)
     found = []
@@ -100,7 +100,7 @@ class _Model(nn.Module):
 
 
 class _Training:
-    """Training with a form. The model is made at the first step, so that a lack of memory is the error of this case alone."""
+    """Training in one form. The model is made in the first step, so that running out of memory fails this case alone."""
 
     def __init__(
         self, form: Form, rows: int, data: list[tuple[Tensor, Tensor]], device: torch.device, reached: dict[str, float]
@@ -137,7 +137,7 @@ class _Training:
         return loss.detach()
 
     def check(self) -> None:
-        """Train on, after the first step, and compare what is moved and held with the form, and the loss with that of FP32."""
+        """Train on after the first step; compare bytes moved and held with the form, and the loss with that of FP32."""
         table = self.model.rows.table
         table.reset_stats()
         losses = [self.run()]
@@ -152,7 +152,7 @@ class _Training:
         self.reached[self.form.name] = loss
         plain = self.reached.get(FORMS[0].name, loss)
         assert math.isfinite(loss), f"ends with a loss of {loss}"
-        assert loss <= FAR * plain, f"ends with a loss of {loss:.4f}, FP32 with {plain:.4f}"
+        assert loss <= MAX_LOSS_RATIO * plain, f"ends with a loss of {loss:.4f}, FP32 with {plain:.4f}"
 
     def _memory(self, table: Any) -> dict[str, int]:
         place = "device_bytes" if table.memory == "device" and self.device.type == "cuda" else "host_bytes"
@@ -167,11 +167,11 @@ class _Training:
         return found
 
 
-# --- what was found ---------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------------------
 
 
 def sentences(groups: list[GroupResult]) -> list[str]:
-    """Return a sentence for each form beside FP32, at the largest batch."""
+    """Compare each form with FP32, at the largest batch."""
     last = max(groups, key=lambda group: group.params["batch"], default=None)
     if last is None or not last.ran:
         return []
@@ -190,7 +190,7 @@ def sentences(groups: list[GroupResult]) -> list[str]:
 
 
 def tables(groups: list[GroupResult]) -> list[TextTable]:
-    """Return time, bytes moved, memory and loss, by the size of a batch."""
+    """Return time, bytes moved, memory and loss, by batch size."""
     columns: dict[str, Show] = {
         "a step": show_time,
         "moved a step": lambda group, case: format_bytes(case.figures["moved_bytes"]),
@@ -201,7 +201,7 @@ def tables(groups: list[GroupResult]) -> list[TextTable]:
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw the time of a step and the memory, by the size of a batch."""
+    """Draw the time of a step and the memory, by batch size."""
     groups = sorted_by(groups, "batch")
     figure = make_figure(10, 4.8)
     time, memory = figure.subplots(1, 2)

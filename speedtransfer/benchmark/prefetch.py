@@ -1,7 +1,7 @@
-"""Suite `prefetch`: a table in a file of which little is in memory. How much of the waiting for its pages can be hidden?
+"""Suite `prefetch`: a table in a file, mostly not in memory. How much of the wait for its pages can be hidden?
 
-The same model takes batches from a table in a file, by `speedtransfer.prefetch` and without it, and from one in memory. No
-page of the file is in memory when a stretch of steps begins, and none is wanted twice within it.
+The same model looks up batches in a file, with `speedtransfer.prefetch` and without, and in memory. No page of the file is in
+memory when a run of steps begins, and none is needed twice within it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ NOTE = (
     "Tables are on the CPU, whatever the device. Of the waiting, which is the time in a file less that in memory, a share is "
     "hidden. The roof reads the same pages by single reads on many threads, and computes nothing."
 )
-FIELDS = 8  # lookups of an example
+FIELDS = 8  # lookups per example
 WITHOUT, DEPTH, IN_MEMORY = "without prefetch", "prefetch, depth {}", "table in memory"
 PREADS = "reads of the same pages on {} threads"
 DEPTHS, THREADS = (1, 2, 4), (1, 32)
 TRAINING, EVALUATION = "training", "evaluation"
 
 _ROWS, _QUICK_ROWS = 1 << 22, 1 << 18
-_SHARE = 0.25  # of the memory of this machine, that the table in memory and its state may take
-_PLANES = 3  # of AdamW
+_SHARE = 0.25  # share of the host's memory for the table in memory and its state
+_PLANES = 3  # with AdamW's state
 
 
 class Sizes(NamedTuple):
-    """Sizes of a group: examples of a batch, and steps of a stretch that come before the timed ones, and these."""
+    """Sizes of a group: examples of a batch, untimed and timed steps, and turns."""
 
     examples: int
     warm: int
@@ -50,12 +50,12 @@ class Sizes(NamedTuple):
 
 
 FULL, QUICK = Sizes(256, 5, 12, 4), Sizes(64, 5, 8, 3)
-# Networks that take about a tenth of the time that the disk takes for a batch, and more than that time.
+# Networks that take about a tenth of the time that the disk needs for a batch, and more than that time.
 WIDTHS, QUICK_WIDTHS = {TRAINING: (512, 2048), EVALUATION: (2048,)}, {TRAINING: (1024,), EVALUATION: (1024,)}
 
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
-    """Return what the suite compares; `quick`: a small table, and one model. Tables are on the CPU, whatever the device."""
+    """Make groups for training and evaluation with each width of the network; tables are always on the CPU."""
     fitting = int(host_room(_SHARE) / (4 * DIM * _PLANES))
     rows = check_size(rows or min(_QUICK_ROWS if quick else _ROWS, fitting), "rows", 1)
     sizes, tables = QUICK if quick else FULL, ColdTables(rows, seed)
@@ -72,7 +72,7 @@ def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int
 
 
 class _Dense(nn.Module):
-    """What there is to hide behind: a network on the rows of an example, with an optimizer of its own."""
+    """A network on the rows of an example, with its own optimizer: computation that reading can overlap with."""
 
     def __init__(self, width: int, examples: int) -> None:
         super().__init__()
@@ -84,12 +84,11 @@ class _Dense(nn.Module):
         self.target = torch.rand(examples)
 
     def loss(self, rows: Tensor) -> Tensor:
-        """Return the loss of ``(examples, FIELDS, DIM)`` rows."""
         return F.binary_cross_entropy_with_logits(self.layers(rows.flatten(1))[:, 0], self.target)
 
 
-class _Stretches:
-    """Stretches of steps on a table, by `prefetch` with a depth or (0) without."""
+class _Runs:
+    """Runs of steps on a table, with `prefetch` of a depth or, with depth 0, without."""
 
     def __init__(
         self, tables: ColdTables, dense: _Dense, sizes: Sizes, training: bool, depth: int = 0, in_file: bool = True
@@ -99,18 +98,17 @@ class _Stretches:
         self._batches: Iterator[Tensor] | None = None
 
     def before(self) -> None:
-        """Let go of all pages of the file, and take the first steps."""
+        """Drop all pages of the file, and take the untimed steps."""
         emb, _ = self._table()
-        # Also of a table in memory: pages on their way to the disk would disturb it.
+        # Also for a table in memory, which pages being written to the disk would disturb.
         self.tables.drop_pages()
-        # Others follow the timed ones, so that as many batches are read meanwhile as are taken.
+        # More batches follow the timed ones, so that as many are read meanwhile as are used.
         count = self.sizes.warm + self.sizes.steps + self.depth
         batches = list(self.tables.ids(count, self.sizes.examples, FIELDS))
         self._batches = iter(prefetch(batches, lambda ids: {emb: ids}, self.depth) if self.depth else batches)
         self._take(self._batches, self.sizes.warm)
 
     def run(self) -> None:
-        """Take the timed steps."""
         if self._batches is None:
             self.before()
         assert self._batches is not None
@@ -118,7 +116,6 @@ class _Stretches:
         self.tables.in_flight, self._batches = self._batches if self.depth else None, None
 
     def check(self) -> None:
-        """Raise where rows read ahead are not those of the table."""
         emb, _ = self._table()
         ids = self.tables.ids(self.sizes.examples, FIELDS)
         with torch.set_grad_enabled(self.training):
@@ -141,17 +138,15 @@ class _Stretches:
 
 
 class _Reads:
-    """The pages that a stretch of steps wants, each by a read of its own."""
+    """Reads the pages that a run of steps needs, one by one."""
 
     def __init__(self, tables: ColdTables, sizes: Sizes, training: bool, threads: int) -> None:
         self.tables, self.sizes, self.training, self.threads = tables, sizes, training, threads
 
     def before(self) -> None:
-        """Let go of all pages of the file."""
         self.tables.drop_pages()
 
     def run(self) -> None:
-        """Read them."""
         files = self.tables.files
         names = files.names if self.training else ("weight",)
         rows = self.tables.ids(self.sizes.steps * self.sizes.examples * FIELDS)
@@ -161,7 +156,7 @@ class _Reads:
 def _cases(tables: ColdTables, training: bool, width: int, sizes: Sizes) -> list[Case]:
     dense = _Dense(width, sizes.examples)
     page_bytes = sizes.examples * FIELDS * PAGE * (_PLANES if training else 1)
-    step: Callable[..., _Stretches] = functools.partial(_Stretches, tables, dense, sizes, training)
+    step: Callable[..., _Runs] = functools.partial(_Runs, tables, dense, sizes, training)
     methods = {WITHOUT: step()} | {DEPTH.format(depth): step(depth) for depth in DEPTHS}
     pages: dict[str, Any] = {"payload_bytes": page_bytes, "parts": sizes.steps}
     found = [
@@ -174,20 +169,17 @@ def _cases(tables: ColdTables, training: bool, width: int, sizes: Sizes) -> list
     return found
 
 
-# --- what was found ---------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------------------
 
 
 def hidden_share(without: CaseResult, ahead: CaseResult, in_memory: CaseResult) -> float | None:
-    """Return the share of the waiting that `ahead` hides: 1 takes the time of a table in memory, 0 that without.
-
-    None where there was no waiting: a step in the file takes no longer than one in memory.
-    """
+    """Return the hidden share of the wait: 1 is as fast as a table in memory, 0 as without prefetch; None without a wait."""
     waiting = without.median_s - in_memory.median_s
     return (without.median_s - ahead.median_s) / waiting if waiting > 0 else None
 
 
 def sentences(groups: list[GroupResult]) -> list[str]:
-    """Return a sentence for each group."""
+    """Describe each group."""
     return [_sentence(group) for group in groups if group.ours is not None]
 
 
@@ -223,12 +215,12 @@ def _share(group: GroupResult, case: CaseResult) -> str:
     without, in_memory = group.ours, _in_memory(group)
     assert without is not None
     share = None if in_memory is None else hidden_share(without, case, in_memory)
-    # A share below zero is a loss, which `format_share` would print with digits that mean nothing.
+    # A negative share is a loss, whose digits would mean nothing.
     return "none" if share is None or share < 0.005 else format_share(share)
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw a panel for each group: a bar for each method, with the share of the waiting that it hides."""
+    """Draw a bar for each method, with the share of the wait that it hides; a panel for each group."""
 
     def text(group: GroupResult, case: CaseResult) -> str:
         known = case.kind == "ahead" and group.ours is not None and _in_memory(group) is not None

@@ -1,4 +1,4 @@
-"""Recorded suites shown, from their JSON alone: as tables, sentences and a picture. What a suite says is in its module."""
+"""Reports of recorded suites from their JSON: tables, sentences and a picture, which the module of each suite defines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Show = Callable[[GroupResult, CaseResult], str]
 
 
 class TextTable(NamedTuple):
-    """A table of texts. The first column names the row; names in `ours` are those of this library."""
+    """A table of texts whose first column names the rows; those in `ours` are of this library."""
 
     title: str
     header: list[str]
@@ -27,7 +27,7 @@ class TextTable(NamedTuple):
     ours: frozenset[str] = frozenset()
 
     def without(self, *labels: str) -> TextTable:
-        """Return the table without the columns that `labels` name."""
+        """Return the table without some columns."""
         kept = [i for i, label in enumerate(self.header) if label not in labels]
         rows = [[row[i] for i in kept] for row in self.rows]
         return self._replace(header=[self.header[i] for i in kept], rows=rows)
@@ -39,7 +39,7 @@ def groups_of(result: dict[str, Any]) -> list[GroupResult]:
 
 
 def group_table(group: GroupResult) -> TextTable:
-    """Return everything about a group, fastest case first; columns that it has nothing for are left out."""
+    """Return all figures of a group, fastest case first, without empty columns."""
     base = group.ours or next(iter(group.ran), None)
     overhead = group.params.get("kind") == "overhead"
     figures = any(case.figures for case in group.ran)
@@ -59,10 +59,12 @@ def group_table(group: GroupResult) -> TextTable:
         ("accuracy", accuracy),
         ("steps", lambda case: f"{case.figures['steps']:,.0f}" if "steps" in case.figures else ""),
         ("sent a step", sent),
-        *_memory_columns(),
+        ("host memory", lambda case: _memory(case, "host_bytes")),
+        ("device memory", lambda case: _memory(case, "device_bytes")),
     ]
     cases = sorted(group.ran, key=lambda case: case.median_s)
-    if any(case.memory for case in cases) and not figures:  # it is about room, not about time
+    if any(case.memory for case in cases) and not figures:
+        # The group is about memory, not time.
         cases, columns = group.ran, columns[-2:]
     elif group.roof is None or figures:
         columns = [column for column in columns if column[0] != "of roof"]
@@ -78,33 +80,30 @@ def group_table(group: GroupResult) -> TextTable:
 
 
 def accuracy(case: CaseResult) -> str:
-    """Return the share of answers that are right, as a percentage; nothing where none is known."""
+    """Return the accuracy as a percentage, or "" if there is none."""
     return f"{100 * case.figures['accuracy']:.1f}%" if "accuracy" in case.figures else ""
 
 
 def sent(case: CaseResult) -> str:
-    """Return the bytes that a process sends to others, and whether they are computed; nothing where none are known."""
+    """Return the bytes that a process sends, counted or computed, or "" if there are none."""
     if "sent_bytes" in case.figures:
         return format_bytes(case.figures["sent_bytes"])
     computed = case.figures.get("computed_sent_bytes")
     return "" if computed is None else f"{format_bytes(computed)} (computed)"
 
 
-def _memory_columns() -> list[tuple[str, Callable[[CaseResult], str]]]:
-    def shown(key: str) -> Callable[[CaseResult], str]:
-        return lambda case: format_bytes(case.memory[key]) if key in case.memory else ""
-
-    return [("host memory", shown("host_bytes")), ("device memory", shown("device_bytes"))]
+def _memory(case: CaseResult, key: str) -> str:
+    return format_bytes(case.memory[key]) if key in case.memory else ""
 
 
 def headlines(suite: str, groups: list[GroupResult]) -> list[str]:
-    """Return what `groups` of `suite` say, in sentences: the shares and ratios that this library is judged by."""
+    """Return the results of a suite in sentences."""
     found: list[str] = module_of(suite).sentences([group for group in groups if group.ran])
     return found
 
 
 def summary_tables(result: dict[str, Any]) -> list[TextTable]:
-    """Return the compact tables of a suite: by default all that there is of each group."""
+    """Return the compact tables of a suite, by default all figures of each group."""
     groups = [group for group in groups_of(result) if group.ran]
     module = module_of(result["suite"])
     found: list[TextTable] = module.tables(groups) if hasattr(module, "tables") else [group_table(g) for g in groups]
@@ -112,11 +111,12 @@ def summary_tables(result: dict[str, Any]) -> list[TextTable]:
 
 
 def plot(result: dict[str, Any]) -> bytes | None:
-    """Return the picture of a recorded suite as PNG, drawn from its JSON alone; None where it has nothing to show."""
+    """Return the picture of a recorded suite as PNG; None if there is nothing to show."""
     make_figure = require_matplotlib()
     groups = [group for group in groups_of(result) if group.ran]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Attempting to set identical")  # one point only: it widens the axis
+        # A single point, for which matplotlib widens the axis.
+        warnings.filterwarnings("ignore", message="Attempting to set identical")
         figure = module_of(result["suite"]).draw(make_figure, groups) if groups else None
         if figure is None:
             return None
@@ -128,20 +128,20 @@ def plot(result: dict[str, Any]) -> bytes | None:
 
 
 def show_time(group: GroupResult, case: CaseResult) -> str:
-    """Return the time of a case."""
+    """Format the time of a case."""
     return format_seconds(case.median_s)
 
 
 def show_held(group: GroupResult, case: CaseResult) -> str:
-    """Return the memory of a case, of host and device together."""
+    """Format the memory of a case, of host and device together."""
     return format_bytes(sum(case.memory.values())) if case.memory else ""
 
 
 def pivot(title: str, groups: list[GroupResult], label: Callable[[GroupResult], str], show: Show) -> TextTable:
-    """Return a line for each case and a column for each group, headed by its `label`, of what `show` has of each."""
+    """Return a table with a row for each case and a column for each group, with `label` as its header."""
     found = [{case.name: show(group, case) for case in group.ran} for group in groups]
     names = case_names(groups)
-    # A method that one group alone has would be a line of blanks.
+    # A case of few groups would be a row of blanks.
     names = [name for name in names if 2 * sum(name in column for column in found) >= len(found)]
     ours = frozenset(case.name for group in groups for case in group.ran if case.role == "ours")
     header = ["", *(label(group) for group in groups)]
@@ -149,7 +149,7 @@ def pivot(title: str, groups: list[GroupResult], label: Callable[[GroupResult], 
 
 
 def pivots(by: str, groups: list[GroupResult], key: str, columns: dict[str, Show]) -> list[TextTable]:
-    """Return a `pivot` for each of `columns`, whose groups are headed by a number, their parameter `key`."""
+    """Return a `pivot` for each of `columns`, with the parameter `key` of each group as header."""
     return [
         pivot(f"{title}, by {by}", groups, lambda group: f"{group.params[key]:,}", show)
         for title, show in columns.items()
@@ -157,7 +157,7 @@ def pivots(by: str, groups: list[GroupResult], key: str, columns: dict[str, Show
 
 
 def missing(result: dict[str, Any]) -> list[str]:
-    """Return what could not run, and why."""
+    """Return groups and cases that could not run, with the reason."""
     groups = groups_of(result)
     lines = [f"{group.title}: {group.skipped}" for group in groups if group.skipped]
     return lines + [
@@ -166,7 +166,7 @@ def missing(result: dict[str, Any]) -> list[str]:
 
 
 def provenance(result: dict[str, Any]) -> str:
-    """Return device, versions, commit and date in one line."""
+    """Return device, versions, commit and date."""
     facts = result["environment"]
     versions = ", ".join(
         f"{name} {facts['versions'][name]}" for name in ("torch", "cupy") if facts["versions"].get(name)
@@ -187,7 +187,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def markdown_table(table: TextTable) -> str:
-    """Return `table` as markdown, its title at the top of the first column."""
+    """Return a table as markdown, with its title as the header of the first column."""
     lines = [[table.title, *table.header[1:]], ["---", *("---:" for _ in table.header[1:])]]
     lines += [[f"**{name}**" if name in table.ours else name, *rest] for name, *rest in table.rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

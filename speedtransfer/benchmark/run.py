@@ -1,4 +1,4 @@
-"""Runs a suite: group by group, a table on the terminal as each is done, and the result as plain data."""
+"""Runs a suite: prints a table after each group, and returns the result as plain data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.suites import Suite
 from speedtransfer.errors import SpeedtransferError, format_bytes
 
-_NARROW = 80  # columns of a terminal: in fewer there is no room for all figures
+_NARROW = 80  # a terminal with fewer columns has no room for all figures
 
 
 def run_suite(
@@ -42,26 +42,20 @@ def run_suite(
     ----------
     suite : Suite
     device : torch.device
-        The compute device.
     quick : bool
     console : rich.console.Console, optional
-        Where tables go; without one nothing is shown. The progress bar goes to standard error, where that is a terminal.
+        Prints tables; nothing is printed without it. The progress bar is on standard error, if that is a terminal.
     after_group : callable, optional
-        Gets the result so far after every group. A group that goes wrong is then put down among the failures, and the
-        others are measured all the same; without it the error is raised.
+        Called with the result so far after every group. Errors of groups are recorded as failures then, not raised.
     seconds : float, optional
-        The time for the suite, less what later groups reserve: a group that would begin after it is skipped, and the result
-        is not complete. A group that reserves time is never skipped.
+        Time limit. Groups that would start later, or in the time reserved by later groups, are skipped; groups that reserve
+        time never are.
     options
         Arguments of the suite.
-
-    Raises
-    ------
-    WrongResultError
-        A method to move rows moves the wrong ones.
     """
     start, missed = time.perf_counter(), list[str]()
-    groups = suite.groups(device, quick, **options)  # before anything is shown: options may make no sense
+    # Invalid options raise before anything is printed.
+    groups = suite.groups(device, quick, **options)
     facts, failures = environment(device), dict[str, str]()
     show = console or Console(quiet=True)
     bar = _bar(console is not None)
@@ -94,15 +88,15 @@ def run_suite(
                     found.append(GroupResult(group.title, group.params, skipped="the time was up"))
                 gc.collect()
                 if device.type == "cuda":
-                    torch.cuda.empty_cache()  # CuPy's pool and page-locked tables want their turn
+                    torch.cuda.empty_cache()  # leaves memory for CuPy and page-locked tables
             except Exception as error:
                 if after_group is None:
                     raise
                 failures[group.title] = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 found.append(GroupResult(group.title, group.params, skipped=failures[group.title]))
-                if not isinstance(error, SpeedtransferError):  # those say enough in a line
+                if not isinstance(error, SpeedtransferError):  # whose message is enough
                     show.print(Text(traceback.format_exc()))
-            bar.stop()  # it stands on the lines that the table needs
+            bar.stop()  # gives way to the table
             _show(show, found[-1])
             bar.advance(task)
             bar.start()
@@ -142,7 +136,7 @@ def _show(console: Console, group: GroupResult) -> None:
 
 
 def rich_table(table: TextTable) -> Table:
-    """Return `table` for a terminal, without its title; ours in bold."""
+    """Convert a table for a terminal, without its title; ours in bold."""
     made = Table(box=None, pad_edge=False)
     for number, label in enumerate(table.header):
         made.add_column(Text(label), justify="right" if number else "left", no_wrap=bool(number), overflow="fold")

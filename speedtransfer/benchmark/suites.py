@@ -1,14 +1,13 @@
-"""The suites of ``speedtransfer bench``: a suite is a line here and a module of its name.
+"""The suites of ``speedtransfer bench``: a line here and a module of the same name for each.
 
-Its module has
+The module defines
 
-- ``groups(device, quick, rows=None, seed=0, **others)``, what is compared on this compute device, as a list of
-  :class:`~speedtransfer.benchmark.measure.Group`; with `quick` sizes are small; `rows` are those of the table. What means
-  nothing to the suite it takes and leaves alone;
-- ``sentences(groups)``, what the recorded groups that ran say, as a list of str;
-- ``draw(make_figure, groups)``, their picture, or None where there is nothing to draw;
-- ``tables(groups)``, compact tables of them; without it all figures of each group are shown;
-- ``NOTE``, what a reader of the figures should know.
+- ``groups(device, quick, rows=None, seed=0, **others)``: the list of :class:`~speedtransfer.benchmark.measure.Group` to
+  compare on a compute device, with small sizes if `quick`; `rows` are those of the table, and other options are ignored;
+- ``sentences(groups)``: the results of groups that ran, as a list of str;
+- ``draw(make_figure, groups)``: their picture, or None if there is nothing to draw;
+- ``tables(groups)``: compact tables of them; without it all figures of each group are shown;
+- ``NOTE``: what a reader of the figures should know.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ import torch
 
 from speedtransfer.benchmark.measure import Group
 
-MIN_TABLE_BYTES = 1 << 16  # of suite `transfer`: fewer are no table
+MIN_TABLE_BYTES = 1 << 16  # of suite `transfer`
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A set of groups that are measured together."""
+    """A set of groups that are measured together; `options` are those of "rows" and "table_bytes" that apply to it."""
 
-    name: str  # also that of its module in this package
-    title: str  # what it shows, for headings
-    options: frozenset[str] = frozenset()  # those of "rows" and "table_bytes" that mean something to it
+    name: str
+    title: str
+    options: frozenset[str] = frozenset()
 
     def groups(self, device: torch.device, quick: bool, **options: Any) -> list[Group]:
-        """Return what the suite compares."""
+        """Make the groups of the suite."""
         found: list[Group] = self._module().groups(device, quick, **options)
         return found
 

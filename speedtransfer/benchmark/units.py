@@ -1,10 +1,10 @@
-"""Numbers for people: three significant digits, with units."""
+"""Formatting of numbers: three significant digits, with units."""
 
 from __future__ import annotations
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Return a time, such as "12.3 ms"; nothing for none."""
+    """Return a time such as "12.3 ms"; "" for None."""
     if seconds is None:
         return ""
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
@@ -14,12 +14,12 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_rate(gb_per_s: float | None) -> str:
-    """Return GB/s as a number; nothing for none."""
+    """Return GB/s as a number; "" for None."""
     return "" if gb_per_s is None else _digits(gb_per_s)
 
 
 def format_share(share: float | None) -> str:
-    """Return a share as a percentage; nothing for none."""
+    """Return a share as a percentage; "" for None."""
     return "" if share is None else f"{100 * share:.0f}%" if share >= 0.0995 else f"{100 * share:.1f}%"
 
 
@@ -29,7 +29,7 @@ def format_ratio(ratio: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Return a number of rows, such as "10M"."""
+    """Return a count such as "10M"."""
     for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= factor:
             return f"{count / factor:.3g}{unit}"
