@@ -314,7 +314,7 @@ def test_tables_of_the_benchmark_move_rows_like_any_other():
     ],
 )
 def test_old_results_say_their_kinds_by_name(name, kind):
-    """What was recorded before cases told what they are; what they tell now comes first."""
+    """Results recorded without kinds get them by name; a recorded kind comes first."""
     case = {"name": name, "role": "ours", "payload_bytes": 0}
     group = {"title": "", "params": {}, "cases": [case, {**case, "kind": "new"}], "skipped": ""}
     assert [case.kind for case in GroupResult.from_json(group).cases] == [kind, "new"]

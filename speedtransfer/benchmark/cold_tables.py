@@ -105,7 +105,7 @@ def pages_in_memory(block: mmap.mmap, start: int) -> tuple[int, int]:
     found = bytearray(-(-len(block) // PAGE))
     room = (ctypes.c_ubyte * len(found)).from_buffer(found)
     if ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(block)), room):
-        raise PagesStayError("the system does not tell which pages are in memory (mincore); this needs Linux")
+        raise PagesStayError("the system does not report which pages are in memory (mincore); this needs Linux")
     return int((np.frombuffer(found, dtype=np.uint8) & 1).sum()), len(found)
 
 

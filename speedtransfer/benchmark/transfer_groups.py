@@ -50,6 +50,7 @@ class Plan:
             both = all_of_them and work.table.memory == "pinned" and direction == "gather"
             return [*found, both_engines_method(work)] if both else found
 
+        # The kind that recorded results have.
         return self._group("ways", direction, make, **params)
 
     def overhead(self, direction: Direction) -> Group:
