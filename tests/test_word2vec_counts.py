@@ -9,8 +9,8 @@ from gensim.models import Word2Vec as Gensim
 from test_word2vec_sampler import assert_drawn_from
 
 from speedtransfer.word2vec import Sampler, Vocabulary
-from speedtransfer.word2vec.gradients import DRAWS
-from speedtransfer.word2vec.places import Places
+from speedtransfer.word2vec.gradients import DRAWS, MODELS
+from speedtransfer.word2vec.places import Places, pair_weight
 
 COUNTS = np.array([900, 500, 300, 150, 80, 40, 20, 10])
 WORDS = [f"w{i}" for i in range(len(COUNTS))]
@@ -26,8 +26,9 @@ def vocabulary():
 def blocks(vocabulary):
     ids = np.repeat(np.arange(len(COUNTS), dtype=np.int32), COUNTS * 60)
     np.random.default_rng(0).shuffle(ids)
-    sampler = Sampler(ids, vocabulary, seed=4, window=WINDOW, sample=SAMPLE, block_words=2000, shared_negatives=128)
-    return [sampler.block(step) for step in range(3 * len(sampler))]
+    settings = {"seed": 4, "window": WINDOW, "sample": SAMPLE, "block_words": 2000, "shared_negatives": 128}
+    samplers = {model: Sampler(ids, vocabulary, model=model, **settings) for model in MODELS}
+    return {model: [sampler.block(step) for step in range(3 * len(sampler))] for model, sampler in samplers.items()}
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +57,24 @@ def gaps_of(block):
 
 def test_pairs_by_distance(blocks):
     """A word at distance d is in the window with the probability that the window, 1 to 5, is at least d."""
-    sizes = np.concatenate([block.before[WINDOW:-WINDOW].numpy() for block in blocks])
+    drawn = blocks["cbow"]
+    sizes = np.concatenate([block.before[WINDOW:-WINDOW].numpy() for block in drawn])
     assert_drawn_from(np.bincount(sizes, minlength=WINDOW + 1)[1:], np.full(WINDOW, 1 / WINDOW))
-    gaps, expected = np.concatenate([gaps_of(block) for block in blocks]), np.arange(WINDOW, 0, -1)
+    gaps, expected = np.concatenate([gaps_of(block) for block in drawn]), np.arange(WINDOW, 0, -1)
     share = np.bincount(abs(gaps))[1:] / len(gaps)
     assert share == pytest.approx(expected / expected.sum(), abs=0.005)
     assert (gaps > 0).sum() == (gaps < 0).sum()
+    # Skip-gram has all pairs within the window, and each counts as often as it would have been drawn.
+    assert all(
+        (block.before[WINDOW:-WINDOW] == WINDOW).all() and block.window == WINDOW for block in blocks["skipgram"]
+    )
+    assert pair_weight(torch.arange(1, WINDOW + 1), WINDOW).tolist() == pytest.approx(expected / WINDOW)
 
 
 def test_pairs_by_the_frequency_of_both_words(blocks, vocabulary):
     kept = COUNTS * vocabulary.keep_probability(SAMPLE)
     share, table = kept / kept.sum(), np.zeros((len(COUNTS), len(COUNTS)))
-    for block in blocks:
+    for block in blocks["cbow"]:
         words = block.words.numpy()
         centers = np.arange(
             WINDOW, len(words) - WINDOW, 2 * WINDOW + 1
@@ -84,11 +91,14 @@ def test_negatives_by_frequency_stand_for_as_many_a_prediction_as_asked_for(bloc
     """Also by the frequency of the word that they serve: the noise is the same for all."""
     weight, expected, spans = np.zeros((2, len(COUNTS))), np.zeros(2), 0
     drawn = np.zeros(len(COUNTS))
-    for block in blocks:
+    for block in blocks[model]:
         num_draws = DRAWS[model] * NEGATIVE
-        places = Places.find(block.words, block.before, block.after, block.negatives, len(COUNTS), num_draws)
-        around = (block.before + block.after).numpy()
+        block_words = block.words, block.before, block.after, block.negatives
+        places = Places.find(*block_words, len(COUNTS), num_draws, window=block.window)
+        reached = [side[:, None] >= torch.arange(1, WINDOW + 1) for side in (block.before, block.after)]
+        around = sum((side * pair_weight(torch.arange(1, WINDOW + 1), block.window)).sum(1) for side in reached).numpy()
         predictions = np.minimum(around, 1) if model == "cbow" else around
+        assert float(places.num_pairs) == pytest.approx(around.sum())
         negatives = places.outputs.ids[places.draws].numpy()
         assert negatives.shape[1] == num_draws
         for number, of_span in enumerate(negatives):
@@ -109,7 +119,7 @@ def test_negatives_by_frequency_stand_for_as_many_a_prediction_as_asked_for(bloc
 
 
 def test_pools_follow_the_noise(blocks, vocabulary):
-    pool = np.concatenate([block.negatives.flatten().numpy() for block in blocks])
+    pool = np.concatenate([block.negatives.flatten().numpy() for block in blocks["skipgram"]])
     assert_drawn_from(np.bincount(pool, minlength=len(COUNTS)), vocabulary.noise())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import word2vec_oracle
@@ -46,7 +48,8 @@ def draw_tables(dim, num_rows=NUM_ROWS, dtype=torch.float64, scale=0.5):
 
 
 def places_of(block, num_rows, model, negative=5):
-    return Places.find(block.words, block.before, block.after, block.negatives, num_rows, DRAWS[model] * negative)
+    block_words = block.words, block.before, block.after, block.negatives
+    return Places.find(*block_words, num_rows, DRAWS[model] * negative, window=block.window)
 
 
 def by_hand(vectors, output, block, model, negative=5, **options):
@@ -62,17 +65,19 @@ def by_hand(vectors, output, block, model, negative=5, **options):
 @pytest.mark.sweep
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("rate", [1e-6, 0.05, 0.5])
+@pytest.mark.parametrize("weighted", [False, True], ids=["drawn", "weighted"])
 @pytest.mark.parametrize(
     ("num_words", "window", "groups", "k", "dim", "negative"),
     [(0, 3, 1, 4, 5, 2), (1, 3, 1, 4, 5, 5), (2, 1, 1, 1, 3, 5), (3, 5, 2, 4, 8, 1), (31, 2, 3, 7, 4, 5), (70, 16, 4, 9, 5, 2),
      (50, 20, 1, 9, 5, 7), (127, 3, 5, 10, 1, 5), (128, 5, 1, 40, 3, 5), (129, 5, 2, 30, 4, 5), (300, 7, 2, 33, 5, 3)],
 )  # fmt: skip
 @pytest.mark.usefixtures("way")
-def test_rows_move_as_single_steps_move_them(num_words, window, groups, k, dim, negative, rate, model):
+def test_rows_move_as_single_steps_move_them(num_words, window, groups, k, dim, negative, weighted, rate, model):
     tables, block = draw_tables(dim), draw_block(num_words, window, groups, k)
+    block = dataclasses.replace(block, window=window if weighted else 0)
     result, *grads = by_hand(*tables, block, model, negative=negative, rate=rate)
     *trained, loss, predictions = word2vec_oracle.train(*tables, block, model, negative, rate)
-    assert int(result.num_pairs) == predictions
+    assert float(result.num_pairs) == pytest.approx(predictions)
     torch.testing.assert_close(float(result.loss), loss)
     for table, grad, expected in zip(tables, grads, trained, strict=True):
         torch.testing.assert_close(table - rate * grad, expected, rtol=1e-8, atol=1e-10)
@@ -121,6 +126,19 @@ def test_one_pair_by_hand():
     assert (alone.num_pairs, alone.loss) == (0, 0)
     assert not alone.center.any()
     assert not alone.context.any()
+
+
+@pytest.mark.usefixtures("way")
+def test_pairs_count_by_their_distance():
+    # Three words, window 2: four pairs at a distance of 1, and two at 2, which word2vec would draw every other time.
+    at, reach = torch.arange(3), torch.tensor([0, 1, 2])
+    places = Places.find(at, reach, reach.flip(0), torch.tensor([3]), 4, num_draws=12, window=2)
+    rows = torch.ones(3, 1), torch.zeros(4, 1)
+    result = block_gradients(*rows, places, negative=2)
+    assert result.num_pairs == 5
+    assert result.loss.item() == pytest.approx(5 * (1 + 2) * 0.693147, rel=1e-5)
+    # Contexts meet centers of 1 at a slope of 1/2; the negative stands for two of each pair.
+    torch.testing.assert_close(result.context, torch.tensor([[-0.75], [-1.0], [-0.75], [5.0]]))
 
 
 @pytest.mark.usefixtures("way")

@@ -35,15 +35,17 @@ def check_same(found, expected):
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("weighted", [False, True], ids=["drawn", "weighted"])
 @pytest.mark.parametrize(
     ("num_words", "window", "num_rows", "pool", "num_draws", "dim"),
     [(1, 3, 17, 4, 5, 5), (2, 1, 17, 1, 3, 1), (33, 5, 1000, 40, 30, 8), (50, 20, 17, 9, 10, 3), (128, 5, 1000, 200, 15, 33),
      (130, 2, 40, 64, 1, 4), (300, 7, 500, 33, 12, 100)],
 )  # fmt: skip
-def test_rows_move_as_in_torch(num_words, window, num_rows, pool, num_draws, dim, model):
+def test_rows_move_as_in_torch(num_words, window, num_rows, pool, num_draws, dim, weighted, model):
     block = draw_block(num_words, window, 1, pool, num_rows)
     tables = draw_tables(dim, num_rows, torch.float32)
-    places = Places.find(block.words, block.before, block.after, block.negatives, num_rows, num_draws)
+    block_words = block.words, block.before, block.after, block.negatives
+    places = Places.find(*block_words, num_rows, num_draws, window=window if weighted else 0)
     check_same(train(tables, places, model), train_in_torch(tables, places, model))
 
 

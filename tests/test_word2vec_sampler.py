@@ -51,25 +51,51 @@ def test_without_subsampling_the_blocks_are_the_corpus(vocabulary):
     sampler = sampler_of(vocabulary, ids, sample=0, block_words=100)
     blocks = epoch_of(sampler)
     assert len(blocks) == len(sampler) == 8
-    assert [len(block.words) for block in blocks] == [100] * 7 + [91]
-    assert torch.cat([block.words for block in blocks]).tolist() == ids.tolist()
+    assert sorted(tuple(block.words.tolist()) for block in blocks) == sorted(
+        map(tuple, np.split(ids, range(100, 791, 100)))
+    )
     assert {t.dtype for t in (blocks[0].words, blocks[0].before, blocks[0].negatives)} == {torch.int64}
     assert sum(block.num_corpus_words for block in blocks) == len(ids)
-    assert sampler.block(8).words.tolist() == blocks[0].words.tolist()  # the next epoch
-    assert not torch.equal(sampler.block(8).before, blocks[0].before)
+
+
+def test_epochs_take_the_same_stretches_in_orders_of_their_own(vocabulary):
+    ids = corpus_ids()
+    sampler = sampler_of(vocabulary, ids, sample=0, block_words=50)
+    first, second = ([tuple(block.words.tolist()) for block in sampler.blocks(16 * n, 16 * n + 16)] for n in range(2))
+    in_text = [tuple(ids[start : start + 50].tolist()) for start in range(0, len(ids), 50)]
+    assert sorted(first) == sorted(second) == sorted(in_text)
+    assert first != second != in_text != first
+    assert [tuple(sampler.block(step).words.tolist()) for step in (20, 3, 20)] == [second[4], first[3], second[4]]
+    other = sampler_of(vocabulary, ids, seed=4, sample=0, block_words=50)
+    assert [tuple(block.words.tolist()) for block in epoch_of(other)] != first
+
+
+def test_windows_are_drawn_anew_each_epoch(vocabulary):
+    sampler = sampler_of(vocabulary, corpus_ids(), model="cbow", sample=0, block_words=1000)
+    assert not torch.equal(sampler.block(0).before, sampler.block(1).before)
 
 
 def test_windows_are_even(vocabulary):
-    blocks = epoch_of(sampler_of(vocabulary, corpus_ids(40), sample=0, window=7))
+    blocks = epoch_of(sampler_of(vocabulary, corpus_ids(40), model="cbow", sample=0, window=7))
     for side in ("before", "after"):
         whole = torch.cat([getattr(block, side)[7:-7] for block in blocks])  # no edge in reach
         assert (whole.min(), whole.max()) == (1, 7)
         assert_drawn_from(np.bincount(whole.numpy(), minlength=8)[1:], np.full(7, 1 / 7))
     assert all(torch.equal(block.before[7:-7], block.after[7:-7]) for block in blocks)
+    assert {block.window for block in blocks} == {0}
+
+
+def test_windows_of_skipgram_are_whole(vocabulary):
+    """And pairs count as often as word2vec would draw them: see test_word2vec_counts.py."""
+    for block in epoch_of(sampler_of(vocabulary, corpus_ids(40), sample=0, window=7)):
+        assert block.window == 7
+        position = torch.arange(len(block.words))
+        assert torch.equal(block.before, position.clamp(max=7))
+        assert torch.equal(block.after, position.flip(0).clamp(max=7))
 
 
 def test_windows_end_at_the_block(vocabulary):
-    for block in epoch_of(sampler_of(vocabulary, corpus_ids(2), sample=0.05, window=7, block_words=100)):
+    for block in epoch_of(sampler_of(vocabulary, corpus_ids(2), model="cbow", sample=0.05, window=7, block_words=100)):
         position = torch.arange(len(block.words))
         assert (block.before <= position).all()
         assert (block.after <= position.flip(0)).all()
@@ -82,10 +108,11 @@ def test_windows_end_at_the_edges_of_sequences(vocabulary, sample):
     lengths = rng.integers(1, 30, 200)
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     ids = corpus_ids(10)[: lengths.sum()]
-    sampler = sampler_of(vocabulary, ids, starts=starts, sample=sample, window=7, block_words=300)
+    sampler = sampler_of(vocabulary, ids, starts=starts, model="cbow", sample=sample, window=7, block_words=300)
     kept_at = []
     for step in range(len(sampler)):
-        block, span = sampler.block(step), slice(step * sampler.stretch, (step + 1) * sampler.stretch)
+        start = int(sampler._order_of(0)[step]) * sampler.stretch
+        block, span = sampler.block(step), slice(start, start + sampler.stretch)
         sequence = np.repeat(np.arange(200), lengths)[span]
         numbers = torch.from_numpy(ids[span].astype(np.int64))
         generator = torch.Generator().manual_seed(sampler._seed_of(step))
@@ -139,11 +166,14 @@ def test_subsampling_keeps_the_share_of_the_formula(vocabulary):
 
 
 def test_blocks_have_about_the_size_asked_for(vocabulary):
-    blocks = epoch_of(sampler_of(vocabulary, corpus_ids(100), sample=0.02, block_words=500))
-    sizes = [len(block.words) for block in blocks[:-1]]
+    sampler = sampler_of(vocabulary, corpus_ids(100), sample=0.02, block_words=500)
+    blocks = [
+        block for block in epoch_of(sampler) if block.num_corpus_words == sampler.stretch
+    ]  # not the last of the text
+    sizes = [len(block.words) for block in blocks]
     assert np.mean(sizes) == pytest.approx(500, rel=0.03)
     assert len(set(sizes)) > 1
-    assert len({block.num_corpus_words for block in blocks[:-1]}) == 1
+    assert len(blocks) == len(sampler) - 1
 
 
 def blocks_equal(first, second):
@@ -156,7 +186,7 @@ def test_seed_decides_every_draw(vocabulary):
     first, second, other = (epoch_of(sampler_of(vocabulary, ids, s, sample=0.02, block_words=200)) for s in (5, 5, 6))
     assert blocks_equal(first, second)
     assert not torch.equal(first[0].words, other[0].words)
-    assert len({tuple(block.before.tolist()) for block in first + other}) == len(first + other)
+    assert len({tuple(block.words.tolist()) for block in first + other}) == len(first + other)
 
 
 def test_any_block_again_by_its_step(vocabulary):

@@ -28,10 +28,14 @@ def window_of(block, position):
     return [near for near in range(first, last + 1) if near != position]
 
 
-def loss_of(vector, output, positives, drawn, negative):
-    """Of one vector that predicts the words `positives`; the words drawn are weighted to `negative` a prediction."""
-    loss = -F.logsigmoid(output[positives] @ vector).sum()
-    return loss - F.logsigmoid(-(output[drawn] @ vector)).sum() * negative * len(positives) / len(drawn)
+def loss_of(vector, output, positives, drawn, negative, counts=None):
+    """Of one vector that predicts the words `positives`; the words drawn are weighted to `negative` a prediction.
+
+    `counts` is what each prediction counts, by default 1.
+    """
+    counts = torch.tensor([1] * len(positives) if counts is None else counts, dtype=torch.float64)
+    loss = -(F.logsigmoid(output[positives] @ vector) * counts).sum()
+    return loss - F.logsigmoid(-(output[drawn] @ vector)).sum() * negative * counts.sum() / len(drawn)
 
 
 def train(table, output, block, model, negative, rate, rows_of=None):
@@ -54,9 +58,12 @@ def train(table, output, block, model, negative, rate, rows_of=None):
             vector = vectors[[words[j] for j in around]].mean(0) if cbow else vectors[words[i]].clone()
             vector.requires_grad_()
             positives = [words[i]] if cbow else [words[j] for j in around]
-            loss = loss_of(vector, found, positives, draws_of(i, block, model, negative, rows_of), negative)
+            counts = [
+                (block.window + 1 - abs(i - j)) / block.window if block.window and not cbow else 1 for j in around
+            ][: len(positives)]
+            loss = loss_of(vector, found, positives, draws_of(i, block, model, negative, rows_of), negative, counts)
             loss.backward()
-            total, predictions = total + float(loss.detach()), predictions + len(positives)
+            total, predictions = total + float(loss.detach()), predictions + sum(counts)
             for j in (
                 around if cbow else [i]
             ):  # the whole gradient to each part of a mean, as in word2vec.c and fastText

@@ -29,6 +29,7 @@ struct Train {
     long long reach;            // the widest window to a side
     long long num_draws;
     long long cbow;
+    long long window;           // pairs count with the probability that a window of 1 to this reaches so far; 0: each once
     double negative;
     double rate;
 
@@ -45,6 +46,15 @@ struct Train {
     // Whether the word at `i` predicts that at `near`.
     __device__ bool predicts(long long i, long long near) const {
         return cbow ? near == i && before[i] + after[i] > 0 : near >= 0 && near < count && in_window(i, near);
+    }
+
+    // What a pair of words that are `distance` apart counts, and all pairs up to a distance of `reached`.
+    __device__ float pair_weight(long long distance) const {
+        return window ? static_cast<float>(window + 1 - distance) / static_cast<float>(window) : 1.0f;
+    }
+    __device__ double side_weight(long long reached) const {
+        const double sum = static_cast<double>(reached);
+        return window ? sum * static_cast<double>(2 * window + 1 - reached) / static_cast<double>(2 * window) : sum;
     }
 
     __device__ float* context_row(long long i, unsigned int target, const long long* drawn) const {
@@ -100,9 +110,11 @@ __device__ inline double find_slopes(const Train& given, long long start, unsign
         for (unsigned int part = 0; part < kParts; ++part) score += given.parts[item * kParts + part];
         const bool is_noise = target >= given.places();
         const long long around = given.before[i] + given.after[i];
-        float weight = given.predicts(i, i - given.reach + target);
+        const long long near = i - given.reach + target;
+        float weight = given.predicts(i, near) ? 1.0f : 0.0f;
+        if (weight != 0.0f && !given.cbow) weight = given.pair_weight(near > i ? near - i : i - near);
         if (is_noise) {
-            const double served = given.cbow ? around > 0 : static_cast<double>(around);
+            const double served = given.cbow ? around > 0 : given.side_weight(given.before[i]) + given.side_weight(given.after[i]);
             weight = static_cast<float>(given.negative * served / static_cast<double>(given.num_draws));
             score = -score;
         }

@@ -26,7 +26,7 @@ from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.trainer import Callback, Trainer
 
 _ANY_MEMORY = ("memory", "path")  # settings that may change: the rows are the same
-GRADIENTS = 3  # version of what `gradients` computes: a run is resumed with the same only
+GRADIENTS = 4  # version of what `sampler` draws and `gradients` computes: a run is resumed with the same only
 
 
 class Checkpoints(Callback):

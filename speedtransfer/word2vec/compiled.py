@@ -36,17 +36,19 @@ from speedtransfer.word2vec.lane_rows import (
     widen,
     zero_rows,
 )
-from speedtransfer.word2vec.lanes import WIDTH, fill, load, negative, store
+from speedtransfer.word2vec.lanes import WIDTH, fill, load, mul_add, negative, store
 from speedtransfer.word2vec.places import Places
 
 
 @compile_inlined
 def _find_pairs(
-    start: int, stop: int, low: int, before: np.ndarray, after: np.ndarray, pair_near: np.ndarray,
-    pair_slots: np.ndarray, pair_shares: np.ndarray, near_words: np.ndarray, near_sizes: np.ndarray
+    start: int, stop: int, low: int, before: np.ndarray, after: np.ndarray, window: int, pair_near: np.ndarray,
+    pair_slots: np.ndarray, pair_shares: np.ndarray, pair_weights: np.ndarray, near_words: np.ndarray,
+    near_sizes: np.ndarray, weights: np.ndarray
 ) -> None:  # fmt: skip
-    """List the pairs of the words from `start` to `stop`: whom they are near, and one by the size of the window.
+    """List the pairs of the words from `start` to `stop`: whom they are near, one by the size of the window, and their weight.
 
+    A pair counts as `places.pair_weight` says, and `weights` is the sum over those of each word.
     `near_words` gets, for each word near, up to `WIDTH` words that have it in their window, and `pair_slots` where there.
     """
     n = 0
@@ -55,13 +57,17 @@ def _find_pairs(
     for i in range(start, stop):
         size = before[i] + after[i]
         share = 1 / max(size, 1)
+        weights[i - start] = 0
         for j in range(size):
             near = i - before[i] + j
-            near += (near >= i) - low  # no word is in its own window
+            near += near >= i  # no word is in its own window
+            weight = (window + 1 - abs(near - i)) / window if window else 1.0
+            near -= low
             slot = near * WIDTH + near_sizes[near]
             near_sizes[near] += 1
             near_words[slot] = i - start
-            pair_near[n], pair_slots[n], pair_shares[0, n] = near, slot, share
+            pair_near[n], pair_slots[n], pair_shares[0, n], pair_weights[0, n] = near, slot, share, weight
+            weights[i - start] += weight
             n += 1
 
 
@@ -74,9 +80,12 @@ def _loss(score: Any) -> float:
 @compile_inlined
 def _predict(
     counts: np.ndarray, words: int, vectors: np.ndarray, context_rows: np.ndarray, predicted: np.ndarray,
-    slopes: np.ndarray, moves: np.ndarray, rate: Any, with_loss: bool
+    weights: np.ndarray, slopes: np.ndarray, moves: np.ndarray, rate: Any, with_loss: bool
 ) -> float:  # fmt: skip
-    """Set the slopes of the rows `predicted`, `counts` of them a word, and the moves of `vectors`; return the loss."""
+    """Set the slopes of the rows `predicted`, `counts` of them a word, and the moves of `vectors`; return the loss.
+
+    `weights` is what each prediction counts.
+    """
     n, loss = 0, 0.0
     for at in range(words):
         for _ in range(counts[at]):
@@ -84,9 +93,10 @@ def _predict(
             n += 1
     if with_loss:
         for j in range(n):
-            loss += _loss(slopes[0, j])
+            loss += weights[0, j] * _loss(slopes[0, j])
     for j in range(0, n, WIDTH):
-        store(slopes, 0, j, sigmoid(negative(load(slopes, 0, j)), fill(rate)))
+        height = mul_add(load(weights, 0, j), fill(rate), fill(rate - rate))
+        store(slopes, 0, j, sigmoid(negative(load(slopes, 0, j)), height))
     n = 0
     for at in range(words):
         weighted_sum(moves, at, True, slopes, context_rows, predicted, n, n + counts[at])
@@ -96,15 +106,18 @@ def _predict(
 
 @compile_inlined
 def _meet_noise(
-    counts: np.ndarray, words: int, vectors: np.ndarray, by_column: np.ndarray, noise: np.ndarray, weights: np.ndarray,
+    served: np.ndarray, words: int, vectors: np.ndarray, by_column: np.ndarray, noise: np.ndarray, weights: np.ndarray,
     slopes: np.ndarray, moves: np.ndarray, negatives: int, num_draws: int, rate: Any, with_loss: bool
 ) -> float:  # fmt: skip
-    """Add to the moves of `vectors` by the rows `noise`, replace these by how far they move, and return the loss."""
+    """Add to the moves of `vectors` by the rows `noise`, replace these by how far they move, and return the loss.
+
+    `served` is what the predictions of each word count.
+    """
     loss = 0.0
     set_columns(by_column, vectors)
     set_scores(slopes, noise, by_column)
     for at in range(WIDTH):
-        weights[0, at] = negatives * counts[at] / num_draws if at < words else 0  # negatives that a draw stands for
+        weights[0, at] = negatives * served[at] / num_draws if at < words else 0  # negatives that a draw stands for
     if with_loss:
         for t in range(num_draws):
             for at in range(words):
@@ -121,8 +134,8 @@ def _meet_noise(
 @compile_loops
 def train(
     center_rows: np.ndarray, context_rows: np.ndarray, bag_rows: np.ndarray, starts: np.ndarray, contexts: np.ndarray,
-    before: np.ndarray, after: np.ndarray, draws: np.ndarray, dim: int, most_words: int, negatives: int, rate: Any,
-    cbow: bool, with_loss: bool
+    before: np.ndarray, after: np.ndarray, draws: np.ndarray, dim: int, most_words: int, window: int, negatives: int,
+    rate: Any, cbow: bool, with_loss: bool
 ) -> float:  # fmt: skip
     """Train both kinds of rows in place, and return the loss.
 
@@ -135,6 +148,8 @@ def train(
         As in `Places`.
     most_words : int
         Words that are trained at once, `WIDTH` at most.
+    window
+        As in `Places`.
     negatives, rate, cbow, with_loss
         As in `block_gradients`.
     """
@@ -150,14 +165,20 @@ def train(
     slopes, shares = zero_rows(1, most_pairs, dtype), zero_rows(1, most_pairs, dtype)
     predicted, pair_near = np.zeros(most_pairs, dtype=np.int64), np.zeros(most_pairs, dtype=np.int64)
     predicting, pair_slots = np.zeros(most_pairs, dtype=np.int64), np.zeros(most_pairs, dtype=np.int64)
-    counts = np.zeros(WIDTH, dtype=np.int64)  # predictions of each word
+    weights = zero_rows(1, most_pairs, dtype)
+    weights[:] = 1  # CBOW predicts one word from all of a window: it counts once
+    pair_weights = zero_rows(1, most_pairs, dtype) if cbow else weights
+    counts, served = np.zeros(WIDTH, dtype=np.int64), np.zeros(WIDTH)  # predictions of each word, and what they count
     near_words, near_sizes = np.zeros(most_near * WIDTH, dtype=np.int64), np.zeros(most_near, dtype=np.int64)
     near_slopes = np.ones((1, most_near * WIDTH), dtype=dtype)
 
     for number in range(len(draws)):
         start, stop = number * most_words, min((number + 1) * most_words, count)
         low, high = max(start - reach, 0), min(stop + reach, count)
-        _find_pairs(start, stop, low, before, after, pair_near, pair_slots, shares, near_words, near_sizes)
+        _find_pairs(
+            start, stop, low, before, after, window, pair_near, pair_slots, shares, pair_weights, near_words, near_sizes,
+            served
+        )  # fmt: skip
 
         # All of this is of the rows as the span finds them.
         first, last = (low, high) if cbow else (start, stop)
@@ -168,6 +189,7 @@ def train(
             size = before[i] + after[i]
             counts[i - start] = min(size, 1) if cbow else size
             if cbow:
+                served[i - start] = counts[i - start]
                 weighted_sum(vectors, i - start, True, shares, nearby, pair_near, n, n + size)
             for j in range(counts[i - start]):
                 predicted[predictions] = contexts[i if cbow else low + pair_near[n + j]]
@@ -178,9 +200,9 @@ def train(
             copy_row(noise, t, context_rows, draws[number, t])
         noise[num_draws:] = 0
         words = stop - start
-        loss += _predict(counts, words, vectors, context_rows, predicted, slopes, moves, rate, with_loss)
+        loss += _predict(counts, words, vectors, context_rows, predicted, weights, slopes, moves, rate, with_loss)
         loss += _meet_noise(
-            counts, words, vectors, by_column, noise, noise_weights, noise_slopes, moves, negatives, num_draws, rate,
+            served, words, vectors, by_column, noise, noise_weights, noise_slopes, moves, negatives, num_draws, rate,
             with_loss
         )  # fmt: skip
 
@@ -223,7 +245,7 @@ def gradients(
     where = bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, places.draws
     numbers, typed_rate = [tensor.numpy() for tensor in where], rows[0].dtype.type(rate)
     dim = rows[0].shape[1]
-    loss: float = train(*copies, *numbers, dim, places.span, negative, typed_rate, cbow, with_loss)
+    loss: float = train(*copies, *numbers, dim, places.span, places.window, negative, typed_rate, cbow, with_loss)
     for row, copy in zip(rows, copies, strict=True):
         ways.append(empty(row.shape, *kind))
         set_way(row, copy, typed_rate, ways[-1].numpy())

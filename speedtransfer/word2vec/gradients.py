@@ -45,9 +45,9 @@ def draws_of(model: str, negative: int, window: int) -> int:
 
 
 MODELS = tuple(DRAWS)
-# First learning rates, those of word2vec.c but for 0.03, which is 0.025 there: similarities and analogies were better with it
-# (SimVerb-3500, MEN and the tuned sets of bench/word2vec.py).
-RATES = {"skipgram": 0.03, "cbow": 0.05}
+# First learning rates: that of word2vec.c for CBOW, and twice its 0.025 for skip-gram, with which loss, similarities and
+# analogies were better than with less (docs/word2vec.md, "What was tried").
+RATES = {"skipgram": 0.05, "cbow": 0.05}
 
 
 @dataclass
@@ -58,8 +58,9 @@ class BlockGradients:
     ----------
     center, context : Tensor, shapes (u, dim) and (v, dim)
         For the rows of the input and of the output table.
-    num_pairs : Tensor of int64, shape ()
-        Predictions: pairs of skip-gram; words of CBOW that have another one in their window. On the host.
+    num_pairs : Tensor, shape ()
+        Predictions, each as much as it counts: pairs of skip-gram; words of CBOW that have another one in their window. On the
+        host.
     loss : Tensor, shape (), or None
         Summed over the predictions and their negatives, each at the rows that it found; None where it was not asked for.
     """
@@ -82,10 +83,11 @@ def block_gradients(
 ) -> BlockGradients:
     """Return how far training at the learning rate `rate` moves the rows against the gradient, divided by `rate`.
 
-    The loss of skip-gram is ``sum softplus(-c.o) + sum softplus(c.n)`` over pairs of a word's vector c, the output row o of a
-    word in its window, and the negatives n of each; that of CBOW the same over words, c being the mean of the vectors in the
-    window and o the row of the word. What is a mean passes the whole of what it receives to each of its parts, as in
-    word2vec.c, fastText and gensim (``cbow_mean=1``): vectors in a window of CBOW, rows that a word's vector is made of.
+    The loss of skip-gram is ``sum softplus(-c.o) + sum softplus(c.n)`` over pairs of a word's vector c, the output row o
+    of a word in its window, and the negatives n of each, times what the pair counts (`places.pair_weight`). That of CBOW
+    is the same over words, c being the mean of the vectors in the window and o the row of the word. What is a mean passes
+    the whole of what it receives to each of its parts, as in word2vec.c, fastText and gensim (``cbow_mean=1``): vectors
+    in a window of CBOW, rows that a word's vector is made of.
 
     Parameters
     ----------
@@ -136,7 +138,7 @@ def _check_kernel(device: torch.device) -> bool:
     """Compare the kernel with torch where words repeat, at the ends of a block, and where nobody is around; the host waits."""
     words, position = torch.arange(50) * 7 % 23, torch.arange(50)
     before, after = torch.minimum(position % 4, position), torch.minimum(position % 3, 49 - position)
-    places = Places.find(words, before, after, torch.arange(0, 22, 2), 23, num_draws=5).to(device)
+    places = Places.find(words, before, after, torch.arange(0, 22, 2), 23, num_draws=5, window=4).to(device)
     for model in MODELS:
         found = []
         for train in (spans.train_by_kernel, spans.train_in_torch):

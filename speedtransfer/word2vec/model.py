@@ -163,10 +163,10 @@ class Word2Vec(nn.Module):
             return places
         words, before, after, negatives = (t.cpu() for t in (block.words, block.before, block.after, block.negatives))
         reach = int(torch.maximum(before, after).max()) if len(words) else 0
-        return Places.find(words, before, after, negatives, *self._found_with(reach))
+        return Places.find(words, before, after, negatives, *self._found_with(reach), block.window)
 
     def _found_with(self, reach: int) -> tuple[int, int, Subwords | None]:
-        """Return the last arguments of `Places.find`; `reach` is the widest window to a side."""
+        """Return the arguments of `Places.find` that are the model's; `reach` is the widest window to a side."""
         return self.num_words, draws_of(self.model, self.negative, reach), self.subwords
 
     def forward(self, centers: Tensor, contexts: Tensor) -> Tensor:

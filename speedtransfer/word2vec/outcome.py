@@ -15,7 +15,7 @@ from speedtransfer.word2vec.settings import Settings
 
 FEW_STEPS = 100
 MOST_WORDS = 10_000  # whose vectors are checked
-_MAX_RATE_RATIO = 8.0  # to word2vec's rate, either way: some corpora and models are best that far from it
+_MAX_RATE_RATIO = 8.0  # to the usual rate, either way: some corpora and models are best that far from it
 _MIN_LOSS_RATIO = 0.99  # to the loss of untrained vectors: above it little has been learned
 _MAX_LOSS_RATIO = 1.01  # to the same: batches differ by less
 _MAX_SHARE_OF_DIMENSION = 0.25  # of the squared length of vectors, where some 0.02 is usual
@@ -34,7 +34,7 @@ class Losses:
         """Nan before the first measurement."""
         return self._loss_sum / self._pair_sum if self._pair_sum else math.nan
 
-    def add(self, loss: float, num_pairs: int) -> None:
+    def add(self, loss: float, num_pairs: float) -> None:
         """Add a measurement: the loss summed over `num_pairs` pairs."""
         self._loss_sum = _MEAN_DECAY * self._loss_sum + loss
         self._pair_sum = _MEAN_DECAY * self._pair_sum + num_pairs
@@ -80,7 +80,7 @@ def warning_of_rate(settings: Settings, optimizer: Optimizer) -> str:
     divided = f" with eps={eps:g}" if scaled else ""
     less = "less than an eighth of" if rate < usual else "more than eight times"
     return (
-        f"lr={lr:g}{divided} moves rows at {rate:.2g}, {less} word2vec's rate, {usual:g}; for that pass "
+        f"lr={lr:g}{divided} moves rows at {rate:.2g}, {less} the usual rate, {usual:g}; for that pass "
         f"lr={usual * eps:.3g}, or drop lr"
     )
 

@@ -16,6 +16,19 @@ from speedtransfer.word2vec.subwords import Bags, Subwords
 MOST_WORDS_AT_ONCE = 16
 
 
+def pair_weight(distance: Tensor, window: int) -> Tensor:
+    """Return what a pair of words `distance` apart counts: ``(window + 1 - distance) / window``, or 1 where `window` is 0.
+
+    That is the probability that a window of word2vec, drawn from 1 to `window`, reaches so far.
+    """
+    return (window + 1 - distance).double() / window if window else torch.ones_like(distance)
+
+
+def _side_weight(reach: Tensor, window: int) -> Tensor:
+    """Return the sum of `pair_weight` over the distances 1 to `reach`."""
+    return (reach * (2 * window + 1 - reach)).double() / (2 * window) if window else reach
+
+
 @dataclass(frozen=True)
 class Places:
     """The rows of both tables that a block needs, and where among them its words and negatives are.
@@ -36,10 +49,12 @@ class Places:
         Words that are trained at once.
     draws : Tensor of int64, shape (spans, min(num_draws, pool))
         The negatives of each span, as positions in the output rows.
-    num_pairs, num_predicted : Tensor of int64, shape ()
-        All pairs; the words that have another one in their window. On the host.
+    num_pairs, num_predicted : Tensor, shape ()
+        All pairs, each as much as it counts; the words that have another one in their window. On the host.
+    window : int
+        As in `Block`.
     found_with : tuple
-        The last three arguments of `find`.
+        `num_words`, `num_draws` and `subwords` of `find`.
     """
 
     bags: Bags
@@ -52,6 +67,7 @@ class Places:
     draws: Tensor
     num_pairs: Tensor
     num_predicted: Tensor
+    window: int
     found_with: tuple[int, int, Subwords | None]
 
     @classmethod
@@ -64,6 +80,7 @@ class Places:
         num_words: int,
         num_draws: int,
         subwords: Subwords | None = None,
+        window: int = 0,
     ) -> Places:
         """Return those of the tensors of a block, all on the CPU.
 
@@ -77,6 +94,8 @@ class Places:
             Negatives that each span takes from the pool.
         subwords : Subwords, optional
             What words are made of; by default each has one row.
+        window : int
+            As in `Block`.
 
         Raises
         ------
@@ -95,8 +114,9 @@ class Places:
             int(torch.maximum(before, after).max()) if len(words) else 0,
             span,
             _draw(outputs.inverse[len(words) :], -(-len(words) // span), num_draws),
-            sizes.sum(),
+            (_side_weight(before, window) + _side_weight(after, window)).sum(),
             (sizes > 0).sum(),
+            window,
             (num_words, num_draws, subwords),
         )
 

@@ -2,6 +2,7 @@
 
 A block is a stretch of the corpus of fixed length, chosen so that about `block_words` words survive subsampling. Fixed
 stretches make the number of steps known beforehand, so that a learning rate can fall along a straight line to the very end.
+Each epoch takes the stretches in an order of its own: in that of the text, rows lean towards its last topics at the end.
 What a step draws depends on the seed and the number of the step alone: a run is taken up in the middle by that number, and
 blocks can be drawn ahead of time.
 """
@@ -30,7 +31,7 @@ CHOSEN = ("epochs", "block_words")  # settings that a schedule chooses where the
 STEPS = 1_000  # that a run should have
 EPOCHS, MOST_EPOCHS = 5, 50
 BLOCK_WORDS, FEWEST_BLOCK_WORDS = 16_384, 32
-_SETTINGS = ("seed", "window", "sample", "block_words", "shared_negatives")
+_SETTINGS = ("model", "seed", "window", "sample", "block_words", "shared_negatives")
 GROUP_WORDS = 512  # words of a block that each `shared_negatives` of the pool are drawn for
 
 
@@ -48,6 +49,9 @@ class Block:
         Words drawn from the noise distribution, from which the words of the block take theirs (`Places.draws`).
     num_corpus_words : int
         Words of the corpus that the block covers, before subsampling.
+    window : int
+        0: the reach of each word's context was drawn, as in word2vec. Else it is `window` for all, and a pair counts with the
+        probability that word2vec would have drawn it, see `places.pair_weight`.
     places : Places or None
         Where its rows are in the tables of a model, as `Word2Vec.prepare` has found. None: not found yet.
     """
@@ -57,6 +61,7 @@ class Block:
     after: Tensor
     negatives: Tensor
     num_corpus_words: int
+    window: int = 0
     places: Places | None = None
 
 
@@ -95,6 +100,8 @@ class Sampler:
             )
         self.ids, self.starts, self.seed = ids, starts, settings.seed
         self.window, self.shared_negatives = settings.window, settings.pool
+        # What CBOW predicts from is a mean over the window: no sum of pairs, of which the expectation could be taken instead.
+        self._draws_windows = settings.model == "cbow"
         block_words = min(settings.block_words or BLOCK_WORDS, max(len(ids), 2))
         self.pool = -(-block_words // GROUP_WORDS) * self.shared_negatives
         num_bytes = 8 * self.pool
@@ -110,6 +117,10 @@ class Sampler:
         cumulated = np.cumsum(vocabulary.noise())
         cumulated[-1] = 1.0  # exactly, however the sum was rounded
         self._noise = torch.from_numpy(cumulated)
+        self._order: tuple[int, Tensor] = (
+            -1,
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+        )  # of the epoch last asked for
 
     def __len__(self) -> int:
         """Return the number of steps per epoch."""
@@ -147,15 +158,28 @@ class Sampler:
 
     def block(self, step: int) -> Block:
         """Draw the block of `step`, counted from 0 over all epochs."""
-        start = step % len(self) * self.stretch
+        epoch, number = divmod(step, len(self))
+        start = int(self._order_of(epoch)[number]) * self.stretch
         stretch = self.ids[start : start + self.stretch]
         generator = torch.Generator().manual_seed(self._seed_of(step))
         words = torch.from_numpy(stretch.astype(np.int64))
         kept = torch.rand(len(words), generator=generator, device="cpu") < self._keep[words]
         words = words[kept]
-        windows = torch.randint(1, self.window + 1, (len(words),), generator=generator, device="cpu")
+        windows = torch.full((len(words),), self.window, device="cpu")
+        if self._draws_windows:
+            windows.random_(1, self.window + 1, generator=generator)
         before, after = self._within(windows, kept, start)
-        return Block(words, before, after, self._draw_negatives(generator), len(stretch))
+        negatives = self._draw_negatives(generator)
+        return Block(words, before, after, negatives, len(stretch), 0 if self._draws_windows else self.window)
+
+    def _order_of(self, epoch: int) -> Tensor:
+        """Return in which order an epoch takes the stretches."""
+        kept, order = self._order
+        if kept != epoch:
+            generator = torch.Generator().manual_seed(self._seed_of(-1 - epoch))  # no step has that number
+            order = torch.randperm(len(self), generator=generator, device="cpu")
+            self._order = epoch, order
+        return order
 
     def _draw_negatives(self, generator: torch.Generator) -> Tensor:
         """Draw (pool,) words of the noise, one in each of as many equal strata of it, in random order.

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer.cuda import KernelArgument, current_stream, launch_kernel, load_kernel
-from speedtransfer.word2vec.places import Places
+from speedtransfer.word2vec.places import Places, pair_weight
 
 THREADS = 512  # of the block that does it alone
 _PARTS = 8  # kParts of word2vec.cu
-_TRAIN = KernelArgument("21q2d")  # struct Train
+_TRAIN = KernelArgument("22q2d")  # struct Train
 
 
 def pack_spans(
@@ -49,7 +49,7 @@ def pack_spans(
     pointers = [tensor.data_ptr() for tensor in (center_rows, context_rows, *given, *room.split(sizes))]
     packed = _TRAIN.pack(
         *(*pointers, 0 if losses is None else losses.data_ptr()),
-        *(len(places.before), dim, span, reach, num_draws, cbow),
+        *(len(places.before), dim, span, reach, num_draws, cbow, places.window),
         *(negative, rate),
     )
     return packed, room
@@ -113,7 +113,7 @@ def train_in_torch(
             targets, counts = contexts[here], around.clamp(max=1)
             scores = (vectors * context_rows[targets]).sum(1, keepdim=True)
         else:
-            targets, counts = contexts[near], inside
+            targets, counts = contexts[near], inside * pair_weight(gap.abs(), places.window).to(inside.dtype)
             scores = vectors @ context_rows[targets].T
         noise_scores, weight = vectors @ noise.T, counts.sum(1, keepdim=True) * (negative / len(drawn))
         if loss is not None:

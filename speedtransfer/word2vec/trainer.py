@@ -173,12 +173,12 @@ class Trainer:
             result = self.model.deposit_gradients(block, self.step % LOSS_EVERY == 0, rate, self._ranks)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self._has_learned = self._has_learned or int(result.num_pairs) > 0
+            self._has_learned = self._has_learned or float(result.num_pairs) > 0
             if result.loss is not None:
                 loss = float(result.loss)  # the host waits for a CUDA device
                 if not math.isfinite(loss):
                     raise self._blown_up(f"the loss is {loss}")
-                self._losses.add(loss, int(result.num_pairs))
+                self._losses.add(loss, float(result.num_pairs))
         self._corpus_words += block.num_corpus_words * self._ranks
         self.step += 1
 

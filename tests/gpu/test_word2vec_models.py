@@ -22,7 +22,7 @@ def draw_block(num_words=200, window=5):
     windows = torch.randint(0, window + 1, (num_words,), generator=generator)
     position = torch.arange(num_words)
     before, after = torch.minimum(windows, position), torch.minimum(windows, position.flip(0))
-    return Block(words, before, after, torch.randint(0, len(WORDS), (48,), generator=generator), num_words)
+    return Block(words, before, after, torch.randint(0, len(WORDS), (48,), generator=generator), num_words, window)
 
 
 def train(block, device, memory, **options):
@@ -46,7 +46,7 @@ def test_steps_are_those_of_the_host(kind, buckets, memory, blocks_on):
     block = draw_block()
     expected = train(block, "cpu", "pageable", model=kind, buckets=buckets)
     tensors = (block.words, block.before, block.after, block.negatives)
-    moved = Block(*(tensor.to(blocks_on) for tensor in tensors), block.num_corpus_words)
+    moved = Block(*(tensor.to(blocks_on) for tensor in tensors), block.num_corpus_words, block.window)
     got = train(moved, "cuda", memory, model=kind, buckets=buckets)
     for ours, host in zip(got, expected, strict=True):
         torch.testing.assert_close(ours.cpu(), host, rtol=3e-4, atol=5e-5)  # hundreds of additions, in another order
