@@ -40,8 +40,6 @@ from word2vec_bootstrap import with_differences
 from word2vec_child import EVALUATE, GENSIM, OURS, cores
 from word2vec_data import (
     ANALOGIES,
-    AT_OUR_RATE,
-    GENSIM_ALPHA,
     MODELS,
     WARM_WORDS,
     Corpus,
@@ -56,7 +54,6 @@ from word2vec_report import draw, label, markdown
 from word2vec_statistics import System, corpus_of, key_of, speeds, system_of
 
 from speedtransfer.errors import format_bytes
-from speedtransfer.word2vec.gradients import RATES
 from speedtransfer.word2vec.optimizers import find_optimizer
 
 _SCRIPT = "word2vec_child.py"
@@ -240,10 +237,6 @@ class Session:
             first = 1 if place else None
             for model in settings.models[:first]:
                 yield System(corpus, model, GENSIM, "", dim)
-                if (
-                    not place and model == MODELS[0]
-                ):  # a rate is a setting, too: what it does must not be taken for ours
-                    yield System(corpus, model, GENSIM, AT_OUR_RATE, dim)
                 yield from (System(corpus, model, OURS, name, dim) for name in settings.optimizers[:first])
 
     def _left(self) -> list[Run]:
@@ -288,7 +281,6 @@ class Session:
             **key_of(system),
             "task": system.name,
             "seed": run.seed,
-            "alpha": RATES[system.model] if system.optimizer == AT_OUR_RATE else GENSIM_ALPHA,
             "corpus": str(self._texts[system.corpus]),
             "folder": str(self._folder),
             "sets": [

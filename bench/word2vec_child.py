@@ -30,7 +30,7 @@ def cores() -> int:
 
 
 def train_gensim(job: dict[str, Any]) -> dict[str, Any]:
-    """Train as ``Word2Vec(corpus_file=...)`` does, at its first rate or ours; vocabulary and training are timed apart."""
+    """Train as ``Word2Vec(corpus_file=...)`` does; vocabulary and training are timed apart."""
     from gensim.models import Word2Vec
 
     clock = _Clock()
@@ -46,7 +46,6 @@ def train_gensim(job: dict[str, Any]) -> dict[str, Any]:
         epochs=job["epochs"],
         workers=cores(),
         seed=job["seed"],
-        alpha=job["alpha"],
     )
     model.build_vocab(corpus_file=job["corpus"])
     clock.vocabulary_is_done()

@@ -19,7 +19,6 @@ _ENDINGS = (".text8.xz", ".text8", ".text8.gz", ".txt", ".txt.xz", ".txt.gz")
 PAIRS, ANALOGIES = "pairs", "analogies"  # kinds of sets
 PARTS = ("semantic", "syntactic")  # of analogies
 MODELS = ("skipgram", "cbow")
-AT_OUR_RATE, GENSIM_ALPHA = "its own SGD, our first rate", 0.025  # gensim with our learning rate in place of its own
 LINE_WORDS = 1000  # gensim's workers share out a corpus by lines, and cut one of more than 10,000 words
 WARM_WORDS = 20_000
 _READ = 1 << 20

@@ -265,7 +265,7 @@ def _draw_set(axes: Any, result: dict[str, Any], corpus: str, rows: list[System]
         return
     for place, system in enumerate(rows):
         _show_score(axes, place, scores(result, system, name), _colour(system))
-        if system.name == GENSIM and not system.optimizer:
+        if system.name == GENSIM:
             same = [row for row, other in enumerate(rows) if (other.model, other.dim) == (system.model, system.dim)]
             _show_gensim(axes, same, scores(result, system, name))
 

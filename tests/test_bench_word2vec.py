@@ -282,14 +282,13 @@ def test_a_stopped_run_goes_on(small_run):
 
 
 def test_the_order_of_runs(tmp_path):
-    """Whole seeds; only the first model and the first optimizer in further dimensions, and gensim at our rate in the first."""
+    """Whole seeds; only the first model and the first optimizer in further dimensions."""
     settings = module("_data").Settings(dims=(8, 9), optimizers=("adamw", "sgd"), seeds=2)
     session = module("").Session(tmp_path, settings, [], tmp_path / "partial.json", None)
     session._texts = {"large.txt": tmp_path, "small.txt": tmp_path}
     order = [(run.seed, *run.system) for run in session._runs()]
     names = [("gensim", ""), ("speedtransfer", "adamw"), ("speedtransfer", "sgd")]
     of_one = [(model, *name, 8) for model in ("skipgram", "cbow") for name in names]
-    of_one.insert(1, ("skipgram", "gensim", module("_data").AT_OUR_RATE, 8))
     of_one += [("skipgram", *name, 9) for name in names[:2]]
     assert order == [
         (seed, f"{name}.txt", *system) for seed in (1, 2) for name in ("large", "small") for system in of_one

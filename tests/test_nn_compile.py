@@ -33,6 +33,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _compiled_anew():
+    torch.compiler.reset()
     yield
     torch.compiler.reset()
 

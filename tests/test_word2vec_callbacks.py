@@ -68,8 +68,8 @@ def test_curves(corpus, tmp_path, every_step):
     for tag in CURVES:
         assert [step for step, _ in seen[tag]] == list(range(1, steps + 1))
     lr = [value for _, value in seen["train/lr"]]
-    assert lr[0] == pytest.approx(0.5)
-    assert lr == pytest.approx([0.5 * max(1 - step / steps, LR_END) for step in range(steps)], rel=1e-6)
+    assert lr[0] == pytest.approx(0.3)
+    assert lr == pytest.approx([0.3 * max(1 - step / steps, LR_END) for step in range(steps)], rel=1e-6)
     bytes_in = [value for _, value in seen["rows/bytes_in"]]
     assert bytes_in == sorted(bytes_in)
     assert bytes_in[0] > 2 * 40 * 8 * 4

@@ -163,11 +163,11 @@ def test_warnings_reach_who_calls_train(settings, expected, caplog):
         ({"lr": 0.05, "optimizer": "sgd"}, ""),
         ({"lr": 0.06, "options": {"eps": 1.0}}, ""),
         ({"lr": 0.02, "optimizer": "rprop"}, ""),  # its steps are not a part of the gradient
-        ({"lr": 0.02}, "lr=0.02 with eps=10 moves rows at 0.002, less than an eighth of the usual rate, 0.05; for that pass "
-                       "lr=0.5, or drop lr"),
+        ({"lr": 0.02}, "lr=0.02 with eps=10 moves rows at 0.002, less than an eighth of the usual rate, 0.03; for that pass "
+                       "lr=0.3, or drop lr"),
         ({"lr": 0.02, "model": "cbow"}, "the usual rate, 0.05; for that pass lr=0.5"),
         ({"lr": 0.02, "options": {"eps": 1e-8}}, "lr=0.02 with eps=1e-08 moves rows at 2e+06, more than eight times"),
-        ({"lr": 0.5, "optimizer": "SGD"}, "lr=0.5 moves rows at 0.5, more than eight times the usual rate, 0.05"),
+        ({"lr": 0.5, "optimizer": "SGD"}, "lr=0.5 moves rows at 0.5, more than eight times the usual rate, 0.03"),
     ],
 )  # fmt: skip
 def test_rates_far_from_those_of_word2vec(settings, expected):

@@ -199,7 +199,7 @@ def test_sequences(tmp_path, kind):
     [
         ({"dim": 9}, "dim is 9 but the checkpoint .* was made with 8; pass that dim, or choose another checkpoint"),
         ({"optimizer": "adam"}, "optimizer is 'adam' but the checkpoint .* was made with 'adamw'"),
-        ({"lr": 0.3}, "lr is 0.3 but the checkpoint .* was made with 0.5"),
+        ({"lr": 0.5}, "lr is 0.5 but the checkpoint .* was made with 0.3"),
         ({"options": {"eps": 0.1}}, r"options is {'eps': 0.1} but the checkpoint .* was made with {}"),
         ({"epochs": 3}, "epochs is 3 but the checkpoint .* was made with 2"),
         ({"sample": 0}, "sample is 0.0 but the checkpoint .* was made with 0.01"),
@@ -219,7 +219,7 @@ def point(corpus, tmp_path_factory):
 
 
 def test_settings_that_mean_the_same(point, corpus, tmp_path):
-    same = {"optimizer": "AdamW", "lr": 0.5, "device": torch.device("cpu"), "memory": "mmap", "path": tmp_path / "t"}
+    same = {"optimizer": "AdamW", "lr": 0.3, "device": torch.device("cpu"), "memory": "mmap", "path": tmp_path / "t"}
     quietly(corpus, checkpoint=point, resume=True, **same)
 
 

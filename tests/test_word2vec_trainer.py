@@ -476,7 +476,7 @@ def test_a_loss_that_rose_is_reported(corpus, caplog):
 def test_a_loss_at_chance_is_reported(corpus, caplog):
     quietly(corpus, lr=1e-9, epochs=2, block_words=200)
     assert caplog.messages[1:] == [
-        "the loss ended at 4.158 and that of vectors which know nothing is 4.159: little was learnt; pass more epochs than 2, "
+        "the loss ended at 4.159 and that of vectors which know nothing is 4.159: little was learnt; pass more epochs than 2, "
         "a smaller block_words, or a larger lr than 1e-09"
     ]
 

@@ -19,17 +19,17 @@ from speedtransfer.word2vec.gradients import RATES
 # touched often, whose gradients are the largest, then move a little less. With a small eps instead all rows would move as far
 # as lr at every step, however little they have to learn: rare words, and their output rows, would become noise.
 DEFAULT_LR: dict[str, float] = {
-    "adadelta": 50.0,
-    "adagrad": 50.0,
-    "adam": 0.5,
-    "adamax": 50.0,
-    "adamw": 0.5,
-    "asgd": 0.05,
-    "nadam": 0.5,
-    "radam": 0.05,
-    "rmsprop": 0.5,
+    "adadelta": 30.0,
+    "adagrad": 30.0,
+    "adam": 0.3,
+    "adamax": 30.0,
+    "adamw": 0.3,
+    "asgd": 0.03,
+    "nadam": 0.3,
+    "radam": 0.03,
+    "rmsprop": 0.3,
     "rprop": 0.001,
-    "sgd": 0.05,
+    "sgd": 0.03,
 }
 FALLBACK_LR = 0.01  # for an optimizer that is not in the table
 # Momentum of a row is spread over the next ten blocks that have the row: hundreds of thousands of words later for a rare one,
