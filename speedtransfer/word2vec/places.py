@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.tables import UniqueRows, move_together, unique_rows
 from speedtransfer.word2vec.subwords import Bags, Subwords
 
@@ -101,7 +102,14 @@ class Places:
         ------
         RowIndexError
             A word is none of the vocabulary.
+        InvalidValueError
+            A context reaches further than `window`, where pairs would count less than nothing.
         """
+        reach = int(torch.maximum(before, after).max()) if len(words) else 0
+        if reach > window > 0:
+            raise InvalidValueError(
+                f"a context reaches {reach} words but window is {window}; pass window={reach}, or 0"
+            )
         outputs, sizes = unique_rows(torch.cat([words, negatives]), num_words), before + after
         bags = Bags.of_single_rows(words) if subwords is None else subwords.find(words)
         span = _span_of(bags, len(words))
@@ -111,7 +119,7 @@ class Places:
             outputs,
             before,
             after,
-            int(torch.maximum(before, after).max()) if len(words) else 0,
+            reach,
             span,
             _draw(outputs.inverse[len(words) :], -(-len(words) // span), num_draws),
             (_side_weight(before, window) + _side_weight(after, window)).sum(),
