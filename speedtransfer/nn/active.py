@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import check_not_capturing, is_capturing
-from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.ahead import may_pad
 from speedtransfer.nn.ticket import Ticket, find_ticket
@@ -27,8 +26,8 @@ class ActiveRows:
     inverse : Tensor
         Position in `ids` of each of the original ids, in their shape.
     rows : Tensor
-        ``(n, dim)`` on the compute device. With gradients a leaf of autograd: its gradient is deposited for the optimizer. The
-        next step updates this memory in place.
+        ``(n, dim)`` on the compute device. With gradients they require one, which is deposited for the optimizer. The next
+        step updates this memory in place.
     """
 
     __slots__ = ("_groups", "_handle", "_lookup", "_padding_idx", "_state_rows", "_version", "ids", "inverse", "rows")
@@ -51,10 +50,14 @@ class ActiveRows:
         self._lookup = lookup
         if training:
             # A partial of self would be a cycle that keeps the rows alive.
-            deposit = functools.partial(_deposit, handle, self.ids, self._version, rows, lookup)
-            self.rows.requires_grad_()
-            self.rows.register_post_accumulate_grad_hook(deposit)
-            handle.track_leaf(self.rows, self.ids)
+            given: Any = {
+                "ids": self.ids,
+                "rows": self.rows,
+                "version": self._version,
+                "state_rows": rows,
+                "lookup": lookup,
+            }
+            self.rows = handle.join(self.rows, self.ids, functools.partial(handle.deposit, **given))
 
     def add_grad(self, grad: Tensor) -> None:
         """Deposit a gradient written by hand for ``optimizer.step()``, without autograd.
@@ -78,19 +81,6 @@ class ActiveRows:
         with torch.no_grad():
             handle, rows = self._handle, self.rows.detach()
             handle.deposit(self.ids, grad, rows, self._version, self._state_rows, lookup=self._lookup)
-
-
-@uncompiled
-def _deposit(
-    handle: Handle, ids: Tensor, version: int, state_rows: dict[str, Tensor], lookup: Any, leaf: Tensor
-) -> None:
-    """Deposit the gradient of a leaf, ``(n, dim)``, for the rows `ids`."""
-    grad, leaf.grad = leaf.grad, None
-    assert grad is not None
-    # Frozen since the forward pass: torch drops the gradient too.
-    if handle.requires_grad:
-        grad = grad.to_dense() if grad.is_sparse else grad
-        handle.deposit(ids, grad, leaf.detach(), version, state_rows, lookup=lookup)
 
 
 def activate(

@@ -10,11 +10,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.weight import TableWeight
 from speedtransfer.optim import Handle
-from speedtransfer.optim.binding import KEY
+from speedtransfer.optim.graph import KEY, listen
 from speedtransfer.rows import Rows
 from speedtransfer.tables import Table
 
@@ -34,6 +33,7 @@ class FeatureHandle:
         with torch.inference_mode(False):
             made = nn.Parameter(self.placeholder(), requires_grad=self.requires_grad)
         made.__dict__[KEY], self.param_ref = self, weakref.ref(made)
+        listen(made)
         made.__class__ = TableWeight
         return made
 
@@ -96,24 +96,16 @@ class FeatureHandle:
                 return values
             return torch.empty_like(values, device=handle.table.device, dtype=handle.rows.dtype).copy_(values)
 
-    def whole_leaf(self) -> Tensor:
-        """Return the rows as a leaf of autograd, `whole` with gradients; backward deposits that of all of them."""
+    def whole_in_graph(self) -> Tensor:
+        """Return the rows as what a graph made of the weight of all features; backward deposits their gradient."""
         with torch.inference_mode(False):
-            leaf = self.whole().detach().requires_grad_()
-        handle, start = self.handle, self.start
+            rows = self.whole().detach()
+        return self.handle.join(rows, torch.arange(self.start, self.stop, device=rows.device), self.receive)
 
-        @uncompiled
-        def deposit(leaf: Tensor) -> None:
-            grad, leaf.grad = leaf.grad, None
-            assert grad is not None
-            # Frozen since the forward pass: torch drops the gradient too.
-            if handle.requires_grad:
-                ids, rows = handle._rows_of(grad.detach())
-                handle.deposit(ids + start, rows, whole=True)
-
-        leaf.register_post_accumulate_grad_hook(deposit)
-        handle.track_leaf(leaf, torch.arange(start, self.stop, device=leaf.device))
-        return leaf
+    def receive(self, grad: Tensor) -> None:
+        """Deposit the gradient of all rows of the feature, ``(n, dim)``."""
+        ids, rows = self.handle._rows_of(grad.detach())
+        self.handle.deposit(ids + self.start, rows, whole=True)
 
     def store(self, values: Tensor) -> None:
         """Set the rows to `values`, ``(n, dim)``, and keep the state of the optimizer."""

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import Handle, find_handle
-from speedtransfer.optim.table_param import as_tensor
+from speedtransfer.optim.graph import as_tensor
 from speedtransfer.tables import Table
 
 # Both are filled by `weight_calls` and `weight_shards`.
@@ -277,7 +277,7 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if not handle.table.writable and _writes_to(weight, func, args, kwargs):
             handle.table.check_writable()
         trains = torch.is_grad_enabled() and handle.requires_grad and not isinstance(weight, WeightData)
-        values = handle.whole_leaf() if trains else handle.whole()
+        values = handle.whole_in_graph() if trains else handle.whole()
         given[id(values)] = weight, values, handle, values._version
         return values
 

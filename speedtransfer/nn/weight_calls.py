@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, rowless, special
 from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle
-from speedtransfer.optim.anchor import collected
-from speedtransfer.optim.table_param import as_tensor
+from speedtransfer.optim.anchor import Arrived, collected
+from speedtransfer.optim.graph import as_tensor, edges_to, listen
+from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.tables import padded_anew
 
 
@@ -90,8 +93,14 @@ def _require_grad(weight: Any, requires_grad: bool = True) -> Any:
         handle_of(weight).table.check_writable()
     with as_tensor():
         weight.requires_grad = requires_grad
+    listen(weight)
     handle_of(weight).requires_grad = requires_grad
     return weight
+
+
+def _detach_in_place(weight: Any) -> Any:
+    """Freeze the weight, as torch does with a leaf."""
+    return _require_grad(weight, False)
 
 
 def _full_like(weight: Any, fill_value: Any, **kwargs: Any) -> Any:
@@ -126,6 +135,17 @@ in_transform: Callable[[], Any] = getattr(
 
 
 # --- lookups ----------------------------------------------------------------------------------------------------------------
+
+
+def _own_view(weight: Any, other: Any) -> Any:
+    """Replace ``weight.view_as(weight)`` and the like, from which people take the node of the parameter in the graph."""
+    if other is not weight or not isinstance(weight, TableWeight) or not torch.is_grad_enabled():
+        return NotImplemented
+    handle = handle_of(weight)
+    if not isinstance(handle, Handle) or not handle.requires_grad:
+        return NotImplemented
+    handle.know_node()
+    return handle.whole_in_graph()
 
 
 def _has_table(weight: Any) -> bool:
@@ -239,25 +259,28 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
                 "backward() and use weight.grad, or give the rows: active = emb.activate(ids), ..., grad(loss, active.rows)"
             )
     handles = {handle_of(w) for w in wanted if isinstance(w, TableWeight)}
+    if not all(handle.requires_grad for handle in handles):
+        raise RuntimeError("One of the differentiated Tensors does not require grad")
+    for handle in handles:
+        if handle.late_hooks and handle.has_hooks():
+            handle.refuse_node()
     compiled = [handle for handle in handles if handle.anchor.lookups]
     if compiled and (kwargs.get("create_graph") or kwargs.get("is_grads_batched") or any(args[2:3])):
         raise InvalidTypeError(
             f"torch.autograd.grad was asked for the gradient of {compiled[0]}, which a compiled model has looked up in, to be "
             "differentiated again (create_graph) or for many at once (is_grads_batched); leave torch.compile out there"
         )
-    followed = [handle_of(w).leaves() if isinstance(w, TableWeight) else [(w, None)] for w in wanted]
-    flat = [leaf for leaves in followed for leaf, _ in leaves]
+    followed: list[Any] = [edges_to(handle_of(w)) if isinstance(w, TableWeight) else [w] for w in wanted]
+    flat = [*(edge for edges in followed for edge in edges), *(handle.anchor.leaf for handle in compiled)]
+    with _asking(handles), collected(outputs, compiled) as arrived:
+        found = iter(torch.autograd.grad(outputs, flat, *args, **{**kwargs, "allow_unused": True}))
     allowed = kwargs.get("allow_unused") or kwargs.get("materialize_grads", False)
-    with collected(outputs, compiled) as arrived:
-        parts = torch.autograd.grad(outputs, flat, *args, **{**kwargs, "allow_unused": True}) if flat else ()
-    found = iter(parts)
     results: list[Tensor | None] = []
-    for weight, leaves in zip(wanted, followed, strict=True):
-        grads: list[tuple[Tensor | None, Tensor | None]] = [(next(found), ids) for _, ids in leaves]
-        if isinstance(weight, TableWeight) and handle_of(weight) in arrived:
-            # In the place of what the anchor got.
-            grads[-1:] = [(one.grad, one.ids) for one in arrived[handle_of(weight)]]
-        result = _summed(handle_of(weight), grads) if isinstance(weight, TableWeight) else grads[0][0]
+    for weight, edges in zip(wanted, followed, strict=True):
+        parts: list[Tensor | None] = [next(found) for _ in edges]
+        result = parts[0]
+        if isinstance(weight, TableWeight):
+            result = _of_weight(handle_of(weight), parts, arrived.get(handle_of(weight), []))
         if result is None and not allowed:
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this "
@@ -269,37 +292,38 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     return tuple(results)
 
 
-def _summed(handle: Handle, grads: list[tuple[Tensor | None, Tensor | None]]) -> Tensor | None:
-    """Return the sum of gradients ``(n, dim)`` of the rows with the ids beside them; ids None: of all rows."""
+@contextlib.contextmanager
+def _asking(handles: set[Handle]) -> Iterator[None]:
+    """Send gradients of rows to the nodes of their parameters, where autograd finds them."""
+    for handle in handles:
+        handle.askers += 1
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.askers -= 1
+
+
+def _of_weight(handle: Handle, parts: list[Tensor | None], arrived: list[Arrived]) -> Tensor | None:
+    """Return the gradient of all rows from those of the nodes of the parameter, and those of compiled lookups."""
+    if arrived:
+        ids = [padded_anew(one.ids, handle.num_rows) for one in arrived]
+        with torch.no_grad():
+            pairs = zip(ids, arrived, strict=True)
+            found = [handle.of_all_rows(ids, one.grad, handle.num_rows) for ids, one in pairs]
+            parts = [*parts, handle.hooked(functools.reduce(torch.add, found))]
     total: Tensor | None = None
-    pairs = [
-        (handle.own_gradient(ids, grad.to_dense() if grad.is_sparse else grad), ids)
-        for grad, ids in grads
-        if grad is not None
-    ]
-    shape = (handle.num_rows, handle.table.dim)
-    if handle.has_grown:
-        pairs = [_of_more_rows(grad, ids, shape[0]) for grad, ids in pairs]
-    if handle.sparse and pairs and all(ids is not None and grad.dim() == 2 for grad, ids in pairs):
-        # Without padding, for which the host waits.
-        pairs = [(grad[ids < shape[0]], ids[ids < shape[0]]) for grad, ids in pairs if ids is not None]
-        index = torch.cat([ids for _, ids in pairs if ids is not None]).unsqueeze(0)
-        return torch.sparse_coo_tensor(index, torch.cat([grad for grad, _ in pairs]), shape, check_invariants=False)
-    for grad, ids in pairs:
-        if ids is not None:
-            # Many gradients at once (is_grads_batched) have one more dimension.
-            # What pads the rows adds zero to the last one.
-            ids = ids.to(grad.device).clamp(max=shape[0] - 1)
-            grad = grad.new_zeros(*grad.shape[:-2], *shape).index_add(-2, ids, grad)
-        total = grad if total is None else total + grad
-    return None if total is None else handle.hooked(total)
-
-
-def _of_more_rows(grad: Tensor, ids: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor | None]:
-    """Return a gradient and the ids of its rows, of a table that may have had fewer rows when these were used."""
-    if ids is None:
-        return torch.nn.functional.pad(grad, (0, 0, 0, num_rows - grad.shape[-2])), None
-    return grad, padded_anew(ids, num_rows)
+    for given in parts:
+        if given is None:
+            continue
+        part: Tensor = given
+        if isinstance(given, RowGradient):
+            part = given.coo() if given.sparse else given.dense()
+        if part.shape[-2] < handle.num_rows:
+            # Of rows that were used when there were fewer.
+            part = F.pad(part.to_dense(), (0, 0, 0, handle.num_rows - part.shape[-2]))
+        total = part if total is None else total + part
+    return total
 
 
 # --- the functions ----------------------------------------------------------------------------------------------
@@ -350,6 +374,10 @@ special.update(
         Tensor.index_select: _index_select,
         torch.index_select: _index_select,
         torch.autograd.grad: _grad,
+        Tensor.detach_: _detach_in_place,
+        torch.detach_: _detach_in_place,
+        Tensor.view_as: _own_view,
+        Tensor.expand_as: _own_view,
         Tensor.share_memory_: _refused("cannot be shared by forked processes; make each its own, or train in one"),
         Tensor.set_: _set,
         Tensor.resize_: _resize,

@@ -1,6 +1,6 @@
 """What ``torch.autograd.backward`` does for tables: weights among its `inputs`, and the exchange between processes at its end.
 
-A weight is in no graph: the leaves of its lookups are, and deposit for it.
+A compiled lookup is not joined to its weight: the leaf of its anchor stands for that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.optim.graph import edges_to
 from speedtransfer.optim.handle import any_handles, find_handle
 from speedtransfer.optim.reducers import exchange_gradients, forget, made, turn
 
@@ -26,7 +26,7 @@ def _with_leaves(backward: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(backward)
     def called(*args: Any, **kwargs: Any) -> None:
         if kwargs.get("inputs") is not None and any_handles():
-            kwargs["inputs"] = _leaves_of(kwargs["inputs"])
+            kwargs["inputs"] = _edges_to(kwargs["inputs"])
         # One within another (a checkpoint that runs a part of the model again) is a part of that.
         if not made or torch._C._current_graph_task_id() >= 0:
             return backward(*args, **kwargs)
@@ -41,15 +41,16 @@ def _with_leaves(backward: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-def _leaves_of(inputs: Any) -> list[Tensor]:
-    flat: list[Tensor] = []
-    for tensor in [inputs] if isinstance(inputs, Tensor) else inputs:
+def _edges_to(inputs: Any) -> list[Any]:
+    flat: list[Any] = []
+    given = inputs.values() if isinstance(inputs, dict) else inputs
+    for tensor in [inputs] if isinstance(inputs, Tensor) else given:
         handle = find_handle(tensor)
         if handle is None:
             flat.append(tensor)
             continue
-        leaves = handle.leaves()
-        if not leaves:
-            raise InvalidValueError(f"no graph leads to the rows of {handle}; look them up (emb(ids)) before backward")
-        flat.extend(leaf for leaf, _ in leaves)
+        # Edges, as functions of torch would take the whole table for a weight.
+        flat += edges_to(handle) if handle.requires_grad else [tensor]
+        if handle.anchor.lookups:
+            flat.append(handle.anchor.leaf)
     return flat

@@ -9,12 +9,9 @@ import torch
 from torch import nn
 
 from speedtransfer.errors import OptimizerError
+from speedtransfer.optim.graph import KEY, as_tensor
 from speedtransfer.optim.pending import PendingGradient
-from speedtransfer.optim.table_param import as_tensor
 from speedtransfer.rows import Rows
-
-# Key of the handle in the __dict__ of its parameter.
-KEY = "_speedtransfer_handle"
 
 
 class Binding(PendingGradient):

@@ -2,11 +2,11 @@
 
 forward
     `nn.active.activate` finds the unique ids of a batch. `Rows.read` gathers their rows (`fetch`), decodes them and applies
-    the steps that they have missed (`finish`). They become `ActiveRows.rows`, a leaf of autograd, which `nn.lookup.lookup`
-    indexes.
+    the steps that they have missed (`finish`). They become `ActiveRows.rows`, in the graph of autograd, which
+    `nn.lookup.lookup` indexes.
 backward
-    The hook of that leaf, `nn.active._deposit`, calls `Handle.deposit`, which adds its gradient to the pending one: `ids`,
-    `grad`, `active`.
+    The node between them and the parameter, `graph.Joined`, calls `Handle.deposit`, which adds their gradient to the pending
+    one: `ids`, `grad`, `active`. Where hooks look at the parameter, they get it first, and `graph.receive` deposits it.
 step
     Before it `hooks._load` probes an optimizer that is new to the table (`give_state` adds planes for its state) and calls
     `Handle.begin_step`: `refresh` reads the active rows again if the table has changed, `RowState.load` puts their state into
@@ -24,6 +24,7 @@ The parts of a handle, each the base of the one before: `Handle`, `Binding`, `Pe
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from typing import Any, ClassVar
 
@@ -32,9 +33,9 @@ from torch import Tensor, nn
 
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.dtypes import bits_of
-from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidValueError, OptimizerError
-from speedtransfer.optim.binding import KEY, Binding
+from speedtransfer.optim.binding import Binding
+from speedtransfer.optim.graph import KEY
 from speedtransfer.rows import Rows
 from speedtransfer.tables import Table, padded_anew
 
@@ -106,30 +107,19 @@ class Handle(Binding):
         """Return all rows as text."""
         return repr(self.whole())
 
-    def whole_leaf(self) -> Tensor:
-        """Return all rows, ``(num_rows, dim)``, as a leaf of autograd; backward deposits the gradient of all of them."""
+    def whole_in_graph(self) -> Tensor:
+        """Return all rows, ``(num_rows, dim)``, as what a graph made of the weight; backward deposits the gradient of all."""
         if self.table.device.type == "cuda":
             check_not_capturing(f"a use of all of {self}", "look the rows up that are needed (emb(ids))")
         if self._whole is not None:
-            leaf = self._whole[0]()
-            if leaf is not None and self._whole[1] == self.table.version:
-                return leaf
+            known = self._whole[0]()
+            if known is not None and self._whole[1] == self.table.version:
+                return known
         with torch.inference_mode(False), _outside_of_transforms():
-            leaf = self.whole().detach().requires_grad_()
-        handle = self
-
-        @uncompiled
-        def deposit(leaf: Tensor) -> None:
-            grad, leaf.grad = leaf.grad, None
-            assert grad is not None
-            # Frozen since the forward pass: torch drops the gradient too.
-            if handle.requires_grad:
-                handle.deposit_whole(leaf, grad)
-
-        leaf.register_post_accumulate_grad_hook(deposit)
-        self._whole = weakref.ref(leaf), self.table.version
-        self.track_leaf(leaf, None)
-        return leaf
+            values = self.whole().detach()
+            made = self.join(values, None, functools.partial(self.deposit_whole, values))
+        self._whole = weakref.ref(made), self.table.version
+        return made
 
     def normal_(self, start: int = 0, stop: int | None = None) -> None:
         """Draw the weights of the rows from `start` to `stop` from N(0, 1): the numbers of ``torch.nn`` with the same seed."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speedtransfer.tables import Table, UniqueRows, is_padded, on_host, padded_unique, sum_rows, trimmed, unique_rows
+from speedtransfer.tables import UniqueRows, is_padded, on_host, padded_unique, sum_rows, trimmed, unique_rows
 
 
 def merged(
-    table: Table, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]
+    num_rows: int, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], takes_padding: bool
 ) -> tuple[Tensor, Tensor, UniqueRows | None]:
     """Return ids and sum of two gradients (ids, gradient), in the memory of the first if it has all their rows.
 
+    `num_rows` are those of the table, and with `takes_padding` the ids returned may be padded.
     Last, on a CUDA device, how the ids come from the two, one after the other; None where that was not needed.
     """
     (ids, grad), (more_ids, more) = one, other
@@ -20,7 +21,6 @@ def merged(
         return ids, grad, None
     if more_ids is ids:
         return ids, grad.add_(more), None
-    num_rows = table.num_rows
     full, more_full = (len(some) == num_rows and not is_padded(some) for some in (ids, more_ids))
     if full and more_full:
         return ids, grad.add_(more), None
@@ -30,7 +30,7 @@ def merged(
     if more_full:
         return more_ids, more.index_add(0, ids.clamp(max=num_rows - 1), grad), None
     if ids.is_cuda:
-        union = _union(table, ids, more_ids)
+        union = _union(num_rows, ids, more_ids, takes_padding)
         return union.ids, sum_rows(torch.cat([grad, more]), union, num_rows), union
     if more_ids.shape == ids.shape and torch.equal(more_ids, ids):
         return ids, grad.add_(more), None
@@ -42,10 +42,10 @@ def merged(
     return rows, total, None
 
 
-def _union(table: Table, ids: Tensor, more_ids: Tensor) -> UniqueRows:
+def _union(num_rows: int, ids: Tensor, more_ids: Tensor, takes_padding: bool) -> UniqueRows:
     """Return the unique rows of two lists on a CUDA device, for which the host does not wait where it need not."""
     known, more_known = on_host(ids), on_host(more_ids)
     if known is not None and more_known is not None:
         return unique_rows(torch.cat([known, more_known]), grouped=True).to(ids.device)
-    union = padded_unique(torch.cat([ids, more_ids]), table.num_rows)
-    return union if table.takes_padding else trimmed(union)
+    union = padded_unique(torch.cat([ids, more_ids]), num_rows)
+    return union if takes_padding else trimmed(union)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from speedtransfer.cuda import capture_number, check_not_capturing
+from speedtransfer.eager import uncompiled
 from speedtransfer.errors import DeviceError, InvalidTypeError, InvalidValueError
+from speedtransfer.optim.graph import as_tensor, receive
 from speedtransfer.optim.merge import merged
 from speedtransfer.optim.reducers import exchange_gradients
 from speedtransfer.optim.row_gradient import RowGradient, is_zeroed
 from speedtransfer.optim.stepping import Stepping
-from speedtransfer.optim.table_param import as_tensor
 from speedtransfer.tables import UniqueRows, padded_anew
 
 # Steps of other optimizers after which a gradient that no step takes is worth a warning.
@@ -43,6 +44,7 @@ class PendingGradient(Stepping):
         whole: bool = False,
         lookup: Any = None,
         summed: bool = False,
+        hooked: bool = False,
     ) -> None:
         """Add the gradient of some rows to the pending gradient, which the next step applies.
 
@@ -64,6 +66,8 @@ class PendingGradient(Stepping):
             What a table of several processes knows of the lookup.
         summed : bool
             Whether it is the gradient of all processes already.
+        hooked : bool
+            Whether the hooks of the parameter have seen it.
         """
         if self.reducer is not None and not summed:
             self.reducer.take(ids, grad, whole, lookup)
@@ -83,14 +87,54 @@ class PendingGradient(Stepping):
             self.used_whole = self.used_whole or whole
             self._of_graph = self._of_graph or grad.requires_grad
             grad = grad.detach()
-            if self.has_hooks():
+            if not hooked and self.has_hooks():
                 self._arrive(ids, grad)
             else:
                 self._accumulate(ids, grad, rows, version, state_rows)
 
-    def deposit_whole(self, leaf: Tensor, grad: Tensor) -> None:
-        """Add the gradient of a leaf over all rows, ``(rows that there were, dim)``."""
+    def deposit_whole(self, rows: Tensor, grad: Tensor) -> None:
+        """Add the gradient of all rows, ``(rows that there were, dim)``, which a graph has had as `rows`."""
         self.deposit(*self._rows_of(grad), whole=True)
+
+    @uncompiled
+    def receive(self, grad: Tensor) -> None:
+        """Deposit what has reached the node of the parameter in the graph: the gradient of all rows."""
+        if self.late_hooks and self.has_hooks():
+            self.refuse_node()
+        self.deposit(*self._rows_of(grad), whole=not isinstance(grad, RowGradient), hooked=not self.late_hooks)
+
+    def is_observed(self) -> bool:
+        """Tell whether anything looks at the node of the parameter: gradients of rows then have to go there."""
+        return self.askers > 0 or self.node_known or (self.has_hooks() and not self.late_hooks)
+
+    def know_node(self) -> None:
+        """Send gradients of rows to the node of the parameter from now on, which others know."""
+        if self.late_hooks:
+            self.refuse_node()
+        self.node_known = True
+
+    def refuse_node(self) -> NoReturn:
+        """Raise: gradients of rows cannot be those of the parameter's node in the graph."""
+        reason = (
+            "several processes train it" if self.reducer is not None else "its rows are those of ids of a vocabulary"
+        )
+        raise InvalidValueError(
+            f"{self} is used by its node in the graph (get_gradient_edge, register_multi_grad_hook, expand_as, a "
+            f"torch.autograd.Function), where its gradient is not known yet, as {reason}; use register_hook or "
+            "register_post_accumulate_grad_hook of the weight, and functions of torch"
+        )
+
+    def of_all_rows(self, ids: Tensor | None, grad: Tensor, num_rows: int) -> Tensor:
+        """Return the gradient ``(num_rows, dim)`` that is `grad`, ``(*, n, dim)``, at the rows `ids` (n,); None: at all."""
+        grad = self.own_gradient(ids, grad)
+        if ids is None:
+            return grad
+        # One that can be differentiated again, or many at once (is_grads_batched).
+        if torch.is_grad_enabled() or grad.dim() != 2 or torch._C._functorch.is_legacy_batchedtensor(grad):
+            # What pads the rows adds zero to the last one.
+            ids = ids.to(grad.device).clamp(max=num_rows - 1)
+            return grad.new_zeros(*grad.shape[:-2], num_rows, grad.shape[-1]).index_add(-2, ids, grad)
+        return RowGradient(num_rows, ids, grad, sparse=self.sparse)
 
     def own_gradient(self, ids: Tensor | None, grad: Tensor) -> Tensor:
         """Return the gradient of the rows `ids` (n,), ``(*, n, dim)``, or of all (None), without what is not trained."""
@@ -104,14 +148,15 @@ class PendingGradient(Stepping):
         version: int = -1,
         state_rows: dict[str, Tensor] | None = None,
     ) -> None:
-        grad = _writable(grad)
-        shown = self._shown_gradient()
+        grad = grad if grad.is_contiguous() else _writable(grad)
+        shown = None if self._shown is None else self._shown_gradient()
         if self.ids is None:
             self.ids, self.grad, self._grad_version = ids, grad, grad._version
             self.active, self.state_rows, self._version = rows, state_rows or {}, version
         else:
             assert self.grad is not None
-            ids, grad, union = merged(self.table, (self.ids, self.grad), (ids, grad))
+            table = self.table
+            ids, grad, union = merged(table.num_rows, (self.ids, self.grad), (ids, grad), table.takes_padding)
             if union is None:
                 self._set_gradient(ids, grad)
             else:
@@ -141,22 +186,14 @@ class PendingGradient(Stepping):
         shown = None if self._shown is None else self._shown()
         return shown if shown is not None and (self._reused or shown.rows is self.grad) else None
 
-    def has_hooks(self) -> bool:
-        """Tell whether the parameter has hooks for its gradient."""
-        param = self.param_ref()
-        if param is None:
-            return False
-        with as_tensor():
-            return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
-
     def _arrive(self, ids: Tensor, grad: Tensor) -> None:
         """Add a part of the gradient, for hooks to see all of it at the end of the running backward."""
-        task = torch._C._current_graph_task_id()
+        task, table = torch._C._current_graph_task_id(), self.table
         # Outside of a backward: written by hand.
         if task < 0:
             self._finish(ids, grad)
         elif task in self._arriving:
-            self._arriving[task] = merged(self.table, self._arriving[task], (ids, grad))[:2]
+            self._arriving[task] = merged(table.num_rows, self._arriving[task], (ids, grad), table.takes_padding)[:2]
         else:
             self._arriving[task] = ids, grad
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(*self._arriving.pop(task)))
@@ -173,7 +210,8 @@ class PendingGradient(Stepping):
             with as_tensor():
                 hooks = list((param._post_accumulate_grad_hooks or {}).values())
             for hook in hooks:
-                hook(param)
+                if hook is not receive:
+                    hook(param)
 
     def _warn_untrained(self) -> None:
         """Warn once if the gradient grows while only optimizers without this weight step."""

@@ -59,7 +59,9 @@ class Replicas(Reducer):
         ids, grad = (
             (ids[ids < handle.num_rows], grad[: int((ids < handle.num_rows).sum())]) if ids.is_cuda else (ids, grad)
         )
-        self._left = (ids, grad) if self._left is None else merged(handle.table, self._left, (ids, grad))[:2]
+        if self._left is not None:
+            ids, grad, _ = merged(handle.table.num_rows, self._left, (ids, grad), handle.table.takes_padding)
+        self._left = ids, grad
         self._whole |= whole
         # A backward without a forward of the wrapper, as all processes make it.
         self._is_open |= not self.is_waiting

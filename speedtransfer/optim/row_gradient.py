@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.optim.merge import merged
 from speedtransfer.tables import num_unique
 
 aten = torch.ops.aten
@@ -248,6 +249,11 @@ def by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         same = rest[0].ids is grad.ids or torch.equal(rest[0].trim().ids, grad.trim().ids)
         if rest[0].shape == grad.shape and same:
             return _wrapped(grad, func(grad.rows, rest[0].rows, **kwargs))
+        if func is aten.add.Tensor and rest[0].shape == grad.shape and not kwargs:
+            # As autograd adds those of two lookups.
+            one, other = (grad.ids, grad.rows.clone()), (rest[0].ids, rest[0].rows)
+            ids, rows, _ = merged(grad.shape[0], one, other, grad.rows.is_cuda)
+            return grad._made(ids, rows)
         return NotImplemented
     over_all = len(rest) < 2 and kwargs.get("dim") is None
     norm = name in (aten.linalg_vector_norm, aten.norm) and over_all and order_of(args, kwargs) > 0

@@ -183,7 +183,7 @@ class ShardHandle(Handle):
             f"rows of rank {exchange.rank} of {exchange.ranks}, of {self.num_rows} x {self.table.dim} {self.rows.dtype}"
         )
 
-    def whole_leaf(self) -> Tensor:
+    def whole_in_graph(self) -> Tensor:
         """Raise, as `whole`."""
         return self.whole()
 

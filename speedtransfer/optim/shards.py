@@ -7,7 +7,6 @@ and deposits the sum as that of one process: optimizers, idle rows and codecs kn
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -271,7 +270,9 @@ class Shards(Reducer):
             lookup.read = None
         if len(found) > 1 and handle.has_hooks():
             # They see all of the gradient, once.
-            pair = functools.reduce(lambda a, b: merged(handle.table, a[:2], b[:2])[:2], found)
+            pair = found[0][:2]
+            for each in found[1:]:
+                pair = merged(handle.table.num_rows, pair, each[:2], handle.table.takes_padding)[:2]
             found = [(*pair, None, -1, {})]
         for each in found:
             handle.deposit(*each, summed=True)

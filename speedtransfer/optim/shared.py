@@ -64,7 +64,10 @@ class SharedRows(Shards):
         if count is not None:
             ids, grad = ids[: int(count)], grad[: int(count)]
         left = ids, grad.detach().clone()
-        self._merged = left if self._merged is None else merged(self.handle.table, self._merged, left)[:2]
+        if self._merged is not None:
+            table = self.handle.table
+            left = merged(table.num_rows, self._merged, left, table.takes_padding)[:2]
+        self._merged = left
 
     def has_left(self) -> bool:  # noqa: D102
         return self._merged is not None

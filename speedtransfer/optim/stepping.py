@@ -81,9 +81,8 @@ class Stepping(TableParam):
                 torch.autograd.graph.increment_version(self.param)
                 self.table.discount(before, 1)
             # A graph may have saved rows that were written: its backward raises, as in torch.
-            for leaf, _ in self.own_leaves():
-                torch.autograd.graph.increment_version(leaf)
-            self._leaves.clear()
+            torch.autograd.graph.increment_version([node.values for node in self.alive()])
+            self.joined.clear()
             self._leave()
             if self.rows.lag is not None and self.rows.lag.is_long:
                 self.rows.catch_up()
@@ -122,7 +121,8 @@ class Stepping(TableParam):
                 self.abort_step(optimizer)
 
     def _enter(self, sparse: bool) -> None:
-        param = self.param
+        param = self.param_ref()
+        assert param is not None
         assert self.active is not None
         param.__class__ = nn.Parameter
         param.grad = None
@@ -154,7 +154,8 @@ class Stepping(TableParam):
 
     def _leave(self) -> None:
         """Make the parameter a placeholder again. The gradient stays until it is cleared."""
-        param = self.param
+        param = self.param_ref()
+        assert param is not None
         grad = param.grad
         if self._fused is None and (grad is None or not grad.is_sparse):
             self.grad = grad
@@ -192,7 +193,7 @@ class Stepping(TableParam):
         exposed = exposed or any(reference() is not None for reference in self._aliases)
         # Rows that another graph, or none, has read may have changed.
         exposed = exposed or (self.ids.is_cuda and self._capture != capture_number())
-        if exposed or self.active is None or self._version != self.table.version:
+        if exposed or self.active is None or self._version != self.rows.table.version:
             every = len(self.ids) == self.table.num_rows > 0 and not is_padded(self.ids)
             # A step of all rows can update them where they are stored.
             self.in_place = every and self.aliased and self.state is not None and self.state.steps_in_place()

@@ -14,6 +14,7 @@ from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.errors import DeviceError
 from speedtransfer.optim.anchor import Anchor
 from speedtransfer.optim.fused_step import FusedStep
+from speedtransfer.optim.graph import Joined, as_tensor, listen
 from speedtransfer.optim.reducers import Reducer
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.state import RowState
@@ -22,8 +23,6 @@ from speedtransfer.tables import Table, num_unique
 
 # What crosses a bus in ten microseconds, about the time of two launches. Not measured on a GPU yet.
 _FEW_BYTES = 1 << 18
-# Within it functions of torch see the parameter itself, the placeholder, and not the whole table.
-as_tensor = torch._C.DisableTorchFunctionSubclass
 
 
 class TableParam:
@@ -94,14 +93,19 @@ class TableParam:
 
         # What compiled graphs hold of this table.
         self.anchor = Anchor(self)
-        # Leaves of autograd that deposit here, with their rows (None: all).
-        self._leaves: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
-        # The leaf over the whole table, and the version of the table that it shows.
+        # The nodes by which graphs have rows.
+        self.joined: list[weakref.ref[Any]] = []
+        # Whether others know the node of the parameter in the graph; how many calls of torch.autograd.grad ask for it.
+        self.node_known = False
+        self.askers = 0
+        # All rows as a graph has them, and the version of the table that they show.
         self._whole: tuple[weakref.ref[Tensor], int] | None = None
         # Tensors over the memory of the table that the caller may hold and write to; whether any was made since the last step.
         self._aliases: list[weakref.ref[Tensor]] = []
         self._exposed = False
 
+    # Whether rows are those of ids of a vocabulary, which a gradient has to say.
+    rows_of_ids: ClassVar[bool] = False
     # Whether ``weight.grad`` may read as a sparse tensor.
     shows_sparse: ClassVar[bool] = True
 
@@ -109,6 +113,11 @@ class TableParam:
     def table(self) -> Table:
         """The table with all the rows; of several processes that own rows, with those of this process."""
         return self.rows.table
+
+    @property
+    def late_hooks(self) -> bool:
+        """Whether hooks of the parameter get its gradient at the end of backward, and not at its node in the graph."""
+        return self.reducer is not None or self.rows_of_ids
 
     @property
     def num_rows(self) -> int:
@@ -160,8 +169,14 @@ class TableParam:
         if param is not None:
             param.__class__ = nn.Parameter
             param.grad = None
-            param.data = self._placeholder = self.placeholder()
+            self._placeholder = self.placeholder()
+            if param.shape != self._placeholder.shape:
+                # Another dtype for a moment gives it a new node in the graph: the old one expects gradients of the old shape.
+                other = torch.float16 if param.dtype != torch.float16 else torch.float32
+                param.data = param.new_empty(0, dtype=other)
+            param.data = self._placeholder
             param.requires_grad_(self.requires_grad)
+            listen(param)
             param.__class__ = self._kind
 
     def check_capturable(self, writes: bool) -> None:
@@ -207,21 +222,31 @@ class TableParam:
         self._aliases.append(weakref.ref(alias))
         return alias
 
-    def track_leaf(self, leaf: Tensor, ids: Tensor | None) -> None:
-        """Remember a leaf of autograd that deposits the gradient of the rows `ids` (n,), or of all, here."""
-        if len(self._leaves) > 16:
-            self._leaves = [entry for entry in self._leaves if entry[0]() is not None]
-        self._leaves.append((weakref.ref(leaf), ids))
+    def join(self, rows: Tensor, ids: Tensor | None, deposit: Callable[..., None]) -> Tensor:
+        """Return `rows`, ``(n, dim)``, as what a graph made of the weight; `deposit` takes their gradient, `grad`.
 
-    def leaves(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the leaves that a graph may still lead to, with their rows; of compiled lookups that of the anchor."""
-        anchored = [(self.anchor.leaf, None)] if self.anchor.lookups else []
-        return [*self.own_leaves(), *anchored]
+        `ids`, (n,), name the rows; None: all.
+        """
+        if len(self.joined) > 16:
+            self.joined = [reference for reference in self.joined if reference() is not None]
+        # Hooks that get the gradient later would be called with None.
+        late = (self.reducer is not None or self.rows_of_ids) and self.has_hooks()
+        leaf = self.anchor.leaf if late else self.param_ref()
+        with as_tensor():
+            return Joined.apply(leaf, rows, self, ids, deposit)
 
-    def own_leaves(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return those of them that have rows of the table for values."""
-        found = [(reference(), ids) for reference, ids in self._leaves]
-        return [(leaf, ids) for leaf, ids in found if leaf is not None]
+    def alive(self) -> list[Any]:
+        """Return the nodes by which graphs have rows, of the graphs that are alive."""
+        return [node for node in (reference() for reference in self.joined) if node is not None]
+
+    def has_hooks(self) -> bool:
+        """Tell whether the parameter has hooks for its gradient."""
+        param = self.param_ref()
+        if param is None:
+            return False
+        with as_tensor():
+            # One of the latter is `receive`.
+            return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
 
     def _set_gradient(self, ids: Tensor, grad: Tensor) -> None:
         """Make `grad`, ``(n, dim)``, the pending gradient of the rows `ids` (n,), which the step has to read."""

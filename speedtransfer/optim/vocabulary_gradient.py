@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,33 +19,34 @@ class VocabularyGradient(Handle):
     """The part of :class:`VocabularyHandle` that knows of which rows a gradient is pending or may come."""
 
     vocabulary: Vocabulary
+    rows_of_ids = True
     # How many share the ids out.
     processes = 1
     # Whether the pending gradient may be of rows that were not looked up since the last step.
     _late = False
 
     def _start_holding(self) -> None:
-        # Leaves whose gradient has not come, by the id() of the tensor of their rows, which is kept here, or of a leaf of all.
+        # Rows in graphs whose gradient has not come, by the id() of the tensor of their ids, which is kept here, or of all.
         self._held: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}
         # Ids that lookups of the pending gradient could not admit.
         self._num_missed = 0
 
-    def track_leaf(self, leaf: Tensor, ids: Tensor | None) -> None:
-        """Remember a leaf of autograd, as `Handle.track_leaf`; its rows stay those of their ids until its gradient comes."""
-        super().track_leaf(leaf, ids)
-        self._hold(leaf, ids)
+    def receive(self, grad: Tensor) -> None:
+        """Raise: it is not known which ids the rows had."""
+        self.refuse_node()
 
-    def whole_leaf(self) -> Tensor:
-        """Return all rows as a leaf of autograd, as `Handle.whole_leaf`: maybe one that has got a gradient already."""
-        leaf = super().whole_leaf()
-        self._hold(leaf, None)
-        return leaf
-
-    def _hold(self, leaf: Tensor, ids: Tensor | None) -> None:
-        key = leaf if ids is None else ids
+    def join(self, rows: Tensor, ids: Tensor | None, deposit: Callable[..., None]) -> Tensor:
+        """Join rows to a graph, as `Handle.join`; they stay those of their ids until their gradient comes."""
+        key = rows if ids is None else ids
         self.date(key)
         self._held = {key: entry for key, entry in self._held.items() if entry[0]() is not None}
-        self._held[id(key)] = weakref.ref(leaf), ids
+        self._held[id(key)] = weakref.ref(rows), ids
+        return super().join(rows, ids, deposit)
+
+    def whole_in_graph(self) -> Tensor:
+        """Return all rows in a graph, as `Handle.whole_in_graph`; each time anew, as each is held until its gradient comes."""
+        self._whole = None
+        return super().whole_in_graph()
 
     def date(self, tensor: Tensor) -> None:
         """Note on the rows of a lookup, (n,), or on a leaf over all rows, which ids the rows have now."""
@@ -117,17 +119,17 @@ class VocabularyGradient(Handle):
         if self.ids is not None and not any(self.ids is ids for ids in parts) and None not in noted:
             self.ids._noted = tuple(one for part in noted for one in part or ())  # type: ignore[attr-defined]
 
-    def deposit_whole(self, leaf: Tensor, grad: Tensor) -> None:
-        """Add the gradient of a leaf over all rows; that of rows which other ids, or new ones, have by now goes nowhere."""
+    def deposit_whole(self, rows: Tensor, grad: Tensor) -> None:
+        """Add the gradient of all rows; that of rows which other ids, or new ones, have by now goes nowhere."""
         with self.rows.lock:
-            self._held.pop(id(leaf), None)
-            generation, _ = leaf._dated  # type: ignore[attr-defined]
+            self._held.pop(id(rows), None)
+            generation, _ = rows._dated  # type: ignore[attr-defined]
             others = self.vocabulary.changed_rows(generation)
             others = others[others < len(grad)]
             if len(others):
                 grad = grad.clone()
                 grad[torch.from_numpy(others).to(grad.device)] = 0
-            super().deposit_whole(leaf, grad)
+            super().deposit_whole(rows, grad)
             self._late = True
 
     def assign_gradient(self, grad: Tensor | None) -> None:

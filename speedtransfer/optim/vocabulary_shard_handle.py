@@ -171,11 +171,11 @@ class VocabularyShardHandle(VocabularyHandle, ShardHandle):
         """Return the sum of the numbers of all processes. Collective."""
         return int(self.reducer.exchange.agree("writes rows", [number]).sum())
 
-    def track_leaf(self, leaf: Tensor, ids: Tensor | None) -> None:
-        """Remember a leaf of autograd, as `Handle.track_leaf`; its rows are held by their owners."""
-        Handle.track_leaf(self, leaf, ids)
+    def join(self, rows: Tensor, ids: Tensor | None, deposit: Callable[..., None]) -> Tensor:
+        """Join rows to a graph, as `Handle.join`; they are held by their owners."""
         if ids is not None:
-            self.reducer.hold(leaf)
+            self.reducer.hold(rows)
+        return Handle.join(self, rows, ids, deposit)
 
     def date(self, tensor: Tensor) -> None:
         """Do nothing: the lookup is known by its number, and for how long a gradient may come for it."""

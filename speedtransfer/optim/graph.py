@@ -1,0 +1,107 @@
+"""Join tables to the graph of autograd, where the parameter of a weight has its node, as any parameter has.
+
+What reaches this node is deposited for the optimizer by a hook of the parameter (`receive`): the gradient of a
+``torch.autograd.Function`` that was given the weight, of a reentrant checkpoint. Lookups and uses of all rows have edges to it
+(`Joined`). Where hooks, or ``torch.autograd.grad``, look at the node they send it the gradient of all rows, a `RowGradient`;
+else each deposits its own, with the rows as it read them, and sends nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from speedtransfer.cuda import current_stream
+from speedtransfer.eager import uncompiled
+
+# Key of the handle in the __dict__ of its parameter.
+KEY = "_speedtransfer_handle"
+# Within it functions of torch see the parameter itself, the placeholder, and not the whole table.
+as_tensor = torch._C.DisableTorchFunctionSubclass
+_grad: Any = Tensor.grad
+
+
+class Joined(torch.autograd.Function):
+    """Return `values`, rows of a table, as what a graph made of the parameter of its weight.
+
+    Not a leaf of its own: a walk over the graph, and hooks on it, find the parameter. To change the result in place raises.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, param: Tensor, values: Tensor, handle: Any, ids: Tensor | None, deposit: Callable[..., None]
+    ) -> Tensor:
+        """Return `values`, ``(n, dim)``, the rows `ids` (n,), or all (None); `deposit` takes their gradient as `grad`."""
+        # Of `values`, not of the result: that would be a cycle, which keeps the rows until the next gc.
+        ctx.handle, ctx.values, ctx.ids, ctx.deposit, ctx.num_rows = handle, values, ids, deposit, param.shape[0]
+        handle.joined.append(weakref.ref(ctx))
+        return values
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Deposit the gradient, or return that of all rows."""
+        handle, grad, total = ctx.handle, grads[0], None
+        # Frozen since the forward pass: torch drops the gradient too.
+        if handle.requires_grad:
+            if handle.is_observed():
+                total = handle.of_all_rows(ctx.ids, grad, ctx.num_rows)
+            else:
+                if grad.is_cuda:
+                    _wait_at_end(grad.device)
+                ctx.deposit(grad=grad.to_dense() if grad.is_sparse else grad)
+        return total, None, None, None, None
+
+
+def _wait_at_end(device: torch.device) -> None:
+    """Have the stream of the caller of this backward wait for the current one, as autograd does where gradients end."""
+    stream = current_stream(device)
+
+    def wait() -> None:
+        if current_stream(device) != stream:
+            current_stream(device).wait_stream(stream)
+
+    torch.autograd.Variable._execution_engine.queue_callback(wait)
+
+
+def receive(param: nn.Parameter) -> None:
+    """Deposit the gradient that has reached the node of a weight: a hook of its parameter, the first."""
+    handle = param.__dict__.get(KEY)
+    if handle is None:
+        # It has become an ordinary parameter.
+        return
+    with as_tensor():
+        grad = _grad.__get__(param)
+        if grad is None:
+            # Lookups have deposited theirs.
+            return
+        _grad.__set__(param, None)
+    handle.receive(grad)
+
+
+def listen(param: nn.Parameter) -> None:
+    """Have what reaches the node of the parameter of a weight deposited, before hooks of others look at the gradient."""
+    with as_tensor():
+        hooks = param._post_accumulate_grad_hooks or OrderedDict()
+        if param.requires_grad and receive not in hooks.values():
+            param.register_post_accumulate_grad_hook(receive)
+            ours: Any = param._post_accumulate_grad_hooks
+            ours.move_to_end(next(reversed(ours)), last=False)
+
+
+def edges_to(handle: Any) -> list[GradientEdge]:
+    """Return the edges that lead to the weight of `handle`, which requires gradients: to the node of its parameter.
+
+    And to those that this had when the table had fewer rows.
+    """
+    with as_tensor(), torch.enable_grad():
+        view: Any = handle.param.view_as(handle.param)
+        nodes = {view.grad_fn.next_functions[0][0]: None}
+    nodes |= {ctx.next_functions[0][0]: None for ctx in handle.alive()}
+    return [GradientEdge(node, 0) for node in nodes]

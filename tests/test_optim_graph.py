@@ -1,0 +1,254 @@
+"""The weight in the graph of autograd: what reaches the node of its parameter trains it, and hooks there see lookups, too."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import graph
+from torch.utils.checkpoint import checkpoint
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+
+IDS = torch.tensor([1, 3, 3, 8])
+MORE = torch.tensor([8, 2, 3])
+OPTIONS = [{}, {"idle": "lazy"}, {"sparse": True, "idle": "lazy"}, {"cache_rows": 4}, {"storage_dtype": torch.float32}]
+
+
+class LinearHead(torch.autograd.Function):
+    """As fused linear cross-entropies are: given the weight itself, which no function of torch then sees."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ hidden
+
+
+def made(kind: Any, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    module = kind(10, 4, **options) if kind is not nn.Embedding else nn.Embedding(10, 4)
+    return module if options.get("storage_dtype") else module.double()
+
+
+def tied(emb: Any) -> Tensor:
+    hidden = emb(IDS)
+    return F.cross_entropy(LinearHead.apply(hidden, emb.weight), torch.tensor([0, 1, 2, 9]))
+
+
+def head(emb: Any) -> Tensor:
+    hidden = torch.ones(3, 4, dtype=emb.weight.dtype)
+    return F.cross_entropy(LinearHead.apply(hidden, emb.weight), torch.tensor([0, 1, 2]))
+
+
+def reentrant(emb: Any) -> Tensor:
+    return checkpoint(lambda weight: weight.square().sum(), emb.weight, use_reentrant=True) + emb(IDS).sum()
+
+
+def mixed(emb: Any) -> Tensor:
+    return emb(IDS).square().sum() + emb(MORE).sin().sum() + emb.weight.cos().sum() + tied(emb)
+
+
+def train(kind: Any, loss_of: Callable[[Any], Tensor], hook: bool = False, **options: Any) -> Tensor:
+    emb = made(kind, **options)
+    opt = (
+        torch.optim.SGD(emb.parameters(), lr=0.1)
+        if options.get("sparse")
+        else torch.optim.AdamW(emb.parameters(), lr=0.1)
+    )
+    if hook:
+        emb.weight.register_hook(lambda grad: grad * 0.5)
+    for _ in range(3):
+        opt.zero_grad()
+        loss_of(emb).backward()
+        opt.step()
+    return emb.weight.detach().clone()
+
+
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3], OPTIONS[4]], ids=str)
+@pytest.mark.parametrize("loss_of", [tied, head, reentrant, mixed])
+def test_what_reaches_the_node_trains(loss_of: Callable[[Any], Tensor], options: dict[str, Any], hook: bool) -> None:
+    if options.get("cache_rows") and loss_of is reentrant:
+        # `detach` of it would have to collect a gradient, and there is no tensor over its rows.
+        with pytest.raises(InvalidTypeError, match=r"weight\.data reads rows where they are stored"):
+            train(st.Embedding, loss_of, hook, **options)
+        return
+    ours, dense = train(st.Embedding, loss_of, hook, **options), train(nn.Embedding, loss_of, hook)
+    close = 1e-5 if options.get("storage_dtype") else 1e-12
+    torch.testing.assert_close(ours.double(), dense, rtol=close, atol=close)
+
+
+def total(grad: Tensor | None) -> Any:
+    return None if grad is None else round(float(grad.detach().abs().sum()), 6)
+
+
+def multi_all(emb: Any, see: Callable[[Any], None]) -> Any:
+    return graph.register_multi_grad_hook((emb.weight,), lambda grads: see([total(grad) for grad in grads]))
+
+
+def multi_any(emb: Any, see: Callable[[Any], None]) -> Any:
+    return graph.register_multi_grad_hook((emb.weight,), lambda grad: see(total(grad)), mode="any")
+
+
+def prehook(emb: Any, see: Callable[[Any], None]) -> Any:
+    return graph.get_gradient_edge(emb.weight).node.register_prehook(lambda grads: see(total(grads[0])))
+
+
+def accumulated(emb: Any, see: Callable[[Any], None]) -> Any:
+    node = emb.weight.expand_as(emb.weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: see(total(emb.weight.grad)))
+    return node
+
+
+def on_weight(emb: Any, see: Callable[[Any], None]) -> Any:
+    emb.weight.register_post_accumulate_grad_hook(lambda weight: see(total(weight.grad)))
+    return emb.weight.register_hook(lambda grad: see(total(grad)))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("loss_of", [lambda emb: emb(IDS).square().sum() + emb(MORE).sum(), mixed])
+@pytest.mark.parametrize("watch", [multi_all, multi_any, prehook, accumulated, on_weight])
+def test_hooks_see_the_gradient(watch: Any, loss_of: Callable[[Any], Tensor], options: dict[str, Any]) -> None:
+    if options.get("sparse") and loss_of is mixed:
+        return
+    seen: dict[Any, list[Any]] = {}
+    for kind in (nn.Embedding, st.Embedding):
+        emb, seen[kind] = made(kind, **options), []
+        kept = watch(emb, seen[kind].append)
+        for _ in range(2):
+            loss_of(emb).backward()
+        del kept
+        seen[kind].append(total(emb.weight.grad))
+    close = 1e-3 if options.get("storage_dtype") else 1e-5
+    for ours, dense in zip(seen[st.Embedding], seen[nn.Embedding], strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(dense), rtol=close, atol=close)
+
+
+def test_an_optimizer_in_backward() -> None:
+    weights = []
+    for kind in (nn.Embedding, st.Embedding):
+        emb = made(kind)
+        opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
+        node = emb.weight.expand_as(emb.weight).grad_fn.next_functions[0][0]
+
+        def step(*_: Any, opt: Any = opt) -> None:
+            opt.step()
+            opt.zero_grad()
+
+        node.register_hook(step)
+        for _ in range(3):
+            (emb(IDS).square().sum() + emb(MORE).sum()).backward()
+        weights.append(emb.weight.detach().clone())
+    torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-12)
+
+
+def test_the_weight_is_found_in_the_graph() -> None:
+    emb = made(st.Embedding)
+    found, todo = [], [(emb(IDS).sum() + emb.weight.sum()).grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None:
+            found.append(getattr(node, "variable", None))
+            todo += [each for each, _ in node.next_functions]
+    assert any(each is emb.weight for each in found)
+    assert emb.weight.is_leaf
+    assert emb.weight.grad_fn is None
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_autograd_grad_by_the_weight_and_by_its_edge(create_graph: bool) -> None:
+    results = []
+    for kind in (nn.Embedding, st.Embedding):
+        emb = made(kind)
+        by_weight = torch.autograd.grad(mixed(emb), emb.weight, create_graph=create_graph)
+        by_edge = torch.autograd.grad(mixed(emb), [graph.get_gradient_edge(emb.weight)], create_graph=create_graph)
+        assert emb.weight.grad is None
+        results.append([by_weight[0], by_edge[0]])
+        if create_graph:
+            results[-1].append(torch.autograd.grad(by_weight[0].square().sum(), emb.weight)[0])
+    for ours, dense in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(ours.to_dense(), dense, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("given", [list, dict])
+def test_backward_to_the_weight_alone(given: type) -> None:
+    for kind in (nn.Embedding, st.Embedding):
+        emb, scale = made(kind), nn.Parameter(torch.ones(4, dtype=torch.float64))
+        inputs: Any = [emb.weight]
+        if given is dict:
+            inputs = {"words": emb.weight}
+            if torch.__version__ < "2.13":
+                pytest.skip("takes no dict yet")
+        (emb(IDS) * scale).sum().backward(inputs=inputs)
+        assert scale.grad is None
+        assert total(emb.weight.grad) == 16
+
+
+def test_frozen_by_detach_in_place() -> None:
+    for kind in (nn.Embedding, st.Embedding):
+        emb = made(kind)
+        assert emb.weight.detach_() is emb.weight
+        assert not emb.weight.requires_grad
+        assert not emb(IDS).requires_grad
+        emb.weight.mul_(0.5).add_(torch.ones(10, 4, dtype=torch.float64), alpha=0.5)
+        emb.weight.requires_grad_()
+        tied(emb).backward()
+        assert total(emb.weight.grad) > 0
+
+
+def test_the_weight_of_a_feature_in_a_function() -> None:
+    grads = []
+    for module in (
+        nn.ModuleDict({"a": nn.Embedding(3, 4), "b": nn.Embedding(7, 4)}),
+        st.MultiEmbedding({"a": 3, "b": 7}, 4),
+    ):
+        module.double()
+        with torch.no_grad():
+            for name in ("a", "b"):
+                module[name].weight.copy_(torch.arange(module[name].weight.numel()).view(-1, 4))
+        hidden = module["a"](torch.tensor([0, 2]))
+        LinearHead.apply(hidden, module["b"].weight).sum().backward()
+        grads.append(torch.cat([p.grad.to_dense() for p in module.parameters()]))
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_of_ids_have_no_node() -> None:
+    emb = st.Embedding(10, 4, vocabulary=st.Vocabulary())
+    with pytest.raises(InvalidValueError, match="used by its node in the graph"):
+        graph.get_gradient_edge(emb.weight)
+    loss = LinearHead.apply(emb(IDS), emb.weight).sum()
+    with pytest.raises(InvalidValueError, match=r"weight is used by its node .* ids of a vocabulary"):
+        loss.backward()
+
+
+def test_active_rows_are_not_changed_in_place_and_go_with_their_graph() -> None:
+    emb = made(st.Embedding)
+    rows = emb.activate(IDS).rows
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        rows *= 2
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        emb.weight.mul_(2)
+    out = emb(IDS)
+    table, node = weakref.ref(emb.table), weakref.ref(rows)
+    gc.disable()
+    try:
+        del rows
+        assert node() is None
+        del emb
+        assert table() is not None, "its graph has the table"
+        del out
+        assert table() is None
+    finally:
+        gc.enable()
