@@ -284,7 +284,6 @@ def test_functional_over_active_rows() -> None:
     F.embedding(active.inverse, active.rows).square().sum().backward()
     dense(ids).square().sum().backward()
     assert torch.equal(dense_grad(ours), dense.weight.grad)
-    assert active.rows.grad is None  # it went to the parameter
 
 
 @pytest.mark.parametrize(

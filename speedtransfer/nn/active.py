@@ -96,7 +96,7 @@ def activate(
 ) -> ActiveRows:
     """Read the unique rows of `ids`, which may be `UniqueRows` on the CPU already.
 
-    Rows longer than `max_norm` are rescaled first, in the table too. With `training` they are a leaf of autograd. `padded`
+    Rows longer than `max_norm` are rescaled first, in the table too. With `training` a graph has them by the weight. `padded`
     lets the ids be padded, so that the host does not wait for a CUDA device; the last is then padding if `spare`. `by_hand`:
     a gradient may come without autograd.
     """

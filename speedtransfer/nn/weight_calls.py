@@ -243,7 +243,7 @@ def _index_select(weight: Any, dim: Any, index: Tensor) -> Any:
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``torch.autograd.grad``: the gradient of a weight is the sum of those of the leaves of its lookups."""
+    """Replace ``torch.autograd.grad``, which would take a weight for the whole table: ask for the node of its parameter."""
     check_not_capturing(
         "torch.autograd.grad of the weight of a table (make_graphed_callables)",
         "capture the whole step (torch.cuda.graph), with backward() and the optimizer",
@@ -331,7 +331,7 @@ def _of_weight(handle: Handle, parts: list[Tensor | None], arrived: list[Arrived
 _PROPERTIES = """
     shape dtype device layout ndim is_leaf is_cuda is_cpu is_meta is_mps is_xpu is_sparse is_sparse_csr is_quantized is_nested
     is_mkldnn is_xla is_ipu is_hpu is_mtia is_vulkan is_maia requires_grad grad_fn output_nr itemsize nbytes retains_grad
-    _backward_hooks _post_accumulate_grad_hooks _grad_fn _version name volatile
+    _backward_hooks _post_accumulate_grad_hooks _grad_fn _version name volatile grad_dtype
 """
 _METHODS = """
     size dim ndimension numel nelement element_size __len__ get_device is_floating_point
@@ -349,7 +349,11 @@ _MOVES = "to cpu cuda float double half bfloat16 contiguous type_as"
 
 _property = {name: getattr(Tensor, name) for name in f"{_PROPERTIES} data grad".split() if hasattr(Tensor, name)}
 rowless.update(_property[name].__get__ for name in _PROPERTIES.split() if name in _property)
-rowless.update(_property[name].__set__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+rowless.update(
+    _property[name].__set__
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype")
+    if name in _property
+)
 rowless.update(getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name))
 rowless.update(getattr(torch, name) for name in _FUNCTIONS.split() if hasattr(torch, name))
 rowless.add(torch._has_compatible_shallow_copy_type)

@@ -2,7 +2,7 @@
 
 What reaches this node is deposited for the optimizer by a hook of the parameter (`receive`): the gradient of a
 ``torch.autograd.Function`` that was given the weight, of a reentrant checkpoint. Lookups and uses of all rows have edges to it
-(`Joined`). Where hooks, or ``torch.autograd.grad``, look at the node they send it the gradient of all rows, a `RowGradient`;
+(`TableRows`). Where hooks, or ``torch.autograd.grad``, look at the node they send it the gradient of all rows, a `RowGradient`;
 else each deposits its own, with the rows as it read them, and sends nothing.
 """
 
@@ -27,7 +27,7 @@ as_tensor = torch._C.DisableTorchFunctionSubclass
 _grad: Any = Tensor.grad
 
 
-class Joined(torch.autograd.Function):
+class TableRows(torch.autograd.Function):
     """Return `values`, rows of a table, as what a graph made of the parameter of its weight.
 
     Not a leaf of its own: a walk over the graph, and hooks on it, find the parameter. To change the result in place raises.

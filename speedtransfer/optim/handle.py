@@ -5,7 +5,7 @@ forward
     the steps that they have missed (`finish`). They become `ActiveRows.rows`, in the graph of autograd, which
     `nn.lookup.lookup` indexes.
 backward
-    The node between them and the parameter, `graph.Joined`, calls `Handle.deposit`, which adds their gradient to the pending
+    The node between them and the parameter, `graph.TableRows`, calls `Handle.deposit`, which adds their gradient to the pending
     one: `ids`, `grad`, `active`. Where hooks look at the parameter, they get it first, and `graph.receive` deposits it.
 step
     Before it `hooks._load` probes an optimizer that is new to the table (`give_state` adds planes for its state) and calls

@@ -14,7 +14,7 @@ from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.errors import DeviceError
 from speedtransfer.optim.anchor import Anchor
 from speedtransfer.optim.fused_step import FusedStep
-from speedtransfer.optim.graph import Joined, as_tensor, listen
+from speedtransfer.optim.graph import TableRows, as_tensor, listen
 from speedtransfer.optim.reducers import Reducer
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.state import RowState
@@ -233,7 +233,7 @@ class TableParam:
         late = (self.reducer is not None or self.rows_of_ids) and self.has_hooks()
         leaf = self.anchor.leaf if late else self.param_ref()
         with as_tensor():
-            return Joined.apply(leaf, rows, self, ids, deposit)
+            return TableRows.apply(leaf, rows, self, ids, deposit)
 
     def alive(self) -> list[Any]:
         """Return the nodes by which graphs have rows, of the graphs that are alive."""
