@@ -1,8 +1,8 @@
 """The weight of a table module: a parameter that reads and writes as the whole table.
 
 Every function of torch that is given the weight gets all rows, caught up: the memory of the table where a tensor can alias it,
-else a copy, which is written back if the function has changed it. With gradients enabled the graph has these by the weight, and
-the gradient of all rows is deposited; lookups (``F.embedding``, indexing by integers) read the rows they name and no others.
+else a copy, which is written back if the function has changed it. With gradients enabled the graph has these by the weight,
+and the gradient of all rows is deposited; lookups (``F.embedding``, indexing by integers) read the rows they name, no others.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Join tables to the graph of autograd, where the parameter of a weight has its node, as any parameter has.
 
 What reaches this node is deposited for the optimizer by a hook of the parameter (`receive`): the gradient of a
-``torch.autograd.Function`` that was given the weight, of a reentrant checkpoint. Lookups and uses of all rows have edges to it
-(`TableRows`). Where hooks, or ``torch.autograd.grad``, look at the node they send it the gradient of all rows, a `RowGradient`;
-else each deposits its own, with the rows as it read them, and sends nothing.
+``torch.autograd.Function`` that was given the weight, of a reentrant checkpoint. Lookups and uses of all rows have edges to
+it (`TableRows`). Where hooks, or ``torch.autograd.grad``, look at the node they send it the gradient of all rows, a
+`RowGradient`; else each deposits its own, with the rows as it read them, and sends nothing.
 """
 
 from __future__ import annotations

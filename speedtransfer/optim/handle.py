@@ -5,8 +5,8 @@ forward
     the steps that they have missed (`finish`). They become `ActiveRows.rows`, in the graph of autograd, which
     `nn.lookup.lookup` indexes.
 backward
-    The node between them and the parameter, `graph.TableRows`, calls `Handle.deposit`, which adds their gradient to the pending
-    one: `ids`, `grad`, `active`. Where hooks look at the parameter, they get it first, and `graph.receive` deposits it.
+    The node between them and the parameter, `graph.TableRows`, calls `Handle.deposit`, which adds their gradient to the
+    pending one: `ids`, `grad`, `active`. Where hooks look at the parameter, they get it first, and `graph.receive` deposits.
 step
     Before it `hooks._load` probes an optimizer that is new to the table (`give_state` adds planes for its state) and calls
     `Handle.begin_step`: `refresh` reads the active rows again if the table has changed, `RowState.load` puts their state into
