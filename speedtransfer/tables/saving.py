@@ -46,7 +46,8 @@ class Saving(Opening):
                     "which has every change; use flush()" if self.writable else "which is read in place; choose another"
                 )
                 raise StorageError(f"{str(path)!r} is the table's own file, {remedy}")
-        if self.in_parts:
+        # Rows of a parent process that have missed steps are copied.
+        if self.in_parts or not self.writable:
             rows = row_chunks(self.num_rows, self.dim * self.dtype.itemsize)
             chunks = (self.chunk("weight", part) for part in rows)
         else:

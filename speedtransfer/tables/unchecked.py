@@ -50,7 +50,7 @@ class UncheckedRows(WholePlanes):
     def write(self, ids: Tensor, rows: dict[str, Tensor], unsorted: bool = False) -> None:
         """Scatter contiguous rows, by plane, as they are stored: `ids` (n,) are as for `read`, and none is there twice."""
         if self._place.refuses_writes:
-            self._place.refuse_write()
+            self.check_writable()
         values = list(rows.values())
         if self.moves_on_host:
             ids = on_host(ids, ids)
@@ -95,7 +95,7 @@ class UncheckedRows(WholePlanes):
             Takes the planes `written`, queues the kernels on the current stream, and returns the tensors that they use.
         """
         if self._place.refuses_writes:
-            self._place.refuse_write()
+            self.check_writable()
         came, stored = ([self._planes[name] for name in names] for names in (read, written))
         engine = cast(KernelEngine, self._engine)
         if self.watched:
