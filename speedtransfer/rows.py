@@ -80,17 +80,21 @@ class Rows(StoredPlanes):
             return self.finish(self._fetch_of_parent(ids) if self.table._place.refuses_writes else self.fetch(ids))
 
     def _fetch_of_parent(self, ids: Tensor) -> dict[str, Tensor]:
-        """Do what `fetch` does in a child of fork, whose parent may be writing the rows: again, where one got another step.
+        """Do what `fetch` does in a child of fork, whose parent may be writing the rows.
 
-        What a row is caught up by must be the last step of these values.
+        What a row is caught up by must be the last step of these values: one that has got another meanwhile is fetched again.
         """
-        before, fetched = self.table.read(ids, [LAST_STEP])[LAST_STEP], self.fetch(ids)
-        at = (fetched[LAST_STEP] != before)[:, 0].nonzero().flatten()
-        while len(at):
-            before, again = fetched[LAST_STEP][at], self.fetch(ids[at])
+        turns, last = self.table._place.turns, [LAST_STEP]
+        assert turns is not None
+        turns.wait()
+        before, fetched = self.table.read(ids, last)[LAST_STEP], self.fetch(ids)
+        turns.wait()
+        at = torch.arange(len(ids))
+        while len(at := at[(self.table.read(ids[at], last)[LAST_STEP] != before[at])[:, 0]]):
+            before[at], again = self.table.read(ids[at], last)[LAST_STEP], self.fetch(ids[at])
             for name, part in again.items():
                 bits_of(fetched[name])[at] = bits_of(part)
-            at = at[(again[LAST_STEP] != before)[:, 0]]
+            turns.wait()
         return fetched
 
     def caught_up(self, ids: Tensor) -> dict[str, Tensor] | None:

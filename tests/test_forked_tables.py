@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch.utils.data import DataLoader
 
 import speedtransfer as st
 from speedtransfer.errors import DeviceError
+from speedtransfer.rows import LAST_STEP
+from speedtransfer.tables import forks
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
@@ -197,6 +200,43 @@ def test_rows_that_the_parent_has_written_since(tmp_path: Path) -> None:
         for got in pickle.load(file):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
     os.waitpid(child, 0)
+
+
+def test_a_row_that_the_parent_is_writing(tmp_path: Path) -> None:
+    """Its new weight must not be given the steps that the row had missed until then."""
+    run = Training("mmap", tmp_path)
+    table, row, new = run.emb.table, torch.tensor([50]), torch.full((1, DIM), 2.0)
+    (go, tell), (reading, writing) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(go, 1)
+        with torch.no_grad(), os.fdopen(writing, "wb") as file:
+            pickle.dump(plain(run.emb(row)), file)
+        os._exit(0)
+    os.close(writing)
+    assert forks.turns is not None
+    forks.turns.begin()
+    table.write(row, {"weight": new})
+    os.write(tell, b"x")
+    time.sleep(0.1)
+    table.write(row, {LAST_STEP: torch.full((1, 1), 6, dtype=torch.int32)})
+    forks.turns.end()
+    with os.fdopen(reading, "rb") as file:
+        assert (pickle.load(file) == 2).all()
+    os.waitpid(child, 0)
+
+
+def test_a_child_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parent may have been killed while it wrote."""
+    run = Training("mmap", tmp_path)
+    monkeypatch.setattr(forks, "_PATIENCE_S", 0.01)
+    in_child(lambda: None)
+    assert forks.turns is not None
+    forks.turns.begin()
+    try:
+        assert in_child(lambda: plain(run.emb(EVERY))).shape == (ROWS, DIM)
+    finally:
+        forks.turns.end()
 
 
 class Reading:

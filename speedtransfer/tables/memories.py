@@ -18,23 +18,11 @@ from speedtransfer.cuda import pinned_empty, require_cuda, resolve_device
 from speedtransfer.engines import Engine
 from speedtransfer.errors import DeviceError, HostMemoryError, InvalidValueError, format_bytes
 from speedtransfer.system import physical_bytes
+from speedtransfer.tables import forks
 from speedtransfer.tables.chunks import copy_plane
 from speedtransfer.tables.parts import Parts
 from speedtransfer.tables.records import Block, Specs, blocks_of, record_bytes, views_of
 from speedtransfer.tables.reserved import Reserved
-
-# Those whose tables a child of fork shares with its parent.
-_shared: weakref.WeakSet[Memory] = weakref.WeakSet()
-
-
-def _refuse_writes() -> None:
-    for memory in list(_shared):
-        memory.refuses_writes = True
-
-
-if hasattr(os, "register_at_fork"):
-    # What the child makes itself is its own.
-    os.register_at_fork(after_in_child=_refuse_writes)
 
 
 class Memory(ABC):
@@ -58,6 +46,8 @@ class Memory(ABC):
     is_shared_by_forks: ClassVar[bool] = False
     # Whether a write raises: in a child of fork it would change the rows of the parent; and files may be opened to be read.
     refuses_writes: bool = False
+    # In such a child: when the process that writes these rows does.
+    turns: forks.Turns | None = None
     # Whether the rows are those of files that are never changed.
     read_only: ClassVar[bool] = False
     # All files with rows, for memories of several.
@@ -72,7 +62,7 @@ class Memory(ABC):
         # Planes whose rows lie in several places, by name; the table has placeholders of them, without memory.
         self.in_parts: dict[str, Parts] = {}
         if self.is_shared_by_forks:
-            _shared.add(self)
+            forks.share(self)
 
     def allocate(self, plane: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed contiguous ``(num_rows, width)`` tensor.
