@@ -35,6 +35,27 @@ def test_lookups_that_shorten_rows(tmp_path: Path) -> None:
         in_child(lambda: plain(emb(EVERY)))
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_weight_in_shared_memory(taken: bool) -> None:
+    """torch shares it, whatever the memory of the table is called."""
+    torch.manual_seed(0)
+    weight = torch.randn(ROWS, DIM).share_memory_()
+    emb = st.Embedding.from_pretrained(weight.clone() if taken else weight, freeze=False, memory="pageable")
+    if taken:
+        emb.weight.data = weight
+    opt = torch.optim.AdamW(emb.parameters(), lr=0.05)
+    for ids in (EVERY, EVERY[:5]):
+        emb(ids).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    before = weight.clone()
+    got = in_child(lambda: plain(emb.weight + 0))
+    assert torch.equal(weight, before)
+    torch.testing.assert_close(got, plain(emb.weight), rtol=0, atol=0)
+    with pytest.raises(DeviceError, match="forked"):
+        in_child(lambda: emb.weight.data.zero_())
+
+
 @pytest.mark.parametrize("make", [st.EmbeddingBag, st.MultiEmbedding])
 def test_bags_and_several_features(tmp_path: Path, make: Any) -> None:
     bags = make is st.EmbeddingBag

@@ -43,7 +43,7 @@ class Memory(ABC):
     # How many rows the table may get; None: it does not grow.
     max_rows: int | None = None
     # Whether a child of fork has this memory itself, and no copy of it.
-    is_shared_by_forks: ClassVar[bool] = False
+    is_shared_by_forks: bool = False
     # Whether a write raises: in a child of fork it would change the rows of the parent; and files may be opened to be read.
     refuses_writes: bool = False
     # In such a child: when the process that writes these rows does.
@@ -133,12 +133,18 @@ class Memory(ABC):
             copy_plane(made[name][: len(plane)], plane)
         return made
 
+    def adopt(self, plane: Tensor) -> None:
+        """Note that `plane` is memory of somebody else's, which children of fork may share (``share_memory_()``)."""
+        if plane.device.type == "cpu" and plane.is_shared() and not self.is_shared_by_forks:
+            self.is_shared_by_forks = True
+            forks.share(self)
+
     def refuse_write(self, what: str) -> NoReturn:
         """Raise for a write to memory that `refuses_writes`; `what` has the rows."""
         raise DeviceError(
             f"the rows of {what} are memory={self.name!r} of the process that this one was forked from, and a write here "
-            "would change them there; write in that process, make the table after the fork, or use memory='pageable', which a "
-            "child has a copy of"
+            "would change them there; write in that process, make the table after the fork, or use memory='pageable' (not "
+            "over a tensor in shared memory), which a child has a copy of"
         )
 
     @abstractmethod

@@ -414,6 +414,7 @@ class Planes:
         old = self._planes[self._check_plane(name)]
         self._release(old)
         self._outlive(old)
+        self._place.adopt(values)
         self._planes[name] = wait_until_filled(values)
         self._writes += before + 1 - self.version  # another tensor counts its changes from zero
 

@@ -102,6 +102,7 @@ class Saving(Opening):
         place = open_memory(memory, path, device, size, layout, max_rows)
         ordinary = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_inference()
         if not copy and place.name == "pageable" and ordinary and cache is None and max_rows is None:
+            place.adopt(tensor)
             return cls.__new__(cls)._adopt(place, tensor)
         return cls._copied(place, tensor, tensor.dtype)._start_cache(cache)
 
