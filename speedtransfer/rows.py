@@ -77,7 +77,34 @@ class Rows(StoredPlanes):
         if not self.lag:
             return self.finish(self.fetch(ids, planes))
         with self.lock:
-            return self.finish(self.fetch(ids))
+            return self.finish(self._fetch_of_parent(ids) if self.table._place.refuses_writes else self.fetch(ids))
+
+    def _fetch_of_parent(self, ids: Tensor) -> dict[str, Tensor]:
+        """Do what `fetch` does in a child of fork, whose parent may be writing the rows.
+
+        What a row is caught up by must be the last step of these values: one that has got another meanwhile is fetched again.
+        """
+        turns, last = self.table._place.turns, [LAST_STEP]
+        assert turns is not None
+        turns.wait()
+        before, fetched = self.table.read(ids, last)[LAST_STEP], self.fetch(ids)
+        turns.wait()
+        at = torch.arange(len(ids))
+        while len(at := at[(self.table.read(ids[at], last)[LAST_STEP] != before[at])[:, 0]]):
+            before[at], again = self.table.read(ids[at], last)[LAST_STEP], self.fetch(ids[at])
+            for name, part in again.items():
+                bits_of(fetched[name])[at] = bits_of(part)
+            turns.wait()
+        return fetched
+
+    def caught_up(self, ids: Tensor) -> dict[str, Tensor] | None:
+        """Return the rows `ids` (n,), unique, as `catch_up` would write them, by plane of the table; None: none has to."""
+        if not self.lag:
+            return None
+        with self.lock:
+            rows = self.read(ids)
+            rows[LAST_STEP] = self.lag.last_steps(len(ids), ids.device, None)
+            return {n + s: part for n, values in rows.items() for s, part in self.encode(n, values, ids).items()}
 
     def fetch(self, ids: Tensor, planes: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Gather the rows `ids` (n,), not checked, as they are stored; on any thread and stream.
@@ -121,6 +148,9 @@ class Rows(StoredPlanes):
             rows = {name: self.decode(name, self._parts_of(name, fetched)) for name in self._codecs if name in fetched}
         last = rows.pop(LAST_STEP, None)
         if last is not None and self.lag is not None:
+            if self.table._place.refuses_writes:
+                # A row that the parent has written since the fork has missed none of the steps that are known here.
+                last.clamp_(max=self.lag.now)
             self.lag.catch_up(rows, last)
         return rows
 
@@ -232,14 +262,7 @@ class Rows(StoredPlanes):
         self.lag = lag
         # This object holds the table: a strong reference back would be a cycle, which keeps both until the next gc. So the
         # table has a weak one, and once `owner` is gone a copy of this object that has a weak reference to the table.
-        catch_up = weakref.WeakMethod(self.catch_up)
-
-        def caught_up(ids: Tensor | None) -> None:
-            method = catch_up()
-            if method is not None:
-                method(ids)
-
-        self.table._catch_up = caught_up
+        self.table._catch_up, self.table._caught_up = _weakly(self.catch_up), _weakly(self.caught_up)
         self._at_end = weakref.finalize(owner, _outlive, self)
         self._at_end.atexit = False
 
@@ -247,7 +270,7 @@ class Rows(StoredPlanes):
         """Forget the steps that rows have missed, and the last step of each."""
         if self.lag is None:
             return
-        self.table._catch_up = None
+        self.table._catch_up = self.table._caught_up = None
         # The finalizer holds the table.
         self._at_end.detach()
         if LAST_STEP in self._codecs:
@@ -259,6 +282,8 @@ class Rows(StoredPlanes):
         """Apply the steps that the rows `ids` (n,), unique, have missed, and write them; None: all rows."""
         if not self.lag:
             return
+        if self.table._place.refuses_writes:
+            self.table.check_writable()
         check_not_capturing("idle rows that catch up (idle='exact')")
         # Held for all chunks: steps made meanwhile must not be forgotten at the end.
         with self.lock:
@@ -300,4 +325,15 @@ def _outlive(rows: Rows) -> None:
     """Have the table catch up by a copy of `rows`, whose owner is gone, with a weak reference to the table."""
     orphan = copy.copy(rows)
     orphan.table = weakref.proxy(rows.table)
-    rows.table._catch_up = orphan.catch_up
+    rows.table._catch_up, rows.table._caught_up = orphan.catch_up, orphan.caught_up
+
+
+def _weakly(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return what calls a method of an object as long as that lives, and returns None afterwards."""
+    reference = weakref.WeakMethod(method)
+
+    def call(ids: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive(ids)
+
+    return call

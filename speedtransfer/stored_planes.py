@@ -209,7 +209,7 @@ class StoredPlanes(EncodedPlanes):
 
     def copy(self) -> Self:
         """Return rows of a copy of the table with the same codecs, without state."""
-        if self.table.writable:
+        if not self.table.is_read_only:
             table = self.table.astype(self.table.dtype)
             _add_parts(table, self.parts("weight"))
         else:

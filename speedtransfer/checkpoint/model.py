@@ -89,8 +89,10 @@ class SavedModel:
                     self._plans[handle] = handle.vocabulary.plan_load(state_of_ids, shape[0])
                 else:
                     refuse_ids(self._state, key.removesuffix("weight"), handle)
-                if not handle.table.writable:
+                if handle.table.is_read_only:
                     saved.check_equal(handle)
+                else:
+                    handle.table.check_writable()
             else:
                 self._state[key] = like(saved if isinstance(saved, Tensor) else saved.mapped(), current)
         metadata = decode(node["metadata"], reader.read)
@@ -124,7 +126,7 @@ class SavedModel:
             if handle not in done:
                 done.add(handle)
                 rows = self._rows[key]
-                if not handle.table.writable:
+                if handle.table.is_read_only:
                     # Equal, as was checked.
                     advance(handle.num_rows * rows.row_bytes)
                     continue

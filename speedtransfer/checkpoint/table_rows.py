@@ -71,7 +71,8 @@ def _in_order(sizes: list[int]) -> dict[str, Any]:
 def _kept(rows: Rows, plane: str) -> Any:
     """Return a plane of a table for a checkpoint to keep: of rows in several tensors of files, what reads them in chunks."""
     table, stored = rows.table, rows.table.stored(plane)
-    if not stored.is_meta:
+    # Those of the parent of a forked process are copied where they have missed steps.
+    if not stored.is_meta and (table.writable or table.is_read_only):
         return table.plane(plane)
     return PickedRows(
         stored, len(stored), lambda start, stop: slice(start, stop), lambda rows: table.chunk(plane, rows)

@@ -59,7 +59,9 @@ class Processes:
         """
         for handle in self._handles:
             handle.recover()
-            handle.rows.catch_up()
+            # A child of fork copies the rows of its parent.
+            if handle.table.writable:
+                handle.rows.catch_up()
             handle.gather_ids()
 
     def tell_sizes(self) -> None:

@@ -129,8 +129,8 @@ def activate(
             flat = flat.cpu() if table.moves_on_host else flat
             groups = unique_rows(flat, num_rows, ids, padding_idx, grouped=device.type == "cuda")
     groups = groups.to(device)
-    # Rescaled rows are written back.
-    if max_norm is not None:
+    # Rescaled rows are written back, or refused: those of the parent of a forked process.
+    if max_norm is not None and handle.table.writable:
         handle.rows.catch_up(groups.ids)
     rows = handle.rows.read(groups.ids) if ahead is None else ahead.rows(handle.rows)
     if max_norm is not None and len(groups.ids):

@@ -78,7 +78,7 @@ def _in_place(source: Rows, dtype: torch.dtype | None, requires_grad: bool, opti
         raise InvalidTypeError(
             f"dtype is {dtype} but rows of {table.dtype} are computed in torch.float32; leave dtype out"
         )
-    if table.writable and handles_over(table):
+    if not table.is_read_only and handles_over(table):
         raise InvalidValueError(
             "the table is that of another module, which would not know what this one does to the rows; share its weight "
             "(other.weight = module.weight), or copy the rows (module.weight.detach().clone())"

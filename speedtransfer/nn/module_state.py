@@ -106,6 +106,8 @@ class ModuleState(nn.Module):
         used, rows = _placeholders.get(), self._handle.rows
         self._handle.recover()
         refuse_ids(state_dict, prefix, self._handle)
+        if prefix + "weight" in state_dict and not self._handle.table.is_read_only:
+            self._handle.table.check_writable()
         sharded, writable = isinstance(self._handle, ShardHandle), self._handle.table.writable
         whole: Any = self._placeholder()
         if used is None:

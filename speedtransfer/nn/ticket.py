@@ -45,6 +45,8 @@ class Ticket:
         self._note(handle, flat, ids, padding_idx)
         if table.device.type == "cuda" and table.memory == "device":
             return  # nothing has to cross the bus
+        if table._place.turns is not None:
+            return  # the process that this one was forked from may be writing: the lookup takes care of it
         planes = None if training or rows.lag is not None else ("weight",)
         self._future = begin_to_read(rows, self._ids, self.shape, padding_idx, planes, self._asked)
         begin_to_wait(self)

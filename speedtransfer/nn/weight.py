@@ -208,6 +208,11 @@ def _writing_back(tensor: Tensor, sources: list[tuple[Handle, Tensor, int]]) -> 
     return tensor
 
 
+def guarded(row: Tensor, handle: Handle) -> Tensor:
+    """Return a row of a table that cannot be written, as what raises where it is written to."""
+    return _writing_back(row.view_as(row), [(handle, row, handle.table.version)])
+
+
 def _weight_of(handle: Handle) -> nn.Parameter:
     param = handle.param_ref()
     return handle.new_param(TableWeight) if param is None else param
@@ -256,6 +261,8 @@ def _writes_to(values: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[st
         if in_place or name in _IN_PLACE:
             # The functions of torch.nn.init name their tensor; `torch._foreach_mul_` has a list of them.
             given = [args[0]] if args else list(kwargs.values())
+        elif kwargs.get("inplace"):
+            given = list(args[:1])
         given.append(kwargs.get("out"))
     found: list[bool] = []
     tree_map_only(Tensor, lambda tensor: found.append(tensor is values), given)

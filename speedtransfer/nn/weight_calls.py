@@ -17,7 +17,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn import initial_fills  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
-from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, rowless, special
+from speedtransfer.nn.weight import TableWeight, WeightData, guarded, handle_of, rowless, special
 from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle
 from speedtransfer.optim.anchor import Arrived, collected
 from speedtransfer.optim.graph import as_tensor, edges_to, listen
@@ -89,8 +89,9 @@ def _require_grad(weight: Any, requires_grad: bool = True) -> Any:
                 "(weight.detach().clone().requires_grad_())"
             )
         return weight
-    if requires_grad:
-        handle_of(weight).table.check_writable()
+    table = handle_of(weight).rows.table
+    if requires_grad and table.is_read_only:
+        table.check_writable()
     with as_tensor():
         weight.requires_grad = requires_grad
     listen(weight)
@@ -224,12 +225,15 @@ def _rows_at(weight: Any, index: Any) -> Any:
     _check_named_by_row(handle)
     trains = isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad
     # A view, which may be written to.
-    if number and not trains:
+    if number and not trains and handle.table.writable:
         return NotImplemented
     ids = torch.as_tensor(first)
     if ids.is_cuda or bool((ids < 0).any()):
         ids = torch.where(ids < 0, ids + handle.num_rows, ids)
     found = _embedding(ids, weight)
+    if number and not trains:
+        # To write to what torch gives a view of raises.
+        found = guarded(found, handle)
     return found[(slice(None),) * ids.dim() + tuple(rest)] if rest else found
 
 

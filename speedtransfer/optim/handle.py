@@ -281,7 +281,6 @@ class Handle(Binding):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         # Without the planes of state, which a copy of the optimizer has.
-        self.rows.catch_up()
         rows = self.rows.copy()
         duplicate = Handle(rows.table, self.requires_grad, self.idle, rows)
         duplicate.name = self.name

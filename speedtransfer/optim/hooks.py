@@ -168,6 +168,10 @@ def _forget_closure(optimizer: Optimizer) -> None:
 def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
     """Begin the step of `optimizer` for the tables among its parameters; return whether there are any."""
     found = state_dicts.handles_of(optimizer)
+    for handle, _ in found:
+        # Before anything has changed.
+        if handle.grad is not None and handle.rows.table._place.refuses_writes:
+            handle.table.check_writable()
     shared = [handle.reducer for handle, _ in found if handle.reducer is not None]
     if shared:
         # Gradients that were written by hand, and not by backward.

@@ -144,7 +144,9 @@ def _before_save(optimizer: Optimizer) -> None:
     for handle, group in handles_of(optimizer):
         if handle.state is not None and handle.state.optimizer() is optimizer:
             handle.abort_step(optimizer)
-            handle.rows.catch_up()
+            # A child of fork copies the rows of its parent, after the save.
+            if handle.table.writable:
+                handle.rows.catch_up()
             handle.table.wait()
         else:
             _begin_anew(optimizer, group, handle)
@@ -177,6 +179,9 @@ def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         entry = state_dict["state"][key]
         found = leaves(entry).items()
         copied = {name: value.decode() for name, value in found if isinstance(value, EncodedPlane)}
+        if handle.state is not None and not handle.table.writable:
+            copied |= handle.state.caught_up(leaves(entry))
+            found = (leaves(entry) | copied).items()
         copied |= {
             name: value.contiguous()
             for name, value in found

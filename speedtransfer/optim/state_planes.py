@@ -89,6 +89,11 @@ class StatePlanes:
         names = [name for name, view in self._views.items() if state.get(name) is view]
         return {name: (self._planes[name], self._specs[name]) for name in names}
 
+    def caught_up(self, state: dict[str, Any]) -> dict[str, Tensor]:
+        """Return those entries of the optimizer's `state` that are views of planes, with all steps so far: maybe copies."""
+        views = {n: plane for n, (plane, _) in self.stored(state).items() if isinstance(state[n], Tensor)}
+        return {name: self._as_state(name, self.rows.whole(plane)) for name, plane in views.items()}
+
     def matches(self, specs: dict[str, PlaneSpec]) -> bool:
         """Tell whether the planes have the names, shapes and dtypes of `specs`."""
         own = self._specs

@@ -223,7 +223,6 @@ class VocabularyHandle(VocabularyGradient):
     # --- copies -------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
-        self.rows.catch_up()
         made = copy.deepcopy(self.vocabulary, memo)
         padding = self.vocabulary.padding_idx
         duplicate = VocabularyHandle(self.rows.copy(), made, padding, self.requires_grad, self.idle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 import zlib
 from collections.abc import Sequence
@@ -74,6 +75,7 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         # Else no group would ever be freed.
         self._group = weakref.ref(group)
+        self._process = os.getpid()
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.traffic = Traffic()
         # gloo moves memory of the host alone, NCCL that of the device. A group made without a backend may have both.
@@ -87,6 +89,11 @@ class Exchange:
         if group is None:
             raise ProcessGroupError(
                 "the process group of these tables was destroyed; call destroy_process_group() when they are no longer used"
+            )
+        if self._process != os.getpid():
+            raise ProcessGroupError(
+                "the process group of these tables is that of the process that this one was forked from, and nothing can be "
+                "sent here; use the tables in that process, or start this one by 'spawn' and give it the rows it needs"
             )
         return group
 

@@ -34,6 +34,7 @@ class SharedMemory(Memory):
     """
 
     name = "shared"
+    is_shared_by_forks = True
 
     def __init__(self, device: torch.device, exchange: Exchange) -> None:
         super().__init__(device)

@@ -132,6 +132,7 @@ class Rows:
 
     def fill(self, name: str, values: Tensor) -> None:
         """Copy `values`, of all rows and as `to_copy` returns them, into a plane."""
+        self.table.check_writable()
         plane = self.table.plane(name)
         copy_plane(plane, values.reshape(plane.shape))
         wait_until_filled(plane)
@@ -149,6 +150,7 @@ class Rows:
 
     def put(self, name: str, index: Any, value: Any) -> None:
         """Set the values that any index of NumPy's names; of one named twice the last value stays."""
+        self.table.check_writable()
         plane, basic = self.table.plane(name).view(-1), is_basic(index)
         where = self._part(name, index) if basic else torch.from_numpy(self._places(name, index))
         values = stored_as(self.columns[name].dtype, _broadcast(value, tuple(where.shape)), "dataObject")

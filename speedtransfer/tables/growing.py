@@ -58,7 +58,7 @@ class Growing(Planes):
         num_rows = check_size(num_rows, "num_rows")
         check_not_capturing("growing a table", WARM_UP)
         if self._place.refuses_writes:
-            self._place.refuse_write()
+            self.check_writable()
         self._check_growth(num_rows, fills or {})
         if num_rows == self.num_rows:
             return

@@ -34,6 +34,7 @@ class MmapMemory(Memory):
     """
 
     name = "mmap"
+    is_shared_by_forks = True
 
     def __init__(self, device: torch.device, path: str | os.PathLike[str] | None = None) -> None:
         if path is None:

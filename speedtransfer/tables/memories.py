@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -19,6 +18,7 @@ from speedtransfer.cuda import pinned_empty, require_cuda, resolve_device
 from speedtransfer.engines import Engine
 from speedtransfer.errors import DeviceError, HostMemoryError, InvalidValueError, format_bytes
 from speedtransfer.system import physical_bytes
+from speedtransfer.tables import forks
 from speedtransfer.tables.chunks import copy_plane
 from speedtransfer.tables.parts import Parts
 from speedtransfer.tables.records import Block, Specs, blocks_of, record_bytes, views_of
@@ -42,9 +42,12 @@ class Memory(ABC):
     layout: str = "planes"
     # How many rows the table may get; None: it does not grow.
     max_rows: int | None = None
-    # Whether a write raises: of a process that was forked and shares the memory of such tables with its parent, whose rows it
-    # would change; and of files opened to be read.
-    refuses_writes: ClassVar[bool] = False
+    # Whether a child of fork has this memory itself, and no copy of it.
+    is_shared_by_forks: bool = False
+    # Whether a write raises: in a child of fork it would change the rows of the parent; and files may be opened to be read.
+    refuses_writes: bool = False
+    # In such a child: when the process that writes these rows does.
+    turns: forks.Turns | None = None
     # Whether the rows are those of files that are never changed.
     read_only: ClassVar[bool] = False
     # All files with rows, for memories of several.
@@ -58,6 +61,8 @@ class Memory(ABC):
         self.device = device
         # Planes whose rows lie in several places, by name; the table has placeholders of them, without memory.
         self.in_parts: dict[str, Parts] = {}
+        if self.is_shared_by_forks:
+            forks.share(self)
 
     def allocate(self, plane: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed contiguous ``(num_rows, width)`` tensor.
@@ -128,11 +133,18 @@ class Memory(ABC):
             copy_plane(made[name][: len(plane)], plane)
         return made
 
-    def refuse_write(self) -> NoReturn:
-        """Raise for a write to memory that `refuses_writes`."""
+    def adopt(self, plane: Tensor) -> None:
+        """Note that `plane` is memory of somebody else's, which children of fork may share (``share_memory_()``)."""
+        if plane.device.type == "cpu" and plane.is_shared() and not self.is_shared_by_forks:
+            self.is_shared_by_forks = True
+            forks.share(self)
+
+    def refuse_write(self, what: str) -> NoReturn:
+        """Raise for a write to memory that `refuses_writes`; `what` has the rows."""
         raise DeviceError(
-            f"the rows of this table are memory={self.name!r} of the process that this one was forked from, and a write here "
-            "would change them there; write in that process, start workers by 'spawn', or use memory='pageable' or 'mmap'"
+            f"the rows of {what} are memory={self.name!r} of the process that this one was forked from, and a write here "
+            "would change them there; write in that process, make the table after the fork, or use memory='pageable' (not "
+            "over a tensor in shared memory), which a child has a copy of"
         )
 
     @abstractmethod
@@ -227,23 +239,16 @@ class PinnedMemory(Memory):
     """Page-locked memory at its exact size, which the GPU reads and writes across the bus."""
 
     name = "pinned"
+    is_shared_by_forks = True
 
     def __init__(self, device: torch.device, path: str | os.PathLike[str] | None = None) -> None:
         require_cuda("memory='pinned'")
         super().__init__(device, path)
-        _watch_forks()
 
     def _allocate(self, plane: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         num_bytes, _ = _check_fits(plane, shape, dtype)
         target = self.device if self.device.type == "cuda" else resolve_device("cuda")
         return pinned_empty(num_bytes, target).zero_().view(dtype).view(shape)
-
-
-@functools.cache
-def _watch_forks() -> None:
-    # A child of fork cannot use CUDA, so all the page-locked memory that it will ever see is that of its parent.
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lambda: setattr(PinnedMemory, "refuses_writes", True))
 
 
 class DeviceMemory(Memory):

@@ -73,14 +73,14 @@ class OpenedMemory(Memory):
     def wrap(self, engine: Engine) -> Engine:  # noqa: D102
         return PartsEngine(engine, list(self.in_parts.values())) if self.in_parts else engine
 
-    def refuse_write(self) -> NoReturn:  # noqa: D102
+    def refuse_write(self, what: str) -> NoReturn:  # noqa: D102
         remedy = (
             "open the file with writable=True, or "
             if self.path and not self.in_parts and len(self.sources) == 1
             else ""
         )
         raise StorageError(
-            f"the rows of this table are read in place from {self._about()} and cannot be changed; {remedy}copy them: "
+            f"the rows of {what} are read in place from {self._about()} and cannot be changed; {remedy}copy them: "
             "Embedding.from_pretrained(table, memory='pageable'), or table.save(path)"
         )
 
@@ -90,7 +90,7 @@ class OpenedMemory(Memory):
         return copy
 
     def _allocate(self, plane: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        self.refuse_write()
+        self.refuse_write("this table")
 
     def _about(self) -> str:
         more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""

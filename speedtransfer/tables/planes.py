@@ -22,7 +22,7 @@ from speedtransfer.dtypes import PLANE_DTYPES, TABLE_DTYPES
 from speedtransfer.engines import CachedEngine, Engine, HostEngine, ReferenceEngine, engine_names, make_engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.tables import stats
-from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane
+from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane, row_chunks
 from speedtransfer.tables.memories import Memory, check_room
 from speedtransfer.tables.page_advice import read_ahead
 from speedtransfer.tables.records import check_layout
@@ -68,6 +68,9 @@ class Planes:
         # Called with row numbers, or None for all rows, before these are read or written from outside: by `Rows`, while it
         # lets idle rows miss steps. What is moved as it is stored (`read`, `write`, ``check=False``) does without.
         self._catch_up: Callable[[Tensor | None], None] | None = None
+        # The same for rows that must not be written: takes row numbers, and returns them caught up, by plane as they are
+        # stored; None: no row has missed any.
+        self._caught_up: Callable[[Tensor], dict[str, Tensor] | None] | None = None
         # What ties a parameter to this table, if anything does: it grows with the table.
         self._handle: weakref.ref[Any] | None = None
         self._stats, self._padded_stats = TableStats(), PaddedStats()
@@ -132,8 +135,13 @@ class Planes:
 
     @property
     def writable(self) -> bool:
-        """Whether rows can be changed: not those of files that are read in place (`open`)."""
-        return not self._place.read_only
+        """Whether rows can be changed: not those of files that are read in place (`open`), nor those of a parent process."""
+        return not self._place.refuses_writes
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether the rows are those of files that are read in place (`open`)."""
+        return self._place.read_only
 
     @property
     def in_parts(self) -> bool:
@@ -297,6 +305,7 @@ class Planes:
     def add_planes(self, planes: Mapping[str, tuple[int | None, DType | None, float | Tensor]]) -> dict[str, Tensor]:
         """Add several planes, all or none: by name what `add_plane` takes. With layout "rows" they share a record a row."""
         if planes:
+            self.check_writable()
             check_not_capturing(f"adding planes ({', '.join(planes)})", WARM_UP)
         specs = dict[str, tuple[int, DType]]()
         for name, (width, dtype, fill) in planes.items():
@@ -324,8 +333,9 @@ class Planes:
         if name == "weight":
             raise InvalidValueError("plane 'weight' is the table itself; delete the table instead")
         self._check_plane(name)
+        # A child of fork that does without a plane changes none of its parent.
         if self._place.read_only:
-            self._place.refuse_write()
+            self.check_writable()
         self._engine.wait()
         dropped = self._planes.pop(name)
         self._fills.pop(name, None)
@@ -336,8 +346,12 @@ class Planes:
     def plane(self, name: str) -> Tensor:
         """Return the whole of a plane, ``(num_rows, width)``, without a copy; it lives where the memory is.
 
-        Of rows that lie in several tensors of files (`open`) it is a copy. HostMemoryError: that does not fit.
+        Of rows that lie in several tensors of files (`open`) it is a copy; so it is in a child of fork of rows that are those
+        of its parent and have missed steps. HostMemoryError: that does not fit.
         """
+        copied = self._copy_caught_up(self._check_plane(name), 0, self.num_rows)
+        if copied is not None:
+            return copied
         if self._catch_up is not None:
             self._catch_up(None)
         self.wait()
@@ -359,24 +373,48 @@ class Planes:
         parts = self._place.in_parts.get(name)
         if parts is not None:
             return parts.rows(rows.start, min(rows.stop, self.num_rows))
+        copied = self._copy_caught_up(self._check_plane(name), rows.start, min(rows.stop, self.num_rows))
+        if copied is not None:
+            return copied
         chunk = self.plane(name)[rows]
         read_ahead(chunk)
         return chunk
 
+    def _copy_caught_up(self, name: str, start: int, stop: int) -> Tensor | None:
+        """Return a copy of rows that have missed steps and cannot be written; None: `plane` catches up, if that is needed."""
+        if self._caught_up is None or not self._place.refuses_writes:
+            return None
+        stored = self._planes[name]
+        check_room(stored[start:stop].nbytes, f"{stop - start} rows")
+        copied: Tensor | None = None
+        row_bytes = max(self.nbytes // max(self.num_rows, 1), 1)
+        for part in row_chunks(stop - start, row_bytes):
+            found = self._caught_up(torch.arange(start + part.start, start + part.stop, device=self.device))
+            if found is None:
+                return None
+            if copied is None:
+                copied = torch.empty((stop - start, stored.shape[1]), dtype=stored.dtype, device=stored.device)
+            copied[part] = found[name]
+        return copied
+
     def check_writable(self) -> None:
-        """Raise `StorageError` where rows are read in place from files, so that nothing can change them."""
-        if self._place.read_only:
-            self._place.refuse_write()
+        """Raise where nothing can change the rows.
+
+        StorageError: they are read in place from files. DeviceError: a child of fork shares them with its parent.
+        """
+        if self._place.refuses_writes:
+            handle = None if self._handle is None else self._handle()
+            self._place.refuse_write("this table" if handle is None else str(handle))
 
     def take(self, name: str, values: Tensor) -> None:
         """Make the memory of `values`, of the plane's shape, dtype and device, that of the plane from now on."""
-        if self._place.read_only:
-            self._place.refuse_write()
+        self.check_writable()
         self._engine.wait()
         before = self.version
         old = self._planes[self._check_plane(name)]
         self._release(old)
         self._outlive(old)
+        self._place.adopt(values)
         self._planes[name] = wait_until_filled(values)
         self._writes += before + 1 - self.version  # another tensor counts its changes from zero
 

@@ -46,7 +46,8 @@ class Saving(Opening):
                     "which has every change; use flush()" if self.writable else "which is read in place; choose another"
                 )
                 raise StorageError(f"{str(path)!r} is the table's own file, {remedy}")
-        if self.in_parts:
+        # Rows of a parent process that have missed steps are copied.
+        if self.in_parts or not self.writable:
             rows = row_chunks(self.num_rows, self.dim * self.dtype.itemsize)
             chunks = (self.chunk("weight", part) for part in rows)
         else:
@@ -101,6 +102,7 @@ class Saving(Opening):
         place = open_memory(memory, path, device, size, layout, max_rows)
         ordinary = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_inference()
         if not copy and place.name == "pageable" and ordinary and cache is None and max_rows is None:
+            place.adopt(tensor)
             return cls.__new__(cls)._adopt(place, tensor)
         return cls._copied(place, tensor, tensor.dtype)._start_cache(cache)
 

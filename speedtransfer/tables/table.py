@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer import buffers
+from speedtransfer.dtypes import rows_at
 from speedtransfer.engines import SELECTED
 from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.tables import stats
@@ -158,7 +159,11 @@ class Table(Saving):
             raised by the next call of the table that finds it (`wait` does for certain); until then others may come back so.
         """
         flat, shape, checked = as_index(index, self.num_rows, self.device) if check else (index, index.shape, True)
-        if check and catch_up and self._catch_up is not None:
+        caught_up = None
+        if check and catch_up and self._caught_up is not None and self._place.refuses_writes:
+            groups = unique_rows(flat, None if checked else self.num_rows, index)
+            caught_up = self._caught_up(groups.ids)
+        elif check and catch_up and self._catch_up is not None:
             if flat.is_cuda and self.takes_padding and len(flat):
                 self._catch_up(padded_unique(flat, self.num_rows).ids)
             else:
@@ -184,6 +189,9 @@ class Table(Saving):
         if self._cache is None:
             read_ahead_of_rows(stored, flat)
         self._engine.gather(stored, flat, rows, check=not checked, unsorted=True)
+        if caught_up is not None:
+            for name, values in zip(names, rows, strict=True):
+                values.copy_(rows_at(caught_up[name], groups.inverse.view(-1)))
         num_bytes = flat.numel() * sum(plane.shape[1] * plane.element_size() for plane in stored)
         with stats.counting.lock:
             self._stats.gathered_rows += flat.numel()

@@ -10,7 +10,7 @@ from torch import Tensor
 from speedtransfer import buffers
 from speedtransfer.cuda import count_graphs, is_capturing
 from speedtransfer.engines import KernelEngine
-from speedtransfer.tables import stats
+from speedtransfer.tables import forks, stats
 from speedtransfer.tables.padded import is_padded
 from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
 from speedtransfer.tables.unique import on_host
@@ -50,23 +50,31 @@ class UncheckedRows(WholePlanes):
     def write(self, ids: Tensor, rows: dict[str, Tensor], unsorted: bool = False) -> None:
         """Scatter contiguous rows, by plane, as they are stored: `ids` (n,) are as for `read`, and none is there twice."""
         if self._place.refuses_writes:
-            self._place.refuse_write()
+            self.check_writable()
         values = list(rows.values())
         if self.moves_on_host:
             ids = on_host(ids, ids)
         planes = [self._planes[name] for name in rows]
-        if self.watched:
-            # Those of somebody else may be changed, and the log keeps them.
-            ids = ids.clone() if unsorted else ids
+        # Children of this process that read the rows wait meanwhile.
+        turns = forks.turns if self._place.is_shared_by_forks else None
+        if turns is not None:
+            turns.begin()
+        try:
+            if self.watched:
+                # Those of somebody else may be changed, and the log keeps them.
+                ids = ids.clone() if unsorted else ids
 
-            def scatter(given: list[Tensor], behind: bool) -> None:
-                to = _uncounted(planes) if behind and self._cache is None else planes
-                self._engine.scatter(to, ids, given, unsorted, behind)
+                def scatter(given: list[Tensor], behind: bool) -> None:
+                    to = _uncounted(planes) if behind and self._cache is None else planes
+                    self._engine.scatter(to, ids, given, unsorted, behind)
 
-            self._write_watched(ids, rows, scatter)
-        else:
-            self._engine.scatter(planes, ids, values, unsorted)
-            self._writes += 1
+                self._write_watched(ids, rows, scatter)
+            else:
+                self._engine.scatter(planes, ids, values, unsorted)
+                self._writes += 1
+        finally:
+            if turns is not None:
+                turns.end()
         if not self._captured and ids.is_cuda and is_capturing():
             count_graphs()
             self._captured = True
@@ -95,7 +103,7 @@ class UncheckedRows(WholePlanes):
             Takes the planes `written`, queues the kernels on the current stream, and returns the tensors that they use.
         """
         if self._place.refuses_writes:
-            self._place.refuse_write()
+            self.check_writable()
         came, stored = ([self._planes[name] for name in names] for names in (read, written))
         engine = cast(KernelEngine, self._engine)
         if self.watched:

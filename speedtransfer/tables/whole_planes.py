@@ -86,7 +86,7 @@ class WholePlanes(Growing):
         others that look at the number of rows would see that of the chunk.
         """
         if self._place.refuses_writes:
-            self._place.refuse_write()
+            self.check_writable()
         weight = self.plane("weight")
         fill_plane(weight, function)
         wait_until_filled(weight)

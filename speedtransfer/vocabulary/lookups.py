@@ -106,8 +106,9 @@ class Lookups(Base):
         HostMemoryError
             There is no row for a new id of a lookup so long ago that no more of them wait for a step.
         """
-        _, owner = self._bound()
+        live, owner = self._bound()
         with owner.rows.lock:
+            live.table.check_writable()
             if len(self._waiting) >= _MOST_WAITING:
                 self.settle()
             rows = self.find_on_device(ids) if on_device and ids.is_cuda else None
@@ -136,6 +137,8 @@ class Lookups(Base):
         """
         live, owner = self._bound()
         with owner.rows.lock:
+            if self._waiting:
+                live.table.check_writable()
             waiting, self._waiting = self._waiting, []
             found = [self.noted_rows(noted) for noted in waiting]
             # Those used in this step stay, of whichever lookup.

@@ -44,6 +44,9 @@ class Room(Base):
         live, owner = self._bound()
         with owner.rows.lock:
             rows = live.index.find(ids)
+            if not live.table.writable:
+                # The process that this one was forked from may have given rows to other ids since.
+                rows[(rows >= live.reserved) & (live.ids[rows] != ids)] = -1
             self._counts[2:] += [len(rows), int(np.count_nonzero(rows < 0))]
         return rows
 
@@ -57,6 +60,7 @@ class Room(Base):
         """
         live, owner = self._bound()
         with owner.rows.lock:
+            live.table.check_writable()
             rows = live.index.find(ids)
             if len(rows) and rows.min() < 0:
                 self._admit(ids, rows)
@@ -164,6 +168,7 @@ class Room(Base):
         live, owner = self._bound()
         if not len(rows):
             return
+        live.table.check_writable()
         self._check_not_calling_out()
         ids = live.ids[rows].copy()
         if archive and self.on_evict is not None:

@@ -220,6 +220,7 @@ class SavedVocabulary(Base):
         """Set the weights of all known ids to their initial values, and keep the state of the optimizer."""
         live, owner = self._bound()
         with owner.rows.lock:
+            live.table.check_writable()
             rows = live.occupied()
             for start in range(0, len(rows), 1 << 16):
                 part = rows[start : start + (1 << 16)]
