@@ -227,7 +227,7 @@ class VocabularyShardHandle(VocabularyHandle, ShardHandle):
         rest = self.requires_grad, self.idle, self.reducer.comm_dtype
         padding = self.vocabulary.padding_idx
         duplicate = VocabularyShardHandle(self.rows.copy(), partition, exchange, made, padding, *rest)
-        duplicate.name = self.name
+        duplicate.__dict__.update(self._of_module())
         made.load_state_dict(self.vocabulary.state_dict())
         memo[id(self)] = duplicate
         return duplicate
