@@ -180,6 +180,9 @@ class VocabularyShardHandle(VocabularyHandle, ShardHandle):
     def date(self, tensor: Tensor) -> None:
         """Do nothing: the lookup is known by its number, and for how long a gradient may come for it."""
 
+    def check_lookup(self, ids: Tensor) -> None:
+        """Do nothing: see `date`."""
+
     def know(self, ids: Tensor, noted: NotedIds | None) -> None:
         """Do nothing: of the rows of a lookup only their owners have to know."""
 
