@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import speedtransfer as st
 from speedtransfer.errors import OptimizerError
+from speedtransfer.optim import find_handle
 
 IDS = torch.tensor([7, 1, 3, 1])
 
@@ -174,3 +176,28 @@ def test_many_gradients_at_once(dtype: torch.dtype, padding_idx: int | None) -> 
         out, grads = emb(IDS), torch.rand(5, 4, 4, dtype=dtype, generator=torch.Generator().manual_seed(0))
         found.append(torch.autograd.grad(out, emb.weight, grads, is_grads_batched=True)[0])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("kind", ["plain", "vocabulary", "feature"])
+def test_a_copy_of_the_weight_gets_sparse_gradients(clone: Any, kind: str) -> None:
+    """By itself, in a function; an optimizer for sparse gradients trains it as that of torch."""
+    ours, theirs = both(padding_idx=2, max_norm=3.0)
+    if kind == "feature":
+        multi = st.MultiEmbedding({"a": 10}, 4, sparse=True)
+        multi["a"].weight.data.copy_(theirs.weight.data)
+        ours = multi["a"]
+    if kind == "vocabulary":
+        ours = st.Embedding(10, 4, sparse=True, padding_idx=2, max_norm=3.0, vocabulary=st.Vocabulary())
+        handle, copied = find_handle(ours.weight), find_handle(clone(ours.weight))
+        names = "sparse", "renormalizes", "padding_idx"
+        assert [getattr(copied, name) for name in names] == [getattr(handle, name) for name in names]
+        return
+    weights = [clone(module.weight) for module in (ours, theirs)]
+    for weight in weights:
+        optimizer = torch.optim.SparseAdam([weight], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.embedding(IDS, weight, sparse=True).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(*weights)

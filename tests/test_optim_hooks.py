@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import speedtransfer
+from speedtransfer.optim import hooks
 
 ROWS, DIM, STEPS = 41, 6, 8
 Look = Callable[[], None]
@@ -297,6 +298,18 @@ def decaying() -> Twins:
 
 
 def test_a_step_within_a_step(decaying: Twins) -> None:
+    decaying.train(decaying.batches(8))
+    decaying.assert_same()
+
+
+def test_a_step_within_a_step_if_our_hooks_are_wrapped(decaying: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which step is running does not depend on how many functions lie between it and the hooks."""
+
+    def wrapped(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: hook(*args)
+
+    for name in ("_before_step", "_after_step"):
+        monkeypatch.setattr(hooks, name, wrapped(getattr(hooks, name)))
     decaying.train(decaying.batches(8))
     decaying.assert_same()
 

@@ -233,6 +233,16 @@ def test_a_second_backward_after_rows_changed() -> None:
         loss.backward()
 
 
+def test_a_gradient_of_a_lookup_that_is_not_known() -> None:
+    """Without the time of the lookup its rows may be those of other ids."""
+    module, _ = made(2, evict="lru")
+    active = module.activate(ids(1))
+    active.ids = active.ids.clone()
+    with pytest.raises(InvalidValueError, match="lookup is not known"):
+        active.add_grad(torch.ones(1, DIM))
+    assert module.weight.grad is None
+
+
 def test_a_gradient_by_hand_after_rows_changed() -> None:
     module, _ = made(2, evict="lru")
     optimizer = sgd(module)

@@ -78,6 +78,8 @@ class History:
         self.rule, self._dtype = rule, dtype
         self.now = self.base = now  # no row was last touched before step `base`
         self._shared: _Shared | None = None
+        # The first step that is remembered, if there is one.
+        self._first: IdleStep | None = None
 
     @property
     def length(self) -> int:
@@ -100,6 +102,7 @@ class History:
     def record(self, step: IdleStep) -> None:
         """Take in one more step."""
         if self._shared is None:
+            self._first = step
             self._begin(step)
             return
         with self._shared.lock:
@@ -121,7 +124,8 @@ class History:
 
     def takes_unsure(self, rows: dict[str, Tensor], last: Tensor) -> bool:
         """Tell whether `catch_up` can take an unsure step of such rows."""
-        return is_done_on_cuda(self.rule, rows, last)
+        bounded = self.rule.taken.bounds is not None
+        return (self._first is not None or not bounded) and is_done_on_cuda(self.rule, rows, last)
 
     def catch_up(self, rows: dict[str, Tensor], last: Tensor, unsure: Unsure | None = None) -> None:
         """Let rows take the steps that they have missed.
@@ -135,6 +139,8 @@ class History:
         unsure : Unsure, optional
             A step after those that are remembered.
         """
+        if self._first is not None and self.rule.taken.bounds is not None:
+            self.rule.bound(rows, self._first)
         if self._shared is not None:
             with self._shared.lock:
                 sums = self._shared.sums_of(self.now - self.base)
@@ -147,5 +153,5 @@ class History:
         if self._shared is not None:
             with self._shared.lock:
                 self._shared.histories.discard(self)
-                self._shared = None
+                self._shared = self._first = None
         self.base = self.now

@@ -59,7 +59,7 @@ class Lag:
         unsure = step if isinstance(step, Unsure) else self._unsure
         if unsure is not None and unsure is not step:
             unsure = self._unsure_on(device)
-        number = self.now + (step is not None or unsure is not None)
+        number = self._history.now + (step is not None or unsure is not None)
         last = torch.full((count, 1), number, dtype=torch.int32, device=device)
         if unsure is not None:
             unsure.begin_use()
@@ -111,7 +111,7 @@ class Lag:
             There is no rule for what they do to idle rows.
         """
         form = self._rule.form(group, state)
-        if form != (self._rule.coupled, self._rule.denominator):
+        if form != self._rule.taken:
             catch_up_all()
             self._rule.take_form(form)
             self._history = self._new_history(self.now)
@@ -155,7 +155,8 @@ class Lag:
     @property
     def is_long(self) -> bool:
         """Whether so many steps are remembered that all rows should be caught up now."""
-        length = self._history.length
-        if isinstance(self._history, Replay):
+        history = self._history
+        length = history.now - history.base
+        if isinstance(history, Replay):
             return length >= _MAX_REPLAYED
-        return length >= _MAX_STEPS or length >= _MAX_OPEN <= self._history.horizon
+        return length >= _MAX_STEPS or length >= _MAX_OPEN <= history.horizon

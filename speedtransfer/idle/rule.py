@@ -43,6 +43,23 @@ class IdleStep(NamedTuple):
         return self.scale == 0.0 and self == IdleStep(factors=(1.0,) * len(self.factors), root=self.root, eps=self.eps)
 
 
+class Form(NamedTuple):
+    """What steps that are remembered together have in common.
+
+    Attributes
+    ----------
+    coupled : bool
+    denominator : str or None
+        As those of `Rule`.
+    bounds : tuple of float or None
+        Hyperparameters that bound state, which `IdleStep` does not tell. None: no state is bounded.
+    """
+
+    coupled: bool
+    denominator: str | None
+    bounds: tuple[float, ...] | None = None
+
+
 Numbers = tuple[float, ...]
 """The numbers of a step with coupled weight decay, as `replay` lists them for each kind of optimizer."""
 
@@ -113,6 +130,8 @@ class Rule:
         The kind of step, of those in `replay`, that rows take one after the other where weight decay is coupled.
     coupled : bool
         Whether it is.
+    taken : Form
+        The form of the steps from now on.
     """
 
     factors: tuple[str, ...] = ()
@@ -124,20 +143,29 @@ class Rule:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.coupled = False
+        self.taken = Form(False, self.denominator)
         self.scalars = Scalars()
         # How often a step changes the optimizer's count of steps; see `Lag.step_made`.
         self.changes_of_count = 1
 
-    def form(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[bool, str | None]:
-        """Return what `coupled` and `denominator` must be for the hyperparameters `group` and the optimizer's `state`.
+    def form(self, group: dict[str, Any], state: dict[str, Any]) -> Form:
+        """Return the form of a step with the hyperparameters `group` and the optimizer's `state` before it.
 
         Steps of one form cannot be put together with those of another: `take_form` wants rows that have missed nothing.
         """
-        return self.replay is not None and group.get("weight_decay", 0) != 0, self.denominator
+        return Form(self.replay is not None and group.get("weight_decay", 0) != 0, self.denominator)
 
-    def take_form(self, form: tuple[bool, str | None]) -> None:
+    def take_form(self, form: Form) -> None:
         """Let the steps from now on be of this form."""
-        self.coupled, self.denominator = form
+        self.taken = form
+        self.coupled, self.denominator = form.coupled, form.denominator
+
+    def bound(self, rows: dict[str, Tensor], first: IdleStep) -> None:
+        """Bound the state of rows, by plane, in place, as the missed steps do that they are about to take.
+
+        Called where the form has `bounds`. `first` is the first of the steps that are remembered: rows that have not missed it
+        are within the bounds already.
+        """
 
     def before(self, state: dict[str, Any]) -> Any:
         """Return what `step` must know of the optimizer's state before its step."""

@@ -19,11 +19,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import optim
+from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.idle.rule import IDENTITY, IdleStep, Numbers, Rule, rounded
+from speedtransfer.idle.rule import IDENTITY, Form, IdleStep, Numbers, Rule, rounded
 
 
 class _Sgd(Rule):
@@ -77,7 +77,9 @@ class _RMSprop(Rule):
         lr, momentum, alpha = self._numbers(group, "lr", "momentum", "alpha")
         lr, momentum = self._rounded(lr), self._rounded(momentum)
         mix = (1.0, -lr * momentum, 0.0, momentum) if momentum else IDENTITY
-        return IdleStep(factors=(self._rounded(alpha), 1 - self._rounded(1 - alpha)), mix=mix)
+        # The mean of the gradients stays as it is while `centered` is off.
+        mean = 1 - self._rounded(1 - alpha) if group["centered"] else 1.0
+        return IdleStep(factors=(self._rounded(alpha), mean), mix=mix)
 
 
 class _Adadelta(Rule):
@@ -103,6 +105,13 @@ class _Adagrad(Rule):
 class _Rprop(Rule):
     factors = ("prev",)
 
+    def form(self, group: dict[str, Any], state: dict[str, Any]) -> Form:
+        return Form(False, None, tuple(float(size) for size in group["step_sizes"]))
+
+    def bound(self, rows: dict[str, Tensor], first: IdleStep) -> None:
+        assert self.taken.bounds is not None
+        rows["step_size"].clamp_(*self.taken.bounds)
+
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
         return IdleStep(factors=(0.0,))
 
@@ -127,15 +136,22 @@ class _Adam(Rule):
     # Whether weight decay acts on the weights alone, unless the group says it (older versions of torch have no such entry).
     decoupled: ClassVar[bool] = False
 
-    def form(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[bool, str | None]:
+    def form(self, group: dict[str, Any], state: dict[str, Any]) -> Form:
         decoupled = group.get("decoupled_weight_decay", self.decoupled)
         if group.get("amsgrad") and state and "max_exp_avg_sq" not in state:
             raise OptimizerError(
                 "amsgrad became True after the first step, but the optimizer keeps its largest second moments from the first "
                 "on only; set it before training"
             )
-        denominator = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
-        return not decoupled and group.get("weight_decay", 0) != 0, denominator
+        coupled = not decoupled and group.get("weight_decay", 0) != 0
+        if not group.get("amsgrad"):
+            return Form(coupled, "exp_avg_sq")
+        return Form(coupled, "max_exp_avg_sq", None if coupled else ())
+
+    def bound(self, rows: dict[str, Tensor], first: IdleStep) -> None:
+        # Second moments only shrink in idle steps. So the largest ones may be too small where amsgrad was off before these.
+        largest = rows["max_exp_avg_sq"]
+        torch.maximum(largest, rows["exp_avg_sq"] * first.factors[1], out=largest)
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
         made = self._read(group, state)
@@ -205,8 +221,12 @@ class _Adamax(_Adam):
     floor = True
     replay = "adamax"
 
-    def form(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[bool, str | None]:
-        return Rule.form(self, group, state)
+    def form(self, group: dict[str, Any], state: dict[str, Any]) -> Form:
+        coupled, denominator, _ = Rule.form(self, group, state)
+        return Form(coupled, denominator, None if coupled else (float(group["eps"]),))
+
+    def bound(self, rows: dict[str, Tensor], first: IdleStep) -> None:
+        pass  # the sums do
 
     def step(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep:
         return super().step(group, state, before)._replace(decay=1.0)

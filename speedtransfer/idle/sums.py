@@ -141,9 +141,23 @@ class Sums:
             root = step.factors[self._root] if self._floor else math.sqrt(step.factors[self._root])
         growth, shrink = abs(numerator) / max(root, 1e-300), abs(numerator)
         if growth > self._growth or shrink > self._shrink:
+            if growth >= 1 > self._growth:
+                self._reopen()
             self._growth, self._shrink = max(self._growth, growth), max(self._shrink, shrink)
             self.horizon = max(self.horizon, self._needed_horizon())
         return step.scale, step.root, step.eps, numerator, root, step.decay
+
+    def _reopen(self) -> None:
+        """Let further steps change all lines: their terms grow from now on, and may come to matter again."""
+        own, number = self._products + SUMS, np.arange(self._final)
+        products = self.table[number, : self._products] * self.blocks[number // BLOCK]
+        self.table[number, own], self.table[number, own + 1] = products[:, 0], products[:, 5]
+        if self._root is not None:
+            root = products[:, 5 + self._root]
+            self.table[number, own + 2] = root if self._floor else np.sqrt(root)
+        self._final = 0
+        # They are sent from the first line that may have changed.
+        self._device_copies.clear()
 
     def _needed_horizon(self) -> int:
         """Return the number of missed steps after which no term adds anything, whatever x is."""

@@ -142,6 +142,7 @@ class FeatureHandle:
         values = self.whole().detach().clone()
         made = Table.from_array(values, memory, device=self.handle.table.device, copy=False)
         memo[id(self)] = copied = Handle(made, self.requires_grad, self.handle.idle)
+        copied.sparse = self.handle.sparse
         return copied
 
     def __reduce__(self) -> Any:

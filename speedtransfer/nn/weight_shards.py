@@ -105,7 +105,12 @@ special.update({getattr(Tensor, name): _changed(getattr(Tensor, name)) for name 
 # Those that torch gives to __torch_function__ as a whole.
 special.update({func: _initialized(func) for func in (init.uniform_, init.normal_, init.constant_)})
 special.update({init.kaiming_uniform_: _kaiming_uniform, Tensor.copy_: _copied})
-# These write, then ask for all values. Others may have imported trunc_normal_ already, which looks this up.
-if "erfinv_" not in init._no_grad_trunc_normal_.__code__.co_names:
-    init._no_grad_trunc_normal_ = _of_whole(init._no_grad_trunc_normal_)
-init.sparse_ = _of_whole(init.sparse_)
+
+
+@functools.cache
+def refuse_fills_of_whole() -> None:
+    """Let functions of ``torch.nn.init`` that write, then ask for all values, raise before they write."""
+    # Others may have imported trunc_normal_ already, which looks this up.
+    if "erfinv_" not in init._no_grad_trunc_normal_.__code__.co_names:
+        init._no_grad_trunc_normal_ = _of_whole(init._no_grad_trunc_normal_)
+    init.sparse_ = _of_whole(init.sparse_)

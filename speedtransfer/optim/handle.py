@@ -277,15 +277,20 @@ class Handle(Binding):
         # The copy uses no file, and may be unpickled where memory cannot be pinned.
         memory, device = "device" if self.table.memory == "device" else "auto", str(self.table.device)
         weight = bits_of(self.table.torch())
-        return _unpickle, (weight, memory, device, self.requires_grad, self.idle, self.rows.pickled())
+        arguments = weight, memory, device, self.requires_grad, self.idle, self.rows.pickled()
+        return _unpickle, arguments, self._of_module()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         # Without the planes of state, which a copy of the optimizer has.
         rows = self.rows.copy()
         duplicate = Handle(rows.table, self.requires_grad, self.idle, rows)
-        duplicate.name = self.name
+        duplicate.__dict__.update(self._of_module())
         memo[id(self)] = duplicate
         return duplicate
+
+    def _of_module(self) -> dict[str, Any]:
+        """Return the attributes that the module has set, which copies keep."""
+        return {name: getattr(self, name) for name in ("name", "sparse", "renormalizes", "padding_idx")}
 
 
 def _shares(values: Tensor, plane: Tensor) -> bool:

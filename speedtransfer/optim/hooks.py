@@ -82,6 +82,22 @@ def _recovering(step: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+# Functions that a step runs in: as torch wraps it, and around that as we do, which is what a compiled step keeps. By names, as
+# compiled code is another object.
+_AROUND_STEPS = {
+    (function.__code__.co_filename, function.__code__.co_name)
+    for function in (Optimizer.profile_hook_step(install), _recovering(install))
+}
+
+
+def _frame_of_step() -> FrameType | None:
+    """Return the frame of the step whose hook runs; None within a function that is compiled as a whole."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) not in _AROUND_STEPS:
+        frame = frame.f_back
+    return frame
+
+
 def _recover(optimizer: Optimizer) -> None:
     _forget_closure(optimizer)
     for handle, _ in state_dicts.handles_of(optimizer):
@@ -130,8 +146,7 @@ def _remove(hooks: dict[int, Callable[..., Any]], hook: Callable[..., Any]) -> N
 @uncompiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    # The step as torch wraps it, which calls `uncompiled`.
-    frame = sys._getframe(2)
+    frame = _frame_of_step()
     # Even if there is a closure, which the step need not call. An argument that is not callable is something else.
     if not _load(optimizer, frame) or not callable(closure):
         return None
@@ -312,8 +327,7 @@ def _has_hooks(optimizer: Optimizer) -> bool:
 @uncompiled
 @torch.no_grad()
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # The step as torch wraps it, which calls `uncompiled`, which calls `no_grad`.
-    frame = sys._getframe(3)
+    frame = _frame_of_step()
     if optimizer in _closures and _closures[optimizer].frame is frame:
         _forget_closure(optimizer)
     ended = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
@@ -209,7 +208,7 @@ class ShardHandle(Handle):
             self.idle,
             self.reducer.comm_dtype,
         )
-        made.name, made.padding_idx = self.name, copy.copy(self.padding_idx)
+        made.__dict__.update(self._of_module())
         memo[id(self)] = made
         return made
 

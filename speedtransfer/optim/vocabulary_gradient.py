@@ -98,20 +98,32 @@ class VocabularyGradient(Handle):
         """
         with self.rows.lock:
             self._held.pop(id(ids), None)
-            generation, num_rows = getattr(ids, "_dated", (self.vocabulary.generation, 0))
-            if generation != self.vocabulary.generation:
-                rows = self._on_host(ids)
-                if self.vocabulary.have_changed(rows[rows < num_rows], generation):
-                    raise InvalidValueError(
-                        f"{self}: a gradient comes for rows of ids that were taken off since their lookup (a second backward "
-                        "after a step, or activate() without gradients); look the ids up again"
-                    )
+            # `deposit_whole` has left out rows that have changed.
+            if not kwargs.get("whole"):
+                self.check_lookup(ids)
             self._num_missed = getattr(ids, "_num_missed", 0) + (0 if self.grad is None else self._num_missed)
             before = self.ids
             late = self.vocabulary.by_time or getattr(ids, "_clock", None) != self.vocabulary.clock
             super().deposit(ids, self.own_gradient(ids, grad), *args, **kwargs)
             self._late = self._late or late
             self._join_noted(before, ids)
+
+    def check_lookup(self, ids: Tensor) -> None:
+        """Raise if a row of a lookup, (n,), is that of another id by now, or if it is not known when the lookup was."""
+        dated = getattr(ids, "_dated", None)
+        if dated is None:
+            raise InvalidValueError(
+                f"{self}: a gradient comes for rows whose lookup is not known, so that they may be those of other ids by now; "
+                "look the ids up again"
+            )
+        generation, num_rows = dated
+        if generation != self.vocabulary.generation:
+            rows = self._on_host(ids)
+            if self.vocabulary.have_changed(rows[rows < num_rows], generation):
+                raise InvalidValueError(
+                    f"{self}: a gradient comes for rows of ids that were taken off since their lookup (a second backward "
+                    "after a step, or activate() without gradients); look the ids up again"
+                )
 
     def _join_noted(self, *parts: Tensor | None) -> None:
         """Let the host know the rows of the pending gradient if it knows those that it was made of."""

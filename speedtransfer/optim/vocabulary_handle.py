@@ -226,14 +226,15 @@ class VocabularyHandle(VocabularyGradient):
         made = copy.deepcopy(self.vocabulary, memo)
         padding = self.vocabulary.padding_idx
         duplicate = VocabularyHandle(self.rows.copy(), made, padding, self.requires_grad, self.idle)
-        duplicate.name = self.name
+        duplicate.__dict__.update(self._of_module())
         made.load_state_dict(self.vocabulary.state_dict())
         memo[id(self)] = duplicate
         return duplicate
 
     def __reduce__(self) -> Any:
         # `_unpickle` gets the arguments of the function that makes an ordinary handle.
-        return _unpickle, (super().__reduce__()[1], self.vocabulary, self.vocabulary.padding_idx, self._state())
+        _, arguments, of_module = super().__reduce__()
+        return _unpickle, (arguments, self.vocabulary, self.vocabulary.padding_idx, self._state()), of_module
 
     def _state(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.vocabulary.state_dict().items()}

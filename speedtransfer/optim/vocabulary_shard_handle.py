@@ -180,6 +180,9 @@ class VocabularyShardHandle(VocabularyHandle, ShardHandle):
     def date(self, tensor: Tensor) -> None:
         """Do nothing: the lookup is known by its number, and for how long a gradient may come for it."""
 
+    def check_lookup(self, ids: Tensor) -> None:
+        """Do nothing: see `date`."""
+
     def know(self, ids: Tensor, noted: NotedIds | None) -> None:
         """Do nothing: of the rows of a lookup only their owners have to know."""
 
@@ -227,7 +230,7 @@ class VocabularyShardHandle(VocabularyHandle, ShardHandle):
         rest = self.requires_grad, self.idle, self.reducer.comm_dtype
         padding = self.vocabulary.padding_idx
         duplicate = VocabularyShardHandle(self.rows.copy(), partition, exchange, made, padding, *rest)
-        duplicate.name = self.name
+        duplicate.__dict__.update(self._of_module())
         made.load_state_dict(self.vocabulary.state_dict())
         memo[id(self)] = duplicate
         return duplicate
