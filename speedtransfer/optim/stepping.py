@@ -99,9 +99,14 @@ class Stepping(TableParam):
         """Do what follows a step."""
 
     def abort_step(self, optimizer: Optimizer) -> None:
-        """End a step that failed and restore the state in `optimizer`; nothing was written to the table."""
+        """End a step that failed and restore the state in `optimizer`; nothing was written to the table.
+
+        The step of another thread goes on.
+        """
         state = self.state
-        if state is not None and state.running and state.optimizer() is optimizer:
+        if state is None or not state.running or state.stepping_elsewhere():
+            return
+        if state.optimizer() is optimizer:
             self._leave()
             state.recover(optimizer)
 
