@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
+from speedtransfer.nn import weight_rows  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.fused_lookup import read_ahead_of
 from speedtransfer.nn.lookup_ops import register

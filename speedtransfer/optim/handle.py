@@ -82,9 +82,17 @@ class Handle(Binding):
         super().__init__(table, requires_grad, idle, rows)
         _handles.add(self)
 
-    def whole(self) -> Tensor:
-        """Return all rows, caught up, ``(num_rows, dim)`` on the compute device; if `aliased` over the table's memory."""
+    def whole(self, ids: Tensor | None = None) -> Tensor:
+        """Return all rows, caught up, ``(num_rows, dim)`` on the compute device; if `aliased` over the table's memory.
+
+        Then only the rows `ids` (n,), sorted and unique, need be caught up, if others are not used.
+        """
         self.recover()
+        if ids is not None and self.aliased:
+            self.rows.catch_up(ids)
+            self.table.wait()
+            self._exposed = True
+            return self.table.stored("weight").detach()
         copied = not self.rows.is_viewable("weight")
         values = self.rows.whole("weight").detach()
         # Writes to this memory may go unnoticed (NumPy), so that the next step must read its rows again.
