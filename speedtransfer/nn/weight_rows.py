@@ -63,7 +63,7 @@ def _named(weight: Any, index: Any) -> _Named | None:
         return None
     if isinstance(index, slice):
         rows = range(*index.indices(num_rows))
-        ids, within = torch.arange(rows.start, rows.stop, rows.step) if rows else None, slice(None)
+        ids, within = _range(rows) if rows else None, slice(None)
     else:
         ids, within = _listed(index, num_rows)
     if ids is None or not len(ids) or len(ids) > max(1, num_rows // _FEW):
@@ -96,7 +96,12 @@ def _listed(index: Any, num_rows: int) -> tuple[Tensor | None, Any]:
     except TypeError:
         return None, None
     in_range = -num_rows <= number < num_rows
-    return torch.tensor([number % num_rows]) if in_range else None, 0
+    return torch.tensor([number % num_rows], device="cpu") if in_range else None, 0
+
+
+def _range(rows: range) -> Tensor:
+    # With an explicit device: the default of torch may be another.
+    return torch.arange(rows.start, rows.stop, rows.step, device="cpu")
 
 
 def _trains(weight: Any) -> bool:
@@ -147,7 +152,9 @@ def _rows_at(weight: Any, index: Any) -> Any:
         return _without_gradients(Tensor.__getitem__, weight, named, (index,), within)
     if named is None or not has_table(weight) or isinstance(handle, VocabularyHandle):
         return NotImplemented
-    active = activated(weight, UniqueRows(named.ids, torch.arange(len(named.ids))), None, None, 2.0)
+    active = activated(
+        weight, UniqueRows(named.ids, torch.arange(len(named.ids), device=named.ids.device)), None, None, 2.0
+    )
     # A view of a leaf, which as in torch cannot be changed in place.
     return NotImplemented if active is None else active.rows[(named.within, *rest)]
 

@@ -89,7 +89,7 @@ class Handle(Binding):
         """
         self.recover()
         if ids is not None and self.aliased:
-            self.rows.catch_up(ids)
+            self.rows.catch_up(ids.to(self.table.device))
             self.table.wait()
             self._exposed = True
             return self.table.stored("weight").detach()
