@@ -180,3 +180,31 @@ def test_a_row_of_one_feature() -> None:
         emb["b"].weight[7] = 1.0
     assert caught_up(emb) == [41, 42, 43, 47]
     assert emb["b"].weight[7].tolist() == [1.0] * DIM
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_write_by_numpy_to_a_row_of_the_batch(held: bool) -> None:
+    """No version tells of it; the step reads the row again."""
+    pairs = both("exact")
+    for emb, optimizer in pairs:
+        with torch.no_grad():
+            row = emb.weight[2]
+        emb(BATCH).pow(2).sum().backward()
+        if not held:
+            with torch.no_grad():
+                row = emb.weight[2]
+        row.detach().numpy()[:] = 1.0
+        optimizer.step()
+    assert_close(pairs[1][0].state_dict()["weight"], pairs[0][0].state_dict()["weight"], "exact", "row")
+
+
+@pytest.mark.parametrize("text", ["w[7]", "w[7] = 0", "w[7:9] = 0"])
+def test_rows_of_the_batch_are_read_once(text: str) -> None:
+    """Though another one is read or written between backward and step."""
+    emb, optimizer = trained(st.Embedding, "exact")
+    emb(BATCH).pow(2).sum().backward()
+    emb.table.reset_stats()
+    with torch.no_grad():
+        exec(text, {"w": emb.weight})
+    optimizer.step()
+    assert emb.table.stats().gathered_rows <= 2

@@ -98,6 +98,10 @@ class FeatureHandle:
                 return values
             return torch.empty_like(values, device=handle.table.device, dtype=handle.rows.dtype).copy_(values)
 
+    def note_use(self, ids: Tensor, version: int) -> None:
+        """Note a use of the rows `ids`, as `Handle.note_use`."""
+        self.handle.note_use(ids + self.start, version)
+
     def whole_leaf(self) -> Tensor:
         """Return the rows as a leaf of autograd, `whole` with gradients; backward deposits that of all of them."""
         with torch.inference_mode(False):

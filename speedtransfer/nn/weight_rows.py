@@ -117,7 +117,11 @@ def _without_gradients(
         return NotImplemented
     handle, ids = handle_of(weight), named.ids
     if handle.aliased:
-        return with_whole(func, (weight, *args), {}, ids)
+        version = handle.table.version
+        try:
+            return with_whole(func, (weight, *args), {}, ids)
+        finally:
+            handle.note_use(ids, version)
     if isinstance(handle, FeatureHandle):
         handle, ids = handle.handle, ids + handle.start
     if type(handle) is not Handle:

@@ -182,6 +182,14 @@ class Stepping(TableParam):
         self._set_gradient(ids, self._assigned)
         self._touched = ids[:0]
 
+    def is_active(self, ids: Tensor) -> bool:
+        """Tell whether one of the rows `ids` (n,) has a pending gradient."""
+        if self.ids is None or not len(self.ids):
+            return False
+        ids = ids.to(self.ids.device)
+        places = torch.searchsorted(self.ids, ids).clamp_(max=len(self.ids) - 1)
+        return bool((self.ids[places] == ids).any())
+
     def refresh(self) -> None:
         """Read the active rows again if the table has changed since: a step must not undo those writes."""
         if self.ids is None:
@@ -195,6 +203,8 @@ class Stepping(TableParam):
         self._touched = None
         self._exposed, exposed = False, self._exposed
         exposed = exposed or any(reference() is not None for reference in self._aliases)
+        rows, self._exposed_rows = self._exposed_rows, []
+        exposed = exposed or any(map(self.is_active, rows))
         # Rows that another graph, or none, has read may have changed.
         exposed = exposed or (self.ids.is_cuda and self._capture != capture_number())
         if exposed or self.active is None or self._version != self.table.version:
