@@ -84,6 +84,74 @@ def test_training_with_a_data_loader_is_the_same(workers):
     assert torch.equal(*ends)
 
 
+def drawing(shuffle: bool, each: bool):
+    """A loader that draws from torch's default generator: an order before its first batch, or for each batch and its end."""
+    order = torch.randperm(len(IDS)) if shuffle else torch.arange(len(IDS))
+    for part in order.split(5):
+        yield (IDS[part] + torch.randint(ROWS, (1,)) if each else IDS[part]) % ROWS
+    if each:
+        torch.rand(1)
+
+
+def trained(ahead: bool, shuffle: bool, each: bool, drops) -> torch.Tensor:
+    torch.manual_seed(0)
+    emb = st.Embedding(ROWS, 4, memory="pageable", device="cpu")
+    optimizer = torch.optim.SGD(emb.parameters(), lr=0.1)
+    for epoch in range(3):
+        loader = drawing(shuffle, each)
+        for number, ids in enumerate(st.prefetch(loader, lambda ids: {emb: ids}) if ahead else loader):
+            rate = 0.5 if drops(epoch, number) else 0.0
+            torch.nn.functional.dropout(emb(ids), rate).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if epoch == 1 and number == 2:
+                break
+    return torch.cat([emb.weight.detach().flatten(), torch.rand(1)])
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_that_draws_a_seed(shuffle, dropout):
+    drops = lambda epoch, number: dropout  # noqa: E731
+    assert torch.equal(trained(True, shuffle, False, drops), trained(False, shuffle, False, drops))
+
+
+def test_a_loader_that_draws_for_each_batch():
+    assert torch.equal(*[trained(ahead, True, True, lambda epoch, number: False) for ahead in (True, False)])
+
+
+def test_a_loader_and_a_model_that_draw_in_turn():
+    with pytest.warns(
+        UserWarning, match="draws from torch's default generator .* so batches are no longer read ahead; have"
+    ):
+        ahead = trained(True, True, True, lambda epoch, number: True)
+    assert torch.equal(ahead, trained(False, True, True, lambda epoch, number: True))
+
+
+def test_a_model_that_begins_to_draw():
+    with pytest.warns(UserWarning, match="the 2 that were drawn before the loop began to draw have other numbers"):
+        trained(True, True, True, lambda epoch, number: epoch == 0 and number == 2)
+
+
+def test_a_data_loader_beside_dropout():
+    """It draws a seed for its workers, and one for its sampler."""
+
+    def trained(wrap):
+        torch.manual_seed(0)
+        emb = st.Embedding(ROWS, 4, memory="pageable", device="cpu")
+        optimizer = torch.optim.SGD(emb.parameters(), lr=0.1)
+        loader = DataLoader(TensorDataset(IDS), batch_size=4, shuffle=True)
+        for _ in range(2):
+            for (ids,) in wrap(loader, emb):
+                torch.nn.functional.dropout(emb(ids), 0.5).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return torch.cat([emb.weight.detach().flatten(), torch.rand(1)])
+
+    ahead = trained(lambda loader, emb: st.prefetch(loader, lambda batch: {emb: batch[0]}))
+    assert torch.equal(ahead, trained(lambda loader, emb: loader))
+
+
 @pytest.mark.parametrize("taken", range(7))
 def test_the_state_is_that_after_the_batches_taken(emb, taken):
     plain, ahead = Stateful(), st.prefetch(Stateful(), lambda ids: {emb: ids})

@@ -104,12 +104,26 @@ def test_header_or_not(tmp_path, suffix):
     assert same(Vectors.load(path), Vectors(["long" * 50, "b"], [[1.0, 2], [3, 4]]))
     for line, message in (
         ("b 3 4 5", r"line 2 of .* \(3 numbers, not 2\)"),
-        ("b", r"8 bytes but 2 vectors as long as the first one"),
+        ("b", r"8 bytes but 2 vectors as long as most"),
         ("bbbbbbb 3", r"line 2 of .* \(1 numbers, not 2\)"),
     ):
         path.write_text(f"a 1 2\n{line}\n")
         with pytest.raises(StorageError, match=message):
             Vectors.load(path)
+
+
+@pytest.mark.parametrize("header", ["", "5 2\n"])
+def test_words_with_spaces(tmp_path, header):
+    """Also in the first line, and with a header; a non-breaking space (of UTF-8) and a line separator are parts of a word."""
+    path = tmp_path / "v.txt"
+    path.write_text(header + ". . . 1 2\nin New York 3 4\nNew\u00a0York 5 6\n\u0085 7 8\n2008 9 10\n")
+    expected = Vectors([". . .", "in New York", "New\u00a0York", "\u0085", "2008"], np.arange(1.0, 11).reshape(5, 2))
+    assert same(Vectors.load(path), expected)
+    path.write_text(header + "Windows 95 1 2\na 3 4\nb 5 6\nc 7 8\nd 9 10\n")
+    with pytest.raises(
+        StorageError, match=rf"line {2 if header else 1} of .* \(3 numbers, not 2\); .* leave that line out"
+    ):
+        Vectors.load(path)
 
 
 def test_glove_that_could_not_be_read_back(tmp_path):

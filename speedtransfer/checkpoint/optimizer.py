@@ -45,28 +45,17 @@ def encode_optimizer(optimizer: Optimizer, name: str, keeps: Keeps) -> dict[str,
     """Return the optimizer as the manifest knows it, and have its tensors kept."""
     take_loaded(optimizer)
     _make_first_state(optimizer)
-    owned, planes, taken = _owned(optimizer), {}, []
-    try:
-        for number, handle in owned.items():
-            handle.abort_step(optimizer)
-            assert handle.state is not None
-            state = optimizer.state.get(handle.param, {})
-            planes[number] = handle.state.stored(state)
-            # state_dict() would return, and may have to decode, whole planes.
-            taken.append((state, dict(state)))
-            for key in planes[number]:
-                del state[key]
-        with without_rows():
-            content = dict(optimizer.state_dict())
-        content["state"] = {n: dict(v) if isinstance(v, dict) else v for n, v in content["state"].items()}
-    finally:
-        for state, entries in taken:
-            state.clear()
-            state.update(entries)
-    states = []
+    owned, states = _owned(optimizer), []
+    for handle in owned.values():
+        handle.abort_step(optimizer)
+    with without_rows():
+        content = dict(optimizer.state_dict())
     for number, entries in content.pop("state").items():
-        path, rows = f"{name}.state[{number!r}]", {}
-        for key, (plane, spec) in planes.get(number, {}).items():
+        path, rows, own = f"{name}.state[{number!r}]", {}, owned[number].state if number in owned else None
+        planes = own.stored(entries) if own is not None and isinstance(entries, dict) else {}
+        if planes:
+            entries = {key: value for key, value in entries.items() if key not in planes}
+        for key, (plane, spec) in planes.items():
             rows[key] = encode_rows(owned[number], plane, f"{path}[{key!r}]", keeps, spec.tail, spec.dtype)
         states.append([number, {"entries": encode(entries, path, keeps.whole), "rows": rows}])
     rest = encode(content, name, keeps.whole)

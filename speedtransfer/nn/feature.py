@@ -15,7 +15,7 @@ from speedtransfer.nn.active import activate
 from speedtransfer.nn.feature_ids import first_beyond, rows_of
 from speedtransfer.nn.feature_weight import FeatureHandle
 from speedtransfer.nn.lookup import lookup
-from speedtransfer.nn.module_state import with_placeholders
+from speedtransfer.nn.module_state import with_placeholders, with_weight
 from speedtransfer.nn.tracing import unrecorded
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Handle, find_handle
@@ -168,12 +168,9 @@ class Feature(nn.Embedding):
         whole = nn.Parameter(empty.expand(self.num_embeddings, self.embedding_dim), requires_grad=False)
         # torch.nn calls this once it has checked names and shapes.
         vars(whole)["copy_"] = self.load
-        self._parameters["weight"] = whole
-        try:
-            local_metadata = {**local_metadata, "assign_to_params_buffers": False}
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        finally:
-            del self._parameters["weight"]
+        local_metadata = {**local_metadata, "assign_to_params_buffers": False}
+        with with_weight(self, whole) as double:
+            super(Feature, double)._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
 class FeatureModules(nn.Module):

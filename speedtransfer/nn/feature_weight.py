@@ -85,9 +85,11 @@ class FeatureHandle:
         """Return what stands for the rows in the parameter, as `Handle.placeholder`."""
         return self.handle.placeholder()[self.start : self.stop]
 
-    def whole(self) -> Tensor:
-        """Return the rows, caught up, ``(n, dim)`` on the compute device; if `aliased` over the table's memory."""
+    def whole(self, ids: Tensor | None = None) -> Tensor:
+        """Return the rows, caught up, ``(n, dim)`` on the compute device, as `Handle.whole` of all features."""
         handle = self.handle
+        if ids is not None and self.aliased:
+            return handle.whole(ids + self.start)[self.start : self.stop]
         handle.recover()
         values = handle.rows.whole("weight", self.start, self.stop).detach()
         handle._exposed = True
@@ -95,6 +97,10 @@ class FeatureHandle:
             if self.aliased:
                 return values
             return torch.empty_like(values, device=handle.table.device, dtype=handle.rows.dtype).copy_(values)
+
+    def note_use(self, ids: Tensor, version: int) -> None:
+        """Note a use of the rows `ids`, as `Handle.note_use`."""
+        self.handle.note_use(ids + self.start, version)
 
     def whole_in_graph(self) -> Tensor:
         """Return the rows as what a graph made of the weight of all features; backward deposits their gradient."""

@@ -29,8 +29,9 @@ def prefetch(loader: Iterable[Batch], ids_of: Callable[[Batch], Ids], depth: int
     The lookups find them by their ids: model and loop stay as they are, and so do the numbers. It has the length, the
     attributes and, at any time, the ``state_dict`` that the loader would have after the batches that were taken from it.
 
-    The loader is `depth` batches ahead. What it draws from torch's global generator without workers it draws earlier, and a
-    model with dropout then draws other numbers: give the loader a generator of its own (``DataLoader(generator=...)``).
+    The loader is `depth` batches ahead. What it draws from torch's default generator counts as drawn when its batch comes, as
+    without this function. If it draws for each batch, and the loop over it draws too (dropout on the CPU), it cannot be ahead:
+    there is a warning, and batches are read when they are asked for.
 
     Parameters
     ----------
@@ -57,12 +58,89 @@ def prefetch(loader: Iterable[Batch], ids_of: Callable[[Batch], Ids], depth: int
 
 
 class _Taken(NamedTuple, Generic[Batch]):
-    """A batch that was taken from the loader, and the state of the loader after it."""
+    """A batch that was taken from the loader, the state of the loader after it, and what it drew."""
 
     batch: Batch
     tickets: list[Ticket]
     given: list[tuple[Any, Tensor]]
     state: Any
+    drawn: _Drawn | None
+
+
+class _Drawn(NamedTuple):
+    """States of torch's default generator before and after the loader has drawn from it."""
+
+    before: Tensor
+    after: Tensor
+
+
+class _Draws:
+    """Keeps what a loader draws ahead from torch's default generator apart from what the loop over it draws."""
+
+    def __init__(self, ahead: Iterable[_Taken[Any]]) -> None:
+        # Where the draws of the loader have got to, if these were before their turn.
+        self._ahead: Tensor | None = None
+        for taken in ahead:
+            self._ahead = self._ahead if taken.drawn is None else taken.drawn.after
+        self._count, self._began = 0, False
+        # Whether the loader draws for batches after the first one, for which samplers draw a seed; whether the loop draws.
+        self._by_loader = self._by_loop = False
+        self.last: _Drawn | None = None
+        self._given = torch.get_rng_state()
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether a batch can be taken before its turn."""
+        return not self.collide and (self._count != 1 or not self._began)
+
+    def take(self, source: Iterator[Any]) -> Any:
+        """Return the next batch; what the loader draws for it, or for its end, becomes `last`, and counts as drawn later."""
+        now, self.last = torch.get_rng_state(), None
+        before = now if self._ahead is None else self._ahead
+        if self._ahead is not None:
+            torch.set_rng_state(self._ahead)
+        try:
+            return next(source)
+        finally:
+            after = torch.get_rng_state()
+            if not torch.equal(before, after):
+                self.last, self._ahead = _Drawn(before, after), after
+                self._began = self._began or not self._count
+                self._by_loader = self._by_loader or self._count > 0
+            if not torch.equal(now, after):
+                torch.set_rng_state(now)
+            self._count += 1
+
+    def give(self, drawn: _Drawn | None, left: bool) -> None:
+        """Let what the loader drew for a batch count as drawn, if nobody has since; `left`: it was asked for others."""
+        if not left:
+            self._ahead = None
+        now = torch.get_rng_state()
+        if drawn is not None and torch.equal(now, drawn.before):
+            torch.set_rng_state(now := drawn.after)
+        self._given = now
+
+    def end_turn(self) -> None:
+        """Note whether the loop has drawn since `give`."""
+        self._by_loop = self._by_loop or not torch.equal(torch.get_rng_state(), self._given)
+
+    @property
+    def collide(self) -> bool:
+        """Whether both the loader, for its batches, and the loop draw."""
+        return self._by_loader and self._by_loop
+
+
+def _warn_of_draws(early: int) -> None:
+    effect = "batches are no longer read ahead"
+    if early:
+        effect += (
+            f", and the {early} that were drawn before the loop began to draw have other numbers than without prefetch"
+        )
+    warnings.warn(
+        f"the loader of st.prefetch draws from torch's default generator for its batches, and the loop over it does too, so "
+        f"{effect}; have the loader draw from a generator of its own, or in workers (DataLoader(num_workers=...))",
+        stacklevel=3,
+    )
 
 
 def _is_changed(ids: Any, before: Tensor) -> bool:
@@ -89,29 +167,37 @@ class PrefetchLoader(Generic[Batch]):
             ahead = self._left
         error: Exception | None = None
         ended, self._state, unused = False, None, 0
+        draws, warned = _Draws(ahead), False
         while True:
-            while not ended and len(ahead) <= self.depth:
+            early = sum(taken.drawn is not None for taken in ahead)
+            while not ended and len(ahead) <= (self.depth if draws.keeps_order else 0):
                 try:
-                    batch = next(source)
-                    ahead.append(_Taken(batch, *self._tickets(batch), self._loader_state()))
+                    batch = draws.take(source)
+                    ahead.append(_Taken(batch, *self._tickets(batch), self._loader_state(), draws.last))
                 except StopIteration:
                     ended = True
                 except Exception as raised:
                     # Batches before this one come first.
                     error, ended = raised, True
+            if draws.collide and not warned:
+                warned = True
+                _warn_of_draws(early)
             if not ahead:
+                draws.give(draws.last, False)
                 self._state = None
                 if error is not None:
                     raise error
                 return
             # Tickets that no lookup has used go when the next batch is asked for.
-            batch, tickets, given, self._state = ahead.popleft()
+            batch, tickets, given, self._state, drawn = ahead.popleft()
             if any(ticket.is_changed() for ticket in tickets) or any(_is_changed(*pair) for pair in given):
                 raise InvalidValueError(
                     "the ids of a batch have changed since it was taken from the loader, which is ahead: it seems to fill one "
                     "buffer anew for each batch; have it yield copies, or leave prefetch out"
                 )
+            draws.give(drawn, bool(ahead))
             yield batch
+            draws.end_turn()
             # -1: some were used.
             unused = unused + 1 if unused >= 0 and tickets and all(ticket.is_waiting for ticket in tickets) else -1
             if unused == _UNUSED_BATCHES:

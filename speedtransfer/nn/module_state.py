@@ -42,6 +42,25 @@ def with_placeholders() -> bool:
     return _placeholders.get() is not None
 
 
+@contextmanager
+def with_weight(module: nn.Module, weight: Tensor | None) -> Iterator[Any]:
+    """Yield a double of `module` with another weight, for methods of torch.nn to run on; what they set is set in `module`.
+
+    The weight stays where it is: another thread may be training.
+    """
+    double: Any = object.__new__(type(module))
+    replaced = {"_parameters": {**module._parameters, "weight": weight}}
+    # Which torch calls meanwhile, and which see the module.
+    replaced |= {name: getattr(module, name) for name in ("get_extra_state", "set_extra_state")}
+    before = {**vars(module), **replaced}
+    vars(double).update(before)
+    yield double
+    after = vars(double)
+    module._parameters.update({name: param for name, param in after["_parameters"].items() if name != "weight"})
+    changed = {name: value for name, value in after.items() if value is not before.get(name, after)}
+    vars(module).update(changed)
+
+
 class ModuleState(nn.Module):
     """The part of :class:`TableModule` that saves and loads its state dict."""
 
@@ -54,15 +73,6 @@ class ModuleState(nn.Module):
         weight, handle = self._parameters.get("weight"), self.__dict__.get("_handle")
         return weight is not None and handle is not None and weight is handle.param_ref()
 
-    @contextmanager
-    def _replacing_weight(self, other: Tensor | None) -> Iterator[None]:
-        """Have methods of torch.nn see `other` as the weight."""
-        weight, self._parameters["weight"] = self._parameters["weight"], other  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            self._parameters["weight"] = weight
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save all rows under the name that ``torch.nn`` uses: a view of the table, or of int8 and float8 a float32 copy."""
         if not self._has_rows():
@@ -70,8 +80,8 @@ class ModuleState(nn.Module):
             return
         if not with_placeholders():
             self._check_saves()
-        with self._replacing_weight(self._placeholder()):
-            super()._save_to_state_dict(destination, prefix, keep_vars)
+        with with_weight(self, self._placeholder()) as double:
+            super(ModuleState, double)._save_to_state_dict(destination, prefix, keep_vars)
         self._handle.name = prefix[:-1]
         used = _placeholders.get()
         if used is None and isinstance(self._handle, ShardHandle):
@@ -116,8 +126,8 @@ class ModuleState(nn.Module):
         if used is None and (sharded or not rows.plain or not writable):
             # torch.nn calls this once it has checked names and shapes.
             vars(whole)["copy_"] = self._handle.store if writable else self._handle.check_equal
-        with self._replacing_weight(whole):
-            super()._load_from_state_dict(
+        with with_weight(self, whole) as double:
+            super(ModuleState, double)._load_from_state_dict(
                 state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *rest
             )
         if used is not None and prefix + "weight" in state_dict:
@@ -165,8 +175,9 @@ class ModuleState(nn.Module):
         # Called once names and shapes are checked.
         vars(whole)["copy_"] = load
         others = {name: value for name, value in state_dict.items() if not name.startswith(start)}
-        with self._replacing_weight(whole):
-            super()._load_from_state_dict(others, prefix, {**local_metadata, "assign_to_params_buffers": False}, *rest)
+        local_metadata = {**local_metadata, "assign_to_params_buffers": False}
+        with with_weight(self, whole) as double:
+            super(ModuleState, double)._load_from_state_dict(others, prefix, local_metadata, *rest)
         if failed:
             raise failed[0]
         self.num_embeddings = handle.num_rows

@@ -14,7 +14,7 @@ from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.embedding import Embedding
 from speedtransfer.nn.feature import Feature, FeatureModules, device_of, look_up
 from speedtransfer.nn.feature_ids import FeatureIds
-from speedtransfer.nn.module_state import with_placeholders
+from speedtransfer.nn.module_state import with_placeholders, with_weight
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_options
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import Ticket
@@ -211,15 +211,15 @@ class MultiEmbedding(FeatureModules, TableModule):
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
         self._handle.name = prefix[:-1]
-        with self._replacing_weight(None):
-            nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+        with with_weight(self, None) as double:
+            nn.Module._save_to_state_dict(double, destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         if with_placeholders():
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
             return
-        with self._replacing_weight(None):
-            nn.Module._load_from_state_dict(self, state_dict, prefix, local_metadata, *rest)
+        with with_weight(self, None) as double:
+            nn.Module._load_from_state_dict(double, state_dict, prefix, local_metadata, *rest)
 
 
 def _by_name(values: Any) -> dict[str, Any]:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
+from speedtransfer.nn import weight_rows  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.fused_lookup import read_ahead_of
 from speedtransfer.nn.lookup_ops import register
+from speedtransfer.nn.module_state import with_weight
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, complete, refuse_vocabulary
 from speedtransfer.nn.sharded_table import ShardedTable
@@ -20,7 +22,7 @@ from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import refuse_to_record, unrecorded
 from speedtransfer.nn.vocabulary_lookup import VocabularyTicket
 from speedtransfer.nn.vocabulary_module import VocabularyModule
-from speedtransfer.nn.weight import TableWeight
+from speedtransfer.nn.weight import TableWeight, WeightData
 from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle, find_handle, install
 from speedtransfer.tables import Table
 
@@ -241,8 +243,8 @@ class TableModule(VocabularyModule):
             super()._apply(fn, recurse)
             return self
         # Not with the weight: torch would convert a copy of the whole.
-        with self._replacing_weight(None):
-            super()._apply(fn, recurse)
+        with with_weight(self, None) as double:
+            super(TableModule, double)._apply(fn, recurse)
         if waiting:
             self._end_wait(None, nn.Parameter(sample, weight.requires_grad))
             return self
@@ -272,8 +274,10 @@ class TableModule(VocabularyModule):
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and "_handle" in self.__dict__:
-            # After a step that failed the parameter would still be the active rows.
+            # After a step that failed the parameter would still be the active rows; in that of another thread it is.
             self._handle.recover()
+            if self._handle.state is not None and self._handle.state.running:
+                return WeightData(self._handle)
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:

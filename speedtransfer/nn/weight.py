@@ -22,7 +22,7 @@ from speedtransfer.optim import Handle, find_handle
 from speedtransfer.optim.graph import as_tensor
 from speedtransfer.tables import Table
 
-# Both are filled by `weight_calls` and `weight_shards`.
+# Both are filled by `weight_calls`, `weight_rows` and `weight_shards`.
 # Functions that need no rows (shape, dtype, hooks): called with the placeholder itself.
 rowless: set[Any] = set()
 # Called in place of a function. If it returns NotImplemented, the function itself is called with the whole table.
@@ -73,7 +73,7 @@ class TableWeight(nn.Parameter):
 
     def as_subclass(self, cls: Any) -> Any:
         """Return the whole table as a tensor of another class."""
-        return _with_whole(Tensor.as_subclass, (self, cls), {})
+        return with_whole(Tensor.as_subclass, (self, cls), {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -114,7 +114,7 @@ class WeightData(Tensor):
             return func(*args, **kwargs)
         if func.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.alias):
             return args[0].handle.track_alias(WeightData(args[0].handle))
-        return _with_whole(func, args, kwargs or {})
+        return with_whole(func, args, kwargs or {})
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -196,7 +196,7 @@ class CopiedRows(Tensor):
         self.source = handle, values, handle.table.version
 
 
-def _writing_back(tensor: Tensor, sources: list[tuple[Handle, Tensor, int]]) -> Tensor:
+def _writing_back(tensor: Any, sources: list[tuple[Any, Tensor, int]]) -> Any:
     """Return `tensor`, as `CopiedRows` if it is a view of the copy of a table, or of rows that are only read."""
     if type(tensor) is Tensor and not tensor.requires_grad and tensor._is_view():
         for handle, values, version in sources:
@@ -206,11 +206,6 @@ def _writing_back(tensor: Tensor, sources: list[tuple[Handle, Tensor, int]]) -> 
                 view.source = handle, values, version
                 return view
     return tensor
-
-
-def guarded(row: Tensor, handle: Handle) -> Tensor:
-    """Return a row of a table that cannot be written, as what raises where it is written to."""
-    return _writing_back(row.view_as(row), [(handle, row, handle.table.version)])
 
 
 def _weight_of(handle: Handle) -> nn.Parameter:
@@ -242,7 +237,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = instead(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    return _with_whole(func, args, kwargs)
+    return with_whole(func, args, kwargs)
 
 
 def _writes_to(values: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -274,7 +269,8 @@ _NAMES_IN_PLACE = "add sub mul truediv floordiv mod pow and or xor lshift rshift
 _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _NAMES_IN_PLACE.split())}
 
 
-def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Tensor | None = None) -> Any:
+    """Call `func` with all rows of each weight among its arguments; `ids` (n,), sorted and unique: it uses no others."""
     # By id of the whole: the weight, the whole, its handle, the version of the whole before the call.
     given: dict[int, tuple[Any, Tensor, Handle, int]] = {}
 
@@ -284,7 +280,7 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if not handle.table.writable and _writes_to(weight, func, args, kwargs):
             handle.table.check_writable()
         trains = torch.is_grad_enabled() and handle.requires_grad and not isinstance(weight, WeightData)
-        values = handle.whole_in_graph() if trains else handle.whole()
+        values = handle.whole_in_graph() if trains else handle.whole(ids)
         given[id(values)] = weight, values, handle, values._version
         return values
 
@@ -310,6 +306,15 @@ def _with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return given[id(tensor)][0] if id(tensor) in given else _writing_back(tensor, sources)
 
     return tree_map_only(Tensor, returned, result)
+
+
+def with_copy(func: Any, weight: Any, rows: Any, values: Tensor, args: tuple[Any, ...]) -> Any:
+    """Call ``func(values, *args)`` with a copy of some rows, `values` (n, dim), in place of `weight`; `rows` stores them."""
+    version = values._version
+    result = func(values, *args)
+    if values._version != version:
+        rows.store(values)
+    return weight if result is values else _writing_back(result, [(rows, values, rows.table.version)])
 
 
 def _attribute(name: str) -> property:

@@ -17,7 +17,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn import initial_fills  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
-from speedtransfer.nn.weight import TableWeight, WeightData, guarded, handle_of, rowless, special
+from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, rowless, special
 from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle
 from speedtransfer.optim.anchor import Arrived, collected
 from speedtransfer.optim.graph import as_tensor, edges_to, listen
@@ -149,25 +149,26 @@ def _own_view(weight: Any, other: Any) -> Any:
     return handle.whole_in_graph()
 
 
-def _has_table(weight: Any) -> bool:
+def has_table(weight: Any) -> bool:
+    """Tell whether `weight` is that of a whole table, or its data."""
     return isinstance(weight, TableWeight | WeightData) and isinstance(handle_of(weight), Handle)
 
 
-def _activated(
+def activated(
     weight: Any, input: Any, padding_idx: int | None, max_norm: float | None, norm_type: float
 ) -> ActiveRows | None:
     """Return the active rows of a lookup; None if `weight` is not the weight of a whole table, or a transform is running."""
-    if not _has_table(weight) or in_transform():
+    if not has_table(weight) or in_transform():
         return None
     handle = handle_of(weight)
-    _check_named_by_row(handle)
+    check_named_by_row(handle)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += handle.num_rows
     training = isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad
     return activate(handle, input, training, max_norm, norm_type, padding_idx)
 
 
-def _check_named_by_row(handle: Handle) -> None:
+def check_named_by_row(handle: Handle) -> None:
     """Raise for a lookup in a weight whose rows belong to ids of a vocabulary: an index may be meant as either."""
     if isinstance(handle, VocabularyHandle):
         raise InvalidTypeError(
@@ -176,7 +177,7 @@ def _check_named_by_row(handle: Handle) -> None:
         )
 
 
-def _embedding(
+def embedding(
     input: Any,
     weight: Any,
     padding_idx: int | None = None,
@@ -185,7 +186,8 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    active = _activated(weight, input, padding_idx, max_norm, norm_type)
+    """Replace ``F.embedding``."""
+    active = activated(weight, input, padding_idx, max_norm, norm_type)
     return NotImplemented if active is None else lookup(active, scale_grad_by_freq)
 
 
@@ -202,45 +204,12 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    active = _activated(weight, input, padding_idx, max_norm, norm_type)
+    active = activated(weight, input, padding_idx, max_norm, norm_type)
     if active is None:
         return NotImplemented
     padded = padding_idx is not None
     freq, last = scale_grad_by_freq, include_last_offset
     return bag_lookup(active, offsets, per_sample_weights, mode, freq, last, padded, sparse)
-
-
-def _rows_at(weight: Any, index: Any) -> Any:
-    """Replace ``weight[index]`` where integers name the rows: read only those."""
-    first, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
-    number = type(first) is int
-    rows = isinstance(first, Tensor) and first.dtype in (torch.int64, torch.int32) and first.dim() > 0
-    rows = rows or (isinstance(first, list) and bool(first) and all(type(i) is int for i in first))
-    if rest and rows and not all(isinstance(part, slice) for part in rest):
-        # Indices are broadcast with one another.
-        return NotImplemented
-    if not (rows or number) or not _has_table(weight) or in_transform():
-        return NotImplemented
-    handle = handle_of(weight)
-    _check_named_by_row(handle)
-    trains = isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad
-    # A view, which may be written to.
-    if number and not trains and handle.table.writable:
-        return NotImplemented
-    ids = torch.as_tensor(first)
-    if ids.is_cuda or bool((ids < 0).any()):
-        ids = torch.where(ids < 0, ids + handle.num_rows, ids)
-    found = _embedding(ids, weight)
-    if number and not trains:
-        # To write to what torch gives a view of raises.
-        found = guarded(found, handle)
-    return found[(slice(None),) * ids.dim() + tuple(rest)] if rest else found
-
-
-def _index_select(weight: Any, dim: Any, index: Tensor) -> Any:
-    if _has_table(weight) and dim in (0, -2) and index.dim() == 1:
-        return _embedding(index, weight)
-    return NotImplemented
 
 
 # --- torch.autograd.grad ----------------------------------------------------------------------------------------------------
@@ -376,11 +345,8 @@ special.update(
         _property["requires_grad"].__set__: _require_grad,
         Tensor.requires_grad_: _require_grad,
         torch.full_like: _full_like,
-        F.embedding: _embedding,
+        F.embedding: embedding,
         F.embedding_bag: _embedding_bag,
-        Tensor.__getitem__: _rows_at,
-        Tensor.index_select: _index_select,
-        torch.index_select: _index_select,
         torch.autograd.grad: _grad,
         Tensor.detach_: _detach_in_place,
         torch.detach_: _detach_in_place,

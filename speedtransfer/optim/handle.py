@@ -83,9 +83,16 @@ class Handle(Binding):
         super().__init__(table, requires_grad, idle, rows)
         _handles.add(self)
 
-    def whole(self) -> Tensor:
-        """Return all rows, caught up, ``(num_rows, dim)`` on the compute device; if `aliased` over the table's memory."""
+    def whole(self, ids: Tensor | None = None) -> Tensor:
+        """Return all rows, caught up, ``(num_rows, dim)`` on the compute device; if `aliased` over the table's memory.
+
+        Then only the rows `ids` (n,), sorted and unique, need be caught up, if others are not used.
+        """
         self.recover()
+        if ids is not None and self.aliased:
+            self.rows.catch_up(ids.to(self.table.device))
+            self.table.wait()
+            return self.table.stored("weight").detach()
         copied = not self.rows.is_viewable("weight")
         values = self.rows.whole("weight").detach()
         # Writes to this memory may go unnoticed (NumPy), so that the next step must read its rows again.
@@ -102,6 +109,17 @@ class Handle(Binding):
                 f"{self} is used as a whole, but its {self.table.num_rows} rows do not fit on {self.table.device}; use the "
                 "rows that are needed (emb(ids)), or emb.table.torch(), where the rows live"
             ) from error
+
+    def note_use(self, ids: Tensor, version: int) -> None:
+        """Note that since a version of the table the rows `ids` (n,) may have changed, and that views of them may be held.
+
+        Active rows that are not among them need not be read again.
+        """
+        self._exposed_rows.append(ids)
+        if len(self._exposed_rows) > 16:
+            self._exposed_rows, self._exposed = [], True
+        if self.ids is not None and self._version == version and not self.is_active(ids):
+            self._version = self.table.version
 
     def shown(self) -> str:
         """Return all rows as text."""

@@ -167,7 +167,7 @@ class ShardHandle(Handle):
         """Raise: another weight would be that of one process."""
         self._refuse("is given another weight", "set its rows by load_state_dict(), or weight.data = all rows")
 
-    def whole(self) -> Tensor:
+    def whole(self, ids: Tensor | None = None) -> Tensor:
         """Raise: other processes have other rows."""
         self._refuse(
             "is used as a whole",

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import Lag, Rule
-from speedtransfer.optim.leaves import leaves, put
+from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.probe import PlaneSpec
 from speedtransfer.optim.state_planes import RowOwner, StatePlanes
 from speedtransfer.rows import Rows
@@ -91,6 +91,17 @@ class RowState(StatePlanes):
         """Make planes that a checkpoint has filled the state `names` of the optimizer."""
         put(optimizer.state[self.param], {name: self._views[name] for name in names})
         self.running, self._fresh = None, False
+
+    def between_steps(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of the optimizer's `state` of the rows, with whole planes also while another thread steps."""
+        with self.rows.lock:
+            running = self.running
+            if running is not None and running.first:
+                return {}
+            copied: dict[str, Any] = cloned(state, tensors=False)
+            if running is not None:
+                put(copied, self._views)
+            return copied
 
     def take_loaded(self, optimizer: Optimizer) -> None:
         """Copy loaded state in the optimizer into the planes."""

@@ -69,7 +69,7 @@ def _prepared(prepare: Callable[[Optimizer], None], method: Callable[..., Any]) 
 
 @contextmanager
 def without_rows() -> Iterator[None]:
-    """Let optimizers of tables that several processes own save and load state dicts, without the state of rows."""
+    """Let state dicts be saved and loaded where several processes own rows; planes are saved as placeholders or views."""
     token = _without_rows.set(True)
     try:
         yield
@@ -175,23 +175,29 @@ def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     These are placeholders for encoded planes, and state that a constructor made for no rows (Adagrad), which gets its initial
     value. Strided planes (layout "rows") become contiguous: fused optimizers of torch on the CPU do not look at strides.
     """
-    for handle, group, key in _entries(optimizer, state_dict):
-        entry = state_dict["state"][key]
-        found = leaves(entry).items()
-        copied = {name: value.decode() for name, value in found if isinstance(value, EncodedPlane)}
+    for handle, group, key in [*_entries(optimizer, state_dict)]:
+        entry, own = state_dict["state"][key], handle.state
+        if own is not None and own.optimizer() is optimizer:
+            # Later steps must not put the state of their active rows there.
+            state_dict["state"][key] = entry = own.between_steps(entry)
+            if not entry:
+                del state_dict["state"][key]
+        streamed = own.stored(entry) if own is not None and _without_rows.get() else {}
+        found = {name: value for name, value in leaves(entry).items() if name not in streamed}
+        copied = {name: value.decode() for name, value in found.items() if isinstance(value, EncodedPlane)}
         if handle.state is not None and not handle.table.writable:
-            copied |= handle.state.caught_up(leaves(entry))
-            found = (leaves(entry) | copied).items()
+            copied |= handle.state.caught_up(found)
+            found |= copied
         copied |= {
             name: value.contiguous()
-            for name, value in found
+            for name, value in found.items()
             if isinstance(value, Tensor) and not value.is_contiguous() and 0 not in value.stride()
         }
         if copied:
             state_dict["state"][key] = entry = cloned(entry, tensors=False)
             put(entry, copied)
         # Without rows, or one value expanded, which a dense optimizer could not write to.
-        found = leaves(entry).items()
+        found = [(name, value) for name, value in leaves(entry).items() if name not in streamed]
         empty = {name for name, value in found if value.dim() and (not len(value) or 0 in value.stride())}
         if not empty:
             continue

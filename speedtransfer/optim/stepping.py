@@ -98,9 +98,14 @@ class Stepping(TableParam):
         """Do what follows a step."""
 
     def abort_step(self, optimizer: Optimizer) -> None:
-        """End a step that failed and restore the state in `optimizer`; nothing was written to the table."""
+        """End a step that failed and restore the state in `optimizer`; nothing was written to the table.
+
+        The step of another thread goes on.
+        """
         state = self.state
-        if state is not None and state.running and state.optimizer() is optimizer:
+        if state is None or not state.running or state.stepping_elsewhere():
+            return
+        if state.optimizer() is optimizer:
             self._leave()
             state.recover(optimizer)
 
@@ -178,6 +183,14 @@ class Stepping(TableParam):
         self._set_gradient(ids, self._assigned)
         self._touched = ids[:0]
 
+    def is_active(self, ids: Tensor) -> bool:
+        """Tell whether one of the rows `ids` (n,) has a pending gradient."""
+        if self.ids is None or not len(self.ids):
+            return False
+        ids = ids.to(self.ids.device)
+        places = torch.searchsorted(self.ids, ids).clamp_(max=len(self.ids) - 1)
+        return bool((self.ids[places] == ids).any())
+
     def refresh(self) -> None:
         """Read the active rows again if the table has changed since: a step must not undo those writes."""
         if self.ids is None:
@@ -191,6 +204,8 @@ class Stepping(TableParam):
         self._touched = None
         self._exposed, exposed = False, self._exposed
         exposed = exposed or any(reference() is not None for reference in self._aliases)
+        rows, self._exposed_rows = self._exposed_rows, []
+        exposed = exposed or any(map(self.is_active, rows))
         # Rows that another graph, or none, has read may have changed.
         exposed = exposed or (self.ids.is_cuda and self._capture != capture_number())
         if exposed or self.active is None or self._version != self.rows.table.version:

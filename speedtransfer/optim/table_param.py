@@ -103,6 +103,8 @@ class TableParam:
         # Tensors over the memory of the table that the caller may hold and write to; whether any was made since the last step.
         self._aliases: list[weakref.ref[Tensor]] = []
         self._exposed = False
+        # The rows, (n,), of which such tensors show no others.
+        self._exposed_rows: list[Tensor] = []
 
     # Whether rows are those of ids of a vocabulary, which a gradient has to say.
     rows_of_ids: ClassVar[bool] = False

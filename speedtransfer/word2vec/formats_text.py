@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gzip
 import itertools
 import string
@@ -22,6 +23,7 @@ _MOST_PACKED = 1032  # deflate makes nothing smaller than this share of it
 _WORD_BYTES = 100_000  # a longer "word" means that the reader is lost
 _BYTES_AT_ONCE = 1 << 20
 _MAX_DIM = 2**31
+_MEASURED_LINES = 1000
 
 
 class Stored(NamedTuple):
@@ -124,8 +126,7 @@ def write_glove(path: Path, words: Sequence[str], matrix: np.ndarray, counts: np
 def read_text(path: Path, max_words: int | None = None) -> Stored:
     """Read word2vec or GloVe text: two fields in the first line are a header, more are a word and its vector.
 
-    GloVe's own files hold a few words with spaces (``. . .``); as word2vec's readers end a word there, so do these where
-    there is a header.
+    GloVe's own files hold a few words with spaces (``. . .``), which may be in the first line: the dim is that of most lines.
 
     Raises
     ------
@@ -141,9 +142,7 @@ def read_text(path: Path, max_words: int | None = None) -> Stored:
         else:
             promised, dim = parse_header(first, path)
             header = True
-        promise = (
-            "its header promises" if header else f"{promised} vectors as long as the first one, {dim} numbers, take"
-        )
+        promise = "its header promises" if header else f"{promised} vectors as long as most, {dim} numbers, take"
         check_room(path, promised * (2 * dim + 2) - (not header), promise)
         num_words = promised if max_words is None else min(promised, max_words)
         words: list[str] = []
@@ -151,12 +150,12 @@ def read_text(path: Path, max_words: int | None = None) -> Stored:
         lines = ((n, line) for n, line in enumerate(file, start=1 + header) if not line.isspace())
         for number, line in itertools.islice(lines, num_words):
             try:
-                word, values = _split(line, dim, spaces=not header)
+                word, values = _split(line, dim)
                 matrix[len(words)] = list(map(float, values))
                 words.append(word.decode())
             except ValueError as error:
                 raise StorageError(
-                    f"line {number} of {str(path)!r} is no word and vector ({error}); get it again"
+                    f"line {number} of {str(path)!r} is no word and vector ({error}); get it again, or leave that line out"
                 ) from None
         more = num_words == promised and next(lines, None) is not None
         if len(words) < num_words or more:
@@ -168,17 +167,25 @@ def read_text(path: Path, max_words: int | None = None) -> Stored:
 
 
 def _measure(path: Path) -> tuple[int, int]:
-    """Return how many lines that are not blank a file without a header has, and the numbers in its first one."""
+    """Return how many lines that are not blank a file without a header has, and the numbers that most of the first have."""
     with reading(path) as file:
-        dim = len(file.readline().rstrip(b"\r\n ").split(b" ")) - 1
-        return 1 + sum(1 for line in file if not line.isspace()), dim
+        lines = (line for line in file if not line.isspace())
+        found = collections.Counter(map(_count_numbers, itertools.islice(lines, _MEASURED_LINES)))
+        # Of two that are as frequent the one met first.
+        return found.total() + sum(1 for _ in lines), found.most_common(1)[0][0]
 
 
-def _split(line: bytes, dim: int, spaces: bool) -> tuple[bytes, list[bytes]]:
-    """Return the word and its numbers; with `spaces`, fields too many belong to the word unless one is a number."""
+def _count_numbers(line: bytes) -> int:
+    """Return how many numbers end a line, after the first field, which is a word even if it is a number; none: its fields."""
+    values = line.rstrip(b"\r\n ").split(b" ")[1:]
+    return sum(1 for _ in itertools.takewhile(_is_number, reversed(values))) or len(values)
+
+
+def _split(line: bytes, dim: int) -> tuple[bytes, list[bytes]]:
+    """Return the word and its numbers; fields too many belong to the word unless one is a number."""
     word, *values = line.rstrip(b"\r\n ").split(b" ")
     extra = len(values) - dim
-    if spaces and extra > 0 and not any(map(_is_number, values[:extra])):
+    if extra > 0 and not any(map(_is_number, values[:extra])):
         word, values = b" ".join([word, *values[:extra]]), values[extra:]
     if len(values) != dim:
         raise ValueError(f"{len(values)} numbers, not {dim}")
