@@ -15,8 +15,8 @@ from speedtransfer.nn.active import activate
 from speedtransfer.nn.feature_ids import first_beyond, rows_of
 from speedtransfer.nn.feature_weight import FeatureHandle
 from speedtransfer.nn.lookup import lookup
-from speedtransfer.nn.module_state import with_placeholders
-from speedtransfer.nn.tracing import unrecorded
+from speedtransfer.nn.module_state import receive, with_placeholders
+from speedtransfer.nn.tracing import refuse_to_quantize, unrecorded
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Handle, find_handle
 from speedtransfer.tables import as_index
@@ -126,6 +126,8 @@ class Feature(nn.Embedding):
                 f"the weight of feature {self.name!r} is part of one parameter and cannot be replaced; copy the values: "
                 "weight.data.copy_(values)"
             )
+        if name == "qconfig":
+            refuse_to_quantize(self, value)
         super().__setattr__(name, value)
 
     def named_parameters(
@@ -166,8 +168,7 @@ class Feature(nn.Embedding):
             handle.recover()
         empty = torch.empty(1, 1, dtype=weight.dtype, device="cpu")
         whole = nn.Parameter(empty.expand(self.num_embeddings, self.embedding_dim), requires_grad=False)
-        # torch.nn calls this once it has checked names and shapes.
-        vars(whole)["copy_"] = self.load
+        receive(whole, self.load)
         self._parameters["weight"] = whole
         try:
             local_metadata = {**local_metadata, "assign_to_params_buffers": False}

@@ -183,13 +183,13 @@ class MultiEmbedding(FeatureModules, TableModule):
 
     def extra_repr(self) -> str:
         """Describe the table; the features follow."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, {super().extra_repr()}"
+        return ", ".join(filter(None, (str(self.num_embeddings), str(self.embedding_dim), super().extra_repr())))
 
     # --- nn.Module ----------------------------------------------------------------------------------------------------
 
     def _wait(self, weight: nn.Parameter, options: TableOptions) -> None:
         raise InvalidValueError(
-            "a MultiEmbedding cannot be made on the meta device; make it on the device that it is for"
+            "a MultiEmbedding cannot be on the meta device; make it on the device that it is for, and leave it there"
         )
 
     def _take_weight(self, param: nn.Parameter) -> None:

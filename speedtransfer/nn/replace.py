@@ -7,16 +7,17 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import Unpack
 
+from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, complete, takes_options
 from speedtransfer.nn.subclasses import empty_table_module, table_class
 from speedtransfer.nn.table_module import TableModule
-from speedtransfer.nn.weight import TableWeight
+from speedtransfer.nn.weight import TableWeight, is_ordinary
 from speedtransfer.optim import Handle, find_handle
 
 # By this name pickles of earlier versions find it.
@@ -163,8 +164,10 @@ def _problem(module: nn.Embedding | nn.EmbeddingBag) -> str | None:
     weight = module._parameters.get("weight")
     if weight is None:
         return "has a weight that something computes (a parametrization); remove that, and register it again afterwards"
-    if type(weight.data) is not Tensor or (type(weight) not in (nn.Parameter, Tensor) and find_handle(weight) is None):
-        return f"has a weight of type {type(weight).__name__} over {type(weight.data).__name__}; replace it before sharding it"
+    if not is_ordinary(weight):
+        return f"has a weight of type {type(weight).__name__}, with rules that no table keeps; replace it before sharding it"
+    if weight.dtype not in TABLE_DTYPES:
+        return f"has a weight of {weight.dtype}, which a table cannot hold"
     if weight.layout != torch.strided or weight.dim() != 2:
         return f"has a weight of layout {weight.layout} and shape {tuple(weight.shape)}; a table is dense and 2-D"
     if type(module).__module__.startswith("torch.ao.") or isinstance(module, torch.jit.ScriptModule):

@@ -223,6 +223,25 @@ def handle_of(weight: Any) -> Handle:
     return handle
 
 
+def is_ordinary(param: Any) -> bool:
+    """Tell whether a table can have the values of `param`: other classes than those of torch have rules of their own."""
+    if find_handle(param) is not None:
+        return True
+    return type(param) in (nn.Parameter, Tensor) and type(param.data) is Tensor
+
+
+def check_ordinary(param: nn.Parameter, handle: Handle | None) -> None:
+    """Raise unless `param` can become the weight of a table, now that of `handle`."""
+    if isinstance(param, TableWeight):
+        handle_of(param)
+    elif not is_ordinary(param):
+        name = "this module" if handle is None else f"{handle} is the weight of a table and"
+        raise InvalidTypeError(
+            f"{name} cannot become a {type(param).__name__} (fully_shard, quantization, manifolds), whose class and rules of "
+            "its optimizer a table would not keep; leave the module out there, or use torch.nn for it"
+        )
+
+
 # --- functions that are called with the weight ----------------------------------------------------------------------------
 
 

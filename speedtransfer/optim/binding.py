@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.pending import PendingGradient
@@ -34,6 +34,8 @@ class Binding(PendingGradient):
         with as_tensor():
             given, param.grad = param.grad, None
             self.requires_grad = param.requires_grad
+            if self.requires_grad:
+                _deposit_earlier(param)
         self.param_ref, self._kind = weakref.ref(param), kind
         param.__dict__[KEY] = self
         self.reset_param()
@@ -91,3 +93,30 @@ class Binding(PendingGradient):
                 f"this {type(optimizer).__name__} trained the table of {self} before and its row state is gone: "
                 f"{self.lost[optimizer]}; train a table with one optimizer at a time, or make a new one"
             )
+
+
+def _deposit_earlier(param: nn.Parameter) -> None:
+    """Have graphs that lead to `param` by now deposit in the table that it has when their gradient comes."""
+    reference = weakref.ref(param)
+
+    def handle_now() -> Any:
+        found = reference()
+        handle = None if found is None else found.__dict__.get(KEY)
+        return handle if handle is not None and handle.param_ref() is found else None
+
+    def deposit(grads: tuple[Tensor, ...]) -> None:
+        handle = handle_now()
+        if handle is not None and handle.requires_grad:
+            handle.deposit_earlier(grads[0])
+
+    def drop(*_: Any) -> None:
+        if handle_now() is not None:
+            with as_tensor():
+                Tensor.grad.__set__(reference(), None)  # type: ignore[union-attr]
+
+    # The node lives as long as those graphs: none is left if there are none.
+    with torch.inference_mode(False), torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(param).node
+    node.register_prehook(deposit)
+    # What torch itself has kept in the tensor.
+    node.register_hook(drop)

@@ -43,6 +43,7 @@ class PendingGradient(Stepping):
         whole: bool = False,
         lookup: Any = None,
         summed: bool = False,
+        hooked: bool = False,
     ) -> None:
         """Add the gradient of some rows to the pending gradient, which the next step applies.
 
@@ -64,6 +65,8 @@ class PendingGradient(Stepping):
             What a table of several processes knows of the lookup.
         summed : bool
             Whether it is the gradient of all processes already.
+        hooked : bool
+            Whether torch runs the hooks of the parameter itself.
         """
         if self.reducer is not None and not summed:
             self.reducer.take(ids, grad, whole, lookup)
@@ -83,7 +86,7 @@ class PendingGradient(Stepping):
             self.used_whole = self.used_whole or whole
             self._of_graph = self._of_graph or grad.requires_grad
             grad = grad.detach()
-            if self.has_hooks():
+            if not hooked and self.has_hooks():
                 self._arrive(ids, grad)
             else:
                 self._accumulate(ids, grad, rows, version, state_rows)
@@ -91,6 +94,18 @@ class PendingGradient(Stepping):
     def deposit_whole(self, leaf: Tensor, grad: Tensor) -> None:
         """Add the gradient of a leaf over all rows, ``(rows that there were, dim)``."""
         self.deposit(*self._rows_of(grad), whole=True)
+
+    def deposit_earlier(self, grad: Tensor) -> None:
+        """Add the gradient of a graph that leads to the parameter itself, made before it had this table.
+
+        Torch runs the hooks of the parameter.
+        """
+        if grad.shape != (self.num_rows, self.table.dim) or (self.reducer is not None and self.has_hooks()):
+            raise InvalidValueError(
+                f"{self} got its table between forward and backward, and cannot take the gradient {tuple(grad.shape)} of that "
+                "forward; give it the table (replace_embeddings) before forward, or after backward"
+            )
+        self.deposit(*self._rows_of(grad.to(self.table.device, self.rows.dtype)), whole=not grad.is_sparse, hooked=True)
 
     def own_gradient(self, ids: Tensor | None, grad: Tensor) -> Tensor:
         """Return the gradient of the rows `ids` (n,), ``(*, n, dim)``, or of all (None), without what is not trained."""
