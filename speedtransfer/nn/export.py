@@ -14,7 +14,7 @@ from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.subclasses import empty_dense_module
 from speedtransfer.nn.table_module import TableModule
-from speedtransfer.optim import Handle
+from speedtransfer.optim import Handle, find_handle
 from speedtransfer.system import physical_bytes
 
 # Attributes of a table module that one of torch.nn does not have.
@@ -53,13 +53,13 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
             isinstance(module, TableModule) and vars(module).keys() & {"_handle", "_options"}
         ):
             found[id(module)] = module
-        if is_table(module):
-            names.setdefault(module._handle, name or type(module).__name__)
+        for handle in filter(None, map(find_handle, module._parameters.values())):
+            names.setdefault(handle, name or type(module).__name__)
     places = {handle: handle.table.device if device is None else torch.device(device) for handle in names}
     check_room(names, places)
     memo: dict[int, Any] = {}
     copied: list[tuple[nn.Module, nn.Module]] = []
-    shared = {module._handle for module in found.values() if isinstance(module, MultiEmbedding) and is_table(module)}
+    shared = {find_handle(module.weight) for module in found.values() if isinstance(module, MultiEmbedding)}
     for handle in names.keys() - shared:
         rows = _rows(handle, places[handle])
         memo[id(handle.param)] = nn.Parameter(rows, requires_grad=handle.param.requires_grad)

@@ -15,7 +15,7 @@ from speedtransfer.nn.active import activate
 from speedtransfer.nn.feature_ids import first_beyond, rows_of
 from speedtransfer.nn.feature_weight import FeatureHandle
 from speedtransfer.nn.lookup import lookup
-from speedtransfer.nn.module_state import receive, with_placeholders
+from speedtransfer.nn.module_state import check_assigned, receive, with_placeholders
 from speedtransfer.nn.tracing import refuse_to_quantize, unrecorded
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Handle, find_handle
@@ -162,6 +162,7 @@ class Feature(nn.Embedding):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         if with_placeholders():
             return
+        check_assigned(state_dict, prefix, local_metadata)
         weight = self._whole()
         handle = self.handle()
         if handle is not None:

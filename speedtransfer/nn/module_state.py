@@ -96,9 +96,7 @@ class ModuleState(nn.Module):
 
         Rows that are read in place are compared: to load others raises.
         """
-        given = state_dict.get(prefix + "weight")
-        if local_metadata.get("assign_to_params_buffers") and isinstance(given, nn.Parameter):
-            check_ordinary(given, self.__dict__.get("_handle"))
+        check_assigned(state_dict, prefix, local_metadata)
         if not self._has_rows():
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
             weight = self._parameters.get("weight")
@@ -179,6 +177,13 @@ class ModuleState(nn.Module):
 
     def _placeholder(self) -> Tensor:
         return torch.empty(self.num_embeddings, self.embedding_dim, dtype=self._handle.rows.dtype, device="meta")
+
+
+def check_assigned(state_dict: Any, prefix: str, local_metadata: Any) -> None:
+    """Raise where ``assign=True`` would make the weight a parameter of a class that the table cannot keep."""
+    given = state_dict.get(prefix + "weight")
+    if local_metadata.get("assign_to_params_buffers") and isinstance(given, nn.Parameter):
+        check_ordinary(given, prefix + "weight")
 
 
 def receive(whole: nn.Parameter, load: Callable[[Tensor], None]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
+from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.embedding import Embedding
@@ -19,6 +20,7 @@ from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_opti
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import unrecorded
+from speedtransfer.nn.weight import is_ordinary
 
 # Arguments of nn.Embedding that all rows of a table have in common.
 _COMMON = ("embedding_dim", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -235,6 +237,9 @@ def _traits(name: str, module: Any) -> dict[str, Any]:
             f"{name!r} is a {type(module).__name__}, whose own way to look up would be lost; make a MultiEmbedding of "
             "nn.Embedding modules, and give others tables of their own (replace_embeddings)"
         )
-    weight = module.weight
+    weight = module._parameters.get("weight")
+    if weight is None or not is_ordinary(weight) or weight.dtype not in TABLE_DTYPES:
+        kind = "computed (a parametrization)" if weight is None else f"a {type(weight).__name__} of {weight.dtype}"
+        raise InvalidTypeError(f"the weight of {name!r} is {kind}, which a table cannot be; leave that module out")
     about = {"dtype": weight.dtype, "device": weight.device, "requires_grad": weight.requires_grad}
     return {key: getattr(module, key) for key in _COMMON} | about

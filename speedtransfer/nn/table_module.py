@@ -65,6 +65,8 @@ class TableModule(VocabularyModule):
             )
         if isinstance(weight, Tensor):
             dtype = weight.dtype
+            if isinstance(weight, nn.Parameter):
+                check_ordinary(weight)
         elif dtype is None and weight is None:
             dtype = torch.get_default_dtype()
         if device.type == "meta":
@@ -258,9 +260,9 @@ class TableModule(VocabularyModule):
             return self
         if options is not None:
             shape = self.num_embeddings, self.embedding_dim
-            self._wait(
-                nn.Parameter(torch.empty(shape, dtype=sample.dtype, device="meta"), weight.requires_grad), options
-            )
+            empty = nn.Parameter(torch.empty(shape, dtype=sample.dtype, device="meta"), weight.requires_grad)
+            empty.grad = None if self._handle.grad is None else torch.empty_like(empty)
+            self._wait(empty, options)
             return self
         if sample.dtype != dtype:
             self._handle.convert(sample.dtype)
@@ -300,7 +302,7 @@ class TableModule(VocabularyModule):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; as `weight` it becomes that of the table. Assignment of parameters ends here too."""
         if name == "weight" and isinstance(param, nn.Parameter):
-            check_ordinary(param, self.__dict__.get("_handle"))
+            check_ordinary(param, self.__dict__.get("_handle", "weight"))
             if not param.is_meta and "_handle" in self.__dict__:
                 self._take_weight(param)
             elif not param.is_meta and "_options" in self.__dict__:

@@ -230,15 +230,15 @@ def is_ordinary(param: Any) -> bool:
     return type(param) in (nn.Parameter, Tensor) and type(param.data) is Tensor
 
 
-def check_ordinary(param: nn.Parameter, handle: Handle | None) -> None:
-    """Raise unless `param` can become the weight of a table, now that of `handle`."""
+def check_ordinary(param: nn.Parameter, name: object = "weight") -> None:
+    """Raise unless `param` can become the weight of a table, called `name`."""
     if isinstance(param, TableWeight):
         handle_of(param)
     elif not is_ordinary(param):
-        name = "this module" if handle is None else f"{handle} is the weight of a table and"
         raise InvalidTypeError(
-            f"{name} cannot become a {type(param).__name__} (fully_shard, quantization, manifolds), whose class and rules of "
-            "its optimizer a table would not keep; leave the module out there, or use torch.nn for it"
+            f"{name} is the weight of a table and cannot become a {type(param).__name__} (fully_shard, "
+            "quantization, a manifold), of which the table would keep neither class nor rules; leave the module out there, or "
+            "use torch.nn for it"
         )
 
 
