@@ -220,6 +220,20 @@ def test_a_parameter_of_another_class_is_refused() -> None:
     assert type(emb.weight) is type(copy.deepcopy(emb).weight) is OnManifold
 
 
+@pytest.mark.parametrize("first", ["meta", "cpu"])
+def test_a_module_on_the_meta_device_that_shares_a_weight_shares_the_table(first: str) -> None:
+    one, other = st.Embedding(9, 2, device=first), st.Embedding(9, 2, device="meta")
+    if first == "meta":
+        one.weight = nn.Parameter(torch.ones(9, 2))
+    other.weight = one.weight
+    assert other.table is one.table
+    opt = torch.optim.SGD(one.parameters(), lr=1.0)
+    (one(torch.tensor([1])) + other(torch.tensor([2]))).sum().backward()
+    before = one.weight.detach().clone()
+    opt.step()
+    assert torch.equal((before - other.weight).detach().sum(1), torch.tensor([0.0, 2.0, 2.0, *[0.0] * 6]))
+
+
 def test_a_module_on_the_meta_device_prints() -> None:
     assert repr(st.Embedding(9, 2, device="meta")) == repr(nn.Embedding(9, 2, device="meta"))
     with pytest.raises(InvalidValueError, match="is on the meta device and has no rows yet"):

@@ -303,22 +303,23 @@ class TableModule(VocabularyModule):
         """Register a parameter; as `weight` it becomes that of the table. Assignment of parameters ends here too."""
         if name == "weight" and isinstance(param, nn.Parameter):
             check_ordinary(param, self.__dict__.get("_handle", "weight"))
-            if not param.is_meta and "_handle" in self.__dict__:
+            if not param.is_meta and self.__dict__.keys() & {"_handle", "_options"}:
                 self._take_weight(param)
-            elif not param.is_meta and "_options" in self.__dict__:
-                self._end_wait(param.detach(), param)
         super().register_parameter(name, param)
 
     def _take_weight(self, param: nn.Parameter) -> None:
         """Make `param` the weight. It stays the same object, so that modules which share it still do."""
         other = find_handle(param)
         self._check_same_ids(other)
-        if other is None:
+        if other is None and "_handle" not in self.__dict__:
+            self._end_wait(param.detach(), param)
+        elif other is None:
             with torch.no_grad():
                 self._handle.take_param(param, TableWeight)
-        elif other is not self._handle:
+        elif other is not self.__dict__.get("_handle"):
             # The modules share one table from now on.
             self._handle = other
+            self.__dict__.pop("_options", None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
