@@ -192,7 +192,7 @@ def receive(whole: nn.Parameter, load: Callable[[Tensor], None]) -> None:
     def copy(values: Tensor, *_: Any) -> Tensor:
         load(values)
         # With which torch swaps `whole`, if it is to (torch.__future__).
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     vars(whole)["copy_"] = copy
 

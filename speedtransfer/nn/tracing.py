@@ -58,7 +58,7 @@ def recorded_as(
 
 
 def refuse_to_quantize(module: nn.Module, qconfig: Any) -> None:
-    """Raise where ``torch.ao.quantization`` is would leave a table out without a word: it looks modules up by their class."""
+    """Raise where ``torch.ao.quantization`` would leave a table out without a word: it looks modules up by their class."""
     frame = inspect.currentframe()
     while qconfig is None and frame is not None:
         # quantize_dynamic sets None on modules of other classes than it was given: that of torch.nn may be among those.

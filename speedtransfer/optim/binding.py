@@ -106,7 +106,7 @@ def _deposit_earlier(param: nn.Parameter) -> None:
 
     def deposit(grads: tuple[Tensor, ...]) -> None:
         handle = handle_now()
-        if handle is not None and handle.requires_grad:
+        if handle is not None and handle.requires_grad and grads[0] is not None:
             handle.deposit_earlier(grads[0])
 
     def drop(*_: Any) -> None:
