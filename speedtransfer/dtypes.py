@@ -45,7 +45,9 @@ PLANE_DTYPES = TABLE_DTYPES | (set() if FLOAT8_SCALE is None else {FLOAT8_SCALE}
 
 # Of a table's dtypes, those that NumPy lacks and has.
 NO_NUMPY_DTYPES = {torch.bfloat16, *FLOAT8_DTYPES}
-TORCH_OF_NUMPY = {torch.empty(0, dtype=d).numpy().dtype: d for d in _OF_TABLES.values() if d not in NO_NUMPY_DTYPES}
+_OF_NUMPY = [dtype for dtype in _OF_TABLES.values() if dtype not in NO_NUMPY_DTYPES]
+# Whatever the default device is when this is imported.
+TORCH_OF_NUMPY = {torch.empty(0, dtype=dtype, device="cpu").numpy().dtype: dtype for dtype in _OF_NUMPY}
 NUMPY_OF_TORCH = {dtype: name for name, dtype in TORCH_OF_NUMPY.items()}
 
 

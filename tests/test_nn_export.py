@@ -6,6 +6,8 @@ import copy
 import io
 import pickle
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 
 import speedtransfer
 from speedtransfer import to_dense
-from speedtransfer.errors import HostMemoryError
+from speedtransfer.errors import HostMemoryError, InvalidTypeError
 
 IDS = torch.tensor([[1, 7, 2], [0, 7, 19]])
 
@@ -231,3 +233,35 @@ def test_to_another_device() -> None:
     dense = to_dense(Model(), device="meta")
     assert {param.device.type for param in dense.parameters()} == {"meta"}
     assert type(dense.words) is nn.Embedding
+
+
+ao = torch.ao.quantization
+
+
+def _prepared(model: nn.Module, qconfig: Any, prepare: Any) -> Any:
+    model.qconfig = qconfig
+    return prepare(model.train(prepare is ao.prepare_qat))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_eager_quantization_of_a_table_raises_by_name() -> None:
+    weights_only = ao.float_qparams_weight_only_qconfig
+    ways: list[Callable[[nn.Module], Any]] = [
+        lambda model: ao.quantize_dynamic(model, {nn.Embedding: weights_only, nn.EmbeddingBag: weights_only}),
+        lambda model: ao.quantize_dynamic(model, {"emb": weights_only}),
+        lambda model: ao.quantize_dynamic(model, dtype=torch.quint8),
+        lambda model: setattr(model["emb"], "qconfig", weights_only),
+        lambda model: _prepared(model, weights_only, ao.prepare),
+        lambda model: _prepared(model, ao.default_embedding_qat_qconfig, ao.prepare_qat),
+    ]
+    for kind, size in (("Embedding", 10), ("EmbeddingBag", 10), ("MultiEmbedding", [10])):
+        module = getattr(speedtransfer, kind)(size, 4)
+        for way in ways:
+            with pytest.raises(InvalidTypeError, match=r"torch.ao.quantization cannot replace .*to_dense"):
+                way(nn.ModuleDict({"emb": module, "out": nn.Linear(4, 2)}))
+    # Left alone as those of torch.nn would be.
+    model = nn.ModuleDict({"emb": speedtransfer.Embedding(10, 4), "out": nn.Linear(4, 2)})
+    found = ao.quantize_dynamic(model, {nn.Linear})
+    assert type(found["emb"]) is speedtransfer.Embedding
+    assert type(found["out"]).__module__.startswith("torch.ao")
+    model["emb"].qconfig = None

@@ -259,3 +259,29 @@ def test_a_failure_half_way_leaves_the_model_whole(tmp_path) -> None:
     with pytest.raises(OSError, match="exists"):
         replace_embeddings(model, memory="mmap", path=tmp_path / "rows.npy")  # one file for two tables
     assert type(model["a"]) is type(model["b"]) is nn.Embedding
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.uint16], ids=str)
+def test_a_dtype_that_no_table_holds_is_left(dtype: torch.dtype) -> None:
+    def model() -> nn.ModuleDict:
+        odd = nn.Embedding(9, 4, _weight=torch.ones(9, 4).to(dtype), _freeze=True)
+        return nn.ModuleDict({"real": nn.Embedding(9, 4), "odd": odd})
+
+    report = replace_embeddings(model())
+    assert report == ["real"]
+    assert f"a weight of {dtype}, which a table cannot hold" in report.left["odd"]
+    with pytest.raises(ValueError, match="embedding 'odd' has a weight of"):
+        replace_embeddings(model(), strict=True)
+
+
+def test_a_dtype_that_is_not_stored_in_another_is_left() -> None:
+    whole = torch.ones(9, 4, dtype=torch.int64)
+    for options, left in (
+        ({"storage_dtype": torch.bfloat16}, ["whole"]),
+        ({"state_dtype": torch.uint8}, ["whole", "wide"]),
+    ):
+        model = nn.ModuleDict({"real": nn.Embedding(9, 4), "whole": nn.Embedding.from_pretrained(whole)})
+        model["wide"] = nn.Embedding(9, 4, dtype=torch.float64)
+        report = replace_embeddings(model, **options)
+        assert list(report.left) == left
+        assert "which storage_dtype and state_dtype are not for" in report.left["whole"]

@@ -14,11 +14,11 @@ from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.subclasses import empty_dense_module
 from speedtransfer.nn.table_module import TableModule
-from speedtransfer.optim import Handle
+from speedtransfer.optim import Handle, find_handle
 from speedtransfer.system import physical_bytes
 
 # Attributes of a table module that one of torch.nn does not have.
-_OF_OURS = {"_handle", "idle", "_feature_ids", "_shared_parameters"}
+_OF_OURS = {"_handle", "_options", "idle", "_feature_ids", "_shared_parameters"}
 # By this name pickles of earlier versions find it.
 _empty = empty_dense_module
 
@@ -49,16 +49,17 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
     _refuse_vocabularies(model)
     names: dict[Handle, str] = {}
     for name, module in model.named_modules():
-        if is_table(module):
+        if isinstance(module, Feature) or (
+            isinstance(module, TableModule) and vars(module).keys() & {"_handle", "_options"}
+        ):
             found[id(module)] = module
-            names.setdefault(module._handle, name or type(module).__name__)
-        elif isinstance(module, Feature):
-            found[id(module)] = module
+        for handle in filter(None, map(find_handle, module._parameters.values())):
+            names.setdefault(handle, name or type(module).__name__)
     places = {handle: handle.table.device if device is None else torch.device(device) for handle in names}
     check_room(names, places)
     memo: dict[int, Any] = {}
     copied: list[tuple[nn.Module, nn.Module]] = []
-    shared = {module._handle for module in found.values() if isinstance(module, MultiEmbedding)}
+    shared = {find_handle(module.weight) for module in found.values() if isinstance(module, MultiEmbedding)}
     for handle in names.keys() - shared:
         rows = _rows(handle, places[handle])
         memo[id(handle.param)] = nn.Parameter(rows, requires_grad=handle.param.requires_grad)
@@ -73,10 +74,9 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
             state["_parameters"] = {}
         vars(made).update(copy.deepcopy(state, memo))
         if isinstance(module, Feature):
-            owner = module.handle()
-            assert owner is not None
-            rows = _rows(owner, places[owner], module.start, module.stop)
-            made.weight = nn.Parameter(rows, requires_grad=owner.requires_grad)
+            owner, weight = module.handle(), module.weight
+            rows = _rows(owner, places[owner], module.start, module.stop) if owner else weight.detach().clone()
+            made.weight = nn.Parameter(rows, requires_grad=weight.requires_grad)
     result: nn.Module = copy.deepcopy(model, memo)
     return result if device is None else result.to(device)
 
@@ -91,8 +91,14 @@ def _refuse_vocabularies(model: nn.Module) -> None:
 
 
 def is_table(module: nn.Module) -> bool:
-    """Tell whether `module` looks rows up in a table (a copy of a subclass made by `to_dense` does not)."""
-    return isinstance(module, TableModule) and "_handle" in vars(module)
+    """Tell whether the weight of `module` is that of a table, or a parametrization's of it.
+
+    It is not in a copy of a subclass made by `to_dense`, and where another tensor was put in its place.
+    """
+    if not isinstance(module, TableModule) or "_handle" not in vars(module):
+        return False
+    param = module._handle.param_ref()
+    return param is not None and module._parameters.get("weight", param) is param
 
 
 def check_room(names: dict[Handle, str], places: dict[Handle, torch.device]) -> None:

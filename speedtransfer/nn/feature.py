@@ -15,8 +15,8 @@ from speedtransfer.nn.active import activate
 from speedtransfer.nn.feature_ids import first_beyond, rows_of
 from speedtransfer.nn.feature_weight import FeatureHandle
 from speedtransfer.nn.lookup import lookup
-from speedtransfer.nn.module_state import with_placeholders, with_weight
-from speedtransfer.nn.tracing import unrecorded
+from speedtransfer.nn.module_state import check_assigned, receive, with_placeholders, with_weight
+from speedtransfer.nn.tracing import refuse_to_quantize, unrecorded
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Handle, find_handle
 from speedtransfer.tables import as_index
@@ -126,6 +126,8 @@ class Feature(nn.Embedding):
                 f"the weight of feature {self.name!r} is part of one parameter and cannot be replaced; copy the values: "
                 "weight.data.copy_(values)"
             )
+        if name == "qconfig":
+            refuse_to_quantize(self, value)
         super().__setattr__(name, value)
 
     def named_parameters(
@@ -160,14 +162,14 @@ class Feature(nn.Embedding):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         if with_placeholders():
             return
+        check_assigned(state_dict, prefix, local_metadata)
         weight = self._whole()
         handle = self.handle()
         if handle is not None:
             handle.recover()
         empty = torch.empty(1, 1, dtype=weight.dtype, device="cpu")
         whole = nn.Parameter(empty.expand(self.num_embeddings, self.embedding_dim), requires_grad=False)
-        # torch.nn calls this once it has checked names and shapes.
-        vars(whole)["copy_"] = self.load
+        receive(whole, self.load)
         local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         with with_weight(self, whole) as double:
             super(Feature, double)._load_from_state_dict(state_dict, prefix, local_metadata, *rest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.nn.weight import check_ordinary
 from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle, VocabularyShardHandle
 from speedtransfer.vocabulary import LoadPlan
 
@@ -105,8 +106,13 @@ class ModuleState(nn.Module):
 
         Rows that are read in place are compared: to load others raises.
         """
+        check_assigned(state_dict, prefix, local_metadata)
         if not self._has_rows():
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+            weight = self._parameters.get("weight")
+            if "_options" in self.__dict__ and weight is not None:
+                # Where torch swaps tensors (torch.__future__), nobody has assigned it.
+                self.register_parameter("weight", weight)
             return
         if not with_placeholders():
             self._check_saves()
@@ -124,8 +130,7 @@ class ModuleState(nn.Module):
             whole = self._handle.table.torch() if writable and not sharded else self._handle.placeholder()
         whole = nn.Parameter(whole, requires_grad=False)
         if used is None and (sharded or not rows.plain or not writable):
-            # torch.nn calls this once it has checked names and shapes.
-            vars(whole)["copy_"] = self._handle.store if writable else self._handle.check_equal
+            receive(whole, self._handle.store if writable else self._handle.check_equal)
         with with_weight(self, whole) as double:
             super(ModuleState, double)._load_from_state_dict(
                 state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *rest
@@ -172,8 +177,7 @@ class ModuleState(nn.Module):
         )
         whole: Any = torch.zeros((), dtype=handle.rows.dtype, device="cpu").expand(shape)
         whole = nn.Parameter(whole if used is None else whole.to("meta"), requires_grad=False)
-        # Called once names and shapes are checked.
-        vars(whole)["copy_"] = load
+        receive(whole, load)
         others = {name: value for name, value in state_dict.items() if not name.startswith(start)}
         local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         with with_weight(self, whole) as double:
@@ -186,6 +190,24 @@ class ModuleState(nn.Module):
 
     def _placeholder(self) -> Tensor:
         return torch.empty(self.num_embeddings, self.embedding_dim, dtype=self._handle.rows.dtype, device="meta")
+
+
+def check_assigned(state_dict: Any, prefix: str, local_metadata: Any) -> None:
+    """Raise where ``assign=True`` would make the weight a parameter of a class that the table cannot keep."""
+    given = state_dict.get(prefix + "weight")
+    if local_metadata.get("assign_to_params_buffers") and isinstance(given, nn.Parameter):
+        check_ordinary(given, prefix + "weight")
+
+
+def receive(whole: nn.Parameter, load: Callable[[Tensor], None]) -> None:
+    """Have torch.nn call `load` with what it would copy to `whole`, once it has checked names and shapes."""
+
+    def copy(values: Tensor, *_: Any) -> Tensor:
+        load(values)
+        # With which torch swaps `whole`, if it is to (torch.__future__).
+        return torch.empty(0, device="cpu")
+
+    vars(whole)["copy_"] = copy
 
 
 def ids_of(state_dict: Any, prefix: str) -> dict[str, Any]:

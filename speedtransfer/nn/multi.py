@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
+from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.embedding import Embedding
@@ -19,6 +20,7 @@ from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_opti
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import unrecorded
+from speedtransfer.nn.weight import is_ordinary
 
 # Arguments of nn.Embedding that all rows of a table have in common.
 _COMMON = ("embedding_dim", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -183,13 +185,13 @@ class MultiEmbedding(FeatureModules, TableModule):
 
     def extra_repr(self) -> str:
         """Describe the table; the features follow."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, {super().extra_repr()}"
+        return ", ".join(filter(None, (str(self.num_embeddings), str(self.embedding_dim), super().extra_repr())))
 
     # --- nn.Module ----------------------------------------------------------------------------------------------------
 
     def _wait(self, weight: nn.Parameter, options: TableOptions) -> None:
         raise InvalidValueError(
-            "a MultiEmbedding cannot be made on the meta device; make it on the device that it is for"
+            "a MultiEmbedding cannot be on the meta device; make it on the device that it is for, and leave it there"
         )
 
     def _take_weight(self, param: nn.Parameter) -> None:
@@ -235,6 +237,9 @@ def _traits(name: str, module: Any) -> dict[str, Any]:
             f"{name!r} is a {type(module).__name__}, whose own way to look up would be lost; make a MultiEmbedding of "
             "nn.Embedding modules, and give others tables of their own (replace_embeddings)"
         )
-    weight = module.weight
+    weight = module._parameters.get("weight")
+    if weight is None or not is_ordinary(weight) or weight.dtype not in TABLE_DTYPES:
+        kind = "computed (a parametrization)" if weight is None else f"a {type(weight).__name__} of {weight.dtype}"
+        raise InvalidTypeError(f"the weight of {name!r} is {kind}, which a table cannot be; leave that module out")
     about = {"dtype": weight.dtype, "device": weight.device, "requires_grad": weight.requires_grad}
     return {key: getattr(module, key) for key in _COMMON} | about

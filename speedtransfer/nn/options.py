@@ -11,6 +11,7 @@ from typing import Any, TypedDict, TypeVar
 import torch
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
+from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle
 from speedtransfer.vocabulary import Vocabulary
 
 IDLE = ("auto", "exact", "lazy")
@@ -87,3 +88,32 @@ def refuse_vocabulary(options: TableOptions, where: str, remedy: str) -> None:
     """Raise if `options` have a vocabulary, for `where` there can be none."""
     if options.get("vocabulary") is not None:
         raise InvalidTypeError(f"vocabulary is given, but {where} cannot have one; {remedy}")
+
+
+def options_of(handle: Handle) -> TableOptions:
+    """Return complete options of another table like that of `handle`, in memory if that is a file.
+
+    Raises
+    ------
+    InvalidTypeError
+        There can be none on the meta device: it has a vocabulary, or several processes.
+    """
+    if isinstance(handle, ShardHandle | VocabularyHandle):
+        what = "a vocabulary" if isinstance(handle, VocabularyHandle) else "rows in several processes"
+        raise InvalidTypeError(
+            f"{handle} has {what}, which a module on the meta device would not keep; leave the module where it is"
+        )
+    table, rows, cache = handle.table, handle.rows, handle.table._cache_options
+    memory = table.memory if table.memory in ("pinned", "pageable", "device") else "auto"
+    return complete(
+        TableOptions(
+            memory=memory,
+            idle=handle.idle,
+            storage_dtype=rows.storage_dtype,
+            state_dtype=rows.state_dtype,
+            scale_block=rows.scale_block,
+            layout=table.layout,
+            cache_rows=None if cache is None else cache.rows,
+            cache_counts=None if cache is None else cache.counts,
+        )
+    )

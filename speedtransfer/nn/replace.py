@@ -7,16 +7,17 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import Unpack
 
+from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, complete, takes_options
 from speedtransfer.nn.subclasses import empty_table_module, table_class
 from speedtransfer.nn.table_module import TableModule
-from speedtransfer.nn.weight import TableWeight
+from speedtransfer.nn.weight import TableWeight, is_ordinary
 from speedtransfer.optim import Handle, find_handle
 
 # By this name pickles of earlier versions find it.
@@ -110,7 +111,7 @@ def replace_embeddings(
             report.left[name] = f"it has {module.num_embeddings} rows, fewer than min_rows={min_rows}"
         elif (num_bytes := _weight_bytes(module)) < min_bytes:
             report.left[name] = f"its weight has {num_bytes:,} bytes, fewer than min_bytes={min_bytes:,}"
-        elif problem := _problem(module) or (options["vocabulary"] is not None and _shared(module, users)):
+        elif problem := _problem(module, options) or (options["vocabulary"] is not None and _shared(module, users)):
             if strict:
                 raise InvalidValueError(f"embedding {name!r} {problem}")
             report.left[name] = f"it {problem}"
@@ -158,13 +159,18 @@ def _weight_bytes(module: nn.Embedding | nn.EmbeddingBag) -> int:
     return module.num_embeddings * module.embedding_dim * itemsize
 
 
-def _problem(module: nn.Embedding | nn.EmbeddingBag) -> str | None:
+def _problem(module: nn.Embedding | nn.EmbeddingBag, options: TableOptions) -> str | None:
     """Return why a module cannot have a table, if it cannot."""
     weight = module._parameters.get("weight")
     if weight is None:
         return "has a weight that something computes (a parametrization); remove that, and register it again afterwards"
-    if type(weight.data) is not Tensor or (type(weight) not in (nn.Parameter, Tensor) and find_handle(weight) is None):
-        return f"has a weight of type {type(weight).__name__} over {type(weight.data).__name__}; replace it before sharding it"
+    if not is_ordinary(weight):
+        return f"has a weight of type {type(weight).__name__}, with rules that no table keeps; replace it before sharding it"
+    if weight.dtype not in TABLE_DTYPES:
+        return f"has a weight of {weight.dtype}, which a table cannot hold"
+    coded = None if options["storage_dtype"] is None else weight.is_floating_point()
+    if coded is False or (coded is None and options["state_dtype"] is not None and weight.dtype != torch.float32):
+        return f"has a weight of {weight.dtype}, which storage_dtype and state_dtype are not for"
     if weight.layout != torch.strided or weight.dim() != 2:
         return f"has a weight of layout {weight.layout} and shape {tuple(weight.shape)}; a table is dense and 2-D"
     if type(module).__module__.startswith("torch.ao.") or isinstance(module, torch.jit.ScriptModule):
@@ -175,6 +181,8 @@ def _problem(module: nn.Embedding | nn.EmbeddingBag) -> str | None:
 def _shared(module: nn.Module, users: dict[int, set[str]]) -> str | None:
     """Return why a module cannot have a vocabulary, if it cannot: others use its rows by their numbers."""
     names = users[id(module.weight)]
+    if module.weight.grad is not None:
+        return "has a gradient, whose rows would no longer be numbered by id; take the step first, or zero_grad()"
     if len(names) == 1:
         return None
     return f"shares its weight ({', '.join(map(repr, sorted(names)))}), whose rows would no longer be numbered by id"

@@ -16,13 +16,13 @@ from speedtransfer.nn.fused_lookup import read_ahead_of
 from speedtransfer.nn.lookup_ops import register
 from speedtransfer.nn.module_state import with_weight
 from speedtransfer.nn.new_table import make_handle
-from speedtransfer.nn.options import TableOptions, complete, refuse_vocabulary
+from speedtransfer.nn.options import TableOptions, complete, options_of, refuse_vocabulary
 from speedtransfer.nn.sharded_table import ShardedTable
 from speedtransfer.nn.ticket import Ticket
-from speedtransfer.nn.tracing import refuse_to_record, unrecorded
+from speedtransfer.nn.tracing import refuse_to_quantize, refuse_to_record, unrecorded
 from speedtransfer.nn.vocabulary_lookup import VocabularyTicket
 from speedtransfer.nn.vocabulary_module import VocabularyModule
-from speedtransfer.nn.weight import TableWeight, WeightData
+from speedtransfer.nn.weight import TableWeight, WeightData, check_ordinary
 from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle, find_handle, install
 from speedtransfer.tables import Table
 
@@ -67,6 +67,8 @@ class TableModule(VocabularyModule):
             )
         if isinstance(weight, Tensor):
             dtype = weight.dtype
+            if isinstance(weight, nn.Parameter):
+                check_ordinary(weight)
         elif dtype is None and weight is None:
             dtype = torch.get_default_dtype()
         if device.type == "meta":
@@ -106,7 +108,8 @@ class TableModule(VocabularyModule):
         self._options = options
 
     def _is_waiting(self) -> bool:
-        return "_handle" not in self.__dict__ and "_options" in self.__dict__
+        weight = self._parameters.get("weight")
+        return "_handle" not in self.__dict__ and weight is not None and weight.is_meta
 
     def _end_wait(self, weight: Tensor | None, param: nn.Parameter) -> None:
         """Make the table with the values of `weight`, or zeros, on the device of `param`, which becomes the weight."""
@@ -121,11 +124,8 @@ class TableModule(VocabularyModule):
 
         With `process_group` a :class:`~speedtransfer.nn.ShardedTable`.
         """
-        if self._is_waiting():
-            raise InvalidValueError(
-                "this module is on the meta device and has no rows yet; give it some: to_empty(device=...), "
-                "load_state_dict(..., assign=True), or weight = nn.Parameter(rows)"
-            )
+        if self._parameters.get("weight") is not None and not self._has_rows():
+            raise self._without_rows("read emb.weight")
         if isinstance(self._handle, ShardHandle):
             return ShardedTable(self._handle)  # type: ignore[return-value]
         return self._handle.table
@@ -152,10 +152,7 @@ class TableModule(VocabularyModule):
             trained (``unseen="row"``): what forward reads for them with ``unseen="initial"`` is not in the table.
         """
         if not self._has_rows():
-            raise InvalidTypeError(
-                f"weight of {type(self).__name__} was swapped from outside (functional_call, a parametrization), so there are "
-                "no rows of the table to activate; call the module instead, which computes with what was swapped in"
-            )
+            raise self._without_rows("call the module instead of activate(), which computes with what was swapped in")
         training = torch.is_grad_enabled() and self._handle.requires_grad
         if isinstance(self._handle, VocabularyHandle):
             return self._activate_by_id(self._handle, ids, training)
@@ -183,10 +180,7 @@ class TableModule(VocabularyModule):
             They are no integers. That one is out of range is told where the ticket is used.
         """
         if not self._has_rows():
-            raise InvalidTypeError(
-                f"weight of {type(self).__name__} was swapped from outside (functional_call, a parametrization), so there are "
-                "no rows of the table to read ahead; leave prefetch out"
-            )
+            raise self._without_rows("leave prefetch out")
         if isinstance(self._handle, ShardHandle):
             if self._handle.rows.own is not None:
                 raise InvalidTypeError(
@@ -206,10 +200,27 @@ class TableModule(VocabularyModule):
             return VocabularyTicket(self._handle, ids, self._handle.padding_idx, training)
         return Ticket(self._handle, ids, self.padding_idx, training)
 
+    def _without_rows(self, remedy: str) -> InvalidTypeError | InvalidValueError:
+        """Return the error for what needs the rows of the table, while the weight is not theirs."""
+        if self._is_waiting():
+            return InvalidValueError(
+                "this module is on the meta device and has no rows yet; give it some: to_empty(device=...), "
+                "load_state_dict(..., assign=True), or weight = nn.Parameter(rows)"
+            )
+        handle = self.__dict__.get("_handle")
+        name = f"weight of {type(self).__name__}" if handle is None or handle.name is None else str(handle)
+        return InvalidTypeError(
+            f"{name} was swapped from outside (functional_call, a parametrization, a loader that writes to "
+            f"module._parameters), so there are no rows of a table; {remedy}, or assign it, for the table to have its rows "
+            "(module.weight = nn.Parameter(rows))"
+        )
+
     def extra_repr(self) -> str:
         """Describe the module as torch.nn does, and where its rows live."""
         self.num_embeddings = self.num_embeddings  # which torch.nn reads from __dict__
         text = super().extra_repr()
+        if self._parameters.get("weight") is not None and not self._has_rows():
+            return text
         memory, rows = f"memory={self.table.memory!r}", self._handle.rows
         for name in ("storage_dtype", "state_dtype", "scale_block"):
             memory += f", {name}={getattr(rows, name)}" if getattr(rows, name) is not None else ""
@@ -237,16 +248,23 @@ class TableModule(VocabularyModule):
         dtype, device = (weight.dtype, weight.device) if waiting else (self._handle.rows.dtype, self.table.device)
         with torch.no_grad(), torch.inference_mode(False):
             sample = fn(torch.empty(0, self.embedding_dim, dtype=dtype, device=device))
-        if not waiting:
-            self._check_conversion(sample)
-        elif sample.is_meta:
+        if waiting and sample.is_meta:
             super()._apply(fn, recurse)
             return self
+        options = options_of(self._handle) if sample.is_meta else None
+        if not waiting:
+            self._check_conversion(sample)
         # Not with the weight: torch would convert a copy of the whole.
         with with_weight(self, None) as double:
             super(TableModule, double)._apply(fn, recurse)
         if waiting:
             self._end_wait(None, nn.Parameter(sample, weight.requires_grad))
+            return self
+        if options is not None:
+            shape = self.num_embeddings, self.embedding_dim
+            empty = nn.Parameter(torch.empty(shape, dtype=sample.dtype, device="meta"), weight.requires_grad)
+            empty.grad = None if self._handle.grad is None else torch.empty_like(empty)
+            self._wait(empty, options)
             return self
         if sample.dtype != dtype:
             self._handle.convert(sample.dtype)
@@ -281,37 +299,40 @@ class TableModule(VocabularyModule):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight" and isinstance(value, nn.Parameter) and not value.is_meta:
-            if self._is_waiting():
-                self._end_wait(value.detach(), value)
-            elif "_handle" in self.__dict__:
-                self._take_weight(value)
+        if name == "qconfig":
+            refuse_to_quantize(self, value)
         super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; as `weight` it becomes that of the table. Assignment of parameters ends here too."""
+        if name == "weight" and isinstance(param, nn.Parameter):
+            check_ordinary(param, self.__dict__.get("_handle", "weight"))
+            if not param.is_meta and self.__dict__.keys() & {"_handle", "_options"}:
+                self._take_weight(param)
+        super().register_parameter(name, param)
 
     def _take_weight(self, param: nn.Parameter) -> None:
         """Make `param` the weight. It stays the same object, so that modules which share it still do."""
         other = find_handle(param)
         self._check_same_ids(other)
-        if type(param.data) is not Tensor and other is None:
-            raise InvalidTypeError(
-                f"{self._handle} is the weight of a table and cannot become a {type(param.data).__name__} (fully_shard, "
-                "quantization); leave the module out there, or use torch.nn for it"
-            )
-        if other is None:
+        if other is None and "_handle" not in self.__dict__:
+            self._end_wait(param.detach(), param)
+        elif other is None:
             with torch.no_grad():
                 self._handle.take_param(param, TableWeight)
-        elif other is not self._handle:
+        elif other is not self.__dict__.get("_handle"):
             # The modules share one table from now on.
             self._handle = other
+            self.__dict__.pop("_options", None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # Unpickled in a process that may have made no module yet.
         install()
-        if self._is_waiting():
+        if "_handle" not in self.__dict__:
             return
         self._use(self._handle)
-        if self._parameters.get("weight") is not None and find_handle(self._parameters["weight"]) is None:
+        if self._has_rows() and find_handle(self._parameters["weight"]) is None:
             # Pickled by an older version.
             self._parameters["weight"] = self._handle.new_param(TableWeight)
 

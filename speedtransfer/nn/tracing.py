@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
@@ -56,11 +57,30 @@ def recorded_as(
     return decorated
 
 
+def refuse_to_quantize(module: nn.Module, qconfig: Any) -> None:
+    """Raise where ``torch.ao.quantization`` would leave a table out without a word: it looks modules up by their class."""
+    frame = inspect.currentframe()
+    while qconfig is None and frame is not None:
+        # quantize_dynamic sets None on modules of other classes than it was given: that of torch.nn may be among those.
+        if frame.f_code.co_name == "_propagate_qconfig_helper":
+            qconfig = frame.f_locals["qconfig_dict"].get(type(module).__bases__[-1])
+        frame = frame.f_back
+    if qconfig is not None:
+        raise InvalidTypeError(
+            f"torch.ao.quantization cannot replace {_called(module)}, whose rows are in a table; quantize a copy with modules "
+            "of torch.nn (speedtransfer.to_dense(model)), or make the table with storage_dtype=torch.int8"
+        )
+
+
 def refuse_to_record(module: nn.Module, tool: str) -> NoReturn:
     """Raise the error that names `to_dense`, whose copy `tool` can record."""
-    handle = vars(module).get("_handle")
-    name = type(module).__name__ if handle is None or not handle.name else repr(handle.name)
     raise InvalidTypeError(
-        f"{tool} cannot record how {name} looks rows up in its table; export a copy with modules of torch.nn: "
+        f"{tool} cannot record how {_called(module)} looks rows up in its table; export a copy with modules of torch.nn: "
         "speedtransfer.to_dense(model)"
     )
+
+
+def _called(module: nn.Module) -> str:
+    """Return the name of a table module in its model, where that is known."""
+    handle = vars(module).get("_handle")
+    return type(module).__name__ if handle is None or not handle.name else repr(handle.name)

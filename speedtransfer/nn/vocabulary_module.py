@@ -96,12 +96,13 @@ class VocabularyModule(ModuleState):
 
     def _check_same_ids(self, other: Handle | None) -> None:
         """Raise if, with the weight of another table, ids would no longer be those of a vocabulary, or padding no padding."""
-        own, theirs = isinstance(self._handle, VocabularyHandle), isinstance(other, VocabularyHandle)
-        if other is None or other is self._handle or not (own or theirs):
+        handle = self.__dict__.get("_handle")
+        own, theirs = isinstance(handle, VocabularyHandle), isinstance(other, VocabularyHandle)
+        if other is None or other is handle or not (own or theirs):
             return
         if own and not theirs:
             raise InvalidTypeError(
-                f"{self._handle} has a vocabulary and is given the weight of another table, whose ids are the numbers of its "
+                f"{handle} has a vocabulary and is given the weight of another table, whose ids are the numbers of its "
                 "rows; make both with a vocabulary, or use the other module"
             )
         padding = None if self.padding_idx is None else int(as_ids([self.padding_idx]))

@@ -223,6 +223,25 @@ def handle_of(weight: Any) -> Handle:
     return handle
 
 
+def is_ordinary(param: Any) -> bool:
+    """Tell whether a table can have the values of `param`: other classes than those of torch have rules of their own."""
+    if find_handle(param) is not None:
+        return True
+    return type(param) in (nn.Parameter, Tensor) and type(param.data) is Tensor
+
+
+def check_ordinary(param: nn.Parameter, name: object = "weight") -> None:
+    """Raise unless `param` can become the weight of a table, called `name`."""
+    if isinstance(param, TableWeight):
+        handle_of(param)
+    elif not is_ordinary(param):
+        raise InvalidTypeError(
+            f"{name} is the weight of a table and cannot become a {type(param).__name__} (fully_shard, "
+            "quantization, a manifold), of which the table would keep neither class nor rules; leave the module out there, or "
+            "use torch.nn for it"
+        )
+
+
 # --- functions that are called with the weight ----------------------------------------------------------------------------
 
 

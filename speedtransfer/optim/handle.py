@@ -200,9 +200,14 @@ class Handle(Binding):
         table, rows = self.table, self.rows
         table.check_writable()
         if values.dim() != 2 or values.shape[1] != table.dim:
+            remedy = f"pass rows of {table.dim} values, or make a new module of that width (from_pretrained)"
+            if not values.numel():
+                remedy = (
+                    "what empties parameters between their uses (ZeRO-3 of DeepSpeed) must leave tables out, which are "
+                    "st.table_parameters(model)"
+                )
             raise InvalidValueError(
-                f"{self} is {(table.num_rows, table.dim)} but the values assigned are {tuple(values.shape)}; pass rows of "
-                f"{table.dim} values, or make a new module of that width (from_pretrained)"
+                f"{self} is {(table.num_rows, table.dim)} but the values assigned are {tuple(values.shape)}; {remedy}"
             )
         resized, retyped = len(values) != table.num_rows, rows.storage_dtype is None and values.dtype != rows.dtype
         if table.path is not None and (resized or retyped):
@@ -325,7 +330,11 @@ def _unpickle(
     weight = weight.view(rows.get("stored", weight.dtype))
     table = Table.from_array(weight, memory, device=device, copy=False)
     trained = param if isinstance(param, bool) else param.requires_grad
-    return Handle(table, trained, idle, Rows.unpickled(table, rows))
+    handle = Handle(table, trained, idle, Rows.unpickled(table, rows))
+    if not isinstance(param, bool):
+        # That of the module, which looks whether it has another.
+        handle.param_ref = weakref.ref(param)
+    return handle
 
 
 def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:

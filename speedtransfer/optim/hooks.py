@@ -22,7 +22,7 @@ from speedtransfer.cuda import count_graphs
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import Rule, choose_rule, has_rule
-from speedtransfer.optim import backward, data_parallel, replicas, state_dicts
+from speedtransfer.optim import backward, data_parallel, param_guards, replicas, state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.pending import count_step
@@ -44,6 +44,7 @@ def install() -> None:
         backward.install()
         replicas.install()
         data_parallel.install()
+        param_guards.install()
         _guard_steps()
         _installed = True
 

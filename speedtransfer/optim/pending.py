@@ -101,7 +101,10 @@ class PendingGradient(Stepping):
         """Deposit what has reached the node of the parameter in the graph: the gradient of all rows."""
         if self.late_hooks and self.has_hooks():
             self.refuse_node()
-        self.deposit(*self._rows_of(grad), whole=not isinstance(grad, RowGradient), hooked=not self.late_hooks)
+        whole = not (isinstance(grad, RowGradient) or grad.is_sparse)
+        # Of a forward before the parameter got this table it may be of another dtype, or elsewhere.
+        grad = grad.to(self.table.device, self.rows.dtype)
+        self.deposit(*self._rows_of(grad), whole=whole, hooked=not self.late_hooks)
 
     def is_observed(self) -> bool:
         """Tell whether anything looks at the node of the parameter: gradients of rows then have to go there."""
@@ -120,8 +123,8 @@ class PendingGradient(Stepping):
         )
         raise InvalidValueError(
             f"{self} is used by its node in the graph (get_gradient_edge, register_multi_grad_hook, expand_as, a "
-            f"torch.autograd.Function), where its gradient is not known yet, as {reason}; use register_hook or "
-            "register_post_accumulate_grad_hook of the weight, and functions of torch"
+            "torch.autograd.Function, a forward before it got its table), but its gradient is not known there, as "
+            f"{reason}; use hooks of the weight (register_hook), functions of torch, and replace_embeddings before forward"
         )
 
     def of_all_rows(self, ids: Tensor | None, grad: Tensor, num_rows: int) -> Tensor:

@@ -197,8 +197,8 @@ def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             state_dict["state"][key] = entry = cloned(entry, tensors=False)
             put(entry, copied)
         # Without rows, or one value expanded, which a dense optimizer could not write to.
-        found = [(name, value) for name, value in leaves(entry).items() if name not in streamed]
-        empty = {name for name, value in found if value.dim() and (not len(value) or 0 in value.stride())}
+        found = {name: value for name, value in leaves(entry).items() if name not in streamed}
+        empty = {name for name, value in found.items() if value.dim() and (not len(value) or 0 in value.stride())}
         if not empty:
             continue
         whole, weight = {}, handle.rows.whole("weight")

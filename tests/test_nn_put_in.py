@@ -1,0 +1,288 @@
+"""A weight that is put into a table module from outside: seen by every use, as ``torch.nn.Embedding`` sees it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+
+IDS = torch.tensor([[1, 5, 5], [19, 0, 3]])
+ROWS = torch.arange(80.0).reshape(20, 4)
+
+
+class Doubled(nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+def replaced(device: str) -> nn.Module:
+    model = nn.ModuleList([Doubled(20, 4, device=device)])
+    st.replace_embeddings(model, min_rows=0)
+    return model[0]
+
+
+MAKE: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
+    "embedding": (nn.Embedding, st.Embedding),
+    "bag": (nn.EmbeddingBag, st.EmbeddingBag),
+    "cache": (nn.Embedding, lambda *args, **kwargs: st.Embedding(*args, cache_rows=5, **kwargs)),
+    "replaced": (Doubled, lambda *_, device: replaced(device)),
+}
+PUT: dict[str, Callable[[Any, nn.Parameter], Any]] = {
+    "dict": lambda module, rows: module._parameters.update(weight=rows),
+    "register": lambda module, rows: module.register_parameter("weight", rows),
+    "assign": lambda module, rows: setattr(module, "weight", rows),
+    "of another": lambda module, rows: module._parameters.update(weight=st.Embedding(20, 4, _weight=rows.data).weight),
+}
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def loaded(model: nn.Module, **how: bool) -> nn.Module:
+    model.load_state_dict({name: value.clone() * 2 for name, value in model.state_dict().items()}, **how)
+    return model
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    return average.module
+
+
+def drawn(model: nn.Module) -> nn.Module:
+    torch.manual_seed(4)
+    model[0].reset_parameters()
+    return model
+
+
+def emptied(model: nn.Module, device: str = "cpu") -> nn.Module:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.to(device).to_empty(device="cpu").load_state_dict(state)
+    return model
+
+
+def ours_alone(function: Callable[[nn.Module], Any]) -> Callable[[nn.Module], nn.Module]:
+    """Return a function that calls `function` of a model with a table module, and returns what that returns, or the model."""
+
+    def call(model: nn.Module) -> nn.Module:
+        result = function(model) if hasattr(type(model[0]), "table") else None
+        return result if isinstance(result, nn.Module) else model
+
+    return call
+
+
+THEN: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "to": lambda model: model.to("cpu"),
+    "float": lambda model: model.float(),
+    "half": lambda model: model.half().double(),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved,
+    "average": averaged,
+    "load": loaded,
+    "load assign": lambda model: loaded(model, assign=True),
+    "reset": drawn,
+    "to_empty": emptied,
+    "meta": lambda model: emptied(model, "meta"),
+    "repr": ours_alone(repr),
+    "to_dense": ours_alone(st.to_dense),
+    "summary": ours_alone(st.summary),
+    "full_state_dict": ours_alone(st.full_state_dict),
+    "functional_call": lambda model: (torch.func.functional_call(model, {"0.weight": ROWS}, (IDS,)), model)[1],
+    "assign": lambda model: (setattr(model[0], "weight", model[0].weight), model)[1],
+}
+
+
+def trained(model: nn.Module, steps: int = 2) -> torch.Tensor:
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        opt.zero_grad()
+        model(IDS).square().sum().backward()
+        opt.step()
+    return model(IDS).detach()
+
+
+@pytest.mark.parametrize(
+    ("kind", "put"),
+    [("embedding", "register"), ("embedding", "assign"), *((k, p) for k in MAKE for p in ("dict", "of another"))],
+)
+@pytest.mark.parametrize("born", ["meta", "trained"])
+def test_every_use_sees_it(kind: str, put: str, born: str) -> None:
+    for name, then in THEN.items():
+        results = []
+        for make in MAKE[kind]:
+            torch.manual_seed(0)
+            model: nn.Module = nn.Sequential(make(20, 4, device="meta" if born == "meta" else "cpu"))
+            if born == "trained":
+                trained(model)
+            PUT[put](model[0], nn.Parameter(ROWS.clone()))
+            model = then(model)
+            results.append((model(IDS).detach(), trained(model)))
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_what_needs_the_table_says_how_it_gets_the_rows(kind: str) -> None:
+    for device in ("meta", "cpu"):
+        module: Any = MAKE[kind][1](20, 4, device=device)
+        module._parameters["weight"] = nn.Parameter(ROWS.clone())
+        uses: list[Callable[[Any], Any]] = [lambda m: m.table, lambda m: m.activate(IDS), lambda m: m.prefetch(IDS)]
+        for use in uses:
+            with pytest.raises(InvalidTypeError, match="was swapped from outside"):
+                use(module)
+        module.weight = module.weight
+        assert torch.equal(module.table.torch(), ROWS)
+        assert module.activate(IDS).rows.shape == (5, 4)
+
+
+@pytest.mark.parametrize("put", ["dict", "register"])
+def test_a_checkpoint_has_it(put: str, tmp_path) -> None:
+    for kind in ("embedding", "bag"):
+        model = nn.Sequential(MAKE[kind][1](20, 4))
+        PUT[put](model[0], nn.Parameter(ROWS.clone()))
+        st.save_checkpoint(tmp_path / kind, model)
+        other = nn.Sequential(MAKE[kind][1](20, 4))
+        st.load_checkpoint(tmp_path / kind, other)
+        assert torch.equal(other[0].weight, ROWS)
+
+
+@pytest.mark.parametrize("put", PUT)
+@pytest.mark.parametrize(
+    "then", ["to", "deepcopy", "pickle", "torch.save", "average", "repr", "summary", "to_dense", "assign"]
+)
+def test_features_see_it(put: str, then: str) -> None:
+    ids = torch.tensor([[1, 7], [5, 0]])
+    model: nn.Module = nn.Sequential(st.MultiEmbedding([12, 8], 4))
+    PUT[put](model[0], nn.Parameter(ROWS.clone()))
+    model = THEN[then](model)
+    expected = ROWS[ids + torch.tensor([0, 12])]
+    assert torch.equal(model[0][1](ids[:, 1]), expected[:, 1])
+    assert torch.equal(model(ids), expected)
+    assert torch.equal(torch.cat(list(model.state_dict().values())), ROWS)
+
+
+# A parameter of a class with rules of its own, as geoopt's.
+class OnManifold(nn.Parameter):
+    pass
+
+
+def test_a_parameter_of_another_class_is_refused() -> None:
+    def state() -> dict[str, Any]:
+        return {"weight": OnManifold(torch.ones(9, 2))}
+
+    def assign(module: Any) -> None:
+        module.weight = OnManifold(torch.ones(9, 2))
+
+    for module in (
+        st.Embedding(9, 2),
+        st.EmbeddingBag(9, 2),
+        st.Embedding(9, 2, device="meta"),
+        st.MultiEmbedding([9], 2),
+    ):
+        before = module.weight
+        ways: list[Callable[[], Any]] = [
+            lambda module=module: assign(module),
+            lambda module=module: module.register_parameter("weight", OnManifold(torch.ones(9, 2))),
+            lambda module=module: module.load_state_dict(
+                {("0." if isinstance(module, st.MultiEmbedding) else "") + "weight": state()["weight"]}, assign=True
+            ),
+        ]
+        for way in ways:
+            with pytest.raises(InvalidTypeError, match="cannot become a OnManifold"):
+                way()
+        assert module.weight is before
+    with pytest.raises(InvalidTypeError, match="cannot become a OnManifold"):
+        st.Embedding.from_pretrained(state()["weight"])
+    with pytest.raises(InvalidTypeError, match="cannot become a UninitializedParameter"):
+        st.Embedding(9, 2).weight = nn.UninitializedParameter()
+    dense = nn.Embedding(9, 2)
+    dense.weight = OnManifold(torch.ones(9, 2))
+    with pytest.raises(InvalidTypeError, match="weight of '0' is a OnManifold"):
+        st.MultiEmbedding.from_modules([dense])
+    emb = st.Embedding(9, 2)
+    emb.load_state_dict(state())
+    # Without a table, as torch.nn has it.
+    emb._parameters["weight"] = OnManifold(torch.ones(9, 2))
+    assert type(emb.weight) is type(copy.deepcopy(emb).weight) is OnManifold
+
+
+@pytest.mark.parametrize("first", ["meta", "cpu"])
+def test_a_module_on_the_meta_device_that_shares_a_weight_shares_the_table(first: str) -> None:
+    one, other = st.Embedding(9, 2, device=first), st.Embedding(9, 2, device="meta")
+    if first == "meta":
+        one.weight = nn.Parameter(torch.ones(9, 2))
+    other.weight = one.weight
+    assert other.table is one.table
+    opt = torch.optim.SGD(one.parameters(), lr=1.0)
+    (one(torch.tensor([1])) + other(torch.tensor([2]))).sum().backward()
+    before = one.weight.detach().clone()
+    opt.step()
+    assert torch.equal((before - other.weight).detach().sum(1), torch.tensor([0.0, 2.0, 2.0, *[0.0] * 6]))
+
+
+def test_a_module_on_the_meta_device_prints() -> None:
+    assert repr(st.Embedding(9, 2, device="meta")) == repr(nn.Embedding(9, 2, device="meta"))
+    with pytest.raises(InvalidValueError, match="is on the meta device and has no rows yet"):
+        st.Embedding(9, 2, device="meta").activate(torch.tensor([1]))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "int8": {"storage_dtype": torch.int8},
+    "bfloat16": {"storage_dtype": torch.bfloat16, "state_dtype": torch.uint8},
+    "cache": {"cache_rows": 7},
+    "rows": {"layout": "rows", "idle": "lazy"},
+}
+
+
+@pytest.mark.parametrize("kind", ["embedding", "bag"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_to_the_meta_device_and_back(kind: str, options: str) -> None:
+    model = nn.Sequential(MAKE[kind][1](50, 8, padding_idx=2, **OPTIONS[options]), nn.Linear(8, 2))
+    opt = torch.optim.AdamW(model.parameters())
+    model(IDS).sum().backward()
+    opt.step()
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    shown, expected, weight = repr(model), model(IDS).detach(), model[0].weight
+    skeleton = copy.deepcopy(model).to("meta")
+    for assign in (False, True):
+        other = copy.deepcopy(skeleton)
+        assert other[0].weight.is_meta
+        assert other[0].weight.requires_grad
+        other = other if assign else other.to_empty(device="cpu")
+        other.load_state_dict(kept, assign=assign)
+        torch.testing.assert_close(other(IDS), expected, rtol=0.1, atol=0.02 if options == "int8" else 1e-5)
+        assert repr(other) == shown
+    assert torch.equal(model(IDS), expected)
+    # Its optimizer goes on with what it has, as in torch.
+    model.to("meta")
+    opt.step()
+    assert weight.shape == (50, 8)
+    assert not weight.is_meta
+
+
+def test_what_cannot_be_on_the_meta_device_raises_and_stays() -> None:
+    ids = torch.tensor([[1, 5]])
+    for module, why in (
+        (st.MultiEmbedding([9, 9], 4), "a MultiEmbedding cannot be on the meta device"),
+        (st.Embedding(9, 4, vocabulary=st.Vocabulary()), "has a vocabulary, which a module on the meta device"),
+        (st.EmbeddingBag(9, 4, vocabulary=st.Vocabulary()), "has a vocabulary, which a module on the meta device"),
+    ):
+        before = module(ids).detach().clone()
+        with pytest.raises((InvalidTypeError, InvalidValueError), match=why):
+            module.to("meta")
+        assert torch.equal(module(ids), before)
